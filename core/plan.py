@@ -1,0 +1,118 @@
+"""One step, as columns: what the scheduler asks of a runner, and what it gets back. Thread: engine.
+
+A step's rows are sequences, each with some new tokens to compute: no prefill or decode, one rule. A sequence lives in
+a *slot* of the runner (0..max_sequences-1) from its SequenceStart until the slot is started anew; the runner keeps
+what is constant or grows there (sampling parameters, block table, counts of tokens): a plan carries differences only.
+"""
+
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from core.types import SamplingParams, TokenLogprobs
+
+Int32Array = npt.NDArray[np.int32]
+BoolArray = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceStart:
+    """A slot's new tenant.
+
+    Args:
+        token_ids: all tokens known so far: the prompt, and after a preemption also what was generated.
+        num_prompt_tokens: how many of them are the prompt's.
+        seed: 64-bit key of its counter-based noise; noise depends on (seed, position) alone.
+        stop_ids: ids that may not be drawn before min_tokens: the model's ends (unless ignored) and the request's.
+    """
+
+    slot: int
+    token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    seed: int
+    stop_ids: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """What to compute in one step.
+
+    Row i, in [0, num_rows): the sequence in slots[i] computes its tokens at positions starts[i] up to
+    starts[i] + lengths[i] - 1. Their ids stand one row after the other in token_ids. Where samples[i], the row reaches
+    the sequence's last known token, and a token is drawn from its last logits.
+    Order of effects: sequence_starts reset their slots, blocks are copied, block tables grow, the rows are computed.
+    """
+
+    slots: Int32Array  # [rows]
+    starts: Int32Array  # [rows]
+    lengths: Int32Array  # [rows], >= 1
+    samples: BoolArray  # [rows]
+    token_ids: Int32Array  # [sum(lengths)]
+    table_slots: Int32Array  # [new blocks]: block table of this slot ...
+    table_positions: Int32Array  # [new blocks]: ... at this index ...
+    table_blocks: Int32Array  # [new blocks]: ... holds this block from now on
+    copy_sources: Int32Array  # [copies]: block whose content ...
+    copy_targets: Int32Array  # [copies]: ... is copied to this block first (copy on write)
+    sequence_starts: list[SequenceStart] = field(default_factory=list)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.slots)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """What was drawn. A row may appear several times, in order (speculation), or not at all (it only prefilled)."""
+
+    rows: Int32Array  # [tokens]: row of the plan
+    token_ids: Int32Array  # [tokens]
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # index into token_ids -> its logprobs
+    failed_rows: dict[int, str] = field(default_factory=dict)  # row -> cause (e.g. logits not finite); draws nothing
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerLimits:
+    """What a runner has room for."""
+
+    num_blocks: int
+    block_size: int  # tokens
+    max_sequences: int
+    max_batch_tokens: int
+    max_model_len: int  # tokens
+    vocab_size: int  # the logits' width
+
+
+class DeviceError(Exception):
+    """The device itself is broken: nothing after it can succeed. The engine ends every request and stops."""
+
+
+Ticket = TypeVar("Ticket")
+
+
+class Runner(Protocol[Ticket]):
+    """Computes steps. The three calls of step N come in order; on a GPU forward N+1 may come before collect N."""
+
+    limits: RunnerLimits
+
+    def forward(self, plan: StepPlan) -> Ticket:
+        """Start the step: reset slots, copy blocks, write KV, compute logits of the rows that sample."""
+        ...
+
+    def sample(self, ticket: Ticket) -> None:
+        """Draw tokens from the ticket's logits; they stay on the device."""
+        ...
+
+    def collect(self, ticket: Ticket) -> StepOutput:
+        """Wait for the step and bring its tokens to the host.
+
+        Raises:
+            DeviceError: the device is lost. Any other exception is this plan's alone.
+        """
+        ...

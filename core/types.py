@@ -1,0 +1,168 @@
+"""What crosses between the loop and the engine thread. All of it frozen; tuples inside.
+
+Loop to engine, through the inbox: Submit, Cancel, Pause, Resume.
+Engine to loop, through the outbox, once a step: StepDelivery (columns of tokens, TokenChunks, EngineStats).
+"""
+
+import enum
+
+import msgspec
+
+
+class FinishReason(enum.StrEnum):
+    """Why a sequence ended. The first four are the wire's words; the API maps the rest to errors."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    TOOL_CALLS = "tool_calls"
+    CONTENT_FILTER = "content_filter"
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+    ERROR = "error"
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How tokens are drawn. Validated where it is built (server/api), trusted by the engine."""
+
+    max_tokens: int
+    temperature: float = 1.0  # 0: greedy
+    top_k: int = 0  # 0: all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  # over prompt and output (CTRL, arXiv:1909.05858)
+    presence_penalty: float = 0.0  # over output
+    frequency_penalty: float = 0.0  # over output
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0  # until then no stop id is drawn
+    seed: int | None = None  # None: the engine draws one
+    stop: tuple[str, ...] = ()  # matched on the loop's side, by the detokenizer
+    stop_token_ids: tuple[int, ...] = ()  # beside the model's own
+    ignore_eos: bool = False
+    num_logprobs: int | None = None  # None: none; k: the drawn token's and the k likeliest
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """One generation, of 1..k sequences over the same prompt."""
+
+    request_id: str  # ours, never the client's
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    arrival_s: float  # monotonic; when the head was parsed: its place in the queue
+    num_sequences: int = 1
+    tenant: str = "local"
+    priority: int = 0  # higher goes first
+
+
+class Submit(msgspec.Struct, frozen=True):
+    """Queue a request. Answered by exactly one terminal TokenChunk, whatever happens."""
+
+    request: Request
+
+
+class Cancel(msgspec.Struct, frozen=True):
+    """End a request, or one of its sequences. Unknown and finished ones are ignored.
+
+    Args:
+        index: the sequence; None for all of the request.
+        num_tokens_kept: what the loop has used of that sequence's tokens: later ones are cut off the usage.
+            None: the loop has used all that it was given.
+    """
+
+    request_id: str
+    reason: FinishReason
+    index: int | None = None
+    num_tokens_kept: int | None = None
+
+
+class Pause(msgspec.Struct, frozen=True):
+    """Leave the request out of the next plans; its KV stays."""
+
+    request_id: str
+
+
+class Resume(msgspec.Struct, frozen=True):
+    """Let a paused request go on."""
+
+    request_id: str
+
+
+Message = Submit | Cancel | Pause | Resume
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """What a request cost, in tokens, over all its sequences."""
+
+    num_prompt_tokens: int
+    num_completion_tokens: int
+    num_cached_tokens: int = 0
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True):
+    """Natural logarithms of the probabilities that one token was drawn from."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # (id, logprob), likeliest first
+
+
+class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):
+    """The rarer news of a sequence: tokens with logprobs, its end, and with `usage` its request's end.
+
+    A chunk's tokens are not repeated in the columns of its StepDelivery. Exactly one chunk per request has `usage`: the
+    terminal one, which is also the last news of that request.
+    """
+
+    request_id: str
+    index: int
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+    error: str | None = None  # with FinishReason.ERROR: the cause, fit for the client
+
+    @property
+    def is_terminal(self) -> bool:
+        return self.usage is not None
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """A snapshot of the engine: what the loop's metrics and estimates come from. Counters are since the start."""
+
+    num_waiting: int = 0
+    num_running: int = 0
+    num_paused: int = 0
+    num_blocks: int = 0
+    num_used_blocks: int = 0
+    num_steps: int = 0
+    num_prompt_tokens: int = 0  # computed in prefill
+    num_generated_tokens: int = 0
+    num_preemptions: int = 0
+    step_s: float = 0.0  # duration of the last step
+
+
+class StepDelivery(msgspec.Struct, frozen=True):
+    """What one step gives the loop. Row i of the columns: one token of sequence indexes[i] of request_ids[i].
+
+    Columns come first in time, chunks after them. A sequence's tokens are in order, within a delivery and over several.
+    """
+
+    request_ids: list[str]
+    indexes: list[int]
+    token_ids: list[int]
+    chunks: list[TokenChunk]
+    stats: EngineStats
+
+
+class Delta(msgspec.Struct, frozen=True, kw_only=True):
+    """What a sequence newly says, as text: the loop makes it of tokens, and holds back what may yet be a stop string.
+
+    Args:
+        logprobs: of the tokens whose text this is, when asked for.
+        finish_reason: set on the sequence's last delta.
+    """
+
+    index: int
+    text: str
+    num_tokens: int
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    finish_reason: FinishReason | None = None

@@ -1,0 +1,41 @@
+"""What the lifecycle asks tokens of. Here it is the engine of this process (engine_client.py). Thread: loop."""
+
+from typing import Protocol
+
+from core.types import Delta, EngineStats, FinishReason, Request, Usage
+
+
+class DeltaSink(Protocol):
+    """Where a request's words go, as they come. Called on the loop, within the delivery of the step; must not block."""
+
+    def on_delta(self, delta: Delta) -> None: ...
+
+    def on_end(self, usage: Usage, error: str | None) -> None:
+        """The request's last news, exactly once. With an error, sequences without a finish reason have failed."""
+        ...
+
+
+class GenerationHandle(Protocol):
+    """A submitted request, as the loop holds it."""
+
+    def cancel(self, reason: FinishReason) -> None:
+        """End all its sequences. Later deltas are dropped; on_end still comes. Idempotent."""
+        ...
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+
+class Backend(Protocol):
+    """Turns requests into deltas."""
+
+    stats: EngineStats
+
+    def submit(self, request: Request, sink: DeltaSink) -> GenerationHandle:
+        """Queue the request.
+
+        Raises:
+            ServiceError: it cannot be taken now (loading, draining, engine failed).
+        """
+        ...

@@ -1,0 +1,60 @@
+"""One vocabulary for HTTP/1.1 and HTTP/2: what a protocol tells the connection, and is told to send. Thread: loop.
+
+`stream_id` is 1, 2, 3... on HTTP/1.1 (the n-th request of the connection), the stream's own on HTTP/2.
+"""
+
+import msgspec
+
+Headers = tuple[tuple[bytes, bytes], ...]  # names in lower case, in order of arrival
+
+
+class HttpRequest(msgspec.Struct, frozen=True):
+    """A request's head."""
+
+    stream_id: int
+    method: str
+    path: str  # without the query, still percent-encoded
+    query: str
+    headers: Headers
+    has_body: bool
+    expects_continue: bool = False
+
+    def header(self, name: bytes) -> bytes | None:
+        """The first field of that name (lower case), or None."""
+        for key, value in self.headers:
+            if key == name:
+                return value
+        return None
+
+
+class BodyChunk(msgspec.Struct, frozen=True):
+    stream_id: int
+    data: bytes
+
+
+class BodyEnd(msgspec.Struct, frozen=True):
+    stream_id: int
+
+
+class StreamReset(msgspec.Struct, frozen=True):
+    """The peer wants no answer any more: RST_STREAM on HTTP/2, the end of the connection on HTTP/1.1."""
+
+    stream_id: int
+
+
+class ProtocolViolation(msgspec.Struct, frozen=True):
+    """The peer broke the protocol or a limit on heads. The connection answers `status`, if it can, and closes."""
+
+    stream_id: int
+    status: int
+    message: str
+
+
+Event = HttpRequest | BodyChunk | BodyEnd | StreamReset | ProtocolViolation
+
+
+class ResponseHead(msgspec.Struct, frozen=True):
+    """A response's head. Without a content-length among the headers, the body is framed by the protocol's own means."""
+
+    status: int
+    headers: Headers
