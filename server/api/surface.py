@@ -1,0 +1,126 @@
+"""What every generating surface (chat, completions, responses) is to the lifecycle: a parser, and writers of answers.
+
+A surface knows JSON and nothing else: no sockets, no engine, no clock. Parsing is strict where a field would change the
+output and lenient where the field is unknown (API.md, Parameters).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from core.errors import ServiceError
+from core.types import Delta, FinishReason, SamplingParams, TokenLogprobs, Usage
+
+UNLIMITED_TOKENS = 2**31 - 1  # max_tokens when the request names none: the lifecycle cuts it to the context
+
+
+class TextPrompt(msgspec.Struct, frozen=True):
+    text: str
+
+
+class IdsPrompt(msgspec.Struct, frozen=True):
+    ids: tuple[int, ...]
+
+
+class ChatPrompt(msgspec.Struct, frozen=True):
+    """Messages for the chat template: content already flattened to one string per message."""
+
+    messages: tuple[dict[str, Any], ...]
+
+
+Prompt = TextPrompt | IdsPrompt | ChatPrompt
+
+
+class GenerationDefaults(msgspec.Struct, frozen=True):
+    """What the model's generation_config.json says, and the limits that the parser checks against."""
+
+    vocab_size: int  # width of the logits: logit_bias ids and stop ids stay below it
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+class GenerationCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A parsed request of any surface. Choice p * num_sequences + i is sequence i of prompt p."""
+
+    model: str
+    prompts: tuple[Prompt, ...]
+    sampling: SamplingParams
+    num_sequences: int = 1
+    is_stream: bool = False
+    includes_usage: bool = False  # stream_options.include_usage
+    wants_timings: bool = False
+    echo: bool = False  # completions: the prompt comes before the text
+    wire: Any = None  # the surface's own parsed struct, for what its answer repeats (responses echoes its parameters)
+
+
+class ReplyContext(msgspec.Struct, frozen=True):
+    """What an answer needs beside the call.
+
+    Args:
+        reply_id: unique; the surface puts its own prefix before it ("chatcmpl-").
+        created_s: unix time.
+        token_str: id to text, and to its bytes, for logprobs.
+        prompt_texts: of completions with echo, one per prompt.
+    """
+
+    reply_id: str
+    created_s: int
+    model: str
+    token_str: Callable[[int], str]
+    token_bytes: Callable[[int], bytes]
+    prompt_texts: tuple[str, ...] = ()
+
+
+class Choice(msgspec.Struct):
+    """One finished choice of an answer that is not streamed."""
+
+    index: int
+    text: str
+    finish_reason: FinishReason
+    logprobs: list[TokenLogprobs] | None = None
+
+
+class StreamReply(Protocol):
+    """Writes one streamed answer as SSE bytes. Each call returns whole events, or b"" for none."""
+
+    def start(self) -> bytes:
+        """What comes before the first delta. Called once, when the head goes out."""
+        ...
+
+    def delta(self, choice: int, delta: Delta) -> bytes:
+        """The hot path: prepared head and tail around the escaped text. `choice` replaces delta.index."""
+        ...
+
+    def end(self, usage: Usage, timings: dict[str, float] | None) -> bytes:
+        """After the last delta of all choices, up to and including the stream's own end mark."""
+        ...
+
+    def error(self, error: ServiceError) -> bytes:
+        """Instead of end(): the stream breaks off here."""
+        ...
+
+
+class Surface(Protocol):
+    """One way of asking for tokens."""
+
+    def parse(self, body: bytes, defaults: GenerationDefaults) -> GenerationCall:
+        """
+        Raises:
+            InvalidRequest: with `param`, the path of the field to mend.
+        """
+        ...
+
+    def stream_reply(self, call: GenerationCall, context: ReplyContext) -> StreamReply: ...
+
+    def whole_reply(
+        self,
+        call: GenerationCall,
+        context: ReplyContext,
+        choices: Sequence[Choice],
+        usage: Usage,
+        timings: dict[str, float] | None,
+    ) -> bytes: ...
