@@ -17,6 +17,7 @@ class ErrorKind(enum.StrEnum):
     REQUEST_TIMEOUT = "request_timeout"
     RATE_LIMITED = "rate_limited"
     UNAVAILABLE = "unavailable"
+    CANCELLED = "cancelled"
     DEADLINE_EXCEEDED = "deadline_exceeded"
     ENGINE = "engine"
 
