@@ -87,8 +87,9 @@ class Scheduler:
         if group is None or (index is not None and not 0 <= index < len(group.sequences)):
             return
         chosen = group.sequences if index is None else [group.sequences[index]]
-        for sequence in reversed(chosen):  # the leader last, so that it is not handed on among those who leave too
+        for sequence in chosen:  # all before the first ends: the terminal chunk counts them all
             sequence.keep(num_tokens_kept)
+        for sequence in reversed(chosen):  # the leader last, so that it is not handed on among those who leave too
             if not sequence.is_in_flight:
                 self.finish(sequence, reason)
             elif sequence.cancel_reason is None:
