@@ -46,6 +46,11 @@ class KVCache:
         """Zero whole blocks, all layers: an earlier owner's NaN must not reach the next. blocks: [cleared]."""
         self.tensor.index_fill_(2, blocks, 0)
 
+    def make_finite(self, blocks: Tensor) -> None:
+        """Zero what is NaN or infinite in whole blocks, all layers, and leave the rest: others may share it."""
+        found = self.tensor.index_select(2, blocks)
+        self.tensor.index_copy_(2, blocks, found.nan_to_num_(0.0, 0.0, 0.0))
+
 
 def bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
     """Keys and values of all layers, for one token."""
