@@ -68,3 +68,43 @@ class ContextLengthExceeded(ServiceError):
         )
         self.num_tokens = num_tokens
         self.limit = limit
+
+
+class StartupError(Exception):
+    """The server cannot start. Told to the operator as two lines: the cause, and what to do about it.
+
+    Args:
+        cause: what is wrong, with the values found.
+        fix: what to change, with computed values where there are any.
+    """
+
+    exit_code = 1
+
+    def __init__(self, cause: str, fix: str) -> None:
+        super().__init__(f"{cause} Fix: {fix}")
+        self.cause = cause
+        self.fix = fix
+
+
+class UnsupportedModel(StartupError):
+    """config.json asks for something that would be computed wrongly here."""
+
+    exit_code = 3
+
+
+class BadCheckpoint(StartupError):
+    """Files of the model's directory are missing, malformed, or do not fit its config.json."""
+
+    exit_code = 4
+
+
+class DeviceUnavailable(StartupError):
+    """The device or the number format asked for is not there."""
+
+    exit_code = 5
+
+
+class NotEnoughMemory(StartupError):
+    """The weights, or the KV cache of one sequence, do not fit."""
+
+    exit_code = 6
