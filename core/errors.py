@@ -67,3 +67,19 @@ class ContextLengthExceeded(ServiceError):
         )
         self.num_tokens = num_tokens
         self.limit = limit
+
+
+class StartupError(Exception):
+    """The process cannot start as it was asked to.
+
+    Args:
+        cause: what is wrong, with the values that show it.
+        fix: what to type or change instead.
+        exit_code: of the process, after sysexits.h.
+    """
+
+    def __init__(self, cause: str, fix: str, exit_code: int = 1) -> None:
+        super().__init__(f"{cause}. Fix: {fix}")
+        self.cause = cause
+        self.fix = fix
+        self.exit_code = exit_code
