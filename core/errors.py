@@ -67,3 +67,19 @@ class ContextLengthExceeded(ServiceError):
         )
         self.num_tokens = num_tokens
         self.limit = limit
+
+
+class StartupError(Exception):
+    """The server cannot start as it was asked to, told to the operator.
+
+    Args:
+        cause: what is wrong, with the values found.
+        fix: what to do about it.
+        exit_code: the process's, by class of error.
+    """
+
+    def __init__(self, cause: str, fix: str, exit_code: int = 1) -> None:
+        super().__init__(f"{cause}. Fix: {fix}")
+        self.cause = cause
+        self.fix = fix
+        self.exit_code = exit_code
