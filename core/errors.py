@@ -110,11 +110,14 @@ class StartupError(Exception):
     Args:
         cause: what is wrong, with the computed values.
         fix: what to type or change, as concretely as is known.
-        exit_code: an ExitCode.
+        exit_code: an ExitCode; None: that of the class.
     """
 
-    def __init__(self, cause: str, fix: str, exit_code: int) -> None:
-        super().__init__(cause)
+    exit_code: int = ExitCode.INTERNAL
+
+    def __init__(self, cause: str, fix: str, exit_code: int | None = None) -> None:
+        super().__init__(f"{cause} Fix: {fix}")
         self.cause = cause
         self.fix = fix
-        self.exit_code = exit_code
+        if exit_code is not None:
+            self.exit_code = exit_code
