@@ -98,17 +98,16 @@ class HttpChatBackend:
     def is_up(self) -> bool:
         """Something listens there."""
         try:
-            self._request("GET", "/health", None, PROBE_TIMEOUT_S)[1].close()
+            with self._exchange("GET", "/health", None, PROBE_TIMEOUT_S):
+                return True
         except StartupError:
             return False
-        return True
 
     def wait_ready(self, report: Callable[[str], None]) -> None:
         """Wait while the server loads its model, telling each new stage once. Servers without /ready are ready."""
         told = None
         while True:
-            connection, response = self._request("GET", "/ready", None, PROBE_TIMEOUT_S)
-            with contextlib.closing(connection):
+            with self._exchange("GET", "/ready", None, PROBE_TIMEOUT_S) as response:
                 status, body = response.status, response.read()
             if status != 503:
                 return
@@ -128,18 +127,16 @@ class HttpChatBackend:
         }
         self.stats = None
         meter = _Meter(self._clock)
-        connection, response = self._request("POST", "/v1/chat/completions", question, ANSWER_TIMEOUT_S)
         try:
-            if response.status != 200:
-                raise self._refusal(response.status, response.read())
-            for event in self._events(response):
-                text = meter.text_of(event)
-                if text:
-                    yield text
+            with self._exchange("POST", "/v1/chat/completions", question, ANSWER_TIMEOUT_S) as response:
+                if response.status != 200:
+                    raise self._refusal(response.status, response.read())
+                for event in self._events(response):
+                    text = meter.text_of(event)
+                    if text:
+                        yield text
         finally:
             self.stats = meter.stats()
-            response.close()
-            connection.close()
 
     def _events(self, response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
         """Chunks of the answer, up to [DONE].
@@ -163,34 +160,33 @@ class HttpChatBackend:
         raise self._unreachable("broke off the answer")
 
     def _get_json(self, path: str) -> Any:
-        connection, response = self._request("GET", path, None, PROBE_TIMEOUT_S)
-        with contextlib.closing(connection):
-            body = response.read()
-        if response.status != 200:
-            raise self._refusal(response.status, body)
+        with self._exchange("GET", path, None, PROBE_TIMEOUT_S) as response:
+            status, body = response.status, response.read()
+        if status != 200:
+            raise self._refusal(status, body)
         try:
             return json.loads(body)
         except ValueError as error:
             raise self._unreachable("answers, but not as a model server") from error
 
-    def _request(
+    @contextlib.contextmanager
+    def _exchange(
         self, method: str, path: str, body: Any, timeout_s: float
-    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+    ) -> Generator[http.client.HTTPResponse, None, None]:
+        """One request on a connection of its own, which is closed at the end, whatever that is."""
         kind = http.client.HTTPSConnection if self._is_tls else http.client.HTTPConnection
-        connection = kind(self._host, self._port, timeout=timeout_s)
         headers = {"content-type": "application/json"} if body is not None else {}
         if self._api_key is not None:
             headers["authorization"] = f"Bearer {self._api_key}"
         content = None if body is None else json.dumps(body).encode()
-        try:
-            connection.request(method, self._base_path + path, content, headers)
-            return connection, connection.getresponse()
-        except (OSError, http.client.HTTPException) as error:
-            connection.close()
-            raise self._unreachable(f"does not answer ({error})") from error
-        except BaseException:  # Ctrl-C before the first byte: the server must see that we have left
-            connection.close()
-            raise
+        with contextlib.closing(kind(self._host, self._port, timeout=timeout_s)) as connection:
+            try:
+                connection.request(method, self._base_path + path, content, headers)
+                response = connection.getresponse()
+            except (OSError, http.client.HTTPException) as error:
+                raise self._unreachable(f"does not answer ({error})") from error
+            with response:  # holds the socket too, when the server will close
+                yield response
 
     def _unreachable(self, what: str) -> StartupError:
         fix = "start a server (steploop serve), name another with --url, or chat in this process with --model DIR"
