@@ -113,7 +113,7 @@ class StartupError(Exception):
         exit_code: an ExitCode; None: that of the class.
     """
 
-    exit_code: int = ExitCode.INTERNAL
+    exit_code: int = ExitCode.CONFIGURATION
 
     def __init__(self, cause: str, fix: str, exit_code: int | None = None) -> None:
         super().__init__(f"{cause} Fix: {fix}")
@@ -121,3 +121,27 @@ class StartupError(Exception):
         self.fix = fix
         if exit_code is not None:
             self.exit_code = exit_code
+
+
+class UnsupportedModel(StartupError):
+    """config.json asks for something that would be computed wrongly here."""
+
+    exit_code = ExitCode.MODEL
+
+
+class BadCheckpoint(StartupError):
+    """Files of the model's directory are missing, malformed, or do not fit its config.json."""
+
+    exit_code = ExitCode.MODEL
+
+
+class DeviceUnavailable(StartupError):
+    """The device or the number format asked for is not there."""
+
+    exit_code = ExitCode.DEVICE
+
+
+class NotEnoughMemory(StartupError):
+    """The weights, or the KV cache of one sequence, do not fit."""
+
+    exit_code = ExitCode.MEMORY
