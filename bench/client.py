@@ -1,0 +1,310 @@
+"""One streamed generation over one connection, timed. Thread: the load generator's loop.
+
+A connection is an asyncio.Protocol with one exchange at a time; each arriving piece of bytes is stamped once, and every
+event in it costs one framing and one JSON decode. Connections are kept and used again; one that the server closed while
+it was idle is replaced, and the request repeated once (counted), as any HTTP client does.
+"""
+
+import asyncio
+import time
+from array import array
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import msgspec
+
+from bench.wire import BadResponse, ResponseParser, SseParser
+
+MAX_ERROR_BODY_BYTES = 65_536
+
+CONNECT_FAILED = "connect"
+CONNECTION_CLOSED = "connection_closed"
+TIMEOUT = "timeout"
+BAD_RESPONSE = "bad_response"
+ERROR_EVENT = "error_event"
+NO_END = "stream_without_end"
+
+
+class _Text(msgspec.Struct):
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+
+    def is_empty(self) -> bool:
+        return not (self.content or self.reasoning or self.reasoning_content)
+
+
+class _Choice(msgspec.Struct):
+    delta: _Text | None = None  # chat
+    text: str | None = None  # completions
+    finish_reason: str | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class _Chunk(msgspec.Struct):
+    choices: tuple[_Choice, ...] = ()
+    usage: _Usage | None = None
+    error: Any = None  # of any form: it is only shown
+
+
+_decode_chunk = msgspec.json.Decoder(_Chunk).decode
+
+
+@dataclass(slots=True)
+class Exchange:
+    """What became of one request. Times are of the loop's monotonic clock, in seconds.
+
+    Args:
+        intended_s: when it was to be sent; latencies count from here, however late it went out.
+        num_tokens: of the output, as the server's usage says, or else the events that bore text.
+        failure: None, or a kind: "http_503", "timeout", ...
+    """
+
+    intended_s: float
+    sent_s: float = 0.0
+    first_s: float | None = None
+    last_s: float = 0.0
+    end_s: float = 0.0
+    num_events: int = 0
+    num_prompt_tokens: int = 0
+    num_tokens: int = 0
+    has_finish: bool = False
+    failure: str | None = None
+    message: str = ""
+
+    def fail(self, kind: str, message: str) -> None:
+        self.failure, self.message = kind, message[:300]
+
+
+@dataclass(slots=True)
+class Recorder:
+    """What all exchanges of a run add up to. Eight bytes per streamed event, one array slot per request and latency."""
+
+    ttft_s: "array[float]" = field(default_factory=lambda: array("d"))
+    inter_token_s: "array[float]" = field(default_factory=lambda: array("d"))
+    end_to_end_s: "array[float]" = field(default_factory=lambda: array("d"))
+    send_delay_s: "array[float]" = field(default_factory=lambda: array("d"))
+    num_done: int = 0
+    num_events: int = 0
+    num_tokens: int = 0
+    num_prompt_tokens: int = 0
+    num_repeated: int = 0
+    failures: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, str] = field(default_factory=dict)
+
+    def add(self, exchange: Exchange) -> None:
+        """Count a finished exchange; what a failed one streamed counts as tokens, its latencies do not."""
+        self.num_events += exchange.num_events
+        self.num_tokens += exchange.num_tokens
+        self.num_prompt_tokens += exchange.num_prompt_tokens
+        if exchange.sent_s:
+            self.send_delay_s.append(exchange.sent_s - exchange.intended_s)
+        if exchange.failure is not None:
+            self.failures[exchange.failure] += 1
+            self.examples.setdefault(exchange.failure, exchange.message)
+            return
+        self.num_done += 1
+        if exchange.first_s is not None:
+            self.ttft_s.append(exchange.first_s - exchange.intended_s)
+        self.end_to_end_s.append(exchange.end_s - exchange.intended_s)
+
+
+class Connection(asyncio.Protocol):
+    """A kept connection: sends one request, reads its stream into the exchange and the recorder's gaps."""
+
+    def __init__(self, recorder: Recorder, siblings: "set[Connection]") -> None:
+        """
+        Args:
+            siblings: the pool's open connections: this one is among them from its first to its last moment.
+        """
+        self._recorder = recorder
+        self._siblings = siblings
+        self._transport: asyncio.Transport | None = None
+        self._exchange: Exchange | None = None
+        self._finished: asyncio.Future[None] | None = None
+        self._parser = ResponseParser()
+        self._sse: SseParser | None = None
+        self._body = bytearray()  # of an answer that is no stream
+        self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.is_reusable = True
+
+    @property
+    def response(self) -> ResponseParser:
+        return self._parser
+
+    @property
+    def body(self) -> bytes:
+        return bytes(self._body)
+
+    async def perform(self, request: bytes, exchange: Exchange, timeout_s: float) -> None:
+        """Send `request` and wait for the end of its answer. What goes wrong is written to the exchange."""
+        assert self._transport is not None
+        assert self._finished is None
+        loop = asyncio.get_running_loop()
+        self._exchange, self._parser, self._sse = exchange, ResponseParser(), None
+        self._body.clear()
+        self._finished = loop.create_future()
+        timer = loop.call_later(timeout_s, self._break_off, TIMEOUT, f"not finished after {timeout_s:g} s")
+        exchange.sent_s = time.monotonic()
+        self._transport.write(request)
+        try:
+            await self._finished
+        finally:
+            timer.cancel()
+            self._finished = self._exchange = None
+
+    def close(self) -> None:
+        self.is_reusable = False
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._siblings.add(self)
+
+    def data_received(self, data: bytes) -> None:
+        exchange = self._exchange
+        if exchange is None:  # bytes that nobody asked for
+            self.close()
+            return
+        try:
+            body = self._parser.feed(data)
+            if body:
+                self._take_body(body, exchange)
+        except BadResponse as error:
+            self._break_off(BAD_RESPONSE, str(error))
+            return
+        if self._parser.is_complete:
+            self._end_response(exchange)
+
+    async def wait_closed(self) -> None:
+        await self._lost
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.is_reusable = False
+        self._siblings.discard(self)
+        self._lost.set_result(None)
+        if self._exchange is None or self._finished is None or self._finished.done():
+            return
+        try:
+            self._parser.feed_eof()
+        except BadResponse as error:
+            self._break_off(CONNECTION_CLOSED, str(error))
+        else:
+            self._end_response(self._exchange)
+
+    def _take_body(self, body: bytes, exchange: Exchange) -> None:
+        if self._sse is None:
+            head = self._parser.head
+            assert head is not None
+            if not head.headers.get(b"content-type", b"").startswith(b"text/event-stream"):
+                if len(self._body) + len(body) > MAX_ERROR_BODY_BYTES:
+                    raise BadResponse(f"an answer that is no stream is longer than {MAX_ERROR_BODY_BYTES} bytes")
+                self._body += body
+                return
+            self._sse = SseParser()
+        now_s = time.monotonic()
+        for event in self._sse.feed(body):
+            if event != b"[DONE]":
+                self._take_event(event, exchange, now_s)
+
+    def _take_event(self, event: bytes, exchange: Exchange, now_s: float) -> None:
+        try:
+            chunk = _decode_chunk(event)
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            raise BadResponse(f"an event is not a chunk of chat or completions: {error}") from error
+        if chunk.error is not None:
+            exchange.fail(ERROR_EVENT, str(chunk.error))
+        if chunk.usage is not None:
+            exchange.num_prompt_tokens = chunk.usage.prompt_tokens
+            exchange.num_tokens = chunk.usage.completion_tokens
+        for choice in chunk.choices:
+            if choice.finish_reason is not None:
+                exchange.has_finish = True
+            if choice.text or (choice.delta is not None and not choice.delta.is_empty()):
+                if exchange.first_s is None:
+                    exchange.first_s = now_s
+                else:
+                    self._recorder.inter_token_s.append(now_s - exchange.last_s)
+                exchange.last_s = now_s
+                exchange.num_events += 1
+
+    def _end_response(self, exchange: Exchange) -> None:
+        head = self._parser.head
+        assert head is not None
+        if not head.keeps_alive or self._parser.surplus:
+            self.close()
+        if head.status != 200:
+            exchange.fail(f"http_{head.status}", self._body.decode(errors="replace"))
+        elif self._sse is not None and exchange.failure is None and not exchange.has_finish:
+            exchange.fail(NO_END, "the stream ended without a finish_reason")
+        self._finish(exchange)
+
+    def _break_off(self, kind: str, message: str) -> None:
+        if self._exchange is not None and self._exchange.failure is None:
+            self._exchange.fail(kind, message)
+        self.close()
+        if self._exchange is not None:
+            self._finish(self._exchange)
+
+    def _finish(self, exchange: Exchange) -> None:
+        exchange.end_s = time.monotonic()
+        exchange.num_tokens = exchange.num_tokens or exchange.num_events
+        if self._finished is not None and not self._finished.done():
+            self._finished.set_result(None)
+
+
+@dataclass(slots=True)
+class ConnectionPool:
+    """Connections to one server, the one that was idle last first. As many are open as requests are at once."""
+
+    host: str
+    port: int
+    recorder: Recorder
+    timeout_s: float
+    idle: list[Connection] = field(default_factory=list)
+    open: set[Connection] = field(default_factory=set)
+
+    async def perform(self, request: bytes, exchange: Exchange) -> Connection | None:
+        """Send over a kept connection or a new one; returns the one that was used, None when none could be made."""
+        while True:
+            is_kept = bool(self.idle)
+            connection = self.idle.pop() if is_kept else await self._connect(exchange)
+            if connection is None or not connection.is_reusable:
+                if connection is None:
+                    return None
+                continue
+            await connection.perform(request, exchange, self.timeout_s)
+            if is_kept and exchange.failure == CONNECTION_CLOSED and not connection.response.has_started:
+                exchange.failure = None  # RFC 9112 §9.3.1: closed while it was idle
+                self.recorder.num_repeated += 1
+                continue
+            if connection.is_reusable:
+                self.idle.append(connection)
+            return connection
+
+    async def close(self) -> None:
+        """Close every connection and wait until the sockets are gone; exchanges under way fail."""
+        for connection in self.open:
+            connection.close()
+        await asyncio.gather(*(connection.wait_closed() for connection in self.open))
+        self.idle.clear()
+
+    async def _connect(self, exchange: Exchange) -> Connection | None:
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                _, connection = await loop.create_connection(self._new_connection, self.host, self.port)
+        except (OSError, TimeoutError) as error:
+            exchange.fail(CONNECT_FAILED, str(error) or "timed out")
+            exchange.end_s = time.monotonic()
+            return None
+        return connection
+
+    def _new_connection(self) -> Connection:
+        return Connection(self.recorder, self.open)

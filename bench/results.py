@@ -1,0 +1,191 @@
+"""Result files: what was measured, with which command, on which machine. Every bench writes this one form.
+
+Tables are columns and rows as they are shown; a table that has a Plot can be drawn by bench/report.py without knowing
+the bench that made it.
+"""
+
+import datetime
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+RESULTS_DIR = Path(__file__).parent / "results"
+
+PACKAGES = ("fastapi", "h11", "httptools", "msgspec", "numpy", "pydantic", "torch", "uvicorn", "uvloop")
+
+_SECRET_FLAGS = ("--api-key",)
+
+Cell = str | int | float | None
+
+
+class Plot(msgspec.Struct, frozen=True):
+    """How a table becomes a picture: one line of y over x for each value of the series column."""
+
+    x: str
+    y: str
+    series: str | None = None
+
+
+class Table(msgspec.Struct, frozen=True):
+    """Figures, units in the names of the columns."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    plot: Plot | None = None
+
+
+class MachineFacts(msgspec.Struct, frozen=True):
+    """What a figure depends on beside the code."""
+
+    cpu: str
+    num_cores: int  # that this process may use
+    system: str
+    load_average: float  # over the last minute: what else ran
+    python: str
+    packages: dict[str, str]
+    git_commit: str
+
+
+class ResultFile(msgspec.Struct, frozen=True, kw_only=True):
+    """One run of one bench.
+
+    Args:
+        command: as it would be typed, without secrets.
+        config, details: the bench's own; not shown by the report.
+    """
+
+    kind: str
+    created: str  # UTC, ISO 8601
+    command: str
+    machine: MachineFacts
+    tables: tuple[Table, ...]
+    config: dict[str, Any] = {}
+    details: dict[str, Any] = {}
+
+
+def machine_facts() -> MachineFacts:
+    """This machine, now."""
+    return MachineFacts(
+        cpu=_cpu_model(),
+        num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        system=f"{platform.system()} {platform.release()}",
+        load_average=round(os.getloadavg()[0], 2),
+        python=f"{platform.python_implementation()} {platform.python_version()}",
+        packages=_package_versions(),
+        git_commit=_git_commit(),
+    )
+
+
+def command_line(module: str, argv: Sequence[str]) -> str:
+    """`python -m module argv...`, quoted for a shell, keys blanked."""
+    shown: list[str] = []
+    is_secret = False
+    for argument in argv:
+        flag, equals, _ = argument.partition("=")
+        if is_secret:
+            shown.append("***")
+        else:
+            shown.append(f"{flag}=***" if flag in _SECRET_FLAGS and equals else argument)
+        is_secret = argument in _SECRET_FLAGS
+    return shlex.join(["python", "-m", module, *shown])
+
+
+def write_result(
+    path: Path,
+    kind: str,
+    command: str,
+    tables: Sequence[Table],
+    config: dict[str, Any] | None = None,
+    details: dict[str, Any] | None = None,
+) -> ResultFile:
+    """Write one run to `path`, making its directory. The arguments are the fields of ResultFile."""
+    result = ResultFile(
+        kind=kind,
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        command=command,
+        machine=machine_facts(),
+        tables=tuple(tables),
+        config=config or {},
+        details=details or {},
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
+    return result
+
+
+def read_result(path: Path) -> ResultFile:
+    """
+    Raises:
+        msgspec.ValidationError, msgspec.DecodeError: the file is none of ours.
+        OSError: it cannot be read.
+    """
+    return msgspec.json.decode(path.read_bytes(), type=ResultFile)
+
+
+def _cpu_model() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor() or "unknown"
+    for line in text.splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == "model name":
+            return value.strip()
+    return platform.machine()
+
+
+def _package_versions() -> dict[str, str]:
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    return versions
+
+
+def _git_commit() -> str:
+    """The commit of this source, with `+changes` where the tree is not clean."""
+    here = Path(__file__).parent
+    commands = (["git", "rev-parse", "--short=12", "HEAD"], ["git", "status", "--porcelain", "--untracked-files=no"])
+    try:
+        commit, changes = (
+            subprocess.run(command, cwd=here, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+            for command in commands
+        )
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return commit + ("+changes" if changes else "")
+
+
+def print_tables(tables: Sequence[Table]) -> None:
+    """Show tables on the terminal."""
+    from rich.console import Console
+    from rich.table import Table as RichTable
+
+    console = Console(file=sys.stdout)
+    for table in tables:
+        shown = RichTable(title=table.title, title_justify="left")
+        for i, column in enumerate(table.columns):
+            shown.add_column(column, justify="left" if i == 0 else "right")
+        for row in table.rows:
+            shown.add_row(*(format_cell(cell) for cell in row))
+        console.print(shown)
+
+
+def format_cell(cell: Cell) -> str:
+    """A figure with three or four digits that mean something."""
+    if cell is None:
+        return "-"
+    if isinstance(cell, float):
+        return f"{cell:,.0f}" if abs(cell) >= 1000 else f"{cell:.3g}" if abs(cell) < 10 else f"{cell:.1f}"
+    return f"{cell:,}" if isinstance(cell, int) else cell

@@ -1,0 +1,334 @@
+"""The load generator: its parsers, its figures, and its counts against a small server in the same process."""
+
+import asyncio
+import itertools
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from bench.client import CONNECTION_CLOSED, ERROR_EVENT, NO_END
+from bench.load import loopback_address, main, result_tables
+from bench.load_run import CannotRun, LoadConfig, LoadResult, LoadRun, poisson_arrivals, run_on_fast_loop
+from bench.measures import percentile, summarize
+from bench.prompts import CALIBRATION_WORDS, RandomPrompts, words_for_tokens
+from bench.results import command_line, read_result, write_result
+from bench.wire import BadResponse, ResponseParser, SseParser
+
+CHUNKED = (
+    b"HTTP/1.1 100 Continue\r\n\r\n"
+    b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+    b"5\r\nhello\r\n1a;name=value\r\n, a chunk with \r\n inside..\r\n0\r\nx-trailer: 1\r\n\r\n"
+)
+SIZED = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 4\r\nConnection: close\r\n\r\nbusy"
+EVENTS = (
+    b": a comment\n\ndata: one\n\nevent: message\ndata:two\n\n\n\r\ndata: three\r\nid: 7\r\n\r\ndata: a\n"
+    b"data: b\r\n\r\ndata: four\r\rretry: 10\n\ndata: [DONE]\n\ndata: never ended\n"
+)
+
+
+def feed_response(pieces: list[bytes]) -> tuple[ResponseParser, bytes]:
+    parser = ResponseParser()
+    return parser, b"".join([parser.feed(piece) for piece in pieces])
+
+
+def bytewise(data: bytes) -> list[bytes]:
+    return [data[i : i + 1] for i in range(len(data))]
+
+
+@pytest.mark.parametrize("data", [CHUNKED, SIZED])
+def test_response_whole_equals_byte_by_byte(data: bytes) -> None:
+    whole, whole_body = feed_response([data])
+    split, split_body = feed_response(bytewise(data))
+    assert whole.is_complete
+    assert split.is_complete
+    assert (whole.head, whole_body) == (split.head, split_body)
+
+
+def test_response_splits_anywhere_in_two() -> None:
+    for i in range(len(CHUNKED)):
+        parser, body = feed_response([CHUNKED[:i], CHUNKED[i:]])
+        assert parser.is_complete
+        assert body == b"hello, a chunk with \r\n inside.."
+
+
+def test_response_keeps_what_comes_after_its_end() -> None:
+    parser, body = feed_response([SIZED + b"more"])
+    assert body == b"busy"
+    assert parser.surplus == b"more"
+    assert parser.head is not None
+    assert not parser.head.keeps_alive
+
+
+def test_response_without_a_length_ends_with_the_connection() -> None:
+    parser, body = feed_response([b"HTTP/1.1 200 OK\r\n\r\n", b"to the ", b"end"])
+    assert body == b"to the end"
+    assert not parser.is_complete
+    parser.feed_eof()
+    assert parser.is_complete
+
+
+@pytest.mark.parametrize("cut", [3, 40, len(CHUNKED) - 1])
+def test_response_cut_short_is_an_error(cut: int) -> None:
+    parser, _ = feed_response([CHUNKED[:cut]])
+    with pytest.raises(BadResponse, match="closed in the middle"):
+        parser.feed_eof()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"HTTP/2 200 OK\r\n\r\n",
+        b"HTTP/1.1 OK\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nno colon\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: -1\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n-1\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nabc\r\n",
+        b"x" * 70_000,
+    ],
+)
+def test_nonsense_is_an_error_whole_and_byte_by_byte(data: bytes) -> None:
+    for pieces in ([data], bytewise(data)):
+        with pytest.raises(BadResponse):
+            feed_response(pieces)
+
+
+def test_events_whole_equal_byte_by_byte() -> None:
+    expected = [b"one", b"two", b"three", b"a\nb", b"four", b"[DONE]"]
+    assert SseParser().feed(EVENTS) == expected
+    parser = SseParser()
+    assert list(itertools.chain.from_iterable(parser.feed(byte) for byte in bytewise(EVENTS))) == expected
+
+
+def test_an_endless_event_is_an_error() -> None:
+    with pytest.raises(BadResponse):
+        SseParser().feed(b"data: " + b"x" * 2_000_000)
+
+
+def test_percentile_is_linear_between_neighbours() -> None:
+    values = [40.0, 10.0, 30.0, 20.0]
+    assert [percentile(values, q) for q in (0, 50, 100)] == [10.0, 25.0, 40.0]
+    assert percentile(values, 95) == pytest.approx(38.5)
+    assert percentile([7.0], 99) == 7.0
+    assert percentile([], 50) is None
+
+
+def test_a_distribution_of_nothing_has_no_figures() -> None:
+    assert summarize([]).p99 is None
+    figures = summarize([float(i) for i in range(101)])
+    assert (figures.count, figures.mean, figures.p95, figures.max) == (101, 50.0, 95.0, 100.0)
+
+
+def test_poisson_arrivals_repeat_with_the_seed_and_keep_the_rate() -> None:
+    first, again, other = (list(itertools.islice(poisson_arrivals(50.0, seed), 20_000)) for seed in (1, 1, 2))
+    assert first == again
+    assert first != other
+    assert first == sorted(first)
+    assert first[-1] == pytest.approx(400.0, rel=0.03)
+
+
+def test_words_for_tokens_inverts_the_servers_count() -> None:
+    calibration = [(words, 9 + 3 * words) for words in CALIBRATION_WORDS]
+    assert words_for_tokens(309, calibration) == 100
+    assert words_for_tokens(1, calibration) == 1
+    assert len(RandomPrompts(100, seed=0).next().split()) == 100
+
+
+# The server that the load goes to: it counts words as tokens.
+
+
+class FakeServer:
+    """Keep-alive HTTP/1.1 with one canned behaviour per request number; records what it was asked."""
+
+    def __init__(self, behave: Callable[[int], str]) -> None:
+        self.requests: list[dict[str, object]] = []
+        self.heads: list[bytes] = []
+        self.num_connections = 0
+        self.port = 0
+        self._behave = behave
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_connections += 1
+        try:
+            while not writer.is_closing():
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+                self.answer(writer, head, await reader.readexactly(length))
+                await writer.drain()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return
+        finally:
+            writer.close()
+
+    def answer(self, writer: asyncio.StreamWriter, head: bytes, body: bytes) -> None:
+        self.heads.append(head)
+        if head.startswith(b"GET /v1/models "):
+            write_whole(writer, "200 OK", {"object": "list", "data": [{"id": "fake"}]})
+            return
+        request = json.loads(body)
+        self.requests.append(request)
+        behaviour = self._behave(len(self.requests) - 1)
+        if behaviour == "refuse":
+            write_whole(writer, "429 Too Many Requests", {"error": {"message": "slow down"}})
+            return
+        self.write_stream(writer, request, behaviour)
+
+    def write_stream(self, writer: asyncio.StreamWriter, request: dict[str, object], behaviour: str) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+        is_chat = "messages" in request
+        num_tokens = int(str(request["max_tokens"]))
+        events: list[object] = [{"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}]
+        for _ in range(num_tokens):
+            events.append({"choices": [{"delta": {"content": "w "}} if is_chat else {"text": "w "}]})
+        if behaviour == "error":
+            events = [*events[:2], {"error": {"message": "engine fault", "code": "engine_error"}}]
+        elif behaviour != "no end":
+            events.append({"choices": [{"delta": {}, "finish_reason": "length"}]})
+            usage = {"prompt_tokens": num_words(request), "completion_tokens": num_tokens}
+            events.append({"choices": [], "usage": usage})
+        for i, event in enumerate(events):
+            write_chunk(writer, b"data: " + json.dumps(event).encode() + b"\n\n")
+            if behaviour == "cut" and i == 2:
+                writer.close()
+                return
+        write_chunk(writer, b"data: [DONE]\n\n")
+        write_chunk(writer, b"")
+        if behaviour == "close after":  # though it never said so
+            writer.close()
+
+
+def num_words(request: dict[str, object]) -> int:
+    return len(json.dumps(request.get("prompt") or request.get("messages")).split())
+
+
+def write_whole(writer: asyncio.StreamWriter, status: str, answer: object) -> None:
+    body = json.dumps(answer).encode()
+    head = f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    writer.write(head.encode() + body)
+
+
+def write_chunk(writer: asyncio.StreamWriter, data: bytes) -> None:
+    writer.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+
+@asynccontextmanager
+async def fake_server(behave: Callable[[int], str] = lambda number: "answer") -> AsyncIterator[FakeServer]:
+    fake = FakeServer(behave)
+    server = await asyncio.start_server(fake.serve, "127.0.0.1", 0)
+    fake.port = server.sockets[0].getsockname()[1]
+    try:
+        yield fake
+    finally:
+        server.close()
+        await server.wait_closed()
+
+
+def run_against(behave: Callable[[int], str], **settings: object) -> tuple[FakeServer, LoadResult]:
+    async def measure() -> tuple[FakeServer, LoadResult]:
+        async with fake_server(behave) as fake:
+            config = LoadConfig(host="127.0.0.1", port=fake.port, **settings)  # type: ignore[arg-type]
+            return fake, await LoadRun(config).measure()
+
+    return run_on_fast_loop(measure())
+
+
+def test_closed_loop_counts_requests_tokens_and_latencies() -> None:
+    fake, result = run_against(lambda number: "answer", concurrency=3, num_requests=20, max_tokens=7)
+    assert (result.num_done, result.num_failed, len(fake.requests)) == (20, 0, 20)
+    assert (result.num_tokens, result.num_events) == (140, 140)
+    assert result.ttft_s.count == result.end_to_end_s.count == 20
+    assert result.inter_token_s.count == 20 * 6
+    assert fake.num_connections == 3 + 1  # one looked at the models before
+    assert fake.requests[0]["model"] == "fake"
+    assert fake.requests[0]["stream"] is True
+
+
+def test_open_loop_sends_every_arrival() -> None:
+    _, result = run_against(lambda number: "answer", rate=2000.0, num_requests=50, max_tokens=3, endpoint="completions")
+    assert (result.num_done, result.num_tokens, result.send_delay_s.count) == (50, 150, 50)
+
+
+def test_open_loop_stops_at_its_duration() -> None:
+    rate, duration_s = 2000.0, 0.05
+    _, result = run_against(
+        lambda number: "answer", rate=rate, duration_s=duration_s, num_requests=10_000, max_tokens=1
+    )
+    assert result.num_done == sum(1 for _ in itertools.takewhile(lambda t: t < duration_s, poisson_arrivals(rate, 0)))
+
+
+def test_failures_are_counted_by_kind_and_the_rest_goes_on() -> None:
+    kinds = ["answer", "refuse", "error", "cut", "no end"]
+    fake, result = run_against(lambda number: kinds[number % 5], concurrency=1, num_requests=20, max_tokens=4)
+    assert result.num_done == 4
+    assert result.failures == {"http_429": 4, ERROR_EVENT: 4, CONNECTION_CLOSED: 4, NO_END: 4}
+    assert "slow down" in result.failure_examples["http_429"]
+    assert "engine fault" in result.failure_examples[ERROR_EVENT]
+    assert result.end_to_end_s.count == 4
+    assert len(fake.requests) == 20
+
+
+def test_a_kept_connection_that_was_closed_is_replaced_without_a_failure() -> None:
+    fake, result = run_against(lambda number: "close after", concurrency=1, num_requests=6, max_tokens=2)
+    assert (result.num_done, result.num_failed) == (6, 0)
+    assert len(fake.requests) == 6
+
+
+def test_prompts_of_a_given_length_are_calibrated_on_the_servers_count() -> None:
+    fake, result = run_against(lambda number: "answer", concurrency=1, num_requests=2, prompt_tokens=200, max_tokens=1)
+    assert result.num_prompt_tokens == sum(num_words(request) for request in fake.requests[-2:])
+    assert [num_words(request) for request in fake.requests[-2:]] == [200, 200]
+    assert fake.requests[-1]["messages"] != fake.requests[-2]["messages"]
+
+
+def test_settings_reach_the_request() -> None:
+    fake, _ = run_against(
+        lambda number: "answer",
+        num_requests=1,
+        max_tokens=2,
+        ignore_eos=True,
+        temperature=0.5,
+        api_key="secret",
+        model="m",
+    )
+    request = fake.requests[0]
+    assert (request["ignore_eos"], request["temperature"], request["model"]) == (True, 0.5, "m")
+    assert b"authorization: Bearer secret\r\n" in fake.heads[0]
+
+
+def test_no_server_is_a_cause_and_a_fix(capsys: pytest.CaptureFixture[str]) -> None:
+    async def free_port() -> int:
+        async with fake_server() as fake:
+            return fake.port
+
+    port = asyncio.run(free_port())
+    assert main(["--url", f"http://127.0.0.1:{port}"]) == 2
+    message = capsys.readouterr().err
+    assert f"No server at http://127.0.0.1:{port}" in message
+    assert "Fix: start one with `steploop serve`" in message
+
+
+def test_other_machines_are_refused_unless_allowed() -> None:
+    assert loopback_address("http://127.0.0.1:8000", is_remote_allowed=False) == ("127.0.0.1", 8000)
+    assert loopback_address("http://[::1]:9", is_remote_allowed=False) == ("::1", 9)
+    with pytest.raises(CannotRun, match="another machine") as caught:
+        loopback_address("http://192.0.2.1:8000", is_remote_allowed=False)
+    assert "--allow-remote" in caught.value.fix
+    assert loopback_address("http://192.0.2.1:8000", is_remote_allowed=True) == ("192.0.2.1", 8000)
+    with pytest.raises(CannotRun, match="not http://HOST:PORT"):
+        loopback_address("https://127.0.0.1", is_remote_allowed=False)
+
+
+def test_a_result_file_reads_back_and_bears_no_key(tmp_path: Path) -> None:
+    _, result = run_against(lambda number: "refuse", num_requests=1, api_key="secret")
+    config = LoadConfig(host="127.0.0.1", port=1, api_key="secret")
+    tables = result_tables(config, result)
+    command = command_line("bench.load", ["--api-key", "secret", "--api-key=secret"])
+    path = tmp_path / "new" / "load.json"
+    written = write_result(path, "load", command, tables, config.shown())
+    assert read_result(path) == written
+    assert "secret" not in path.read_text()
+    assert [table.title for table in written.tables] == ["Throughput", "Latency, ms", "Failures"]
