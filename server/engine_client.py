@@ -8,7 +8,7 @@ same request has the same text and the same usage whatever the timing.
 from collections import deque
 from collections.abc import Callable
 
-from core.detokenizer import Detokenizer
+from core.detokenizer import Detokenizer, TokenTable
 from core.errors import ErrorKind, ServiceError
 from core.types import (
     Cancel,
@@ -86,7 +86,7 @@ class RequestHandle:
             return
         sequence.num_tokens += 1
         detokenizer = sequence.detokenizer
-        text = detokenizer.push_one(token_id)
+        text = detokenizer.push((token_id,))
         if detokenizer.is_stopped:
             self._finish_at_stop_string(sequence, text, 1)
         elif text:
@@ -149,7 +149,7 @@ class EngineClient:
 
     Args:
         post: puts a message into the engine's inbox.
-        new_detokenizer: for one sequence, given the request's stop strings.
+        table: what the model's tokens say.
         flush: writes out what the deltas of one slice have left in the connections.
         call_soon: the loop's.
     """
@@ -157,13 +157,13 @@ class EngineClient:
     def __init__(
         self,
         post: Callable[[Message], None],
-        new_detokenizer: Callable[[tuple[str, ...]], Detokenizer],
+        table: TokenTable,
         flush: Callable[[], None],
         call_soon: Callable[[Callable[[], None]], object],
     ) -> None:
         self.stats = EngineStats()
         self._post = post
-        self._new_detokenizer = new_detokenizer
+        self._table = table
         self._flush = flush
         self._call_soon = call_soon
         self._handles: dict[str, RequestHandle] = {}
@@ -171,12 +171,12 @@ class EngineClient:
         self._next_row = 0  # of the first delivery
         self._error: ServiceError | None = None
 
-    def submit(self, request: Request, sink: DeltaSink) -> RequestHandle:
+    def submit(self, request: Request, sink: DeltaSink, continues_text: bool) -> RequestHandle:
         if self._error is not None:
             raise self._error
         has_logprobs = request.sampling.num_logprobs is not None
         sequences = [
-            _Sequence(index, self._new_detokenizer(request.sampling.stop), has_logprobs)
+            _Sequence(index, Detokenizer(self._table, request.sampling.stop, continues_text), has_logprobs)
             for index in range(request.num_sequences)
         ]
         handle = RequestHandle(request, sequences, sink, self._post)
