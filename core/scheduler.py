@@ -214,6 +214,7 @@ class Scheduler:
                 request_id=sequence.request_id,
                 index=sequence.index,
                 finish_reason=reason,
+                num_sequence_tokens=sequence.num_billed_tokens,
                 usage=self._end_group(group) if group.num_live == 0 else None,
                 error=error if reason is FinishReason.ERROR else None,
             )

@@ -8,6 +8,8 @@ same request has the same text and the same usage whatever the timing.
 from collections import deque
 from collections.abc import Callable
 
+import msgspec
+
 from core.detokenizer import Detokenizer, TokenTable
 from core.errors import ErrorKind, ServiceError
 from core.types import (
@@ -61,7 +63,6 @@ class RequestHandle:
         self._sequences = sequences
         self._sink = sink
         self._post = post
-        self._num_overrun_tokens = 0  # drawn and counted by the engine, cut off by us
         self._is_cancelled = False
         self._error: str | None = None
 
@@ -96,8 +97,6 @@ class RequestHandle:
         sequence = self._sequences[chunk.index]
         if not sequence.is_finished:
             self._take_chunk(sequence, chunk)
-        if chunk.finish_reason is not None:
-            self._num_overrun_tokens += max(0, chunk.num_sequence_tokens - sequence.num_tokens)
         if chunk.error is not None:
             self._error = chunk.error
         if chunk.usage is not None:
@@ -135,13 +134,9 @@ class RequestHandle:
         self._post(Cancel(self.request_id, reason, sequence.index, sequence.num_tokens))
 
     def _cut(self, usage: Usage) -> Usage:
-        if not self._num_overrun_tokens:
-            return usage
-        return Usage(
-            num_prompt_tokens=usage.num_prompt_tokens,
-            num_completion_tokens=usage.num_completion_tokens - self._num_overrun_tokens,
-            num_cached_tokens=usage.num_cached_tokens,
-        )
+        """The engine's usage with our count of tokens kept: of a stop it may have heard too late."""
+        num_kept = sum(sequence.num_tokens for sequence in self._sequences)
+        return msgspec.structs.replace(usage, num_completion_tokens=num_kept)
 
 
 class EngineClient:
