@@ -98,6 +98,7 @@ class Lifecycle:
     offload: Callable[[Callable[[], _Prepared]], Awaitable[_Prepared]]
     metrics: Metrics
     max_body_bytes: int
+    max_requests: int  # in progress, waiting ones included
     active: dict[str, Answer] = field(default_factory=dict)
 
     async def generate(self, surface: Surface, stream: HttpStream, request_id: str, timings: Timings) -> Usage:
@@ -106,6 +107,7 @@ class Lifecycle:
         Raises:
             ServiceError: nothing of the answer has been sent yet.
         """
+        self._check_queue()
         body = await stream.read_body(self.max_body_bytes)
         timings.body_s = self.clock.monotonic()
         call, prompts = await self._prepare(surface, body)
@@ -124,6 +126,11 @@ class Lifecycle:
             return await answer.wait_finished()
         finally:
             del self.active[request_id]
+
+    def _check_queue(self) -> None:
+        if len(self.active) >= self.max_requests:
+            message = f"The server has {self.max_requests} requests in progress. Try again in a second."
+            raise ServiceError(ErrorKind.UNAVAILABLE, message, "overloaded", retry_after_s=1)
 
     def cancel(self, request_id: str) -> bool:
         """End a generation at its owner's wish. False: there is none of that id."""
