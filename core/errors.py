@@ -17,6 +17,7 @@ class ErrorKind(enum.StrEnum):
     REQUEST_TIMEOUT = "request_timeout"
     RATE_LIMITED = "rate_limited"
     UNAVAILABLE = "unavailable"
+    CANCELLED = "cancelled"
     DEADLINE_EXCEEDED = "deadline_exceeded"
     ENGINE = "engine"
 
@@ -67,3 +68,81 @@ class ContextLengthExceeded(ServiceError):
         )
         self.num_tokens = num_tokens
         self.limit = limit
+
+
+class ExitCode(enum.IntEnum):
+    """What the process exits with, by who can mend it. 130 (Ctrl-C) and signals keep the shell's own numbers."""
+
+    OK = 0
+    INTERNAL = 1
+    USAGE = 2
+    CONFIGURATION = 3
+    MODEL = 4
+    MEMORY = 5
+    PORT = 6
+    DEVICE = 7
+    VERSION = 8
+    UNREACHABLE = 9
+    ENGINE = 10
+
+    @property
+    def meaning(self) -> str:
+        return _EXIT_CODE_MEANINGS[self]
+
+
+_EXIT_CODE_MEANINGS = {
+    ExitCode.OK: "done, or stopped as asked",
+    ExitCode.INTERNAL: "a bug: run again with --debug for the traceback",
+    ExitCode.USAGE: "the command line is wrong: unknown flag or command, missing argument",
+    ExitCode.CONFIGURATION: "a setting is unknown, malformed or out of range",
+    ExitCode.MODEL: "the model is missing, incomplete or of an unsupported architecture",
+    ExitCode.MEMORY: "weights or KV cache do not fit",
+    ExitCode.PORT: "the address cannot be listened on",
+    ExitCode.DEVICE: "the device asked for is not there or cannot do what was asked",
+    ExitCode.VERSION: "a dependency is missing or older than its security floor",
+    ExitCode.UNREACHABLE: "no server answers there, or it refused (chat, bench)",
+    ExitCode.ENGINE: "the engine broke while serving",
+}
+
+
+class StartupError(Exception):
+    """The process cannot start as asked, told to the operator in two lines.
+
+    Args:
+        cause: what is wrong, with the computed values.
+        fix: what to type or change, as concretely as is known.
+        exit_code: an ExitCode; None: that of the class.
+    """
+
+    exit_code: int = ExitCode.CONFIGURATION
+
+    def __init__(self, cause: str, fix: str, exit_code: int | None = None) -> None:
+        super().__init__(f"{cause} Fix: {fix}")
+        self.cause = cause
+        self.fix = fix
+        if exit_code is not None:
+            self.exit_code = exit_code
+
+
+class UnsupportedModel(StartupError):
+    """config.json asks for something that would be computed wrongly here."""
+
+    exit_code = ExitCode.MODEL
+
+
+class BadCheckpoint(StartupError):
+    """Files of the model's directory are missing, malformed, or do not fit its config.json."""
+
+    exit_code = ExitCode.MODEL
+
+
+class DeviceUnavailable(StartupError):
+    """The device or the number format asked for is not there."""
+
+    exit_code = ExitCode.DEVICE
+
+
+class NotEnoughMemory(StartupError):
+    """The weights, or the KV cache of one sequence, do not fit."""
+
+    exit_code = ExitCode.MEMORY

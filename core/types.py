@@ -90,7 +90,13 @@ Message = Submit | Cancel | Pause | Resume
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """What a request cost, in tokens, over all its sequences."""
+    """What a request cost, in tokens, over all its sequences.
+
+    Args:
+        num_prompt_tokens: of the prompt, counted once, those that were computed: less than all only where the request
+            ended before.
+        num_completion_tokens: drawn and kept, an ending stop id included.
+    """
 
     num_prompt_tokens: int
     num_completion_tokens: int
@@ -109,7 +115,8 @@ class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):
     """The rarer news of a sequence: tokens with logprobs, its end, and with `usage` its request's end.
 
     A chunk's tokens are not repeated in the columns of its StepDelivery. Exactly one chunk per request has `usage`: the
-    terminal one, which is also the last news of that request.
+    terminal one, which is also the last news of that request. A stop id that ends a sequence is no text: it counts in
+    the usage, but stands neither in the columns nor in token_ids; the sequence's end then has FinishReason.STOP.
     """
 
     request_id: str
@@ -117,6 +124,7 @@ class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] | None = None
     finish_reason: FinishReason | None = None
+    num_sequence_tokens: int = 0  # with finish_reason: what this sequence counts in the usage
     usage: Usage | None = None
     error: str | None = None  # with FinishReason.ERROR: the cause, fit for the client
 

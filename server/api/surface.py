@@ -55,6 +55,7 @@ class GenerationCall(msgspec.Struct, frozen=True, kw_only=True):
     wants_timings: bool = False
     echo: bool = False  # completions: the prompt comes before the text
     wire: Any = None  # the surface's own parsed struct, for what its answer repeats (responses echoes its parameters)
+    unknown_fields: tuple[str, ...] = ()  # of the body's top level; ignored, but counted
 
 
 class ReplyContext(msgspec.Struct, frozen=True):

@@ -1,0 +1,58 @@
+# make serve        set up and serve the embedded model on http://127.0.0.1:8000
+# make test         set up and run every check and test
+# make setup        set up .venv alone
+# make bench        measure, against peers where they are installed; results under bench/results/
+#
+# TORCH_INDEX=URL   where torch comes from, when not from your default index: for the CPU build
+#                   https://download.pytorch.org/whl/cpu, for CUDA builds https://download.pytorch.org/whl/cu130
+# PYTHON=python3.12 the interpreter .venv is made with (3.11 or newer)
+# ARGS="..."        more flags for `steploop serve`
+
+PYTHON ?= python3
+VENV := .venv
+PIP_INSTALL := $(VENV)/bin/python -m pip install --quiet --constraint constraints.txt \
+	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+DEBIAN_TEST_PACKAGES := curl
+
+.PHONY: setup serve test check bench clean
+.DEFAULT_GOAL := setup
+
+setup: $(VENV)/.installed
+
+serve: $(VENV)/.installed
+	@exec $(VENV)/bin/steploop serve $(ARGS)
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "error: $(PYTHON) is older than Python 3.11"; echo "fix: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP_INSTALL) --editable .
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	$(PIP_INSTALL) --editable '.[test]'
+	@touch $@
+
+$(VENV)/.installed-bench: $(VENV)/.installed
+	$(PIP_INSTALL) --editable '.[bench]'
+	@touch $@
+
+test: $(VENV)/.installed-test
+	@command -v curl >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+		{ apt-get update -qq; apt-get install -qq --yes $(DEBIAN_TEST_PACKAGES); }; } || \
+		echo "not installed: $(DEBIAN_TEST_PACKAGES) (tests that need it are skipped)"
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/python -m pytest -q -m "not slow and not gpu" tests
+	$(VENV)/bin/python -m pytest -q -m "slow and not gpu" tests
+
+bench: $(VENV)/.installed-bench
+	$(VENV)/bin/python -m bench.batching
+	$(VENV)/bin/python -m bench.frontend
+	$(VENV)/bin/python -m bench.report
+
+clean:
+	rm -rf $(VENV) *.egg-info

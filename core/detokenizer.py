@@ -1,0 +1,166 @@
+"""Token ids to text that is safe to emit: whole characters only, and nothing that may yet become a stop string.
+
+One Detokenizer per sequence, one TokenTable per model. Thread: loop. It decides where text ends; it does no I/O.
+"""
+
+import codecs
+from collections.abc import Sequence
+
+_new_utf8_decoder = codecs.getincrementaldecoder("utf-8")
+
+
+class TokenTable:
+    """What each id says, precomputed. Shared by all sequences of a model, never changed.
+
+    Args:
+        token_bytes: [vocab_size], the bytes of each id; empty for ids that are not shown (special tokens, gaps).
+        strip_start: how many leading spaces of a whole text are the tokenizer's own (1 for Llama 2's, else 0).
+    """
+
+    __slots__ = ("strip_start", "texts", "token_bytes")
+
+    def __init__(self, token_bytes: Sequence[bytes], strip_start: int = 0) -> None:
+        self.token_bytes = tuple(token_bytes)
+        self.strip_start = strip_start
+        self.texts = tuple(_whole_text(data) for data in self.token_bytes)  # None: not whole characters by itself
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """The bytes of one id; nothing for an id the tokenizer does not know (logits are often padded)."""
+        return self.token_bytes[token_id] if 0 <= token_id < len(self.token_bytes) else b""
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of a whole sequence of ids."""
+        text = b"".join(map(self.bytes_of, token_ids)).decode("utf-8", errors="replace")
+        return text[_num_leading_spaces(text, self.strip_start) :]
+
+
+class Detokenizer:
+    """The text of one sequence, as its tokens come. The text does not depend on how the tokens are grouped.
+
+    A text ends before the stop string that is completed first; of two completed by the same character, before the
+    longer one. Bytes that are not UTF-8 become U+FFFD as in `bytes.decode("utf-8", "replace")` of the whole.
+
+    Args:
+        stop: strings that end the text and are not part of it; none of them empty.
+        continues_text: the tokens go on with a text (raw completions) and keep their leading space; a text of its own
+            (a chat's answer) loses the one that its tokenizer puts there.
+    """
+
+    __slots__ = (
+        "_decoder",
+        "_held",
+        "_is_in_character",
+        "_is_plain",
+        "_num_to_strip",
+        "_stop",
+        "_stop_firsts",
+        "_table",
+        "_texts",
+        "is_stopped",
+        "num_tokens_kept",
+    )
+
+    def __init__(self, table: TokenTable, stop: tuple[str, ...] = (), continues_text: bool = False) -> None:
+        self.is_stopped = False  # a stop string was completed
+        self.num_tokens_kept = 0  # through the token that completed the stop string
+        self._table = table
+        self._texts = table.texts
+        self._stop = stop
+        self._stop_firsts = tuple({string[0] for string in stop})
+        self._is_in_character = False  # the decoder holds the first bytes of a character
+        self._held = ""  # decoded, but may yet become a stop string
+        self._num_to_strip = 0 if continues_text else table.strip_start
+        self._decoder = _new_utf8_decoder(errors="replace")
+        self._is_plain = not stop and not self._num_to_strip  # a whole token's text is just its text
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Take the sequence's next tokens; give the text that is safe to emit now. Nothing once it is stopped."""
+        if self._is_plain and len(token_ids) == 1:
+            try:
+                text = self._texts[token_ids[0]]
+            except IndexError:
+                text = ""
+            if text is not None:
+                self.num_tokens_kept += 1
+                return text
+        return "".join(map(self._push_token, token_ids))
+
+    def finish(self) -> str:
+        """What was held back, when no more tokens come. A stopped text holds nothing."""
+        if self.is_stopped:
+            return ""
+        rest = self._strip(self._decoder.decode(b"", final=True))
+        if not self._stop:
+            return rest
+        text = self._emit(rest) + self._held
+        self._held = ""
+        return text
+
+    def _push_token(self, token_id: int) -> str:
+        if self.is_stopped:
+            return ""
+        self.num_tokens_kept += 1
+        text = self._decode(token_id)
+        if self._num_to_strip:
+            text = self._strip(text)
+        self._is_plain = not (self._stop or self._num_to_strip or self._is_in_character)
+        return self._emit(text) if self._stop and text else text
+
+    def _decode(self, token_id: int) -> str:
+        if not self._is_in_character and 0 <= token_id < len(self._texts):
+            text = self._texts[token_id]
+            if text is not None:
+                return text
+        text = self._decoder.decode(self._table.bytes_of(token_id))
+        self._is_in_character = bool(self._decoder.getstate()[0])
+        return text
+
+    def _strip(self, text: str) -> str:
+        num_spaces = _num_leading_spaces(text, self._num_to_strip)
+        self._num_to_strip = self._num_to_strip - num_spaces if num_spaces == len(text) else 0
+        return text[num_spaces:]
+
+    def _emit(self, text: str) -> str:
+        if self._held:
+            text = self._held + text
+        elif not any(first in text for first in self._stop_firsts):
+            return text
+        end = _first_stop(text, self._stop)
+        if end is not None:
+            self.is_stopped = True
+            self._held = ""
+            return text[:end]
+        num_safe = len(text) - _num_held_back(text, self._stop)
+        self._held = text[num_safe:]
+        return text[:num_safe]
+
+
+def _whole_text(data: bytes) -> str | None:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        return None
+
+
+def _num_leading_spaces(text: str, limit: int) -> int:
+    return min(limit, len(text) - len(text.lstrip(" ")))
+
+
+def _first_stop(text: str, stop: tuple[str, ...]) -> int | None:
+    """Where the stop string begins that is completed first, the longest of several; None without one."""
+    found = [(at + len(string), at) for string in stop if (at := text.find(string)) >= 0]
+    return min(found)[1] if found else None
+
+
+def _num_held_back(text: str, stop: tuple[str, ...]) -> int:
+    """The length of the longest end of text that is the beginning of a stop string."""
+    return max(_num_begun(text, string) for string in stop)
+
+
+def _num_begun(text: str, string: str) -> int:
+    at = text.find(string[0], max(0, len(text) - len(string) + 1))
+    while at >= 0:
+        if string.startswith(text[at:]):
+            return len(text) - at
+        at = text.find(string[0], at + 1)
+    return 0

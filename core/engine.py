@@ -1,0 +1,163 @@
+"""One step: inbox, plan, forward, sample, collect, inbox again, apply, deliver. Thread: engine, but it needs none.
+
+The engine never waits: step() says whether there was work, and who calls it waits for the inbox. It turns faults into
+ends of requests: a row's own, a step that raises (bisected to the guilty rows), a device that is lost.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import TypeVar
+
+import numpy as np
+
+from core.plan import DeviceError, Runner, StepOutput, StepPlan
+from core.scheduler import Scheduler
+from core.types import Cancel, FinishReason, Message, Pause, Resume, StepDelivery, Submit, TokenLogprobs
+
+logger = logging.getLogger(__name__)
+
+Ticket = TypeVar("Ticket")
+
+_DEVICE_LOST = "The server's compute device failed. Try again once the server has restarted."
+_STEP_FAILED = "The model failed to compute this request."
+
+
+class EngineBroken(Exception):
+    """The device is lost and every request has its terminal chunk: the process has nothing left to do."""
+
+
+class Engine:
+    """The scheduler and its runner, driven step by step.
+
+    Args:
+        runner: computes the plans; anything it raises but DeviceError is taken for the fault of some rows.
+        clock: monotonic seconds.
+        inbox: messages of the loop, oldest first. Only popped here, from the left.
+        deliver: takes each step's news. Called once a step, and for news without a step.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner[Ticket],
+        clock: Callable[[], float],
+        inbox: deque[Message],
+        deliver: Callable[[StepDelivery], None],
+    ) -> None:
+        self._scheduler = scheduler
+        self._compute: Callable[[StepPlan], StepOutput] = lambda plan: _compute(runner, plan)
+        self._clock = clock
+        self._inbox = inbox
+        self._deliver = deliver
+        self._is_broken = False
+
+    def step(self) -> bool:
+        """Run one step if there is something to compute. False: nothing will happen before the next message.
+
+        Raises:
+            EngineBroken: the device is lost; all requests have been answered, those just submitted too.
+        """
+        self._drain_inbox()
+        if self._is_broken:
+            self._break()
+        plan = self._scheduler.plan(self._clock())
+        if plan is None:
+            self._flush()
+            return False
+        try:
+            output = self._run(plan)
+        except DeviceError as error:
+            logger.critical("the device is lost: %s", error)
+            self._break(error)
+        self._drain_inbox()
+        self._deliver(self._scheduler.apply(plan, output, self._clock()))
+        return True
+
+    def shutdown(self, reason: FinishReason, error: str | None = None) -> None:
+        """End every request with a terminal chunk, those in the inbox too.
+
+        Args:
+            error: the cause told to the clients, with FinishReason.ERROR.
+        """
+        self._drain_inbox()
+        self._scheduler.end_all(reason, error)
+        self._flush()
+
+    def _break(self, cause: DeviceError | None = None) -> None:
+        self._is_broken = True
+        self.shutdown(FinishReason.ERROR, _DEVICE_LOST)
+        raise EngineBroken(_DEVICE_LOST) from cause
+
+    def _flush(self) -> None:
+        delivery = self._scheduler.flush()
+        if delivery is not None:
+            self._deliver(delivery)
+
+    def _drain_inbox(self) -> None:
+        while self._inbox:
+            match self._inbox.popleft():
+                case Submit(request):
+                    self._scheduler.submit(request)
+                case Cancel(request_id, reason, index, num_tokens_kept):
+                    self._scheduler.cancel(request_id, reason, index, num_tokens_kept)
+                case Pause(request_id):
+                    self._scheduler.pause(request_id)
+                case Resume(request_id):
+                    self._scheduler.resume(request_id)
+
+    def _run(self, plan: StepPlan) -> StepOutput:
+        try:
+            return self._compute(plan)
+        except DeviceError:
+            raise
+        except Exception as error:  # whatever a model can raise: the rows that raise it again are the guilty ones
+            logger.exception("a step of %d rows failed", plan.num_rows)
+            return self._bisect(plan, range(plan.num_rows), error)
+
+    def _bisect(self, plan: StepPlan, rows: range, error: Exception) -> StepOutput:
+        """What the rows of a failed plan give when computed in halves, and halves of those that fail again."""
+        if len(rows) == 1:
+            logger.error("row %d of the step is guilty: %r", rows.start, error)
+            none = np.empty(0, np.int32)
+            return StepOutput(rows=none, token_ids=none, failed_rows={rows.start: _STEP_FAILED})
+        middle = rows.start + len(rows) // 2
+        halves = range(rows.start, middle), range(middle, rows.stop)
+        return _joined([self._run_half(plan, half) for half in halves])
+
+    def _run_half(self, plan: StepPlan, rows: range) -> StepOutput:
+        try:
+            output = self._compute(self._scheduler.restart(plan, rows))
+        except DeviceError:
+            raise
+        except Exception as error:
+            return self._bisect(plan, rows, error)
+        return StepOutput(
+            rows=output.rows + np.int32(rows.start),
+            token_ids=output.token_ids,
+            logprobs=output.logprobs,
+            failed_rows={row + rows.start: cause for row, cause in output.failed_rows.items()},
+        )
+
+
+def _compute(runner: Runner[Ticket], plan: StepPlan) -> StepOutput:
+    ticket = runner.forward(plan)
+    runner.sample(ticket)
+    return runner.collect(ticket)
+
+
+def _joined(outputs: list[StepOutput]) -> StepOutput:
+    """Outputs over the same plan's rows as one."""
+    logprobs: dict[int, TokenLogprobs] = {}
+    failed_rows: dict[int, str] = {}
+    offset = 0
+    for output in outputs:
+        logprobs |= {offset + i: entry for i, entry in output.logprobs.items()}
+        failed_rows |= output.failed_rows
+        offset += len(output.token_ids)
+    return StepOutput(
+        rows=np.concatenate([output.rows for output in outputs]),
+        token_ids=np.concatenate([output.token_ids for output in outputs]),
+        logprobs=logprobs,
+        failed_rows=failed_rows,
+    )

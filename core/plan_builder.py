@@ -1,0 +1,123 @@
+"""Collects the rows of one step and makes the plan's columns of them. Thread: engine."""
+
+import numpy as np
+
+from core.plan import SequenceStart, StepPlan
+from core.sequence import Sequence
+
+
+class PlanBuilder:
+    """One plan in the making. Rows stand in the order in which they were added.
+
+    Args:
+        budget: tokens that may still be added.
+    """
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.sequences: list[Sequence] = []
+        self.copy_sources: list[int] = []
+        self._copy_targets: list[int] = []
+        self._starts: list[int] = []
+        self._lengths: list[int] = []
+        self._samples: list[bool] = []
+        self._token_ids: list[int] = []
+        self._table_slots: list[int] = []
+        self._table_positions: list[int] = []
+        self._table_blocks: list[int] = []
+        self._sequence_starts: list[SequenceStart] = []
+
+    def add_row(self, sequence: Sequence, start: int, length: int) -> None:
+        """Compute `length` tokens from position `start` on; tell the runner what it does not know of the sequence."""
+        end = start + length
+        self.sequences.append(sequence)
+        self._starts.append(start)
+        self._lengths.append(length)
+        self._samples.append(end == len(sequence.token_ids))
+        if length == 1:
+            self._token_ids.append(sequence.token_ids[start])
+        else:
+            self._token_ids.extend(sequence.token_ids[start:end])
+        self.budget -= length
+        sequence.is_in_flight = True
+        if not sequence.is_started:
+            self._start(sequence)
+        if sequence.table.num_sent < len(sequence.table.blocks):
+            self._send_table(sequence)
+
+    def add_copy(self, source: int, target: int) -> None:
+        self.copy_sources.append(source)
+        self._copy_targets.append(target)
+
+    def replace_block(self, sequence: Sequence, position: int, block: int) -> None:
+        """Copy on write: `block` takes the place of the shared one at this index of the sequence's table."""
+        self.add_copy(sequence.table.blocks[position], block)
+        sequence.table.blocks[position] = block
+        if position < sequence.table.num_sent:
+            self._send_block(sequence.slot, position, block)
+
+    def build(self) -> StepPlan | None:
+        """The plan, None if it has no rows."""
+        if not self.sequences:
+            return None
+        return StepPlan(
+            slots=np.array([sequence.slot for sequence in self.sequences], np.int32),
+            starts=np.array(self._starts, np.int32),
+            lengths=np.array(self._lengths, np.int32),
+            samples=np.array(self._samples, np.bool_),
+            token_ids=np.array(self._token_ids, np.int32),
+            table_slots=np.array(self._table_slots, np.int32),
+            table_positions=np.array(self._table_positions, np.int32),
+            table_blocks=np.array(self._table_blocks, np.int32),
+            copy_sources=np.array(self.copy_sources, np.int32),
+            copy_targets=np.array(self._copy_targets, np.int32),
+            sequence_starts=self._sequence_starts,
+        )
+
+    def _start(self, sequence: Sequence) -> None:
+        sequence.is_started = True
+        sequence.table.num_sent = 0
+        self._sequence_starts.append(
+            SequenceStart(
+                slot=sequence.slot,
+                token_ids=tuple(sequence.token_ids),
+                num_prompt_tokens=sequence.num_prompt_tokens,
+                sampling=sequence.sampling,
+                seed=sequence.seed,
+                stop_ids=sequence.stop_ids,
+            )
+        )
+
+    def _send_table(self, sequence: Sequence) -> None:
+        table = sequence.table
+        for position in range(table.num_sent, len(table.blocks)):
+            self._send_block(sequence.slot, position, table.blocks[position])
+        table.num_sent = len(table.blocks)
+
+    def _send_block(self, slot: int, position: int, block: int) -> None:
+        self._table_slots.append(slot)
+        self._table_positions.append(position)
+        self._table_blocks.append(block)
+
+
+def restart_rows(plan: StepPlan, rows: range, sequences: list[Sequence]) -> StepPlan:
+    """The plan of some rows of a failed plan, which relies on nothing that the failed step left in the runner.
+
+    Every slot is started anew with its whole table. Blocks are copied again: their sources still hold what was shared,
+    because the scheduler hands none of them out before the failed plan is applied.
+
+    Args:
+        sequences: of these rows, in order; unchanged since the plan was made.
+    """
+    builder = PlanBuilder(budget=plan.num_tokens)
+    copies = dict(zip(plan.copy_targets.tolist(), plan.copy_sources.tolist(), strict=True))
+    starts, lengths = plan.starts.tolist(), plan.lengths.tolist()
+    for row, sequence in zip(rows, sequences, strict=True):
+        sequence.is_started = False
+        builder.add_row(sequence, starts[row], lengths[row])
+        for block in sequence.table.blocks:
+            if block in copies:
+                builder.add_copy(copies[block], block)
+    restarted = builder.build()
+    assert restarted is not None, "a restart needs rows"
+    return restarted

@@ -1,0 +1,456 @@
+"""Decides what each step computes, and what its result means. Thread: engine. No I/O; time and seeds are arguments.
+
+A step lets sequences catch up on their tokens: running decodes first, then prefill chunks, then admissions from the
+queue. Every submitted request ends with exactly one terminal TokenChunk, from the last of its sequences.
+"""
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Callable
+from operator import attrgetter
+
+from core.blocks import BlockPool, num_blocks_for
+from core.plan import RunnerLimits, StepOutput, StepPlan
+from core.plan_builder import PlanBuilder, restart_rows
+from core.sequence import NO_SLOT, Order, Sequence, SequenceGroup, SequenceState
+from core.types import EngineStats, FinishReason, Request, StepDelivery, TokenChunk, TokenLogprobs, Usage
+
+_ORDER: Callable[[Sequence], Order] = attrgetter("order")
+
+
+class Scheduler:
+    """Sequences, their slots and their blocks, between the inbox and the runner.
+
+    Args:
+        limits: what the runner has room for.
+        eos_ids: the model's own ends.
+        seeds: draws a 64-bit seed for a request that names none.
+    """
+
+    def __init__(self, limits: RunnerLimits, eos_ids: tuple[int, ...], seeds: Callable[[], int]) -> None:
+        self.limits = limits
+        self.pool = BlockPool(limits.num_blocks)
+        self._eos_ids = eos_ids
+        self._seeds = seeds
+        self._max_length = min(limits.max_model_len, limits.num_blocks * limits.block_size)  # a lone sequence fits
+        num_slots = min(limits.max_sequences, limits.max_batch_tokens)  # so that every running decode has its token
+        self._free_slots = list(range(num_slots))  # a heap: low slots first keep the runner's rows dense
+        self._tenants: list[Sequence | None] = [None] * num_slots
+        self._groups: dict[str, SequenceGroup] = {}
+        self._waiting: list[Sequence] = []  # by order; neither paused ones nor unforked siblings
+        self._running: list[Sequence] = []  # by order
+        self._num_submitted = 0
+        self._num_paused = 0
+        self._held_blocks: list[
+            int
+        ] = []  # sources of this plan's copies whose holders were preempted while it was made
+        self._planned_s = 0.0
+        self._counts = _Counts()
+        self._outbox = _Outbox()
+
+    # What the loop asks
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; one that can never run is refused with a terminal ERROR chunk."""
+        assert request.request_id not in self._groups, f"request {request.request_id} was submitted twice"
+        cause = self._cause_of_refusal(request)
+        if cause is not None:
+            self._outbox.chunks.append(
+                TokenChunk(
+                    request_id=request.request_id,
+                    index=0,
+                    finish_reason=FinishReason.ERROR,
+                    usage=Usage(num_prompt_tokens=0, num_completion_tokens=0),
+                    error=cause,
+                )
+            )
+            return
+        seed = request.sampling.seed
+        group = SequenceGroup(request, self._num_submitted, self._seeds() if seed is None else seed)
+        self._num_submitted += 1
+        self._groups[request.request_id] = group
+        for _ in range(request.num_sequences):
+            self._add_sequence(group, list(request.prompt_ids))
+        leader, *group.unforked = group.sequences
+        group.leader = leader
+        insort(self._waiting, leader, key=_ORDER)
+
+    def cancel(
+        self, request_id: str, reason: FinishReason, index: int | None = None, num_tokens_kept: int | None = None
+    ) -> None:
+        """End a request, or one of its sequences. What is in flight is marked, and apply() finishes it.
+
+        A sequence that has ended is not ended again, but until its request's terminal chunk its usage is still cut.
+        Without an index, num_tokens_kept holds for each of the request's sequences.
+        """
+        group = self._groups.get(request_id)
+        if group is None or (index is not None and not 0 <= index < len(group.sequences)):
+            return
+        chosen = group.sequences if index is None else [group.sequences[index]]
+        for sequence in chosen:  # all before the first ends: the terminal chunk counts them all
+            sequence.keep(num_tokens_kept)
+        for sequence in reversed(chosen):  # the leader last, so that it is not handed on among those who leave too
+            if not sequence.is_in_flight:
+                self.finish(sequence, reason)
+            elif sequence.cancel_reason is None:
+                sequence.cancel_reason = reason
+
+    def pause(self, request_id: str) -> None:
+        """Leave the request out of the next plans. It keeps its blocks as long as nobody else needs them."""
+        group = self._groups.get(request_id)
+        if group is None or group.is_paused:
+            return
+        group.is_paused = True
+        self._num_paused += 1
+        for sequence in group.sequences:
+            sequence.is_paused = True
+            self._leave_queue(sequence)
+
+    def resume(self, request_id: str) -> None:
+        """Let a paused request go on, from its old place in the queue."""
+        group = self._groups.get(request_id)
+        if group is None or not group.is_paused:
+            return
+        group.is_paused = False
+        self._num_paused -= 1
+        for sequence in group.sequences:
+            sequence.is_paused = False
+            if sequence.state is SequenceState.WAITING and sequence not in group.unforked:
+                insort(self._waiting, sequence, key=_ORDER)
+
+    def fork(self, parent: Sequence) -> Sequence | None:
+        """A new sequence of the same request that goes on from its parent's tokens with its own seed.
+
+        It shares the parent's blocks; whoever writes into a shared one first, copies it. None where the parent is not
+        running, is in flight, or no slot is free.
+        """
+        if parent.state is not SequenceState.RUNNING or parent.is_in_flight or not self._free_slots:
+            return None
+        child = self._add_sequence(self._groups[parent.request_id], list(parent.token_ids))
+        self._occupy_slot(child)
+        self._share_blocks(parent, child)
+        return child
+
+    def sequences_of(self, request_id: str) -> tuple[Sequence, ...]:
+        """A live request's sequences by index, ended ones included; empty when it is not live."""
+        group = self._groups.get(request_id)
+        return () if group is None else tuple(group.sequences)
+
+    # One step
+
+    def plan(self, now: float) -> StepPlan | None:
+        """The next step, None when nothing can be computed now. Every plan must come back to apply()."""
+        self._planned_s = now
+        builder = PlanBuilder(self.limits.max_batch_tokens)
+        active = [sequence for sequence in self._running if not sequence.is_paused]
+        for sequence in active:
+            if sequence.num_uncomputed_tokens == 1:
+                self._add_row(builder, sequence)
+        for sequence in active:
+            if builder.budget == 0:
+                break
+            if sequence.num_uncomputed_tokens > 1:
+                self._add_row(builder, sequence)
+        while builder.budget > 0 and self._waiting and self._admit(self._waiting[0], builder):
+            pass
+        return builder.build()
+
+    def restart(self, plan: StepPlan, rows: range) -> StepPlan:
+        """These rows of a plan whose step failed, to be computed anew whatever the failed step has left behind."""
+        return restart_rows(plan, rows, [self._tenant(slot) for slot in plan.slots[rows.start : rows.stop].tolist()])
+
+    def apply(self, plan: StepPlan, output: StepOutput, now: float) -> StepDelivery:
+        """Take in a step's result: tokens, forks, ends. Returns all news since the last delivery."""
+        sequences = [self._tenant(slot) for slot in plan.slots.tolist()]
+        self._advance(plan, sequences, output.failed_rows)
+        for i, (row, token_id) in enumerate(zip(output.rows.tolist(), output.token_ids.tolist(), strict=True)):
+            if row not in output.failed_rows:
+                self._append(sequences[row], token_id, output.logprobs.get(i))
+        for row, cause in output.failed_rows.items():
+            self.finish(sequences[row], sequences[row].cancel_reason or FinishReason.ERROR, cause)
+        for sequence in sequences:
+            if sequence.cancel_reason is not None:
+                self.finish(sequence, sequence.cancel_reason)
+        self.pool.release(self._held_blocks)
+        self._held_blocks = []
+        self._counts.num_steps += 1
+        self._counts.step_s = now - self._planned_s
+        return self._outbox.take(self.stats())
+
+    def flush(self) -> StepDelivery | None:
+        """News that no step will bring: the ends of what was not in flight. None when there are none."""
+        return self._outbox.take(self.stats()) if self._outbox.chunks else None
+
+    def stats(self) -> EngineStats:
+        """A snapshot. Waiting is the queue's length, running are sequences that hold blocks, paused are requests."""
+        return EngineStats(
+            num_waiting=len(self._waiting),
+            num_running=len(self._running),
+            num_paused=self._num_paused,
+            num_blocks=self.pool.num_blocks,
+            num_used_blocks=self.pool.num_used,
+            num_steps=self._counts.num_steps,
+            num_prompt_tokens=self._counts.num_prompt_tokens,
+            num_generated_tokens=self._counts.num_generated_tokens,
+            num_preemptions=self._counts.num_preemptions,
+            step_s=self._counts.step_s,
+        )
+
+    # Ends
+
+    def finish(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
+        """End a sequence and give back all it holds; the last of its request brings the terminal chunk. Idempotent."""
+        if sequence.state is SequenceState.FINISHED:
+            return
+        assert not sequence.is_in_flight, "what is in flight is finished by apply()"
+        group = self._groups[sequence.request_id]
+        self._leave_siblings(group, sequence)
+        self._leave_queue(sequence)
+        self._give_back(sequence)
+        sequence.state = SequenceState.FINISHED
+        group.num_live -= 1
+        self._outbox.chunks.append(
+            TokenChunk(
+                request_id=sequence.request_id,
+                index=sequence.index,
+                finish_reason=reason,
+                num_sequence_tokens=sequence.num_billed_tokens,
+                usage=self._end_group(group) if group.num_live == 0 else None,
+                error=error if reason is FinishReason.ERROR else None,
+            )
+        )
+
+    def end_all(self, reason: FinishReason, error: str | None = None) -> None:
+        """End every request, those of a step that will never come back too."""
+        self.pool.release(self._held_blocks)
+        self._held_blocks = []
+        for group in list(self._groups.values()):
+            for sequence in reversed(group.sequences):
+                sequence.is_in_flight = False
+                self.finish(sequence, sequence.cancel_reason or reason, error)
+
+    def _end_group(self, group: SequenceGroup) -> Usage:
+        del self._groups[group.request.request_id]
+        self._num_paused -= group.is_paused
+        return Usage(
+            num_prompt_tokens=group.num_prompt_tokens_computed,
+            num_completion_tokens=sum(sequence.num_billed_tokens for sequence in group.sequences),
+        )
+
+    def _leave_siblings(self, group: SequenceGroup, sequence: Sequence) -> None:
+        """Before a sequence ends: the siblings that count on it get another leader."""
+        if sequence in group.unforked:
+            group.unforked.remove(sequence)
+        elif sequence is group.leader and group.unforked:
+            group.leader = heir = group.unforked.pop(0)
+            if sequence.state is SequenceState.RUNNING:
+                self._share_blocks(sequence, heir)
+            elif not group.is_paused:
+                insort(self._waiting, heir, key=_ORDER)
+
+    def _give_back(self, sequence: Sequence) -> None:
+        """The one place where a sequence loses its slot and its blocks."""
+        if sequence.state is SequenceState.RUNNING:
+            self._running.remove(sequence)
+            self.pool.release(sequence.table.take())
+        if sequence.slot != NO_SLOT:
+            self._tenants[sequence.slot] = None
+            heapq.heappush(self._free_slots, sequence.slot)
+            sequence.slot = NO_SLOT
+
+    def _leave_queue(self, sequence: Sequence) -> None:
+        i = bisect_left(self._waiting, sequence.order, key=_ORDER)
+        if i < len(self._waiting) and self._waiting[i] is sequence:
+            del self._waiting[i]
+
+    # Beginnings
+
+    def _cause_of_refusal(self, request: Request) -> str | None:
+        num_tokens = len(request.prompt_ids)
+        if num_tokens == 0:
+            return "The prompt is empty."
+        if num_tokens >= self._max_length:
+            return (
+                f"The prompt has {num_tokens} tokens; this server holds at most {self._max_length - 1}, and one more."
+            )
+        if request.num_sequences > len(self._tenants):
+            return f"{request.num_sequences} sequences were asked for; this server runs {len(self._tenants)} at once."
+        return None
+
+    def _add_sequence(self, group: SequenceGroup, token_ids: list[int]) -> Sequence:
+        sampling = group.request.sampling
+        stop_ids = sampling.stop_token_ids if sampling.ignore_eos else self._eos_ids + sampling.stop_token_ids
+        max_length = min(len(group.request.prompt_ids) + sampling.max_tokens, self._max_length)
+        return group.add(token_ids, stop_ids, max_length)
+
+    def _occupy_slot(self, sequence: Sequence) -> None:
+        sequence.slot = heapq.heappop(self._free_slots)
+        sequence.is_started = False
+        self._tenants[sequence.slot] = sequence
+
+    def _start_running(self, sequence: Sequence) -> None:
+        sequence.state = SequenceState.RUNNING
+        insort(self._running, sequence, key=_ORDER)
+
+    def _admit(self, sequence: Sequence, builder: PlanBuilder) -> bool:
+        """Give the queue's head its slots, blocks for all its tokens and the next, and its first chunk. False: not yet.
+
+        The blocks are taken at once so that no prefill waits for blocks halfway.
+        """
+        group = self._groups[sequence.request_id]
+        joining = [sequence, *group.unforked] if sequence is group.leader else [sequence]
+        num_blocks = num_blocks_for(len(sequence.token_ids) + 1, self.limits.block_size)
+        while len(joining) > len(self._free_slots) or num_blocks > self.pool.num_free:
+            if not self._preempt_paused(builder):
+                return False
+        self._waiting.pop(0)
+        for member in joining:
+            self._occupy_slot(member)
+        sequence.num_computed_tokens = 0
+        sequence.table.blocks = self.pool.allocate(num_blocks)
+        self._start_running(sequence)
+        self._add_row(builder, sequence)
+        return True
+
+    def _share_blocks(self, parent: Sequence, child: Sequence) -> None:
+        """Let a child with a slot start where its parent is, but for its last token: that one it computes itself."""
+        child.num_computed_tokens = min(parent.num_computed_tokens, len(child.token_ids) - 1)
+        num_blocks = num_blocks_for(child.num_computed_tokens, self.limits.block_size)
+        child.table.blocks = parent.table.blocks[:num_blocks]
+        self.pool.share(child.table.blocks)
+        self._start_running(child)
+
+    # Rows and their blocks
+
+    def _add_row(self, builder: PlanBuilder, sequence: Sequence) -> None:
+        if sequence.state is not SequenceState.RUNNING:  # preempted while this plan was made
+            return
+        start = sequence.num_computed_tokens
+        length = min(len(sequence.token_ids) - start, builder.budget)
+        if self._secure_blocks(builder, sequence, start + length):
+            builder.add_row(sequence, start, length)
+
+    def _secure_blocks(self, builder: PlanBuilder, sequence: Sequence, end: int) -> bool:
+        """Let the sequence own all blocks it writes up to position `end`; False if it had to give up its own."""
+        blocks = sequence.table.blocks
+        num_blocks = num_blocks_for(end, self.limits.block_size)
+        first = (
+            sequence.num_computed_tokens // self.limits.block_size
+        )  # only this one can be shared: later ones are new
+        while True:
+            is_shared = first < len(blocks) and self.pool.is_shared(blocks[first])
+            num_missing = max(0, num_blocks - len(blocks)) + is_shared
+            if num_missing <= self.pool.num_free:
+                break
+            if not self._preempt_paused(builder):
+                victim = next(candidate for candidate in reversed(self._running) if not candidate.is_in_flight)
+                self._preempt(builder, victim)
+                if victim is sequence:
+                    return False
+        if is_shared:
+            source = blocks[first]
+            builder.replace_block(sequence, first, self.pool.allocate(1)[0])
+            self.pool.release([source])
+        if num_blocks > len(blocks):
+            blocks += self.pool.allocate(num_blocks - len(blocks))
+        return True
+
+    def _preempt_paused(self, builder: PlanBuilder) -> bool:
+        victim = next((candidate for candidate in reversed(self._running) if candidate.is_paused), None)
+        if victim is not None:
+            self._preempt(builder, victim)
+        return victim is not None
+
+    def _preempt(self, builder: PlanBuilder, victim: Sequence) -> None:
+        """Take a sequence's slot and blocks; it computes all its tokens again when its old place in the queue comes."""
+        self._counts.num_preemptions += 1
+        held = [block for block in victim.table.blocks if block in builder.copy_sources]
+        self.pool.share(held)  # restart() may have to copy them once more
+        self._held_blocks += held
+        self._give_back(victim)
+        victim.state = SequenceState.WAITING
+        victim.num_computed_tokens = 0
+        group = self._groups[victim.request_id]
+        if victim is group.leader:
+            for sibling in group.unforked:
+                self._give_back(sibling)
+        if not victim.is_paused:
+            insort(self._waiting, victim, key=_ORDER)
+
+    def _tenant(self, slot: int) -> Sequence:
+        sequence = self._tenants[slot]
+        assert sequence is not None, f"slot {slot} of the plan has no sequence"
+        return sequence
+
+    # Results
+
+    def _advance(self, plan: StepPlan, sequences: list[Sequence], failed_rows: dict[int, str]) -> None:
+        """Count what was computed, and fork those who waited for their prompt."""
+        ends = (plan.starts + plan.lengths).tolist()
+        for row, sequence in enumerate(sequences):
+            sequence.is_in_flight = False
+            if row in failed_rows:
+                continue
+            before, sequence.num_computed_tokens = sequence.num_computed_tokens, ends[row]
+            if before < sequence.num_prompt_tokens:
+                self._advance_prompt(sequence, before)
+
+    def _advance_prompt(self, sequence: Sequence, before: int) -> None:
+        num_computed = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
+        self._counts.num_prompt_tokens += num_computed - before
+        group = self._groups[sequence.request_id]
+        group.num_prompt_tokens_computed = max(group.num_prompt_tokens_computed, num_computed)
+        if num_computed == sequence.num_prompt_tokens and sequence is group.leader:
+            for sibling in group.unforked:
+                self._share_blocks(sequence, sibling)
+            group.unforked = []
+
+    def _append(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        """Give a sequence the token it has drawn, unless it has ended before it or is about to be cancelled."""
+        if sequence.state is SequenceState.FINISHED or sequence.cancel_reason is not None:
+            return
+        sequence.token_ids.append(token_id)
+        self._counts.num_generated_tokens += 1
+        reason = sequence.end_after_last_token()
+        if reason is not FinishReason.STOP:
+            self._outbox.add_token(sequence, token_id, logprobs)
+        if reason is not None:
+            self.finish(sequence, reason)
+
+
+class _Counts:
+    """Counters since the start."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.num_prompt_tokens = 0
+        self.num_generated_tokens = 0
+        self.num_preemptions = 0
+        self.step_s = 0.0
+
+
+class _Outbox:
+    """News for the loop, until the next delivery."""
+
+    def __init__(self) -> None:
+        self._request_ids: list[str] = []
+        self._indexes: list[int] = []
+        self._token_ids: list[int] = []
+        self.chunks: list[TokenChunk] = []
+
+    def add_token(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        if logprobs is None:
+            self._request_ids.append(sequence.request_id)
+            self._indexes.append(sequence.index)
+            self._token_ids.append(token_id)
+        else:
+            self.chunks.append(
+                TokenChunk(
+                    request_id=sequence.request_id, index=sequence.index, token_ids=(token_id,), logprobs=(logprobs,)
+                )
+            )
+
+    def take(self, stats: EngineStats) -> StepDelivery:
+        delivery = StepDelivery(self._request_ids, self._indexes, self._token_ids, self.chunks, stats)
+        self._request_ids, self._indexes, self._token_ids, self.chunks = [], [], [], []
+        return delivery

@@ -1,0 +1,138 @@
+"""A request's sequences as the engine holds them. Thread: engine.
+
+State only: who may change it, and when, is the scheduler's.
+"""
+
+import enum
+from dataclasses import dataclass, field
+
+from core.blocks import BlockTable
+from core.types import FinishReason, Request, SamplingParams
+
+NO_SLOT = -1
+_MASK_64 = (1 << 64) - 1
+_GOLDEN_64 = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, SplitMix64's increment (Steele et al., OOPSLA 2014)
+
+Order = tuple[int, float, int, int]  # (-priority, arrival_s, serial of the submit, index): smaller goes first
+
+
+class SequenceState(enum.Enum):
+    """WAITING: holds no blocks. RUNNING: holds blocks and a slot. FINISHED: holds nothing, for ever."""
+
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    FINISHED = enum.auto()
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One line of tokens that grows. It catches up when num_computed_tokens is less than its tokens.
+
+    Args:
+        order: its place among all sequences, kept for life.
+        stop_ids: ids that end it: the model's ends (unless ignored) and the request's.
+        token_ids: the prompt's, then what was inherited from the sequence it was forked from, then its own.
+        max_length: tokens, prompt included, at which it ends.
+        num_inherited_tokens: of token_ids, those it did not draw itself: the prompt's and its parent's.
+        is_started: the runner has this sequence in its slot.
+        is_in_flight: a plan with it was made and not yet applied.
+        cancel_reason: set while in flight: what to finish it with when the step comes back.
+        num_tokens_kept: of its own tokens, those the loop has used; None: all.
+    """
+
+    request_id: str
+    index: int
+    order: Order
+    sampling: SamplingParams
+    seed: int
+    stop_ids: tuple[int, ...]
+    token_ids: list[int]
+    num_prompt_tokens: int
+    max_length: int
+    num_inherited_tokens: int
+    num_computed_tokens: int = 0
+    state: SequenceState = SequenceState.WAITING
+    slot: int = NO_SLOT
+    table: BlockTable = field(default_factory=BlockTable)
+    is_started: bool = False
+    is_paused: bool = False
+    is_in_flight: bool = False
+    cancel_reason: FinishReason | None = None
+    num_tokens_kept: int | None = None
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def num_own_tokens(self) -> int:
+        """Tokens it has drawn itself, an ending stop id included."""
+        return len(self.token_ids) - self.num_inherited_tokens
+
+    @property
+    def num_billed_tokens(self) -> int:
+        """Of its own tokens, those that count in the usage."""
+        if self.num_tokens_kept is None:
+            return self.num_own_tokens
+        return min(self.num_own_tokens, self.num_tokens_kept)
+
+    def keep(self, num_tokens: int | None) -> None:
+        """Cut what is billed to the loop's count. Of several cuts the smallest holds."""
+        if num_tokens is not None:
+            self.num_tokens_kept = min(self.num_billed_tokens, num_tokens)
+
+    def end_after_last_token(self) -> FinishReason | None:
+        """Whether the newest token ends it. Stop ids count from min_tokens on, as in the sampler."""
+        num_generated = len(self.token_ids) - self.num_prompt_tokens
+        if self.token_ids[-1] in self.stop_ids and num_generated > self.sampling.min_tokens:
+            return FinishReason.STOP
+        if len(self.token_ids) >= self.max_length:
+            return FinishReason.LENGTH
+        return None
+
+
+@dataclass(slots=True, eq=False)
+class SequenceGroup:
+    """A request while it lives: its sequences, finished ones included.
+
+    Args:
+        leader: computes the prompt for itself and the unforked.
+        unforked: siblings that wait for it. They hold slots while the leader runs, never blocks.
+        num_live: sequences not yet finished.
+        num_prompt_tokens_computed: the furthest that any of them has come in the prompt.
+    """
+
+    request: Request
+    serial: int
+    seed: int
+    sequences: list[Sequence] = field(default_factory=list)
+    leader: Sequence | None = None
+    unforked: list[Sequence] = field(default_factory=list)
+    num_live: int = 0
+    num_prompt_tokens_computed: int = 0
+    is_paused: bool = False
+
+    def add(self, token_ids: list[int], stop_ids: tuple[int, ...], max_length: int) -> Sequence:
+        """A new sequence with the next index and its own seed."""
+        index = len(self.sequences)
+        sequence = Sequence(
+            request_id=self.request.request_id,
+            index=index,
+            order=(-self.request.priority, self.request.arrival_s, self.serial, index),
+            sampling=self.request.sampling,
+            seed=sequence_seed(self.seed, index),
+            stop_ids=stop_ids,
+            token_ids=token_ids,
+            num_prompt_tokens=len(self.request.prompt_ids),
+            max_length=max_length,
+            num_inherited_tokens=len(token_ids),
+            is_paused=self.is_paused,
+        )
+        self.sequences.append(sequence)
+        self.num_live += 1
+        return sequence
+
+
+def sequence_seed(seed: int, index: int) -> int:
+    """The 64-bit noise key of a request's index-th sequence: far apart for neighbours, the seed itself at index 0."""
+    return (seed + index * _GOLDEN_64) & _MASK_64

@@ -1,0 +1,192 @@
+"""Requests, a clock and a cost model around the real scheduler and engine: thousands of steps a second, no model.
+
+The simulated runner keeps its KV in blocks like a real one, and what it draws is a hash of what it finds there. So a
+wrong table, a lost copy or a block reused too early gives other tokens than the reference, which sees the tokens alone.
+"""
+
+import sys
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from core.engine import Engine
+from core.plan import Int32Array, RunnerLimits, SequenceStart, StepOutput, StepPlan
+from core.scheduler import Scheduler
+from core.types import Message, Request, StepDelivery, Submit, Usage
+
+_NOTHING = -1  # in the KV: never written
+
+
+class SimulatedClock:
+    """Monotonic seconds that pass when told."""
+
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """How long a step takes: fixed_s + token_s x tokens computed.
+
+    The defaults are the linears of a 0.5B bf16 body on two Zen 5 cores, prepacked: measured 21.8 ms at 1 row, 28.8 at
+    16, 41.1 at 32, 199 at 256. Attention is left out.
+    """
+
+    fixed_s: float = 0.0211
+    token_s: float = 0.0007
+
+    def step_s(self, plan: StepPlan) -> float:
+        return self.fixed_s + self.token_s * plan.num_tokens
+
+
+def draw(prefix: npt.NDArray[np.int32], seed: int, vocab_size: int) -> int:
+    """The token that follows a prefix: a hash of all of it and the seed."""
+    return zlib.crc32(prefix.tobytes(), zlib.crc32(seed.to_bytes(8, "little"))) % vocab_size
+
+
+def draw_allowed(prefix: npt.NDArray[np.int32], seed: int, vocab_size: int, banned: tuple[int, ...]) -> int:
+    """As draw, but the next id that is not banned."""
+    token_id = draw(prefix, seed, vocab_size)
+    while token_id in banned:
+        token_id = (token_id + 1) % vocab_size
+    return token_id
+
+
+def continuation(start: SequenceStart, limits: RunnerLimits) -> list[int]:
+    """The reference: what a sequence draws from here on when nothing interferes, an ending stop id included."""
+    token_ids = list(start.token_ids)
+    max_length = min(
+        start.num_prompt_tokens + start.sampling.max_tokens, limits.max_model_len, limits.num_blocks * limits.block_size
+    )
+    while len(token_ids) < max_length:
+        is_free = len(token_ids) - start.num_prompt_tokens >= start.sampling.min_tokens
+        prefix = np.array(token_ids, np.int32)
+        token_ids.append(draw_allowed(prefix, start.seed, limits.vocab_size, () if is_free else start.stop_ids))
+        if is_free and token_ids[-1] in start.stop_ids:
+            break
+    return token_ids[len(start.token_ids) :]
+
+
+class SimulatedRunner:
+    """A core.plan.Runner whose KV holds token ids and whose steps advance the clock by their cost."""
+
+    def __init__(self, limits: RunnerLimits, cost: CostModel, clock: SimulatedClock) -> None:
+        self.limits = limits
+        self._cost = cost
+        self._clock = clock
+        self._kv = np.full((limits.num_blocks, limits.block_size), _NOTHING, np.int32)
+        num_entries = -(-limits.max_model_len // limits.block_size)
+        self._tables = np.full((limits.max_sequences, num_entries), _NOTHING, np.int32)
+        self._starts: dict[int, SequenceStart] = {}
+
+    def forward(self, plan: StepPlan) -> StepPlan:
+        for start in plan.sequence_starts:
+            self._starts[start.slot] = start
+            self._tables[start.slot] = _NOTHING
+        self._kv[plan.copy_targets] = self._kv[plan.copy_sources]
+        self._tables[plan.table_slots, plan.table_positions] = plan.table_blocks
+        slots = np.repeat(plan.slots, plan.lengths)
+        row_offsets = np.cumsum(plan.lengths) - plan.lengths
+        positions = np.arange(plan.num_tokens) - np.repeat(row_offsets - plan.starts, plan.lengths)
+        blocks = self._tables[slots, positions // self.limits.block_size]
+        if (blocks == _NOTHING).any():
+            raise ValueError("a row writes where its slot has no block")
+        self._kv[blocks, positions % self.limits.block_size] = plan.token_ids
+        self._clock.advance(self._cost.step_s(plan))
+        return plan
+
+    def sample(self, ticket: StepPlan) -> None:
+        """Nothing to start: collect() draws."""
+
+    def collect(self, ticket: StepPlan) -> StepOutput:
+        rows = np.flatnonzero(ticket.samples).astype(np.int32)
+        slots, lengths = ticket.slots[rows].tolist(), (ticket.starts + ticket.lengths)[rows].tolist()
+        drawn = [self._draw(slot, length) for slot, length in zip(slots, lengths, strict=True)]
+        return StepOutput(rows=rows, token_ids=np.array(drawn, np.int32))
+
+    def _draw(self, slot: int, length: int) -> int:
+        start = self._starts[slot]
+        is_free = length - start.num_prompt_tokens >= start.sampling.min_tokens
+        prefix = self._prefix(slot, length)
+        return draw_allowed(prefix, start.seed, self.limits.vocab_size, () if is_free else start.stop_ids)
+
+    def _prefix(self, slot: int, length: int) -> Int32Array:
+        """The sequence's tokens, read from its blocks."""
+        num_blocks = -(-length // self.limits.block_size)
+        return self._kv[self._tables[slot, :num_blocks]].reshape(-1)[:length]
+
+
+@dataclass(slots=True)
+class RequestTrace:
+    """What became of one request: its tokens by sequence, and when they came (simulated seconds)."""
+
+    request: Request
+    first_token_s: float | None = None
+    end_s: float | None = None
+    usage: Usage | None = None
+    token_ids: dict[int, list[int]] = field(default_factory=dict)
+
+    def add(self, index: int, token_id: int, now: float) -> None:
+        if self.first_token_s is None:
+            self.first_token_s = now
+        self.token_ids.setdefault(index, []).append(token_id)
+
+
+class Simulation:
+    """Runs a list of requests through scheduler and engine, each submitted when its arrival_s has come.
+
+    Args:
+        num_may_enter: how many more requests the engine may be given now, by the number it has; by default any.
+    """
+
+    def __init__(
+        self,
+        limits: RunnerLimits,
+        cost: CostModel,
+        requests: Iterable[Request],
+        eos_ids: tuple[int, ...] = (),
+        num_may_enter: Callable[[int], int] = lambda num_inside: sys.maxsize,
+    ) -> None:
+        self.clock = SimulatedClock()
+        self.traces = {request.request_id: RequestTrace(request) for request in requests}
+        self.scheduler = Scheduler(limits, eos_ids, seeds=lambda: 0)
+        self._coming = deque(sorted((trace.request for trace in self.traces.values()), key=lambda r: r.arrival_s))
+        self._inbox: deque[Message] = deque()
+        self._num_inside = 0
+        self._num_may_enter = num_may_enter
+        runner = SimulatedRunner(limits, cost, self.clock)
+        self._engine = Engine(self.scheduler, runner, self.clock, self._inbox, self._take)
+
+    def run(self) -> list[RequestTrace]:
+        """Step until every request has ended; time jumps over what is idle. Returns the traces in order of arrival."""
+        while self._coming or self._num_inside:
+            self._enter()
+            if not self._engine.step() and self._coming:
+                self.clock.now = max(self.clock.now, self._coming[0].arrival_s)
+        return sorted(self.traces.values(), key=lambda trace: trace.request.arrival_s)
+
+    def _enter(self) -> None:
+        num_may_enter = self._num_may_enter(self._num_inside)
+        while self._coming and self._coming[0].arrival_s <= self.clock.now and num_may_enter > 0:
+            num_may_enter -= 1
+            self._inbox.append(Submit(self._coming.popleft()))
+            self._num_inside += 1
+
+    def _take(self, delivery: StepDelivery) -> None:
+        now = self.clock.now
+        for request_id, index, token_id in zip(delivery.request_ids, delivery.indexes, delivery.token_ids, strict=True):
+            self.traces[request_id].add(index, token_id, now)
+        for chunk in delivery.chunks:
+            if chunk.usage is not None:
+                self.traces[chunk.request_id].end_s, self.traces[chunk.request_id].usage = now, chunk.usage
+                self._num_inside -= 1

@@ -1,0 +1,88 @@
+"""Attention over block tables, in torch: rows of one new token together, longer rows each on its own. Thread: engine.
+
+Which rows go together, and their masks, is decided once a step (batch.py), not here, once a layer.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gpu.kv_cache import LayerKV
+
+
+@dataclass(slots=True)
+class AttentionGroup:
+    """Rows that attend together: several with one new token each, or one row with several.
+
+    Args:
+        first_token, end_token: their tokens, as a range of the batch's.
+        num_rows: 1 where there are several new tokens.
+        num_context: tokens of the longest row, the new ones counted in.
+        blocks: [num_rows * blocks of the longest row], padded with the scratch block.
+        mask: added to the scores, 0 or -inf. Of several rows [rows, 1, 1, context]; of one row with several tokens
+            [tokens, context]. None: nothing is hidden, or is_causal says what.
+        is_causal: the row's context is its new tokens alone.
+    """
+
+    first_token: int
+    end_token: int
+    num_rows: int
+    num_context: int
+    blocks: Tensor
+    mask: Tensor | None
+    is_causal: bool = False
+
+    @property
+    def is_decode(self) -> bool:
+        return self.end_token - self.first_token == self.num_rows
+
+
+def paged_attention(query: Tensor, kv: LayerKV, groups: list[AttentionGroup]) -> Tensor:
+    """Attend each new token to its sequence's context, itself included; keys and values are written already.
+
+    Args:
+        query: [tokens, heads, head_dim], rotated.
+        groups: cover the tokens in order, without gaps.
+    Returns:
+        [tokens, heads * head_dim]
+    """
+    outputs = [
+        (_decode if group.is_decode else _prefill)(query[group.first_token : group.end_token], kv, group)
+        for group in groups
+    ]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _gather(kv: LayerKV, group: AttentionGroup) -> tuple[Tensor, Tensor]:
+    """Keys and values of the group's rows, each [rows, context, kv_heads, head_dim]."""
+    both = kv.both.index_select(1, group.blocks)  # [2, rows * blocks, 16, kv_heads, head_dim]
+    both = both.view(2, group.num_rows, -1, *both.shape[3:])[:, :, : group.num_context]
+    return both[0], both[1]
+
+
+def _decode(query: Tensor, kv: LayerKV, group: AttentionGroup) -> Tensor:
+    """One new token per row. The query heads of a KV head stand in the place of query tokens: they share its keys."""
+    keys, values = _gather(kv, group)
+    num_rows, _, num_kv_heads, head_dim = keys.shape
+    grouped = query.view(num_rows, num_kv_heads, -1, head_dim)  # [rows, kv_heads, heads per kv, head_dim]
+    out = F.scaled_dot_product_attention(grouped, keys.transpose(1, 2), values.transpose(1, 2), group.mask)
+    return out.reshape(num_rows, -1)  # [rows, heads * head_dim]
+
+
+def _prefill(query: Tensor, kv: LayerKV, group: AttentionGroup) -> Tensor:
+    """One row with several new tokens. KV heads stand in the place of rows, so that keys are shared without a copy."""
+    keys, values = _gather(kv, group)
+    _, num_context, num_kv_heads, head_dim = keys.shape
+    num_tokens = query.shape[0]
+    per_kv = query.shape[1] // num_kv_heads
+    shared = (num_kv_heads, per_kv, num_context, head_dim)
+    out = F.scaled_dot_product_attention(
+        query.view(num_tokens, num_kv_heads, per_kv, head_dim).permute(1, 2, 0, 3),  # [kv_heads, per_kv, tokens, dim]
+        keys[0].transpose(0, 1).unsqueeze(1).expand(shared),
+        values[0].transpose(0, 1).unsqueeze(1).expand(shared),
+        group.mask,
+        is_causal=group.is_causal,
+    )
+    return out.permute(2, 0, 1, 3).reshape(num_tokens, -1)  # [tokens, heads * head_dim]

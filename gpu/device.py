@@ -1,0 +1,173 @@
+"""Which device, number format and threads to compute with, and why; what the machine has. Thread: engine (at start).
+
+The only place that sets torch's thread count. Each choice comes with its reason as text, for the banner.
+"""
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from core.config import EngineConfig
+from core.errors import DeviceUnavailable
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+# Instructions that multiply bf16 natively: without them bf16 is slower than float32.
+BF16_CPU_FLAGS = ("amx_bf16", "avx512_bf16")
+CPU_INFO = Path("/proc/cpuinfo")
+CPU_TOPOLOGY = Path("/sys/devices/system/cpu")
+MEMORY_INFO = Path("/proc/meminfo")
+CGROUP = Path("/sys/fs/cgroup")
+PROBE_BYTES = 256 * 1024**2  # beyond the last-level cache
+PROBE_ROUNDS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceChoice:
+    """Where and how to compute.
+
+    Args:
+        device: "cpu" or "cuda:0".
+        threads: compute threads on a CPU; on CUDA, torch's for the little that stays on the host.
+    """
+
+    device: torch.device
+    device_reason: str
+    dtype: torch.dtype
+    dtype_reason: str
+    threads: int
+    threads_reason: str
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+
+def choose_device(config: EngineConfig) -> DeviceChoice:
+    """Decide device, dtype and threads. Changes nothing: see apply_threads.
+
+    Raises:
+        DeviceUnavailable: what was asked for by name is not there.
+    """
+    device, device_reason = _device(config.device)
+    dtype, dtype_reason = _dtype(config.dtype, device)
+    threads, threads_reason = _threads(config.threads)
+    return DeviceChoice(device, device_reason, dtype, dtype_reason, threads, threads_reason)
+
+
+def apply_threads(choice: DeviceChoice) -> None:
+    """Set torch's compute threads for this process."""
+    torch.set_num_threads(choice.threads)
+
+
+def _device(asked: str) -> tuple[torch.device, str]:
+    if asked not in ("auto", "cpu", "cuda"):
+        raise DeviceUnavailable(f"Device {asked!r} is not known.", "--device auto, cpu or cuda")
+    if asked == "cpu":
+        return torch.device("cpu"), "asked for"
+    if torch.cuda.is_available():
+        name = torch.cuda.get_device_name(0)
+        return torch.device("cuda", 0), name if asked == "auto" else f"{name}, asked for"
+    why = "this torch has no CUDA" if torch.version.cuda is None else "no CUDA device was found"
+    if asked == "cuda":
+        raise DeviceUnavailable(f"Device cuda: {why}.", "--device cpu, or install a CUDA build of torch and its driver")
+    return torch.device("cpu"), why
+
+
+def _dtype(asked: str, device: torch.device) -> tuple[torch.dtype, str]:
+    if asked in DTYPES:
+        return DTYPES[asked], "asked for"
+    if asked != "auto":
+        raise DeviceUnavailable(f"dtype {asked!r} is not known.", f"--dtype auto, {', '.join(DTYPES)}")
+    if device.type == "cuda":
+        if torch.cuda.get_device_capability(device)[0] >= 8:
+            return torch.bfloat16, "native on this GPU"
+        return torch.float16, "this GPU has no bf16"
+    native = [flag for flag in BF16_CPU_FLAGS if flag in cpu_flags()]
+    if native:
+        return torch.bfloat16, f"the CPU has {native[0]}"
+    return torch.float32, "the CPU has no bf16 instructions"
+
+
+def _threads(asked: int | None) -> tuple[int, str]:
+    cores = num_physical_cores()
+    if asked is not None:
+        if asked < 1:
+            raise DeviceUnavailable(f"{asked} compute threads cannot compute.", f"--threads {max(1, cores - 1)}")
+        return asked, "asked for"
+    return max(1, cores - 1), f"{cores} physical cores, one left to the event loop"
+
+
+def cpu_flags() -> frozenset[str]:
+    """What the first CPU says of its instructions; empty where the kernel does not tell (not Linux on x86)."""
+    try:
+        lines = CPU_INFO.read_text().splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(next((line.split(":", 1)[1].split() for line in lines if line.startswith("flags")), ()))
+
+
+def num_physical_cores() -> int:
+    """Cores this process may run on, hyper-threads counted once."""
+    allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    cores = {_siblings(cpu) for cpu in allowed}
+    return max(1, len(cores))
+
+
+def _siblings(cpu: int) -> str:
+    """The hyper-threads that share a core with this one, as the kernel writes them."""
+    try:
+        return (CPU_TOPOLOGY / f"cpu{cpu}" / "topology" / "thread_siblings_list").read_text().strip()
+    except OSError:
+        return str(cpu)
+
+
+def free_memory_bytes(device: torch.device) -> int:
+    """What can still be allocated: on CUDA as the driver says, on a CPU also within the control group's limit."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return min(_available_bytes(), _cgroup_room_bytes())
+
+
+def _available_bytes() -> int:
+    """Source: proc(5), MemAvailable: free plus what the kernel can drop, in KiB."""
+    try:
+        for line in MEMORY_INFO.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass  # not Linux: POSIX knows the total only
+    return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def _cgroup_room_bytes() -> int:
+    """Room under memory.max (cgroup v2, kernel documentation); unlimited where there is no such limit."""
+    try:
+        limit = (CGROUP / "memory.max").read_text().strip()
+        used = int((CGROUP / "memory.current").read_text())
+    except OSError:
+        return 1 << 62
+    return 1 << 62 if limit == "max" else max(0, int(limit) - used)
+
+
+def measure_bandwidth(device: torch.device) -> float:
+    """Bytes per second that this device reads from its memory, the best of a few rounds: about 0.1 s on a CPU.
+
+    Sums float32, as decode reads weights: once, in order.
+    """
+    values = torch.ones(PROBE_BYTES // 4, device=device)
+    best_s = float("inf")
+    for _ in range(PROBE_ROUNDS):
+        _synchronize(device)
+        started_s = time.perf_counter()
+        values.sum()
+        _synchronize(device)
+        best_s = min(best_s, time.perf_counter() - started_s)
+    return PROBE_BYTES / best_s
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

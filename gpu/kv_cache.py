@@ -1,0 +1,79 @@
+"""Keys and values of all sequences, in blocks of 16 tokens. Thread: engine.
+
+Which block belongs to whom is the scheduler's to decide (core/blocks.py); here is only their content. One block more
+than there is room for stays zero for ever: SCRATCH pads block tables in a batch of rows of different lengths.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from core.config import BLOCK_SIZE, ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKV:
+    """One layer's views of the cache."""
+
+    both: Tensor  # [2, blocks + 1, 16, kv_heads, head_dim]
+    keys: Tensor  # [(blocks + 1) * 16, kv_heads, head_dim]
+    values: Tensor  # [(blocks + 1) * 16, kv_heads, head_dim]
+
+
+class KVCache:
+    """The paged cache.
+
+    Args:
+        num_blocks: blocks the scheduler may use, 0..num_blocks-1.
+    """
+
+    def __init__(self, config: ModelConfig, num_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.num_blocks = num_blocks
+        self.scratch_block = num_blocks
+        shape = (config.num_layers, 2, num_blocks + 1, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
+        self.tensor = _zeros(shape, dtype, device)  # [layers, 2, blocks + 1, 16, kv_heads, head_dim]
+        self.layers = [
+            LayerKV(layer, layer[0].flatten(0, 1), layer[1].flatten(0, 1)) for layer in self.tensor.unbind(0)
+        ]
+
+    def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy whole blocks, all layers: sources[i] to targets[i]; no target is also a source. Both: [copies]."""
+        self.tensor.index_copy_(2, targets, self.tensor.index_select(2, sources))
+
+    def clear_blocks(self, blocks: Tensor) -> None:
+        """Zero whole blocks, all layers: an earlier owner's NaN must not reach the next. blocks: [cleared]."""
+        self.tensor.index_fill_(2, blocks, 0)
+
+    def make_finite(self, blocks: Tensor) -> None:
+        """Zero what is NaN or infinite in whole blocks, all layers, and leave the rest: others may share it."""
+        found = self.tensor.index_select(2, blocks)
+        self.tensor.index_copy_(2, blocks, found.nan_to_num_(0.0, 0.0, 0.0))
+
+
+def bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Keys and values of all layers, for one token."""
+    return 2 * config.num_layers * config.kv_size * dtype.itemsize
+
+
+def bytes_per_block(config: ModelConfig, dtype: torch.dtype) -> int:
+    return BLOCK_SIZE * bytes_per_token(config, dtype)
+
+
+def num_blocks_for(num_tokens: int) -> int:
+    """Blocks that one sequence of so many tokens takes."""
+    return -(-num_tokens // BLOCK_SIZE)
+
+
+def num_blocks_within(memory_bytes: int, config: ModelConfig, dtype: torch.dtype) -> int:
+    """Usable blocks that fit, the scratch block counted in; 0 when none does."""
+    return max(0, memory_bytes // bytes_per_block(config, dtype) - 1)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros. On a CPU numpy asks the kernel for zeroed pages, which cost nothing until they are used."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    raw = np.zeros(int(np.prod(shape)) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(raw).view(dtype).view(shape)

@@ -1,0 +1,43 @@
+"""Products with a weight matrix: plain, or prepacked for bf16 on a CPU. Thread: engine.
+
+Prepacking stores a weight in the layout that oneDNN's kernels read: a decode step of a 0.5B body took 20.6 ms so,
+against 44.9 with F.linear (one Zen 5 core). The operators are torch's own but not public: they are tried at start,
+and where they fail or differ F.linear serves.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Linear = Callable[[Tensor], Tensor]
+"""[tokens, in] -> [tokens, out]"""
+
+
+def make_linear(weight: Tensor, bias: Tensor | None, is_packed: bool) -> Linear:
+    """A product with weight [out, in], plus bias [out] or None. Packed, it keeps a copy of the weight, not itself."""
+    if not is_packed:
+        return partial(F.linear, weight=weight, bias=bias)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
+    product: Any = torch.ops.mkldnn._linear_pointwise.default
+
+    def linear(x: Tensor) -> Tensor:
+        result: Tensor = product(x, packed, bias, "none", [], "")
+        return result
+
+    return linear
+
+
+def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether prepacked products are there, and give what F.linear gives."""
+    if device.type != "cpu" or dtype != torch.bfloat16 or not torch._C._has_mkldnn:
+        return False
+    weight = (torch.arange(64 * 64).remainder(7) - 3).view(64, 64).to(dtype)  # small integers: exact in any order
+    x = (torch.arange(3 * 64).remainder(5) - 2).view(3, 64).to(dtype)
+    try:
+        return torch.equal(make_linear(weight, None, True)(x), F.linear(x, weight))
+    except (AttributeError, RuntimeError):  # not in this build, or with another signature
+        return False

@@ -1,0 +1,185 @@
+"""Computes steps: the Runner of core.plan, on one CPU or one GPU. Thread: engine, all of it.
+
+Owns the model, its KV cache and the sampling state. Decides nothing: which rows, which blocks, and when a sequence
+ends are the scheduler's. A row whose logits are not finite fails alone, and its blocks are made finite again.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from core.config import BLOCK_SIZE, EngineConfig, ModelConfig
+from core.plan import DeviceError, RunnerLimits, SequenceStart, StepOutput, StepPlan
+from core.types import SamplingParams, TokenLogprobs
+from gpu.batch import BatchBuilder, DeviceBatch
+from gpu.device import apply_threads, choose_device, free_memory_bytes
+from gpu.kv_cache import KVCache
+from gpu.memory_plan import MemoryPlan, plan_memory
+from gpu.model import Model
+from gpu.sampler import Drawn, RowLogprobs, Sampler
+from gpu.weights import ModelWeights, Progress, load_weights, open_checkpoint
+
+NOT_FINITE = "The model computed values that are not finite numbers."
+WARM_UP_TOKENS = 8
+
+
+@dataclass(slots=True)
+class StepTicket:
+    """A step on its way."""
+
+    batch: DeviceBatch
+    logits: Tensor  # [sampled, vocab], float32
+    drawn: Drawn | None = None
+
+
+class ModelRunner:
+    """A loaded model, ready to step.
+
+    Args:
+        config: of the model.
+        memory: what was planned, and for which device.
+        weights: taken over: see Model.
+        max_sequences, max_batch_tokens: of a step.
+    """
+
+    def __init__(self, config: ModelConfig, engine: EngineConfig, memory: MemoryPlan, weights: ModelWeights) -> None:
+        device, dtype = memory.device.device, memory.device.dtype
+        self.config = config
+        self.memory = memory
+        self.limits = RunnerLimits(
+            num_blocks=memory.num_blocks,
+            block_size=BLOCK_SIZE,
+            max_sequences=engine.max_sequences,
+            max_batch_tokens=engine.max_batch_tokens,
+            max_model_len=memory.max_model_len,
+            vocab_size=config.vocab_size,
+        )
+        with torch.inference_mode():
+            self._model = Model(config, weights)
+            self._cache = KVCache(config, memory.num_blocks, dtype, device)
+            self._sampler = Sampler(engine.max_sequences, config.vocab_size, device)
+        self._builder = BatchBuilder(
+            engine.max_sequences, memory.max_model_len, self._cache.scratch_block, dtype, device
+        )
+
+    def forward(self, plan: StepPlan) -> StepTicket:
+        """Reset slots, copy and clear blocks, write KV, compute the logits of the rows that sample."""
+        with _device_errors(), torch.inference_mode():
+            for start in plan.sequence_starts:
+                self._sampler.start(start)
+            batch = self._builder.build(plan)
+            if batch.copy_sources is not None and batch.copy_targets is not None:
+                self._cache.copy_blocks(batch.copy_sources, batch.copy_targets)
+            if batch.cleared_blocks is not None:
+                self._cache.clear_blocks(batch.cleared_blocks)
+            return StepTicket(batch, self._model.forward(batch, self._cache))
+
+    def sample(self, ticket: StepTicket) -> None:
+        """Draw a token per sampling row; they stay on the device until collect."""
+        batch = ticket.batch
+        if len(batch.sampled_rows):
+            with _device_errors(), torch.inference_mode():
+                ticket.drawn = self._sampler.sample(ticket.logits, batch.sampled_slots, batch.sampled_positions)
+
+    def collect(self, ticket: StepTicket) -> StepOutput:
+        """Bring the drawn tokens to the host, in the order of the plan's rows.
+
+        Raises:
+            DeviceError: the device is lost.
+        """
+        batch, drawn = ticket.batch, ticket.drawn
+        if drawn is None:
+            return StepOutput(np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int32))
+        with _device_errors(), torch.inference_mode():
+            is_finite = drawn.is_finite.cpu().numpy()
+            token_ids = drawn.token_ids.cpu().numpy()
+            logprobs = _logprobs_by_row(drawn.logprobs, token_ids) if drawn.logprobs is not None else {}
+            for slot in batch.sampled_slots[~is_finite].tolist():
+                self._cache.make_finite(self._builder.blocks_of(slot))
+        order = np.argsort(batch.sampled_rows, kind="stable")  # back to the plan's
+        order = order[is_finite[order]]
+        return StepOutput(
+            rows=batch.sampled_rows[order].astype(np.int32),
+            token_ids=token_ids[order].astype(np.int32),
+            logprobs={index: logprobs[row] for index, row in enumerate(order.tolist()) if row in logprobs},
+            failed_rows={int(row): NOT_FINITE for row in np.sort(batch.sampled_rows[~is_finite])},
+        )
+
+    def warm_up(self) -> None:
+        """Step once with a short prompt and once with one token: libraries load and compile what they need."""
+        params = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9)
+        prompt = (0,) * max(1, min(WARM_UP_TOKENS, self.limits.max_model_len - 1))
+        start = SequenceStart(0, prompt, len(prompt), params, seed=0, stop_ids=())
+        for plan in (_one_row_plan(0, len(prompt), [start]), _one_row_plan(len(prompt), 1, [])):
+            ticket = self.forward(plan)
+            self.sample(ticket)
+            self.collect(ticket)
+
+
+def load_runner(directory: Path, config: ModelConfig, engine: EngineConfig, progress: Progress) -> ModelRunner:
+    """Load a Hugging Face directory's weights and get ready to step. Sets torch's threads.
+
+    Args:
+        progress: called with (bytes done, bytes total) while weights load.
+
+    Raises:
+        StartupError: the device, the files or the memory; before the weights are read where that can be known.
+    """
+    choice = choose_device(engine)
+    apply_threads(choice)
+    checkpoint = open_checkpoint(directory)
+    memory = plan_memory(config, engine, choice, checkpoint.size_bytes, free_memory_bytes(choice.device))
+    with torch.inference_mode():
+        weights = load_weights(checkpoint, config, choice.dtype, choice.device, progress)
+    runner = ModelRunner(config, engine, memory, weights)
+    runner.warm_up()
+    return runner
+
+
+def _one_row_plan(start: int, length: int, sequence_starts: list[SequenceStart]) -> StepPlan:
+    """Slot 0 computes token 0 at these positions, in block 0, and samples."""
+
+    def column(*values: int) -> Any:
+        return np.array(values, dtype=np.int32)
+
+    return StepPlan(
+        slots=column(0),
+        starts=column(start),
+        lengths=column(length),
+        samples=np.array([True]),
+        token_ids=column(*[0] * length),
+        table_slots=column(0),
+        table_positions=column(0),
+        table_blocks=column(0),
+        copy_sources=column(),
+        copy_targets=column(),
+        sequence_starts=sequence_starts,
+    )
+
+
+def _logprobs_by_row(found: RowLogprobs, token_ids: np.ndarray[Any, Any]) -> dict[int, TokenLogprobs]:
+    """Row among the sampled ones -> its logprobs."""
+    drawn, top, top_ids = found.drawn.tolist(), found.top.tolist(), found.top_ids.tolist()
+    return {
+        row: TokenLogprobs(
+            token_id=int(token_ids[row]),
+            logprob=drawn[index],
+            top=tuple(zip(top_ids[index][:num_top], top[index][:num_top], strict=True)),
+        )
+        for index, (row, num_top) in enumerate(zip(found.rows.tolist(), found.num_top, strict=True))
+    }
+
+
+@contextmanager
+def _device_errors() -> Iterator[None]:
+    """A CUDA error is sticky: nothing on that device succeeds after it. Running out of memory is the plan's alone."""
+    try:
+        yield
+    except torch.AcceleratorError as error:
+        raise DeviceError(str(error)) from error

@@ -1,0 +1,274 @@
+"""The answer to one generation while it comes into being: deltas in, a surface's bytes out. Thread: loop."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol
+
+from core.errors import ErrorKind, ServiceError
+from core.types import Delta, FinishReason, Request, TokenLogprobs, Usage
+from server.api.surface import Choice, GenerationCall, ReplyContext, Surface
+from server.backend import Backend, GenerationHandle
+from server.messages import Headers, ResponseHead
+from server.metrics import Metrics
+from server.sse import KEEP_ALIVE
+from server.stream import HttpStream
+from server.timing import Timings
+
+KEEP_ALIVE_S = 15.0  # of silence on a stream before a comment goes out (DESIGN, Answers)
+
+JSON_TYPE = (b"content-type", b"application/json")
+NO_STORE = (b"cache-control", b"no-store")
+
+
+class _PromptSink:
+    """One prompt's place among the choices of an answer. Implements server.backend.DeltaSink."""
+
+    __slots__ = ("_answer", "_first_choice")
+
+    def __init__(self, answer: "Answer", first_choice: int) -> None:
+        self._answer = answer
+        self._first_choice = first_choice
+
+    def on_delta(self, delta: Delta) -> None:
+        self._answer.on_delta(self._first_choice + delta.index, delta)
+
+    def on_end(self, usage: Usage, error: str | None) -> None:
+        self._answer.on_prompt_end(usage, error)
+
+
+class Answer:
+    """The answer to one call while it comes into being, over all its prompts and sequences.
+
+    It is open until it is complete, broken off by an error, or its client has gone; from then on it writes nothing, and
+    is finished once every request it submitted has had its terminal news.
+    """
+
+    def __init__(
+        self, stream: HttpStream, body: "AnswerBody", timings: Timings, clock: Callable[[], float], metrics: Metrics
+    ) -> None:
+        self._stream = stream
+        self._body = body
+        self._timings = timings
+        self._clock = clock
+        self._metrics = metrics
+        self._handles: list[GenerationHandle] = []
+        self._usages: list[Usage] = []  # of the handles whose terminal news has come
+        self._error: ServiceError | None = None
+        self._is_open = True
+        self._finished: asyncio.Future[Usage] = asyncio.get_running_loop().create_future()
+
+    def submit(self, backend: Backend, requests: list[Request], continues_text: bool) -> None:
+        """Hand every prompt's request to the backend; their choices are numbered through.
+
+        Raises:
+            ServiceError: the backend takes none now; those it had taken are cancelled.
+        """
+        try:
+            for i, request in enumerate(requests):
+                sink = _PromptSink(self, i * request.num_sequences)
+                self._handles.append(backend.submit(request, sink, continues_text))
+        except ServiceError:
+            self._cancel()
+            raise
+        self._timings.submitted_s = self._clock()
+
+    async def wait_finished(self) -> Usage:
+        """
+        Raises:
+            ServiceError: the answer broke off before its head was sent.
+        """
+        try:
+            usage = await self._finished
+        finally:
+            self._body.close()
+            self._cancel()  # without effect but when the task itself is cancelled
+        if self._error is not None and not self._stream.head_sent and self._stream.is_open:
+            raise self._error
+        return usage
+
+    def on_delta(self, choice: int, delta: Delta) -> None:
+        now = self._clock()
+        timings = self._timings
+        if timings.last_token_s is None:
+            timings.first_token_s = now
+            self._metrics.ttft.observe(now - timings.head_s)
+        else:
+            self._metrics.inter_token.observe(now - timings.last_token_s)
+        timings.last_token_s = now
+        if delta.finish_reason is not None:
+            self._metrics.finished[delta.finish_reason] += 1
+        if self._is_open:
+            self._body.add(choice, delta)
+
+    def on_prompt_end(self, usage: Usage, error: str | None) -> None:
+        self._usages.append(usage)
+        if error is not None:
+            self.fail(ServiceError(ErrorKind.ENGINE, error, "engine_error"))
+        if len(self._usages) == len(self._handles):
+            self._finish()
+
+    def fail(self, error: ServiceError) -> None:
+        """Break the answer off: an error event where the head is out, otherwise an error answer at the end."""
+        if not self._is_open:
+            return
+        self._error = error
+        self._body.break_off(error)
+        self._cancel()
+
+    def on_disconnect(self) -> None:
+        if self._is_open:
+            self._metrics.num_disconnects += 1
+            self._cancel()
+
+    def pause(self) -> None:
+        for handle in self._handles:
+            handle.pause()
+
+    def resume(self) -> None:
+        for handle in self._handles:
+            handle.resume()
+
+    def _cancel(self) -> None:
+        self._is_open = False
+        for handle in self._handles:
+            handle.cancel(FinishReason.CANCELLED)
+
+    def _finish(self) -> None:
+        self._timings.end_s = self._clock()
+        usage = total_usage(self._usages)
+        self._metrics.count_generation(usage, self._timings)
+        if self._is_open:
+            self._is_open = False
+            self._body.complete(usage)
+        if not self._finished.done():
+            self._finished.set_result(usage)
+
+
+class AnswerBody(Protocol):
+    """What an answer writes: events as they come, or one document at the end."""
+
+    def add(self, choice: int, delta: Delta) -> None: ...
+
+    def complete(self, usage: Usage) -> None: ...
+
+    def break_off(self, error: ServiceError) -> None:
+        """Tell the error in the body, if its head is already out."""
+
+    def close(self) -> None:
+        """Let go of timers. Idempotent."""
+
+
+class StreamedBody:
+    """An answer as server-sent events. The head goes out with the first token, or the first keep-alive."""
+
+    def __init__(
+        self, surface: Surface, call: GenerationCall, context: ReplyContext, stream: HttpStream, timings: Timings
+    ) -> None:
+        self._call = call
+        self._reply = surface.stream_reply(call, context)
+        self._stream = stream
+        self._timings = timings
+        self._loop = asyncio.get_running_loop()
+        self._was_silent = True
+        self._keep_alive = self._loop.call_later(KEEP_ALIVE_S, self._on_keep_alive)
+
+    def add(self, choice: int, delta: Delta) -> None:
+        self._was_silent = False
+        if not self._stream.head_sent:
+            self._open()
+        self._stream.send(self._reply.delta(choice, delta))
+
+    def complete(self, usage: Usage) -> None:
+        self.close()
+        if not self._stream.head_sent:
+            self._open()
+        timings = self._timings.stages_ms() if self._call.wants_timings else None
+        self._stream.send(self._reply.end(usage, timings))
+        self._stream.end()
+
+    def break_off(self, error: ServiceError) -> None:
+        self.close()
+        if self._stream.head_sent:
+            self._stream.send(self._reply.error(error))
+            self._stream.end()
+
+    def close(self) -> None:
+        self._keep_alive.cancel()
+
+    def _open(self) -> None:
+        headers = (
+            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"x-accel-buffering", b"no"),
+            *answer_headers(self._timings),
+        )
+        self._stream.send_head(ResponseHead(200, headers))
+        self._stream.send(self._reply.start())
+
+    def _on_keep_alive(self) -> None:
+        self._keep_alive = self._loop.call_later(KEEP_ALIVE_S, self._on_keep_alive)
+        if self._was_silent:
+            if not self._stream.head_sent:
+                self._open()
+            self._stream.send(KEEP_ALIVE)
+        self._was_silent = True
+
+
+class WholeBody:
+    """An answer as one JSON document."""
+
+    def __init__(
+        self, surface: Surface, call: GenerationCall, context: ReplyContext, stream: HttpStream, timings: Timings
+    ) -> None:
+        self._surface = surface
+        self._call = call
+        self._context = context
+        self._stream = stream
+        self._timings = timings
+        num_choices = len(call.prompts) * call.num_sequences
+        self._texts: list[list[str]] = [[] for _ in range(num_choices)]
+        self._logprobs: list[list[TokenLogprobs]] = [[] for _ in range(num_choices)]
+        self._reasons = [FinishReason.STOP] * num_choices
+
+    def add(self, choice: int, delta: Delta) -> None:
+        self._texts[choice].append(delta.text)
+        if delta.logprobs:
+            self._logprobs[choice].extend(delta.logprobs)
+        if delta.finish_reason is not None:
+            self._reasons[choice] = delta.finish_reason
+
+    def complete(self, usage: Usage) -> None:
+        has_logprobs = self._call.sampling.num_logprobs is not None
+        choices = [
+            Choice(i, "".join(texts), self._reasons[i], self._logprobs[i] if has_logprobs else None)
+            for i, texts in enumerate(self._texts)
+        ]
+        timings = self._timings.stages_ms() if self._call.wants_timings else None
+        body = self._surface.whole_reply(self._call, self._context, choices, usage, timings)
+        send_json(self._stream, 200, body, answer_headers(self._timings))
+
+    def break_off(self, error: ServiceError) -> None:
+        """Nothing has been sent: the error becomes the answer, in wait_finished()."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def send_json(stream: HttpStream, status: int, body: bytes, headers: Headers = ()) -> None:
+    """Answer with one JSON document."""
+    length = (b"content-length", b"%d" % len(body))
+    stream.send_head(ResponseHead(status, (JSON_TYPE, length, *headers)))
+    stream.send(body)
+    stream.end()
+
+
+def answer_headers(timings: Timings) -> Headers:
+    """What an answer bears beside its content: where the time went until now."""
+    return (NO_STORE, (b"server-timing", timings.server_timing()))
+
+
+def total_usage(usages: list[Usage]) -> Usage:
+    return Usage(
+        num_prompt_tokens=sum(usage.num_prompt_tokens for usage in usages),
+        num_completion_tokens=sum(usage.num_completion_tokens for usage in usages),
+        num_cached_tokens=sum(usage.num_cached_tokens for usage in usages),
+    )

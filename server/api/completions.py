@@ -1,0 +1,215 @@
+"""/v1/completions: prompts in, text out, in the older form that evaluation tools still use. Wire only. Thread: loop."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from core.errors import InvalidRequest, ServiceError
+from core.types import Delta, TokenLogprobs, Usage
+from server import sse
+from server.api import fields
+from server.api.answers import finite, refuse_broken, usage_object, wire_reason
+from server.api.decoding import decode
+from server.api.envelope import error_event
+from server.api.surface import (
+    Choice,
+    GenerationCall,
+    GenerationDefaults,
+    IdsPrompt,
+    Prompt,
+    ReplyContext,
+    TextPrompt,
+)
+
+MAX_PROMPTS = 16
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+
+UNSUPPORTED: dict[str, tuple[Any, ...]] = fields.UNSUPPORTED | {
+    "suffix": ("",),
+    "prompt_embeds": (),
+    "response_format": ({"type": "text"},),
+    "add_special_tokens": (True,),
+}
+
+
+class CompletionBody(fields.SamplingFields, frozen=True, kw_only=True):
+    model: str
+    prompt: str | list[str | int | list[int]]
+    max_tokens: int | None = None
+    logprobs: int | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+
+
+class CompletionsSurface:
+    """Implements surface.Surface."""
+
+    def parse(self, body: bytes, defaults: GenerationDefaults) -> GenerationCall:
+        wire, unknown_fields = decode(body, CompletionBody, UNSUPPORTED, fields.WITHOUT_EFFECT)
+        max_tokens = fields.checked_max_tokens(wire.max_tokens, "max_tokens", DEFAULT_MAX_TOKENS)
+        num_logprobs = None if wire.logprobs is None else fields.checked_top_logprobs(wire.logprobs, "logprobs")
+        if wire.echo and num_logprobs is not None:
+            raise InvalidRequest("logprobs of the prompt are not supported: leave out echo or logprobs.", "logprobs")
+        sampling = fields.sampling_params(wire, defaults, max_tokens, num_logprobs)
+        return GenerationCall(
+            model=fields.checked_model(wire.model),
+            prompts=_prompts(wire.prompt, defaults.vocab_size),
+            sampling=sampling,
+            num_sequences=_num_sequences(wire),
+            is_stream=bool(wire.stream),
+            includes_usage=wire.includes_usage,
+            wants_timings=bool(wire.timings),
+            echo=bool(wire.echo),
+            unknown_fields=unknown_fields,
+        )
+
+    def stream_reply(self, call: GenerationCall, context: ReplyContext) -> "CompletionStream":
+        return CompletionStream(call, context)
+
+    def whole_reply(
+        self,
+        call: GenerationCall,
+        context: ReplyContext,
+        choices: Sequence[Choice],
+        usage: Usage,
+        timings: dict[str, float] | None,
+    ) -> bytes:
+        """
+        Raises:
+            ServiceError: a choice did not end well.
+        """
+        refuse_broken(choices)
+        answer = _envelope(context) | {
+            "choices": [_whole_choice(call, choice, context) for choice in choices],
+            "usage": usage_object(usage),
+        }
+        if call.wants_timings:
+            answer["timings"] = timings
+        return sse.json_line(answer)
+
+
+class CompletionStream:
+    """Implements surface.StreamReply: chunks, [DONE]. Choice p * num_sequences + i is sequence i of prompt p."""
+
+    __slots__ = ("_call", "_context", "_end", "_head", "_heads", "_offsets", "_tail")
+
+    def __init__(self, call: GenerationCall, context: ReplyContext) -> None:
+        self._call = call
+        self._context = context
+        num_choices = len(call.prompts) * call.num_sequences
+        self._head = sse.event_head() + sse.json_line(_envelope(context))[:-1] + b',"choices":['
+        self._end = (b'],"usage":null}' if call.includes_usage else b"]}") + sse.EVENT_END
+        self._heads = tuple(self._head + b'{"index":%d,"text":' % i for i in range(num_choices))
+        self._tail = b',"logprobs":null,"finish_reason":null}' + self._end
+        self._offsets = [0] * num_choices  # characters that the tokens with logprobs had so far
+
+    def start(self) -> bytes:
+        if not self._call.echo:
+            return b""
+        return b"".join(
+            self._heads[choice] + sse.json_string(_prompt_text(self._call, self._context, choice)) + self._tail
+            for choice in range(len(self._heads))
+        )
+
+    def delta(self, choice: int, delta: Delta) -> bytes:
+        if delta.finish_reason is None and delta.logprobs is None:
+            return self._heads[choice] + sse.json_string(delta.text) + self._tail if delta.text else b""
+        reason = wire_reason(delta.finish_reason)
+        if not (delta.text or delta.logprobs or reason):
+            return b""
+        logprobs = None
+        if delta.logprobs is not None:
+            logprobs, self._offsets[choice] = _old_logprobs(delta.logprobs, self._context, self._offsets[choice])
+        line = {"index": choice, "text": delta.text, "logprobs": logprobs, "finish_reason": reason}
+        return self._head + sse.json_line(line) + self._end
+
+    def end(self, usage: Usage, timings: dict[str, float] | None) -> bytes:
+        last: dict[str, Any] = {}
+        if self._call.includes_usage:
+            last["usage"] = usage_object(usage)
+        if self._call.wants_timings:
+            last["timings"] = timings
+        if not last:
+            return sse.DONE
+        return sse.event(sse.json_line(_envelope(self._context) | {"choices": []} | last)) + sse.DONE
+
+    def error(self, error: ServiceError) -> bytes:
+        return error_event(error)
+
+
+def _envelope(context: ReplyContext) -> dict[str, Any]:
+    return {
+        "id": f"cmpl-{context.reply_id}",
+        "object": "text_completion",
+        "created": context.created_s,
+        "model": context.model,
+    }
+
+
+def _num_sequences(wire: CompletionBody) -> int:
+    num_sequences = 1 if wire.n is None else wire.n
+    if wire.best_of is not None and wire.best_of != num_sequences:
+        raise InvalidRequest(
+            "best_of is not supported: leave it out, or make it n.", "best_of", "unsupported_parameter"
+        )
+    return num_sequences
+
+
+def _prompts(prompt: str | list[str | int | list[int]], vocab_size: int) -> tuple[Prompt, ...]:
+    """The four forms of a prompt: text, texts, ids, lists of ids."""
+    if isinstance(prompt, str):
+        return (TextPrompt(prompt),)
+    if not prompt:
+        raise InvalidRequest("prompt is empty: send text or token ids.", "prompt")
+    ids = [item for item in prompt if isinstance(item, int)]
+    if len(ids) == len(prompt):
+        return (IdsPrompt(fields.checked_ids(ids, "prompt", vocab_size)),)
+    if len(prompt) > MAX_PROMPTS:
+        raise InvalidRequest(f"prompt must have at most {MAX_PROMPTS} texts or lists of ids.", "prompt")
+    texts = [item for item in prompt if isinstance(item, str)]
+    if len(texts) == len(prompt):
+        return tuple(map(TextPrompt, texts))
+    lists = [item for item in prompt if isinstance(item, list)]
+    if len(lists) != len(prompt):
+        raise InvalidRequest("prompt must be of one kind: texts, or token ids, or lists of token ids.", "prompt")
+    return tuple(_ids_prompt(item, f"prompt[{i}]", vocab_size) for i, item in enumerate(lists))
+
+
+def _ids_prompt(ids: list[int], param: str, vocab_size: int) -> IdsPrompt:
+    if not ids:
+        raise InvalidRequest(f"{param} is empty: send at least one token id.", param)
+    return IdsPrompt(fields.checked_ids(ids, param, vocab_size))
+
+
+def _prompt_text(call: GenerationCall, context: ReplyContext, choice: int) -> str:
+    return context.prompt_texts[choice // call.num_sequences]
+
+
+def _old_logprobs(logprobs: Sequence[TokenLogprobs], context: ReplyContext, offset: int) -> tuple[dict[str, Any], int]:
+    """The form with parallel lists, and the offset after it, in characters of the choice's text."""
+    result: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    for token in logprobs:
+        text = context.token_str(token.token_id)
+        result["tokens"].append(text)
+        result["token_logprobs"].append(finite(token.logprob))
+        result["top_logprobs"].append(_top_by_text(token, context))
+        result["text_offset"].append(offset)
+        offset += len(text)
+    return result, offset
+
+
+def _top_by_text(token: TokenLogprobs, context: ReplyContext) -> dict[str, float]:
+    """Text to logprob, likeliest first, the drawn token always among them. Of ids with the same text the likeliest."""
+    result: dict[str, float] = {}
+    for token_id, logprob in (*token.top, (token.token_id, token.logprob)):
+        result.setdefault(context.token_str(token_id), finite(logprob))
+    return result
+
+
+def _whole_choice(call: GenerationCall, choice: Choice, context: ReplyContext) -> dict[str, Any]:
+    prompt_text = _prompt_text(call, context, choice.index) if call.echo else ""
+    return {
+        "index": choice.index,
+        "text": prompt_text + choice.text,
+        "logprobs": None if choice.logprobs is None else _old_logprobs(choice.logprobs, context, 0)[0],
+        "finish_reason": wire_reason(choice.finish_reason),
+    }

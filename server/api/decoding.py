@@ -1,0 +1,151 @@
+"""Bodies to structs: strict JSON (RFC 8259 without its liberties), types checked, the wrong field named by its path.
+
+Duplicate keys, NaN, lone surrogates and deep nesting are refused: two parsers may read them in two ways.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from itertools import accumulate
+from typing import Any, NoReturn, TypeVar
+
+import msgspec
+import orjson
+
+from core.errors import InvalidRequest
+
+MAX_DEPTH = 64
+MAX_CONTAINERS = 100_000  # arrays and objects in one body: each costs some 60 bytes of memory for two on the wire
+MAX_UNKNOWN_FIELDS = 16  # reported per request
+
+# Fields that are known but not supported, each with the values that ask for nothing. null always asks for nothing.
+Unsupported = Mapping[str, tuple[Any, ...]]
+
+T = TypeVar("T")
+
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)  # never backtracks, never fails: linear on any bytes
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_STEPS = [1 if byte in b"[{" else -1 for byte in range(256)]
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_VALIDATION = re.compile(r"(?P<what>.*?)(?: - at `(?:key in )?\$(?P<path>[^`]*)`)?", re.DOTALL)
+_TYPE_WORDS = {
+    "str": "a string",
+    "int": "an integer",
+    "float": "a number",
+    "bool": "true or false",
+    "array": "an array",
+    "object": "an object",
+    "null": "null",
+}
+
+
+def decode(
+    body: bytes, shape: type[T], unsupported: Unsupported, without_effect: frozenset[str] = frozenset()
+) -> tuple[T, tuple[str, ...]]:
+    """The body as `shape`, and the names of the top-level fields that nobody knows.
+
+    Raises:
+        InvalidRequest: not JSON, a wrong type, or an unsupported field with a value that asks for something.
+    """
+    fields = parse_object(body)
+    _refuse_unsupported(fields, unsupported)
+    try:
+        value = msgspec.convert(fields, shape)
+    except msgspec.ValidationError as error:
+        raise _field_error(str(error)) from None
+    known = getattr(shape, "__struct_fields__", ())
+    unknown = [name for name in fields if name not in known and name not in unsupported and name not in without_effect]
+    return value, tuple(unknown[:MAX_UNKNOWN_FIELDS])
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """A JSON object, strictly.
+
+    Raises:
+        InvalidRequest: it is not one; the message says where it breaks.
+    """
+    _check_nesting(body)
+    try:
+        value = _DECODER.decode(body.decode())
+    except UnicodeDecodeError as error:
+        raise _bad_json(f"byte {error.start} is not UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise _bad_json(f"{error.msg} at line {error.lineno}, column {error.colno}") from None
+    except ValueError:  # int() of over 4,300 digits
+        raise _bad_json("it has a number that is too long") from None
+    _check_surrogates(body)
+    if not isinstance(value, dict):
+        raise InvalidRequest("The body must be a JSON object.", code="invalid_json")
+    return value
+
+
+def _check_nesting(body: bytes) -> None:
+    if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
+        return
+    brackets = _STRING.sub(b"", body).translate(None, _NO_BRACKETS)
+    if brackets.count(b"[") + brackets.count(b"{") > MAX_CONTAINERS:
+        raise _bad_json(f"it has more than {MAX_CONTAINERS} arrays and objects")
+    if max(accumulate(map(_STEPS.__getitem__, brackets)), default=0) > MAX_DEPTH:
+        raise _bad_json(f"it is nested deeper than {MAX_DEPTH}")
+
+
+def _check_surrogates(body: bytes) -> None:
+    if _SURROGATE.search(body):
+        try:
+            orjson.loads(body)  # the body is JSON by now: what this parser still refuses are lone surrogates
+        except orjson.JSONDecodeError:
+            raise _bad_json("a \\u escape is half of a surrogate pair") from None
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) == len(pairs):
+        return result
+    seen: set[str] = set()
+    for key, _ in pairs:
+        if key in seen:
+            raise _bad_json(f"the key {key[:64]!r} appears twice in one object")
+        seen.add(key)
+    raise AssertionError("fewer keys than pairs, and none twice")
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if value in (float("inf"), float("-inf")):
+        raise _bad_json("it has a number that is too large")
+    return value
+
+
+def _not_a_number(word: str) -> NoReturn:
+    raise _bad_json(f"{word} is not a JSON number")
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_float=_finite, parse_constant=_not_a_number)
+
+
+def _bad_json(cause: str) -> InvalidRequest:
+    return InvalidRequest(f"The body is not valid JSON: {cause}.", code="invalid_json")
+
+
+def _refuse_unsupported(fields: dict[str, Any], unsupported: Unsupported) -> None:
+    for name, harmless in unsupported.items():
+        value = fields.get(name)
+        if value is not None and value not in harmless:
+            raise InvalidRequest(
+                f"{name} is not supported by this server with this value. Leave it out.", name, "unsupported_parameter"
+            )
+
+
+def _field_error(message: str) -> InvalidRequest:
+    """msgspec's "Expected `str`, got `int` - at `$.messages[0].role`", in the words and the path of the API."""
+    match = _VALIDATION.fullmatch(message)
+    what, path = (match["what"], (match["path"] or "").lstrip(".")) if match else (message, "")
+    if missing := re.fullmatch(r"Object missing required field `(.*)`", what):
+        param = f"{path}.{missing[1]}" if path else missing[1]
+        return InvalidRequest(f"{param} is missing.", param, "missing_required_parameter")
+    if wrong := re.fullmatch(r"Expected `(.*)`, got `(.*)`", what):
+        allowed = " or ".join(_TYPE_WORDS.get(word, word) for word in wrong[1].split(" | "))
+        return InvalidRequest(
+            f"{path} must be {allowed}, not {_TYPE_WORDS.get(wrong[2], wrong[2])}.", path, "invalid_type"
+        )
+    return InvalidRequest(f"{path}: {what}.", path)

@@ -1,0 +1,65 @@
+"""Errors as OpenAI's surfaces write them: kind to status and type, the envelope, the event that breaks a stream off."""
+
+from typing import Any
+
+from core.errors import ErrorKind, ServiceError
+from core.types import FinishReason
+from server import sse
+
+# ErrorKind -> (status, the envelope's type)
+STATUSES: dict[ErrorKind, tuple[int, str]] = {
+    ErrorKind.INVALID_REQUEST: (400, "invalid_request_error"),
+    ErrorKind.AUTHENTICATION: (401, "authentication_error"),
+    ErrorKind.PERMISSION: (403, "permission_error"),
+    ErrorKind.NOT_FOUND: (404, "invalid_request_error"),
+    ErrorKind.METHOD_NOT_ALLOWED: (405, "invalid_request_error"),
+    ErrorKind.REQUEST_TIMEOUT: (408, "timeout_error"),
+    ErrorKind.CONFLICT: (409, "conflict_error"),
+    ErrorKind.BODY_TOO_LARGE: (413, "invalid_request_error"),
+    ErrorKind.UNSUPPORTED_MEDIA_TYPE: (415, "invalid_request_error"),
+    ErrorKind.CANCELLED: (499, "invalid_request_error"),  # nginx's; a status that no SDK retries
+    ErrorKind.RATE_LIMITED: (429, "rate_limit_error"),
+    ErrorKind.ENGINE: (500, "server_error"),
+    ErrorKind.UNAVAILABLE: (503, "service_unavailable_error"),
+    ErrorKind.DEADLINE_EXCEEDED: (504, "timeout_error"),
+}
+
+# The finish reasons that the wire knows; the others end a request as errors.
+WIRE_REASONS = frozenset({FinishReason.STOP, FinishReason.LENGTH, FinishReason.TOOL_CALLS, FinishReason.CONTENT_FILTER})
+
+
+def status_of(error: ServiceError) -> int:
+    return STATUSES[error.kind][0]
+
+
+def error_object(error: ServiceError) -> dict[str, Any]:
+    """{"error": {message, type, param, code}}."""
+    _, error_type = STATUSES[error.kind]
+    return {"error": {"message": error.message, "type": error_type, "param": error.param, "code": error.code}}
+
+
+def error_body(error: ServiceError) -> bytes:
+    return sse.json_line(error_object(error))
+
+
+def error_event(error: ServiceError) -> bytes:
+    """The last event of a stream that breaks off; no [DONE] follows."""
+    return sse.event(error_body(error))
+
+
+def cut_short(reason: FinishReason, cause: str | None = None) -> ServiceError:
+    """The error that a request ends with whose sequence ended for a reason that the wire does not know.
+
+    Args:
+        reason: not one of WIRE_REASONS.
+        cause: what the engine says of it, fit for the client.
+    """
+    if reason is FinishReason.CANCELLED:
+        return ServiceError(ErrorKind.CANCELLED, "The request was cancelled before it ended.", "request_cancelled")
+    if reason is FinishReason.DEADLINE:
+        message = "The request's deadline has passed. Ask for fewer tokens or allow more time."
+        return ServiceError(ErrorKind.DEADLINE_EXCEEDED, cause or message, "deadline_exceeded")
+    if reason is FinishReason.ERROR:
+        message = "The engine failed on this request. Try again; if it fails again, tell the operator."
+        return ServiceError(ErrorKind.ENGINE, cause or message, "engine_error")
+    raise AssertionError(f"{reason} is a reason that the wire knows")

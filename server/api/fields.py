@@ -1,0 +1,217 @@
+"""The sampling fields that all surfaces share, their ranges, and the SamplingParams made of them."""
+
+from typing import Any
+
+import msgspec
+
+from core.errors import InvalidRequest
+from core.types import SamplingParams
+from server.api.surface import UNLIMITED_TOKENS, GenerationDefaults
+
+MAX_CHOICES = 8
+MAX_STOPS = 4
+MAX_STOP_LENGTH = 1024  # characters: the detokenizer holds back that much
+MAX_STOP_TOKEN_IDS = 64
+MAX_LOGIT_BIASES = 300
+MAX_TOP_LOGPROBS = 20
+
+# Below it the division of logits overflows, and the draw is greedy all the same.
+_GREEDY_TEMPERATURE = 1e-4
+
+_RANGES: tuple[tuple[str, float, float], ...] = (
+    ("temperature", 0, 2),
+    ("top_k", -1, 2**63 - 1),
+    ("min_p", 0, 1),
+    ("repetition_penalty", 0.01, 100),  # beyond these the scaled logits leave float32
+    ("presence_penalty", -2, 2),
+    ("frequency_penalty", -2, 2),
+    ("n", 1, MAX_CHOICES),
+    ("seed", -(2**63), 2**64 - 1),
+)
+
+# Fields known to ask for what is not built; shared by all surfaces.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "beam_width": (0, 1),
+    "use_beam_search": (False,),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_grammar": (),
+    "guided_choice": (),
+    "structured_outputs": (),
+    "deadlines": ({},),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "prompt_logprobs": (),
+    "truncate_prompt_tokens": (),
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+}
+
+WITHOUT_EFFECT = frozenset(
+    {
+        "user",
+        "metadata",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "verbosity",
+        "include_obfuscation",
+        "cache_control",
+        "cache_salt",
+        "priority",
+        "store",
+        "parallel_tool_calls",
+    }
+)
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    include_usage: bool | None = None
+
+
+class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
+    """As on the wire: null is as good as absent."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    min_tokens: int | None = None
+    n: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    timings: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    @property
+    def includes_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+def sampling_params(
+    fields: SamplingFields, defaults: GenerationDefaults, max_tokens: int, num_logprobs: int | None
+) -> SamplingParams:
+    """Checked, with the model's defaults where the request is silent.
+
+    Raises:
+        InvalidRequest: a field out of its range.
+    """
+    _check_ranges(fields)
+    temperature = _or(fields.temperature, defaults.temperature)
+    top_k = _or(fields.top_k, defaults.top_k)
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature if temperature >= _GREEDY_TEMPERATURE else 0.0,
+        top_k=top_k if 0 < top_k < defaults.vocab_size else 0,
+        top_p=_or(fields.top_p, defaults.top_p),
+        min_p=_or(fields.min_p, defaults.min_p),
+        repetition_penalty=_or(fields.repetition_penalty, defaults.repetition_penalty),
+        presence_penalty=fields.presence_penalty or 0.0,
+        frequency_penalty=fields.frequency_penalty or 0.0,
+        logit_bias=_logit_bias(fields.logit_bias or {}, defaults.vocab_size),
+        min_tokens=_min_tokens(fields.min_tokens or 0, max_tokens),
+        seed=None if fields.seed is None else fields.seed % 2**64,
+        stop=_stops(fields.stop),
+        stop_token_ids=_stop_token_ids(fields.stop_token_ids or [], defaults.vocab_size),
+        ignore_eos=bool(fields.ignore_eos),
+        num_logprobs=num_logprobs,
+    )
+
+
+def checked_max_tokens(value: int | None, param: str, default: int = UNLIMITED_TOKENS) -> int:
+    """The request's limit, at least one token, fit for 32 bits."""
+    if value is None:
+        return default
+    _check_range(param, value, 1, 2**63 - 1)
+    return min(value, UNLIMITED_TOKENS)
+
+
+def checked_top_logprobs(value: int | None, param: str) -> int:
+    if value is None:
+        return 0
+    _check_range(param, value, 0, MAX_TOP_LOGPROBS)
+    return value
+
+
+def checked_ids(ids: list[int], param: str, vocab_size: int) -> tuple[int, ...]:
+    """Token ids, each one of the vocabulary's."""
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+        position = next(i for i, token_id in enumerate(ids) if not 0 <= token_id < vocab_size)
+        raise InvalidRequest(f"Token ids must be from 0 to {vocab_size - 1}.", f"{param}[{position}]")
+    return tuple(ids)
+
+
+def checked_model(name: str) -> str:
+    if not name:
+        raise InvalidRequest("model is empty: name one that GET /v1/models lists.", "model")
+    return name
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+def _check_ranges(fields: SamplingFields) -> None:
+    for name, low, high in _RANGES:
+        value = getattr(fields, name)
+        if value is not None:
+            _check_range(name, value, low, high)
+    if fields.top_p is not None and not 0 < fields.top_p <= 1:
+        raise InvalidRequest("top_p must be above 0 and at most 1.", "top_p")
+
+
+def _check_range(param: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:  # NaN fails every comparison
+        raise InvalidRequest(f"{param} must be from {low} to {high}.", param)
+
+
+def _min_tokens(value: int, max_tokens: int) -> int:
+    if not 0 <= value <= max_tokens:
+        raise InvalidRequest("min_tokens must be from 0 to max_tokens.", "min_tokens")
+    return value
+
+
+def _logit_bias(biases: dict[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
+    if len(biases) > MAX_LOGIT_BIASES:
+        raise InvalidRequest(f"logit_bias must have at most {MAX_LOGIT_BIASES} entries.", "logit_bias")
+    for key, value in biases.items():
+        param = f"logit_bias[{key[:32]}]"
+        if not _is_id(key, vocab_size):
+            raise InvalidRequest(f"Keys of logit_bias must be token ids from 0 to {vocab_size - 1}.", param)
+        _check_range(param, value, -100, 100)
+    return tuple((int(key), value) for key, value in biases.items())
+
+
+def _is_id(key: str, vocab_size: int) -> bool:
+    """Whether key is an id in the one way of writing it: "07" beside "7" would name a token twice."""
+    return len(key) <= 20 and key.isascii() and key.isdecimal() and str(int(key)) == key and int(key) < vocab_size
+
+
+def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
+    if not stop and not isinstance(stop, str):
+        return ()
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    if len(stops) > MAX_STOPS:
+        raise InvalidRequest(f"stop must have at most {MAX_STOPS} strings.", "stop")
+    for i, text in enumerate(stops):
+        if not 0 < len(text) <= MAX_STOP_LENGTH:
+            param = "stop" if isinstance(stop, str) else f"stop[{i}]"
+            raise InvalidRequest(f"{param} must have 1 to {MAX_STOP_LENGTH} characters.", param)
+    return stops
+
+
+def _stop_token_ids(ids: list[int], vocab_size: int) -> tuple[int, ...]:
+    if len(ids) > MAX_STOP_TOKEN_IDS:
+        raise InvalidRequest(f"stop_token_ids must have at most {MAX_STOP_TOKEN_IDS} ids.", "stop_token_ids")
+    return checked_ids(ids, "stop_token_ids", vocab_size)

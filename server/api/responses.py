@@ -1,0 +1,302 @@
+"""/v1/responses: text in, text out, as items and named events. Wire only; nothing is stored. Thread: loop."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from core.errors import ErrorKind, InvalidRequest, ServiceError
+from core.types import Delta, FinishReason, TokenLogprobs, Usage
+from server import sse
+from server.api import fields
+from server.api.answers import logprob_entries, refuse_broken
+from server.api.content import Content, checked_role, flatten
+from server.api.decoding import decode
+from server.api.surface import ChatPrompt, Choice, GenerationCall, GenerationDefaults, ReplyContext
+
+INCLUDE_LOGPROBS = "message.output_text.logprobs"
+
+UNSUPPORTED: dict[str, tuple[Any, ...]] = fields.UNSUPPORTED | {
+    "previous_response_id": (),
+    "conversation": (),
+    "background": (False,),
+    "prompt": (),
+    "context_management": ([],),
+    "truncation": ("disabled",),
+    "n": (1,),
+}
+WITHOUT_EFFECT = fields.WITHOUT_EFFECT | {"max_tool_calls"}
+
+# Why a sequence ended -> why the response is incomplete; a reason not here completes it.
+_INCOMPLETE = {FinishReason.LENGTH: "max_output_tokens", FinishReason.CONTENT_FILTER: "content_filter"}
+
+# ErrorKind -> code of a failed response; the SDK's type knows no other codes for what can happen here.
+_FAILED_CODES = {ErrorKind.RATE_LIMITED: "rate_limit_exceeded", ErrorKind.INVALID_REQUEST: "invalid_prompt"}
+
+
+class InputItem(msgspec.Struct, frozen=True, kw_only=True):
+    type: str | None = None
+    role: str | None = None
+    content: Content = None
+
+
+class TextFormat(msgspec.Struct, frozen=True):
+    type: str
+
+
+class TextConfig(msgspec.Struct, frozen=True):
+    format: TextFormat | None = None
+
+
+class Reasoning(msgspec.Struct, frozen=True):
+    effort: str | None = None
+
+
+class ResponsesBody(fields.SamplingFields, frozen=True, kw_only=True):
+    model: str
+    input: str | list[InputItem]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    top_logprobs: int | None = None
+    include: list[str] | None = None
+    text: TextConfig | None = None
+    reasoning: Reasoning | None = None
+    metadata: dict[str, str] | None = None
+    user: str | None = None
+
+
+class ResponsesSurface:
+    """Implements surface.Surface."""
+
+    def parse(self, body: bytes, defaults: GenerationDefaults) -> GenerationCall:
+        wire, unknown_fields = decode(body, ResponsesBody, UNSUPPORTED, WITHOUT_EFFECT)
+        _refuse_formats(wire)
+        max_tokens = fields.checked_max_tokens(wire.max_output_tokens, "max_output_tokens")
+        return GenerationCall(
+            model=fields.checked_model(wire.model),
+            prompts=(_prompt(wire),),
+            sampling=fields.sampling_params(wire, defaults, max_tokens, _num_logprobs(wire)),
+            is_stream=bool(wire.stream),
+            wants_timings=bool(wire.timings),
+            wire=wire,
+            unknown_fields=unknown_fields,
+        )
+
+    def stream_reply(self, call: GenerationCall, context: ReplyContext) -> "ResponseStream":
+        return ResponseStream(call, context)
+
+    def whole_reply(
+        self,
+        call: GenerationCall,
+        context: ReplyContext,
+        choices: Sequence[Choice],
+        usage: Usage,
+        timings: dict[str, float] | None,
+    ) -> bytes:
+        """
+        Raises:
+            ServiceError: the choice did not end well.
+        """
+        refuse_broken(choices)
+        (choice,) = choices
+        logprobs = logprob_entries(choice.logprobs or (), context)
+        item = _item(context, _item_status(choice.finish_reason), [_part(choice.text, logprobs)])
+        return sse.json_line(_finished(call, context, choice.finish_reason, item, usage, timings))
+
+
+class ResponseStream:
+    """Implements surface.StreamReply: one message item with one text part. No [DONE]: the last event ends it."""
+
+    __slots__ = ("_call", "_context", "_head", "_item_id", "_logprobs", "_num_events", "_reason", "_texts")
+
+    def __init__(self, call: GenerationCall, context: ReplyContext) -> None:
+        self._call = call
+        self._context = context
+        self._item_id = _item_id(context)
+        self._num_events = 0  # written: the next sequence_number
+        self._texts: list[str] = []
+        self._logprobs: list[dict[str, Any]] = []
+        self._reason: FinishReason | None = None
+        place = sse.json_line({"type": "response.output_text.delta", **self._place()})
+        name = "response.output_text.delta"
+        self._head = sse.event_head(name) + place[:-1] + b',"logprobs":[],"sequence_number":'
+
+    def start(self) -> bytes:
+        response = _response(self._call, self._context, "in_progress")
+        item = _item(self._context, "in_progress", [])
+        return (
+            self._event("response.created", {"response": response})
+            + self._event("response.in_progress", {"response": response})
+            + self._event("response.output_item.added", {"output_index": 0, "item": item})
+            + self._event("response.content_part.added", self._place() | {"part": _part("", [])})
+        )
+
+    def delta(self, choice: int, delta: Delta) -> bytes:
+        if delta.finish_reason is not None:
+            self._reason = delta.finish_reason
+        if delta.logprobs:
+            return self._delta_with_logprobs(delta.text, delta.logprobs)
+        text = delta.text
+        if not text:
+            return b""
+        self._texts.append(text)
+        number = self._num_events
+        self._num_events = number + 1
+        return self._head + b'%d,"delta":' % number + sse.json_string(text) + b"}\n\n"
+
+    def end(self, usage: Usage, timings: dict[str, float] | None) -> bytes:
+        reason = self._reason or FinishReason.STOP
+        item = self._whole_item(_item_status(reason))
+        response = _finished(self._call, self._context, reason, item, usage, timings)
+        return self._closing_events(item) + self._event(f"response.{response['status']}", {"response": response})
+
+    def error(self, error: ServiceError) -> bytes:
+        """Closes the item with what was said, and fails the response."""
+        item = self._whole_item("incomplete")
+        response = _response(self._call, self._context, "failed") | {
+            "error": {
+                "code": _FAILED_CODES.get(error.kind, "server_error"),
+                "message": error.message,
+                "type": error.code,
+                "param": error.param,
+            },
+            "output": [item],
+        }
+        return self._closing_events(item) + self._event("response.failed", {"response": response})
+
+    def _delta_with_logprobs(self, text: str, logprobs: Sequence[TokenLogprobs]) -> bytes:
+        entries = logprob_entries(logprobs, self._context)
+        self._texts.append(text)
+        self._logprobs += entries
+        return self._event("response.output_text.delta", self._place() | {"logprobs": entries, "delta": text})
+
+    def _closing_events(self, item: dict[str, Any]) -> bytes:
+        (part,) = item["content"]
+        done = self._place() | {"text": part["text"], "logprobs": part["logprobs"]}
+        return (
+            self._event("response.output_text.done", done)
+            + self._event("response.content_part.done", self._place() | {"part": part})
+            + self._event("response.output_item.done", {"output_index": 0, "item": item})
+        )
+
+    def _whole_item(self, status: str) -> dict[str, Any]:
+        return _item(self._context, status, [_part("".join(self._texts), self._logprobs)])
+
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self._item_id, "output_index": 0, "content_index": 0}
+
+    def _event(self, name: str, fields: dict[str, Any]) -> bytes:
+        line = sse.json_line({"type": name, "sequence_number": self._num_events, **fields})
+        self._num_events += 1
+        return sse.event(line, name)
+
+
+def _prompt(wire: ResponsesBody) -> ChatPrompt:
+    messages = [{"role": "system", "content": wire.instructions}] if wire.instructions else []
+    if isinstance(wire.input, str):
+        return ChatPrompt((*messages, {"role": "user", "content": wire.input}))
+    if not wire.input:
+        raise InvalidRequest("input is empty: send text or at least one message.", "input")
+    return ChatPrompt((*messages, *(_message(item, f"input[{i}]") for i, item in enumerate(wire.input))))
+
+
+def _message(item: InputItem, param: str) -> dict[str, Any]:
+    if item.type not in (None, "message"):
+        raise InvalidRequest(
+            f"Items of type {item.type[:32]!r} are not supported: send messages.",
+            f"{param}.type",
+            "unsupported_content_type",
+        )
+    if item.role is None:
+        raise InvalidRequest(f"{param}.role is missing.", f"{param}.role", "missing_required_parameter")
+    return {"role": checked_role(item.role, f"{param}.role"), "content": flatten(item.content, f"{param}.content")}
+
+
+def _refuse_formats(wire: ResponsesBody) -> None:
+    text_format = wire.text.format if wire.text else None
+    if text_format is not None and text_format.type != "text":
+        raise InvalidRequest("Only text.format of type text is supported.", "text.format", "unsupported_parameter")
+    if wire.reasoning is not None and wire.reasoning.effort not in (None, "none"):
+        raise InvalidRequest("This model does not reason: leave it out.", "reasoning.effort", "unsupported_parameter")
+
+
+def _num_logprobs(wire: ResponsesBody) -> int | None:
+    num_logprobs = fields.checked_top_logprobs(wire.top_logprobs, "top_logprobs")
+    return num_logprobs if num_logprobs or INCLUDE_LOGPROBS in (wire.include or ()) else None
+
+
+def _item_id(context: ReplyContext) -> str:
+    return f"msg_{context.reply_id}"
+
+
+def _item(context: ReplyContext, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"id": _item_id(context), "type": "message", "status": status, "role": "assistant", "content": content}
+
+
+def _part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+
+def _item_status(reason: FinishReason) -> str:
+    return "incomplete" if reason in _INCOMPLETE else "completed"
+
+
+def _finished(
+    call: GenerationCall,
+    context: ReplyContext,
+    reason: FinishReason,
+    item: dict[str, Any],
+    usage: Usage,
+    timings: dict[str, float] | None,
+) -> dict[str, Any]:
+    response = _response(call, context, _item_status(reason))
+    if reason in _INCOMPLETE:
+        response["incomplete_details"] = {"reason": _INCOMPLETE[reason]}
+    response["output"] = [item]
+    response["usage"] = _usage_object(usage)
+    if call.wants_timings:
+        response["timings"] = timings
+    return response
+
+
+def _response(call: GenerationCall, context: ReplyContext, status: str) -> dict[str, Any]:
+    """A response without output, as it stands at its start. It repeats the parameters that it ran under."""
+    wire: ResponsesBody = call.wire
+    return {
+        "id": f"resp_{context.reply_id}",
+        "object": "response",
+        "created_at": context.created_s,
+        "status": status,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": wire.instructions,
+        "max_output_tokens": wire.max_output_tokens,
+        "model": context.model,
+        "output": [],
+        "parallel_tool_calls": True,
+        "previous_response_id": None,
+        "reasoning": {"effort": None, "summary": None},
+        "background": False,
+        "service_tier": "default",
+        "store": False,
+        "temperature": call.sampling.temperature,
+        "text": {"format": {"type": "text"}},
+        "tool_choice": "auto",
+        "tools": [],
+        "top_logprobs": call.sampling.num_logprobs or 0,
+        "top_p": call.sampling.top_p,
+        "truncation": "disabled",
+        "usage": None,
+        "user": wire.user,
+        "metadata": wire.metadata or {},
+    }
+
+
+def _usage_object(usage: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.num_prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.num_cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.num_completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage.num_prompt_tokens + usage.num_completion_tokens,
+    }

@@ -1,0 +1,306 @@
+"""From a request's head to its handler, and from an error to its answer. Thread: loop.
+
+Every request passes here once: route, authentication, readiness, handler, access line.
+"""
+
+import math
+import re
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from urllib.parse import unquote
+
+from core.errors import ErrorKind, ServiceError
+from core.types import EngineStats, Usage
+from server.answer import answer_headers, send_json
+from server.api import models, tokenize
+from server.api.chat import ChatSurface
+from server.api.completions import CompletionsSurface
+from server.api.envelope import error_body, status_of
+from server.api.responses import ResponsesSurface
+from server.api.surface import Surface
+from server.auth import KeyAuthenticator
+from server.lifecycle import Clock, Lifecycle
+from server.listener import Listener
+from server.logs import AccessRecord, current_request_id, log_access
+from server.messages import Headers, HttpRequest, ResponseHead
+from server.metrics import CONTENT_TYPE, Metrics
+from server.stream import ClientDisconnected, HttpStream
+from server.timing import Timings
+
+CLIENT_GONE = 499  # nginx's word for it; in the log only
+SANE_REQUEST_ID = re.compile(rb"[A-Za-z0-9_.:\-]{1,128}")
+REPLY_PREFIXES = ("chatcmpl-", "cmpl-", "resp_")  # DELETE takes an answer's id as it was shown
+
+
+@dataclass(slots=True)
+class Exchange:
+    """One request on its way through the app."""
+
+    stream: HttpStream
+    request_id: str
+    timings: Timings
+    argument: str = ""  # what the route's pattern left open, decoded
+    usage: Usage | None = None
+
+    @property
+    def request(self) -> HttpRequest:
+        return self.stream.request
+
+
+Handler = Callable[[Exchange], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A handler, and what it asks of a request first. Deny by default: authentication, and a model that is loaded."""
+
+    handler: Handler
+    is_public: bool = False
+    needs_model: bool = True
+
+
+@dataclass(slots=True)
+class Readiness:
+    """What /ready says. `stage` is what the server is doing while it is not ready."""
+
+    stage: str = "starting"
+    is_ready: bool = False
+    is_draining: bool = False
+
+    def check(self) -> None:
+        """
+        Raises:
+            ServiceError: unavailable; loading or draining.
+        """
+        if self.is_draining:
+            raise ServiceError(ErrorKind.UNAVAILABLE, "The server is shutting down.", "draining", retry_after_s=5)
+        if not self.is_ready:
+            raise ServiceError(
+                ErrorKind.UNAVAILABLE, f"The model is still loading: {self.stage}.", "loading", retry_after_s=1
+            )
+
+
+class App:
+    """Answers every request of every connection.
+
+    Args:
+        new_request_id: unique ids, ours.
+    """
+
+    def __init__(
+        self,
+        readiness: Readiness,
+        authenticator: KeyAuthenticator,
+        metrics: Metrics,
+        clock: Clock,
+        new_request_id: Callable[[], str],
+    ) -> None:
+        self.readiness = readiness
+        self.lifecycle: Lifecycle | None = None  # once the model is loaded
+        self.listener: Listener | None = None  # for /metrics
+        self._authenticator = authenticator
+        self._metrics = metrics
+        self._clock = clock
+        self._new_request_id = new_request_id
+        self._routes = self._make_routes()
+        self._patterns = (
+            ("/v1/models/", {"GET": Route(self._get_model)}),
+            ("/v1/requests/", {"DELETE": Route(self._delete_request)}),
+        )
+
+    async def handle(self, stream: HttpStream) -> None:
+        """The connection's handler: exactly one answer, whatever happens."""
+        exchange = Exchange(stream, self._new_request_id(), Timings(head_s=self._clock.monotonic()))
+        current_request_id.set(exchange.request_id)
+        stream.common_headers = ((b"x-request-id", _shown_request_id(exchange)),)
+        error_code = None
+        try:
+            await self._dispatch(exchange)
+        except ServiceError as error:
+            error_code = error.code
+            self._answer_error(exchange, error)
+        except ClientDisconnected:
+            pass
+        finally:
+            status = CLIENT_GONE if stream.status is None else stream.status
+            self._metrics.responses[status] += 1
+            log_access(self._access_record(exchange, status, error_code))
+
+    async def _dispatch(self, exchange: Exchange) -> None:
+        route = self._route(exchange)
+        if not route.is_public:
+            self._authenticator.check(exchange.request)
+        if route.needs_model:
+            self.readiness.check()
+        await route.handler(exchange)
+
+    def _route(self, exchange: Exchange) -> Route:
+        request = exchange.request
+        methods = self._routes.get(request.path)
+        if methods is None:
+            for prefix, candidates in self._patterns:
+                if request.path.startswith(prefix) and len(request.path) > len(prefix):
+                    methods = candidates
+                    exchange.argument = unquote(request.path[len(prefix) :])
+        if methods is None:
+            known = ", ".join(sorted(self._routes))
+            raise ServiceError(ErrorKind.NOT_FOUND, f"There is no {request.path} here. Known: {known}.", "not_found")
+        route = methods.get("GET" if request.method == "HEAD" else request.method)
+        if route is None:
+            raise MethodNotAllowed(request.path, request.method, methods)
+        return route
+
+    def _make_routes(self) -> dict[str, dict[str, Route]]:
+        return {
+            "/v1/chat/completions": {"POST": Route(self._generating(ChatSurface()))},
+            "/v1/completions": {"POST": Route(self._generating(CompletionsSurface()))},
+            "/v1/responses": {"POST": Route(self._generating(ResponsesSurface()))},
+            "/v1/models": {"GET": Route(self._list_models)},
+            "/tokenize": {"POST": Route(self._tokenize)},
+            "/detokenize": {"POST": Route(self._detokenize)},
+            "/health": {"GET": Route(self._health, is_public=True, needs_model=False)},
+            "/ready": {"GET": Route(self._ready, is_public=True, needs_model=False)},
+            "/metrics": {"GET": Route(self._show_metrics, needs_model=False)},
+        }
+
+    def _generating(self, surface: Surface) -> Handler:
+        async def generate(exchange: Exchange) -> None:
+            check_media_type(exchange.request)
+            exchange.usage = await self._served.generate(
+                surface, exchange.stream, exchange.request_id, exchange.timings
+            )
+
+        return generate
+
+    @property
+    def _served(self) -> Lifecycle:
+        assert self.lifecycle is not None, "readiness is checked before a handler that needs the model"
+        return self.lifecycle
+
+    async def _health(self, exchange: Exchange) -> None:
+        _send(exchange, b'{"status":"ok"}')
+
+    async def _ready(self, exchange: Exchange) -> None:
+        self.readiness.check()
+        _send(exchange, b'{"status":"ready"}')
+
+    async def _show_metrics(self, exchange: Exchange) -> None:
+        assert self.listener is not None
+        stats = self.lifecycle.backend.stats if self.lifecycle is not None else EngineStats()
+        listener = self.listener
+        body = self._metrics.render(stats, listener.num_open, listener.num_accepted, listener.num_refused)
+        length = (b"content-length", b"%d" % len(body))
+        exchange.stream.send_head(ResponseHead(200, ((b"content-type", CONTENT_TYPE), length)))
+        exchange.stream.send(body)
+        exchange.stream.end()
+
+    async def _list_models(self, exchange: Exchange) -> None:
+        _send(exchange, models.list_reply(self._served.reader.cards))
+
+    async def _get_model(self, exchange: Exchange) -> None:
+        _send(exchange, models.model_reply(models.find_model(self._served.reader.cards, exchange.argument)))
+
+    async def _delete_request(self, exchange: Exchange) -> None:
+        request_id = exchange.argument
+        for prefix in REPLY_PREFIXES:
+            request_id = request_id.removeprefix(prefix)
+        if not self._served.cancel(request_id):
+            message = f"No request {exchange.argument!r} is in progress. It may have ended already."
+            raise ServiceError(ErrorKind.NOT_FOUND, message, "request_not_found")
+        _send(exchange, b'{"status":"cancelled"}')
+
+    async def _tokenize(self, exchange: Exchange) -> None:
+        reader = self._served.reader
+        call = tokenize.parse_tokenize(await self._read_json(exchange))
+        self._metrics.unknown_fields.update(call.unknown_fields)
+        if call.model is not None:
+            models.find_model(reader.cards, call.model)
+        ids = reader.encode(call.prompt)
+        strs = [reader.tokenizer.str_of(token_id) for token_id in ids] if call.wants_token_strs else None
+        _send(exchange, tokenize.tokenize_reply(ids, reader.max_model_len, strs))
+
+    async def _detokenize(self, exchange: Exchange) -> None:
+        reader = self._served.reader
+        call = tokenize.parse_detokenize(await self._read_json(exchange), self._served.defaults.vocab_size)
+        self._metrics.unknown_fields.update(call.unknown_fields)
+        if call.model is not None:
+            models.find_model(reader.cards, call.model)
+        _send(exchange, tokenize.detokenize_reply(reader.tokenizer.decode(call.ids, skip_special_tokens=False)))
+
+    async def _read_json(self, exchange: Exchange) -> bytes:
+        check_media_type(exchange.request)
+        body = await exchange.stream.read_body(self._served.max_body_bytes)
+        exchange.timings.body_s = self._clock.monotonic()
+        return body
+
+    def _answer_error(self, exchange: Exchange, error: ServiceError) -> None:
+        if exchange.stream.head_sent:
+            return  # it has been told in the stream
+        headers: Headers = ()
+        if isinstance(error, MethodNotAllowed):
+            headers += ((b"allow", error.allowed.encode()),)
+        if error.kind is ErrorKind.AUTHENTICATION:
+            headers += ((b"www-authenticate", b"Bearer"),)  # RFC 9110 §11.6.1: a 401 names its scheme
+        if error.retry_after_s is not None:
+            headers += _retry_headers(error.retry_after_s)
+        _send(exchange, error_body(error), status_of(error), headers)
+
+    def _access_record(self, exchange: Exchange, status: int, error_code: str | None) -> AccessRecord:
+        timings, usage = exchange.timings, exchange.usage
+        return AccessRecord(
+            request_id=exchange.request_id,
+            method=exchange.request.method,
+            path=exchange.request.path,
+            status=status,
+            duration_ms=(self._clock.monotonic() - timings.head_s) * 1e3,
+            ttft_ms=None if timings.ttft_s is None else timings.ttft_s * 1e3,
+            num_prompt_tokens=None if usage is None else usage.num_prompt_tokens,
+            num_completion_tokens=None if usage is None else usage.num_completion_tokens,
+            error_code=error_code,
+        )
+
+
+class MethodNotAllowed(ServiceError):
+    """A path that is here, asked in a way that it does not take."""
+
+    def __init__(self, path: str, method: str, allowed: Iterable[str]) -> None:
+        self.allowed = ", ".join(allowed)
+        message = f"{path} does not take {method}. Allowed: {self.allowed}."
+        super().__init__(ErrorKind.METHOD_NOT_ALLOWED, message, "method_not_allowed")
+
+
+def check_media_type(request: HttpRequest) -> None:
+    """
+    Raises:
+        ServiceError: the body says that it is something else than JSON. One that says nothing is taken for JSON.
+    """
+    value = request.header(b"content-type")
+    if value is None:
+        return
+    media_type = value.split(b";", 1)[0].strip().lower()
+    if media_type != b"application/json" and not media_type.endswith(b"+json"):
+        raise ServiceError(
+            ErrorKind.UNSUPPORTED_MEDIA_TYPE,
+            f"The body is {media_type.decode('latin-1')[:64]!r}. Send JSON, with 'content-type: application/json'.",
+            "unsupported_media_type",
+        )
+
+
+def _send(exchange: Exchange, body: bytes, status: int = 200, headers: Headers = ()) -> None:
+    send_json(exchange.stream, status, body, (*answer_headers(exchange.timings), *headers))
+
+
+def _retry_headers(retry_after_s: float) -> Headers:
+    """RFC 9110 §10.2.3 has whole seconds; the SDKs read milliseconds first."""
+    return (
+        (b"retry-after", b"%d" % math.ceil(retry_after_s)),
+        (b"retry-after-ms", b"%d" % math.ceil(retry_after_s * 1e3)),
+    )
+
+
+def _shown_request_id(exchange: Exchange) -> bytes:
+    """The client's own, if it is sane; ours otherwise."""
+    theirs = exchange.request.header(b"x-request-id")
+    if theirs is not None and SANE_REQUEST_ID.fullmatch(theirs):
+        return theirs
+    return exchange.request_id.encode()

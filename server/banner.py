@@ -1,0 +1,84 @@
+"""What the operator reads when the server is ready: eight lines at most, from facts alone. Pure."""
+
+import json
+import shlex
+from dataclasses import dataclass
+
+from server.values import format_count, format_size
+
+SURFACES = "/v1/chat/completions /v1/completions /v1/responses /metrics"
+WILDCARD_HOSTS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
+SAMPLE_QUESTION = "What is a KV cache?"
+
+
+@dataclass(frozen=True, slots=True)
+class BannerFacts:
+    """What there is to say.
+
+    Args:
+        device_reason: why this device and number format, e.g. "no CUDA device found".
+        context_origin: where max_model_len comes from: "the model's own", "--max-model-len".
+        num_kv_tokens: that the KV cache holds, over all sequences.
+        num_api_keys: 0: anyone may ask.
+        port: as bound, never 0.
+    """
+
+    version: str
+    model_name: str
+    num_parameters: int
+    dtype: str
+    is_demonstration: bool
+    device: str
+    device_reason: str
+    num_kv_tokens: int
+    kv_size_bytes: int
+    max_model_len: int
+    context_origin: str
+    num_api_keys: int
+    host: str
+    port: int
+
+
+def banner_lines(facts: BannerFacts) -> list[str]:
+    """The banner, a label and its facts a line; the last line can be pasted into a shell."""
+    model = f"{facts.model_name}, {format_count(facts.num_parameters)} parameters, {facts.dtype}"
+    if facts.is_demonstration:
+        model += " (demonstration model: a memorised LLM glossary)"
+    num_full = facts.num_kv_tokens / facts.max_model_len
+    return [
+        f"steploop {facts.version}",
+        f"  model    {model}",
+        f"  device   {facts.device}: {facts.device_reason}",
+        f"  KV       {facts.num_kv_tokens:,} tokens = {num_full:.1f} x {facts.max_model_len:,}"
+        f" ({format_size(facts.kv_size_bytes)})",
+        f"  context  {facts.max_model_len:,} tokens: {facts.context_origin}",
+        f"  auth     {_auth(facts)}",
+        f"  URL      {base_url(facts.host, facts.port)}  {SURFACES}",
+        f"  try      {sample_curl(facts)}",
+    ]
+
+
+def base_url(host: str, port: int) -> str:
+    """Where this machine reaches a server that listens there: wildcard addresses become loopback ones."""
+    host = WILDCARD_HOSTS.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def sample_curl(facts: BannerFacts) -> str:
+    """A command that gets an answer when pasted; with keys, it takes one from STEPLOOP_API_KEY and never shows it."""
+    question = {"model": facts.model_name, "messages": [{"role": "user", "content": SAMPLE_QUESTION}]}
+    url = shlex.quote(base_url(facts.host, facts.port) + "/v1/chat/completions")
+    key = ' -H "authorization: Bearer ${STEPLOOP_API_KEY%%,*}"' if facts.num_api_keys else ""
+    return f"curl {url} -H 'content-type: application/json'{key} -d {shlex.quote(json.dumps(question))}"
+
+
+def _auth(facts: BannerFacts) -> str:
+    if facts.num_api_keys:
+        return f"{facts.num_api_keys} API key{'s' if facts.num_api_keys > 1 else ''}"
+    if is_loopback(facts.host):
+        return "none (only this machine can reach it)"
+    return "none: anyone who reaches this port can use it; set STEPLOOP_API_KEY"
+
+
+def is_loopback(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")

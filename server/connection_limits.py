@@ -1,0 +1,22 @@
+"""What one connection may take of the server: the defaults of every limit on sockets and heads."""
+
+from dataclasses import dataclass, field
+
+from server.http1_prefilter import HeadLimits
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """What one connection may take; times in seconds."""
+
+    head: HeadLimits = field(default_factory=HeadLimits)
+    head_s: float = 10.0  # from a head's first byte to its last, however it dribbles
+    body_s: float = 30.0  # for a body, and one more second for each body_bytes_per_s received
+    body_bytes_per_s: float = 500.0
+    idle_s: float = 75.0  # without a byte between requests, or before the first
+    stall_s: float = 30.0  # without the peer reading a byte of what is unsent
+    linger_s: float = 2.0  # and linger_bytes: thrown away after an answer that comes before its request's end
+    linger_bytes: int = 256 * 1024
+    unsent_bytes: int = 16 * 1024  # high mark of our own unsent bytes; a quarter of it is the low mark
+    unread_body_bytes: int = 64 * 1024  # held for a handler that does not read yet
+    num_requests: int = 1000

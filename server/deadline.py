@@ -1,0 +1,49 @@
+"""One loop timer for an owner with many deadlines. Thread: loop."""
+
+import asyncio
+from collections.abc import Callable
+
+_RESOLUTION_S = 0.001  # uvloop's timers count whole milliseconds, and may fire half of one early
+
+
+class DeadlineTimer:
+    """Calls `on_due` once the deadline that `next_due` tells has passed.
+
+    The deadline may move later without a word: the timer looks again when it fires. When it may have become earlier, or
+    one has appeared, `arm` is to be called. So a deadline that is pushed back a thousand times costs one timer.
+
+    Args:
+        next_due: the deadline in the loop's seconds, or None.
+    """
+
+    __slots__ = ("_handle", "_loop", "_next_due", "_on_due")
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        next_due: Callable[[], float | None],
+        on_due: Callable[[], None],
+    ) -> None:
+        self._loop = loop
+        self._next_due = next_due
+        self._on_due = on_due
+        self._handle: asyncio.TimerHandle | None = None
+
+    def arm(self) -> None:
+        due = self._next_due()
+        if due is None or (self._handle is not None and self._handle.when() <= due):
+            return
+        self.cancel()
+        self._handle = self._loop.call_at(due, self._fire)
+
+    def cancel(self) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None
+
+    def _fire(self) -> None:
+        self._handle = None
+        due = self._next_due()
+        if due is not None and due <= self._loop.time() + _RESOLUTION_S:
+            self._on_due()
+        self.arm()

@@ -1,0 +1,87 @@
+"""The thread around core.engine: how it is built, woken, and ended. The only place where a thread is started.
+
+The two crossings: the inbox (a deque and a wake-up) and the outbox (one call_soon_threadsafe per step).
+"""
+
+import logging
+import threading
+from asyncio import AbstractEventLoop
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from core.engine import Engine
+from core.types import Message, StepDelivery
+
+logger = logging.getLogger(__name__)
+
+Inbox = deque[Message]
+BuildEngine = Callable[[Inbox, Callable[[StepDelivery], None]], Engine]
+
+
+class EngineEvents(Protocol):
+    """What the loop is told. Each runs on the loop."""
+
+    def on_ready(self) -> None: ...
+
+    def on_delivery(self, delivery: StepDelivery) -> None: ...
+
+    def on_failed(self, error: BaseException) -> None:
+        """The engine could not be built, or is broken: nothing more will be delivered."""
+        ...
+
+
+class EngineThread:
+    """Steps an engine for as long as it has work, sleeps while it has none.
+
+    Args:
+        build: makes the engine, on its thread: imports torch, loads weights. Takes the inbox and where to deliver.
+
+    Thread: post(), start(), stop() and wait_stopped() belong to the loop, the rest to the engine.
+    """
+
+    def __init__(self, build: BuildEngine, events: EngineEvents, loop: AbstractEventLoop) -> None:
+        self._build = build
+        self._events = events
+        self._loop = loop
+        self._inbox: Inbox = deque()
+        self._wake_up = threading.Event()
+        self._is_stopping = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def post(self, message: Message) -> None:
+        self._inbox.append(message)
+        self._wake_up.set()
+
+    def stop(self) -> None:
+        """Ask the thread to end after its current step. What is unfinished then gets no answer from here."""
+        self._is_stopping = True
+        self._wake_up.set()
+
+    def wait_stopped(self, timeout_s: float) -> bool:
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            engine = self._build(self._inbox, self._deliver)
+            self._tell(self._events.on_ready)
+            while not self._is_stopping:
+                self._wake_up.clear()
+                while engine.step() and not self._is_stopping:
+                    pass
+                self._wake_up.wait()
+        except BaseException as error:
+            self._tell(self._events.on_failed, error)
+
+    def _deliver(self, delivery: StepDelivery) -> None:
+        self._tell(self._events.on_delivery, delivery)
+
+    def _tell(self, callback: Callable[..., None], *args: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(callback, *args)
+        except RuntimeError:  # the loop has closed while this step ran: nobody listens any more
+            self._is_stopping = True

@@ -1,0 +1,117 @@
+"""Request bodies of HTTP/1.1, taken from the connection's buffer as they come. Thread: loop. Sans-io.
+
+Chunked bodies are decoded here and not by h11, which takes CR in extensions, bare LF in trailers and spaces after
+sizes: a strict gate ahead of it would have to find every chunk anyway, and of two readings one is too many.
+"""
+
+import re
+from typing import Protocol
+
+from server.http1_prefilter import HeadLimits, HeadRefused, LineScanner, check_trailers
+
+_SIZE_LINE_BYTES = 256
+_EXTENSION_BYTES = 16 * 1024  # of all chunks of a body together: extensions are read, and mean nothing
+_SIZE_LINE = re.compile(rb"([0-9A-Fa-f]{1,16})([ \t]*;[\t\x20-\x7e\x80-\xff]*)?\r\n")
+
+
+class BodyDecoder(Protocol):
+    """Takes its own bytes from the front of a buffer, and leaves what comes after the body."""
+
+    is_complete: bool
+
+    def decode(self, buffer: bytearray) -> bytes:
+        """The next content, possibly none.
+
+        Raises:
+            HeadRefused: the framing is broken.
+        """
+        ...
+
+
+class CountedBody:
+    """A body of a known length (RFC 9112 §6.3 item 6)."""
+
+    def __init__(self, length: int) -> None:
+        self._remaining = length
+        self.is_complete = length == 0
+
+    def decode(self, buffer: bytearray) -> bytes:
+        content = bytes(buffer[: self._remaining])
+        del buffer[: len(content)]
+        self._remaining -= len(content)
+        self.is_complete = self._remaining == 0
+        return content
+
+
+class ChunkedBody:
+    """chunk = size [extension] CRLF data CRLF, until a chunk of size 0 and the trailers (RFC 9112 §7.1)."""
+
+    def __init__(self, limits: HeadLimits) -> None:
+        self.is_complete = False
+        self._remaining = 0  # of the chunk's data
+        self._is_after_data = False  # its CRLF is due
+        self._extension_bytes = 0
+        self._limits = limits
+        self._trailers: LineScanner | None = None
+
+    def decode(self, buffer: bytearray) -> bytes:
+        pieces: list[bytes] = []
+        position = 0  # bytes before it are done with
+        while not self.is_complete and self._trailers is None:
+            after = self._step(buffer, position, pieces)
+            if after == position:
+                break
+            position = after
+        del buffer[:position]
+        if self._trailers is not None:
+            self._take_trailers(self._trailers, buffer)
+        return b"".join(pieces)
+
+    def _step(self, buffer: bytearray, position: int, pieces: list[bytes]) -> int:
+        """Take one size line, one piece of data or one CRLF; the position after it, the same if more bytes are due."""
+        if self._remaining:
+            piece = bytes(buffer[position : position + self._remaining])
+            if piece:
+                pieces.append(piece)
+            self._remaining -= len(piece)
+            self._is_after_data = self._remaining == 0
+            return position + len(piece)
+        if self._is_after_data:
+            return self._take_line_end(buffer, position)
+        return self._take_size(buffer, position)
+
+    def _take_line_end(self, buffer: bytearray, position: int) -> int:
+        line_end = bytes(buffer[position : position + 2])
+        if not b"\r\n".startswith(line_end):
+            raise HeadRefused(400, "A chunk is longer than its size.")
+        if len(line_end) < 2:
+            return position
+        self._is_after_data = False
+        return position + 2
+
+    def _take_size(self, buffer: bytearray, position: int) -> int:
+        newline = buffer.find(b"\n", position, position + _SIZE_LINE_BYTES)
+        if newline < 0:
+            if len(buffer) - position >= _SIZE_LINE_BYTES:
+                raise HeadRefused(400, f"A chunk's size line is longer than {_SIZE_LINE_BYTES} bytes.")
+            return position
+        match = _SIZE_LINE.fullmatch(buffer, position, newline + 1)
+        if match is None:
+            raise HeadRefused(400, "A chunk's size is not a hexadecimal number.")
+        # RFC 9112 §7.1.1: a server ought to limit the total length of chunk extensions
+        self._extension_bytes += len(match[2] or b"")
+        if self._extension_bytes > _EXTENSION_BYTES:
+            raise HeadRefused(400, f"The chunk extensions are larger than {_EXTENSION_BYTES} bytes.")
+        self._remaining = int(match[1], 16)
+        if self._remaining == 0:
+            self._trailers = LineScanner(self._limits, has_request_line=False)
+        return newline + 1
+
+    def _take_trailers(self, scanner: LineScanner, buffer: bytearray) -> None:
+        """Read them for their end only: RFC 9110 §6.5.1 lets a recipient drop trailers it has no use for."""
+        end = scanner.scan(buffer)
+        if end is None:
+            return
+        check_trailers(bytes(buffer[:end]))
+        del buffer[:end]
+        self.is_complete = True

@@ -1,0 +1,186 @@
+"""One generation, top to bottom: the file to read first. Thread: loop.
+
+    body → call → prompts → requests → engine → deltas → bytes → end
+
+`generate` is the request's task. It waits three times: for the body, for long prompts to be tokenized elsewhere, and
+for the end. In between no task runs: the engine client calls the Answer with each delta, which writes into the stream.
+"""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from datetime import datetime
+
+import msgspec
+
+from core.chat_template import ChatTemplate
+from core.errors import ContextLengthExceeded, ErrorKind, InvalidRequest, ServiceError
+from core.tokenizer import Tokenizer
+from core.types import Request, Usage
+from server.answer import Answer, StreamedBody, WholeBody
+from server.api.models import ServedModel, find_model
+from server.api.surface import (
+    ChatPrompt,
+    GenerationCall,
+    GenerationDefaults,
+    IdsPrompt,
+    Prompt,
+    ReplyContext,
+    Surface,
+    TextPrompt,
+)
+from server.backend import Backend
+from server.metrics import Metrics
+from server.stream import HttpStream
+from server.timing import Timings
+
+OFFLOAD_BYTES = 64 * 1024  # a body from this size on is parsed and tokenized off the loop
+
+_Prepared = tuple[GenerationCall, list[tuple[int, ...]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """monotonic() for durations, unix() for what clients see; both in seconds."""
+
+    monotonic: Callable[[], float]
+    unix: Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptReader:
+    """The model, as the loop knows it: how prompts become ids, and how many fit.
+
+    Args:
+        cards: what /v1/models shows, one per name.
+    """
+
+    cards: tuple[ServedModel, ...]
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate
+    max_model_len: int
+    unix_clock: Callable[[], float]
+
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        """Whatever form a prompt has, as ids."""
+        match prompt:
+            case IdsPrompt(ids):
+                return ids
+            case TextPrompt(text):
+                return tuple(self.tokenizer.encode(text))
+            case ChatPrompt(messages):
+                text = self.chat_template.render(messages, now=datetime.fromtimestamp(self.unix_clock()))
+                return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def encode_checked(self, prompt: Prompt, param: str) -> tuple[int, ...]:
+        """
+        Raises:
+            InvalidRequest: the prompt has no token, or leaves no room for one.
+        """
+        ids = self.encode(prompt)
+        if not ids:
+            raise InvalidRequest("The prompt is empty. Send at least one token.", param)
+        if len(ids) >= self.max_model_len:
+            raise ContextLengthExceeded(num_tokens=len(ids), limit=self.max_model_len, param=param)
+        return ids
+
+    def text_of(self, prompt: Prompt) -> str:
+        return prompt.text if isinstance(prompt, TextPrompt) else self.tokenizer.decode(self.encode(prompt))
+
+
+@dataclass(slots=True)
+class Lifecycle:
+    """What every generation shares. `active` holds the ones in progress, by our request id."""
+
+    reader: PromptReader
+    defaults: GenerationDefaults
+    backend: Backend
+    clock: Clock
+    offload: Callable[[Callable[[], _Prepared]], Awaitable[_Prepared]]
+    metrics: Metrics
+    max_body_bytes: int
+    active: dict[str, Answer] = field(default_factory=dict)
+
+    async def generate(self, surface: Surface, stream: HttpStream, request_id: str, timings: Timings) -> Usage:
+        """Answer one generation request.
+
+        Raises:
+            ServiceError: nothing of the answer has been sent yet.
+        """
+        body = await stream.read_body(self.max_body_bytes)
+        timings.body_s = self.clock.monotonic()
+        call, prompts = await self._prepare(surface, body)
+        self.metrics.unknown_fields.update(call.unknown_fields)
+        context = self._reply_context(call, request_id)
+        body_type = StreamedBody if call.is_stream else WholeBody
+        answer = Answer(
+            stream, body_type(surface, call, context, stream, timings), timings, self.clock.monotonic, self.metrics
+        )
+        stream.on_disconnect = answer.on_disconnect
+        stream.on_blocked, stream.on_unblocked = answer.pause, answer.resume
+        self.active[request_id] = answer
+        try:
+            continues_text = not isinstance(call.prompts[0], ChatPrompt)
+            answer.submit(self.backend, self._requests(call, prompts, request_id, timings), continues_text)
+            return await answer.wait_finished()
+        finally:
+            del self.active[request_id]
+
+    def cancel(self, request_id: str) -> bool:
+        """End a generation at its owner's wish. False: there is none of that id."""
+        answer = self.active.get(request_id)
+        if answer is None:
+            return False
+        answer.fail(ServiceError(ErrorKind.CANCELLED, "The request was cancelled by DELETE.", "request_cancelled"))
+        return True
+
+    def fail_all(self, error: ServiceError) -> None:
+        """Break off every generation in progress, each with its error event or answer."""
+        for answer in list(self.active.values()):
+            answer.fail(error)
+
+    async def _prepare(self, surface: Surface, body: bytes) -> _Prepared:
+        def parse() -> _Prepared:
+            call = surface.parse(body, self.defaults)
+            find_model(self.reader.cards, call.model)
+            return call, [
+                self.reader.encode_checked(prompt, _param(prompt, i, len(call.prompts)))
+                for i, prompt in enumerate(call.prompts)
+            ]
+
+        if len(body) < OFFLOAD_BYTES:
+            return parse()
+        return await self.offload(parse)
+
+    def _requests(
+        self, call: GenerationCall, prompts: list[tuple[int, ...]], request_id: str, timings: Timings
+    ) -> list[Request]:
+        return [
+            Request(
+                request_id=f"{request_id}-{i}" if i else request_id,
+                prompt_ids=ids,
+                sampling=msgspec.structs.replace(
+                    call.sampling, max_tokens=min(call.sampling.max_tokens, self.reader.max_model_len - len(ids))
+                ),
+                arrival_s=timings.head_s,
+                num_sequences=call.num_sequences,
+            )
+            for i, ids in enumerate(prompts)
+        ]
+
+    def _reply_context(self, call: GenerationCall, request_id: str) -> ReplyContext:
+        tokenizer = self.reader.tokenizer
+        return ReplyContext(
+            reply_id=request_id,
+            created_s=int(self.clock.unix()),
+            model=call.model,
+            token_str=tokenizer.text_of,
+            token_bytes=tokenizer.bytes_of,
+            prompt_texts=tuple(map(self.reader.text_of, call.prompts)) if call.echo else (),
+        )
+
+
+def _param(prompt: Prompt, position: int, num_prompts: int) -> str:
+    """The field that a prompt came in."""
+    if isinstance(prompt, ChatPrompt):
+        return "messages"
+    return "prompt" if num_prompts == 1 else f"prompt[{position}]"

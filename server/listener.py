@@ -1,0 +1,182 @@
+"""The listening sockets, the connections they brought, and their orderly end. Thread: loop."""
+
+import asyncio
+import errno
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from core.errors import StartupError
+from server.connection import Connection, ConnectionContext, Handler
+from server.connection_limits import ConnectionLimits
+from server.http1 import HttpDate
+from server.write_batch import WriteBatch
+
+_NOTSENT_LOWAT_BYTES = 16 * 1024  # without it a loopback's kernel takes 4 MB before a slow reader is noticed
+_ABORT_GRACE_S = 1.0  # for handlers to settle what they hold, once their connections are gone
+
+
+@dataclass(frozen=True, slots=True)
+class ListenerConfig:
+    """Where to listen, and how much to take.
+
+    Args:
+        host: a name or an address; a name with several addresses listens on all of them.
+        port: 0 lets the system choose.
+        backlog: connections the kernel holds before they are accepted.
+        max_connections: open at once; one more is closed at once and counted as refused.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    backlog: int = 1024
+    max_connections: int = 4096
+    connection: ConnectionLimits = field(default_factory=ConnectionLimits)
+
+
+class Listener:
+    """Accepts connections and knows them all (ConnectionRegistry).
+
+    Attributes:
+        port: the real one, once started.
+        num_accepted, num_refused: connections since the start, the refused ones in both.
+        batch: whoever sends to many streams at once calls its flush_all at the end.
+    """
+
+    def __init__(self, handler: Handler, config: ListenerConfig, wall_clock: Callable[[], float] = time.time) -> None:
+        """To be called with the loop running."""
+        loop = asyncio.get_running_loop()
+        self.port = config.port
+        self.num_accepted = 0
+        self.num_refused = 0
+        self.batch = WriteBatch(loop)
+        self._config = config
+        self._loop = loop
+        self._context = ConnectionContext(handler, config.connection, self, loop, self.batch, HttpDate(wall_clock))
+        self._servers: list[asyncio.AbstractServer] = []
+        self._connections: set[Connection] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_draining = False
+        self._quiet: asyncio.Future[None] | None = None
+
+    @property
+    def num_open(self) -> int:
+        return len(self._connections)
+
+    async def start(self) -> None:
+        """Bind and accept.
+
+        Raises:
+            StartupError: the address cannot be had.
+        """
+        for listening in await self._bind():
+            server = await self._loop.create_server(
+                lambda: Connection(self._context), sock=listening, backlog=self._config.backlog
+            )
+            self._servers.append(server)
+
+    async def _bind(self) -> list[socket.socket]:
+        config = self._config
+        bound: list[socket.socket] = []
+        try:
+            infos = await self._loop.getaddrinfo(
+                config.host or None, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )
+            for family, _, _, _, address in dict.fromkeys(infos):
+                sock = socket.socket(family, socket.SOCK_STREAM)
+                bound.append(sock)
+                _set_options(sock, family)
+                # with port 0, the first address chooses the port of all
+                sock.bind((address[0], self.port, *address[2:]))
+                self.port = sock.getsockname()[1]
+        except OSError as error:
+            for sock in bound:
+                sock.close()
+            raise _startup_error(error, config.host, config.port) from error
+        return bound
+
+    # What connections tell (ConnectionRegistry).
+
+    def admit(self, connection: Connection) -> bool:
+        self.num_accepted += 1
+        if self._is_draining or len(self._connections) >= self._config.max_connections:
+            self.num_refused += 1
+            return False
+        self._connections.add(connection)
+        return True
+
+    def forget(self, connection: Connection) -> None:
+        self._connections.discard(connection)
+        self._tell_quiet()
+
+    def keep_task(self, task: asyncio.Task[None]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._forget_task)
+
+    def _forget_task(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._tell_quiet()
+
+    def _tell_quiet(self) -> None:
+        if self._quiet is not None and not self._quiet.done() and not self._connections and not self._tasks:
+            self._quiet.set_result(None)
+
+    # The end.
+
+    async def drain(self, grace_s: float) -> None:
+        """Stop listening, close idle connections, let the others finish for grace_s, then abort what is left.
+
+        When it returns, no connection is open and no handler runs.
+        """
+        self._is_draining = True
+        for server in self._servers:
+            server.close()
+        for connection in tuple(self._connections):
+            connection.drain()
+        if await self._wait_quiet(grace_s):
+            return
+        self.abort()
+        if await self._wait_quiet(_ABORT_GRACE_S):
+            return
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.wait(tuple(self._tasks))
+
+    def abort(self) -> None:
+        """Close all connections now. Their handlers are told, or cancelled, as when a client leaves."""
+        for connection in tuple(self._connections):
+            connection.abort()
+
+    async def _wait_quiet(self, timeout_s: float) -> bool:
+        """Whether connections and handlers were all gone in time."""
+        self._quiet = self._loop.create_future()
+        self._tell_quiet()
+        await asyncio.wait([self._quiet], timeout=timeout_s)
+        return self._quiet.done()
+
+
+def _set_options(sock: socket.socket, family: int) -> None:
+    """Accepted sockets inherit these from the listening one: no system call is left per connection."""
+    sock.setblocking(False)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if hasattr(socket, "TCP_NOTSENT_LOWAT"):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _NOTSENT_LOWAT_BYTES)
+    if family == socket.AF_INET6:
+        sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+
+
+def _startup_error(error: OSError, host: str, port: int) -> StartupError:
+    where = f"{host}:{port}"
+    if error.errno == errno.EADDRINUSE:
+        fix = f"--port {port + 1 if port < 65535 else 0}, or stop what listens there (`ss -ltnp 'sport = :{port}'`)"
+        return StartupError(f"{where} is in use by another process", fix, os.EX_UNAVAILABLE)
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return StartupError(f"this user may not listen on {where}", "--port with a number from 1024 on", os.EX_NOPERM)
+    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+        return StartupError(
+            f"{host} is not an address of this machine", "--host 127.0.0.1, or --host 0.0.0.0 for all", os.EX_CONFIG
+        )
+    return StartupError(f"cannot listen on {where}: {error.strerror}", "--host and --port of another one", os.EX_OSERR)

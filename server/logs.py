@@ -1,0 +1,129 @@
+"""Log records as lines, in text or JSON: one shape for all modules, one access line per request. Any thread.
+
+Never prompts, completions, keys or query strings. What clients chose (paths, aliases) is escaped: no line is forged.
+"""
+
+import logging
+import sys
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from typing import Any, TextIO
+
+import msgspec
+import orjson
+
+NO_REQUEST = "-"
+# Set where a request's task starts; records of code that knows its request better pass extra={"request_id": ...}.
+current_request_id: ContextVar[str] = ContextVar("request_id", default=NO_REQUEST)
+
+access_logger = logging.getLogger("server.access")
+
+
+class AccessRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One request, as its access line tells it. Times in milliseconds from the parsed head; None: it never came so far.
+
+    Args:
+        status: as sent; 499 when the client left first.
+        finish_reason: of a generation, over all its sequences.
+    """
+
+    request_id: str
+    method: str
+    path: str
+    status: int
+    duration_ms: float
+    ttft_ms: float | None = None
+    queue_ms: float | None = None
+    num_prompt_tokens: int | None = None
+    num_cached_tokens: int | None = None
+    num_completion_tokens: int | None = None
+    finish_reason: str | None = None
+    error_code: str | None = None
+    client: str | None = None
+
+
+def access_line(record: AccessRecord) -> str:
+    """`POST /v1/chat/completions 200 1234.5ms ttft=45.1ms prompt=12 completion=34 stop`; what is None is left out."""
+    parts = [escape(record.method), escape(record.path), str(record.status), f"{record.duration_ms:.1f}ms"]
+    times = (("ttft", record.ttft_ms), ("queue", record.queue_ms))
+    parts += [f"{name}={value:.1f}ms" for name, value in times if value is not None]
+    counts = (
+        ("prompt", record.num_prompt_tokens),
+        ("cached", record.num_cached_tokens),
+        ("completion", record.num_completion_tokens),
+    )
+    parts += [f"{name}={value}" for name, value in counts if value is not None]
+    words = (("finish", record.finish_reason), ("error", record.error_code), ("client", record.client))
+    parts += [f"{name}={escape(value)}" for name, value in words if value is not None]
+    return " ".join(parts)
+
+
+def log_access(record: AccessRecord) -> None:
+    """Write the one access line of a request."""
+    if access_logger.isEnabledFor(logging.INFO):
+        access_logger.info(access_line(record), extra={"request_id": record.request_id, "access": record})
+
+
+def escape(text: str) -> str:
+    """What a client chose, fit for one line: everything but visible ASCII as a backslash escape."""
+    if text.isascii() and text.isprintable() and " " not in text:
+        return text
+    return "".join(
+        character if "!" <= character <= "~" else character.encode("unicode_escape").decode().replace(" ", "\\x20")
+        for character in text
+    )
+
+
+class TextFormatter(logging.Formatter):
+    """`2025-01-31T12:00:00.123Z INFO server.app [request id] message`; a traceback follows on lines of its own."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        head = f"{_utc(record)} {record.levelname} {record.name} [{_request_id(record)}] {record.getMessage()}"
+        return head if not record.exc_info else f"{head}\n{self.formatException(record.exc_info)}"
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line; an access record's fields stand beside the others."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields: dict[str, Any] = {
+            "time": _utc(record),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "request_id": _request_id(record),
+            "message": record.getMessage(),
+        }
+        access = getattr(record, "access", None)
+        if isinstance(access, AccessRecord):
+            fields |= {name: value for name, value in msgspec.structs.asdict(access).items() if value is not None}
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        return orjson.dumps(_without_surrogates(fields)).decode()
+
+
+def configure_logging(level: str, log_format: str, stream: TextIO | None = None) -> None:
+    """Send every logger's records of this level and above to the stream (default: stderr), replacing what was set."""
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
+    root = logging.getLogger()
+    for former in root.handlers[:]:
+        root.removeHandler(former)
+    root.addHandler(handler)
+    root.setLevel(level.upper())
+    logging.getLogger("asyncio").setLevel(logging.WARNING)
+
+
+def _utc(record: logging.LogRecord) -> str:
+    return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _request_id(record: logging.LogRecord) -> str:
+    return str(getattr(record, "request_id", current_request_id.get()))
+
+
+def _without_surrogates(fields: dict[str, Any]) -> dict[str, Any]:
+    """orjson refuses lone surrogates, and a log line must never fail."""
+    return {
+        key: value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
+        for key, value in fields.items()
+    }

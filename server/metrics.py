@@ -1,0 +1,116 @@
+"""What /metrics shows, in the Prometheus text format (exposition format 0.0.4). Thread: loop.
+
+Own names are steploop_*; beside them stands the subset of vllm:* that routers and dashboards already read (API.md).
+"""
+
+from bisect import bisect_left
+from collections import Counter
+
+from core.types import EngineStats, Usage
+from server.timing import Timings
+
+CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
+
+TTFT_BUCKETS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+INTER_TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.4, 0.8, 1.6, 5.0, 10.0)
+E2E_BUCKETS_S = (0.01, 0.05, 0.1, 0.3, 0.6, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 600.0, 3600.0)
+
+
+class Histogram:
+    """Counts per bucket, their sum and number."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+
+class Metrics:
+    """The server's counters, and the page made of them and the engine's latest snapshot."""
+
+    def __init__(self, model_name: str) -> None:
+        self._label = f'model_name="{_escape(model_name)}"'
+        self.ttft = Histogram(TTFT_BUCKETS_S)
+        self.inter_token = Histogram(INTER_TOKEN_BUCKETS_S)
+        self.e2e = Histogram(E2E_BUCKETS_S)
+        self.responses: Counter[int] = Counter()  # by status
+        self.finished: Counter[str] = Counter()  # sequences, by finish reason
+        self.unknown_fields: Counter[str] = Counter()
+        self.num_prompt_tokens = 0
+        self.num_generation_tokens = 0
+        self.num_disconnects = 0
+
+    def count_generation(self, usage: Usage, timings: Timings) -> None:
+        self.num_prompt_tokens += usage.num_prompt_tokens
+        self.num_generation_tokens += usage.num_completion_tokens
+        if timings.end_s is not None:
+            self.e2e.observe(timings.end_s - timings.head_s)
+
+    def render(self, stats: EngineStats, num_connections: int, num_accepted: int, num_refused: int) -> bytes:
+        page = _Page(self._label)
+        self._render_routers_subset(page, stats)
+        page.family("steploop_connections", "gauge", "Open connections.", num_connections)
+        page.family("steploop_connections_accepted_total", "counter", "Connections accepted.", num_accepted)
+        page.family("steploop_connections_refused_total", "counter", "Connections over the cap.", num_refused)
+        page.labelled("steploop_responses_total", "Responses by status.", "status", self.responses)
+        page.labelled("steploop_unknown_fields_total", "Ignored request fields.", "field", self.unknown_fields)
+        page.family("steploop_disconnects_total", "counter", "Clients gone before the end.", self.num_disconnects)
+        page.family("steploop_kv_blocks", "gauge", "KV blocks.", stats.num_blocks)
+        page.family("steploop_kv_blocks_used", "gauge", "KV blocks in use.", stats.num_used_blocks)
+        page.family("steploop_requests_paused", "gauge", "Sequences paused by slow readers.", stats.num_paused)
+        page.family("steploop_steps_total", "counter", "Engine steps.", stats.num_steps)
+        page.family("steploop_step_seconds", "gauge", "Duration of the last step.", stats.step_s)
+        return page.encode()
+
+    def _render_routers_subset(self, page: "_Page", stats: EngineStats) -> None:
+        usage = stats.num_used_blocks / stats.num_blocks if stats.num_blocks else 0.0
+        page.family("vllm:num_requests_waiting", "gauge", "Requests in the queue.", stats.num_waiting)
+        page.family("vllm:num_requests_running", "gauge", "Requests running.", stats.num_running)
+        page.family("vllm:kv_cache_usage_perc", "gauge", "Share of KV blocks in use, 0 to 1.", usage)
+        page.family("vllm:prompt_tokens_total", "counter", "Prompt tokens.", self.num_prompt_tokens)
+        page.family("vllm:generation_tokens_total", "counter", "Generated tokens.", self.num_generation_tokens)
+        page.family("vllm:num_preemptions_total", "counter", "Preemptions.", stats.num_preemptions)
+        page.labelled("vllm:request_success_total", "Finished sequences.", "finished_reason", self.finished)
+        page.histogram("vllm:time_to_first_token_seconds", "Head to first token.", self.ttft)
+        page.histogram("vllm:inter_token_latency_seconds", "Token to token.", self.inter_token)
+        page.histogram("vllm:e2e_request_latency_seconds", "Head to end.", self.e2e)
+
+
+class _Page:
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._lines: list[str] = []
+
+    def encode(self) -> bytes:
+        return ("\n".join(self._lines) + "\n").encode()
+
+    def family(self, name: str, kind: str, text: str, value: float) -> None:
+        self._head(name, kind, text)
+        self._lines.append(f"{name}{{{self._label}}} {value}")
+
+    def labelled(self, name: str, text: str, label: str, values: Counter[str] | Counter[int]) -> None:
+        self._head(name, "counter", text)
+        for key, value in sorted(values.items()):
+            self._lines.append(f'{name}{{{self._label},{label}="{_escape(str(key))}"}} {value}')
+
+    def histogram(self, name: str, text: str, histogram: Histogram) -> None:
+        self._head(name, "histogram", text)
+        count = 0
+        for bound, in_bucket in zip((*histogram.bounds, "+Inf"), histogram.counts, strict=True):
+            count += in_bucket
+            self._lines.append(f'{name}_bucket{{{self._label},le="{bound}"}} {count}')
+        self._lines.append(f"{name}_sum{{{self._label}}} {histogram.total}")
+        self._lines.append(f"{name}_count{{{self._label}}} {count}")
+
+    def _head(self, name: str, kind: str, text: str) -> None:
+        self._lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
+
+
+def _escape(value: str) -> str:
+    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

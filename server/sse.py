@@ -1,0 +1,53 @@
+"""Server-sent events as bytes, ready to write: framing, and JSON that stays on its one line. Thread: loop.
+
+A data line ends at the first CR or LF, so what goes into it is JSON, whose escapes leave neither. U+2028, U+2029 and
+U+0085 are escaped too: JSON allows them bare, but clients that split lines by Unicode's rules would break an event.
+"""
+
+import json
+import re
+from typing import Any
+
+import msgspec
+
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"  # a comment: parsers skip it, proxies see traffic
+EVENT_END = b"\n\n"
+
+_encode = msgspec.json.encode  # 40 ns where json.dumps takes 260 and orjson 50
+_needs_care = re.compile("[\x85\u2028\u2029\ud800-\udfff]").search  # faster than searching the bytes
+_SEPARATORS = ((b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"), (b"\xc2\x85", b"\\u0085"))
+
+
+def event_head(name: str | None = None) -> bytes:
+    """What comes before an event's JSON; EVENT_END comes after it."""
+    return b"data: " if name is None else f"event: {name}\ndata: ".encode("ascii")
+
+
+def event(line: bytes, name: str | None = None) -> bytes:
+    """One whole event. `line` is of json_line: an event's data must not break."""
+    return event_head(name) + line + EVENT_END
+
+
+def json_string(text: str) -> bytes:
+    """`text` as a JSON string with its quotes, on one line. Lone surrogates become U+FFFD."""
+    if text.isascii() or not _needs_care(text):
+        return _encode(text)
+    return json_line(text)
+
+
+def json_line(value: Any) -> bytes:
+    """`value` (dicts, lists, strings, numbers) as JSON in UTF-8, on one line. Lone surrogates become U+FFFD."""
+    try:
+        line = _encode(value)
+    except UnicodeEncodeError:
+        line = _without_surrogates(json.dumps(value, ensure_ascii=False, separators=(",", ":"))).encode()
+    if b"\xe2\x80" in line or b"\xc2\x85" in line:
+        for bare, escaped in _SEPARATORS:
+            line = line.replace(bare, escaped)
+    return line
+
+
+def _without_surrogates(text: str) -> str:
+    """Pairs joined, lone ones replaced."""
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")

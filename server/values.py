@@ -1,0 +1,174 @@
+"""Text to values and back: sizes, durations, counts, paths, as an operator writes them. Knows no option by name."""
+
+import difflib
+import math
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+SIZE_UNITS = {
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+}
+DURATION_UNITS = {"ms": 0.001, "s": 1.0, "min": 60.0, "h": 3600.0}
+_QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+
+
+class BadValueError(Exception):
+    """A text that is not a value of the kind asked for. `expected` completes the sentence "it must be ..."."""
+
+    def __init__(self, expected: str) -> None:
+        super().__init__(expected)
+        self.expected = expected
+
+
+class MissingPathError(BadValueError):
+    """A path that leads nowhere, with what lies near it."""
+
+
+def text_value(text: str) -> str:
+    """Any text but none at all: an empty setting is more often a variable that was not filled in than a wish."""
+    if not text.strip():
+        raise BadValueError("not empty; leave the setting out to get its default")
+    return text
+
+
+def secret_value(text: str) -> str:
+    """A key that can travel in a header: visible ASCII, no spaces (RFC 9110 §5.5)."""
+    if not text or not all("!" <= character <= "~" for character in text):
+        raise BadValueError("not empty, of visible ASCII characters without spaces")
+    return text
+
+
+def choice_of(*names: str) -> Callable[[str], str]:
+    """One of the names, exactly."""
+
+    def parse(text: str) -> str:
+        if text not in names:
+            raise BadValueError(f"one of {', '.join(names)}{did_you_mean(text, names)}")
+        return text
+
+    return parse
+
+
+def count_between(low: int, high: int) -> Callable[[str], int]:
+    """A whole number within both bounds, included. Underscores and commas may part its digits."""
+
+    def parse(text: str) -> int:
+        digits = text.strip().replace("_", "").replace(",", "")
+        if not (digits.isascii() and digits.isdigit() and len(digits) <= 18 and low <= int(digits) <= high):
+            raise BadValueError(f"a whole number from {low:,} to {high:,}")
+        return int(digits)
+
+    return parse
+
+
+def size_between(low: int, high: int) -> Callable[[str], int]:
+    """Bytes, written as "2GiB", "512 MiB", "1.5GB" or a plain number of bytes."""
+
+    def parse(text: str) -> int:
+        expected = f"a size from {format_size(low)} to {format_size(high)}, such as 512MiB or 2GiB"
+        match = _QUANTITY.fullmatch(text.strip())
+        if match is None:
+            raise BadValueError(expected)
+        number, unit = match.groups()
+        if unit and unit not in SIZE_UNITS:
+            near = nearest(f"{unit[0].upper()}iB", SIZE_UNITS) or "GiB"
+            raise BadValueError(f"{expected}: the unit {unit!r} is not known; {number}{near}?")
+        size_bytes = math.floor(float(number) * SIZE_UNITS[unit or "B"])
+        if not low <= size_bytes <= high:
+            raise BadValueError(expected)
+        return size_bytes
+
+    return parse
+
+
+def duration_between(low_s: float, high_s: float) -> Callable[[str], float]:
+    """Seconds, written as "500ms", "10s", "5min", "1h" or a plain number of seconds."""
+
+    def parse(text: str) -> float:
+        match = _QUANTITY.fullmatch(text.strip())
+        number, unit = match.groups() if match else ("", "?")
+        duration_s = float(number) * DURATION_UNITS[unit or "s"] if (unit or "s") in DURATION_UNITS else -1.0
+        if not low_s <= duration_s <= high_s:
+            low, high = format_duration(low_s), format_duration(high_s)
+            raise BadValueError(f"a duration from {low} to {high}, such as 500ms, 10s or 5min")
+        return duration_s
+
+    return parse
+
+
+def existing_directory(text: str) -> Path:
+    path = Path(text_value(text)).expanduser()
+    if not path.exists():
+        raise MissingPathError(f"a directory that exists{what_lies_near(path)}")
+    if not path.is_dir():
+        raise MissingPathError(f"a directory, and this is a file: {path.parent}?")
+    return path
+
+
+def existing_file(text: str) -> Path:
+    path = Path(text_value(text)).expanduser()
+    if not path.exists():
+        raise MissingPathError(f"a file that exists{what_lies_near(path)}")
+    if not path.is_file():
+        raise MissingPathError("a file, and this is a directory")
+    return path
+
+
+def what_lies_near(path: Path) -> str:
+    """Says of a missing path where it stops being true, and what is there instead; "" when there is nothing to say."""
+    missing, parent = path, path.parent
+    while not parent.exists() and parent != parent.parent:
+        missing, parent = parent, parent.parent
+    try:
+        names = sorted(child.name for child in parent.iterdir())
+    except OSError:
+        return f"; {parent} cannot be read"
+    close = difflib.get_close_matches(missing.name, names, n=3, cutoff=0.5)
+    if close:
+        return f"; near it: {', '.join(str(parent / name) for name in close)}"
+    return "" if missing == path else f"; {parent} exists, {missing} does not"
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known word that looks most like this one, or None when none does."""
+    by_folded = {name.casefold().replace("_", "-"): name for name in known}
+    matches = difflib.get_close_matches(word.casefold().replace("_", "-"), by_folded, n=1, cutoff=0.5)
+    return by_folded[matches[0]] if matches else None
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    near = nearest(word, known)
+    return f"; did you mean {near}?" if near else ""
+
+
+def format_size(size_bytes: float) -> str:
+    """Binary units, three digits at most: 512 MiB, 2.5 GiB."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if size_bytes >= SIZE_UNITS[unit]:
+            size = size_bytes / SIZE_UNITS[unit]
+            return f"{size:.0f} {unit}" if size >= 100 or size == int(size) else f"{size:.1f} {unit}"
+    return f"{size_bytes:.0f} B"
+
+
+def format_duration(duration_s: float) -> str:
+    for unit, factor in (("h", 3600.0), ("min", 60.0), ("s", 1.0)):
+        if duration_s >= factor:
+            return f"{duration_s / factor:g} {unit}"
+    return f"{duration_s * 1000:g} ms"
+
+
+def format_count(number: float) -> str:
+    """5.1M, 1.2B: as parameters are counted."""
+    for unit, factor in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if number >= factor:
+            return f"{number / factor:.1f}{unit}"
+    return f"{number:.0f}"

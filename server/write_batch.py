@@ -1,0 +1,38 @@
+"""Gathers what many connections have to send, so that each is written once per delivery. Thread: loop."""
+
+import asyncio
+from typing import Protocol
+
+
+class Flushable(Protocol):
+    def flush(self) -> None: ...
+
+
+class WriteBatch:
+    """The connections with bytes to write. Whoever delivers a step calls flush_all; otherwise the loop soon does."""
+
+    __slots__ = ("_dirty", "_is_scheduled", "_loop")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._dirty: list[Flushable] = []
+        self._is_scheduled = False
+
+    def add(self, connection: Flushable) -> None:
+        """Flush it in the next flush_all. The connection sees to it that it is added once."""
+        self._dirty.append(connection)
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            self._loop.call_soon(self._flush_scheduled)
+
+    def flush_all(self) -> None:
+        """Write now what has been sent so far."""
+        dirty = self._dirty
+        if dirty:
+            self._dirty = []
+            for connection in dirty:
+                connection.flush()
+
+    def _flush_scheduled(self) -> None:
+        self._is_scheduled = False
+        self.flush_all()

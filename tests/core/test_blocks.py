@@ -1,0 +1,56 @@
+import pytest
+
+from core.blocks import BlockPool, OutOfBlocks, num_blocks_for
+
+
+def test_least_recently_freed_block_is_reused_first() -> None:
+    pool = BlockPool(4)
+    first, second = pool.allocate(2), pool.allocate(2)
+    pool.release(second)
+    pool.release(first)
+    assert pool.allocate(4) == [second[1], second[0], first[1], first[0]]
+
+
+def test_fresh_blocks_are_taken_before_freed_ones() -> None:
+    pool = BlockPool(3)
+    (used,) = pool.allocate(1)
+    pool.release([used])
+    assert pool.allocate(2) == [1, 2]
+
+
+def test_shared_block_stays_used_until_its_last_holder_lets_go() -> None:
+    pool = BlockPool(2)
+    blocks = pool.allocate(1)
+    pool.share(blocks)
+    assert pool.is_shared(blocks[0])
+    pool.release(blocks)
+    assert (pool.num_used, pool.is_shared(blocks[0])) == (1, False)
+    pool.release(blocks)
+    assert (pool.num_used, pool.num_free) == (0, 2)
+
+
+def test_asking_for_too_many_takes_none() -> None:
+    pool = BlockPool(3)
+    pool.allocate(1)
+    with pytest.raises(OutOfBlocks) as caught:
+        pool.allocate(3)
+    assert (caught.value.num_asked, caught.value.num_free) == (3, 2)
+    assert pool.num_free == 2
+
+
+def test_double_release_is_our_bug() -> None:
+    pool = BlockPool(1)
+    blocks = pool.allocate(1)
+    pool.release(blocks)
+    with pytest.raises(AssertionError, match="released twice"):
+        pool.release(blocks)
+
+
+def test_sharing_a_free_block_is_our_bug() -> None:
+    with pytest.raises(AssertionError, match="is free"):
+        BlockPool(1).share([0])
+
+
+@pytest.mark.parametrize(("num_tokens", "expected"), [(0, 0), (1, 1), (16, 1), (17, 2)])
+def test_blocks_for_tokens_round_up(num_tokens: int, expected: int) -> None:
+    assert num_blocks_for(num_tokens, 16) == expected

@@ -1,0 +1,179 @@
+import pytest
+
+from core.engine import EngineBroken
+from core.plan import DeviceError, RunnerLimits, StepOutput, StepPlan
+from core.simulation import SimulatedRunner
+from core.types import Cancel, FinishReason, Message, Pause, Request, Resume, Submit, Usage
+from tests.fakes import EngineUnderTest, FakeClock, FaultyRunner, make_request, small_limits
+
+GUILTY = 999  # stands in prompts only
+
+
+def faulty(error: Exception | None = None, fails: bool = False) -> tuple[EngineUnderTest, FaultyRunner]:
+    """An engine whose runner raises at GUILTY, or reports the row."""
+    limits = small_limits(vocab_size=999)
+    raises_at = {} if error is None else {GUILTY: error}
+    runner = FaultyRunner(limits, FakeClock(), raises_at, frozenset({GUILTY}) if fails else frozenset())
+    return EngineUnderTest(limits, runner=runner), runner
+
+
+def innocent_and_guilty() -> list[Request]:
+    requests = [make_request(name, 4, arrival_s=i, max_tokens=6) for i, name in enumerate("abc")]
+    return [*requests, make_request("guilty", prompt_ids=(5, GUILTY, 6), arrival_s=1.5)]
+
+
+def test_request_is_generated_from_submit_to_its_terminal_chunk() -> None:
+    under_test = EngineUnderTest(small_limits())
+    request = make_request(num_prompt_tokens=40, max_tokens=7)
+    under_test.send(Submit(request))
+    under_test.run()
+    assert under_test.log.tokens("a") == under_test.reference(request)
+    assert under_test.log.terminal("a").usage == Usage(40, 7)
+
+
+def test_step_without_work_says_so_and_delivers_nothing() -> None:
+    under_test = EngineUnderTest(small_limits())
+    assert under_test.step() is False
+    assert under_test.log.deliveries == []
+
+
+def test_end_without_a_step_is_delivered_at_once() -> None:
+    under_test = EngineUnderTest(small_limits())
+    under_test.send(Submit(make_request()), Cancel("a", FinishReason.CANCELLED))
+    assert under_test.step() is False
+    assert under_test.log.terminal("a").finish_reason is FinishReason.CANCELLED
+
+
+def test_pause_and_resume_change_no_token() -> None:
+    under_test = EngineUnderTest(small_limits())
+    request = make_request(max_tokens=9)
+    under_test.send(Submit(request))
+    under_test.step(3)
+    under_test.send(Pause("a"))
+    assert under_test.step() is False
+    num_before = len(under_test.log.tokens("a"))
+    under_test.send(Resume("a"))
+    under_test.run()
+    assert num_before == 3
+    assert under_test.log.tokens("a") == under_test.reference(request)
+
+
+class SendingRunner(SimulatedRunner):
+    """Puts a message into the inbox while its second step is computed."""
+
+    def __init__(self, limits: RunnerLimits, message: Message) -> None:
+        super().__init__(limits, clock=FakeClock(), cost=EngineUnderTest.cost)
+        self.message = message
+        self.under_test = EngineUnderTest(limits, runner=self)
+        self.num_forwards = 0
+
+    def forward(self, plan: StepPlan) -> StepPlan:
+        self.num_forwards += 1
+        if self.num_forwards == 2:
+            self.under_test.send(self.message)
+        return super().forward(plan)
+
+
+def test_cancel_that_arrives_during_the_step_ends_it_with_that_step() -> None:
+    under_test = SendingRunner(small_limits(), Cancel("a", FinishReason.CANCELLED)).under_test
+    under_test.send(Submit(make_request(num_prompt_tokens=6)))
+    under_test.step(2)
+    assert under_test.log.terminal("a").usage == Usage(6, 1)
+    assert under_test.scheduler.pool.num_used == 0
+
+
+def test_reported_row_fails_alone() -> None:
+    under_test, _ = faulty(fails=True)
+    requests = innocent_and_guilty()
+    under_test.send(*map(Submit, requests))
+    under_test.run()
+    assert under_test.log.terminal("guilty").error == "logits are not finite"
+    assert [under_test.log.tokens(r.request_id) for r in requests[:3]] == [
+        under_test.reference(r) for r in requests[:3]
+    ]
+
+
+def test_step_that_raises_fails_only_its_guilty_row() -> None:
+    under_test, _ = faulty(ValueError("shape"))
+    requests = innocent_and_guilty()
+    under_test.send(*map(Submit, requests))
+    under_test.run()
+    terminal = under_test.log.terminal("guilty")
+    assert (terminal.finish_reason, terminal.usage) == (FinishReason.ERROR, Usage(0, 0))
+    assert "shape" not in (terminal.error or "")  # our insides are not the client's
+    for request in requests[:3]:
+        assert under_test.log.tokens(request.request_id) == under_test.reference(request)
+    assert under_test.scheduler.pool.num_used == 0
+
+
+def test_guilty_row_beside_forks_leaves_their_copies_true() -> None:
+    under_test, _ = faulty(ValueError("shape"))
+    siblings = make_request("s", 6, max_tokens=8, num_sequences=3)
+    under_test.send(Submit(siblings))
+    under_test.step()  # the next one forks
+    under_test.send(Submit(make_request("guilty", prompt_ids=(5, GUILTY, 6), arrival_s=9.0)))
+    under_test.run()
+    assert under_test.log.finish_reason("guilty") is FinishReason.ERROR
+    for index in range(3):
+        assert under_test.log.tokens("s", index) == under_test.reference(siblings, index)
+
+
+class OnceRaisingRunner(SimulatedRunner):
+    """Raises in its third step, after the step's writes, and never again."""
+
+    num_collects = 0
+
+    def collect(self, ticket: StepPlan) -> StepOutput:
+        self.num_collects += 1
+        if self.num_collects == 3:
+            raise RuntimeError("passing trouble")
+        return super().collect(ticket)
+
+
+def test_fault_that_does_not_return_fails_nobody() -> None:
+    limits = small_limits()
+    under_test = EngineUnderTest(limits, runner=OnceRaisingRunner(limits, EngineUnderTest.cost, FakeClock()))
+    requests = [make_request(name, 5, num_sequences=2, max_tokens=6) for name in "ab"]
+    under_test.send(*map(Submit, requests))
+    under_test.run()
+    for request in requests:
+        assert [under_test.log.tokens(request.request_id, i) for i in range(2)] == [
+            under_test.reference(request, i) for i in range(2)
+        ]
+
+
+def test_lost_device_answers_every_request_and_breaks_the_engine() -> None:
+    under_test, _ = faulty(DeviceError("gone"))
+    requests = innocent_and_guilty()
+    under_test.send(*map(Submit, requests), Submit(make_request("queued", 30, arrival_s=9.0)))
+    with pytest.raises(EngineBroken):
+        under_test.run()
+    for request_id in ("a", "b", "c", "guilty", "queued"):
+        terminal = under_test.log.terminal(request_id)
+        assert terminal.finish_reason is FinishReason.ERROR
+        assert terminal.error
+    assert under_test.scheduler.pool.num_used == 0
+
+
+def test_broken_engine_still_answers_what_is_submitted_and_computes_nothing() -> None:
+    under_test, runner = faulty(DeviceError("gone"))
+    under_test.send(Submit(make_request("guilty", prompt_ids=(GUILTY,))))
+    with pytest.raises(EngineBroken):
+        under_test.step()
+    under_test.send(Submit(make_request("late")))
+    with pytest.raises(EngineBroken):
+        under_test.step()
+    assert under_test.log.terminal("late").finish_reason is FinishReason.ERROR
+    assert runner.num_forwards == 1
+
+
+def test_shutdown_ends_what_runs_what_waits_and_what_is_in_the_inbox() -> None:
+    under_test = EngineUnderTest(small_limits(max_sequences=2))
+    under_test.send(Submit(make_request("runs", num_sequences=2)), Submit(make_request("waits", arrival_s=1.0)))
+    under_test.step(2)
+    under_test.send(Submit(make_request("arrives")))
+    under_test.engine.shutdown(FinishReason.CANCELLED)
+    assert {under_test.log.terminal(name).finish_reason for name in ("runs", "waits", "arrives")} == {
+        FinishReason.CANCELLED
+    }
+    assert under_test.scheduler.pool.num_used == 0

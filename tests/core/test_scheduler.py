@@ -1,0 +1,375 @@
+import numpy as np
+import pytest
+
+from core.plan import RunnerLimits, StepOutput, StepPlan
+from core.scheduler import Scheduler
+from core.types import FinishReason, StepDelivery, TokenLogprobs, Usage
+from tests.fakes import make_request, small_limits
+
+
+def make_scheduler(limits: RunnerLimits | None = None, eos_ids: tuple[int, ...] = ()) -> Scheduler:
+    return Scheduler(limits or small_limits(), eos_ids, seeds=lambda: 77)
+
+
+def plan(scheduler: Scheduler) -> StepPlan:
+    made = scheduler.plan(0.0)
+    assert made is not None
+    return made
+
+
+def answer(scheduler: Scheduler, made: StepPlan, token_id: int = 500) -> StepDelivery:
+    """Apply the plan as if every row that samples had drawn this token."""
+    rows = np.flatnonzero(made.samples).astype(np.int32)
+    return scheduler.apply(made, StepOutput(rows, np.full(len(rows), token_id, np.int32)), 0.0)
+
+
+def step(scheduler: Scheduler, token_id: int = 500) -> StepDelivery:
+    return answer(scheduler, plan(scheduler), token_id)
+
+
+def test_first_plan_starts_the_slot_with_prompt_table_and_seed() -> None:
+    scheduler = make_scheduler(eos_ids=(2,))
+    scheduler.submit(make_request(prompt_ids=(10, 11, 12, 13, 14), seed=None, stop_token_ids=(8,)))
+    made = plan(scheduler)
+    (start,) = made.sequence_starts
+    assert (start.slot, start.token_ids, start.num_prompt_tokens) == (0, (10, 11, 12, 13, 14), 5)
+    assert (start.seed, start.stop_ids) == (77, (2, 8))
+    assert made.token_ids.tolist() == [10, 11, 12, 13, 14]
+    assert made.table_positions.tolist() == [0, 1]
+    assert made.samples.tolist() == [True]
+
+
+def test_ignore_eos_leaves_only_the_requests_stop_ids() -> None:
+    scheduler = make_scheduler(eos_ids=(2,))
+    scheduler.submit(make_request(ignore_eos=True, stop_token_ids=(8,)))
+    assert plan(scheduler).sequence_starts[0].stop_ids == (8,)
+
+
+def test_decode_plans_carry_differences_only() -> None:
+    scheduler = make_scheduler()
+    scheduler.submit(make_request(prompt_ids=(10, 11, 12), max_tokens=9))
+    step(scheduler)
+    made = plan(scheduler)
+    assert (made.starts.tolist(), made.lengths.tolist(), made.token_ids.tolist()) == ([3], [1], [500])
+    assert (made.sequence_starts, made.table_blocks.tolist()) == ([], [])
+    answer(scheduler, made)
+    assert plan(scheduler).table_positions.tolist() == [1]  # position 4 needs a second block
+
+
+def test_decodes_go_before_prefill_chunks_and_the_oldest_prompt_first() -> None:
+    scheduler = make_scheduler()
+    scheduler.submit(make_request("new", 30, arrival_s=2.0))
+    scheduler.submit(make_request("old", 10, arrival_s=1.0))
+    first = plan(scheduler)
+    assert (first.lengths.tolist(), first.samples.tolist()) == ([10, 6], [True, False])
+    answer(scheduler, first)
+    scheduler.submit(make_request("newest", 3, arrival_s=3.0))
+    second = plan(scheduler)
+    assert second.lengths.tolist() == [1, 15]
+    answer(scheduler, second)
+    assert plan(scheduler).lengths.tolist() == [1, 9, 3]
+
+
+def test_higher_priority_is_admitted_before_earlier_arrival() -> None:
+    scheduler = make_scheduler(small_limits(max_sequences=1))
+    scheduler.submit(make_request("early", 4))
+    scheduler.submit(make_request("urgent", 5, priority=1, arrival_s=9.0))
+    assert plan(scheduler).lengths.tolist() == [5]
+
+
+def test_head_of_the_queue_without_blocks_is_not_overtaken() -> None:
+    scheduler = make_scheduler(small_limits(num_blocks=6, max_batch_tokens=64))
+    scheduler.submit(make_request("running", 11, arrival_s=0.0))
+    scheduler.submit(make_request("large", 15, arrival_s=1.0))
+    scheduler.submit(make_request("small", 2, arrival_s=2.0))
+    assert plan(scheduler).lengths.tolist() == [11]
+    assert scheduler.stats().num_waiting == 2
+
+
+def test_request_needs_slots_for_all_its_sequences() -> None:
+    scheduler = make_scheduler()
+    scheduler.submit(make_request("one", 4, arrival_s=0.0))
+    scheduler.submit(make_request("four", 4, num_sequences=4, arrival_s=1.0))
+    assert plan(scheduler).num_rows == 1
+    assert scheduler.stats().num_waiting == 1
+
+
+def test_siblings_share_the_prompt_and_copy_its_last_block_on_write() -> None:
+    scheduler = make_scheduler()
+    scheduler.submit(make_request(prompt_ids=(1, 2, 3, 4, 5, 6), num_sequences=3))
+    first = plan(scheduler)
+    assert first.num_rows == 1
+    answer(scheduler, first)
+    forks = plan(scheduler)
+    assert forks.starts.tolist() == [6, 5, 5]
+    assert forks.token_ids.tolist() == [500, 6, 6]
+    prompt_blocks = first.table_blocks.tolist()
+    assert forks.copy_sources.tolist() == [prompt_blocks[1]] * 2  # the last holder writes in place
+    assert len({start.seed for start in forks.sequence_starts} | {first.sequence_starts[0].seed}) == 3
+    heads = [block for position, block in zip(forks.table_positions, forks.table_blocks, strict=True) if position == 0]
+    assert heads == [prompt_blocks[0]] * 2
+    assert scheduler.pool.num_references(prompt_blocks[0]) == 3
+
+
+def test_siblings_of_a_prompt_that_ends_with_a_block_copy_nothing_but_that_block() -> None:
+    scheduler = make_scheduler()
+    scheduler.submit(make_request(prompt_ids=(1, 2, 3, 4, 5), num_sequences=2))
+    step(scheduler)
+    assert plan(scheduler).copy_sources.tolist() == []  # position 4 opens a block, nothing of it is shared
+
+
+def test_ending_stop_id_is_billed_but_not_delivered() -> None:
+    scheduler = make_scheduler(eos_ids=(2,))
+    scheduler.submit(make_request(num_prompt_tokens=6))
+    step(scheduler, 500)
+    delivery = step(scheduler, 2)
+    assert delivery.token_ids == []
+    (chunk,) = delivery.chunks
+    assert (chunk.finish_reason, chunk.token_ids, chunk.usage) == (FinishReason.STOP, (), Usage(6, 2))
+
+
+def test_last_token_of_a_full_length_is_delivered() -> None:
+    scheduler = make_scheduler()
+    scheduler.submit(make_request(max_tokens=1))
+    delivery = step(scheduler, 500)
+    assert (delivery.token_ids, delivery.chunks[0].finish_reason) == ([500], FinishReason.LENGTH)
+
+
+def test_context_ends_a_sequence_before_its_max_tokens() -> None:
+    scheduler = make_scheduler(small_limits(max_model_len=8))
+    scheduler.submit(make_request(num_prompt_tokens=6, max_tokens=100))
+    assert step(scheduler).chunks == []
+    assert step(scheduler).chunks[0].usage == Usage(6, 2)
+
+
+def test_tokens_with_logprobs_come_as_chunks() -> None:
+    scheduler = make_scheduler()
+    scheduler.submit(make_request(num_logprobs=0))
+    made = plan(scheduler)
+    logprobs = TokenLogprobs(500, -0.5)
+    rows = np.array([0], np.int32)
+    delivery = scheduler.apply(made, StepOutput(rows, np.array([500], np.int32), {0: logprobs}), 0.0)
+    assert delivery.token_ids == []
+    assert [(chunk.token_ids, chunk.logprobs) for chunk in delivery.chunks] == [((500,), (logprobs,))]
+
+
+def test_row_that_draws_several_tokens_stops_at_the_ending_one() -> None:
+    scheduler = make_scheduler(eos_ids=(2,))
+    scheduler.submit(make_request(num_prompt_tokens=6))
+    made = plan(scheduler)
+    output = StepOutput(np.zeros(4, np.int32), np.array([500, 501, 2, 502], np.int32))
+    delivery = scheduler.apply(made, output, 0.0)
+    assert delivery.token_ids == [500, 501]
+    assert delivery.chunks[0].usage == Usage(6, 3)
+
+
+@pytest.mark.parametrize(
+    ("num_prompt_tokens", "num_sequences", "cause"),
+    [(23, 1, None), (24, 1, "24 tokens"), (0, 1, "empty"), (5, 5, "5 sequences"), (5, 4, None)],
+)
+def test_what_can_never_run_is_refused_at_once(num_prompt_tokens: int, num_sequences: int, cause: str | None) -> None:
+    scheduler = make_scheduler(small_limits(num_blocks=6))
+    scheduler.submit(make_request(num_prompt_tokens=num_prompt_tokens, num_sequences=num_sequences))
+    delivery = scheduler.flush()
+    if cause is None:
+        assert delivery is None
+        return
+    assert delivery is not None
+    (chunk,) = delivery.chunks
+    assert (chunk.finish_reason, chunk.usage) == (FinishReason.ERROR, Usage(0, 0))
+    assert cause in (chunk.error or "")
+    assert scheduler.plan(0.0) is None
+
+
+def test_cancel_while_waiting_bills_nothing() -> None:
+    scheduler = make_scheduler()
+    scheduler.submit(make_request(num_sequences=2))
+    scheduler.cancel("a", FinishReason.CANCELLED)
+    delivery = scheduler.flush()
+    assert delivery is not None
+    assert [chunk.usage for chunk in delivery.chunks] == [None, Usage(0, 0)]
+    assert scheduler.plan(0.0) is None
+
+
+def test_cancel_in_mid_prefill_bills_the_computed_part_of_the_prompt() -> None:
+    scheduler = make_scheduler()
+    scheduler.submit(make_request(num_prompt_tokens=40))
+    step(scheduler)
+    scheduler.cancel("a", FinishReason.CANCELLED)
+    delivery = scheduler.flush()
+    assert delivery is not None
+    assert delivery.chunks[0].usage == Usage(16, 0)
+    assert scheduler.pool.num_used == 0
+
+
+def test_cancel_in_flight_frees_blocks_once_in_apply() -> None:
+    scheduler = make_scheduler()
+    scheduler.submit(make_request())
+    step(scheduler)
+    made = plan(scheduler)
+    scheduler.cancel("a", FinishReason.CANCELLED)
+    scheduler.cancel("a", FinishReason.DEADLINE)
+    assert scheduler.flush() is None
+    assert scheduler.pool.num_used > 0
+    delivery = answer(scheduler, made)
+    assert delivery.token_ids == []
+    (chunk,) = delivery.chunks
+    assert (chunk.finish_reason, chunk.usage) == (FinishReason.CANCELLED, Usage(6, 1))
+    assert scheduler.pool.num_used == 0
+
+
+@pytest.mark.parametrize("is_in_flight", [False, True])
+def test_stop_string_cuts_usage_whatever_the_timing(is_in_flight: bool) -> None:
+    scheduler = make_scheduler()
+    scheduler.submit(make_request(max_tokens=9))
+    for _ in range(4):
+        step(scheduler)
+    made = plan(scheduler) if is_in_flight else None
+    scheduler.cancel("a", FinishReason.STOP, index=0, num_tokens_kept=2)
+    delivery = answer(scheduler, made) if made else scheduler.flush()
+    assert delivery is not None
+    assert (delivery.chunks[0].finish_reason, delivery.chunks[0].usage) == (FinishReason.STOP, Usage(6, 2))
+
+
+def test_late_cut_of_an_ended_sequence_counts_until_the_terminal_chunk() -> None:
+    scheduler = make_scheduler(eos_ids=(2,))
+    scheduler.submit(make_request(num_prompt_tokens=6, max_tokens=3, num_sequences=2))
+    step(scheduler)
+    made = plan(scheduler)
+    first = scheduler.apply(made, StepOutput(np.array([0, 1], np.int32), np.array([2, 500], np.int32)), 0.0)
+    assert [(chunk.index, chunk.is_terminal) for chunk in first.chunks] == [(0, False)]
+    scheduler.cancel("a", FinishReason.STOP, index=0, num_tokens_kept=1)
+    step(scheduler)
+    assert step(scheduler).chunks[0].usage == Usage(6, 1 + 3)
+
+
+def test_leaving_leader_hands_its_prefill_to_a_sibling() -> None:
+    scheduler = make_scheduler()
+    scheduler.submit(make_request(num_prompt_tokens=20, num_sequences=3))
+    step(scheduler)
+    scheduler.cancel("a", FinishReason.CANCELLED, index=0)
+    made = plan(scheduler)
+    assert (made.starts.tolist(), made.lengths.tolist()) == ([16], [4])
+    answer(scheduler, made)
+    assert plan(scheduler).starts.tolist() == [20, 19]
+
+
+def test_unknown_ids_and_indexes_are_ignored() -> None:
+    scheduler = make_scheduler()
+    scheduler.submit(make_request())
+    scheduler.cancel("b", FinishReason.CANCELLED)
+    scheduler.cancel("a", FinishReason.CANCELLED, index=1)
+    scheduler.pause("b")
+    scheduler.resume("b")
+    assert scheduler.flush() is None
+    assert plan(scheduler).num_rows == 1
+
+
+def test_paused_request_keeps_its_blocks_and_sits_out() -> None:
+    scheduler = make_scheduler()
+    scheduler.submit(make_request())
+    step(scheduler)
+    num_used = scheduler.pool.num_used
+    scheduler.pause("a")
+    assert scheduler.plan(0.0) is None
+    assert (scheduler.pool.num_used, scheduler.stats().num_paused) == (num_used, 1)
+    scheduler.resume("a")
+    assert plan(scheduler).starts.tolist() == [6]
+
+
+def test_paused_request_in_the_queue_lets_others_pass_and_returns_to_its_place() -> None:
+    scheduler = make_scheduler(small_limits(max_sequences=1))
+    scheduler.submit(make_request("a", 4, arrival_s=0.0, max_tokens=1))
+    scheduler.submit(make_request("b", 5, arrival_s=1.0, max_tokens=1))
+    scheduler.submit(make_request("c", 6, arrival_s=2.0, max_tokens=1))
+    scheduler.pause("a")
+    made = plan(scheduler)
+    assert made.lengths.tolist() == [5]
+    scheduler.resume("a")
+    answer(scheduler, made)
+    assert plan(scheduler).lengths.tolist() == [4]
+
+
+def test_out_of_blocks_paused_go_first_and_lose_no_token() -> None:
+    scheduler = make_scheduler(small_limits(num_blocks=4))
+    scheduler.submit(make_request("paused", 6, arrival_s=0.0, max_tokens=50))
+    step(scheduler)
+    scheduler.pause("paused")
+    scheduler.submit(make_request("b", 7, arrival_s=1.0, max_tokens=3))
+    for _ in range(3):  # the third needs b's third block; b ends with it
+        step(scheduler)
+    assert scheduler.stats().num_preemptions == 1
+    scheduler.resume("paused")
+    (start,) = plan(scheduler).sequence_starts
+    assert start.token_ids[6:] == (500,)
+    assert start.num_prompt_tokens == 6
+
+
+def test_out_of_blocks_the_latest_arrival_of_the_lowest_priority_gives_way() -> None:
+    scheduler = make_scheduler(small_limits(num_blocks=6))
+    scheduler.submit(make_request("old", 6, arrival_s=0.0, max_tokens=50))
+    scheduler.submit(make_request("urgent", 3, arrival_s=2.0, max_tokens=50, priority=1))
+    scheduler.submit(make_request("new", 7, arrival_s=1.0, max_tokens=50))
+    while scheduler.stats().num_preemptions == 0:
+        step(scheduler)
+    assert {sequence.request_id for sequence in scheduler._running} == {"old", "urgent"}
+
+
+def test_lone_sequence_ends_with_the_pool_instead_of_starving() -> None:
+    scheduler = make_scheduler(small_limits(num_blocks=3))
+    scheduler.submit(make_request(num_prompt_tokens=6, max_tokens=100))
+    deliveries = [step(scheduler) for _ in range(6)]
+    assert deliveries[-1].chunks[0].finish_reason is FinishReason.LENGTH
+    assert scheduler.pool.num_used == 0
+
+
+def test_fork_goes_on_from_its_parents_tokens() -> None:
+    scheduler = make_scheduler()
+    scheduler.submit(make_request(num_prompt_tokens=6, max_tokens=3))
+    step(scheduler, 500)
+    (parent,) = scheduler.sequences_of("a")
+    child = scheduler.fork(parent)
+    assert child is not None
+    assert (child.index, child.token_ids) == (1, parent.token_ids)
+    made = plan(scheduler)
+    assert made.starts.tolist() == [6, 6]
+    answer(scheduler, made)
+    delivery = step(scheduler, 501)
+    assert delivery.chunks[-1].usage == Usage(6, 3 + 2)  # the inherited token is billed once
+
+
+def test_fork_needs_a_slot_and_a_parent_that_runs_between_steps() -> None:
+    scheduler = make_scheduler(small_limits(max_sequences=2))
+    scheduler.submit(make_request())
+    (parent,) = scheduler.sequences_of("a")
+    assert scheduler.fork(parent) is None  # waits
+    made = plan(scheduler)
+    assert scheduler.fork(parent) is None  # in flight
+    answer(scheduler, made)
+    assert scheduler.fork(parent) is not None
+    assert scheduler.fork(parent) is None  # both slots taken
+
+
+def test_finish_is_idempotent() -> None:
+    scheduler = make_scheduler()
+    scheduler.submit(make_request())
+    step(scheduler)
+    (sequence,) = scheduler.sequences_of("a")
+    scheduler.finish(sequence, FinishReason.CANCELLED)
+    scheduler.finish(sequence, FinishReason.ERROR)
+    delivery = scheduler.flush()
+    assert delivery is not None
+    assert [chunk.finish_reason for chunk in delivery.chunks] == [FinishReason.CANCELLED]
+    assert scheduler.pool.num_free == scheduler.pool.num_blocks
+
+
+def test_stats_count_steps_tokens_and_the_time_of_a_step() -> None:
+    scheduler = make_scheduler()
+    scheduler.submit(make_request(num_prompt_tokens=20, max_tokens=9))
+    step(scheduler)
+    step(scheduler)
+    made = scheduler.plan(10.0)
+    assert made is not None
+    stats = scheduler.apply(made, StepOutput(np.zeros(1, np.int32), np.array([500], np.int32)), 10.25).stats
+    assert (stats.num_steps, stats.num_prompt_tokens, stats.num_generated_tokens) == (3, 20, 2)
+    assert (stats.num_running, stats.num_waiting, stats.step_s) == (1, 0, 0.25)

@@ -1,0 +1,224 @@
+"""Any history of submit, cancel, pause, resume, fork and steps: what must hold after each of them, and at the end."""
+
+from collections import Counter
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from core.plan import SequenceStart, StepOutput, StepPlan
+from core.scheduler import Scheduler
+from core.sequence import Sequence, SequenceState
+from core.simulation import CostModel, SimulatedClock, SimulatedRunner, continuation
+from core.types import FinishReason, Request, Usage
+from tests.fakes import DeliveryLog, make_request, small_limits
+
+EOS = 3
+VOCAB_SIZE = 30
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Drives a scheduler and a simulated runner call by call, so that messages come between plan and apply too."""
+
+    @initialize(
+        num_blocks=st.integers(3, 14), block_size=st.sampled_from((1, 2, 4)), max_batch_tokens=st.integers(1, 9)
+    )
+    def begin(self, num_blocks: int, block_size: int, max_batch_tokens: int) -> None:
+        self.limits = small_limits(
+            num_blocks=num_blocks, block_size=block_size, max_batch_tokens=max_batch_tokens, vocab_size=VOCAB_SIZE
+        )
+        self.clock = SimulatedClock()
+        self.runner = SimulatedRunner(self.limits, CostModel(), self.clock)
+        self.scheduler = Scheduler(self.limits, (EOS,), seeds=lambda: 0)
+        self.log = DeliveryLog()
+        self.requests: dict[str, Request] = {}
+        self.starts: dict[tuple[str, int], SequenceStart] = {}
+        self.sequences: dict[str, list[Sequence]] = {}
+        self.paused: set[str] = set()
+        self.in_flight: tuple[StepPlan, StepOutput] | None = None
+
+    # Rules
+
+    @rule(
+        num_prompt_tokens=st.integers(1, 20),
+        max_tokens=st.integers(1, 12),
+        num_sequences=st.sampled_from((1, 1, 2, 3)),
+        priority=st.sampled_from((0, 0, 1)),
+        min_tokens=st.sampled_from((0, 3)),
+    )
+    def submit(
+        self, num_prompt_tokens: int, max_tokens: int, num_sequences: int, priority: int, min_tokens: int
+    ) -> None:
+        request = make_request(
+            f"r{len(self.requests)}",
+            num_prompt_tokens,
+            max_tokens,
+            num_sequences=num_sequences,
+            arrival_s=float(len(self.requests)),
+            priority=priority,
+            min_tokens=min_tokens,
+        )
+        self.requests[request.request_id] = request
+        self.scheduler.submit(request)
+        self.sequences[request.request_id] = list(self.scheduler.sequences_of(request.request_id))
+        for sequence in self.sequences[request.request_id]:
+            self.remember(sequence)
+
+    @precondition(lambda self: self.requests)
+    @rule(pick=st.integers(0, 99), index=st.sampled_from((None, None, 0, 1)), kept=st.sampled_from((None, 0, 2)))
+    def cancel(self, pick: int, index: int | None, kept: int | None) -> None:
+        reason = FinishReason.CANCELLED if kept is None else FinishReason.STOP
+        self.scheduler.cancel(self.pick(pick), reason, index, kept)
+
+    @precondition(lambda self: self.requests)
+    @rule(pick=st.integers(0, 99))
+    def pause(self, pick: int) -> None:
+        self.scheduler.pause(self.pick(pick))
+        self.paused.add(self.pick(pick))
+
+    @precondition(lambda self: self.paused)
+    @rule(pick=st.integers(0, 99))
+    def resume(self, pick: int) -> None:
+        request_id = sorted(self.paused)[pick % len(self.paused)]
+        self.scheduler.resume(request_id)
+        self.paused.remove(request_id)
+
+    @precondition(lambda self: self.requests)
+    @rule(pick=st.integers(0, 99), index=st.integers(0, 2))
+    def fork(self, pick: int, index: int) -> None:
+        live = self.scheduler.sequences_of(self.pick(pick))
+        if index < len(live) and (child := self.scheduler.fork(live[index])) is not None:
+            self.sequences[child.request_id].append(child)
+            self.remember(child)
+
+    @precondition(lambda self: self.in_flight is None)
+    @rule()
+    def plan(self) -> None:
+        made = self.scheduler.plan(self.clock())
+        if made is None:
+            delivery = self.scheduler.flush()
+            if delivery is not None:
+                self.log(delivery)
+            return
+        assert made.num_tokens <= self.limits.max_batch_tokens
+        assert not any(self.scheduler._tenant(slot).is_paused for slot in made.slots.tolist())
+        ticket = self.runner.forward(made)
+        self.runner.sample(ticket)
+        self.in_flight = made, self.runner.collect(ticket)
+
+    @precondition(lambda self: self.in_flight is not None)
+    @rule(computed_again=st.booleans())
+    def apply(self, computed_again: bool) -> None:
+        assert self.in_flight is not None
+        made, output = self.in_flight
+        if computed_again:  # as the engine does after a fault, row by row
+            for row in range(made.num_rows):
+                again = self.runner.collect(self.runner.forward(self.scheduler.restart(made, range(row, row + 1))))
+                assert again.token_ids.tolist() == output.token_ids[output.rows == row].tolist()
+        self.in_flight = None
+        self.log(self.scheduler.apply(made, output, self.clock()))
+
+    @rule()
+    def step(self) -> None:
+        """Plan and apply in one, so that most histories get somewhere."""
+        for _ in range(3):
+            if self.in_flight is None:
+                self.plan()
+            if self.in_flight is not None:
+                self.apply(computed_again=False)
+
+    # What must hold
+
+    @invariant()
+    def blocks_are_conserved(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        pool = self.scheduler.pool
+        held = Counter(block for sequence in self.all_sequences() for block in sequence.table.blocks)
+        held.update(self.scheduler._held_blocks)
+        assert all(pool.num_references(block) == held[block] for block in range(pool.num_blocks))
+        assert pool.num_free + len(held) == pool.num_blocks
+
+    @invariant()
+    def slots_are_conserved(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        tenants = [sequence.slot for sequence in self.all_sequences() if sequence.slot >= 0]
+        assert sorted(tenants + self.scheduler._free_slots) == list(range(len(self.scheduler._tenants)))
+
+    @invariant()
+    def only_running_sequences_hold_blocks(self) -> None:
+        if hasattr(self, "scheduler"):
+            assert all(s.state is SequenceState.RUNNING for s in self.all_sequences() if s.table.blocks)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        for request_id in list(self.paused):
+            self.scheduler.resume(request_id)
+        for _ in range(3000):
+            if self.in_flight is not None:
+                self.apply(computed_again=False)
+            self.plan()
+            if self.in_flight is None:
+                break
+        self.blocks_are_conserved()
+        assert self.scheduler.pool.num_used == 0
+        for request in self.requests.values():
+            self.check_answer(request)
+
+    def check_answer(self, request: Request) -> None:
+        terminal = self.log.terminal(request.request_id)
+        sequences = self.sequences[request.request_id]
+        ends = Counter(c.index for c in self.log.chunks if c.request_id == request.request_id and c.finish_reason)
+        assert ends == Counter(range(max(1, len(sequences))))
+        num_billed = 0
+        for sequence in sequences:
+            start = self.starts[request.request_id, sequence.index]
+            expected = continuation(start, self.limits)
+            delivered = self.log.tokens(request.request_id, sequence.index)
+            assert delivered == expected[: len(delivered)]
+            reason = self.log.finish_reason(request.request_id, sequence.index)
+            num_drawn = len(delivered)
+            if reason is FinishReason.STOP and sequence.num_own_tokens > len(delivered):
+                assert expected[len(delivered)] == EOS
+                num_drawn += 1
+            if reason is FinishReason.LENGTH or num_drawn > len(delivered):
+                assert num_drawn == len(expected)
+            num_billed += num_drawn if sequence.num_tokens_kept is None else min(num_drawn, sequence.num_tokens_kept)
+        assert terminal.usage is not None
+        num_prompt_tokens = terminal.usage.num_prompt_tokens
+        assert terminal.usage == Usage(num_prompt_tokens, num_billed)
+        assert num_prompt_tokens <= len(request.prompt_ids)
+        if any(sequence.num_own_tokens for sequence in sequences):
+            assert num_prompt_tokens == len(request.prompt_ids)
+
+    # Means
+
+    def pick(self, number: int) -> str:
+        """One of the last requests: the older ones have mostly ended."""
+        recent = list(self.requests)[-5:]
+        return recent[number % len(recent)]
+
+    def all_sequences(self) -> list[Sequence]:
+        return [sequence for sequences in self.sequences.values() for sequence in sequences]
+
+    def remember(self, sequence: Sequence) -> None:
+        self.starts[sequence.request_id, sequence.index] = SequenceStart(
+            slot=0,
+            token_ids=tuple(sequence.token_ids),
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            sampling=sequence.sampling,
+            seed=sequence.seed,
+            stop_ids=sequence.stop_ids,
+        )
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(
+    max_examples=120,
+    stateful_step_count=50,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)

@@ -1,0 +1,189 @@
+"""Ids and text, against transformers' own tokenizer of the same files."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import decoders
+from transformers import PreTrainedTokenizerFast
+
+from core.detokenizer import Detokenizer
+from core.errors import InvalidRequest
+from core.tokenizer import MAX_PIECE_CHARS, Tokenizer, UnsupportedTokenizer
+from tests.core import small_tokenizers
+
+KINDS = ("byte_level", "sentencepiece")
+CONFIGS: dict[str, dict[str, Any]] = {
+    "byte_level": {"bos_token": "<|begin|>", "eos_token": {"content": "<|im_end|>", "lstrip": False}},
+    "sentencepiece": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
+}
+PHRASES = [
+    "",
+    " ",
+    "The engine thread",
+    "  two spaces, and  more ",
+    "line\n\n\tindented\r\n",
+    "fährt über 你好 😀 👩‍👩‍👧 \N{ZERO WIDTH JOINER}",
+    "a <|im_start|>user<|im_end|> b <s> </s><tool call>",
+    "<0x41> ▁ Ġ é",
+]
+
+
+@cache
+def backend(kind: str) -> tokenizers.Tokenizer:
+    made: tokenizers.Tokenizer = getattr(small_tokenizers, kind)()
+    return made
+
+
+@cache
+def ours(kind: str) -> Tokenizer:
+    return Tokenizer(backend(kind).to_str(), CONFIGS[kind])
+
+
+@cache
+def theirs(kind: str) -> PreTrainedTokenizerFast:
+    names = {"bos_token": ours(kind).special_tokens["bos_token"], "eos_token": ours(kind).special_tokens["eos_token"]}
+    return PreTrainedTokenizerFast(tokenizer_object=backend(kind), **names)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("text", PHRASES)
+def test_ids_and_text_are_those_of_transformers(kind: str, text: str) -> None:
+    for add_special_tokens in (True, False):
+        ids = ours(kind).encode(text, add_special_tokens)
+        assert ids == theirs(kind).encode(text, add_special_tokens=add_special_tokens)
+        for skip in (True, False):
+            assert ours(kind).decode(ids, skip) == theirs(kind).decode(ids, skip_special_tokens=skip)
+
+
+@given(st.sampled_from(KINDS), st.text(max_size=30))
+def test_random_text_has_the_ids_and_the_text_of_transformers(kind: str, text: str) -> None:
+    ids = ours(kind).encode(text)
+    assert ids == theirs(kind).encode(text)
+    assert ours(kind).decode(ids) == theirs(kind).decode(ids, skip_special_tokens=True)
+
+
+@given(st.sampled_from(KINDS), st.text(max_size=30))
+def test_streamed_text_is_the_decoded_text(kind: str, text: str) -> None:
+    ids = ours(kind).encode(text)
+    detokenizer = Detokenizer(ours(kind).table)
+    assert "".join([detokenizer.push([token_id]) for token_id in ids]) + detokenizer.finish() == ours(kind).decode(ids)
+
+
+@given(st.lists(st.integers(0, 400), max_size=12))
+def test_random_ids_of_bytes_decode_as_transformers_does(ids: list[int]) -> None:
+    assert ours("byte_level").decode(ids) == theirs("byte_level").decode(ids, skip_special_tokens=True)
+
+
+def test_text_round_trips_through_bytes_of_each_token() -> None:
+    text = "über 你好 😀  x"
+    for kind, lead in (("byte_level", b""), ("sentencepiece", b" ")):
+        ids = ours(kind).encode(text, add_special_tokens=False)
+        assert b"".join([ours(kind).bytes_of(token_id) for token_id in ids]) == lead + text.encode()
+
+
+def test_every_id_has_a_string_and_leads_back() -> None:
+    tokenizer = ours("sentencepiece")
+    assert tokenizer.vocab_size == backend("sentencepiece").get_vocab_size()
+    for token_id in range(tokenizer.vocab_size):
+        assert tokenizer.id_of(tokenizer.str_of(token_id)) == token_id
+    newline = tokenizer.id_of("<0x0A>")
+    assert newline is not None
+    assert (tokenizer.bytes_of(newline), tokenizer.text_of(newline)) == (b"\n", "\n")
+    assert tokenizer.str_of(tokenizer.vocab_size) == ""
+    assert tokenizer.id_of("no such token") is None
+
+
+def test_special_tokens_have_names_ids_and_no_text() -> None:
+    tokenizer = ours("byte_level")
+    assert tokenizer.special_tokens == {"bos_token": "<|begin|>", "eos_token": "<|im_end|>"}
+    assert (tokenizer.bos_id, tokenizer.eos_id) == (0, 2)
+    assert tokenizer.special_ids == {0, 1, 2}
+    assert tokenizer.text_of(2) == "<|im_end|>"
+    assert tokenizer.table.bytes_of(2) == b""
+    tool_id = tokenizer.id_of("<tool call>")
+    assert tool_id is not None
+    assert tokenizer.table.bytes_of(tool_id) == b"<tool call>"
+
+
+def test_tokens_known_to_the_config_alone_are_added_as_transformers_adds_them() -> None:
+    fields = {"lstrip": False, "rstrip": False, "single_word": False, "normalized": False}
+    listed = {
+        "500": {"content": "<b>", "special": False, **fields},
+        "401": {"content": "<a>", "special": True, **fields},
+    }
+    config = {"added_tokens_decoder": listed, "pad_token": "<pad>"}
+    tokenizer = Tokenizer(backend("byte_level").to_str(), config)
+    other = PreTrainedTokenizerFast(
+        tokenizer_object=backend("byte_level"),
+        added_tokens_decoder={int(key): tokenizers.AddedToken(**value) for key, value in listed.items()},
+        pad_token="<pad>",
+    )
+    assert tokenizer.encode("x<a>y<b><pad>") == other.encode("x<a>y<b><pad>")
+    ids = tokenizer.encode("x<a>y<b><pad>")
+    assert tokenizer.decode(ids) == other.decode(ids, skip_special_tokens=True) == "xy<b>"
+
+
+@pytest.mark.parametrize("add_bos", [True, False])
+@pytest.mark.parametrize("add_eos", [True, False])
+def test_config_decides_on_bos_and_eos(add_bos: bool, add_eos: bool) -> None:
+    flags = {"add_bos_token": add_bos, "add_eos_token": add_eos}
+    names = {"bos_token": "<s>", "eos_token": "</s>"}
+    tokenizer = Tokenizer(backend("sentencepiece").to_str(), {**flags, **names})
+    other = PreTrainedTokenizerFast(tokenizer_object=backend("sentencepiece"), **flags, **names)
+    assert tokenizer.encode("a step") == other.encode("a step")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("unit", ["a", " ", "!", "7", "é", "\n", "你", "▁", "a!"])
+def test_long_runs_are_cut_into_bounded_pieces_without_loss(kind: str, unit: str) -> None:
+    text = unit * 60_000
+    tokenizer = ours(kind)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert tokenizer.decode(ids) == (text if kind == "byte_level" else text.replace("▁", " "))
+    pre_tokenizer = tokenizer._backend.pre_tokenizer
+    assert pre_tokenizer is not None
+    assert max(len(piece) for piece, _ in pre_tokenizer.pre_tokenize_str(text)) <= MAX_PIECE_CHARS
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_long_ordinary_text_is_not_changed_by_the_bound(kind: str) -> None:
+    text = "\n".join(small_tokenizers.TEXT) * 40
+    assert len(text) > 3 * MAX_PIECE_CHARS
+    assert ours(kind).encode(text) == theirs(kind).encode(text)
+
+
+def test_lone_surrogate_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match=r"U\+D800.*character 2"):
+        ours("byte_level").encode("ab\ud800")
+
+
+@pytest.mark.parametrize(
+    ("decoder", "name"),
+    [
+        (decoders.WordPiece(), "WordPiece"),
+        (decoders.Sequence([decoders.Replace("_", " "), decoders.Fuse()]), "Replace"),
+        (decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)]), r"ByteLevel \+ Strip"),
+        (None, "null"),
+    ],
+)
+def test_unsupported_decoder_is_named(decoder: decoders.Decoder | None, name: str) -> None:
+    other = tokenizers.Tokenizer.from_str(backend("byte_level").to_str())
+    other.decoder = decoder
+    with pytest.raises(UnsupportedTokenizer, match=name):
+        Tokenizer(other.to_str())
+
+
+def test_broken_file_is_a_typed_error() -> None:
+    with pytest.raises(UnsupportedTokenizer, match=r"tokenizer\.json cannot be read"):
+        Tokenizer(b"{}")
+
+
+def test_metaspace_decoder_strips_its_own_space() -> None:
+    other = tokenizers.Tokenizer.from_str(backend("sentencepiece").to_str())
+    other.decoder = decoders.Sequence([decoders.Metaspace(), decoders.ByteFallback(), decoders.Fuse()])
+    ids = other.encode("a step é", add_special_tokens=False).ids
+    assert Tokenizer(other.to_str()).decode(ids) == other.decode(ids) == "a step é"

@@ -1,0 +1,164 @@
+"""Stand-ins that record what was asked of them. Nothing here decides anything."""
+
+from collections import deque
+
+from core.engine import Engine
+from core.plan import RunnerLimits, SequenceStart, StepOutput, StepPlan
+from core.scheduler import Scheduler
+from core.sequence import sequence_seed
+from core.simulation import CostModel, SimulatedClock, SimulatedRunner, continuation
+from core.types import FinishReason, Message, Request, SamplingParams, StepDelivery, TokenChunk
+
+
+class FakeClock(SimulatedClock):
+    """Seconds that pass when the test says so."""
+
+
+class DeliveryLog:
+    """What the loop would have been given, by request."""
+
+    def __init__(self) -> None:
+        self.deliveries: list[StepDelivery] = []
+        self.chunks: list[TokenChunk] = []
+        self._tokens: dict[tuple[str, int], list[int]] = {}
+
+    def __call__(self, delivery: StepDelivery) -> None:
+        self.deliveries.append(delivery)
+        columns = zip(delivery.request_ids, delivery.indexes, delivery.token_ids, strict=True)
+        for request_id, index, token_id in columns:
+            self._tokens.setdefault((request_id, index), []).append(token_id)
+        for chunk in delivery.chunks:
+            self._tokens.setdefault((chunk.request_id, chunk.index), []).extend(chunk.token_ids)
+        self.chunks += delivery.chunks
+
+    def tokens(self, request_id: str, index: int = 0) -> list[int]:
+        return self._tokens.get((request_id, index), [])
+
+    def terminals(self, request_id: str) -> list[TokenChunk]:
+        return [chunk for chunk in self.chunks if chunk.request_id == request_id and chunk.is_terminal]
+
+    def terminal(self, request_id: str) -> TokenChunk:
+        """The request's terminal chunk, which must be the only one and its last news."""
+        (terminal,) = self.terminals(request_id)
+        assert [chunk for chunk in self.chunks if chunk.request_id == request_id][-1] is terminal
+        return terminal
+
+    def finish_reason(self, request_id: str, index: int = 0) -> FinishReason | None:
+        reasons = [c.finish_reason for c in self.chunks if c.request_id == request_id and c.index == index]
+        return reasons[-1] if reasons else None
+
+
+class FaultyRunner(SimulatedRunner):
+    """The simulated runner, failing where it meets certain token ids.
+
+    Args:
+        raises_at: a step with one of these ids raises this, after all the step's writes.
+        fails_at: a row with one of these ids is reported as failed.
+    """
+
+    def __init__(
+        self,
+        limits: RunnerLimits,
+        clock: SimulatedClock,
+        raises_at: dict[int, Exception] | None = None,
+        fails_at: frozenset[int] = frozenset(),
+    ) -> None:
+        super().__init__(limits, CostModel(), clock)
+        self.num_forwards = 0
+        self._raises_at = raises_at or {}
+        self._fails_at = fails_at
+
+    def forward(self, plan: StepPlan) -> StepPlan:
+        self.num_forwards += 1
+        return super().forward(plan)
+
+    def collect(self, ticket: StepPlan) -> StepOutput:
+        for token_id in ticket.token_ids.tolist():
+            if token_id in self._raises_at:
+                raise self._raises_at[token_id]
+        output = super().collect(ticket)
+        ends = ticket.lengths.cumsum()
+        for row, (start, end) in enumerate(zip((ends - ticket.lengths).tolist(), ends.tolist(), strict=True)):
+            if self._fails_at.intersection(ticket.token_ids[start:end].tolist()):
+                output.failed_rows[row] = "logits are not finite"
+        return output
+
+
+class EngineUnderTest:
+    """An engine on a simulated runner, with its inbox and all it delivers."""
+
+    cost = CostModel()
+
+    def __init__(
+        self, limits: RunnerLimits, eos_ids: tuple[int, ...] = (), runner: SimulatedRunner | None = None
+    ) -> None:
+        self.clock = FakeClock()
+        self.limits = limits
+        self.eos_ids = eos_ids
+        self.inbox: deque[Message] = deque()
+        self.log = DeliveryLog()
+        self.runner = runner or SimulatedRunner(limits, self.cost, self.clock)
+        self.scheduler = Scheduler(limits, eos_ids, seeds=lambda: 1234)
+        self.engine = Engine(self.scheduler, self.runner, self.clock, self.inbox, self.log)
+
+    def send(self, *messages: Message) -> None:
+        self.inbox.extend(messages)
+
+    def step(self, times: int = 1) -> bool:
+        return [self.engine.step() for _ in range(times)][-1]
+
+    def run(self) -> None:
+        """Step until nothing can be computed any more."""
+        while self.engine.step():
+            pass
+
+    def reference(self, request: Request, index: int = 0) -> list[int]:
+        """What the request's sequence draws when alone, an ending stop id included."""
+        return continuation(sequence_start(request, self.eos_ids, index), self.limits)
+
+
+def sequence_start(request: Request, eos_ids: tuple[int, ...] = (), index: int = 0) -> SequenceStart:
+    sampling = request.sampling
+    assert sampling.seed is not None
+    return SequenceStart(
+        slot=0,
+        token_ids=request.prompt_ids,
+        num_prompt_tokens=len(request.prompt_ids),
+        sampling=sampling,
+        seed=sequence_seed(sampling.seed, index),
+        stop_ids=sampling.stop_token_ids if sampling.ignore_eos else eos_ids + sampling.stop_token_ids,
+    )
+
+
+def small_limits(
+    num_blocks: int = 64,
+    block_size: int = 4,
+    max_sequences: int = 4,
+    max_batch_tokens: int = 16,
+    max_model_len: int = 200,
+    vocab_size: int = 1000,
+) -> RunnerLimits:
+    return RunnerLimits(num_blocks, block_size, max_sequences, max_batch_tokens, max_model_len, vocab_size)
+
+
+def make_request(
+    request_id: str = "a",
+    num_prompt_tokens: int = 6,
+    max_tokens: int = 5,
+    *,
+    prompt_ids: tuple[int, ...] | None = None,
+    num_sequences: int = 1,
+    arrival_s: float = 0.0,
+    priority: int = 0,
+    **sampling: object,
+) -> Request:
+    """A request whose prompt and seed follow from its id, unless given."""
+    key = sum(request_id.encode())
+    return Request(
+        request_id=request_id,
+        prompt_ids=prompt_ids or tuple((key + 7 * i) % 97 for i in range(num_prompt_tokens)),
+        sampling=SamplingParams(**{"max_tokens": max_tokens, "seed": key, **sampling}),  # type: ignore[arg-type]
+        arrival_s=arrival_s,
+        num_sequences=num_sequences,
+        priority=priority,
+    )

@@ -1,0 +1,64 @@
+"""Small random models of every family, made once per run, and runners over them."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from core.config import EngineConfig, parse_model_config
+from gpu.runner import ModelRunner, load_runner
+from tests.oracle import FAMILIES, Oracle, read_config, save_random_model
+
+ENGINE = EngineConfig(device="cpu", dtype="float32", max_sequences=16, kv_memory_bytes=8 * 1024**2, threads=1)
+
+
+def no_progress(done: int, total: int) -> None:
+    """For those who do not look."""
+
+
+@pytest.fixture(scope="session")
+def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Family -> the directory of its random model."""
+    made: dict[str, Path] = {}
+
+    def get(family: str) -> Path:
+        if family not in made:
+            made[family] = save_random_model(family, tmp_path_factory.mktemp(family))
+        return made[family]
+
+    return get
+
+
+@pytest.fixture(scope="session", params=list(FAMILIES))
+def family(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="session")
+def oracle(family: str, model_directory: Callable[[str], Path]) -> Oracle:
+    return Oracle(model_directory(family))
+
+
+@pytest.fixture
+def runner(family: str, model_directory: Callable[[str], Path]) -> ModelRunner:
+    """A fresh runner over the family's model."""
+    return open_runner(model_directory(family))
+
+
+@pytest.fixture
+def llama_runner(model_directory: Callable[[str], Path]) -> ModelRunner:
+    return open_runner(model_directory("llama3"))
+
+
+def open_runner(directory: Path, engine: EngineConfig = ENGINE) -> ModelRunner:
+    return load_runner(directory, parse_model_config(read_config(directory)), engine, no_progress)
+
+
+@pytest.fixture(autouse=True)
+def threads_kept() -> object:
+    """A runner sets torch's threads for its process: give them back."""
+    before = torch.get_num_threads()
+    yield None
+    torch.set_num_threads(before)

@@ -1,0 +1,112 @@
+"""The whole runner against transformers, for every family: however a sequence is computed, it says the same."""
+
+import functools
+import random
+
+import pytest
+import torch
+
+from core.config import RopeConfig
+from gpu.model import Model, apply_rope, rope_frequencies, rope_rotation
+from gpu.runner import ModelRunner
+from tests.gpu.driver import Driver, make_plan
+from tests.oracle import Oracle
+
+NUM_TOKENS = 64
+
+
+def make_prompt(seed: int, num_tokens: int) -> list[int]:
+    return random.Random(seed).choices(range(3, 300), k=num_tokens)
+
+
+@pytest.fixture(scope="session")
+def expected(oracle: Oracle) -> object:
+    """(seed, prompt tokens) -> 64 greedy tokens, each computed once per family."""
+
+    @functools.cache
+    def greedy(seed: int, num_tokens: int) -> list[int]:
+        return oracle.greedy(make_prompt(seed, num_tokens), NUM_TOKENS)
+
+    return greedy
+
+
+def test_logits_agree_with_the_oracle(runner: ModelRunner, oracle: Oracle) -> None:
+    """At every position: each token is its own chunk's last one."""
+    prompt = make_prompt(1, 70)
+    want = oracle.logits(prompt)
+    tables = [(0, index, index) for index in range(5)]
+    whole = runner.forward(make_plan([(0, 0, prompt, True)], tables=tables)).logits
+    got = [runner.forward(make_plan([(0, i, [t], True)])).logits for i, t in enumerate(prompt)]
+    for logits, reference in ((torch.cat(got), want), (whole, want[-1:])):
+        assert (logits - reference).abs().max() <= 1e-4 * reference.abs().max()
+
+
+def test_greedy_tokens_equal_the_oracles_plain(runner: ModelRunner, expected) -> None:
+    driver = Driver(runner)
+    for seed, length in ((1, 70), (2, 1)):
+        assert driver.generate(NUM_TOKENS, driver.add(make_prompt(seed, length))) == [expected(seed, length)]
+
+
+@pytest.mark.parametrize("chunk_seed", range(3))
+def test_greedy_tokens_equal_the_oracles_in_random_chunks(runner: ModelRunner, expected, chunk_seed: int) -> None:
+    driver, rng = Driver(runner), random.Random(chunk_seed)
+    sequence = driver.add(make_prompt(1, 70))
+    while not sequence.output_ids:
+        driver.step({sequence.slot: rng.choice((1, 2, 5, 16, 17, 33))}, sequence)
+    assert driver.generate(NUM_TOKENS, sequence) == [expected(1, 70)]
+
+
+def test_greedy_tokens_equal_the_oracles_in_a_batch(runner: ModelRunner, expected) -> None:
+    driver = Driver(runner)
+    shapes = [(1, 70), (2, 1), (3, 16), (4, 33)]
+    sequences = [driver.add(make_prompt(*shape)) for shape in shapes]
+    assert driver.generate(NUM_TOKENS, *sequences) == [expected(*shape) for shape in shapes]
+
+
+def test_greedy_tokens_equal_the_oracles_when_joining_at_different_steps(runner: ModelRunner, expected) -> None:
+    driver, rng = Driver(runner), random.Random(5)
+    shapes = [(1, 70), (2, 1), (3, 16), (4, 33)]
+    sequences = [driver.add(make_prompt(*shape)) for shape in shapes]
+    for step in range(20):
+        joined = sequences[: 1 + step // 5]
+        rng.shuffle(joined)
+        driver.step({sequence.slot: rng.choice((1, 7, 20)) for sequence in joined}, *joined)
+    assert driver.generate(NUM_TOKENS, *sequences) == [expected(*shape) for shape in shapes]
+
+
+def test_greedy_tokens_equal_the_oracles_after_neighbours_are_cancelled(runner: ModelRunner, expected) -> None:
+    """Blocks and slots of the cancelled go to those who come later; one sequence is preempted as well."""
+    driver = Driver(runner)
+    stays, leaves = driver.add(make_prompt(1, 70)), [driver.add(make_prompt(9, 50)), driver.add(make_prompt(8, 20))]
+    for _ in range(6):
+        driver.step(None, stays, *leaves)
+    for sequence in leaves:
+        driver.remove(sequence)
+    late = driver.add(make_prompt(4, 33))
+    for _ in range(5):
+        driver.step(None, late, stays)
+    driver.preempt(late)
+    assert driver.generate(NUM_TOKENS, late, stays) == [expected(4, 33), expected(1, 70)]
+
+
+def test_rope_turns_a_pair_by_position_times_frequency() -> None:
+    x = torch.tensor([[[1.0, 0.0, 0.0, 2.0]]])  # [1, 1, 4]
+    rotation = rope_rotation(torch.tensor([3.0]), torch.tensor([0.5, 0.1]))
+    angles = torch.tensor([1.5, 0.3])
+    want = torch.stack([angles[0].cos(), angles[0].sin(), -2 * angles[1].sin(), 2 * angles[1].cos()])
+    assert torch.allclose(apply_rope(x, rotation).flatten(), want)
+
+
+def test_llama3_rope_keeps_high_frequencies_and_divides_low_ones() -> None:
+    plain = rope_frequencies(RopeConfig(theta=10_000.0), 64)
+    scaled = rope_frequencies(RopeConfig(10_000.0, "llama3", 8.0, 1.0, 4.0, original_max_position=512), 64)
+    assert scaled[0] == plain[0]
+    assert scaled[-1] == plain[-1] / 8
+    assert ((plain / 8 <= scaled) & (scaled <= plain)).all()
+
+
+def test_bfloat16_norm_is_computed_in_float32(runner: ModelRunner) -> None:
+    """Squares of these overflow nothing, but their sum in bfloat16 would stop growing at 256."""
+    model: Model = runner._model
+    x = torch.ones(1, 4096, dtype=torch.bfloat16)
+    assert (model._norm(x, torch.ones(4096, dtype=torch.bfloat16)) - 1).abs().max() < 0.01

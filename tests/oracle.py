@@ -1,0 +1,115 @@
+"""The reference: transformers' models, slow and unpaged, and small random ones of every family to compare with."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from transformers.utils import logging
+
+_SMALL: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 256,
+    "attn_implementation": "eager",
+    "initializer_range": 0.1,  # far from uniform logits: the greedy choice has no near ties
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0}
+
+# name -> (model class, config class, what it has beside _SMALL); group sizes 1, 3, 2, 7, 5
+FAMILIES: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = {
+    "llama2": (LlamaForCausalLM, LlamaConfig, {"num_attention_heads": 4, "num_key_value_heads": 4}),
+    "llama3": (
+        LlamaForCausalLM,
+        LlamaConfig,
+        {
+            "hidden_size": 72,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "rope_parameters": _LLAMA3_ROPE,
+        },
+    ),
+    "llama_linear": (
+        LlamaForCausalLM,
+        LlamaConfig,
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "tie_word_embeddings": True,
+            "rope_parameters": _LINEAR_ROPE,
+        },
+    ),
+    "qwen2": (
+        Qwen2ForCausalLM,
+        Qwen2Config,
+        {"num_attention_heads": 7, "num_key_value_heads": 1, "hidden_size": 56, "tie_word_embeddings": True},
+    ),
+    "qwen3": (
+        Qwen3ForCausalLM,
+        Qwen3Config,
+        {"hidden_size": 80, "num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 24, "num_hidden_layers": 3},
+    ),
+}
+
+
+def save_random_model(family: str, directory: Path, max_shard_size: str = "5GB") -> Path:
+    """Save a random float32 model of a family, its biases and norms random too."""
+    logging.disable_progress_bar()
+    model_class, config_class, differences = FAMILIES[family]
+    torch.manual_seed(sum(map(ord, family)))
+    model = model_class(config_class(**{**_SMALL, **differences}))
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.2)
+        elif "norm" in name:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    model.save_pretrained(directory, max_shard_size=max_shard_size)
+    return directory
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((directory / "config.json").read_text())
+    return config
+
+
+class Oracle:
+    """A model as transformers computes it: the whole sequence anew for each token, nothing cached."""
+
+    def __init__(self, directory: Path) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+
+    @torch.inference_mode()
+    def logits(self, token_ids: list[int]) -> torch.Tensor:
+        """[tokens, vocab], float32."""
+        result: torch.Tensor = self._model(torch.tensor([token_ids]), use_cache=False).logits[0]
+        return result
+
+    def greedy(self, prompt_ids: list[int], num_tokens: int) -> list[int]:
+        """The likeliest token, num_tokens times; ends of sequences mean nothing."""
+        token_ids = list(prompt_ids)
+        for _ in range(num_tokens):
+            token_ids.append(int(self.logits(token_ids)[-1].argmax()))
+        return token_ids[len(prompt_ids) :]

@@ -1,0 +1,193 @@
+"""A network in memory: a transport with the server's connection at one end and the test at the other."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from server.connection import Connection, ConnectionContext
+from server.connection_limits import ConnectionLimits
+from server.http1 import HttpDate
+from server.stream import HttpStream
+from server.write_batch import WriteBatch
+from tests.server.virtual_loop import VirtualTimeLoop
+
+
+class MemoryTransport(asyncio.Transport):
+    """The server's end of a connection. What the peer has not read stays in its buffer, with water marks.
+
+    Attributes:
+        writes: each call of write, in order.
+        peer_reads: bytes arrive at once; else they stay until peer_read.
+        received: what the peer has read.
+    """
+
+    def __init__(self, loop: VirtualTimeLoop, protocol: asyncio.Protocol, peer_reads: bool = True) -> None:
+        super().__init__()
+        self.writes: list[bytes] = []
+        self.received = bytearray()
+        self.peer_reads = peer_reads
+        self.is_reading_paused = False
+        self.is_lost = False
+        self.was_aborted = False
+        self.has_sent_eof = False
+        self._loop = loop
+        self._protocol = protocol
+        self._unread = bytearray()
+        self._inbox: list[bytes | None] = []
+        self._high = 64 * 1024
+        self._low = 16 * 1024
+        self._is_writing_paused = False
+        self._is_closing = False
+        loop.call_soon(protocol.connection_made, self)
+
+    # The server's side.
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        assert not self.has_sent_eof
+        if self._is_closing:
+            return
+        self.writes.append(bytes(data))
+        self._unread += data
+        if self.peer_reads:
+            self.peer_read()
+        elif len(self._unread) > self._high and not self._is_writing_paused:
+            self._is_writing_paused = True
+            self._protocol.pause_writing()
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        self._high = 64 * 1024 if high is None else high
+        self._low = self._high // 4 if low is None else low
+
+    def get_write_buffer_size(self) -> int:
+        return len(self._unread)
+
+    def can_write_eof(self) -> bool:
+        return True
+
+    def write_eof(self) -> None:
+        self.has_sent_eof = True
+
+    def pause_reading(self) -> None:
+        assert not self.is_reading_paused
+        self.is_reading_paused = True
+
+    def resume_reading(self) -> None:
+        assert self.is_reading_paused
+        self.is_reading_paused = False
+        self._loop.call_soon(self._deliver)
+
+    def is_closing(self) -> bool:
+        return self._is_closing
+
+    def close(self) -> None:
+        if not self._is_closing:
+            self._is_closing = True
+            if not self._unread:
+                self._loop.call_soon(self._lose, None)
+
+    def abort(self) -> None:
+        self._is_closing = self.was_aborted = True
+        self._unread.clear()
+        self._loop.call_soon(self._lose, None)
+
+    # The peer's side.
+
+    def feed(self, data: bytes) -> None:
+        """The peer sends."""
+        self._inbox.append(data)
+        self._loop.call_soon(self._deliver)
+
+    def feed_eof(self) -> None:
+        """The peer closes its side."""
+        self._inbox.append(None)
+        self._loop.call_soon(self._deliver)
+
+    def reset(self) -> None:
+        """The peer is gone without a word."""
+        self._is_closing = True
+        self._loop.call_soon(self._lose, ConnectionResetError())
+
+    def peer_read(self, num_bytes: int | None = None) -> None:
+        """The peer reads so much of what is there, or everything."""
+        taken = len(self._unread) if num_bytes is None else num_bytes
+        self.received += self._unread[:taken]
+        del self._unread[:taken]
+        if self._is_writing_paused and len(self._unread) <= self._low:
+            self._is_writing_paused = False
+            self._loop.call_soon(self._protocol.resume_writing)
+        if self._is_closing and not self._unread:
+            self._loop.call_soon(self._lose, None)
+
+    def _deliver(self) -> None:
+        while self._inbox and not self.is_reading_paused and not self._is_closing:
+            data = self._inbox.pop(0)
+            if data is not None:
+                self._protocol.data_received(data)
+            elif not self._protocol.eof_received():
+                self.close()
+
+    def _lose(self, error: Exception | None) -> None:
+        if not self.is_lost:
+            self.is_lost = True
+            self._protocol.connection_lost(error)
+
+
+class Registry:
+    """Admits everyone, and counts."""
+
+    def __init__(self) -> None:
+        self.open: set[Connection] = set()
+        self.tasks: set[asyncio.Task[None]] = set()
+
+    def admit(self, connection: Connection) -> bool:
+        self.open.add(connection)
+        return True
+
+    def forget(self, connection: Connection) -> None:
+        self.open.remove(connection)
+
+    def keep_task(self, task: asyncio.Task[None]) -> None:
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+
+class MemoryServer:
+    """The real Connection on a virtual-time loop, for any number of connections in memory."""
+
+    def __init__(
+        self,
+        handler: Callable[[HttpStream], Awaitable[None]],
+        limits: ConnectionLimits | None = None,
+        loop: VirtualTimeLoop | None = None,
+    ) -> None:
+        self.loop = VirtualTimeLoop() if loop is None else loop
+        self.registry = Registry()
+        self.batch = WriteBatch(self.loop)
+        self._context = ConnectionContext(
+            handler, limits or ConnectionLimits(), self.registry, self.loop, self.batch, HttpDate(lambda: 0.0)
+        )
+        self.connections: list[Connection] = []
+
+    def connect(self, peer_reads: bool = True) -> MemoryTransport:
+        connection = Connection(self._context)
+        self.connections.append(connection)
+        transport = MemoryTransport(self.loop, connection, peer_reads)
+        self.loop.settle()
+        return transport
+
+    def exchange(self, *pieces: bytes) -> MemoryTransport:
+        """A new connection that sends these pieces, one read each, and what has come of it when all is quiet."""
+        transport = self.connect()
+        for piece in pieces:
+            transport.feed(piece)
+            self.loop.settle()
+        return transport
+
+    def close(self) -> None:
+        """All peers leave; nothing may be left of them."""
+        for connection in tuple(self.registry.open):
+            connection.abort()
+        self.loop.settle()
+        assert not self.registry.open
+        assert not self.registry.tasks
+        assert self.loop.next_timer() is None
+        self.loop.close()

@@ -1,0 +1,80 @@
+"""The banner: eight lines, true figures, a command that works when pasted."""
+
+import dataclasses
+import json
+import shlex
+
+import pytest
+
+from server.banner import BannerFacts, banner_lines, base_url, sample_curl
+
+FACTS = BannerFacts(
+    version="0.1.0",
+    model_name="steploop-demo",
+    num_parameters=5_100_000,
+    dtype="bfloat16",
+    is_demonstration=True,
+    device="cpu, 2 threads",
+    device_reason="no CUDA device found",
+    num_kv_tokens=33_792,
+    kv_size_bytes=64 * 2**20,
+    max_model_len=2048,
+    context_origin="the model's own",
+    num_api_keys=0,
+    host="127.0.0.1",
+    port=8000,
+)
+
+
+def line(facts: BannerFacts, label: str) -> str:
+    return next(text for text in banner_lines(facts) if text.split()[0] == label)
+
+
+def test_banner_has_eight_lines_and_each_fact() -> None:
+    assert banner_lines(FACTS)[:7] == [
+        "steploop 0.1.0",
+        "  model    steploop-demo, 5.1M parameters, bfloat16 (demonstration model: a memorised LLM glossary)",
+        "  device   cpu, 2 threads: no CUDA device found",
+        "  KV       33,792 tokens = 16.5 x 2,048 (64 MiB)",
+        "  context  2,048 tokens: the model's own",
+        "  auth     none (only this machine can reach it)",
+        "  URL      http://127.0.0.1:8000  /v1/chat/completions /v1/completions /v1/responses /metrics",
+    ]
+    assert len(banner_lines(FACTS)) == 8
+
+
+def test_only_the_embedded_model_is_called_a_demonstration() -> None:
+    assert "demonstration" not in "".join(banner_lines(dataclasses.replace(FACTS, is_demonstration=False)))
+
+
+def test_an_open_port_without_keys_is_said_plainly() -> None:
+    assert "anyone who reaches this port" in line(dataclasses.replace(FACTS, host="0.0.0.0"), "auth")
+    assert "2 API keys" in line(dataclasses.replace(FACTS, host="0.0.0.0", num_api_keys=2), "auth")
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:81"),
+        ("0.0.0.0", "http://127.0.0.1:81"),
+        ("::", "http://[::1]:81"),
+        ("fe80::1", "http://[fe80::1]:81"),
+        ("box.example", "http://box.example:81"),
+    ],
+)
+def test_url_is_one_that_can_be_reached(host: str, url: str) -> None:
+    assert base_url(host, 81) == url
+
+
+@pytest.mark.parametrize("name", ["steploop-demo", 'it\'s "quoted" $HOME `x`', "名前"])
+def test_the_command_survives_the_shell_with_model_and_port(name: str) -> None:
+    words = shlex.split(sample_curl(dataclasses.replace(FACTS, model_name=name, port=18_000)))
+    assert words[:2] == ["curl", "http://127.0.0.1:18000/v1/chat/completions"]
+    body = json.loads(words[words.index("-d") + 1])
+    assert body["model"] == name
+    assert body["messages"] == [{"role": "user", "content": "What is a KV cache?"}]
+    assert words[words.index("-H") + 1] == "content-type: application/json"
+
+
+def test_with_keys_the_command_takes_the_first_from_the_environment() -> None:
+    assert "authorization: Bearer ${STEPLOOP_API_KEY%%,*}" in sample_curl(dataclasses.replace(FACTS, num_api_keys=1))

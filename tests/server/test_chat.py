@@ -1,0 +1,334 @@
+"""`steploop chat` against a peer on a real socket: answers, figures, stopping, refusals."""
+
+import io
+import itertools
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from core.errors import ExitCode, StartupError
+from server.chat import SETTINGS, Conversation, ReadLine, harmless, stats_line
+from server.chat_client import ChatStats, HttpChatBackend, serve_and_chat
+from server.config import ServerConfig
+
+USAGE = {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}
+
+
+def piece(text: str) -> bytes:
+    return b"data: " + json.dumps({"choices": [{"index": 0, "delta": {"content": text}}]}).encode() + b"\n\n"
+
+
+ANSWER = [
+    b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n',
+    b": keep-alive\n\n",
+    piece("KV"),
+    piece(" ca"),
+    piece("che"),
+    b'data: {"choices":[{"index":0,"delta":{},"finish_reason":"stop"}],"usage":null}\n\n',
+    b'data: {"choices":[],"usage":' + json.dumps(USAGE).encode() + b"}\n\n",
+    b"data: [DONE]\n\n",
+]
+
+
+class Peer(ThreadingHTTPServer):
+    """A model server that plays prepared answers and keeps what it was asked."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), PeerHandler)
+        self.chunks: list[bytes] = ANSWER
+        self.refusal: tuple[int, bytes] | None = None
+        self.stages: list[str] = []  # what /ready still answers 503 with
+        self.ends_answer = True
+        self.asked: list[dict[str, Any]] = []
+        self.keys: list[str | None] = []
+        self.client_left = threading.Event()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class PeerHandler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Peer
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Quiet."""
+
+    def do_GET(self) -> None:
+        if self.path == "/v1/models":
+            self._answer(200, b'{"data": [{"id": "tiny"}, {"id": "other"}]}')
+        elif self.path == "/ready" and self.server.stages:
+            stage = self.server.stages.pop(0)
+            self._answer(503, json.dumps({"error": {"message": stage}}).encode())
+        else:
+            self._answer(200, b"{}")
+
+    def do_POST(self) -> None:
+        self.server.keys.append(self.headers["authorization"])
+        self.server.asked.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+        if self.server.refusal is not None:
+            self._answer(*self.server.refusal)
+            return
+        self.send_response(200)
+        self.send_header("content-type", "text/event-stream")
+        self.send_header("transfer-encoding", "chunked")
+        self.end_headers()
+        for chunk in self.server.chunks:
+            self.wfile.write(b"%x\r\n%s\r\n" % (len(chunk), chunk))
+        if self.server.ends_answer:
+            self.wfile.write(b"0\r\n\r\n")
+        elif self.rfile.read(1) == b"":  # blocks until the client closes
+            self.server.client_left.set()
+        self.close_connection = True
+
+    def _answer(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+@pytest.fixture
+def peer() -> Iterator[Peer]:
+    with Peer() as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def typed(*lines: str) -> ReadLine:
+    waiting = iter(lines)
+
+    def read() -> str:
+        try:
+            return next(waiting)
+        except StopIteration:
+            raise EOFError from None
+
+    return read
+
+
+def backend_of(peer: Peer) -> HttpChatBackend:
+    ticks = itertools.count()
+    return HttpChatBackend(peer.url, clock=lambda: next(ticks) * 0.5, sleep=lambda duration_s: None)
+
+
+def talk(peer: Peer, *lines: str) -> tuple[str, str]:
+    out, err = io.StringIO(), io.StringIO()
+    Conversation(backend_of(peer), out, err).run(typed(*lines))
+    return out.getvalue(), err.getvalue()
+
+
+def test_answer_goes_to_out_and_figures_to_err(peer: Peer) -> None:
+    out, err = io.StringIO(), io.StringIO()
+    Conversation(backend_of(peer), out, err).ask("What is a KV cache?")
+    assert out.getvalue() == "KV cache\n"
+    # the clock ticks once at the start and once per piece of text: 0.0, 0.5, 1.0, 1.5
+    assert err.getvalue() == "3 tokens after a prompt of 7: the first in 500 ms, then 2.0 tokens/s\n"
+
+
+def test_the_first_listed_model_is_asked_with_a_stream_and_usage(peer: Peer) -> None:
+    talk(peer, "hello")
+    assert peer.asked == [
+        {
+            "model": "tiny",
+            "messages": [{"role": "user", "content": "hello"}],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+    ]
+
+
+def test_the_key_travels_as_bearer(peer: Peer) -> None:
+    list(HttpChatBackend(peer.url, "secret").stream([], {}))
+    assert peer.keys == ["Bearer secret"]
+
+
+def test_a_conversation_sends_what_was_said_before(peer: Peer) -> None:
+    talk(peer, "one", "two", "/clear", "three")
+    assert [[message["content"] for message in question["messages"]] for question in peer.asked] == [
+        ["one"],
+        ["one", "KV cache", "two"],
+        ["three"],
+    ]
+
+
+def test_settings_are_sent_and_can_be_taken_back(peer: Peer) -> None:
+    talk(peer, "/set temperature 0.5", "/set max_tokens 9", "/set system Be brief.", "one", "/set max_tokens", "two")
+    first, second = peer.asked
+    assert (first["temperature"], first["max_tokens"]) == (0.5, 9)
+    assert first["messages"][0] == {"role": "system", "content": "Be brief."}
+    assert "system" not in first
+    assert "max_tokens" not in second
+    assert second["temperature"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("/set temprature 1", "did you mean temperature?"),
+        ("/set top_k many", "top_k must be a number"),
+        ("/set", "server's own"),
+        ("/stat", "did you mean /stats?"),
+        ("/stats", "no answer yet"),
+        ("/clear", "forgotten"),
+    ],
+)
+def test_commands_are_answered_here_not_sent(line: str, told: str, peer: Peer) -> None:
+    out, err = talk(peer, line)
+    assert told in err
+    assert out == ""
+    assert peer.asked == []
+
+
+def test_help_names_every_setting(peer: Peer) -> None:
+    assert all(name in talk(peer, "/help")[1] for name in SETTINGS)
+
+
+def test_bye_leaves_before_later_lines(peer: Peer) -> None:
+    talk(peer, "/bye", "never asked")
+    assert peer.asked == []
+
+
+class StopsAtSecondPiece(io.StringIO):
+    """Output at which Ctrl-C is pressed."""
+
+    def write(self, text: str) -> int:
+        if text == " ca":
+            raise KeyboardInterrupt
+        return super().write(text)
+
+
+def test_ctrl_c_stops_the_answer_at_the_server_and_the_conversation_goes_on(peer: Peer) -> None:
+    peer.ends_answer = False
+    peer.chunks = ANSWER[:4]
+    err = io.StringIO()
+    conversation = Conversation(backend_of(peer), StopsAtSecondPiece(), err)
+    conversation.run(typed("one"))
+    assert peer.client_left.wait(10)
+    assert err.getvalue().startswith("stopped\nabout 2 tokens")
+    peer.ends_answer, peer.chunks = True, ANSWER[:3] + ANSWER[-1:]
+    conversation.run(typed("two"))
+    assert [message["content"] for message in peer.asked[1]["messages"]] == ["one", "KV ca", "two"]
+
+
+def test_ctrl_c_at_the_prompt_does_not_leave(peer: Peer) -> None:
+    presses = iter([True, False])
+
+    def read() -> str:
+        if next(presses):
+            raise KeyboardInterrupt
+        return "/bye"
+
+    err = io.StringIO()
+    Conversation(backend_of(peer), io.StringIO(), err).run(read)
+    assert err.getvalue() == "\n/bye leaves\n"
+
+
+def test_a_refused_question_is_told_and_forgotten(peer: Peer) -> None:
+    peer.refusal = (400, b'{"error": {"message": "temperature must be 0 to 2", "param": "temperature"}}')
+    conversation = Conversation(backend_of(peer), io.StringIO(), err := io.StringIO())
+    conversation.run(typed("one"))
+    assert "error: " in err.getvalue()
+    assert "temperature must be 0 to 2" in err.getvalue()
+    peer.refusal = None
+    conversation.run(typed("two"))
+    assert [message["content"] for message in peer.asked[1]["messages"]] == ["two"]
+
+
+@pytest.mark.parametrize(("status", "fix"), [(401, "--api-key"), (400, "/set"), (404, "--url"), (503, "try again")])
+def test_refusals_say_what_to_do(status: int, fix: str, peer: Peer) -> None:
+    peer.refusal = (status, b"not json")
+    with pytest.raises(StartupError) as caught:
+        list(backend_of(peer).stream([], {}))
+    assert caught.value.exit_code == ExitCode.UNREACHABLE
+    assert "not json" in caught.value.cause
+    assert fix in caught.value.fix
+
+
+def test_an_error_event_in_mid_stream_is_an_error(peer: Peer) -> None:
+    peer.chunks = [*ANSWER[:4], b'data: {"error": {"message": "engine broke", "code": "engine_error"}}\n\n']
+    answer = backend_of(peer).stream([], {})
+    assert [next(answer), next(answer)] == ["KV", " ca"]
+    with pytest.raises(StartupError, match="engine broke"):
+        next(answer)
+
+
+def test_an_end_without_done_is_an_error(peer: Peer) -> None:
+    peer.chunks = ANSWER[:4]
+    with pytest.raises(StartupError, match="broke off"):
+        list(backend_of(peer).stream([], {}))
+
+
+def test_loading_is_waited_for_and_each_stage_told_once(peer: Peer) -> None:
+    peer.stages = ["loading weights", "loading weights", "warming up"]
+    told: list[str] = []
+    backend_of(peer).wait_ready(told.append)
+    assert told == ["loading weights", "warming up"]
+
+
+def test_up_is_what_answers(peer: Peer) -> None:
+    assert backend_of(peer).is_up()
+
+
+def test_nobody_there_is_not_up_and_says_how_to_get_one() -> None:
+    with Peer() as closed:
+        url = closed.url
+    backend = HttpChatBackend(url)
+    assert not backend.is_up()
+    with pytest.raises(StartupError) as caught:
+        list(backend.stream([], {}))
+    assert caught.value.exit_code == ExitCode.UNREACHABLE
+    assert "steploop serve" in caught.value.fix
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "ftp://a", "http://", "http://[::1", "http://a:port", ""])
+def test_what_is_no_url_is_refused(url: str) -> None:
+    with pytest.raises(StartupError) as caught:
+        HttpChatBackend(url)
+    assert caught.value.exit_code == ExitCode.USAGE
+
+
+@pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
+def test_url_may_end_in_v1(suffix: str, peer: Peer) -> None:
+    assert HttpChatBackend(peer.url + suffix).model == "tiny"
+
+
+def test_in_process_server_is_private_and_stopped_after(peer: Peer) -> None:
+    started: list[ServerConfig] = []
+    stopped: list[bool] = []
+
+    def start(config: ServerConfig) -> tuple[str, Callable[[], None]]:
+        started.append(config)
+        return peer.url, lambda: stopped.append(True)
+
+    config = ServerConfig(host="0.0.0.0", port=8000, max_sequences=4)
+    with serve_and_chat(config, start, lambda stage: None) as backend:
+        assert "".join(backend.stream([], {})) == "KV cache"
+        assert not stopped
+    assert stopped == [True]
+    assert (started[0].host, started[0].port, started[0].max_sequences) == ("127.0.0.1", 0, 4)
+    assert peer.keys == [f"Bearer {started[0].api_keys[0]}"]
+
+
+def test_a_terminal_is_not_driven_by_the_model() -> None:
+    assert harmless("a\x1b[2Jb\tc\nd\x07é") == "a\\x1b[2Jb\tc\nd\\x07é"
+
+
+def test_bytes_that_are_no_utf8_are_replaced_before_they_are_sent(peer: Peer) -> None:
+    talk(peer, "caf\udce9")
+    assert peer.asked[0]["messages"][0]["content"] == "caf?"
+
+
+def test_figures_of_one_token_have_no_rate() -> None:
+    stats = ChatStats(0.0451, 0.0, None, 1, is_exact=True)
+    assert stats_line(stats) == "1 tokens: the first in 45 ms"

@@ -1,0 +1,190 @@
+"""The table of settings: where values come from, which ones are refused, and how the refusal helps."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from core.config import EngineConfig
+from core.errors import ExitCode, StartupError
+from server.config import OPTIONS, Option, ServerConfig, load_config
+
+
+def toml_flag(tmp_path: Path, text: str) -> dict[str, str | list[str]]:
+    path = tmp_path / "steploop.toml"
+    path.write_text(text)
+    return {"config_file": str(path)}
+
+
+def refusal(flags: dict[str, str | list[str]], environ: dict[str, str]) -> StartupError:
+    with pytest.raises(StartupError) as caught:
+        load_config(flags, environ)
+    return caught.value
+
+
+def test_without_sources_all_values_are_the_defaults() -> None:
+    assert load_config({}, {"PATH": "/bin"}) == ServerConfig()
+
+
+def test_flag_wins_over_environment_over_file_over_default(tmp_path: Path) -> None:
+    file = toml_flag(tmp_path, "port = 1\nmax_queue = 1\nmax_sequences = 1\n")
+    environ = {"STEPLOOP_PORT": "2", "STEPLOOP_MAX_QUEUE": "2"}
+    config = load_config(file | {"port": "3"}, environ)
+    assert (config.port, config.max_queue, config.max_sequences, config.max_batch_tokens) == (3, 2, 1, 512)
+
+
+def test_the_file_can_be_named_by_the_environment(tmp_path: Path) -> None:
+    path = str(toml_flag(tmp_path, 'log_format = "json"')["config_file"])
+    assert load_config({}, {"STEPLOOP_CONFIG": path}).log_format == "json"
+
+
+SAMPLES = {
+    "config": None,  # names the file itself
+    "model": "{directory}",
+    "served-model-name": "tiny",
+    "chat-template": "{file}",
+    "device": "cpu",
+    "dtype": "float32",
+    "kv-memory": "2GiB",
+    "host": "::1",
+    "api-key": "secret",
+    "log-level": "debug",
+    "log-format": "json",
+    "max-body": "1MiB",
+    "head-timeout": "500ms",
+    "body-timeout": "5s",
+    "idle-timeout": "2min",
+    "stall-timeout": "1.5s",
+    "drain-timeout": "1h",
+}
+
+
+@pytest.mark.parametrize("option", [o for o in OPTIONS if o.in_file], ids=lambda option: option.name)
+def test_each_option_means_the_same_from_flag_environment_and_file(option: Option, tmp_path: Path) -> None:
+    template = tmp_path / "chat.jinja"
+    template.write_text("{{ messages }}")
+    sample = SAMPLES.get(option.name, "123")
+    assert sample is not None
+    text = sample.format(directory=tmp_path, file=template)
+    from_flag = load_config({option.field_name: [text] if option.is_list else text}, {})
+    from_environment = load_config({}, {option.variable: text})
+    from_file = load_config(toml_flag(tmp_path, f'{option.toml_key} = "{text}"'), {})
+    assert from_flag == from_environment == dataclasses.replace(from_file, config_file=None)
+    assert getattr(from_flag, option.field_name) != option.default
+
+
+def test_names_follow_one_rule() -> None:
+    kv_memory = next(option for option in OPTIONS if option.field_name == "kv_memory_bytes")
+    assert (kv_memory.flag, kv_memory.variable, kv_memory.toml_key) == (
+        "--kv-memory",
+        "STEPLOOP_KV_MEMORY",
+        "kv_memory",
+    )
+    assert len({option.name for option in OPTIONS}) == len(OPTIONS)
+
+
+def test_toml_numbers_need_no_quotes(tmp_path: Path) -> None:
+    config = load_config(toml_flag(tmp_path, "port = 9\nhead_timeout = 2.5\nkv_memory = 2097152"), {})
+    assert (config.port, config.head_timeout_s, config.kv_memory_bytes) == (9, 2.5, 2**21)
+
+
+def test_api_keys_come_as_repeated_flags_commas_or_a_list(tmp_path: Path) -> None:
+    keys = ("one", "two")
+    assert load_config({"api_keys": ["one", "two"]}, {}).api_keys == keys
+    assert load_config({}, {"STEPLOOP_API_KEY": "one,two"}).api_keys == keys
+    assert load_config(toml_flag(tmp_path, 'api_key = ["one", "two"]'), {}).api_keys == keys
+
+
+def test_keys_show_neither_in_the_configuration_nor_in_refusals() -> None:
+    assert "hunter2" not in repr(ServerConfig(api_keys=("hunter2",)))
+    error = refusal({}, {"STEPLOOP_API_KEY": "hunter2 with spaces"})
+    assert "hunter2" not in error.cause + error.fix
+    assert "STEPLOOP_API_KEY" in error.cause
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
+def test_an_empty_variable_is_refused_not_taken_for_unset(option: Option) -> None:
+    error = refusal({}, {option.variable: ""})
+    assert option.variable in error.cause
+
+
+def test_unknown_variable_names_the_nearest(tmp_path: Path) -> None:
+    error = refusal({}, {"STEPLOOP_PROT": "1"})
+    assert error.exit_code == ExitCode.CONFIGURATION
+    assert "did you mean STEPLOOP_PORT?" in error.cause
+
+
+@pytest.mark.parametrize(("key", "near"), [("max-queue", "max_queue"), ("kv_mem", "kv_memory"), ("Port", "port")])
+def test_unknown_toml_key_names_the_nearest(key: str, near: str, tmp_path: Path) -> None:
+    error = refusal(toml_flag(tmp_path, f"{key} = 1"), {})
+    assert f"did you mean {near}?" in error.cause
+
+
+@pytest.mark.parametrize("text", ["port = ", "port = true", "port = [1]", "[port]\nx = 1", 'api_key = [1, "b"]'])
+def test_a_file_that_says_no_setting_is_refused(text: str, tmp_path: Path) -> None:
+    assert refusal(toml_flag(tmp_path, text), {}).exit_code == ExitCode.CONFIGURATION
+
+
+@pytest.mark.parametrize(
+    ("field_name", "text"),
+    [
+        ("port", "65536"),
+        ("port", "-1"),
+        ("port", "eighty"),
+        ("port", "१"),
+        ("device", "gpu0"),
+        ("dtype", "bf16"),
+        ("kv_memory_bytes", "2 gigs"),
+        ("kv_memory_bytes", "100"),
+        ("kv_memory_bytes", "-2GiB"),
+        ("kv_memory_bytes", "1e9"),
+        ("max_sequences", "0"),
+        ("max_model_len", "9" * 400),
+        ("head_timeout_s", "10 years"),
+        ("head_timeout_s", "0"),
+        ("head_timeout_s", "nan"),
+        ("max_body_bytes", "2GiB"),
+        ("host", " "),
+    ],
+)
+def test_values_out_of_kind_or_range_are_refused_with_flag_and_value(field_name: str, text: str) -> None:
+    error = refusal({field_name: text}, {})
+    assert error.exit_code == ExitCode.CONFIGURATION
+    assert repr(text) in error.cause
+    assert next(option for option in OPTIONS if option.field_name == field_name).flag in error.cause
+
+
+def test_near_misses_of_choices_and_units_are_named() -> None:
+    assert "did you mean bfloat16?" in refusal({"dtype": "bfloat"}, {}).cause
+    assert "2GiB?" in refusal({"kv_memory_bytes": "2g"}, {}).cause
+
+
+def test_a_missing_model_names_what_lies_near(tmp_path: Path) -> None:
+    (tmp_path / "Llama-3.2-1B").mkdir()
+    error = refusal({"model": str(tmp_path / "llama-3.2-1b")}, {})
+    assert error.exit_code == ExitCode.MODEL
+    assert str(tmp_path / "Llama-3.2-1B") in error.cause
+
+
+def test_a_path_missing_early_names_where_it_stops_being_true(tmp_path: Path) -> None:
+    (tmp_path / "unlike").mkdir()
+    cause = refusal({"model": str(tmp_path / "models" / "deep" / "er")}, {}).cause
+    assert f"{tmp_path} exists, {tmp_path / 'models'} does not" in cause
+
+
+def test_a_file_for_a_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert f"{tmp_path}?" in refusal({"model": str(tmp_path / "config.json")}, {}).cause
+
+
+def test_engine_config_carries_what_the_operator_asked() -> None:
+    flags: dict[str, str | list[str]] = {
+        "device": "cpu",
+        "dtype": "float32",
+        "max_model_len": "1024",
+        "kv_memory_bytes": "64MiB",
+        "max_batch_tokens": "256",
+        "max_sequences": "8",
+        "threads": "2",
+    }
+    assert load_config(flags, {}).to_engine_config() == EngineConfig("cpu", "float32", 1024, 64 * 2**20, 256, 8, 2)

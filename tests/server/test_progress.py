@@ -1,0 +1,42 @@
+"""Weight loading, as seen on a terminal and in a log."""
+
+import io
+
+from server.progress import weight_progress
+
+MIB = 2**20
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_elsewhere_each_tenth_is_one_line() -> None:
+    stream = io.StringIO()
+    with weight_progress(stream) as report:
+        for num_read in range(101):
+            report(num_read * MIB, 100 * MIB)
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 10
+    assert lines[0] == "loading weights: 10 % (10 MiB of 100 MiB)"
+    assert lines[-1] == "loading weights: 100 % (100 MiB of 100 MiB)"
+
+
+def test_a_jump_over_several_tenths_is_one_line() -> None:
+    stream = io.StringIO()
+    with weight_progress(stream) as report:
+        report(55, 100)
+        report(100, 100)
+    assert [line.split("(")[0] for line in stream.getvalue().splitlines()] == [
+        "loading weights: 50 % ",
+        "loading weights: 100 % ",
+    ]
+
+
+def test_on_a_terminal_a_bar_counts_bytes_and_goes_away() -> None:
+    stream = Terminal()
+    with weight_progress(stream) as report:
+        report(10 * MIB, 20 * MIB)
+    assert "loading weights" in stream.getvalue()
+    assert "\x1b[" in stream.getvalue()

@@ -1,0 +1,55 @@
+"""Security floors: what is too old to serve with."""
+
+import pytest
+
+from core.errors import ExitCode, StartupError
+from server.versions import FLOORS, LISTED, check_floors, installed_version, is_at_least, versions
+
+
+@pytest.mark.parametrize(
+    ("version", "minimum", "verdict"),
+    [
+        ("0.16.0", "0.16.0", True),
+        ("0.16", "0.16.0", True),
+        ("0.16.0.post1", "0.16.0", True),
+        ("1.0", "0.16.0", True),
+        ("2.13.0+cpu", "2.13.0", True),
+        ("0.100.0", "0.16.0", True),
+        ("0.15.9", "0.16.0", False),
+        ("0.9", "0.16.0", False),
+        ("0.16.0rc1", "0.16.0", False),
+        ("0.16.0.dev3", "0.16.0", False),
+        ("unknown", "0.16.0", False),
+        (None, "0.16.0", False),
+    ],
+)
+def test_versions_compare_as_releases(version: str | None, minimum: str, verdict: bool) -> None:
+    assert is_at_least(version, minimum) is verdict
+
+
+def test_what_is_installed_here_may_serve() -> None:
+    check_floors()
+
+
+@pytest.mark.parametrize("found", ["0.15.0", None])
+def test_below_a_floor_start_is_refused_with_reason_and_command(found: str | None) -> None:
+    with pytest.raises(StartupError) as caught:
+        check_floors(lambda name: found if name == "h11" else installed_version(name))
+    error = caught.value
+    assert error.exit_code == ExitCode.VERSION
+    assert f"h11 is {found or 'missing'}" in error.cause
+    assert "CVE-2025-43859" in error.cause
+    assert error.fix == "python -m pip install 'h11>=0.16.0'"
+
+
+def test_all_broken_floors_are_named_at_once() -> None:
+    with pytest.raises(StartupError) as caught:
+        check_floors(lambda name: None)
+    assert all(floor.distribution in caught.value.cause for floor in FLOORS)
+
+
+def test_listing_says_missing_for_what_is_not_there() -> None:
+    listed = dict(versions(lambda name: None if name == "torch" else "1.0"))
+    assert listed["torch"] == "missing"
+    assert listed["h11"] == "1.0"
+    assert set(LISTED) | {"steploop", "python"} == set(listed)
