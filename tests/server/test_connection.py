@@ -1,12 +1,16 @@
 """The real connection on a virtual-time loop and a network in memory."""
 
 import asyncio
+import contextlib
+import itertools
 import json
 import logging
 from collections.abc import Callable, Iterator
 
 import h11
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from core.errors import ErrorKind, ServiceError
 from server.connection_limits import ConnectionLimits
@@ -175,7 +179,7 @@ def test_streamed_chunks_of_one_step_are_one_write(serve: Serve) -> None:
     for stream in hold.streams:
         stream.send(b"a")
         stream.send(b"b")
-    server.batch.flush_all()
+    server.listener.batch.flush_all()
     assert [transport.writes[1:] for transport in transports] == [[b"1\r\na\r\n1\r\nb\r\n"]] * 3
     for index, stream in enumerate(hold.streams):
         stream.send(b"c")
@@ -299,7 +303,7 @@ def test_broken_body_is_answered_and_its_handler_told(serve: Serve) -> None:
     head = b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
     transport = server.exchange(head, b"x\r\n")
     assert error_of(transport) == (400, "malformed_request")
-    assert not server.registry.tasks
+    assert server.listener.num_handlers == 0
 
 
 def test_broken_body_after_the_head_aborts(serve: Serve) -> None:
@@ -522,10 +526,8 @@ def test_peer_that_leaves_at_any_byte_of_its_request(serve: Serve, leave: Callab
         leave(transport)
         server.loop.settle()
         assert transport.is_lost
-        assert not server.registry.open
-        assert not server.registry.tasks
         assert hold.told == (["gone"] if cut == len(REQUEST) else [])
-        assert server.loop.next_timer() is None
+        assert server.is_quiet()
 
 
 @pytest.mark.parametrize("leave", [MemoryTransport.feed_eof, MemoryTransport.reset])
@@ -547,7 +549,7 @@ def test_peer_that_leaves_at_any_byte_of_the_response(serve: Serve, leave: Calla
         server.loop.settle()
         assert transport.is_lost
         assert hold.told == ["gone"]
-        assert not server.registry.tasks
+        assert server.is_quiet()
         assert not stream.is_open
         stream.send(b"late")
         stream.end()
@@ -598,20 +600,38 @@ def test_answer_on_its_way_is_written_before_the_close(serve: Serve) -> None:
     assert transport.is_lost
 
 
+@pytest.mark.parametrize("has_hook", [False, True])
+def test_request_and_end_in_one_read_leave_nothing(serve: Serve, has_hook: bool) -> None:
+    hold = Hold()
+    server = serve(hold if has_hook else echo)
+    transport = server.connect()
+    transport.feed(GET)
+    transport.feed_eof()
+    server.loop.settle()
+    assert transport.is_lost
+    assert hold.told == []  # the handler never began
+    assert server.is_quiet()
+
+
 # Draining.
+
+
+def start_drain(server: MemoryServer, grace_s: float) -> "asyncio.Task[None]":
+    task = server.loop.create_task(server.listener.drain(grace_s))
+    server.loop.settle()
+    return task
 
 
 def test_drain_closes_idle_connections_and_lets_busy_ones_finish(serve: Serve) -> None:
     hold = Hold()
     server = serve(hold)
     idle, streaming, in_head = server.connect(), server.exchange(GET), server.exchange(GET[:5])
-    for connection in server.connections:
-        connection.drain()
-    server.loop.settle()
+    draining = start_drain(server, 60)
     assert [t.is_lost for t in (idle, streaming, in_head)] == [True, False, False]
     in_head.feed(GET[5:])
     server.loop.settle()
     assert b"connection: close" in in_head.received
+    assert not draining.done()
     for index, stream in enumerate(hold.streams):
         stream.send(b"x")
         hold.end(index)
@@ -620,15 +640,89 @@ def test_drain_closes_idle_connections_and_lets_busy_ones_finish(serve: Serve) -
         assert responses(bytes(transport.received)) == [(200, b"x")]
         assert transport.is_lost
     assert hold.told == []
+    assert draining.done()
 
 
 def test_drain_between_answer_and_flush_closes_after_the_answer(serve: Serve) -> None:
     hold = Hold()
     server = serve(hold)
     transport = server.exchange(GET + GET)
-    hold.end(0)
-    server.connections[0].drain()
+    draining = server.loop.create_task(server.listener.drain(60))
+    hold.end(0)  # the drain runs next, and only then the flush
     server.loop.settle()
     assert responses(bytes(transport.received)) == [(200, b"")]
     assert len(hold.streams) == 1
-    assert transport.has_sent_eof
+    assert transport.has_sent_eof  # the second request is thrown away, the answer survives it
+    server.loop.advance(3)
+    assert draining.done()
+
+
+def test_connection_accepted_while_draining_is_refused(serve: Serve) -> None:
+    server = serve(echo)
+    assert start_drain(server, 60).done()
+    transport = server.connect()
+    assert transport.is_lost
+    assert (server.listener.num_accepted, server.listener.num_refused) == (1, 1)
+
+
+def test_drain_aborts_what_outlives_its_grace_and_tells_the_handler(serve: Serve) -> None:
+    hold = Hold()
+    server = serve(hold)
+    transport = server.exchange(GET)
+    draining = start_drain(server, 60)
+    server.loop.advance(59)
+    assert not transport.is_lost
+    server.loop.advance(2)
+    assert transport.was_aborted
+    assert hold.told == ["gone"]
+    assert draining.done()
+
+
+def test_drain_cancels_a_handler_that_does_not_listen(serve: Serve) -> None:
+    async def deaf(stream: HttpStream) -> None:
+        stream.on_disconnect = lambda: None
+        await asyncio.sleep(1000)
+
+    server = serve(deaf)
+    server.exchange(GET)
+    draining = start_drain(server, 10)
+    server.loop.advance(12)
+    assert draining.done()
+    assert server.listener.num_handlers == 0
+
+
+# Any history.
+
+STEPS = st.lists(st.integers(1, 60), min_size=1, max_size=12)
+
+
+@settings(deadline=None)
+@given(sizes=st.lists(st.integers(0, 6000), min_size=1, max_size=5), cuts=STEPS, reads=STEPS, pauses_ms=STEPS)
+def test_any_timing_of_reads_and_writes_gives_the_same_bytes(
+    sizes: list[int], cuts: list[int], reads: list[int], pauses_ms: list[int]
+) -> None:
+    """Pipelined requests, cut and read at random, answered in streams: the same responses, in the same order."""
+
+    async def stream_back(stream: HttpStream) -> None:
+        body = await stream.read_body(10_000)
+        stream.send_head(STREAMED)
+        for start in range(0, len(body), 1000):
+            stream.send(body[start : start + 1000])
+            await asyncio.sleep(0.001)
+        stream.end()
+
+    with contextlib.closing(MemoryServer(stream_back, ConnectionLimits(unsent_bytes=1024))) as server:
+        transport = server.connect(peer_reads=False)
+        wire = b"".join(post(bytes([65 + n]) * size) for n, size in enumerate(sizes))
+        for turn in itertools.count():
+            transport.feed(wire[: cuts[turn % len(cuts)] * 20])
+            wire = wire[cuts[turn % len(cuts)] * 20 :]
+            transport.peer_read(reads[turn % len(reads)] * 50)
+            server.loop.advance(pauses_ms[turn % len(pauses_ms)] / 1000)
+            if not wire:
+                break
+        transport.peer_reads = True
+        transport.peer_read()
+        server.loop.advance(1)
+        expected = [(200, bytes([65 + n]) * size) for n, size in enumerate(sizes)]
+        assert responses(bytes(transport.received), len(sizes)) == expected

@@ -41,12 +41,10 @@ class Hold:
     def __init__(self) -> None:
         self.started: asyncio.Future[HttpStream] = asyncio.get_running_loop().create_future()
         self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.blocked: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.may_end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def __call__(self, stream: HttpStream) -> None:
         stream.on_disconnect = lambda: self.gone.set_result(None)
-        stream.on_blocked = lambda: self.blocked.done() or self.blocked.set_result(None)
         stream.send_head(ResponseHead(200, ()))
         self.started.set_result(stream)
         await asyncio.wait([self.gone, self.may_end], return_when=asyncio.FIRST_COMPLETED)
