@@ -30,12 +30,14 @@ from bench.results import Table, command_line, print_tables, write_result
 DEFAULT_URL = "http://127.0.0.1:8000"
 EXIT_FAILED_REQUESTS = 1
 EXIT_CANNOT_RUN = 2
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the load generator.
 
-    Returns: 0; 1 when requests failed; 2 when nothing could be measured, with the cause and a fix on stderr.
+    Returns: 0; 1 when requests failed; 2 when nothing could be measured, with the cause and a fix on stderr; 130 after
+        Ctrl-C.
     """
     argv = sys.argv[1:] if argv is None else argv
     arguments = _parser().parse_args(argv)
@@ -45,6 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CannotRun as error:
         print(f"steploop bench serve: {error}\nFix: {error.fix}", file=sys.stderr)
         return EXIT_CANNOT_RUN
+    except KeyboardInterrupt:
+        print("steploop bench serve: interrupted, nothing written", file=sys.stderr)
+        return EXIT_INTERRUPTED
     tables = result_tables(config, result)
     print_tables(tables)
     for kind, message in result.failure_examples.items():

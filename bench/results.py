@@ -21,6 +21,8 @@ RESULTS_DIR = Path(__file__).parent / "results"
 
 PACKAGES = ("fastapi", "h11", "httptools", "msgspec", "numpy", "pydantic", "torch", "uvicorn", "uvloop")
 
+PLAIN_WIDTH = 140  # columns, where there is no terminal to ask
+
 _SECRET_FLAGS = ("--api-key",)
 
 Cell = str | int | float | None
@@ -172,7 +174,7 @@ def print_tables(tables: Sequence[Table]) -> None:
     from rich.console import Console
     from rich.table import Table as RichTable
 
-    console = Console(file=sys.stdout)
+    console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
     for table in tables:
         shown = RichTable(title=table.title, title_justify="left")
         for i, column in enumerate(table.columns):

@@ -6,7 +6,7 @@ costs a few microseconds per event, so that the client is not what is measured.
 
 import msgspec
 
-MAX_HEAD_BYTES = 65_536
+MAX_HEAD_BYTES = 16_384
 MAX_CHUNK_LINE_BYTES = 4_096
 MAX_EVENT_BYTES = 1_048_576
 

@@ -214,6 +214,7 @@ class Scheduler:
                 request_id=sequence.request_id,
                 index=sequence.index,
                 finish_reason=reason,
+                num_sequence_tokens=sequence.num_billed_tokens,
                 usage=self._end_group(group) if group.num_live == 0 else None,
                 error=error if reason is FinishReason.ERROR else None,
             )
@@ -363,8 +364,9 @@ class Scheduler:
     def _preempt(self, builder: PlanBuilder, victim: Sequence) -> None:
         """Take a sequence's slot and blocks; it computes all its tokens again when its old place in the queue comes."""
         self._counts.num_preemptions += 1
-        held = [block for block in victim.table.blocks if block in builder.copy_sources]
-        self.pool.share(held)  # restart() may have to copy them once more
+        ending = [block for block in victim.table.blocks if not self.pool.is_shared(block)]
+        held = [block for block in ending if block in builder.copy_sources]
+        self.pool.share(held)  # nobody may write there in this plan: restart() may have to copy them once more
         self._held_blocks += held
         self._give_back(victim)
         victim.state = SequenceState.WAITING

@@ -52,7 +52,10 @@ class Tokenizer:
         self.special_tokens = named_special_tokens(tokenizer_config or {})  # e.g. {"bos_token": "<s>"}
         backend.no_truncation()
         backend.no_padding()
-        _add_missing_tokens(backend, tokenizer_config or {}, self.special_tokens)
+        try:
+            _add_missing_tokens(backend, tokenizer_config or {}, self.special_tokens)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise UnsupportedTokenizer(f"tokenizer_config.json: added_tokens_decoder is broken: {error!r}") from error
         _set_template(backend, tokenizer_config or {}, self.special_tokens)
         to_bytes, strip_start = _read_decoder(_parts(backend.decoder))
         _cut_long_pieces(backend)

@@ -124,6 +124,7 @@ class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] | None = None
     finish_reason: FinishReason | None = None
+    num_sequence_tokens: int = 0  # with finish_reason: what this sequence counts in the usage
     usage: Usage | None = None
     error: str | None = None  # with FinishReason.ERROR: the cause, fit for the client
 

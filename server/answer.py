@@ -57,7 +57,7 @@ class Answer:
         self._is_open = True
         self._finished: asyncio.Future[Usage] = asyncio.get_running_loop().create_future()
 
-    def submit(self, backend: Backend, requests: list[Request]) -> None:
+    def submit(self, backend: Backend, requests: list[Request], continues_text: bool) -> None:
         """Hand every prompt's request to the backend; their choices are numbered through.
 
         Raises:
@@ -66,7 +66,7 @@ class Answer:
         try:
             for i, request in enumerate(requests):
                 sink = _PromptSink(self, i * request.num_sequences)
-                self._handles.append(backend.submit(request, sink))
+                self._handles.append(backend.submit(request, sink, continues_text))
         except ServiceError:
             self._cancel()
             raise
@@ -262,6 +262,7 @@ def send_json(stream: HttpStream, status: int, body: bytes, headers: Headers = (
 
 
 def answer_headers(timings: Timings) -> Headers:
+    """What an answer bears beside its content: where the time went until now."""
     return (NO_STORE, (b"server-timing", timings.server_timing()))
 
 

@@ -3,14 +3,14 @@
 Every request passes here once: route, authentication, readiness, handler, access line.
 """
 
-import logging
+import math
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from urllib.parse import unquote
 
-from core.errors import ErrorKind, InvalidRequest, ServiceError
-from core.types import Usage
+from core.errors import ErrorKind, ServiceError
+from core.types import EngineStats, Usage
 from server.answer import answer_headers, send_json
 from server.api import models, tokenize
 from server.api.chat import ChatSurface
@@ -19,15 +19,13 @@ from server.api.envelope import error_body, status_of
 from server.api.responses import ResponsesSurface
 from server.api.surface import Surface
 from server.auth import KeyAuthenticator
-from server.lifecycle import Clock, Lifecycle, encode_prompt
+from server.lifecycle import Clock, Lifecycle
 from server.listener import Listener
-from server.logs import log_access
+from server.logs import AccessRecord, current_request_id, log_access
 from server.messages import Headers, HttpRequest, ResponseHead
 from server.metrics import CONTENT_TYPE, Metrics
 from server.stream import ClientDisconnected, HttpStream
 from server.timing import Timings
-
-logger = logging.getLogger(__name__)
 
 CLIENT_GONE = 499  # nginx's word for it; in the log only
 SANE_REQUEST_ID = re.compile(rb"[A-Za-z0-9_.:\-]{1,128}")
@@ -113,19 +111,20 @@ class App:
     async def handle(self, stream: HttpStream) -> None:
         """The connection's handler: exactly one answer, whatever happens."""
         exchange = Exchange(stream, self._new_request_id(), Timings(head_s=self._clock.monotonic()))
+        current_request_id.set(exchange.request_id)
         stream.common_headers = ((b"x-request-id", _shown_request_id(exchange)),)
-        status = CLIENT_GONE
+        error_code = None
         try:
             await self._dispatch(exchange)
         except ServiceError as error:
+            error_code = error.code
             self._answer_error(exchange, error)
         except ClientDisconnected:
             pass
         finally:
-            if stream.head_sent:
-                status = stream.status
+            status = CLIENT_GONE if stream.status is None else stream.status
             self._metrics.responses[status] += 1
-            log_access(exchange.request, exchange.request_id, status, exchange.timings, exchange.usage)
+            log_access(self._access_record(exchange, status, error_code))
 
     async def _dispatch(self, exchange: Exchange) -> None:
         route = self._route(exchange)
@@ -148,11 +147,7 @@ class App:
             raise ServiceError(ErrorKind.NOT_FOUND, f"There is no {request.path} here. Known: {known}.", "not_found")
         route = methods.get("GET" if request.method == "HEAD" else request.method)
         if route is None:
-            allowed = ", ".join(methods)
-            message = f"{request.path} does not take {request.method}. Allowed: {allowed}."
-            error = ServiceError(ErrorKind.METHOD_NOT_ALLOWED, message, "method_not_allowed")
-            error.headers = ((b"allow", allowed.encode()),)
-            raise error
+            raise MethodNotAllowed(request.path, request.method, methods)
         return route
 
     def _make_routes(self) -> dict[str, dict[str, Route]]:
@@ -183,28 +178,27 @@ class App:
         return self.lifecycle
 
     async def _health(self, exchange: Exchange) -> None:
-        send_json(exchange.stream, 200, b'{"status":"ok"}', answer_headers(exchange.timings))
+        _send(exchange, b'{"status":"ok"}')
 
     async def _ready(self, exchange: Exchange) -> None:
         self.readiness.check()
-        send_json(exchange.stream, 200, b'{"status":"ready"}', answer_headers(exchange.timings))
+        _send(exchange, b'{"status":"ready"}')
 
     async def _show_metrics(self, exchange: Exchange) -> None:
         assert self.listener is not None
-        stats = self._served.backend.stats if self.lifecycle is not None else None
-        body = self._metrics.render(stats, self.listener.statistics())
+        stats = self.lifecycle.backend.stats if self.lifecycle is not None else EngineStats()
+        listener = self.listener
+        body = self._metrics.render(stats, listener.num_open, listener.num_accepted, listener.num_refused)
         length = (b"content-length", b"%d" % len(body))
         exchange.stream.send_head(ResponseHead(200, ((b"content-type", CONTENT_TYPE), length)))
         exchange.stream.send(body)
         exchange.stream.end()
 
     async def _list_models(self, exchange: Exchange) -> None:
-        send_json(exchange.stream, 200, models.list_body(self._served.model.card), answer_headers(exchange.timings))
+        _send(exchange, models.list_reply(self._served.reader.cards))
 
     async def _get_model(self, exchange: Exchange) -> None:
-        self._served.check_model(exchange.argument)
-        body = models.model_body(self._served.model.card, exchange.argument)
-        send_json(exchange.stream, 200, body, answer_headers(exchange.timings))
+        _send(exchange, models.model_reply(models.find_model(self._served.reader.cards, exchange.argument)))
 
     async def _delete_request(self, exchange: Exchange) -> None:
         request_id = exchange.argument
@@ -213,18 +207,100 @@ class App:
         if not self._served.cancel(request_id):
             message = f"No request {exchange.argument!r} is in progress. It may have ended already."
             raise ServiceError(ErrorKind.NOT_FOUND, message, "request_not_found")
-        send_json(exchange.stream, 200, b'{"status":"cancelled"}', answer_headers(exchange.timings))
+        _send(exchange, b'{"status":"cancelled"}')
 
     async def _tokenize(self, exchange: Exchange) -> None:
-        ...
+        reader = self._served.reader
+        call = tokenize.parse_tokenize(await self._read_json(exchange))
+        self._metrics.unknown_fields.update(call.unknown_fields)
+        if call.model is not None:
+            models.find_model(reader.cards, call.model)
+        ids = reader.encode(call.prompt)
+        strs = [reader.tokenizer.str_of(token_id) for token_id in ids] if call.wants_token_strs else None
+        _send(exchange, tokenize.tokenize_reply(ids, reader.max_model_len, strs))
 
     async def _detokenize(self, exchange: Exchange) -> None:
-        ...
+        reader = self._served.reader
+        call = tokenize.parse_detokenize(await self._read_json(exchange), self._served.defaults.vocab_size)
+        self._metrics.unknown_fields.update(call.unknown_fields)
+        if call.model is not None:
+            models.find_model(reader.cards, call.model)
+        _send(exchange, tokenize.detokenize_reply(reader.tokenizer.decode(call.ids, skip_special_tokens=False)))
+
+    async def _read_json(self, exchange: Exchange) -> bytes:
+        check_media_type(exchange.request)
+        body = await exchange.stream.read_body(self._served.max_body_bytes)
+        exchange.timings.body_s = self._clock.monotonic()
+        return body
 
     def _answer_error(self, exchange: Exchange, error: ServiceError) -> None:
-        if exchange.stream.head_sent or not exchange.stream.is_open:
-            return
-        headers: Headers = answer_headers(exchange.timings)
+        if exchange.stream.head_sent:
+            return  # it has been told in the stream
+        headers: Headers = ()
+        if isinstance(error, MethodNotAllowed):
+            headers += ((b"allow", error.allowed.encode()),)
+        if error.kind is ErrorKind.AUTHENTICATION:
+            headers += ((b"www-authenticate", b"Bearer"),)  # RFC 9110 §11.6.1: a 401 names its scheme
         if error.retry_after_s is not None:
             headers += _retry_headers(error.retry_after_s)
-        send_json(exchange.stream, status_of(error), error_body(error), headers)
+        _send(exchange, error_body(error), status_of(error), headers)
+
+    def _access_record(self, exchange: Exchange, status: int, error_code: str | None) -> AccessRecord:
+        timings, usage = exchange.timings, exchange.usage
+        return AccessRecord(
+            request_id=exchange.request_id,
+            method=exchange.request.method,
+            path=exchange.request.path,
+            status=status,
+            duration_ms=(self._clock.monotonic() - timings.head_s) * 1e3,
+            ttft_ms=None if timings.ttft_s is None else timings.ttft_s * 1e3,
+            num_prompt_tokens=None if usage is None else usage.num_prompt_tokens,
+            num_completion_tokens=None if usage is None else usage.num_completion_tokens,
+            error_code=error_code,
+        )
+
+
+class MethodNotAllowed(ServiceError):
+    """A path that is here, asked in a way that it does not take."""
+
+    def __init__(self, path: str, method: str, allowed: Iterable[str]) -> None:
+        self.allowed = ", ".join(allowed)
+        message = f"{path} does not take {method}. Allowed: {self.allowed}."
+        super().__init__(ErrorKind.METHOD_NOT_ALLOWED, message, "method_not_allowed")
+
+
+def check_media_type(request: HttpRequest) -> None:
+    """
+    Raises:
+        ServiceError: the body says that it is something else than JSON. One that says nothing is taken for JSON.
+    """
+    value = request.header(b"content-type")
+    if value is None:
+        return
+    media_type = value.split(b";", 1)[0].strip().lower()
+    if media_type != b"application/json" and not media_type.endswith(b"+json"):
+        raise ServiceError(
+            ErrorKind.UNSUPPORTED_MEDIA_TYPE,
+            f"The body is {media_type.decode('latin-1')[:64]!r}. Send JSON, with 'content-type: application/json'.",
+            "unsupported_media_type",
+        )
+
+
+def _send(exchange: Exchange, body: bytes, status: int = 200, headers: Headers = ()) -> None:
+    send_json(exchange.stream, status, body, (*answer_headers(exchange.timings), *headers))
+
+
+def _retry_headers(retry_after_s: float) -> Headers:
+    """RFC 9110 §10.2.3 has whole seconds; the SDKs read milliseconds first."""
+    return (
+        (b"retry-after", b"%d" % math.ceil(retry_after_s)),
+        (b"retry-after-ms", b"%d" % math.ceil(retry_after_s * 1e3)),
+    )
+
+
+def _shown_request_id(exchange: Exchange) -> bytes:
+    """The client's own, if it is sane; ours otherwise."""
+    theirs = exchange.request.header(b"x-request-id")
+    if theirs is not None and SANE_REQUEST_ID.fullmatch(theirs):
+        return theirs
+    return exchange.request_id.encode()

@@ -32,8 +32,11 @@ class Backend(Protocol):
 
     stats: EngineStats
 
-    def submit(self, request: Request, sink: DeltaSink) -> GenerationHandle:
+    def submit(self, request: Request, sink: DeltaSink, continues_text: bool) -> GenerationHandle:
         """Queue the request.
+
+        Args:
+            continues_text: the output goes on with the prompt's text (completions), rather than being one of its own.
 
         Raises:
             ServiceError: it cannot be taken now (loading, draining, engine failed).

@@ -8,7 +8,9 @@ same request has the same text and the same usage whatever the timing.
 from collections import deque
 from collections.abc import Callable
 
-from core.detokenizer import Detokenizer
+import msgspec
+
+from core.detokenizer import Detokenizer, TokenTable
 from core.errors import ErrorKind, ServiceError
 from core.types import (
     Cancel,
@@ -61,7 +63,6 @@ class RequestHandle:
         self._sequences = sequences
         self._sink = sink
         self._post = post
-        self._num_overrun_tokens = 0  # drawn and counted by the engine, cut off by us
         self._is_cancelled = False
         self._error: str | None = None
 
@@ -86,7 +87,7 @@ class RequestHandle:
             return
         sequence.num_tokens += 1
         detokenizer = sequence.detokenizer
-        text = detokenizer.push_one(token_id)
+        text = detokenizer.push((token_id,))
         if detokenizer.is_stopped:
             self._finish_at_stop_string(sequence, text, 1)
         elif text:
@@ -96,8 +97,6 @@ class RequestHandle:
         sequence = self._sequences[chunk.index]
         if not sequence.is_finished:
             self._take_chunk(sequence, chunk)
-        if chunk.finish_reason is not None:
-            self._num_overrun_tokens += max(0, chunk.num_sequence_tokens - sequence.num_tokens)
         if chunk.error is not None:
             self._error = chunk.error
         if chunk.usage is not None:
@@ -135,13 +134,9 @@ class RequestHandle:
         self._post(Cancel(self.request_id, reason, sequence.index, sequence.num_tokens))
 
     def _cut(self, usage: Usage) -> Usage:
-        if not self._num_overrun_tokens:
-            return usage
-        return Usage(
-            num_prompt_tokens=usage.num_prompt_tokens,
-            num_completion_tokens=usage.num_completion_tokens - self._num_overrun_tokens,
-            num_cached_tokens=usage.num_cached_tokens,
-        )
+        """The engine's usage with our count of tokens kept: of a stop it may have heard too late."""
+        num_kept = sum(sequence.num_tokens for sequence in self._sequences)
+        return msgspec.structs.replace(usage, num_completion_tokens=num_kept)
 
 
 class EngineClient:
@@ -149,7 +144,7 @@ class EngineClient:
 
     Args:
         post: puts a message into the engine's inbox.
-        new_detokenizer: for one sequence, given the request's stop strings.
+        table: what the model's tokens say.
         flush: writes out what the deltas of one slice have left in the connections.
         call_soon: the loop's.
     """
@@ -157,13 +152,13 @@ class EngineClient:
     def __init__(
         self,
         post: Callable[[Message], None],
-        new_detokenizer: Callable[[tuple[str, ...]], Detokenizer],
+        table: TokenTable,
         flush: Callable[[], None],
         call_soon: Callable[[Callable[[], None]], object],
     ) -> None:
         self.stats = EngineStats()
         self._post = post
-        self._new_detokenizer = new_detokenizer
+        self._table = table
         self._flush = flush
         self._call_soon = call_soon
         self._handles: dict[str, RequestHandle] = {}
@@ -171,12 +166,12 @@ class EngineClient:
         self._next_row = 0  # of the first delivery
         self._error: ServiceError | None = None
 
-    def submit(self, request: Request, sink: DeltaSink) -> RequestHandle:
+    def submit(self, request: Request, sink: DeltaSink, continues_text: bool) -> RequestHandle:
         if self._error is not None:
             raise self._error
         has_logprobs = request.sampling.num_logprobs is not None
         sequences = [
-            _Sequence(index, self._new_detokenizer(request.sampling.stop), has_logprobs)
+            _Sequence(index, Detokenizer(self._table, request.sampling.stop, continues_text), has_logprobs)
             for index in range(request.num_sequences)
         ]
         handle = RequestHandle(request, sequences, sink, self._post)

@@ -3,26 +3,33 @@
 The two crossings: the inbox (a deque and a wake-up) and the outbox (one call_soon_threadsafe per step).
 """
 
-import logging
 import threading
 from asyncio import AbstractEventLoop
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from core.engine import Engine
 from core.types import Message, StepDelivery
 
-logger = logging.getLogger(__name__)
-
 Inbox = deque[Message]
-BuildEngine = Callable[[Inbox, Callable[[StepDelivery], None]], Engine]
 
 
-class EngineEvents(Protocol):
+class Loaded(Protocol):
+    """What loading has made: the engine, and what the loop wants to know of it."""
+
+    @property
+    def engine(self) -> Engine: ...
+
+
+L = TypeVar("L", bound=Loaded)
+L_contra = TypeVar("L_contra", bound=Loaded, contravariant=True)
+
+
+class EngineEvents(Protocol[L_contra]):
     """What the loop is told. Each runs on the loop."""
 
-    def on_ready(self) -> None: ...
+    def on_ready(self, loaded: L_contra) -> None: ...
 
     def on_delivery(self, delivery: StepDelivery) -> None: ...
 
@@ -31,16 +38,21 @@ class EngineEvents(Protocol):
         ...
 
 
-class EngineThread:
+class EngineThread(Generic[L]):
     """Steps an engine for as long as it has work, sleeps while it has none.
 
     Args:
-        build: makes the engine, on its thread: imports torch, loads weights. Takes the inbox and where to deliver.
+        build: makes the engine, on its thread: imports torch, loads weights. Takes the inbox, and where to deliver.
 
     Thread: post(), start(), stop() and wait_stopped() belong to the loop, the rest to the engine.
     """
 
-    def __init__(self, build: BuildEngine, events: EngineEvents, loop: AbstractEventLoop) -> None:
+    def __init__(
+        self,
+        build: Callable[[Inbox, Callable[[StepDelivery], None]], L],
+        events: EngineEvents[L],
+        loop: AbstractEventLoop,
+    ) -> None:
         self._build = build
         self._events = events
         self._loop = loop
@@ -67,15 +79,18 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            engine = self._build(self._inbox, self._deliver)
-            self._tell(self._events.on_ready)
-            while not self._is_stopping:
-                self._wake_up.clear()
-                while engine.step() and not self._is_stopping:
-                    pass
-                self._wake_up.wait()
+            loaded = self._build(self._inbox, self._deliver)
+            self._tell(self._events.on_ready, loaded)
+            self._step_until_stopped(loaded.engine)
         except BaseException as error:
             self._tell(self._events.on_failed, error)
+
+    def _step_until_stopped(self, engine: Engine) -> None:
+        while not self._is_stopping:
+            self._wake_up.clear()  # before the inbox is read: a message that comes later wakes us
+            while engine.step() and not self._is_stopping:
+                pass
+            self._wake_up.wait()
 
     def _deliver(self, delivery: StepDelivery) -> None:
         self._tell(self._events.on_delivery, delivery)

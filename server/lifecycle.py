@@ -8,13 +8,16 @@ for the end. In between no task runs: the engine client calls the Answer with ea
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from datetime import datetime
 
 import msgspec
 
+from core.chat_template import ChatTemplate
 from core.errors import ContextLengthExceeded, ErrorKind, InvalidRequest, ServiceError
 from core.tokenizer import Tokenizer
 from core.types import Request, Usage
 from server.answer import Answer, StreamedBody, WholeBody
+from server.api.models import ServedModel, find_model
 from server.api.surface import (
     ChatPrompt,
     GenerationCall,
@@ -44,27 +47,58 @@ class Clock:
 
 
 @dataclass(frozen=True, slots=True)
-class ServedModel:
-    """What is served, as the loop knows it."""
+class PromptReader:
+    """The model, as the loop knows it: how prompts become ids, and how many fit.
 
-    names: tuple[str, ...]
+    Args:
+        cards: what /v1/models shows, one per name.
+    """
+
+    cards: tuple[ServedModel, ...]
     tokenizer: Tokenizer
-    defaults: GenerationDefaults
-    max_model_len: int  # tokens
-    created_s: int
-    description: str | None = None
+    chat_template: ChatTemplate
+    max_model_len: int
+    unix_clock: Callable[[], float]
+
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        """Whatever form a prompt has, as ids."""
+        match prompt:
+            case IdsPrompt(ids):
+                return ids
+            case TextPrompt(text):
+                return tuple(self.tokenizer.encode(text))
+            case ChatPrompt(messages):
+                text = self.chat_template.render(messages, now=datetime.fromtimestamp(self.unix_clock()))
+                return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def encode_checked(self, prompt: Prompt, param: str) -> tuple[int, ...]:
+        """
+        Raises:
+            InvalidRequest: the prompt has no token, or leaves no room for one.
+        """
+        ids = self.encode(prompt)
+        if not ids:
+            raise InvalidRequest("The prompt is empty. Send at least one token.", param)
+        if len(ids) >= self.max_model_len:
+            raise ContextLengthExceeded(num_tokens=len(ids), limit=self.max_model_len, param=param)
+        return ids
+
+    def text_of(self, prompt: Prompt) -> str:
+        return prompt.text if isinstance(prompt, TextPrompt) else self.tokenizer.decode(self.encode(prompt))
 
 
 @dataclass(slots=True)
 class Lifecycle:
     """What every generation shares. `active` holds the ones in progress, by our request id."""
 
-    model: ServedModel
+    reader: PromptReader
+    defaults: GenerationDefaults
     backend: Backend
     clock: Clock
     offload: Callable[[Callable[[], _Prepared]], Awaitable[_Prepared]]
     metrics: Metrics
     max_body_bytes: int
+    max_requests: int  # in progress, waiting ones included
     active: dict[str, Answer] = field(default_factory=dict)
 
     async def generate(self, surface: Surface, stream: HttpStream, request_id: str, timings: Timings) -> Usage:
@@ -73,9 +107,11 @@ class Lifecycle:
         Raises:
             ServiceError: nothing of the answer has been sent yet.
         """
+        self._check_queue()
         body = await stream.read_body(self.max_body_bytes)
         timings.body_s = self.clock.monotonic()
         call, prompts = await self._prepare(surface, body)
+        self.metrics.unknown_fields.update(call.unknown_fields)
         context = self._reply_context(call, request_id)
         body_type = StreamedBody if call.is_stream else WholeBody
         answer = Answer(
@@ -85,10 +121,16 @@ class Lifecycle:
         stream.on_blocked, stream.on_unblocked = answer.pause, answer.resume
         self.active[request_id] = answer
         try:
-            answer.submit(self.backend, self._requests(call, prompts, request_id, timings))
+            continues_text = not isinstance(call.prompts[0], ChatPrompt)
+            answer.submit(self.backend, self._requests(call, prompts, request_id, timings), continues_text)
             return await answer.wait_finished()
         finally:
             del self.active[request_id]
+
+    def _check_queue(self) -> None:
+        if len(self.active) >= self.max_requests:
+            message = f"The server has {self.max_requests} requests in progress. Try again in a second."
+            raise ServiceError(ErrorKind.UNAVAILABLE, message, "overloaded", retry_after_s=1)
 
     def cancel(self, request_id: str) -> bool:
         """End a generation at its owner's wish. False: there is none of that id."""
@@ -105,35 +147,16 @@ class Lifecycle:
 
     async def _prepare(self, surface: Surface, body: bytes) -> _Prepared:
         def parse() -> _Prepared:
-            call = surface.parse(body, self.model.defaults)
-            self.check_model(call.model)
-            return call, [self._encode(prompt, i, len(call.prompts)) for i, prompt in enumerate(call.prompts)]
+            call = surface.parse(body, self.defaults)
+            find_model(self.reader.cards, call.model)
+            return call, [
+                self.reader.encode_checked(prompt, _param(prompt, i, len(call.prompts)))
+                for i, prompt in enumerate(call.prompts)
+            ]
 
         if len(body) < OFFLOAD_BYTES:
             return parse()
         return await self.offload(parse)
-
-    def check_model(self, name: str) -> None:
-        if name not in self.model.names:
-            served = ", ".join(self.model.names)
-            raise ServiceError(
-                ErrorKind.NOT_FOUND,
-                f"The model {name!r} is not served here. Served: {served}.",
-                "model_not_found",
-                "model",
-            )
-
-    def _encode(self, prompt: Prompt, position: int, num_prompts: int) -> tuple[int, ...]:
-        limit = self.model.max_model_len
-        param = (
-            "messages" if isinstance(prompt, ChatPrompt) else "prompt" if num_prompts == 1 else f"prompt[{position}]"
-        )
-        ids = encode_prompt(self.model.tokenizer, prompt)
-        if not ids:
-            raise InvalidRequest("The prompt is empty. Send at least one token.", param)
-        if len(ids) >= limit:
-            raise ContextLengthExceeded(num_tokens=len(ids), limit=limit, param=param)
-        return ids
 
     def _requests(
         self, call: GenerationCall, prompts: list[tuple[int, ...]], request_id: str, timings: Timings
@@ -143,7 +166,7 @@ class Lifecycle:
                 request_id=f"{request_id}-{i}" if i else request_id,
                 prompt_ids=ids,
                 sampling=msgspec.structs.replace(
-                    call.sampling, max_tokens=min(call.sampling.max_tokens, self.model.max_model_len - len(ids))
+                    call.sampling, max_tokens=min(call.sampling.max_tokens, self.reader.max_model_len - len(ids))
                 ),
                 arrival_s=timings.head_s,
                 num_sequences=call.num_sequences,
@@ -152,27 +175,19 @@ class Lifecycle:
         ]
 
     def _reply_context(self, call: GenerationCall, request_id: str) -> ReplyContext:
-        tokenizer = self.model.tokenizer
+        tokenizer = self.reader.tokenizer
         return ReplyContext(
             reply_id=request_id,
             created_s=int(self.clock.unix()),
             model=call.model,
-            token_str=tokenizer.token_str,
-            token_bytes=tokenizer.token_bytes,
-            prompt_texts=tuple(prompt_text(tokenizer, prompt) for prompt in call.prompts) if call.echo else (),
+            token_str=tokenizer.text_of,
+            token_bytes=tokenizer.bytes_of,
+            prompt_texts=tuple(map(self.reader.text_of, call.prompts)) if call.echo else (),
         )
 
 
-def encode_prompt(tokenizer: Tokenizer, prompt: Prompt) -> tuple[int, ...]:
-    """Whatever form a prompt has, as ids."""
-    match prompt:
-        case IdsPrompt(ids):
-            return ids
-        case TextPrompt(text):
-            return tuple(tokenizer.encode(text))
-        case ChatPrompt(messages):
-            return tuple(tokenizer.encode(tokenizer.render_chat(messages), add_special_tokens=False))
-
-
-def prompt_text(tokenizer: Tokenizer, prompt: Prompt) -> str:
-    return prompt.text if isinstance(prompt, TextPrompt) else tokenizer.decode(encode_prompt(tokenizer, prompt))
+def _param(prompt: Prompt, position: int, num_prompts: int) -> str:
+    """The field that a prompt came in."""
+    if isinstance(prompt, ChatPrompt):
+        return "messages"
+    return "prompt" if num_prompts == 1 else f"prompt[{position}]"

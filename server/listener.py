@@ -45,9 +45,15 @@ class Listener:
         batch: whoever sends to many streams at once calls its flush_all at the end.
     """
 
-    def __init__(self, handler: Handler, config: ListenerConfig, wall_clock: Callable[[], float] = time.time) -> None:
-        """To be called with the loop running."""
-        loop = asyncio.get_running_loop()
+    def __init__(
+        self,
+        handler: Handler,
+        config: ListenerConfig,
+        loop: asyncio.AbstractEventLoop | None = None,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Bind nothing yet. Without `loop`, the running one."""
+        loop = loop or asyncio.get_running_loop()
         self.port = config.port
         self.num_accepted = 0
         self.num_refused = 0
@@ -65,6 +71,15 @@ class Listener:
     def num_open(self) -> int:
         return len(self._connections)
 
+    @property
+    def num_handlers(self) -> int:
+        """Handlers that run; some may outlive their connections."""
+        return len(self._tasks)
+
+    def new_connection(self) -> Connection:
+        """The protocol of a connection that has just been accepted."""
+        return Connection(self._context)
+
     async def start(self) -> None:
         """Bind and accept.
 
@@ -72,9 +87,7 @@ class Listener:
             StartupError: the address cannot be had.
         """
         for listening in await self._bind():
-            server = await self._loop.create_server(
-                lambda: Connection(self._context), sock=listening, backlog=self._config.backlog
-            )
+            server = await self._loop.create_server(self.new_connection, sock=listening, backlog=self._config.backlog)
             self._servers.append(server)
 
     async def _bind(self) -> list[socket.socket]:

@@ -34,8 +34,8 @@ class Histogram:
 class Metrics:
     """The server's counters, and the page made of them and the engine's latest snapshot."""
 
-    def __init__(self, model_name: str) -> None:
-        self._label = f'model_name="{_escape(model_name)}"'
+    def __init__(self) -> None:
+        self.model_name = ""  # known once the model is loaded
         self.ttft = Histogram(TTFT_BUCKETS_S)
         self.inter_token = Histogram(INTER_TOKEN_BUCKETS_S)
         self.e2e = Histogram(E2E_BUCKETS_S)
@@ -53,7 +53,7 @@ class Metrics:
             self.e2e.observe(timings.end_s - timings.head_s)
 
     def render(self, stats: EngineStats, num_connections: int, num_accepted: int, num_refused: int) -> bytes:
-        page = _Page(self._label)
+        page = _Page(f'model_name="{_escape(self.model_name)}"')
         self._render_routers_subset(page, stats)
         page.family("steploop_connections", "gauge", "Open connections.", num_connections)
         page.family("steploop_connections_accepted_total", "counter", "Connections accepted.", num_accepted)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from core.errors import ErrorKind, ServiceError
-from server.messages import HttpRequest, ResponseHead
+from server.messages import Headers, HttpRequest, ResponseHead
 
 
 class ClientDisconnected(Exception):
@@ -36,7 +36,8 @@ class HttpStream:
     Attributes:
         request: its head.
         is_open: the response has not ended and the peer has not gone: what is sent now is on its way.
-        head_sent: too late for another status.
+        status: of the head, once it is sent: too late for another.
+        common_headers: added to the head, whatever it is.
         is_blocked: the peer does not keep up: more than the high mark of this stream is unsent. `send` stays legal.
         on_disconnect: called once, when the peer goes before the response has ended. Without it, the handler's
             task is cancelled then; with it, the handler is told and ends by itself.
@@ -50,7 +51,7 @@ class HttpStream:
         "_carrier",
         "_is_reading",
         "_waiter",
-        "head_sent",
+        "common_headers",
         "is_blocked",
         "is_open",
         "num_body_bytes",
@@ -58,12 +59,14 @@ class HttpStream:
         "on_disconnect",
         "on_unblocked",
         "request",
+        "status",
     )
 
     def __init__(self, request: HttpRequest, carrier: StreamCarrier) -> None:
         self.request = request
         self.is_open = True
-        self.head_sent = False
+        self.status: int | None = None
+        self.common_headers: Headers = ()
         self.is_blocked = False
         self.num_body_bytes = 0  # received and held, or dropped
         self.on_disconnect: Callable[[], None] | None = None
@@ -75,6 +78,10 @@ class HttpStream:
         self._body_error: ServiceError | None = None
         self._is_reading = False
         self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def head_sent(self) -> bool:
+        return self.status is not None
 
     @property
     def is_reading_body(self) -> bool:
@@ -123,8 +130,9 @@ class HttpStream:
             ResponseError: the head cannot be sent (see Http1Protocol.send_head).
         """
         if self.is_open:
-            self._carrier.write_head(self, head)
-            self.head_sent = head.status >= 200
+            self._carrier.write_head(self, ResponseHead(head.status, head.headers + self.common_headers))
+            if head.status >= 200:
+                self.status = head.status
 
     def send(self, data: bytes) -> None:
         """Append to the body. Written at the connection's next flush; dropped when the stream is not open."""

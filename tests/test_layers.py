@@ -9,7 +9,20 @@ ROOT = Path(__file__).parent.parent
 WIRING = {"server/__main__.py", "server/cli.py"}  # the only files that import both sides
 
 FORBIDDEN = {
-    "core": {"server", "gpu", "bench", "tests", "asyncio", "threading", "socket", "torch", "uvloop", "h11", "h2", "orjson"},
+    "core": {
+        "server",
+        "gpu",
+        "bench",
+        "tests",
+        "asyncio",
+        "threading",
+        "socket",
+        "torch",
+        "uvloop",
+        "h11",
+        "h2",
+        "orjson",
+    },
     "server": {"gpu", "bench", "tests", "torch", "triton", "transformers"},
     "gpu": {"server", "bench", "tests", "asyncio", "uvloop", "h11", "h2", "msgspec", "transformers"},
 }

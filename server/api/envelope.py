@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from core.errors import ErrorKind, InvalidRequest, ServiceError
+from core.errors import ErrorKind, ServiceError
 from core.types import FinishReason
 from server import sse
 
@@ -17,6 +17,7 @@ STATUSES: dict[ErrorKind, tuple[int, str]] = {
     ErrorKind.CONFLICT: (409, "conflict_error"),
     ErrorKind.BODY_TOO_LARGE: (413, "invalid_request_error"),
     ErrorKind.UNSUPPORTED_MEDIA_TYPE: (415, "invalid_request_error"),
+    ErrorKind.CANCELLED: (499, "invalid_request_error"),  # nginx's; a status that no SDK retries
     ErrorKind.RATE_LIMITED: (429, "rate_limit_error"),
     ErrorKind.ENGINE: (500, "server_error"),
     ErrorKind.UNAVAILABLE: (503, "service_unavailable_error"),
@@ -54,7 +55,7 @@ def cut_short(reason: FinishReason, cause: str | None = None) -> ServiceError:
         cause: what the engine says of it, fit for the client.
     """
     if reason is FinishReason.CANCELLED:
-        return InvalidRequest("The request was cancelled before it ended.", code="request_cancelled")
+        return ServiceError(ErrorKind.CANCELLED, "The request was cancelled before it ended.", "request_cancelled")
     if reason is FinishReason.DEADLINE:
         message = "The request's deadline has passed. Ask for fewer tokens or allow more time."
         return ServiceError(ErrorKind.DEADLINE_EXCEEDED, cause or message, "deadline_exceeded")

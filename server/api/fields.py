@@ -133,7 +133,8 @@ def checked_max_tokens(value: int | None, param: str, default: int = UNLIMITED_T
     """The request's limit, at least one token, fit for 32 bits."""
     if value is None:
         return default
-    _check_range(param, value, 1, 2**63 - 1)
+    if not 1 <= value < 2**63:
+        raise InvalidRequest(f"{param} must be at least 1, and fit 64 bits.", param)
     return min(value, UNLIMITED_TOKENS)
 
 

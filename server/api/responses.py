@@ -62,7 +62,6 @@ class ResponsesBody(fields.SamplingFields, frozen=True, kw_only=True):
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
     metadata: dict[str, str] | None = None
-    user: str | None = None
 
 
 class ResponsesSurface:
@@ -71,6 +70,7 @@ class ResponsesSurface:
     def parse(self, body: bytes, defaults: GenerationDefaults) -> GenerationCall:
         wire, unknown_fields = decode(body, ResponsesBody, UNSUPPORTED, WITHOUT_EFFECT)
         _refuse_formats(wire)
+        _check_metadata(wire.metadata or {})
         max_tokens = fields.checked_max_tokens(wire.max_output_tokens, "max_output_tokens")
         return GenerationCall(
             model=fields.checked_model(wire.model),
@@ -220,6 +220,12 @@ def _refuse_formats(wire: ResponsesBody) -> None:
         raise InvalidRequest("This model does not reason: leave it out.", "reasoning.effort", "unsupported_parameter")
 
 
+def _check_metadata(metadata: dict[str, str]) -> None:
+    """OpenAI's limits: every answer and three events of a stream repeat it."""
+    if len(metadata) > 16 or any(len(key) > 64 or len(value) > 512 for key, value in metadata.items()):
+        raise InvalidRequest("metadata must have at most 16 keys of 64 and values of 512 characters.", "metadata")
+
+
 def _num_logprobs(wire: ResponsesBody) -> int | None:
     num_logprobs = fields.checked_top_logprobs(wire.top_logprobs, "top_logprobs")
     return num_logprobs if num_logprobs or INCLUDE_LOGPROBS in (wire.include or ()) else None
@@ -287,7 +293,6 @@ def _response(call: GenerationCall, context: ReplyContext, status: str) -> dict[
         "top_p": call.sampling.top_p,
         "truncation": "disabled",
         "usage": None,
-        "user": wire.user,
         "metadata": wire.metadata or {},
     }
 

@@ -338,6 +338,21 @@ def test_fork_goes_on_from_its_parents_tokens() -> None:
     assert delivery.chunks[-1].usage == Usage(6, 3 + 2)  # the inherited token is billed once
 
 
+def test_source_of_a_copy_is_not_handed_out_in_the_same_plan() -> None:
+    scheduler = make_scheduler(small_limits(num_blocks=4))
+    scheduler.submit(make_request(num_prompt_tokens=3, max_tokens=9, num_sequences=2))
+    for _ in range(3):
+        step(scheduler)
+    leader, _ = scheduler.sequences_of("a")
+    assert scheduler.fork(leader) is not None
+    made = plan(scheduler)  # the leader copies, index 1 needs a block and index 2, which alone holds the source, goes
+    assert made.copy_sources.size == 1
+    assert not set(made.copy_sources.tolist()) & set(made.table_blocks.tolist())
+    assert scheduler.stats().num_preemptions == 2
+    answer(scheduler, made)
+    assert scheduler.pool.num_used == 2  # the leader's
+
+
 def test_fork_needs_a_slot_and_a_parent_that_runs_between_steps() -> None:
     scheduler = make_scheduler(small_limits(max_sequences=2))
     scheduler.submit(make_request())

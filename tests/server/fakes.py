@@ -3,11 +3,9 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from server.connection import Connection, ConnectionContext
 from server.connection_limits import ConnectionLimits
-from server.http1 import HttpDate
+from server.listener import Listener, ListenerConfig
 from server.stream import HttpStream
-from server.write_batch import WriteBatch
 from tests.server.virtual_loop import VirtualTimeLoop
 
 
@@ -131,27 +129,8 @@ class MemoryTransport(asyncio.Transport):
             self._protocol.connection_lost(error)
 
 
-class Registry:
-    """Admits everyone, and counts."""
-
-    def __init__(self) -> None:
-        self.open: set[Connection] = set()
-        self.tasks: set[asyncio.Task[None]] = set()
-
-    def admit(self, connection: Connection) -> bool:
-        self.open.add(connection)
-        return True
-
-    def forget(self, connection: Connection) -> None:
-        self.open.remove(connection)
-
-    def keep_task(self, task: asyncio.Task[None]) -> None:
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
-
-
 class MemoryServer:
-    """The real Connection on a virtual-time loop, for any number of connections in memory."""
+    """The real listener and its connections on a virtual-time loop, with peers in memory instead of sockets."""
 
     def __init__(
         self,
@@ -160,17 +139,11 @@ class MemoryServer:
         loop: VirtualTimeLoop | None = None,
     ) -> None:
         self.loop = VirtualTimeLoop() if loop is None else loop
-        self.registry = Registry()
-        self.batch = WriteBatch(self.loop)
-        self._context = ConnectionContext(
-            handler, limits or ConnectionLimits(), self.registry, self.loop, self.batch, HttpDate(lambda: 0.0)
-        )
-        self.connections: list[Connection] = []
+        config = ListenerConfig(connection=limits or ConnectionLimits())
+        self.listener = Listener(handler, config, self.loop, lambda: 0.0)
 
     def connect(self, peer_reads: bool = True) -> MemoryTransport:
-        connection = Connection(self._context)
-        self.connections.append(connection)
-        transport = MemoryTransport(self.loop, connection, peer_reads)
+        transport = MemoryTransport(self.loop, self.listener.new_connection(), peer_reads)
         self.loop.settle()
         return transport
 
@@ -182,12 +155,14 @@ class MemoryServer:
             self.loop.settle()
         return transport
 
+    def is_quiet(self) -> bool:
+        """No connection is open, no handler runs, no timer is set."""
+        return not self.listener.num_open and not self.listener.num_handlers and self.loop.next_timer() is None
+
     def close(self) -> None:
-        """All peers leave; nothing may be left of them."""
-        for connection in tuple(self.registry.open):
-            connection.abort()
+        """All peers are cut off; nothing may be left of them."""
+        self.listener.abort()
         self.loop.settle()
-        assert not self.registry.open
-        assert not self.registry.tasks
-        assert self.loop.next_timer() is None
+        is_quiet = self.is_quiet()
         self.loop.close()
+        assert is_quiet, "a connection, a handler or a timer is left over"

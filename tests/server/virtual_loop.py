@@ -1,6 +1,7 @@
 """An asyncio loop whose time jumps to the next timer when nothing is ready: no test sleeps, every run is the same."""
 
 import asyncio
+import collections
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -30,6 +31,9 @@ class _NoFiles:
 
 class VirtualTimeLoop(asyncio.BaseEventLoop):
     """Run what is awaited with run_until_complete, or drive it from outside with settle and advance."""
+
+    _ready: collections.deque[asyncio.Handle]  # BaseEventLoop's own
+    _scheduled: list[asyncio.TimerHandle]
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,0 +1,185 @@
+"""A model's chat template: messages to the text of its prompt, as transformers renders it, in bounded work.
+
+Templates come with the model, never with a request; but requests feed them, and a model may be a stranger's. So they
+run in jinja2's immutable sandbox, and what they do is counted (core/template_budget.py). No I/O; time is an argument.
+Thread: loop, or wherever rendering is offloaded to: renders may run side by side.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from jinja2 import Template, TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Macro
+
+from core.errors import InvalidRequest
+from core.template_budget import Budget, BudgetedEnvironment, BudgetExceeded, TooMuchText, use_budget
+
+# Texts run to some 4 characters a token, seldom to 8: more than this cannot fit the context.
+MAX_OUTPUT_CHARS_PER_TOKEN = 16
+MIN_OUTPUT_CHARS = 65_536  # a tiny context's limit: the count of tokens is the better answer
+MAX_MADE_PER_OUTPUT = 8  # all strings made on the way, in largest outputs: templates take contents apart and join them
+MAX_OPERATIONS = 250_000  # turns, calls, filters: under a second of Python; 1,000 messages take some 16,000
+_RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "strftime_now"})
+_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # the first is what templates read
+
+NO_TEMPLATE = (
+    "This model has no chat template. Send a prompt to /v1/completions, or start the server with --chat-template FILE."
+)
+
+
+class ChatTemplateSyntaxError(Exception):
+    """The template itself is broken. The message says where."""
+
+
+class ChatTemplate:
+    """A model's chat templates, compiled.
+
+    Args:
+        sources: by name: "default", and perhaps "tool_use" for requests with tools. Empty: the model has none.
+        special_tokens: what templates know by name, e.g. {"bos_token": "<s>"}.
+        context_limit: tokens of the model's context: bounds the text.
+
+    Raises:
+        ChatTemplateSyntaxError
+    """
+
+    def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str], context_limit: int) -> None:
+        self.sources = dict(sources)
+        self._special_tokens = dict(special_tokens)
+        self._max_output_chars = max(MIN_OUTPUT_CHARS, MAX_OUTPUT_CHARS_PER_TOKEN * context_limit)
+        environment = _new_environment()
+        self._templates = {name: self._compile(environment, name, text) for name, text in sources.items()}
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        now: datetime,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt of a chat, special tokens written out: encode it with add_special_tokens=False.
+
+        Args:
+            messages: role, content and what else the template reads (tool_calls, name...): JSON values only; fields
+                that are None count as absent. At least one.
+            now: what the template's strftime_now tells, in the time zone it should tell.
+            tools: OpenAI's form, {"type": "function", "function": {...}}.
+            template_kwargs: more variables, e.g. {"enable_thinking": False}; over special tokens of the same name.
+
+        Raises:
+            InvalidRequest: no template; the template refuses the messages (its own words), fails on them, or is over
+                its budget; template_kwargs name what is not theirs.
+        """
+        template = self._choose(has_tools=tools is not None)
+        if not messages:
+            raise InvalidRequest("messages is empty. Send at least one message.", "messages")
+        extra = dict(template_kwargs or {})
+        if taken := sorted(_RESERVED & extra.keys()):
+            raise InvalidRequest(f"chat_template_kwargs may not set {', '.join(taken)}.", "chat_template_kwargs")
+        variables = {
+            **self._special_tokens,
+            **extra,
+            "messages": [_prepared(message) for message in messages],
+            "tools": None if tools is None else list(tools),
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+            "strftime_now": now.strftime,
+        }
+        return self._run(template, variables)
+
+    def _choose(self, has_tools: bool) -> Template:
+        if has_tools and "tool_use" in self._templates:
+            return self._templates["tool_use"]
+        if "default" in self._templates:
+            return self._templates["default"]
+        raise InvalidRequest(NO_TEMPLATE, "messages", "no_chat_template")
+
+    def _run(self, template: Template, variables: Mapping[str, Any]) -> str:
+        """Raises InvalidRequest, with the template's words where it has any, whatever it does."""
+        try:
+            with use_budget(self._new_budget()):
+                return self._join(template, variables)
+        except TooMuchText as error:
+            raise InvalidRequest(
+                f"In the model's chat template the messages come to more than {self._max_output_chars} characters, "
+                "which its context cannot hold. Shorten them.",
+                "messages",
+                "context_length_exceeded",
+            ) from error
+        except BudgetExceeded as error:
+            raise InvalidRequest(f"The model's chat template does too much here: {error}.", "messages") from error
+        except TemplateError as error:
+            raise InvalidRequest(f"The model's chat template refuses this: {error}", "messages") from error
+        except Exception as error:  # a template's code may raise anything that Python can
+            cause = f"{type(error).__name__}: {error}"
+            raise InvalidRequest(f"The model's chat template fails on these messages: {cause}", "messages") from error
+
+    def _join(self, template: Template, variables: Mapping[str, Any]) -> str:
+        pieces: list[str] = []
+        num_chars = 0
+        for piece in template.generate(variables):
+            pieces.append(piece)
+            num_chars += len(piece)
+            if num_chars > self._max_output_chars:
+                raise TooMuchText
+        return "".join(pieces)
+
+    def _compile(self, environment: BudgetedEnvironment, name: str, source: str) -> Template:
+        try:
+            with use_budget(self._new_budget()):  # constants are folded while compiling
+                return environment.from_string(source)
+        except TemplateError as error:
+            line = getattr(error, "lineno", None)
+            raise ChatTemplateSyntaxError(f"chat template {name!r}, line {line}: {error}") from error
+
+    def _new_budget(self) -> Budget:
+        return Budget(MAX_OPERATIONS, MAX_MADE_PER_OUTPUT * self._max_output_chars)
+
+
+class _GenerationBlock(Extension):
+    """{% generation %}: marks the assistant's words for training. Here they are rendered, and that is all."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2's own form)
+
+    def parse(self, parser: Parser) -> nodes.CallBlock:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_render_body"), [], [], body, lineno=line)
+
+    def _render_body(self, caller: Macro) -> str:
+        text: str = caller()
+        return text
+
+
+def _new_environment() -> BudgetedEnvironment:
+    """transformers' environment (utils/chat_template_utils.py): its whitespace rules, tojson and raise_exception."""
+    environment = BudgetedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols])
+    environment.replace_filter("tojson", _to_json)
+    environment.globals["raise_exception"] = _raise_exception
+    return environment
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """jinja2's own escapes HTML; models were trained on plain JSON."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _prepared(message: Mapping[str, Any]) -> dict[str, Any]:
+    """As transformers hands messages to templates: without Nones, reasoning under the names that templates read."""
+    fields = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((fields[name] for name in _REASONING_FIELDS if name in fields), None)
+    if reasoning is None:
+        return fields
+    return {"thinking": reasoning, **fields, "reasoning_content": reasoning}

@@ -1,0 +1,379 @@
+"""A jinja2 sandbox that counts: what a template does, and what it makes, stops at a budget. No I/O.
+
+jinja2's own sandbox keeps templates from Python's insides, not from looping or growing without end. Here the tree of a
+template is instrumented before it is compiled (each turn of a loop or macro, each literal list, each `~`), and calls,
+filters and operators are intercepted. What could grow by a product (`*`, replace, join, format, indent) is measured
+before it is done; the rest grows by a sum and is counted after. So neither time nor memory outgrows the budget by more
+than a factor; it is not a clock.
+"""
+
+import re
+from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, ValuesView
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import wraps
+from typing import Any
+
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+from jinja2.visitor import NodeTransformer
+
+MAX_INT_BITS = 4096
+MAX_WIDTH = 10_000  # a number given to a method of strings, or to a filter that pads
+MAX_INDENT = 64  # what goes before each of many lines
+_NODES_PER_OPERATION = 4  # items looked at, of lists and dicts
+# In a format: a width or precision over 9,999, or one from elsewhere.
+_LONG_WIDTH = {
+    "%": re.compile(r"%(?:\([^)]*\))?[-+ #0]*(?:\*|[0-9]{5}|[0-9]*\.(?:\*|[0-9]{5}))"),
+    "{": re.compile(r"\{[^{}]*:[^{}]*(?:[0-9]{5}|\{)"),
+}
+_REFUSED_METHODS = frozenset(
+    {"encode", "expandtabs", "maketrans", "to_bytes", "translate"}
+)  # grow, and serve no prompt
+_INDENTING_FILTERS = frozenset({"indent", "tojson", "wordwrap"})
+_PADDING_FILTERS = frozenset({"batch", "center", "round", "slice"})
+# Filters that write out the whole of a list or dict.
+_WRITING_FILTERS = frozenset({"join", "pprint", "string", "tojson", "urlencode", "xmlattr", "safe", "e", "escape"})
+_CONTAINERS = (list, tuple, set, frozenset, KeysView, ValuesView, ItemsView)
+
+
+class BudgetExceeded(SecurityError):
+    """A template does more than any honest one."""
+
+
+class TooMuchText(BudgetExceeded):
+    """More text than the budget has: mostly, than the model's context can hold."""
+
+    def __init__(self) -> None:
+        super().__init__("it builds too much text")
+
+
+class Budget:
+    """What is left to one render.
+
+    Args:
+        num_operations: turns of loops, calls, filters, and items looked at.
+        num_chars: characters of all strings made on the way.
+    """
+
+    __slots__ = ("num_chars", "num_operations")
+
+    def __init__(self, num_operations: int, num_chars: int) -> None:
+        self.num_operations = num_operations
+        self.num_chars = num_chars
+
+    def spend(self, num_operations: int, num_chars: int = 0) -> None:
+        self.num_operations -= num_operations
+        self.num_chars -= num_chars
+        if self.num_operations < 0:
+            raise BudgetExceeded("it takes too many operations (a loop without end, or far too many messages)")
+        if self.num_chars < 0:
+            raise TooMuchText
+
+    def check(self, num_chars: int) -> None:
+        """Refuse, beforehand, to make that many characters."""
+        if num_chars > self.num_chars:
+            raise TooMuchText
+
+    def written_chars(self, value: Any) -> int:
+        """About as many as str() or JSON of the value has; looking at items costs operations."""
+        num_chars = 0
+        for item in self._walk(value):
+            num_chars += len(item) if isinstance(item, str) else 8
+            self.check(num_chars)
+        return num_chars
+
+    def spend_made(self, value: Any) -> None:
+        """Count a value just made: a string by its length, a list or dict by all that is in it, as a tree."""
+        if isinstance(value, str | bytes):
+            self.spend(1, len(value))
+        elif isinstance(value, range):
+            self.spend(1 + len(value) // _NODES_PER_OPERATION)
+        elif isinstance(value, (dict, *_CONTAINERS)):
+            for _ in self._walk(value):
+                pass
+
+    def _walk(self, value: Any) -> Iterator[Any]:
+        pending = [value]
+        num_seen = 0
+        while pending:
+            item = pending.pop()
+            yield item
+            if isinstance(item, dict):
+                pending.extend(item.keys())
+                pending.extend(item.values())
+            elif isinstance(item, _CONTAINERS):
+                pending.extend(item)
+            num_seen += 1
+            if num_seen % _NODES_PER_OPERATION == 0:
+                self.spend(1)
+
+
+_budget: ContextVar[Budget] = ContextVar("template budget")
+
+
+@contextmanager
+def use_budget(budget: Budget) -> Iterator[None]:
+    """Everything that templates do in this context is counted against the budget."""
+    token = _budget.set(budget)
+    try:
+        yield
+    finally:
+        _budget.reset(token)
+
+
+class BudgetedEnvironment(ImmutableSandboxedEnvironment):
+    """To be used within `use_budget` only, compiling included."""
+
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(finalize=_spend_output, **options)
+        # Called by name from the instrumented tree.
+        self.spend_turn, self.spend_value, self.concatenate = _spend_turn, _spend_value, _concatenate
+        self.globals["namespace"] = _Namespace
+        self.globals["dict"] = _Dict()
+        self.globals.pop("lipsum")
+        for name, function in list(self.filters.items()):
+            self.replace_filter(name, function)
+
+    def replace_filter(self, name: str, function: Callable[..., Any]) -> None:
+        self.filters[name] = _budgeted_filter(name, function)
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree: nodes.Template = _Instrument().visit(super()._parse(source, name, filename))
+        return tree.set_environment(self)  # type: ignore[return-value]  # it returns its own self
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        if isinstance(obj, str | bytes | int) and attr in _REFUSED_METHODS:
+            return False
+        return super().is_safe_attribute(obj, attr, value)
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+        if __obj is _spend_turn:
+            return _spend_turn(*args)
+        if __obj is _spend_value or __obj is _concatenate:
+            return __obj(*args)
+        owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
+        if isinstance(owner, str):
+            args = _check_string_method(owner, name, args, kwargs)
+        return _spend_value(super().call(__context, __obj, *args, **kwargs))
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        wrapped = super().wrap_str_format(value)
+        if wrapped is None:
+            return None
+        template: str = value.__self__
+
+        def formatted(*args: Any, **kwargs: Any) -> str:
+            _check_format(template, "{", [args, kwargs])
+            return wrapped(*args, **kwargs)
+
+        return formatted
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "*":
+            _check_product(left, right)
+        elif operator == "**" and isinstance(left, int) and isinstance(right, int):
+            _check_int(left.bit_length() * abs(right))
+        elif operator == "%" and isinstance(left, str):
+            _check_format(left, "%", right)
+        return _spend_value(super().call_binop(context, operator, left, right))
+
+
+class _Namespace(Namespace):
+    """As transformers': no underscored names. Its repr says nothing, so that one may hold another."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # `self` may be a keyword
+        self, *rest = args
+        attributes = dict(*rest, **kwargs)
+        for name in attributes:
+            _check_name(name)
+        Namespace.__init__(self, attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+    def __repr__(self) -> str:
+        return "<Namespace>"
+
+
+class _Dict:
+    """`dict` as templates may call it, without the type's own attributes."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args, **kwargs)
+
+
+class _Instrument(NodeTransformer):
+    """Puts the counting into a template's tree."""
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        if node.test is not None:
+            node.test = nodes.And(_call("spend_turn", node, nodes.Const(0)), node.test, lineno=node.lineno)
+        node.body.insert(0, _turn(node))
+        return node
+
+    def visit_Macro(self, node: nodes.Macro) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        node.body.insert(0, _turn(node))
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        return _call("concatenate", node, *node.nodes)
+
+    def visit_List(self, node: nodes.List) -> nodes.Node:  # noqa: N802
+        return self._spend(node, node.items)
+
+    def visit_Dict(self, node: nodes.Dict) -> nodes.Node:  # noqa: N802
+        return self._spend(node, [pair.value for pair in node.items])
+
+    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:  # noqa: N802
+        return self._spend(node, node.items) if node.ctx == "load" else node
+
+    def _spend(self, node: nodes.Expr, items: list[nodes.Expr]) -> nodes.Node:
+        if all(isinstance(item, nodes.Const) for item in items):
+            return node
+        self.generic_visit(node)
+        return _call("spend_value", node, node)
+
+
+def _turn(node: nodes.For | nodes.Macro) -> nodes.ExprStmt:
+    """One turn of a body, with the characters it writes by itself (an inner body counts its own again)."""
+    num_chars = sum(len(data.data) for part in node.body for data in _template_data(part))
+    return nodes.ExprStmt(_call("spend_turn", node, nodes.Const(num_chars)), lineno=node.lineno)
+
+
+def _template_data(node: nodes.Node) -> Iterator[nodes.TemplateData]:
+    if isinstance(node, nodes.TemplateData):
+        yield node
+    elif not isinstance(node, nodes.For | nodes.Macro):
+        for child in node.iter_child_nodes():
+            yield from _template_data(child)
+
+
+def _call(name: str, at: nodes.Node, *arguments: nodes.Expr) -> nodes.Call:
+    callee = nodes.EnvironmentAttribute(name)
+    return nodes.Call(callee, list(arguments), [], None, None, lineno=at.lineno)
+
+
+def _spend_turn(num_chars: int) -> bool:
+    _budget.get().spend(1, num_chars)
+    return True
+
+
+def _spend_value(value: Any) -> Any:
+    budget = _budget.get()
+    budget.spend(1)
+    budget.spend_made(value)
+    return value
+
+
+def _spend_output(value: Any) -> Any:
+    """Ahead of every `{{ value }}`, as jinja2's finalize."""
+    budget = _budget.get()
+    budget.spend(1, len(value) if isinstance(value, str) else budget.written_chars(value))
+    return value
+
+
+def _concatenate(*values: Any) -> str:
+    """`a ~ b`: as jinja2's own, in an environment without autoescape."""
+    budget = _budget.get()
+    budget.spend(1, sum(map(budget.written_chars, values)))
+    return "".join(map(str, values))
+
+
+def _budgeted_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    subject_at = 1 if hasattr(function, "jinja_pass_arg") else 0
+
+    @wraps(function)
+    def filtered(*args: Any, **kwargs: Any) -> Any:
+        leading, (subject, *rest) = args[:subject_at], args[subject_at:]
+        budget = _budget.get()
+        if name == "join" and not isinstance(subject, str | Mapping):
+            subject = list(subject)
+        if name in _WRITING_FILTERS:
+            budget.check(budget.written_chars(subject))
+        _check_filter(name, subject, rest, kwargs)
+        return _spend_value(function(*leading, subject, *rest, **kwargs))
+
+    return filtered
+
+
+def _check_filter(name: str, subject: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
+    options = [*args, *kwargs.values()]
+    if name == "join":
+        _check_join(subject, [option for option in options if isinstance(option, str)])
+    elif name == "replace":
+        _check_replace(str(subject), args)
+    elif name == "format":
+        _check_format(str(subject), "%", [args, kwargs])
+    elif name in _INDENTING_FILTERS:
+        _check_widths([option for option in options if name != "wordwrap"], MAX_INDENT)
+        if any(isinstance(option, str) and len(option) > MAX_INDENT for option in options):
+            raise BudgetExceeded(f"it indents with more than {MAX_INDENT} characters")
+    elif name in _PADDING_FILTERS:
+        _check_widths(options, MAX_WIDTH)
+
+
+def _check_string_method(owner: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    if name == "join" and args:
+        items = list(args[0])
+        _check_join(items, [owner])
+        return (items, *args[1:])
+    if name == "replace":
+        _check_replace(owner, [*args, *kwargs.values()])
+    _check_widths(args, MAX_WIDTH)
+    return args
+
+
+def _check_join(items: Any, separators: list[str]) -> None:
+    budget = _budget.get()
+    budget.check(budget.written_chars(items) + len(items) * max(map(len, separators), default=0))
+
+
+def _check_replace(text: str, args: list[Any]) -> None:
+    if len(args) >= 2:
+        old, new = str(args[0]), str(args[1])
+        _budget.get().check(len(text) + text.count(old) * max(0, len(new) - len(old)))
+
+
+def _check_format(template: str, mark: str, arguments: Any) -> None:
+    if _LONG_WIDTH[mark].search(template):
+        raise BudgetExceeded("it formats with a width that is too large")
+    budget = _budget.get()
+    budget.check(len(template) + template.count(mark) * budget.written_chars(arguments))
+
+
+def _check_widths(values: Any, limit: int) -> None:
+    for value in values:
+        if isinstance(value, int | float) and abs(value) > limit:
+            raise BudgetExceeded(f"it uses the number {value:.17g}, over {limit}, as a width or a count")
+
+
+def _check_product(left: Any, right: Any) -> None:
+    if isinstance(left, int) and isinstance(right, int):
+        _check_int(left.bit_length() + right.bit_length())
+        return
+    for sequence, times in ((left, right), (right, left)):
+        if isinstance(sequence, str | bytes | list | tuple) and isinstance(times, int):
+            _budget.get().check(len(sequence) * times)
+
+
+def _check_int(num_bits: int) -> None:
+    if num_bits > MAX_INT_BITS:
+        raise BudgetExceeded(f"it computes a number of more than {MAX_INT_BITS} bits")
+
+
+def _check_name(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"namespaces may not have the attribute {name!r}")

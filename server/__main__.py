@@ -1,0 +1,83 @@
+"""The wiring: the one place where the server meets the engine that gpu/ computes. Also `python -m server`."""
+
+import os
+import random
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from core.config import parse_model_config
+from core.engine import Engine
+from core.errors import ExitCode
+from core.scheduler import Scheduler
+from core.types import StepDelivery
+from server.config import ServerConfig
+from server.engine_thread import Inbox
+from server.model_files import read_model_files
+from server.process import EngineFacts, LoadedEngine, LoadEngine, serve
+from server.progress import weight_progress
+
+DEMO_DIRECTORY = Path(__file__).parent.parent / "gpu" / "demo" / "model"
+DEMO_NAME = "steploop-demo"
+
+
+def run_server(config: ServerConfig) -> ExitCode:
+    """Serve until told to stop.
+
+    Raises:
+        StartupError: what is wrong, and what to do.
+    """
+    import uvloop
+
+    return uvloop.run(serve(config, engine_loader(config)))
+
+
+def model_directory(config: ServerConfig) -> Path:
+    return config.model or DEMO_DIRECTORY
+
+
+def engine_loader(config: ServerConfig) -> LoadEngine:
+    """What the engine thread runs first: files, weights, KV cache, scheduler."""
+
+    def load(
+        inbox: Inbox, deliver: Callable[[StepDelivery], None], report_stage: Callable[[str], None]
+    ) -> LoadedEngine:
+        report_stage("reading the model's files")
+        files = read_model_files(model_directory(config), config.max_model_len, config.chat_template)
+        model = parse_model_config(files.config)
+        report_stage("importing torch")
+        os.environ.setdefault("GOMP_SPINCOUNT", "0")  # before torch: idle threads must not spin beside the loop
+        from gpu.runner import load_runner
+
+        report_stage("loading weights")
+        with weight_progress(sys.stderr) as report_bytes:
+            runner = load_runner(files.path, model, config.to_engine_config(), report_bytes)
+        scheduler = Scheduler(runner.limits, files.eos_ids, lambda: random.SystemRandom().getrandbits(64))
+        memory = runner.memory
+        facts = EngineFacts(
+            model_name=served_name(config),
+            is_demonstration=config.model is None,
+            num_parameters=memory.num_parameters,
+            dtype=memory.device.dtype_name,
+            device=str(memory.device.device),
+            device_reason=memory.device.device_reason,
+            kv_size_bytes=memory.kv_bytes,
+            context_origin="the model's own" if config.max_model_len is None else "--max-model-len",
+            limits=runner.limits,
+        )
+        return LoadedEngine(Engine(scheduler, runner, time.monotonic, inbox, deliver), files, facts)
+
+    return load
+
+
+def served_name(config: ServerConfig) -> str:
+    if config.served_model_name is not None:
+        return config.served_model_name
+    return DEMO_NAME if config.model is None else config.model.resolve().name
+
+
+if __name__ == "__main__":
+    from server.cli import main
+
+    sys.exit(main())

@@ -1,0 +1,270 @@
+"""The process's life: listen, load, serve, drain, exit. Thread: loop.
+
+The port listens at once; while the engine loads on its thread, /health answers and everything else says 503 with the
+stage. What is loaded, and how, is an argument (server/__main__.py): this file knows no model.
+"""
+
+import asyncio
+import gc
+import logging
+import signal
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from core.engine import Engine
+from core.errors import ErrorKind, ExitCode, ServiceError, StartupError
+from core.plan import RunnerLimits
+from core.types import StepDelivery
+from server import __version__
+from server.api.models import ServedModel
+from server.api.surface import GenerationDefaults
+from server.app import App, Readiness
+from server.auth import KeyAuthenticator
+from server.banner import BannerFacts, banner_lines
+from server.config import ServerConfig
+from server.connection_limits import ConnectionLimits
+from server.engine_client import EngineClient
+from server.engine_thread import EngineThread, Inbox
+from server.http1_prefilter import HeadLimits
+from server.lifecycle import Clock, Lifecycle, PromptReader
+from server.listener import Listener, ListenerConfig
+from server.metrics import Metrics
+from server.model_files import ModelFiles
+
+logger = logging.getLogger(__name__)
+
+SWITCH_INTERVAL_S = 1e-4  # how long a thread may keep the GIL from one that waits (PERFORMANCE.md, The GIL)
+GC_THRESHOLDS = (100_000, 50, 100)  # collections stall every stream: few, after what start made is frozen
+FAREWELL_S = 2.0  # for the last error events to leave
+ENGINE_STOP_S = 10.0  # for the step that runs
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What was loaded, as the operator and the clients are told."""
+
+    model_name: str
+    is_demonstration: bool
+    num_parameters: int
+    dtype: str
+    device: str
+    device_reason: str
+    kv_size_bytes: int
+    context_origin: str
+    limits: RunnerLimits
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedEngine:
+    """What the engine thread has when it is ready to step."""
+
+    engine: Engine
+    files: ModelFiles
+    facts: EngineFacts
+
+
+# Runs on the engine thread: (inbox, where to deliver, what to call with the stage reached) -> engine
+LoadEngine = Callable[[Inbox, Callable[[StepDelivery], None], Callable[[str], None]], LoadedEngine]
+
+
+class Server:
+    """One serving process. Implements server.engine_thread.EngineEvents.
+
+    Args:
+        load: makes the engine.
+        announce: takes the banner's lines when the server is ready.
+    """
+
+    def __init__(self, config: ServerConfig, load: LoadEngine, announce: Callable[[list[str]], None]) -> None:
+        self._config = config
+        self._announce = announce
+        self._loop = asyncio.get_running_loop()
+        self._readiness = Readiness()
+        self._metrics = Metrics()
+        self._clock = Clock(time.monotonic, time.time)
+        self._app = App(
+            self._readiness, KeyAuthenticator(config.api_keys), self._metrics, self._clock, lambda: uuid.uuid4().hex
+        )
+        self.listener = Listener(self._app.handle, _listener_config(config))
+        self._app.listener = self.listener
+        self._engine_thread = EngineThread(
+            lambda inbox, deliver: load(inbox, deliver, self._report_stage), self, self._loop
+        )
+        self._client: EngineClient | None = None
+        self._ready: asyncio.Future[None] = self._loop.create_future()
+        self._stopping: asyncio.Future[float] = self._loop.create_future()  # seconds of grace
+        self._failure: BaseException | None = None
+
+    async def run(self) -> ExitCode:
+        """Serve until stop() or the engine's end.
+
+        Raises:
+            StartupError: the address cannot be had, or the model cannot be loaded.
+        """
+        await self.start()
+        grace_s = await self._stopping
+        await self._shut_down(grace_s)
+        if isinstance(self._failure, StartupError):
+            raise self._failure
+        return ExitCode.OK if self._failure is None else ExitCode.ENGINE
+
+    async def start(self) -> None:
+        """Listen, and begin to load."""
+        await self.listener.start()
+        logger.info("listening on %s:%d, loading the model", self._config.host, self.listener.port)
+        self._engine_thread.start()
+
+    async def wait_ready(self) -> None:
+        """
+        Raises:
+            StartupError: the model cannot be loaded.
+        """
+        await asyncio.shield(self._ready)
+
+    def install_signal_handlers(self) -> None:
+        """SIGTERM drains, SIGINT ends streams with an error event at once; so does any second signal."""
+        self._loop.add_signal_handler(signal.SIGTERM, self.stop, self._config.drain_timeout_s)
+        self._loop.add_signal_handler(signal.SIGINT, self.stop, 0.0)
+
+    def stop(self, grace_s: float) -> None:
+        """Take no new requests, give those in progress grace_s. A second call gives them no more time."""
+        if self._stopping.done():
+            self._say_farewell()
+        else:
+            self._stopping.set_result(grace_s)
+
+    # What the engine thread tells.
+
+    def on_ready(self, loaded: LoadedEngine) -> None:
+        client = EngineClient(
+            self._engine_thread.post, loaded.files.tokenizer.table, self.listener.batch.flush_all, self._loop.call_soon
+        )
+        self._client = client
+        self._metrics.model_name = loaded.facts.model_name
+        self._app.lifecycle = Lifecycle(
+            reader=_prompt_reader(loaded, self._clock),
+            defaults=_generation_defaults(loaded),
+            backend=client,
+            clock=self._clock,
+            offload=lambda work: self._loop.run_in_executor(None, work),
+            metrics=self._metrics,
+            max_body_bytes=self._config.max_body_bytes,
+            max_requests=self._config.max_queue,
+        )
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(*GC_THRESHOLDS)
+        self._readiness.is_ready = True
+        self._ready.set_result(None)
+        self._announce(banner_lines(self._banner_facts(loaded.facts)))
+
+    def on_delivery(self, delivery: StepDelivery) -> None:
+        assert self._client is not None, "nothing is delivered before the engine is ready"
+        self._client.deliver(delivery)
+
+    def on_failed(self, error: BaseException) -> None:
+        self._failure = error
+        self._readiness.is_ready = False
+        if self._client is None:
+            self._ready.set_exception(error)
+            self._ready.exception()  # retrieved: whoever waits still gets it
+        else:
+            logger.critical("the engine has failed, the server ends: %r", error, exc_info=error)
+            self._client.fail("The engine failed. Try again once the server has restarted.")
+        if not isinstance(error, StartupError) and self._client is None:
+            logger.critical("the engine cannot be loaded: %r", error, exc_info=error)
+        self.stop(0.0)
+
+    def _report_stage(self, stage: str) -> None:
+        """Thread: engine. A string is handed over, nothing else."""
+        self._loop.call_soon_threadsafe(setattr, self._readiness, "stage", stage)
+
+    def _banner_facts(self, facts: EngineFacts) -> BannerFacts:
+        limits = facts.limits
+        return BannerFacts(
+            version=__version__,
+            model_name=facts.model_name,
+            num_parameters=facts.num_parameters,
+            dtype=facts.dtype,
+            is_demonstration=facts.is_demonstration,
+            device=facts.device,
+            device_reason=facts.device_reason,
+            num_kv_tokens=limits.num_blocks * limits.block_size,
+            kv_size_bytes=facts.kv_size_bytes,
+            max_model_len=limits.max_model_len,
+            context_origin=facts.context_origin,
+            num_api_keys=len(self._config.api_keys),
+            host=self._config.host,
+            port=self.listener.port,
+        )
+
+    # The end.
+
+    async def _shut_down(self, grace_s: float) -> None:
+        logger.info("shutting down: requests in progress have %g s", grace_s)
+        self._readiness.is_draining = True
+        farewell = self._loop.call_later(grace_s, self._say_farewell)
+        await self.listener.drain(grace_s + FAREWELL_S)
+        farewell.cancel()
+        self._engine_thread.stop()
+        if not self._engine_thread.wait_stopped(ENGINE_STOP_S):
+            logger.warning("the engine's step has not ended after %g s", ENGINE_STOP_S)
+
+    def _say_farewell(self) -> None:
+        if self._app.lifecycle is not None:
+            message = "The server is shutting down. Send the request again once it is back."
+            self._app.lifecycle.fail_all(ServiceError(ErrorKind.UNAVAILABLE, message, "draining", retry_after_s=5))
+
+
+async def serve(config: ServerConfig, load: LoadEngine) -> ExitCode:
+    """Run a server until it is told to stop.
+
+    Raises:
+        StartupError: see Server.run.
+    """
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    server = Server(config, load, lambda lines: print("\n".join(lines), flush=True))
+    server.install_signal_handlers()
+    return await server.run()
+
+
+def _listener_config(config: ServerConfig) -> ListenerConfig:
+    return ListenerConfig(
+        host=config.host,
+        port=config.port,
+        max_connections=config.max_connections,
+        connection=ConnectionLimits(
+            head=HeadLimits(),
+            head_s=config.head_timeout_s,
+            body_s=config.body_timeout_s,
+            idle_s=config.idle_timeout_s,
+            stall_s=config.stall_timeout_s,
+        ),
+    )
+
+
+def _prompt_reader(loaded: LoadedEngine, clock: Clock) -> PromptReader:
+    facts, files = loaded.facts, loaded.files
+    card = ServedModel(
+        id=facts.model_name,
+        created_s=int(clock.unix()),
+        max_model_len=facts.limits.max_model_len,
+        description=DEMONSTRATION if facts.is_demonstration else None,
+    )
+    return PromptReader((card,), files.tokenizer, files.chat_template, facts.limits.max_model_len, clock.unix)
+
+
+DEMONSTRATION = "demonstration model: it has memorised a glossary of LLM serving and knows nothing else"
+
+
+def _generation_defaults(loaded: LoadedEngine) -> GenerationDefaults:
+    """The model's own recommendations, where its generation_config.json has any."""
+    recommended = loaded.files.defaults
+    known = {name: getattr(recommended, name) for name in recommended.__slots__}
+    return GenerationDefaults(
+        vocab_size=loaded.facts.limits.vocab_size,
+        **{name: value for name, value in known.items() if value is not None},
+    )

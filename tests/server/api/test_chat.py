@@ -1,0 +1,285 @@
+import json
+from typing import Any
+
+import openai
+import pytest
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from core.errors import ErrorKind, ServiceError
+from core.types import Delta, FinishReason
+from server import sse
+from server.api.chat import ChatStream, ChatSurface
+from server.api.surface import ChatPrompt, Choice
+from tests.server.api import wire
+from tests.server.api.wire import CONTEXT, LOGPROBS, USAGE, read_events, say, sdk_reading
+
+SURFACE = ChatSurface()
+MESSAGES: Any = [{"role": "user", "content": "Hi"}]
+TIMINGS = {"queue_ms": 0.5}
+USAGE_JSON = {
+    "prompt_tokens": 7,
+    "completion_tokens": 2,
+    "total_tokens": 9,
+    "prompt_tokens_details": {"cached_tokens": 4},
+    "completion_tokens_details": {"reasoning_tokens": 0},
+}
+
+
+def reply(**fields: Any) -> ChatStream:
+    return SURFACE.stream_reply(wire.parse(SURFACE, messages=MESSAGES, stream=True, **fields), CONTEXT)
+
+
+def messages_of(messages: list[Any]) -> tuple[dict[str, Any], ...]:
+    (prompt,) = wire.parse(SURFACE, messages=messages).prompts
+    assert isinstance(prompt, ChatPrompt)
+    return prompt.messages
+
+
+def whole(*choices: Choice, **fields: Any) -> bytes:
+    call = wire.parse(SURFACE, messages=MESSAGES, **fields)
+    return SURFACE.whole_reply(call, CONTEXT, choices, USAGE, TIMINGS)
+
+
+def test_the_call_says_what_was_asked() -> None:
+    call = wire.parse(
+        SURFACE, messages=MESSAGES, n=3, stream=True, stream_options={"include_usage": True}, timings=True
+    )
+    assert call.model == "tiny"
+    assert call.prompts == (ChatPrompt(({"role": "user", "content": "Hi"},)),)
+    assert (call.num_sequences, call.is_stream, call.includes_usage, call.wants_timings) == (3, True, True, True)
+
+
+def test_messages_become_what_templates_know() -> None:
+    assert messages_of(
+        [
+            {"role": "developer", "content": "Be brief."},
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "Ann"},
+            {"role": "assistant", "content": "c", "reasoning": "d", "refusal": None},
+            {"role": "assistant", "content": None, "reasoning_content": "e"},
+            {"role": "tool", "content": "f", "tool_call_id": "t1"},
+        ]
+    ) == (
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "a\nb", "name": "Ann"},
+        {"role": "assistant", "content": "c", "reasoning_content": "d"},
+        {"role": "assistant", "content": "", "reasoning_content": "e"},
+        {"role": "tool", "content": "f", "tool_call_id": "t1"},
+    )
+
+
+@pytest.mark.parametrize(
+    ("message", "path"),
+    [
+        ({"role": "king", "content": "a"}, "role"),
+        ({"content": "a"}, "role"),
+        ({"role": "user"}, "content"),
+        ({"role": "user", "content": None}, "content"),
+        ({"role": "user", "content": {"text": "a"}}, "content"),
+        ({"role": "user", "content": [{"type": "text"}]}, "content[0].text"),
+        (
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+            "content[0].type",
+        ),
+        ({"role": "user", "content": [{"type": "input_audio"}]}, "content[0].type"),
+        ({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "file"}]}, "content[1].type"),
+        ({"role": "assistant", "tool_calls": [{"id": "x"}]}, "tool_calls"),
+    ],
+)
+def test_a_message_that_cannot_be_read_is_named(message: dict[str, Any], path: str) -> None:
+    assert wire.refusal(SURFACE, messages=[message]).param == f"messages[0].{path}"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": None}, "messages"),
+        ({}, "messages"),
+        ({"messages": MESSAGES, "model": ""}, "model"),
+        ({"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs"),
+        ({"messages": MESSAGES, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"messages": MESSAGES, "response_format": {"type": "json_object"}}, "response_format"),
+        ({"messages": MESSAGES, "functions": [{"name": "f"}]}, "functions"),
+        ({"messages": MESSAGES, "function_call": {"name": "f"}}, "function_call"),
+        ({"messages": MESSAGES, "modalities": ["text", "audio"]}, "modalities"),
+        ({"messages": MESSAGES, "audio": {"voice": "x"}}, "audio"),
+        ({"messages": MESSAGES, "prediction": {"type": "content"}}, "prediction"),
+        ({"messages": MESSAGES, "web_search_options": {}}, "web_search_options"),
+        ({"messages": MESSAGES, "reasoning_effort": "high"}, "reasoning_effort"),
+        ({"messages": MESSAGES, "best_of": 2}, "best_of"),
+        ({"messages": MESSAGES, "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
+    ],
+)
+def test_a_field_that_would_change_the_answer_is_refused(fields: dict[str, Any], param: str) -> None:
+    assert wire.refusal(SURFACE, **fields).param == param
+
+
+def test_fields_that_ask_for_plain_text_are_fine() -> None:
+    wire.parse(SURFACE, messages=MESSAGES, response_format={"type": "text"}, modalities=["text"], function_call="none")
+
+
+def test_the_newer_name_of_max_tokens_wins() -> None:
+    assert wire.parse(SURFACE, messages=MESSAGES, max_tokens=9, max_completion_tokens=5).sampling.max_tokens == 5
+    assert wire.parse(SURFACE, messages=MESSAGES, max_tokens=9).sampling.max_tokens == 9
+
+
+def test_logprobs_are_counted_as_asked() -> None:
+    asked: list[dict[str, Any]] = [{}, {"logprobs": False}, {"logprobs": True}, {"logprobs": True, "top_logprobs": 3}]
+    counts = [wire.parse(SURFACE, messages=MESSAGES, **fields).sampling.num_logprobs for fields in asked]
+    assert counts == [None, None, 0, 3]
+
+
+def test_a_stream_by_the_letter() -> None:
+    events = read_events(wire.stream(reply(), (0, say("Hel")), (0, say("lo", FinishReason.STOP))))
+    envelope = {
+        "id": "chatcmpl-abc123",
+        "object": "chat.completion.chunk",
+        "created": 1_700_000_000,
+        "model": "tiny",
+    }
+
+    def chunk(delta: dict[str, str], reason: str | None = None) -> dict[str, Any]:
+        return envelope | {"choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}]}
+
+    assert events == [
+        (None, chunk({"role": "assistant", "content": ""})),
+        (None, chunk({"content": "Hel"})),
+        (None, chunk({"content": "lo"})),
+        (None, chunk({}, "stop")),
+        (None, "[DONE]"),
+    ]
+
+
+def test_usage_is_null_until_its_own_chunk() -> None:
+    answer = reply(stream_options={"include_usage": True}, timings=True)
+    *chunks, last, done = [data for _, data in read_events(wire.stream(answer, (0, say("Hi")), timings=TIMINGS))]
+    assert [chunk["usage"] for chunk in chunks] == [None, None]
+    assert (last["choices"], last["usage"], last["timings"]) == ([], USAGE_JSON, TIMINGS)
+    assert done == "[DONE]"
+
+
+def test_timings_come_last_without_usage_too() -> None:
+    *_, last, _ = [data for _, data in read_events(wire.stream(reply(timings=True), timings=TIMINGS))]
+    assert (last["choices"], last["timings"]) == ([], TIMINGS)
+    assert "usage" not in last
+
+
+def test_a_delta_without_news_writes_nothing() -> None:
+    assert reply().delta(0, say("")) == b""
+
+
+@pytest.mark.parametrize("reason", [FinishReason.CANCELLED, FinishReason.DEADLINE, FinishReason.ERROR])
+def test_a_reason_that_the_wire_lacks_is_not_written(reason: FinishReason) -> None:
+    assert reply().delta(0, say("", reason)) == b""
+    ((_, data),) = read_events(reply().delta(0, say("kept", reason)))
+    assert data["choices"][0]["delta"] == {"content": "kept"}
+    assert data["choices"][0]["finish_reason"] is None
+
+
+def test_every_chunk_is_of_the_sdks_type() -> None:
+    answer = reply(n=2, logprobs=True, top_logprobs=2, stream_options={"include_usage": True})
+    deltas = [
+        (1, Delta(index=1, text="Hel", num_tokens=2, logprobs=LOGPROBS)),
+        (0, say("x")),
+        (0, say("", FinishReason.LENGTH)),
+        (1, say("", FinishReason.STOP)),
+    ]
+    *chunks, _ = [data for _, data in read_events(wire.stream(answer, *deltas))]
+    for data in chunks:
+        chunk = ChatCompletionChunk.model_validate(data, strict=True)
+        assert chunk.model_extra == {}
+        assert json.loads(chunk.model_dump_json(exclude_unset=True)) == data
+    assert [chunk["choices"][0]["index"] for chunk in chunks if chunk["choices"]] == [0, 1, 1, 0, 0, 1]
+
+
+def test_the_sdk_iterates_a_stream_with_keep_alives() -> None:
+    answer = reply(stream_options={"include_usage": True})
+    text = 'a "b"\n\ndata: [DONE]\u2028é😀'
+    events = answer.start() + sse.KEEP_ALIVE + answer.delta(0, say(text)) + sse.KEEP_ALIVE
+    events += answer.delta(0, say("", FinishReason.STOP)) + answer.end(USAGE, None)
+    with sdk_reading(events) as client:
+        chunks = list(client.chat.completions.create(model="tiny", messages=MESSAGES, stream=True))
+    assert "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices) == text
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.total_tokens == 9
+
+
+def test_the_sdks_stream_helper_assembles_all_choices() -> None:
+    answer = reply(n=2, logprobs=True)
+    deltas = [
+        (1, say("one")),
+        (0, Delta(index=0, text="zero", num_tokens=2, logprobs=LOGPROBS)),
+        (1, say("", FinishReason.STOP)),
+        (0, say("", FinishReason.STOP)),
+    ]
+    with (
+        sdk_reading(wire.stream(answer, *deltas)) as client,
+        client.chat.completions.stream(model="tiny", messages=MESSAGES, n=2) as events,
+    ):
+        kinds = [event.type for event in events]
+        final = events.get_final_completion()
+    assert [(choice.message.content, choice.finish_reason) for choice in final.choices] == [
+        ("zero", "stop"),
+        ("one", "stop"),
+    ]
+    assert final.choices[0].logprobs is not None
+    assert [entry.token for entry in final.choices[0].logprobs.content or []] == ["Hel", " é"]
+    assert kinds.count("content.delta") >= 2
+
+
+def test_the_sdk_raises_an_error_that_breaks_a_stream_off() -> None:
+    answer = reply()
+    events = answer.start() + answer.delta(0, say("Hel"))
+    events += answer.error(ServiceError(ErrorKind.ENGINE, "The engine failed.", "engine_error"))
+    with sdk_reading(events) as client:
+        stream = client.chat.completions.create(model="tiny", messages=MESSAGES, stream=True)
+        assert next(stream).choices[0].delta.role == "assistant"
+        assert next(stream).choices[0].delta.content == "Hel"
+        with pytest.raises(openai.APIError, match="The engine failed") as caught:
+            next(stream)
+    assert caught.value.code == "engine_error"
+    assert not events.endswith(sse.DONE)
+
+
+def test_a_whole_answer_by_the_letter() -> None:
+    answer = json.loads(whole(Choice(0, "Hello", FinishReason.STOP), timings=True))
+    assert answer == {
+        "id": "chatcmpl-abc123",
+        "object": "chat.completion",
+        "created": 1_700_000_000,
+        "model": "tiny",
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": "Hello", "refusal": None},
+                "logprobs": None,
+                "finish_reason": "stop",
+            }
+        ],
+        "usage": USAGE_JSON,
+        "timings": TIMINGS,
+    }
+
+
+def test_a_whole_answer_is_of_the_sdks_type() -> None:
+    choices = (Choice(0, "Hello", FinishReason.STOP, list(LOGPROBS)), Choice(1, "", FinishReason.LENGTH, []))
+    data = json.loads(whole(*choices, n=2, logprobs=True, top_logprobs=2))
+    completion = ChatCompletion.model_validate(data, strict=True)
+    assert json.loads(completion.model_dump_json(exclude_unset=True)) == data
+    logprobs = completion.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    assert [(entry.token, entry.logprob, entry.bytes) for entry in logprobs.content] == [
+        ("Hel", -0.5, [72, 101, 108]),
+        (" é", -9999.0, [32, 195, 169]),
+    ]
+    assert [(likely.token, likely.logprob) for likely in logprobs.content[1].top_logprobs] == [
+        ("Hel", -0.25),
+        ("lo", -1.5),
+    ]
+
+
+@pytest.mark.parametrize("reason", [FinishReason.CANCELLED, FinishReason.DEADLINE, FinishReason.ERROR])
+def test_a_broken_choice_makes_the_whole_answer_an_error(reason: FinishReason) -> None:
+    with pytest.raises(ServiceError):
+        whole(Choice(0, "a", FinishReason.STOP), Choice(1, "b", reason), n=2)

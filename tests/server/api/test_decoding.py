@@ -1,0 +1,135 @@
+import json
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from core.errors import ErrorKind, InvalidRequest
+from server.api.decoding import MAX_CONTAINERS, MAX_DEPTH, decode, parse_object
+
+
+class Inner(msgspec.Struct):
+    name: str
+    size: int | None = None
+
+
+class Shape(msgspec.Struct):
+    inner: list[Inner]
+    weights: dict[str, float] | None = None
+    flag: bool = False
+
+
+def refusal(body: bytes) -> InvalidRequest:
+    with pytest.raises(InvalidRequest) as caught:
+        decode(body, Shape, {"tools": ([],), "mode": ("plain",)})
+    assert caught.value.kind is ErrorKind.INVALID_REQUEST
+    return caught.value
+
+
+SCALARS = st.none() | st.booleans() | st.text(max_size=9) | st.integers()
+
+
+@given(st.dictionaries(st.text(max_size=9), SCALARS | st.lists(SCALARS, max_size=3), max_size=4))
+def test_an_ordinary_object_is_read_as_json_says(value: dict[str, object]) -> None:
+    assert parse_object(json.dumps(value).encode()) == value
+    assert parse_object(json.dumps(value, ensure_ascii=False).encode()) == value
+
+
+@given(st.binary(max_size=60) | st.text('[]{}",:\\u d8e1-.N', max_size=60).map(str.encode))
+def test_any_bytes_are_an_object_or_a_refusal(body: bytes) -> None:
+    try:
+        value = parse_object(body)
+    except InvalidRequest:
+        return
+    assert value == json.loads(body)
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b"", "Expecting value at line 1, column 1"),
+        (b'{"inner": ]}', "line 1, column 11"),
+        (b'{"inner": []} x', "Extra data"),
+        (b"\xff\xfe{\x00}\x00", "byte 0 is not UTF-8"),
+        (b'{"a": "\xc3"}', "not UTF-8"),
+        (b"[1]", "must be a JSON object"),
+        (b'{"a": NaN}', "NaN is not a JSON number"),
+        (b'{"a": -Infinity}', "-Infinity is not a JSON number"),
+        (b'{"a": 1e999}', "too large"),
+        (b'{"a": ' + b"1" * 5000 + b"}", "too long"),
+        (b'{"a": "\\ud800"}', "surrogate"),
+        (b'{"a": "\\udc00\\ud800"}', "surrogate"),
+        (b'{"a": 1, "b": {"c": 1, "c": 2}}', "the key 'c' appears twice"),
+        (b'{"a": "\x01"}', "Invalid control character"),
+    ],
+)
+def test_what_is_not_strict_json_is_refused_with_the_reason(body: bytes, says: str) -> None:
+    error = refusal(body)
+    assert says in error.message
+    assert error.code == "invalid_json"
+
+
+def test_surrogate_pairs_and_escaped_backslashes_are_fine() -> None:
+    assert parse_object(b'{"a": "\\ud83d\\ude00", "b": "\\\\ud800"}') == {"a": "😀", "b": "\\ud800"}
+
+
+def nested(depth: int) -> bytes:
+    return b'{"a":' + b"[" * (depth - 1) + b"]" * (depth - 1) + b"}"
+
+
+def test_nesting_ends_at_the_limit() -> None:
+    assert parse_object(nested(MAX_DEPTH))
+    for depth in (MAX_DEPTH + 1, 5000, 100_000):
+        assert "nested deeper" in refusal(nested(depth)).message
+    assert "nested deeper" in refusal(b"[" * 5000).message
+
+
+def test_brackets_within_strings_are_not_nesting() -> None:
+    text = "[{" * 500 + '\\"[' * 100
+    assert parse_object(json.dumps({"a": text}).encode()) == {"a": text}
+
+
+def test_unclosed_strings_are_refused_in_linear_time() -> None:
+    assert refusal(b'{"a": "' + b"[" * 100 + b'\\"' * 1_000_000).code == "invalid_json"
+
+
+def test_an_object_has_a_bounded_number_of_containers() -> None:
+    body = b'{"a": [' + b",".join([b"[]"] * MAX_CONTAINERS) + b"]}"
+    assert "more than" in refusal(body).message
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({}, "inner", "inner is missing."),
+        ({"inner": 3}, "inner", "inner must be an array, not an integer."),
+        ({"inner": [{"name": "a"}, {}]}, "inner[1].name", "inner[1].name is missing."),
+        ({"inner": [{"name": 1}]}, "inner[0].name", "inner[0].name must be a string, not an integer."),
+        (
+            {"inner": [{"name": "a", "size": 1.5}]},
+            "inner[0].size",
+            "inner[0].size must be an integer or null, not a number.",
+        ),
+        ({"inner": [], "weights": {"k": "v"}}, "weights[...]", "weights[...] must be a number, not a string."),
+        ({"inner": [], "flag": None}, "flag", "flag must be true or false, not null."),
+    ],
+)
+def test_a_wrong_field_is_named_by_its_path(body: object, param: str, message: str) -> None:
+    error = refusal(json.dumps(body).encode())
+    assert (error.param, error.message) == (param, message)
+
+
+def test_unknown_fields_are_ignored_and_named() -> None:
+    body = b'{"inner": [{"name": "a", "more": 1}], "zeal": 1, "known": 2, "tools": []}'
+    value, unknown = decode(body, Shape, {"tools": ([],)}, frozenset({"known"}))
+    assert value == Shape([Inner("a")])
+    assert unknown == ("zeal",)
+
+
+def test_an_unsupported_field_is_refused_unless_it_asks_for_nothing() -> None:
+    for harmless in (b'"tools": []', b'"tools": null', b'"mode": "plain"'):
+        decode(b'{"inner": [], ' + harmless + b"}", Shape, {"tools": ([],), "mode": ("plain",)})
+    error = refusal(b'{"inner": [], "mode": "fancy"}')
+    assert (error.param, error.code) == ("mode", "unsupported_parameter")
+    assert refusal(b'{"inner": [], "tools": [{}]}').param == "tools"

@@ -1,0 +1,195 @@
+"""Through the chat surface: the fields are the same on all of them."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from core.errors import InvalidRequest
+from core.types import SamplingParams
+from server.api.chat import ChatSurface
+from server.api.completions import CompletionsSurface
+from server.api.responses import ResponsesSurface
+from server.api.surface import UNLIMITED_TOKENS
+from tests.server.api import wire
+from tests.server.api.wire import VOCAB_SIZE
+
+ASK = {"messages": [{"role": "user", "content": "Hi"}]}
+
+
+def sampling(**fields: Any) -> SamplingParams:
+    return wire.parse(ChatSurface(), **ASK, **fields).sampling
+
+
+def param(**fields: Any) -> str | None:
+    return wire.refusal(ChatSurface(), **ASK, **fields).param
+
+
+def test_silence_means_the_models_defaults() -> None:
+    assert sampling() == SamplingParams(max_tokens=UNLIMITED_TOKENS, temperature=0.6, top_k=20, top_p=0.9)
+    assert sampling(temperature=None, stop=None, logit_bias=None, n=None) == sampling()
+
+
+def test_every_field_arrives() -> None:
+    assert sampling(
+        temperature=1,
+        top_k=5,
+        top_p=0.5,
+        min_p=0.1,
+        repetition_penalty=1.2,
+        presence_penalty=-1,
+        frequency_penalty=0.5,
+        logit_bias={"7": 2, "0": -100},
+        min_tokens=3,
+        max_tokens=9,
+        seed=5,
+        stop=["a", "b"],
+        stop_token_ids=[0, VOCAB_SIZE - 1],
+        ignore_eos=True,
+    ) == SamplingParams(
+        max_tokens=9,
+        temperature=1.0,
+        top_k=5,
+        top_p=0.5,
+        min_p=0.1,
+        repetition_penalty=1.2,
+        presence_penalty=-1.0,
+        frequency_penalty=0.5,
+        logit_bias=((7, 2.0), (0, -100.0)),
+        min_tokens=3,
+        seed=5,
+        stop=("a", "b"),
+        stop_token_ids=(0, VOCAB_SIZE - 1),
+        ignore_eos=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "inside", "outside"),
+    [
+        ("temperature", (0, 2), (-0.01, 2.01, 2**70)),
+        ("top_p", (0.001, 1), (0, -1, 1.001)),
+        ("top_k", (-1, 0, 2**63 - 1), (-2, 2**63)),
+        ("min_p", (0, 1), (-0.1, 1.1)),
+        ("presence_penalty", (-2, 2), (-2.1, 2.1)),
+        ("frequency_penalty", (-2, 2), (-2.1, 2.1)),
+        ("repetition_penalty", (0.01, 1, 100), (0, -1, 101)),
+        ("n", (1, 8), (0, 9, -1, 2**64)),
+        ("seed", (-(2**63), 2**64 - 1), (-(2**63) - 1, 2**64)),
+        ("max_tokens", (1, 2**63 - 1), (0, -1, 2**63)),
+        ("max_completion_tokens", (1, 2**63 - 1), (0, -1, 2**63)),
+        ("min_tokens", (0, 10), (-1, UNLIMITED_TOKENS + 1)),
+        ("stop", ("a", [], ["a"] * 4, "x" * 1024), ("", ["a"] * 5, "x" * 1025)),
+        ("stop_token_ids", ([], [0]), ([0] * 65,)),
+        ("logit_bias", ({}, {"0": 100}, {str(i): 1 for i in range(300)}), ({str(i): 1 for i in range(301)},)),
+    ],
+)
+def test_a_range_holds_to_its_ends(name: str, inside: tuple[Any, ...], outside: tuple[Any, ...]) -> None:
+    for value in inside:
+        sampling(**{name: value})
+    for value in outside:
+        assert param(**{name: value}) == name
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"stop": ["a", ""]}, "stop[1]"),
+        ({"stop": ["a", 1]}, "stop[1]"),
+        ({"stop_token_ids": [1, VOCAB_SIZE]}, "stop_token_ids[1]"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
+        ({"logit_bias": {str(VOCAB_SIZE): 1}}, f"logit_bias[{VOCAB_SIZE}]"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias[-1]"),
+        ({"logit_bias": {"07": 1}}, "logit_bias[07]"),
+        ({"logit_bias": {"\u0667": 1}}, "logit_bias[\u0667]"),
+        ({"logit_bias": {"x" * 99: 1}}, f"logit_bias[{'x' * 32}]"),
+        ({"logit_bias": {"1": 100.5}}, "logit_bias[1]"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+    ],
+)
+def test_a_refusal_names_the_field(fields: dict[str, Any], expected: str) -> None:
+    assert param(**fields) == expected
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [{"type": "function"}]},
+        {"tool_choice": "required"},
+        {"beam_width": 2},
+        {"guided_json": {}},
+        {"guided_regex": "a"},
+        {"guided_grammar": "root ::= a"},
+        {"deadlines": {"ttft_ms": 5}},
+    ],
+)
+def test_what_is_not_built_is_refused_on_every_surface(fields: dict[str, Any]) -> None:
+    for surface, ask in (
+        (ChatSurface(), ASK),
+        (CompletionsSurface(), {"prompt": "Hi"}),
+        (ResponsesSurface(), {"input": "Hi"}),
+    ):
+        error = wire.refusal(surface, **ask, **fields)
+        assert error.param == next(iter(fields))
+        assert error.code == "unsupported_parameter"
+
+
+def test_what_has_no_effect_is_accepted_and_known() -> None:
+    call = wire.parse(
+        ChatSurface(),
+        **ASK,
+        user="u",
+        metadata={"a": "b"},
+        service_tier="auto",
+        safety_identifier="s",
+        prompt_cache_key="k",
+        prompt_cache_retention="24h",
+        verbosity="low",
+        store=True,
+        tools=[],
+        tool_choice="none",
+        parallel_tool_calls=False,
+        beam_width=1,
+        whatever=1,
+    )
+    assert call.unknown_fields == ("whatever",)
+    assert call.sampling == sampling()
+
+
+def test_top_k_of_all_tokens_means_no_limit() -> None:
+    assert [sampling(top_k=k).top_k for k in (-1, 0, VOCAB_SIZE, 2**60)] == [0, 0, 0, 0]
+
+
+def test_a_temperature_that_would_overflow_is_greedy() -> None:
+    assert sampling(temperature=1e-30).temperature == 0.0
+
+
+def test_seeds_become_unsigned_64_bit_numbers() -> None:
+    assert [sampling(seed=seed).seed for seed in (0, -1, 2**64 - 1)] == [0, 2**64 - 1, 2**64 - 1]
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(st.sampled_from(["messages", "model", "temperature", "stop", "logit_bias", "n"]), JSON)
+def test_any_json_in_a_field_is_parsed_or_refused_by_name(name: str, value: object) -> None:
+    try:
+        call = wire.parse(ChatSurface(), **ASK | {name: value})
+    except InvalidRequest as error:
+        named = error.param
+    else:
+        named = name
+        assert 0 <= call.sampling.temperature <= 2
+        assert 1 <= call.num_sequences <= 8
+    assert named is not None
+    assert named.startswith(name)

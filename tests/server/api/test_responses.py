@@ -1,0 +1,246 @@
+import json
+from typing import Any
+
+import pytest
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from core.errors import ErrorKind, ServiceError
+from core.types import Delta, FinishReason
+from server import sse
+from server.api.responses import ResponsesSurface, ResponseStream
+from server.api.surface import ChatPrompt, Choice
+from tests.server.api import wire
+from tests.server.api.wire import CONTEXT, LOGPROBS, USAGE, read_events, say, sdk_reading
+
+SURFACE = ResponsesSurface()
+EVENT_TYPE: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+OPENING = [
+    "response.created",
+    "response.in_progress",
+    "response.output_item.added",
+    "response.content_part.added",
+]
+CLOSING = ["response.output_text.done", "response.content_part.done", "response.output_item.done"]
+USAGE_JSON = {
+    "input_tokens": 7,
+    "input_tokens_details": {"cached_tokens": 4, "cache_write_tokens": 0},
+    "output_tokens": 2,
+    "output_tokens_details": {"reasoning_tokens": 0},
+    "total_tokens": 9,
+}
+
+
+def reply(**fields: Any) -> ResponseStream:
+    return SURFACE.stream_reply(wire.parse(SURFACE, **{"input": "Hi", "stream": True} | fields), CONTEXT)
+
+
+def whole(choice: Choice, **fields: Any) -> Any:
+    call = wire.parse(SURFACE, input="Hi", **fields)
+    return json.loads(SURFACE.whole_reply(call, CONTEXT, [choice], USAGE, {"queue_ms": 0.5}))
+
+
+def prompt(**fields: Any) -> tuple[dict[str, Any], ...]:
+    (chat,) = wire.parse(SURFACE, **fields).prompts
+    assert isinstance(chat, ChatPrompt)
+    return chat.messages
+
+
+def test_a_string_is_the_users_message_after_the_instructions() -> None:
+    assert prompt(input="Hi") == ({"role": "user", "content": "Hi"},)
+    assert prompt(input="Hi", instructions="Be brief.") == (
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi"},
+    )
+
+
+def test_a_conversation_is_taken_with_our_own_items_in_it() -> None:
+    ours = whole(Choice(0, "Hello", FinishReason.STOP))["output"]
+    assert prompt(
+        input=[
+            {"role": "developer", "content": "Be brief."},
+            {"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]},
+            *ours,
+            {"type": "message", "role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+        ]
+    ) == (
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "a\nb"},
+        {"role": "assistant", "content": "Hello"},
+        {"role": "assistant", "content": "No."},
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": None}, "input"),
+        ({"input": []}, "input"),
+        ({"input": 5}, "input"),
+        ({"input": [{"role": "user"}]}, "input[0].content"),
+        ({"input": [{"content": "a"}]}, "input[0].role"),
+        ({"input": [{"role": "x", "content": "a"}]}, "input[0].role"),
+        ({"input": [{"type": "function_call_output", "call_id": "c", "output": "o"}]}, "input[0].type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"background": True}, "background"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"prompt": {"id": "p"}}, "prompt"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"n": 2}, "n"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"text": {"format": {"type": "json_object"}}}, "text.format"),
+        ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"top_logprobs": 21}, "top_logprobs"),
+        ({"metadata": {str(i): "" for i in range(17)}}, "metadata"),
+        ({"metadata": {"k" * 65: "v"}}, "metadata"),
+        ({"metadata": {"k": "v" * 513}}, "metadata"),
+        ({"metadata": {"k": 1}}, "metadata[...]"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused(fields: dict[str, Any], param: str) -> None:
+    assert wire.refusal(SURFACE, **{"input": "Hi"} | fields).param == param
+
+
+def test_what_asks_for_nothing_is_accepted_and_known() -> None:
+    call = wire.parse(
+        SURFACE,
+        input="Hi",
+        store=True,
+        metadata={"k" * 64: "v" * 512},
+        user="u",
+        background=False,
+        previous_response_id=None,
+        truncation="disabled",
+        tools=[],
+        tool_choice="auto",
+        max_tool_calls=3,
+        text={"format": {"type": "text"}, "verbosity": "low"},
+        reasoning={"effort": None, "summary": "auto"},
+        include=["reasoning.encrypted_content"],
+        stream_options={"include_obfuscation": False},
+    )
+    assert call.unknown_fields == ()
+    assert call.sampling.num_logprobs is None
+
+
+def test_logprobs_are_asked_for_in_two_ways() -> None:
+    include = ["message.output_text.logprobs"]
+    asked: list[dict[str, Any]] = [
+        {"include": include},
+        {"include": include, "top_logprobs": 2},
+        {"top_logprobs": 2},
+        {"top_logprobs": 0},
+    ]
+    assert [wire.parse(SURFACE, input="Hi", **fields).sampling.num_logprobs for fields in asked] == [0, 2, 2, None]
+
+
+def test_a_stream_has_the_full_order_of_events() -> None:
+    events = read_events(wire.stream(reply(), (0, say("Hel")), (0, say("")), (0, say("lo", FinishReason.STOP))))
+    names = [name for name, _ in events]
+    assert names == [*OPENING, *["response.output_text.delta"] * 2, *CLOSING, "response.completed"]
+    assert [data["type"] for _, data in events] == names
+    assert [data["sequence_number"] for _, data in events] == list(range(10))
+    assert events[4][1] == {
+        "type": "response.output_text.delta",
+        "item_id": "msg_abc123",
+        "output_index": 0,
+        "content_index": 0,
+        "logprobs": [],
+        "sequence_number": 4,
+        "delta": "Hel",
+    }
+    item = {
+        "id": "msg_abc123",
+        "type": "message",
+        "status": "completed",
+        "role": "assistant",
+        "content": [{"type": "output_text", "text": "Hello", "annotations": [], "logprobs": []}],
+    }
+    assert events[-2][1]["item"] == item
+    response = events[-1][1]["response"]
+    assert (response["status"], response["output"], response["usage"]) == ("completed", [item], USAGE_JSON)
+    assert response["id"] == events[0][1]["response"]["id"] == "resp_abc123"
+
+
+@pytest.mark.parametrize("reason", [FinishReason.STOP, FinishReason.LENGTH])
+def test_every_event_is_of_the_sdks_type(reason: FinishReason) -> None:
+    answer = reply(top_logprobs=2, timings=True, metadata={"a": "b"}, instructions="Be brief.")
+    delta = Delta(index=0, text="Hel é", num_tokens=2, logprobs=LOGPROBS, finish_reason=reason)
+    for _, data in read_events(wire.stream(answer, (0, say("x")), (0, delta))):
+        event = EVENT_TYPE.validate_python(data, strict=True)
+        assert event.model_extra == {}
+        assert json.loads(event.model_dump_json(exclude_unset=True)) == data
+
+
+def test_the_sdk_iterates_a_stream_with_keep_alives() -> None:
+    answer = reply()
+    text = 'a "b"\n\nevent: x\u2028é😀'
+    events = answer.start() + sse.KEEP_ALIVE + answer.delta(0, say(text)) + answer.delta(0, say("", FinishReason.STOP))
+    with sdk_reading(events + answer.end(USAGE, None)) as client:
+        received = list(client.responses.create(model="tiny", input="Hi", stream=True))
+    assert "".join(event.delta for event in received if event.type == "response.output_text.delta") == text
+    last = received[-1]
+    assert last.type == "response.completed"
+    assert last.response.output_text == text
+
+
+def test_the_sdks_stream_helper_gives_the_final_response() -> None:
+    answer = reply(top_logprobs=2)
+    delta = Delta(index=0, text="Hel é", num_tokens=2, logprobs=LOGPROBS, finish_reason=FinishReason.STOP)
+    with (
+        sdk_reading(wire.stream(answer, (0, say("Oh. ")), (0, delta))) as client,
+        client.responses.stream(model="tiny", input="Hi") as events,
+    ):
+        final = events.until_done().get_final_response()
+    assert final.output_text == "Oh. Hel é"
+    assert final.usage is not None
+    assert final.usage.total_tokens == 9
+
+
+def test_too_few_tokens_make_it_incomplete_streamed_and_whole() -> None:
+    events = read_events(wire.stream(reply(max_output_tokens=1), (0, say("Hel", FinishReason.LENGTH))))
+    name, data = events[-1]
+    assert name == "response.incomplete"
+    for response in (data["response"], whole(Choice(0, "Hel", FinishReason.LENGTH), max_output_tokens=1)):
+        assert response["status"] == response["output"][0]["status"] == "incomplete"
+        assert response["incomplete_details"] == {"reason": "max_output_tokens"}
+        assert response["max_output_tokens"] == 1
+        assert response["usage"] == USAGE_JSON
+
+
+def test_a_failure_closes_the_item_and_fails_the_response() -> None:
+    answer = reply()
+    events = answer.start() + answer.delta(0, say("Hel", FinishReason.ERROR))
+    events += answer.error(ServiceError(ErrorKind.ENGINE, "The engine failed.", "engine_error"))
+    read = read_events(events)
+    assert [name for name, _ in read] == [*OPENING, "response.output_text.delta", *CLOSING, "response.failed"]
+    for _, data in read:
+        EVENT_TYPE.validate_python(data, strict=True)
+    response = read[-1][1]["response"]
+    assert response["status"] == "failed"
+    assert (response["error"]["code"], response["error"]["message"]) == ("server_error", "The engine failed.")
+    assert response["output"][0]["content"][0]["text"] == "Hel"
+    assert response["output"][0]["status"] == "incomplete"
+    with sdk_reading(events) as client:
+        received = list(client.responses.create(model="tiny", input="Hi", stream=True))
+    assert received[-1].type == "response.failed"
+
+
+def test_the_sdk_reads_a_whole_answer() -> None:
+    data = whole(Choice(0, "Hello", FinishReason.STOP, list(LOGPROBS)), top_logprobs=2, temperature=0.25, timings=True)
+    assert data.pop("timings") == {"queue_ms": 0.5}
+    response = Response.model_validate(data, strict=True)
+    assert response.model_extra == {"store": False}  # OpenAI's answers have it, the SDK's type does not
+    assert json.loads(response.model_dump_json(exclude_unset=True)) == data
+    with sdk_reading(json.dumps(data).encode()) as client:
+        read = client.responses.create(model="tiny", input="Hi")
+    assert (read.output_text, read.status, read.temperature, read.top_p) == ("Hello", "completed", 0.25, 0.9)
+
+
+@pytest.mark.parametrize("reason", [FinishReason.CANCELLED, FinishReason.DEADLINE, FinishReason.ERROR])
+def test_a_broken_choice_makes_the_whole_answer_an_error(reason: FinishReason) -> None:
+    with pytest.raises(ServiceError):
+        whole(Choice(0, "a", reason))

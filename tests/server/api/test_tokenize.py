@@ -1,0 +1,70 @@
+import json
+from typing import Any
+
+import pytest
+
+from core.errors import InvalidRequest
+from server.api.surface import ChatPrompt, TextPrompt
+from server.api.tokenize import detokenize_reply, parse_detokenize, parse_tokenize, tokenize_reply
+
+
+def body(**fields: Any) -> bytes:
+    return json.dumps(fields).encode()
+
+
+def test_a_prompt_is_taken_as_it_is() -> None:
+    call = parse_tokenize(body(prompt="Hi", model="m", more=1))
+    assert (call.prompt, call.model, call.wants_token_strs) == (TextPrompt("Hi"), "m", False)
+    assert call.unknown_fields == ("more",)
+
+
+def test_messages_go_through_the_template() -> None:
+    call = parse_tokenize(body(messages=[{"role": "user", "content": "Hi"}], return_token_strs=True))
+    assert call.prompt == ChatPrompt(({"role": "user", "content": "Hi"},))
+    assert call.wants_token_strs
+    assert call.model is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({}, "prompt"),
+        ({"prompt": "a", "messages": []}, "prompt"),
+        ({"messages": []}, "messages"),
+        ({"prompt": 3}, "prompt"),
+        ({"prompt": "a", "add_special_tokens": False}, "add_special_tokens"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ],
+)
+def test_what_cannot_be_tokenized_is_refused(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse_tokenize(body(**fields))
+    assert caught.value.param == param
+
+
+def test_the_reply_counts() -> None:
+    assert json.loads(tokenize_reply([5, 6], 2048, ["a", "b"])) == {
+        "count": 2,
+        "max_model_len": 2048,
+        "tokens": [5, 6],
+        "token_strs": ["a", "b"],
+    }
+    assert json.loads(tokenize_reply([], 2048, None)) == {
+        "count": 0,
+        "max_model_len": 2048,
+        "tokens": [],
+        "token_strs": None,
+    }
+
+
+def test_ids_come_back_as_text() -> None:
+    call = parse_detokenize(body(tokens=[0, 9], model="m", extra=True), vocab_size=10)
+    assert (call.ids, call.model, call.unknown_fields) == ((0, 9), "m", ("extra",))
+    assert json.loads(detokenize_reply("a\u2028\ud800")) == {"prompt": "a\u2028\ufffd"}
+
+
+@pytest.mark.parametrize("tokens", [[10], [-1], [2**64]])
+def test_ids_beyond_the_vocabulary_are_refused(tokens: list[int]) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse_detokenize(body(tokens=tokens), vocab_size=10)
+    assert caught.value.param == "tokens[0]"

@@ -1,0 +1,79 @@
+"""What the tests of the surfaces share: requests in, answers read back, and the real SDK fed with our bytes."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from core.errors import InvalidRequest
+from core.types import Delta, FinishReason, TokenLogprobs, Usage
+from server.api.surface import GenerationCall, GenerationDefaults, ReplyContext, StreamReply, Surface
+
+VOCAB_SIZE = 1000
+DEFAULTS = GenerationDefaults(vocab_size=VOCAB_SIZE, temperature=0.6, top_k=20, top_p=0.9)
+WORDS = {1: "Hel", 2: "lo", 3: " é"}
+CONTEXT = ReplyContext(
+    reply_id="abc123",
+    created_s=1_700_000_000,
+    model="tiny",
+    token_str=lambda token_id: WORDS[token_id],
+    token_bytes=lambda token_id: WORDS[token_id].encode(),
+)
+USAGE = Usage(num_prompt_tokens=7, num_completion_tokens=2, num_cached_tokens=4)
+LOGPROBS = (
+    TokenLogprobs(token_id=1, logprob=-0.5, top=((1, -0.5), (2, -1.5))),
+    TokenLogprobs(token_id=3, logprob=float("-inf"), top=((1, -0.25), (2, -1.5))),
+)
+
+
+def say(text: str, finish_reason: FinishReason | None = None) -> Delta:
+    return Delta(index=0, text=text, num_tokens=1, finish_reason=finish_reason)
+
+
+def parse(surface: Surface, **fields: Any) -> GenerationCall:
+    return surface.parse(json.dumps({"model": "tiny"} | fields).encode(), DEFAULTS)
+
+
+def refusal(surface: Surface, **fields: Any) -> InvalidRequest:
+    """The error that these fields are refused with."""
+    with pytest.raises(InvalidRequest) as caught:
+        parse(surface, **fields)
+    return caught.value
+
+
+def stream(reply: StreamReply, *deltas: tuple[int, Delta], timings: dict[str, float] | None = None) -> bytes:
+    """A whole streamed answer."""
+    return reply.start() + b"".join(reply.delta(*delta) for delta in deltas) + reply.end(USAGE, timings)
+
+
+def read_events(stream: bytes) -> list[tuple[str | None, Any]]:
+    """(name, JSON) of each event, by the letter of the format. [DONE] stays a string."""
+    assert stream.endswith(b"\n\n")
+    return [_read_event(block) for block in stream.decode()[:-2].split("\n\n")]
+
+
+def _read_event(block: str) -> tuple[str | None, Any]:
+    fields = dict(line.split(": ", 1) for line in block.split("\n"))
+    assert fields.keys() <= {"event", "data"}
+    return fields.get("event"), "[DONE]" if fields["data"] == "[DONE]" else json.loads(fields["data"])
+
+
+@contextmanager
+def sdk_reading(answer: bytes, status: int = 200) -> Iterator[openai.OpenAI]:
+    """The real SDK, to which every request is answered with these bytes, in odd pieces."""
+    is_stream = answer.startswith((b"data:", b"event:", b":"))
+    headers = {"content-type": "text/event-stream" if is_stream else "application/json"}
+
+    def reply(_: httpx.Request) -> httpx.Response:
+        pieces = (answer[i : i + 7] for i in range(0, len(answer), 7))
+        return httpx.Response(status, headers=headers, content=pieces)
+
+    http: Any = httpx.Client(transport=httpx.MockTransport(reply))
+    with (
+        openai.OpenAI(api_key="k", base_url="http://test/v1", http_client=http, max_retries=0) as client,
+    ):
+        yield client

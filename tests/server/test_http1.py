@@ -1,0 +1,361 @@
+"""The protocol without I/O: every input whole and split, answers read back by h11's client."""
+
+from itertools import pairwise
+
+import h11
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from server.http1 import Http1Protocol, HttpDate, ResponseError
+from server.http1_prefilter import HeadLimits
+from server.messages import (
+    BodyChunk,
+    BodyEnd,
+    Event,
+    HttpRequest,
+    ProtocolViolation,
+    ResponseHead,
+    StreamReset,
+)
+
+HOST = b"Host: a\r\n"
+GET = b"GET /v1/models?limit=2 HTTP/1.1\r\n" + HOST + b"\r\n"
+CHUNKED = b"POST /c HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: chunked\r\n\r\n"
+EMPTY = ResponseHead(200, ((b"content-length", b"0"),))
+
+
+def new_protocol() -> Http1Protocol:
+    return Http1Protocol(HeadLimits(), HttpDate(lambda: 0.0))
+
+
+def understand(pieces: list[bytes]) -> list[Event]:
+    """All events of a connection whose requests are answered as soon as they are complete, with bodies joined."""
+    protocol = new_protocol()
+    events: list[Event] = []
+    for piece in pieces:
+        new = protocol.receive(piece)
+        events += new
+        while protocol.has_read_request and protocol.keep_alive:
+            protocol.send_head(EMPTY)
+            protocol.send_end()
+            new = protocol.next_request()
+            events += new
+    return _joined(events)
+
+
+def _joined(events: list[Event]) -> list[Event]:
+    """Body chunks of one request as one; those before a violation do not count."""
+    joined: list[Event] = []
+    for event in events:
+        if isinstance(event, BodyChunk) and joined and isinstance(joined[-1], BodyChunk):
+            joined[-1] = BodyChunk(event.stream_id, joined[-1].data + event.data)
+        elif isinstance(event, ProtocolViolation) and joined and isinstance(joined[-1], BodyChunk):
+            joined[-1] = event
+        else:
+            joined.append(event)
+    return joined
+
+
+BROKEN_CHUNKS = [
+    b"5 \r\nhello\r\n0\r\n\r\n",
+    b"5\nhello\r\n0\r\n\r\n",
+    b"5\r\nhello0\r\n\r\n",
+    b"5\r\nhello\n0\r\n\r\n",
+    b"-1\r\n\r\n",
+    b"0x5\r\nhello\r\n0\r\n\r\n",
+    b"10000000000000000\r\n",
+    b"\r\n",
+    b"5;a\rb\r\nhello\r\n0\r\n\r\n",
+    b"5;" + b"a" * 300 + b"\r\nhello\r\n0\r\n\r\n",
+    (b"1;" + b"a" * 200 + b"\r\nx\r\n") * 100 + b"0\r\n\r\n",
+    b"0\r\nX: 1\n\r\n",
+    b"0\r\n X: 1\r\n\r\n",
+    b"0\r\nX 1\r\n\r\n",
+]
+
+CORPUS = [
+    GET,
+    GET * 3,
+    b"\r\n" + GET + b"\r\n" + GET,
+    b"\r\n\r\n" + GET,
+    b"POST /c HTTP/1.1\r\n" + HOST + b"Content-Length: 5\r\n\r\nhello" + GET,
+    b"POST /c HTTP/1.1\r\n" + HOST + b"Content-Length: 0\r\n\r\n" + GET,
+    CHUNKED + b"5\r\nhello\r\n0\r\n\r\n" + GET,
+    CHUNKED + b'5;ext="a b"\r\nhello\r\n0A \t;x\r\n0123456789\r\n000\r\nX-Trailer: 1\r\nX-B: 2\r\n\r\n' + GET,
+    CHUNKED + b"0\r\n\r\n" + CHUNKED + b"1\r\n\n\r\n0\r\n\r\n",
+    GET[:-2] + b"Connection: keep-alive, Close\r\n\r\n" + GET,
+    b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n" + GET,
+    b"POST /c HTTP/1.1\r\n" + HOST + b"Expect: 100-Continue\r\nContent-Length: 2\r\n\r\nok" + GET,
+    b"GET http://other:80/p?q=1 HTTP/1.1\r\n" + HOST + b"\r\n" + GET,
+    b"OPTIONS * HTTP/1.1\r\n" + HOST + b"\r\n" + GET,
+    b"\x16\x03\x01\x02\x00\n\r\n",
+    GET + b"GET / HTTP/1.1\r\n\r\n" + GET,
+    GET + b"x" * 9000,
+    CHUNKED + b"0\r\n" + b"X: 1\r\n" * 101 + b"\r\n",
+    CHUNKED + b"0\r\nX: " + b"a" * 17000,
+    *(CHUNKED + broken for broken in BROKEN_CHUNKS),
+]
+
+
+@pytest.mark.parametrize("data", CORPUS, ids=range(len(CORPUS)))
+def test_whole_input_means_what_it_means_byte_by_byte(data: bytes) -> None:
+    whole = understand([data])
+    assert whole
+    assert understand([data[i : i + 1] for i in range(len(data))]) == whole
+
+
+@settings(deadline=None)
+@given(st.sampled_from(CORPUS), st.lists(st.integers(0, 400), max_size=8))
+def test_splits_do_not_change_the_meaning(data: bytes, cuts: list[int]) -> None:
+    bounds = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
+    pieces = [data[a:b] for a, b in pairwise(bounds)]
+    assert understand(pieces) == understand([data])
+
+
+@settings(deadline=None)
+@given(st.lists(st.binary(min_size=1, max_size=60), max_size=8), st.lists(st.integers(0, 600), max_size=6))
+def test_chunked_bodies_come_back_as_they_were(contents: list[bytes], cuts: list[int]) -> None:
+    data = CHUNKED + b"".join(b"%x\r\n%b\r\n" % (len(c), c) for c in contents) + b"0\r\n\r\n" + GET
+    bounds = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
+    events = understand([data[a:b] for a, b in pairwise(bounds)])
+    body = b"".join(event.data for event in events if isinstance(event, BodyChunk))
+    assert body == b"".join(contents)
+    assert [type(event) for event in events if not isinstance(event, BodyChunk)] == [HttpRequest, BodyEnd, HttpRequest]
+
+
+def violations(data: bytes) -> list[tuple[int, int]]:
+    events = understand([data])
+    return [(event.stream_id, event.status) for event in events if isinstance(event, ProtocolViolation)]
+
+
+@pytest.mark.parametrize("broken", BROKEN_CHUNKS)
+def test_broken_chunks_are_refused_with_400(broken: bytes) -> None:
+    assert violations(CHUNKED + broken) == [(1, 400)]
+
+
+def test_trailers_have_the_limits_of_heads() -> None:
+    assert violations(CHUNKED + b"0\r\n" + b"X: 1\r\n" * 100 + b"\r\n") == []
+    assert violations(CHUNKED + b"0\r\n" + b"X: 1\r\n" * 101 + b"\r\n") == [(1, 431)]
+    assert violations(CHUNKED + b"0\r\nX: " + b"a" * 17000) == [(1, 431)]
+
+
+@pytest.mark.parametrize(
+    ("target", "status"),
+    [(b"*", 400), (b"v1", 400), (b"/a#b", 400), (b"http://", 400), (b"http://u@a/", 400), (b"ftp://a/", 400)],
+)
+def test_targets_that_are_no_path_are_refused(target: bytes, status: int) -> None:
+    assert violations(b"GET " + target + b" HTTP/1.1\r\n" + HOST + b"\r\n") == [(1, status)]
+
+
+def test_connect_is_not_served() -> None:
+    assert violations(b"CONNECT a:80 HTTP/1.1\r\n" + HOST + b"\r\n") == [(1, 501)]
+
+
+def test_a_violation_is_the_last_event() -> None:
+    protocol = new_protocol()
+    assert len(protocol.receive(b"x\n" + GET)) == 1
+    assert protocol.receive(GET) == []
+
+
+def test_request_head_is_told() -> None:
+    (request,) = new_protocol().receive(GET)
+    assert request == HttpRequest(1, "GET", "/v1/models", "limit=2", ((b"host", b"a"),), has_body=False)
+
+
+def test_absolute_target_replaces_the_host() -> None:
+    (request,) = new_protocol().receive(b"GET http://b:80?x HTTP/1.1\r\nX: 1\r\n" + HOST + b"\r\n")
+    assert isinstance(request, HttpRequest)
+    assert (request.path, request.query) == ("/", "x")
+    assert request.headers == ((b"host", b"b:80"), (b"x", b"1"))
+
+
+def test_expectation_counts_only_with_a_body_on_http11() -> None:
+    def expects(version: bytes, *lines: bytes) -> bool:
+        data = b"\r\n".join([b"POST / " + version, b"Host: a", b"Expect: 100-continue", *lines, b"", b""])
+        (request, *_) = new_protocol().receive(data)
+        assert isinstance(request, HttpRequest)
+        return request.expects_continue
+
+    assert expects(b"HTTP/1.1", b"Content-Length: 2")
+    assert not expects(b"HTTP/1.1")
+    assert not expects(b"HTTP/1.0", b"Content-Length: 2")
+
+
+def test_next_request_waits_for_the_response() -> None:
+    protocol = new_protocol()
+    assert len(protocol.receive(GET + GET)) == 1
+    assert protocol.receive(GET) == []
+    protocol.send_head(EMPTY)
+    protocol.send_end()
+    (second,) = protocol.next_request()
+    assert isinstance(second, HttpRequest)
+    assert second.stream_id == 2
+    assert protocol.num_buffered == len(GET)
+
+
+def test_end_of_connection_resets_the_exchange_once() -> None:
+    protocol = new_protocol()
+    assert protocol.receive_eof() == []
+    protocol = new_protocol()
+    protocol.receive(GET)
+    assert protocol.receive_eof() == [StreamReset(1)]
+    assert protocol.receive_eof() == []
+
+
+def read_back(answer: bytes, request: bytes, is_closed: bool = True) -> tuple[h11.Response, bytes]:
+    """The response as h11's client reads it; the method decides whether there is a body."""
+    client = h11.Connection(h11.CLIENT)
+    client.send(h11.Request(method=request.split()[0], target="/", headers=[("host", "a")]))
+    client.send(h11.EndOfMessage())
+    client.receive_data(answer)
+    if is_closed:
+        client.receive_data(b"")
+    response: h11.Response | None = None
+    body = b""
+    while True:
+        event = client.next_event()
+        assert event is not h11.NEED_DATA
+        if isinstance(event, h11.Response):
+            response = event
+        elif isinstance(event, h11.Data):
+            body += event.data
+        elif isinstance(event, h11.EndOfMessage):
+            assert response is not None
+            return response, body
+
+
+@pytest.mark.parametrize("method", [b"GET", b"HEAD"])
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+@pytest.mark.parametrize("length", [None, b"10"])
+def test_answers_are_read_back_as_sent(method: bytes, version: bytes, length: bytes | None) -> None:
+    protocol = new_protocol()
+    protocol.receive(method + b" / HTTP/" + version + b"\r\n" + HOST + b"\r\n")
+    headers = ((b"x-a", b"1"),) + (((b"content-length", length),) if length else ())
+    answer = protocol.send_head(ResponseHead(200, headers))
+    for piece in (b"hello", b"", b"there"):
+        answer += protocol.send_data(piece)
+    answer += protocol.send_end()
+    closes = version == b"1.0"
+    response, body = read_back(answer, method, is_closed=closes)
+    assert body == (b"" if method == b"HEAD" else b"hellothere")
+    fields = dict(response.headers)
+    assert fields[b"x-a"] == b"1"
+    assert fields[b"date"] == b"Thu, 01 Jan 1970 00:00:00 GMT"
+    assert (fields.get(b"connection") == b"close") == closes
+    assert fields.get(b"content-length") == length
+    is_chunked = not length and not closes and method == b"GET"
+    assert (fields.get(b"transfer-encoding") == b"chunked") == is_chunked
+
+
+@pytest.mark.parametrize("status", [204, 304])
+def test_statuses_without_a_body_have_none(status: int) -> None:
+    protocol = new_protocol()
+    protocol.receive(GET)
+    answer = protocol.send_head(ResponseHead(status, ())) + protocol.send_data(b"x") + protocol.send_end()
+    assert answer.endswith(b"\r\n\r\n")
+    assert b"transfer-encoding" not in answer
+
+
+def test_informational_heads_precede_the_final_one() -> None:
+    protocol = new_protocol()
+    protocol.receive(GET)
+    early = protocol.send_head(ResponseHead(103, ((b"link", b"</a>"),)))
+    assert early == b"HTTP/1.1 103 Early Hints\r\nlink: </a>\r\n\r\n"
+    assert protocol.send_head(EMPTY).startswith(b"HTTP/1.1 200 OK\r\n")
+
+
+def test_http10_gets_no_informational_head() -> None:
+    protocol = new_protocol()
+    protocol.receive(b"GET / HTTP/1.0\r\n\r\n")
+    assert protocol.send_head(ResponseHead(103, ())) == b""
+
+
+def test_early_answer_closes_unless_the_body_is_there() -> None:
+    whole, partial = new_protocol(), new_protocol()
+    post = b"POST / HTTP/1.1\r\n" + HOST + b"Content-Length: 2\r\n\r\n"
+    whole.receive(post + b"ok")
+    partial.receive(post + b"o")
+    assert b"connection: close" not in whole.send_head(EMPTY)
+    assert b"connection: close" in partial.send_head(EMPTY)
+    assert not partial.keep_alive
+
+
+def test_the_application_may_close() -> None:
+    protocol = new_protocol()
+    protocol.receive(GET)
+    answer = protocol.send_head(ResponseHead(200, ((b"connection", b"close"), (b"content-length", b"0"))))
+    assert answer.count(b"connection: close") == 1
+    assert not protocol.keep_alive
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        (b"x", b"a\r\nset-cookie: b"),
+        (b"x", b"a\nb"),
+        (b"x", b"\x00"),
+        (b"x y", b"a"),
+        (b"X", b"a"),
+        (b"", b"a"),
+        (b"transfer-encoding", b"chunked"),
+        (b"content-length", b"-1"),
+        (b"content-length", b"1, 1"),
+    ],
+)
+def test_fields_that_would_split_the_response_are_our_bug(field: tuple[bytes, bytes]) -> None:
+    protocol = new_protocol()
+    protocol.receive(GET)
+    with pytest.raises(ResponseError):
+        protocol.send_head(ResponseHead(200, (field,)))
+    assert protocol.send_head(EMPTY)  # an error can still be told
+
+
+@pytest.mark.parametrize(
+    ("status", "headers"),
+    [(101, ()), (99, ()), (204, ((b"content-length", b"1"),)), (103, ((b"content-length", b"1"),))],
+)
+def test_heads_that_cannot_be_sent(status: int, headers: tuple[tuple[bytes, bytes], ...]) -> None:
+    protocol = new_protocol()
+    protocol.receive(GET)
+    with pytest.raises(ResponseError):
+        protocol.send_head(ResponseHead(status, headers))
+
+
+def test_body_must_match_its_content_length() -> None:
+    protocol = new_protocol()
+    protocol.receive(GET)
+    protocol.send_head(ResponseHead(200, ((b"content-length", b"2"),)))
+    protocol.send_data(b"a")
+    with pytest.raises(ResponseError, match="1 bytes shorter"):
+        protocol.send_end()
+    with pytest.raises(ResponseError, match="longer"):
+        protocol.send_data(b"bc")
+
+
+def test_response_out_of_order_is_our_bug() -> None:
+    protocol = new_protocol()
+    with pytest.raises(ResponseError):
+        protocol.send_head(EMPTY)
+    protocol.receive(GET)
+    with pytest.raises(ResponseError):
+        protocol.send_data(b"x")
+    with pytest.raises(ResponseError):
+        protocol.send_end()
+    protocol.send_head(EMPTY)
+    with pytest.raises(ResponseError):
+        protocol.send_head(EMPTY)
+    protocol.send_end()
+    with pytest.raises(ResponseError):
+        protocol.send_end()
+
+
+def test_date_is_made_once_a_second() -> None:
+    now = 784111777.2
+    date = HttpDate(lambda: now)
+    first = date()
+    assert first == b"Sun, 06 Nov 1994 08:49:37 GMT"
+    now += 0.5
+    assert date() is first
+    now += 0.5
+    assert date() == b"Sun, 06 Nov 1994 08:49:38 GMT"

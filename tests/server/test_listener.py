@@ -1,0 +1,213 @@
+"""The listener on real loopback sockets, on ephemeral ports."""
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import pytest
+import uvloop
+
+from core.errors import StartupError
+from server.connection_limits import ConnectionLimits
+from server.listener import Listener, ListenerConfig
+from server.messages import ResponseHead
+from server.stream import HttpStream
+
+T = TypeVar("T")
+GET = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
+
+
+def run(scenario: Callable[[], Awaitable[None]]) -> None:
+    """On the loop that serves, with a limit for tests that hang."""
+    uvloop.run(_limited(scenario))
+
+
+async def _limited(scenario: Callable[[], Awaitable[None]]) -> None:
+    await asyncio.wait_for(scenario(), 30)
+
+
+async def hello(stream: HttpStream) -> None:
+    stream.send_head(ResponseHead(200, ((b"content-length", b"5"),)))
+    stream.send(b"hello")
+    stream.end()
+
+
+class Hold:
+    """Streams, and ends when told to."""
+
+    def __init__(self) -> None:
+        self.started: asyncio.Future[HttpStream] = asyncio.get_running_loop().create_future()
+        self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.may_end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def __call__(self, stream: HttpStream) -> None:
+        stream.on_disconnect = lambda: self.gone.set_result(None)
+        stream.send_head(ResponseHead(200, ()))
+        self.started.set_result(stream)
+        await asyncio.wait([self.gone, self.may_end], return_when=asyncio.FIRST_COMPLETED)
+        stream.end()
+
+
+async def start(
+    handler: Callable[[HttpStream], Awaitable[None]], max_connections: int = 100, host: str = "127.0.0.1"
+) -> Listener:
+    limits = ConnectionLimits()
+    listener = Listener(handler, ListenerConfig(host, 0, max_connections=max_connections, connection=limits))
+    await listener.start()
+    return listener
+
+
+async def connect(listener: Listener) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.open_connection("127.0.0.1", listener.port)
+
+
+async def close(writer: asyncio.StreamWriter) -> None:
+    writer.close()
+    await writer.wait_closed()
+
+
+def test_answers_on_the_port_it_reports() -> None:
+    async def scenario() -> None:
+        listener = await start(hello)
+        assert listener.port > 0
+        reader, writer = await connect(listener)
+        writer.write(GET)
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 OK\r\n")
+        assert await reader.readexactly(5) == b"hello"
+        assert (listener.num_accepted, listener.num_open, listener.num_refused) == (1, 1, 0)
+        await listener.drain(5)
+        assert await reader.read() == b""
+        assert listener.num_open == 0
+        await close(writer)
+
+    run(scenario)
+
+
+def test_connections_over_the_cap_are_closed_and_counted() -> None:
+    async def scenario() -> None:
+        listener = await start(hello, max_connections=1)
+        reader, writer = await connect(listener)
+        writer.write(GET)
+        await reader.readuntil(b"hello")
+        over_reader, over_writer = await connect(listener)
+        with contextlib.suppress(ConnectionResetError):
+            assert await over_reader.read() == b""
+        assert (listener.num_accepted, listener.num_open, listener.num_refused) == (2, 1, 1)
+        await listener.drain(5)
+        await close(writer)
+        over_writer.close()
+
+    run(scenario)
+
+
+def test_drain_waits_for_a_stream_and_then_returns() -> None:
+    async def scenario() -> None:
+        hold = Hold()
+        listener = await start(hold)
+        reader, writer = await connect(listener)
+        writer.write(GET)
+        await hold.started
+        draining = asyncio.create_task(listener.drain(30))
+        await reader.readuntil(b"\r\n\r\n")
+        assert not draining.done()
+        hold.may_end.set_result(None)
+        await draining
+        assert await reader.read() == b"0\r\n\r\n"
+        with pytest.raises(ConnectionRefusedError):
+            await connect(listener)
+        await close(writer)
+
+    run(scenario)
+
+
+def test_drain_aborts_what_outlives_its_grace() -> None:
+    async def scenario() -> None:
+        hold = Hold()
+        listener = await start(hold)
+        _, writer = await connect(listener)
+        writer.write(GET)
+        await hold.started
+        await listener.drain(0)
+        assert hold.gone.done()
+        assert listener.num_open == 0
+        writer.close()
+
+    run(scenario)
+
+
+def test_client_that_closes_is_noticed() -> None:
+    async def scenario() -> None:
+        hold = Hold()
+        listener = await start(hold)
+        _, writer = await connect(listener)
+        writer.write(GET)
+        stream = await hold.started
+        await close(writer)
+        await hold.gone
+        assert not stream.is_open
+        await listener.drain(5)
+
+    run(scenario)
+
+
+def test_slow_reader_is_noticed_within_a_bounded_amount() -> None:
+    async def scenario() -> None:
+        hold = Hold()
+        listener = await start(hold)
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect(("127.0.0.1", listener.port))
+            client.sendall(GET)
+            stream = await hold.started
+            num_sent = 0
+            while not stream.is_blocked:
+                stream.send(b"x" * 1024)
+                num_sent += 1024
+                listener.batch.flush_all()
+                await asyncio.sleep(0)
+                assert num_sent < 1024 * 1024
+        await hold.gone
+        await listener.drain(5)
+
+    run(scenario)
+
+
+def failure_of(config: ListenerConfig) -> StartupError:
+    async def scenario() -> None:
+        await Listener(hello, config).start()
+
+    with pytest.raises(StartupError) as caught:
+        run(scenario)
+    return caught.value
+
+
+def test_address_in_use_names_the_port_and_a_way_out() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        error = failure_of(ListenerConfig(port=port))
+    assert str(port) in error.cause
+    assert "--port" in error.fix
+    assert error.exit_code == os.EX_UNAVAILABLE
+
+
+def test_foreign_address_is_a_clear_error() -> None:
+    error = failure_of(ListenerConfig(host="192.0.2.1", port=0))
+    assert "192.0.2.1" in error.cause
+    assert error.exit_code == os.EX_CONFIG
+
+
+def test_localhost_listens_on_every_address_with_one_port() -> None:
+    async def scenario() -> None:
+        listener = await start(hello, host="localhost")
+        reader, writer = await connect(listener)
+        writer.write(GET)
+        await reader.readuntil(b"hello")
+        await listener.drain(5)
+        await close(writer)
+
+    run(scenario)
