@@ -1,0 +1,180 @@
+"""What a model directory says, and what the operator is told when it is not one."""
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from core.errors import InvalidRequest, StartupError
+from server.model_files import GenerationDefaults, ModelFiles, read_model_files
+from tests.core.small_tokenizers import byte_level
+
+NOW = datetime(2026, 7, 4)
+CHAT = [{"role": "user", "content": "hi"}]
+TOKENIZER_JSON = byte_level().to_str()
+CONFIG = {"model_type": "llama", "max_position_embeddings": 128, "eos_token_id": 2}
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """The least that a model directory holds."""
+    path = tmp_path / "Llama-Tiny"
+    path.mkdir()
+    write(path, "config.json", CONFIG)
+    write(path, "tokenizer_config.json", {"bos_token": "<|begin|>", "eos_token": "<|im_end|>"})
+    (path / "tokenizer.json").write_text(TOKENIZER_JSON)
+    return path
+
+
+def write(directory: Path, name: str, value: Any) -> None:
+    (directory / name).write_text(json.dumps(value))
+
+
+def rendered(files: ModelFiles, tools: list[dict[str, Any]] | None = None) -> str:
+    return files.chat_template.render(CHAT, now=NOW, tools=tools)
+
+
+def refusal(path: Path, **options: Any) -> StartupError:
+    with pytest.raises(StartupError) as caught:
+        read_model_files(path, **options)
+    return caught.value
+
+
+def test_least_directory_has_configuration_tokenizer_and_ends(directory: Path) -> None:
+    files = read_model_files(directory)
+    assert files.config == CONFIG
+    assert files.tokenizer.decode(files.tokenizer.encode("a step")) == "a step"
+    assert files.eos_ids == (2,)
+    assert files.defaults == GenerationDefaults()
+    with pytest.raises(InvalidRequest, match="no chat template"):
+        rendered(files)
+
+
+def test_directory_without_tokenizer_config_is_served(directory: Path) -> None:
+    (directory / "tokenizer_config.json").unlink()
+    write(directory, "special_tokens_map.json", {"eos_token": {"content": "<|im_start|>", "special": True}})
+    files = read_model_files(directory)
+    assert files.tokenizer.special_tokens == {"eos_token": "<|im_start|>"}
+    assert files.eos_ids == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("generation", "eos_ids"),
+    [
+        ({}, (2,)),
+        ({"eos_token_id": 7}, (7, 2)),
+        ({"eos_token_id": [7, 2, 9]}, (7, 2, 9)),
+        ({"eos_token_id": 0}, (0, 2)),
+    ],
+)
+def test_ends_are_those_of_generation_config_and_tokenizer(
+    directory: Path, generation: dict[str, Any], eos_ids: tuple[int, ...]
+) -> None:
+    write(directory, "generation_config.json", generation)
+    assert read_model_files(directory).eos_ids == eos_ids
+
+
+def test_generation_config_gives_defaults(directory: Path) -> None:
+    values = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": None, "repetition_penalty": 1, "max_length": 5}
+    write(directory, "generation_config.json", values)
+    expected = GenerationDefaults(temperature=0.6, top_p=0.9, top_k=20, repetition_penalty=1.0)
+    assert read_model_files(directory).defaults == expected
+
+
+def test_model_that_says_not_to_sample_is_greedy(directory: Path) -> None:
+    write(directory, "generation_config.json", {"do_sample": False, "temperature": 0.6})
+    assert read_model_files(directory).defaults.temperature == 0.0
+
+
+def test_template_in_tokenizer_config_is_a_text_or_named_ones(directory: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    write(directory, "tokenizer_config.json", {"chat_template": "{{ messages[0].content }}!"})
+    assert rendered(read_model_files(directory)) == "hi!"
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
+    write(directory, "tokenizer_config.json", {"chat_template": named})
+    files = read_model_files(directory)
+    assert (rendered(files), rendered(files, tools)) == ("plain", "tools")
+
+
+def test_template_files_win_over_tokenizer_config_and_the_operators_over_all(directory: Path, tmp_path: Path) -> None:
+    write(directory, "tokenizer_config.json", {"chat_template": "config", "bos_token": "<|begin|>"})
+    (directory / "chat_template.jinja").write_text("{{ bos_token }}file")
+    assert rendered(read_model_files(directory)) == "<|begin|>file"
+    (directory / "additional_chat_templates").mkdir()
+    (directory / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    assert rendered(read_model_files(directory), [{"type": "function"}]) == "tools"
+    own = tmp_path / "own.jinja"
+    own.write_text("own")
+    assert rendered(read_model_files(directory, template_file=own), [{"type": "function"}]) == "own"
+
+
+def test_context_bounds_the_rendered_text(directory: Path) -> None:
+    write(directory, "tokenizer_config.json", {"chat_template": "{{ messages[0].content }}"})
+    long = [{"role": "user", "content": "x" * 100_000}]
+    with pytest.raises(InvalidRequest, match="Shorten"):
+        read_model_files(directory).chat_template.render(long, now=NOW)
+    assert len(read_model_files(directory, context_limit=8192).chat_template.render(long, now=NOW)) == 100_000
+
+
+def test_missing_path_names_what_lies_near(directory: Path) -> None:
+    error = refusal(directory.parent / "llama-tny")
+    assert "llama-tny does not exist" in error.cause
+    assert error.fix == f"did you mean {directory}?"
+    assert "Llama-Tiny" in refusal(directory.parent / "llama-tiny2" / "main").fix
+    assert f"{directory.parent} has Llama-Tiny" in refusal(directory.parent / "zzz").fix
+
+
+def test_file_for_a_directory_is_told_so(directory: Path) -> None:
+    error = refusal(directory / "config.json")
+    assert "is a file" in error.cause
+    assert error.fix == f"--model {directory}"
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_missing_file_is_named(directory: Path, name: str) -> None:
+    (directory / name).unlink()
+    error = refusal(directory)
+    assert f"{directory / name} is missing" in error.cause
+    assert error.exit_code != 0
+
+
+def test_sentencepiece_model_alone_says_how_to_convert_it(directory: Path) -> None:
+    (directory / "tokenizer.json").rename(directory / "tokenizer.model")
+    assert "save_pretrained" in refusal(directory).fix
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "cause"),
+    [
+        ("config.json", b"{", "is not JSON"),
+        ("config.json", b"[" * 100_000, "is not JSON"),
+        ("config.json", b"[]", "holds a list"),
+        ("config.json", b"\xff", "is not UTF-8"),
+        ("config.json", b"{}", "max_position_embeddings None"),
+        ("config.json", b'{"max_position_embeddings": 8, "eos_token_id": "x"}', "eos_token_id is 'x'"),
+        ("tokenizer.json", b"{}", "cannot be read"),
+        ("generation_config.json", b'{"temperature": "hot"}', "temperature is 'hot'"),
+        ("generation_config.json", b'{"top_k": 1.5}', "top_k is 1.5"),
+        ("generation_config.json", b'{"top_p": NaN}', "top_p is nan"),
+        ("generation_config.json", b'{"top_k": Infinity}', "top_k is inf"),
+        ("generation_config.json", b'{"temperature": -1}', "temperature is -1"),
+        ("tokenizer_config.json", b'{"chat_template": 5}', "neither a text nor a list"),
+        ("tokenizer_config.json", b'{"chat_template": [{"name": "a"}]}', "neither a text nor a list"),
+        ("chat_template.jinja", b"{% if %}", "line 1"),
+    ],
+)
+def test_broken_file_is_named_with_its_fault(directory: Path, name: str, content: bytes, cause: str) -> None:
+    (directory / name).write_bytes(content)
+    error = refusal(directory)
+    assert cause in error.cause
+    assert str(directory) in error.cause
+    assert error.fix
+
+
+def test_missing_override_of_the_template_is_named(directory: Path) -> None:
+    (directory.parent / "chatml.jinja").write_text("x")
+    error = refusal(directory, template_file=directory.parent / "chatlm.jinja")
+    assert "chatlm.jinja is missing" in error.cause
+    assert "chatml.jinja" in error.fix
