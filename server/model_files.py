@@ -6,6 +6,7 @@ weights are the engine's (gpu/weights.py).
 
 import difflib
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -201,13 +202,17 @@ def _defaults(directory: Path, generation: dict[str, Any]) -> GenerationDefaults
         value = generation.get(name)
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, int | float) or (name == "top_k" and value != int(value)):
-            cause = f"{directory / 'generation_config.json'}: {name} is {value!r}, not a number"
+        if not _is_number(value) or (name == "top_k" and value != int(value)) or (name != "top_k" and value < 0):
+            cause = f"{directory / 'generation_config.json'}: {name} is {value!r}, which it cannot be"
             raise StartupError(cause, f"mend or remove {name} there", EXIT_BAD_FILE)
-        found[name] = int(value) if name == "top_k" else float(value)
+        found[name] = max(0, int(value)) if name == "top_k" else float(value)  # some write -1 for all
     if generation.get("do_sample") is False:
         found["temperature"] = 0.0
     return GenerationDefaults(**found)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _eos_ids(
