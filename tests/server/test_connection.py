@@ -265,6 +265,26 @@ def test_early_answer_survives_the_rest_of_the_body(serve: Serve) -> None:
     assert not transport.was_aborted
 
 
+def test_early_answer_lets_go_of_a_body_that_was_held_back(serve: Serve) -> None:
+    async def refuse_late(stream: HttpStream) -> None:
+        await asyncio.sleep(1)
+        answer(stream, 401, b"no")
+
+    server = serve(refuse_late)
+    transport = server.exchange(post(b"x" * 100_000)[:-1])
+    assert transport.is_reading_paused
+    transport.feed(b"x")
+    transport.feed_eof()
+    server.loop.advance(1)
+    assert responses(bytes(transport.received)) == [(401, b"no")]
+    assert transport.is_lost
+
+
+def test_error_after_a_head_request_has_its_body(serve: Serve) -> None:
+    transport = serve(echo).exchange(GET.replace(b"GET", b"HEAD"), b"x\n")
+    assert b"malformed_request" in transport.received
+
+
 def test_lingering_is_bounded_in_bytes_and_time(serve: Serve) -> None:
     server = serve(echo)
     flood, silent = server.exchange(b"x\n"), server.exchange(b"x\n")
@@ -391,8 +411,9 @@ def test_running_handler_has_no_clock_here(serve: Serve) -> None:
     transport = server.exchange(GET)
     server.loop.advance(10_000)
     hold.end(0)
-    server.loop.settle()
+    server.loop.advance(74)  # the idle clock starts with the end
     assert responses(bytes(transport.received)) == [(200, b"")]
+    assert not transport.is_lost
 
 
 # Slow readers.
