@@ -18,7 +18,6 @@ class ErrorKind(enum.StrEnum):
     RATE_LIMITED = "rate_limited"
     UNAVAILABLE = "unavailable"
     CANCELLED = "cancelled"
-    CANCELLED = "cancelled"
     DEADLINE_EXCEEDED = "deadline_exceeded"
     ENGINE = "engine"
 

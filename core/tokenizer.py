@@ -46,25 +46,9 @@ class Tokenizer:
     """
 
     def __init__(self, tokenizer_json: str | bytes, tokenizer_config: Mapping[str, Any] | None = None) -> None:
-<<<<<<< HEAD
-        text = tokenizer_json.decode() if isinstance(tokenizer_json, bytes) else tokenizer_json
-        try:
-            backend = tokenizers.Tokenizer.from_str(text)
-        except Exception as error:  # the library raises bare Exception
-            raise UnsupportedTokenizer(f"tokenizer.json cannot be read: {error}") from error
-        self.special_tokens = named_special_tokens(tokenizer_config or {})  # e.g. {"bos_token": "<s>"}
-        backend.no_truncation()
-        backend.no_padding()
-        try:
-            _add_missing_tokens(backend, tokenizer_config or {}, self.special_tokens)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise UnsupportedTokenizer(f"tokenizer_config.json: added_tokens_decoder is broken: {error!r}") from error
-        _set_template(backend, tokenizer_config or {}, self.special_tokens)
-=======
         config = tokenizer_config or {}
         self.special_tokens = named_special_tokens(config)  # e.g. {"bos_token": "<s>"}
         backend = _load(tokenizer_json, config, self.special_tokens)
->>>>>>> text
         to_bytes, strip_start = _read_decoder(_parts(backend.decoder))
         _cut_long_pieces(backend)
         self._backend = backend

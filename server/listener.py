@@ -2,13 +2,12 @@
 
 import asyncio
 import errno
-import os
 import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from core.errors import StartupError
+from core.errors import ExitCode, StartupError
 from server.connection import Connection, ConnectionContext, Handler
 from server.connection_limits import ConnectionLimits
 from server.http1 import HttpDate
@@ -185,11 +184,12 @@ def _startup_error(error: OSError, host: str, port: int) -> StartupError:
     where = f"{host}:{port}"
     if error.errno == errno.EADDRINUSE:
         fix = f"--port {port + 1 if port < 65535 else 0}, or stop what listens there (`ss -ltnp 'sport = :{port}'`)"
-        return StartupError(f"{where} is in use by another process", fix, os.EX_UNAVAILABLE)
+        return StartupError(f"{where} is in use by another process", fix, ExitCode.PORT)
     if error.errno in (errno.EACCES, errno.EPERM):
-        return StartupError(f"this user may not listen on {where}", "--port with a number from 1024 on", os.EX_NOPERM)
+        return StartupError(f"this user may not listen on {where}", "--port with a number from 1024 on", ExitCode.PORT)
     if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
         return StartupError(
-            f"{host} is not an address of this machine", "--host 127.0.0.1, or --host 0.0.0.0 for all", os.EX_CONFIG
+            f"{host} is not an address of this machine", "--host 127.0.0.1, or --host 0.0.0.0 for all", ExitCode.PORT
         )
-    return StartupError(f"cannot listen on {where}: {error.strerror}", "--host and --port of another one", os.EX_OSERR)
+    cause = f"cannot listen on {where}: {error.strerror}"
+    return StartupError(cause, "--host and --port of another one", ExitCode.PORT)
