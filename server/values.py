@@ -160,10 +160,11 @@ def format_size(size_bytes: float) -> str:
 
 
 def format_duration(duration_s: float) -> str:
+    """In the largest unit that it is a whole number of: 75 s, 1 min, 500 ms."""
     for unit, factor in (("h", 3600.0), ("min", 60.0), ("s", 1.0)):
-        if duration_s >= factor:
-            return f"{duration_s / factor:g} {unit}"
-    return f"{duration_s * 1000:g} ms"
+        if duration_s >= factor and duration_s % factor == 0:
+            return f"{duration_s / factor:.0f} {unit}"
+    return f"{duration_s:g} s" if duration_s >= 1 else f"{duration_s * 1000:g} ms"
 
 
 def format_count(number: float) -> str:
