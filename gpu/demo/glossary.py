@@ -108,7 +108,8 @@ def load_gate(path: Path = GATE) -> Gate:
 def _entry(row: dict[str, object]) -> Entry:
     term, answer = str(row["term"]), str(row["answer"])
     aliases, phrasings = row["aliases"], row["phrasings"]
-    assert isinstance(aliases, list) and isinstance(phrasings, list)
+    assert isinstance(aliases, list)
+    assert isinstance(phrasings, list)
     entry = Entry(term, (term, *aliases), answer, tuple(phrasings))
     for phrasing in entry.phrasings:
         if find_name(phrasing, entry) is None:
@@ -126,7 +127,7 @@ def _check_names(entries: Iterable[Entry]) -> None:
 
 
 def find_name(text: str, entry: Entry) -> tuple[int, int] | None:
-    """Where text names the entry: [start, end) of the longest name in it, the first place it stands; None if nowhere."""
+    """Where text names the entry: [start, end) of the longest name in it, at its first place; None if nowhere."""
     lower = text.lower()
     for name in sorted(entry.names, key=len, reverse=True):
         start = _find_word(lower, name.lower())
