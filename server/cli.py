@@ -4,13 +4,11 @@ Everything heavy is imported by the command that needs it: --help and --version 
 """
 
 import argparse
-import importlib
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, Protocol, cast
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NoReturn
 
 from core.errors import ExitCode, StartupError
 from server import __version__
@@ -59,18 +57,6 @@ CHAT_FIELDS = {option.field_name for option in OPTIONS if option.group in ("mode
     "config_file",
     "api_keys",
 }
-
-
-class Wiring(Protocol):
-    """What server/__main__.py offers: the server, put together."""
-
-    def serve(self, config: ServerConfig) -> int:
-        """Serve until a signal; the process's exit code."""
-        ...
-
-    def start_in_thread(self, config: ServerConfig) -> tuple[str, Callable[[], None]]:
-        """Serve in a thread of this process, listening when it returns; the URL, and what stops it and waits."""
-        ...
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -230,10 +216,6 @@ def _flags_given(arguments: argparse.Namespace) -> dict[str, str | list[str]]:
     }
 
 
-def _wiring() -> Wiring:
-    return cast(Wiring, importlib.import_module("server.__main__"))
-
-
 def _serve(arguments: argparse.Namespace, config: ServerConfig) -> int:
     if arguments.estimate:
         from server.doctor import plan_lines
@@ -243,7 +225,11 @@ def _serve(arguments: argparse.Namespace, config: ServerConfig) -> int:
     from server.versions import check_floors
 
     check_floors()
-    return _wiring().serve(config)
+    from server.__main__ import run_server
+    from server.logs import configure_logging
+
+    configure_logging(config.log_level, config.log_format)
+    return run_server(config)
 
 
 def _doctor(arguments: argparse.Namespace, config: ServerConfig) -> int:
@@ -259,6 +245,7 @@ def _doctor(arguments: argparse.Namespace, config: ServerConfig) -> int:
 
 
 def _chat(arguments: argparse.Namespace, config: ServerConfig) -> int:
+    from server.__main__ import start_in_thread
     from server.banner import base_url
     from server.chat_client import HttpChatBackend, serve_and_chat
 
@@ -270,7 +257,7 @@ def _chat(arguments: argparse.Namespace, config: ServerConfig) -> int:
         if arguments.url is not None or (config.port and backend.is_up()):
             backend.wait_ready(_report)
             return _converse(backend, arguments.question)
-    with serve_and_chat(config, _wiring().start_in_thread, _report) as backend:
+    with serve_and_chat(config, start_in_thread, _report) as backend:
         return _converse(backend, arguments.question)
 
 
@@ -326,15 +313,17 @@ def find_plan(config: ServerConfig) -> "PlanFacts":
     Raises:
         StartupError: the model is missing or not understood, or it does not fit.
     """
+    from core.config import parse_model_config
     from gpu.memory_plan import estimate
+    from server.__main__ import model_directory, served_name
     from server.doctor import PlanFacts
-    from server.model_directory import context_origin, model_directory, model_name, read_model_config
+    from server.model_files import read_model_files
 
-    directory: Path = model_directory(config)
-    model = read_model_config(directory)
-    plan = estimate(directory, model, config.to_engine_config())
+    files = read_model_files(model_directory(config), config.max_model_len, config.chat_template)
+    model = parse_model_config(files.config)
+    plan = estimate(files.path, model, config.to_engine_config())
     return PlanFacts(
-        model_name=model_name(config),
+        model_name=served_name(config),
         architecture=model.architecture,
         is_demonstration=config.model is None,
         num_parameters=plan.num_parameters,
@@ -346,7 +335,7 @@ def find_plan(config: ServerConfig) -> "PlanFacts":
         kv_bytes=plan.kv_bytes,
         num_kv_tokens=plan.kv_tokens,
         max_model_len=plan.max_model_len,
-        context_origin=context_origin(config),
+        context_origin="the model's own" if config.max_model_len is None else "--max-model-len",
         free_bytes=plan.free_bytes,
     )
 

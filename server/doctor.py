@@ -160,7 +160,7 @@ def try_address(host: str, port: int) -> str:
         cause = f"{host}:{port} cannot be listened on: {error.strerror or error}"
         fix = "stop what listens there, or take another: --port 0 picks a free one"
         raise StartupError(cause, fix, ExitCode.PORT) from error
-    return f"{host}:{port} is free"
+    return f"{host}:{port} is free" if port else f"{host}, on a free port"
 
 
 def attempt(name: str, find: Callable[[], str]) -> Fact:

@@ -105,6 +105,10 @@ class Server:
             StartupError: the address cannot be had, or the model cannot be loaded.
         """
         await self.start()
+        return await self.wait_stopped()
+
+    async def wait_stopped(self) -> ExitCode:
+        """The rest of run(), for who has called start()."""
         grace_s = await self._stopping
         await self._shut_down(grace_s)
         if isinstance(self._failure, StartupError):

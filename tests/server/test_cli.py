@@ -1,39 +1,23 @@
 """The command line: what is light, what is refused and how, what reaches the server."""
 
-import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 from core.errors import ExitCode
 from server import __version__
 from server.cli import BROKEN_PIPE, main
 from server.config import OPTIONS, ServerConfig
 from server.versions import FLOORS
-from tests.server.chat_peer import Peer, running_peer
+from tests.server.chat_peer import running_peer
+from tests.server.tiny_model import write_tiny_model
 
 ROOT = Path(__file__).parent.parent.parent
 HEAVY = {"torch", "rich", "uvloop", "numpy", "asyncio", "jinja2", "tokenizers", "safetensors", "http.client", "email"}
-TINY_LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": True,
-}
 
 
 @pytest.fixture(autouse=True)
@@ -42,12 +26,10 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(variable)
 
 
-@pytest.fixture
-def model_path(tmp_path: Path) -> Path:
-    path = tmp_path / "tiny-llama"
-    path.mkdir()
-    (path / "config.json").write_text(json.dumps(TINY_LLAMA))
-    save_file({"model.embed_tokens.weight": np.zeros((512, 64), np.float32)}, path / "model.safetensors")
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "tiny-llama"
+    write_tiny_model(path)
     return path
 
 
@@ -104,7 +86,7 @@ def test_serve_help_lists_every_option_and_every_exit_code(capsys: pytest.Captur
         (["chat", "--url", "http://a", "--model", str(ROOT)], ExitCode.USAGE, "two different models"),
         (["serve", "--port", "x"], ExitCode.CONFIGURATION, "--port is 'x'"),
         (["serve", "--model", "/nowhere/at/all"], ExitCode.MODEL, "'/nowhere/at/all'"),
-        (["serve", "--estimate", "--model", str(ROOT / "tests")], ExitCode.MODEL, "config.json does not exist"),
+        (["serve", "--estimate", "--model", str(ROOT / "tests")], ExitCode.MODEL, "config.json is missing"),
         (["chat", "--url", "http://127.0.0.1:9", "-q", "hi"], ExitCode.UNREACHABLE, "does not answer"),
     ],
 )
@@ -148,7 +130,7 @@ def test_estimate_prints_the_plan_without_loading(model_path: Path, capsys: pyte
     assert main([*words, "--max-model-len", "128", "--max-sequences", "4"]) == ExitCode.OK
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "model        tiny-llama, LlamaForCausalLM"
-    assert lines[3] == "context      128 tokens: as --max-model-len says"
+    assert lines[3] == "context      128 tokens: --max-model-len"
     assert lines[6].endswith("512 tokens = 4.0 x 128")
 
 
@@ -160,44 +142,34 @@ def test_a_plan_that_does_not_fit_is_refused_with_figures(model_path: Path, caps
     assert "--kv-memory" in fix
 
 
-class RecordingWiring(ModuleType):
-    """In place of server.__main__: keeps the configuration that the command line arrived at."""
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[ServerConfig]:
+    """The configurations that the command line arrives at, which are kept instead of served."""
+    configs: list[ServerConfig] = []
 
-    def __init__(self, peer: Peer | None = None) -> None:
-        super().__init__("server.__main__")
-        self.configs: list[ServerConfig] = []
-        self.peer = peer
-        self.num_stopped = 0
-
-    def serve(self, config: ServerConfig) -> int:
-        self.configs.append(config)
+    def keep(config: ServerConfig) -> ExitCode:
+        configs.append(config)
         return ExitCode.ENGINE
 
-    def start_in_thread(self, config: ServerConfig) -> tuple[str, Callable[[], None]]:
-        assert self.peer is not None
-        self.configs.append(config)
-        return self.peer.url, self._stop
-
-    def _stop(self) -> None:
-        self.num_stopped += 1
+    monkeypatch.setattr("server.__main__.run_server", keep)
+    monkeypatch.setattr("server.logs.configure_logging", lambda level, log_format: None)
+    return configs
 
 
-def test_serve_hands_the_settings_over_and_its_exit_code_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    wiring = RecordingWiring()
-    monkeypatch.setitem(sys.modules, "server.__main__", wiring)
+def test_serve_hands_the_settings_over_and_its_exit_code_back(
+    served: list[ServerConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("STEPLOOP_MAX_QUEUE", "7")
     assert main(["serve", "--port", "0", "--api-key", "a", "--api-key", "b"]) == ExitCode.ENGINE
-    assert wiring.configs == [ServerConfig(port=0, api_keys=("a", "b"), max_queue=7)]
+    assert served == [ServerConfig(port=0, api_keys=("a", "b"), max_queue=7)]
 
 
 def test_serve_refuses_below_a_security_floor(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    served: list[ServerConfig], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    wiring = RecordingWiring()
-    monkeypatch.setitem(sys.modules, "server.__main__", wiring)
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.1")
     assert main(["serve"]) == ExitCode.VERSION
-    assert wiring.configs == []
+    assert served == []
     text = capsys.readouterr().err
     assert all(f"{floor.distribution} is 0.1" in text for floor in FLOORS)
 
@@ -217,17 +189,35 @@ def test_chat_finds_the_server_that_the_settings_name() -> None:
     assert (done.returncode, done.stdout) == (0, "KV cache\n")
 
 
-@pytest.mark.parametrize("words", [[], ["--model", str(ROOT)]], ids=["no server is up", "a model is named"])
-def test_chat_serves_in_process_when(
-    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_named_model_is_served_in_process_whatever_else_is_up(model_path: Path) -> None:
     with running_peer() as peer:
-        wiring = RecordingWiring(peer)
-        monkeypatch.setitem(sys.modules, "server.__main__", wiring)
-        monkeypatch.setenv("STEPLOOP_PORT", str(peer.server_address[1]) if words else "0")
-        assert main(["chat", "-q", "hi", *words]) == ExitCode.OK
-    assert capsys.readouterr().out == "KV cache\n"
-    assert (len(wiring.configs), wiring.num_stopped) == (1, 1)
+        port = str(peer.server_address[1])
+        done = steploop("chat", "-q", "What is a step?", "--model", str(model_path), STEPLOOP_PORT=port)
+    assert done.returncode == 0, done.stderr
+    assert peer.asked == []
+    assert " tokens after a prompt of " in done.stderr.splitlines()[-1]
+
+
+def test_a_model_that_does_not_load_in_process_is_told_as_serve_would(model_path: Path) -> None:
+    done = steploop("chat", "-q", "hi", "--model", str(model_path), "--max-model-len", "9000")
+    assert done.returncode == ExitCode.CONFIGURATION
+    assert "9000" in done.stderr.splitlines()[-2]
+    assert done.stderr.splitlines()[-1].startswith("fix: --max-model-len 256")
+
+
+def test_ctrl_c_at_the_prompt_leaves_the_server_in_process_alone(model_path: Path) -> None:
+    words = [sys.executable, "-m", "server.cli", "chat", "--model", str(model_path)]
+    process = subprocess.Popen(
+        words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdin is not None
+    assert process.stderr is not None
+    lines = iter(process.stderr.readline, "")
+    assert any("/help lists the commands" in line for line in lines)
+    process.send_signal(signal.SIGINT)
+    assert any("/bye leaves" in line for line in lines)
+    process.communicate("/bye\n", timeout=60)
+    assert process.returncode == 0
 
 
 def test_the_question_can_come_from_stdin() -> None:
@@ -263,5 +253,5 @@ def test_doctor_says_what_would_be_served_and_that_it_would(
 def test_doctor_exits_as_serve_would(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--model", str(tmp_path), "--device", "cpu", "--port", "0"]) == ExitCode.MODEL
     text = capsys.readouterr().out
-    assert "config.json does not exist" in text
+    assert "config.json is missing" in text
     assert text.splitlines()[-1] == "serve would refuse to start"
