@@ -19,7 +19,7 @@ class AttentionGroup:
     Args:
         first_token, end_token: their tokens, as a range of the batch's.
         num_rows: 1 where there are several new tokens.
-        num_context: tokens of the longest row, the new ones counted in.
+        num_context: tokens of the longest row, the new ones counted in; those of blocks left behind a window not.
         blocks: [num_rows * blocks of the longest row], padded with the scratch block.
         mask: added to the scores, 0 or -inf. Of several rows [rows, 1, 1, context]; of one row with several tokens
             [tokens, context]. None: nothing is hidden, or is_causal says what.
@@ -39,17 +39,18 @@ class AttentionGroup:
         return self.end_token - self.first_token == self.num_rows
 
 
-def paged_attention(query: Tensor, kv: LayerKV, groups: list[AttentionGroup]) -> Tensor:
+def paged_attention(query: Tensor, kv: LayerKV, groups: list[AttentionGroup], scale: float | None = None) -> Tensor:
     """Attend each new token to its sequence's context, itself included; keys and values are written already.
 
     Args:
         query: [tokens, heads, head_dim], rotated.
         groups: cover the tokens in order, without gaps.
+        scale: of the scores; None: 1 / sqrt(head_dim).
     Returns:
         [tokens, heads * head_dim]
     """
     outputs = [
-        (_decode if group.is_decode else _prefill)(query[group.first_token : group.end_token], kv, group)
+        (_decode if group.is_decode else _prefill)(query[group.first_token : group.end_token], kv, group, scale)
         for group in groups
     ]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -62,16 +63,16 @@ def _gather(kv: LayerKV, group: AttentionGroup) -> tuple[Tensor, Tensor]:
     return both[0], both[1]
 
 
-def _decode(query: Tensor, kv: LayerKV, group: AttentionGroup) -> Tensor:
+def _decode(query: Tensor, kv: LayerKV, group: AttentionGroup, scale: float | None) -> Tensor:
     """One new token per row. The query heads of a KV head stand in the place of query tokens: they share its keys."""
     keys, values = _gather(kv, group)
     num_rows, _, num_kv_heads, head_dim = keys.shape
     grouped = query.view(num_rows, num_kv_heads, -1, head_dim)  # [rows, kv_heads, heads per kv, head_dim]
-    out = F.scaled_dot_product_attention(grouped, keys.transpose(1, 2), values.transpose(1, 2), group.mask)
+    out = F.scaled_dot_product_attention(grouped, keys.transpose(1, 2), values.transpose(1, 2), group.mask, scale=scale)
     return out.reshape(num_rows, -1)  # [rows, heads * head_dim]
 
 
-def _prefill(query: Tensor, kv: LayerKV, group: AttentionGroup) -> Tensor:
+def _prefill(query: Tensor, kv: LayerKV, group: AttentionGroup, scale: float | None) -> Tensor:
     """One row with several new tokens. KV heads stand in the place of rows, so that keys are shared without a copy."""
     keys, values = _gather(kv, group)
     _, num_context, num_kv_heads, head_dim = keys.shape
@@ -84,5 +85,6 @@ def _prefill(query: Tensor, kv: LayerKV, group: AttentionGroup) -> Tensor:
         values[0].transpose(0, 1).unsqueeze(1).expand(shared),
         group.mask,
         is_causal=group.is_causal,
+        scale=scale,
     )
     return out.permute(2, 0, 1, 3).reshape(num_tokens, -1)  # [tokens, heads * head_dim]

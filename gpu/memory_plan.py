@@ -132,7 +132,8 @@ def _activation_bytes(model: ModelConfig, engine: EngineConfig, max_model_len: i
     """An upper bound: one layer's tensors of a full batch, the widest gather of keys and values, logits and noise."""
     widths = 4 * model.hidden_size + 4 * model.query_size + 6 * model.kv_size + 3 * model.intermediate_size
     one_layer = engine.max_batch_tokens * widths * dtype.itemsize
-    mask = engine.max_batch_tokens * max_model_len * dtype.itemsize
+    masks = len(model.windows) + (model.windows != (None,))  # one per window, and one while a windowed one is made
+    mask = masks * engine.max_batch_tokens * max_model_len * dtype.itemsize
     gathered = engine.max_sequences * max_model_len * 2 * model.kv_size * dtype.itemsize
     if engine.kv_memory_bytes is not None:
         gathered = min(gathered, engine.kv_memory_bytes // model.num_layers)
