@@ -27,6 +27,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
     "is_encoder_decoder": (False, None),
     "add_cross_attention": (False, None),
+    "use_bidirectional_attention": (False, None),
 }
 
 
@@ -75,6 +76,7 @@ class ModelConfig:
         layers: num_layers of them; empty: all have rope and no window.
         has_fused_weights: how the checkpoint holds q, k, v, and gate and up.
         attention_scale: what scores are multiplied by; None: 1 / sqrt(head_dim).
+        attention_cap, logits_cap: scores, and logits, are cap * tanh(value / cap).
         embedding_scale, residual_scale, logits_scale: what embeddings, what each block adds, and logits are
             multiplied by.
         dtype: of the checkpoint, e.g. "bfloat16"; None when config.json does not say.
@@ -101,9 +103,12 @@ class ModelConfig:
     qk_norm: str = "none"
     has_pre_norm: bool = True
     has_post_norm: bool = False
+    has_norm_offset: bool = False
     has_fused_weights: bool = False
     activation: str = "silu"
     attention_scale: float | None = None
+    attention_cap: float | None = None
+    logits_cap: float | None = None
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logits_scale: float = 1.0
@@ -172,7 +177,7 @@ def parse_model_config(config: Mapping[str, Any]) -> ModelConfig:
         raise bad_field(f"head_dim={head_dim} is odd: RoPE turns pairs.")
     num_layers = positive_int(config, "num_hidden_layers")
     max_position = positive_int(config, "max_position_embeddings", 2048)
-    rope = _rope(config, family, max_position, head_dim)
+    rope, local_rope = _ropes(config, family, max_position, head_dim)
     has_attention_bias = family.has_attention_bias and read_bool(config, "attention_bias")
     return ModelConfig(
         architecture=family.architecture,
@@ -186,13 +191,14 @@ def parse_model_config(config: Mapping[str, Any]) -> ModelConfig:
         max_position=_served_positions(rope, max_position),
         rms_norm_eps=positive_float(config, "rms_norm_eps", 1e-6),
         rope=rope,
-        layers=_layers(config, family, num_layers, rope),
+        layers=_layers(config, family, num_layers, rope, local_rope),
         qkv_bias=family.has_qkv_bias or has_attention_bias,
         output_bias=has_attention_bias,
         mlp_bias=family.has_mlp_bias and read_bool(config, "mlp_bias"),
         qk_norm=family.qk_norm,
         has_pre_norm=family.has_pre_norm,
         has_post_norm=family.has_post_norm,
+        has_norm_offset=family.has_norm_offset,
         has_fused_weights=family.is_fused,
         activation=_activation(config, family),
         **_scales(config, family),
@@ -224,6 +230,8 @@ def _refuse_output_changing_fields(config: Mapping[str, Any], family: Family) ->
         del neutral["partial_rotary_factor"]
     if family.windows == "none":
         neutral["use_sliding_window"] = (False, None)
+    if family.model_type == "gemma3_text":
+        neutral["attn_logit_softcapping"] = (None,)  # transformers reads it and does not apply it
     for name, values in neutral.items():
         if config.get(name) not in values:
             raise unsupported_field(name, config[name], values)
@@ -236,29 +244,48 @@ def _activation(config: Mapping[str, Any], family: Family) -> str:
     return str(name)
 
 
-def _scales(config: Mapping[str, Any], family: Family) -> dict[str, float]:
-    """Granite's multipliers; other families have none of these fields."""
-    if family.model_type != "granite":
-        return {}
-    return {
-        "attention_scale": positive_float(config, "attention_multiplier"),
-        "embedding_scale": positive_float(config, "embedding_multiplier", 1.0),
-        "residual_scale": positive_float(config, "residual_multiplier", 1.0),
-        "logits_scale": 1 / positive_float(config, "logits_scaling", 1.0),
-    }
+def _scales(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """What Granite and Gemma multiply and cap; other families have none of these fields."""
+    if family.model_type == "granite":
+        return {
+            "attention_scale": positive_float(config, "attention_multiplier"),
+            "embedding_scale": positive_float(config, "embedding_multiplier", 1.0),
+            "residual_scale": positive_float(config, "residual_multiplier", 1.0),
+            "logits_scale": 1 / positive_float(config, "logits_scaling", 1.0),
+        }
+    if family.model_type in ("gemma2", "gemma3_text"):
+        return {
+            "attention_scale": positive_float(config, "query_pre_attn_scalar") ** -0.5,
+            "attention_cap": _optional_float(config, "attn_logit_softcapping"),
+            "logits_cap": _optional_float(config, "final_logit_softcapping"),
+            "embedding_scale": positive_int(config, "hidden_size") ** 0.5,
+        }
+    return {}
 
 
-def _rope(config: Mapping[str, Any], family: Family, max_position: int, head_dim: int) -> RopeConfig:
+def _ropes(
+    config: Mapping[str, Any], family: Family, max_position: int, head_dim: int
+) -> tuple[RopeConfig, RopeConfig]:
+    """Of layers without a window, and with one; nested by layer type where transformers 5 writes it so."""
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(given, Mapping):
         raise bad_field(f"the rope configuration is not an object: {given!r}.")
-    if any(isinstance(value, Mapping) for value in given.values()):
+    is_nested = any(isinstance(value, Mapping) for value in given.values())
+    if is_nested and not family.has_local_rope:
         raise unsupported_field("rope_parameters", sorted(given), ("one configuration for all layers",))
     beside = {name: config[name] for name in ("rope_theta", "partial_rotary_factor") if config.get(name) is not None}
-    merged = {"rope_theta": 10_000.0, **beside, **given}
-    if not family.has_partial_rotary and merged.get("partial_rotary_factor") not in _NEUTRAL["partial_rotary_factor"]:
-        raise unsupported_field("partial_rotary_factor", merged["partial_rotary_factor"], (1.0,))
-    return parse_rope(config, merged, max_position, head_dim, is_phi=family.model_type == "phi3")
+
+    def parse(part: Mapping[str, Any]) -> RopeConfig:
+        merged = {"rope_theta": 10_000.0, **beside, **part}
+        neutral = _NEUTRAL["partial_rotary_factor"]
+        if not family.has_partial_rotary and merged.get("partial_rotary_factor") not in neutral:
+            raise unsupported_field("partial_rotary_factor", merged["partial_rotary_factor"], (1.0,))
+        return parse_rope(config, merged, max_position, head_dim, is_phi=family.model_type == "phi3")
+
+    if not family.has_local_rope:
+        return parse(given), parse(given)
+    full, local = (given.get(name) or {} for name in LAYER_TYPES) if is_nested else (given, {})
+    return parse(full), parse({"rope_theta": config["rope_local_base_freq"], **local})
 
 
 def _served_positions(rope: RopeConfig, max_position: int) -> int:
@@ -270,16 +297,18 @@ def _served_positions(rope: RopeConfig, max_position: int) -> int:
     return max_position
 
 
-def _layers(config: Mapping[str, Any], family: Family, num_layers: int, rope: RopeConfig) -> tuple[LayerConfig, ...]:
+def _layers(
+    config: Mapping[str, Any], family: Family, num_layers: int, rope: RopeConfig, local_rope: RopeConfig
+) -> tuple[LayerConfig, ...]:
     """Which layers turn, and which have a window."""
     is_rotated = _rotated_layers(config, family, num_layers)
     is_windowed = _windowed_layers(config, family, is_rotated)
     window = positive_int(config, "sliding_window") if any(is_windowed) else None
-    layers = tuple(
-        LayerConfig(rope if rotated else None, window if windowed else None)
-        for rotated, windowed in zip(is_rotated, is_windowed, strict=True)
-    )
-    return () if set(layers) == {LayerConfig(rope)} else layers
+    layers = []
+    for rotated, windowed in zip(is_rotated, is_windowed, strict=True):
+        own_rope = local_rope if windowed else rope
+        layers.append(LayerConfig(own_rope if rotated else None, window if windowed else None))
+    return () if set(layers) == {LayerConfig(rope)} else tuple(layers)
 
 
 def _rotated_layers(config: Mapping[str, Any], family: Family, num_layers: int) -> list[bool]:
@@ -317,6 +346,9 @@ def _windowed_layers(config: Mapping[str, Any], family: Family, is_rotated: list
 
 def _windowed_by_family(config: Mapping[str, Any], family: Family, is_rotated: list[bool]) -> list[bool]:
     num_layers = len(is_rotated)
+    if family.windows == "pattern":
+        interval = positive_int(config, "sliding_window_pattern")
+        return [(index + 1) % interval != 0 for index in range(num_layers)]
     has_window = config.get("sliding_window") is not None
     if family.windows in ("switched", "late", "unrotated"):
         has_window = has_window and read_bool(config, "use_sliding_window")
@@ -330,6 +362,10 @@ def _windowed_by_family(config: Mapping[str, Any], family: Family, is_rotated: l
     if family.windows == "unrotated":
         return [not rotated for rotated in is_rotated]
     return [True] * num_layers
+
+
+def _optional_float(config: Mapping[str, Any], name: str) -> float | None:
+    return None if config.get(name) is None else positive_float(config, name)
 
 
 def _dtype(config: Mapping[str, Any]) -> str | None:

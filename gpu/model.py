@@ -19,6 +19,7 @@ from gpu.batch import DeviceBatch
 from gpu.kv_cache import KVCache, LayerKV
 from gpu.linear import Linear, can_pack, make_linear
 from gpu.rope import Rope, apply_rope
+from gpu.scores import Scores
 from gpu.weights import LayerWeights, ModelWeights
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -62,6 +63,7 @@ class Model:
             _layer(weights.layers.pop(0), layer.window, used.index(layer.rope) if layer.rope else None, is_packed)
             for layer in map(config.layer, range(config.num_layers))
         ]
+        self._scores = Scores(config.attention_scale, config.attention_cap)
         self._activation = ACTIVATIONS[config.activation]
         # Rounded to the weights' format, as the models were trained.
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=dtype))
@@ -101,8 +103,8 @@ class Model:
             query_key = apply_rope(query_key, rotations[layer.rope])
         kv.keys.index_copy_(0, batch.kv_slots, query_key[:, config.num_heads :])
         kv.values.index_copy_(0, batch.kv_slots, qkv[:, num_rotated:])
-        groups = batch.groups[layer.window]
-        return layer.output(paged_attention(query_key[:, : config.num_heads], kv, groups, config.attention_scale))
+        query, groups = query_key[:, : config.num_heads], batch.groups[layer.window]
+        return layer.output(paged_attention(query, kv, groups, self._scores))
 
     def _mlp(self, layer: Layer, x: Tensor) -> Tensor:
         """A gated MLP (arXiv:2002.05202). x: [tokens, hidden], normed; also returned so."""
@@ -114,10 +116,14 @@ class Model:
         logits = self.lm_head(self._norm(x, self.norm)).float()
         if self.config.logits_scale != 1:
             logits = logits.mul_(self.config.logits_scale)
+        if self.config.logits_cap is not None:
+            logits = logits.div_(self.config.logits_cap).tanh_().mul_(self.config.logits_cap)
         return logits
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """RMSNorm over the weight's dimensions, x's last; torch computes it in float32 whatever x is."""
+        if weight.dtype != x.dtype:  # see LayerWeights
+            return F.rms_norm(x.float(), weight.shape, weight.float(), self.config.rms_norm_eps).to(x.dtype)
         return F.rms_norm(x, weight.shape, weight, self.config.rms_norm_eps)
 
 

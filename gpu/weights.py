@@ -26,13 +26,17 @@ FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
 NAMED_AT_MOST = 5  # tensors in one error message
 
+Empty = Callable[[tuple[int, ...]], Tensor]
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes total), as loading goes."""
 
 
 @dataclass(slots=True)
 class LayerWeights:
-    """One layer; None where the family has no such parameter. Rows of q and k are reordered: see interleave_halves."""
+    """One layer; None where the family has no such parameter. Rows of q and k are reordered: see interleave_halves.
+
+    Norms are float32 where the checkpoint's numbers are offsets from 1, which a shorter format would round.
+    """
 
     attention_norm: Tensor | None  # [hidden]
     qkv: Tensor  # [query + 2 * kv, hidden]
@@ -56,7 +60,7 @@ class ModelWeights:
 
     embedding: Tensor  # [vocab, hidden]
     layers: list[LayerWeights]
-    norm: Tensor  # [hidden]
+    norm: Tensor  # [hidden]; see LayerWeights
     lm_head: Tensor  # [vocab, hidden]; the embedding itself when tied
 
 
@@ -69,12 +73,14 @@ class Target:
         head_dim: reorder the rows within heads of this size; None: as they are.
         rotary_dim: of each head, so many are reordered; None: all.
         num_reordered: of the rows, so many are; None: all.
+        offset: what is added to each number.
     """
 
     into: Tensor
     head_dim: int | None = None
     rotary_dim: int | None = None
     num_reordered: int | None = None
+    offset: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,33 +123,37 @@ def interleave_halves(rows: Tensor, head_dim: int, rotary_dim: int | None = None
 def empty_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> ModelWeights:
     """Allocate all parameters."""
     empty = partial(torch.empty, dtype=dtype, device=device)
-    layers = [_empty_layer(config, empty) for _ in range(config.num_layers)]
+    empty_norm = partial(torch.empty, dtype=torch.float32 if config.has_norm_offset else dtype, device=device)
+    layers = [_empty_layer(config, empty, empty_norm) for _ in range(config.num_layers)]
     embedding = empty((config.vocab_size, config.hidden_size))
     lm_head = embedding if config.tie_embeddings else empty((config.vocab_size, config.hidden_size))
-    return ModelWeights(embedding, layers, empty((config.hidden_size,)), lm_head)
+    return ModelWeights(embedding, layers, empty_norm((config.hidden_size,)), lm_head)
 
 
-def _empty_layer(config: ModelConfig, empty: Callable[[tuple[int, ...]], Tensor]) -> LayerWeights:
-    def if_any(exists: bool, *shape: int) -> Tensor | None:
-        return empty(shape) if exists else None
+def _empty_layer(config: ModelConfig, empty: Empty, empty_norm: Empty) -> LayerWeights:
+    def bias(exists: bool, size: int) -> Tensor | None:
+        return empty((size,)) if exists else None
+
+    def norm(exists: bool, *shape: int) -> Tensor | None:
+        return empty_norm(shape) if exists else None
 
     hidden, qkv, gate_up = config.hidden_size, config.query_size + 2 * config.kv_size, 2 * config.intermediate_size
     query_heads, kv_heads = ((config.num_heads,), (config.num_kv_heads,)) if config.qk_norm == "all" else ((), ())
     return LayerWeights(
-        attention_norm=if_any(config.has_pre_norm, hidden),
+        attention_norm=norm(config.has_pre_norm, hidden),
         qkv=empty((qkv, hidden)),
-        qkv_bias=if_any(config.qkv_bias, qkv),
-        query_norm=if_any(config.qk_norm != "none", *query_heads, config.head_dim),
-        key_norm=if_any(config.qk_norm != "none", *kv_heads, config.head_dim),
+        qkv_bias=bias(config.qkv_bias, qkv),
+        query_norm=norm(config.qk_norm != "none", *query_heads, config.head_dim),
+        key_norm=norm(config.qk_norm != "none", *kv_heads, config.head_dim),
         output=empty((hidden, config.query_size)),
-        output_bias=if_any(config.output_bias, hidden),
-        attention_post_norm=if_any(config.has_post_norm, hidden),
-        mlp_norm=if_any(config.has_pre_norm, hidden),
+        output_bias=bias(config.output_bias, hidden),
+        attention_post_norm=norm(config.has_post_norm, hidden),
+        mlp_norm=norm(config.has_pre_norm, hidden),
         gate_up=empty((gate_up, hidden)),
-        gate_up_bias=if_any(config.mlp_bias, gate_up),
+        gate_up_bias=bias(config.mlp_bias, gate_up),
         down=empty((hidden, config.intermediate_size)),
-        down_bias=if_any(config.mlp_bias, hidden),
-        mlp_post_norm=if_any(config.has_post_norm, hidden),
+        down_bias=bias(config.mlp_bias, hidden),
+        mlp_post_norm=norm(config.has_post_norm, hidden),
     )
 
 
@@ -151,7 +161,7 @@ def targets(config: ModelConfig, weights: ModelWeights) -> dict[str, Target]:
     """The checkpoint's tensor names, and where each goes."""
     found = {
         "model.embed_tokens.weight": Target(weights.embedding),
-        "model.norm.weight": Target(weights.norm),
+        "model.norm.weight": Target(weights.norm, offset=norm_offset(config)),
     }
     if not config.tie_embeddings:
         found["lm_head.weight"] = Target(weights.lm_head)
@@ -169,7 +179,10 @@ def _layer_targets(config: ModelConfig, layer: LayerWeights) -> Iterator[tuple[s
     for name, norm in (("q", layer.query_norm), ("k", layer.key_norm)):
         if norm is not None:
             rotary_dim = config.rope.rotary_dim(config.head_dim)
-            yield f"self_attn.{name}_norm.weight", Target(norm.view(-1), config.head_dim, rotary_dim)
+            yield (
+                f"self_attn.{name}_norm.weight",
+                Target(norm.view(-1), config.head_dim, rotary_dim, offset=norm_offset(config)),
+            )
     yield "self_attn.o_proj.weight", Target(layer.output)
     if layer.output_bias is not None:
         yield "self_attn.o_proj.bias", Target(layer.output_bias)
@@ -198,7 +211,11 @@ def _norm_targets(config: ModelConfig, layer: LayerWeights) -> Iterator[tuple[st
         ("post_feedforward_layernorm", layer.mlp_post_norm),
     ):
         if norm is not None:
-            yield f"{name}.weight", Target(norm)
+            yield f"{name}.weight", Target(norm, offset=norm_offset(config))
+
+
+def norm_offset(config: ModelConfig) -> float:
+    return 1.0 if config.has_norm_offset else 0.0
 
 
 def _qkv_targets(config: ModelConfig, qkv: Tensor, suffix: str) -> Iterator[tuple[str, Target]]:
@@ -263,6 +280,8 @@ def load_weights(
 
 def _fill(target: Target, tensor: Tensor) -> None:
     target.into.copy_(tensor)
+    if target.offset:
+        target.into.add_(target.offset)
     if target.head_dim is not None:
         rows = target.into[: target.num_reordered]
         rows.copy_(interleave_halves(rows, target.head_dim, target.rotary_dim))

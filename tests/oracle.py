@@ -7,6 +7,10 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GraniteConfig,
     GraniteForCausalLM,
     LlamaConfig,
@@ -174,6 +178,37 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = {
             "tie_word_embeddings": True,
             "rope_parameters": _LONG_ROPE,
             "pad_token_id": 0,
+        },
+    ),
+    "gemma2": (
+        Gemma2ForCausalLM,
+        Gemma2Config,
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 24,
+            "query_pre_attn_scalar": 40,
+            "sliding_window": 25,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 8.0,
+            "initializer_range": 0.2,
+        },
+    ),
+    "gemma3": (
+        Gemma3ForCausalLM,
+        Gemma3TextConfig,
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "head_dim": 24,
+            "num_hidden_layers": 3,
+            "query_pre_attn_scalar": 40,
+            "sliding_window": 25,
+            "sliding_window_pattern": 3,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1_000_000.0, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            },
         },
     ),
 }

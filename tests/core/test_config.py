@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from core.config import RopeConfig, parse_model_config
+from core.config import LayerConfig, RopeConfig, parse_model_config
 from core.errors import BadCheckpoint, UnsupportedModel
 
 LLAMA: dict[str, Any] = {
@@ -83,6 +83,8 @@ def test_defaults_of_old_configurations() -> None:
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
         ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0\.5"),
         ({"rope_parameters": {"rope_theta": 1.0, "partial_rotary_factor": 0.5}}, r"partial_rotary_factor=0\.5"),
+        ({"architectures": ["Gemma3ForCausalLM"], "attn_logit_softcapping": 5.0}, "attn_logit_softcapping"),
+        ({"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ({"rope_scaling": {"rope_type": "su", "factor": 4.0}}, "rope_type='su'"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters"),
     ],
@@ -103,6 +105,39 @@ def test_a_missing_sliding_window_is_mistrals_default_and_null_is_none() -> None
     mistral = llama(architectures=["MistralForCausalLM"])
     assert parse_model_config(mistral).windows == (4096,)
     assert parse_model_config({**mistral, "sliding_window": None}).windows == (None,)
+
+
+def gemma3(**changes: Any) -> dict[str, Any]:
+    return llama(architectures=["Gemma3ForCausalLM"], hidden_act=None, **changes)
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            }
+        },
+        {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "sliding_window_pattern": 6},
+    ],
+)
+def test_gemma3s_layers_with_a_window_have_their_own_rope(spelling: dict[str, Any]) -> None:
+    config = parse_model_config(gemma3(**spelling))
+    local, full = LayerConfig(RopeConfig(1e4), 4096), LayerConfig(RopeConfig(1e6, "linear", 8.0))
+    assert config.layers[:12] == ((local,) * 5 + (full,)) * 2
+    assert (config.activation, config.tie_embeddings, config.head_dim) == ("gelu_pytorch_tanh", True, 256)
+
+
+def test_gemma2_caps_by_default_and_alternates() -> None:
+    config = parse_model_config(llama(architectures=["Gemma2ForCausalLM"]))
+    assert (config.attention_cap, config.logits_cap, config.attention_scale) == (50.0, 30.0, 1 / 16)
+    assert [layer.window for layer in config.layers[:4]] == [4096, None, 4096, None]
+    assert (
+        parse_model_config(llama(architectures=["Gemma2ForCausalLM"], final_logit_softcapping=None)).logits_cap is None
+    )
 
 
 def test_yarn_stretches_the_context_it_was_made_from() -> None:

@@ -77,6 +77,13 @@ def every_tensor(weights: object) -> list[torch.Tensor]:
     return [t for field in dataclasses.fields(weights) for t in every_tensor(getattr(weights, field.name))]
 
 
+def test_norms_that_are_offsets_from_1_are_not_rounded(model_directory) -> None:
+    tensors = load_file(model_directory("gemma2") / SINGLE_FILE)
+    weights = load(model_directory("gemma2"), torch.bfloat16)
+    assert torch.equal(weights.norm, 1 + tensors["model.norm.weight"])
+    assert torch.equal(weights.layers[0].mlp_norm, 1 + tensors["model.layers.0.pre_feedforward_layernorm.weight"])
+
+
 def test_only_what_turns_of_a_head_is_interleaved() -> None:
     assert interleave_halves(torch.arange(12), 6, 4).tolist() == [0, 2, 1, 3, 4, 5, 6, 8, 7, 9, 10, 11]
 
