@@ -61,10 +61,34 @@ class LayerConfig:
     Args:
         rope: None: q and k are not turned.
         window: a token sees so many, itself counted in; None: all before it.
+        is_sparse: its MLP is the model's experts.
     """
 
     rope: RopeConfig | None
     window: int | None = None
+    is_sparse: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """A mixture of experts: gated MLPs of which each token goes through a few.
+
+    Args:
+        num_active: experts a token goes through, the likeliest of the router.
+        intermediate_size: width of one.
+        is_normalized: the shares of the active ones are made to sum to 1.
+        has_bias: of router and experts.
+        layout: how the checkpoint holds them: "mixtral", "qwen3_moe" or "gpt_oss".
+        is_mxfp4: four-bit blocks, of which "gpt_oss" is made.
+    """
+
+    num_experts: int
+    num_active: int
+    intermediate_size: int
+    layout: str
+    is_normalized: bool = True
+    has_bias: bool = False
+    is_mxfp4: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +128,9 @@ class ModelConfig:
     has_pre_norm: bool = True
     has_post_norm: bool = False
     has_norm_offset: bool = False
+    has_sinks: bool = False
     has_fused_weights: bool = False
+    experts: ExpertsConfig | None = None
     activation: str = "silu"
     attention_scale: float | None = None
     attention_cap: float | None = None
@@ -138,23 +164,33 @@ class ModelConfig:
     @property
     def num_parameters(self) -> int:
         """Counted once where embeddings are tied."""
-        layers = self.num_layers * (self._attention_parameters + self._mlp_parameters)
+        num_sparse = sum(self.layer(index).is_sparse for index in range(self.num_layers))
+        mlps = num_sparse * self._expert_parameters + (self.num_layers - num_sparse) * self._mlp_parameters
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
-        return layers + embeddings + self.hidden_size
+        return self.num_layers * self._attention_parameters + mlps + embeddings + self.hidden_size
 
     @property
     def _attention_parameters(self) -> int:
         qkv = self.query_size + 2 * self.kv_size
-        norms = (self.has_pre_norm + self.has_post_norm) * self.hidden_size
+        norms = 2 * (self.has_pre_norm + self.has_post_norm) * self.hidden_size  # the MLP's too
         qk_norms = {"none": 0, "head": 2 * self.head_dim, "all": self.query_size + self.kv_size}[self.qk_norm]
         biases = qkv * self.qkv_bias + self.hidden_size * self.output_bias
-        return (qkv + self.query_size) * self.hidden_size + norms + qk_norms + biases
+        sinks = self.num_heads * self.has_sinks
+        return (qkv + self.query_size) * self.hidden_size + norms + qk_norms + biases + sinks
 
     @property
     def _mlp_parameters(self) -> int:
-        norms = (self.has_pre_norm + self.has_post_norm) * self.hidden_size
         biases = (2 * self.intermediate_size + self.hidden_size) * self.mlp_bias
-        return 3 * self.hidden_size * self.intermediate_size + norms + biases
+        return 3 * self.hidden_size * self.intermediate_size + biases
+
+    @property
+    def _expert_parameters(self) -> int:
+        """Of one layer."""
+        if self.experts is None:
+            return 0
+        width = self.experts.intermediate_size
+        expert = 3 * self.hidden_size * width + (2 * width + self.hidden_size) * self.experts.has_bias
+        return self.experts.num_experts * (expert + self.hidden_size + self.experts.has_bias)
 
 
 def parse_model_config(config: Mapping[str, Any]) -> ModelConfig:
@@ -199,7 +235,9 @@ def parse_model_config(config: Mapping[str, Any]) -> ModelConfig:
         has_pre_norm=family.has_pre_norm,
         has_post_norm=family.has_post_norm,
         has_norm_offset=family.has_norm_offset,
+        has_sinks=family.has_sinks,
         has_fused_weights=family.is_fused,
+        experts=_experts(config, family),
         activation=_activation(config, family),
         **_scales(config, family),
         tie_embeddings=read_bool(config, "tie_word_embeddings"),
@@ -232,15 +270,26 @@ def _refuse_output_changing_fields(config: Mapping[str, Any], family: Family) ->
         neutral["use_sliding_window"] = (False, None)
     if family.model_type == "gemma3_text":
         neutral["attn_logit_softcapping"] = (None,)  # transformers reads it and does not apply it
+    if family.model_type == "gpt_oss":
+        neutral |= {"swiglu_alpha": (1.702, None), "swiglu_limit": (7, 7.0, None)}
+        if _quant_method(config) == "mxfp4":
+            del neutral["quantization_config"]
     for name, values in neutral.items():
         if config.get(name) not in values:
             raise unsupported_field(name, config[name], values)
 
 
+def _quant_method(config: Mapping[str, Any]) -> object:
+    given = config.get("quantization_config")
+    return given.get("quant_method") if isinstance(given, Mapping) else None
+
+
 def _activation(config: Mapping[str, Any], family: Family) -> str:
-    name = config.get(family.activation) or family.defaults.get(family.activation, "silu")
+    if family.activation is not None:
+        return family.activation
+    name = config.get(family.activation_field) or family.defaults.get(family.activation_field, "silu")
     if name not in ACTIVATIONS:
-        raise unsupported_field(family.activation, name, ACTIVATIONS)
+        raise unsupported_field(family.activation_field, name, ACTIVATIONS)
     return str(name)
 
 
@@ -267,7 +316,7 @@ def _ropes(
     config: Mapping[str, Any], family: Family, max_position: int, head_dim: int
 ) -> tuple[RopeConfig, RopeConfig]:
     """Of layers without a window, and with one; nested by layer type where transformers 5 writes it so."""
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    given = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(given, Mapping):
         raise bad_field(f"the rope configuration is not an object: {given!r}.")
     is_nested = any(isinstance(value, Mapping) for value in given.values())
@@ -305,10 +354,44 @@ def _layers(
     is_windowed = _windowed_layers(config, family, is_rotated)
     window = positive_int(config, "sliding_window") if any(is_windowed) else None
     layers = []
-    for rotated, windowed in zip(is_rotated, is_windowed, strict=True):
+    for rotated, windowed, is_sparse in zip(
+        is_rotated, is_windowed, _sparse_layers(config, family, num_layers), strict=True
+    ):
         own_rope = local_rope if windowed else rope
-        layers.append(LayerConfig(own_rope if rotated else None, window if windowed else None))
+        layers.append(LayerConfig(own_rope if rotated else None, window if windowed else None, is_sparse))
     return () if set(layers) == {LayerConfig(rope)} else tuple(layers)
+
+
+def _experts(config: Mapping[str, Any], family: Family) -> ExpertsConfig | None:
+    if family.expert_width is None:
+        return None
+    field = "num_experts" if config.get("num_experts") is not None else "num_local_experts"
+    num_experts, num_active = positive_int(config, field), positive_int(config, "num_experts_per_tok")
+    if num_active > num_experts:
+        raise bad_field(f"num_experts_per_tok={num_active} is more than {field}={num_experts}.")
+    experts = ExpertsConfig(
+        num_experts,
+        num_active,
+        positive_int(config, family.expert_width),
+        layout=family.model_type,
+        is_normalized=family.model_type != "qwen3_moe" or read_bool(config, "norm_topk_prob"),
+        has_bias=family.model_type == "gpt_oss",
+        is_mxfp4=config.get("quantization_config") is not None,  # any other is refused
+    )
+    widths = (positive_int(config, "hidden_size"), experts.intermediate_size)
+    if experts.is_mxfp4 and any(width % 32 for width in widths):
+        raise bad_field(f"mxfp4 blocks of 32 do not divide hidden_size and intermediate_size={widths}.")
+    return experts
+
+
+def _sparse_layers(config: Mapping[str, Any], family: Family, num_layers: int) -> list[bool]:
+    """Qwen3-MoE: every decoder_sparse_step-th layer, but those of mlp_only_layers."""
+    if family.model_type != "qwen3_moe":
+        return [family.expert_width is not None] * num_layers
+    dense, step = config.get("mlp_only_layers") or [], positive_int(config, "decoder_sparse_step")
+    if not isinstance(dense, list):
+        raise bad_field(f"mlp_only_layers={dense!r} is not a list of layers.")
+    return [index not in dense and (index + 1) % step == 0 for index in range(num_layers)]
 
 
 def _rotated_layers(config: Mapping[str, Any], family: Family, num_layers: int) -> list[bool]:
