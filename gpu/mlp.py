@@ -43,9 +43,11 @@ GATED: dict[str, Gated] = {
 
 
 class Mlp:
-    """Args:
-    gate_up: hidden -> 2 * intermediate.
-    down: intermediate -> hidden.
+    """One gated MLP.
+
+    Args:
+        gate_up: hidden -> 2 * intermediate.
+        down: intermediate -> hidden.
     """
 
     def __init__(self, gate_up: Linear, down: Linear, gated: Gated) -> None:

@@ -5,7 +5,9 @@ has not. Norms and RoPE are computed in float32. Keys and values are written to 
 reads it.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -58,12 +60,13 @@ class Model:
             _layer(config, weights.layers.pop(0), layer, used.index(layer.rope) if layer.rope else None, is_packed)
             for layer in map(config.layer, range(config.num_layers))
         ]
+        scale = config.residual_scale
+        self._add: Callable[..., Tensor] = torch.add if scale == 1 else partial(torch.add, alpha=scale)
         # Rounded to the weights' format, as the models were trained.
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=dtype))
 
     def forward(self, batch: DeviceBatch, cache: KVCache) -> Tensor:
         """Compute the batch's tokens, and the logits of the rows that sample: [sampled, vocab], float32."""
-        residual_scale = self.config.residual_scale
         x = F.embedding(batch.token_ids, self.embedding)  # [tokens, hidden]
         if self._embedding_scale != 1:
             x = x.mul_(self._embedding_scale)
@@ -73,12 +76,12 @@ class Model:
             added = self._attention(layer, normed, rotations, batch, kv)
             if layer.attention_post_norm is not None:
                 added = self._norm(added, layer.attention_post_norm)
-            x = torch.add(x, added, alpha=residual_scale)
+            x = self._add(x, added)
             normed = x if layer.mlp_norm is None else self._norm(x, layer.mlp_norm)
             added = layer.mlp(normed)
             if layer.mlp_post_norm is not None:
                 added = self._norm(added, layer.mlp_post_norm)
-            x = torch.add(x, added, alpha=residual_scale)  # [tokens, hidden]
+            x = self._add(x, added)  # [tokens, hidden]
         if not len(batch.sampled_rows):
             return x.new_empty((0, self.config.vocab_size), dtype=torch.float32)
         return self._logits(x.index_select(0, batch.sampled_tokens))

@@ -192,6 +192,8 @@ def test_qwen3_moe_may_have_dense_layers() -> None:
 def test_yarn_stretches_the_context_it_was_made_from() -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
     assert parse_model_config(llama(max_position_embeddings=32_768, rope_scaling=yarn)).max_position == 131_072
+    del yarn["original_max_position_embeddings"]
+    assert parse_model_config(llama(max_position_embeddings=32_768, rope_scaling=yarn)).max_position == 32_768
 
 
 def test_longrope_is_served_up_to_where_its_factors_would_change() -> None:
