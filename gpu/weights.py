@@ -5,6 +5,7 @@ missing, unexpected and misshaped ones are named.
 """
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,6 +90,14 @@ class Checkpoint:
     @property
     def size_bytes(self) -> int:
         return sum(tensor.size_bytes for tensor in self.tensors.values())
+
+    @property
+    def main_format(self) -> str:
+        """What most of the bytes are stored as."""
+        sizes: Counter[str] = Counter()
+        for tensor in self.tensors.values():
+            sizes[tensor.format] += tensor.size_bytes
+        return sizes.most_common(1)[0][0] if sizes else "nothing"
 
 
 def interleave_halves(rows: Tensor, head_dim: int) -> Tensor:

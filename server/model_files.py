@@ -98,6 +98,19 @@ def read_model_files(path: Path, context_limit: int | None = None, template_file
     )
 
 
+def read_model_config(path: Path) -> dict[str, Any]:
+    """config.json alone, or what it would say of a GGUF file.
+
+    Raises:
+        StartupError: it is missing or broken.
+    """
+    if not is_gguf(path):
+        return _read_json(_existing_directory(path) / "config.json")
+    content = _mapped(path)
+    header = parse_gguf(content, str(path))
+    return config_of(header, _rope_factors(header, content))
+
+
 def _directory_contents(directory: Path, has_template: bool) -> _Contents:
     config = _read_json(directory / "config.json")
     generation = _read_json(directory / "generation_config.json", is_optional=True)

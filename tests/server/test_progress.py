@@ -2,7 +2,7 @@
 
 import io
 
-from server.progress import weight_progress
+from server.progress import byte_progress
 
 MIB = 2**20
 
@@ -14,7 +14,7 @@ class Terminal(io.StringIO):
 
 def test_elsewhere_each_tenth_is_one_line() -> None:
     stream = io.StringIO()
-    with weight_progress(stream) as report:
+    with byte_progress(stream, "loading weights") as report:
         for num_read in range(101):
             report(num_read * MIB, 100 * MIB)
     lines = stream.getvalue().splitlines()
@@ -25,7 +25,7 @@ def test_elsewhere_each_tenth_is_one_line() -> None:
 
 def test_a_jump_over_several_tenths_is_one_line() -> None:
     stream = io.StringIO()
-    with weight_progress(stream) as report:
+    with byte_progress(stream, "loading weights") as report:
         report(55, 100)
         report(100, 100)
     assert [line.split("(")[0] for line in stream.getvalue().splitlines()] == [
@@ -36,7 +36,7 @@ def test_a_jump_over_several_tenths_is_one_line() -> None:
 
 def test_on_a_terminal_a_bar_counts_bytes_and_goes_away() -> None:
     stream = Terminal()
-    with weight_progress(stream) as report:
+    with byte_progress(stream, "loading weights") as report:
         report(10 * MIB, 20 * MIB)
     assert "loading weights" in stream.getvalue()
     assert "\x1b[" in stream.getvalue()
