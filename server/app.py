@@ -213,7 +213,7 @@ class App:
     async def _tokenize(self, exchange: Exchange) -> None:
         reader = self._served.reader
         call = tokenize.parse_tokenize(await self._read_json(exchange))
-        self._metrics.unknown_fields.update(call.unknown_fields)
+        self._metrics.count_unknown_fields(call.unknown_fields)
         if call.model is not None:
             models.find_model(reader.cards, call.model)
         ids = reader.encode(call.prompt)
@@ -223,7 +223,7 @@ class App:
     async def _detokenize(self, exchange: Exchange) -> None:
         reader = self._served.reader
         call = tokenize.parse_detokenize(await self._read_json(exchange), self._served.defaults.vocab_size)
-        self._metrics.unknown_fields.update(call.unknown_fields)
+        self._metrics.count_unknown_fields(call.unknown_fields)
         if call.model is not None:
             models.find_model(reader.cards, call.model)
         _send(exchange, tokenize.detokenize_reply(reader.tokenizer.decode(call.ids, skip_special_tokens=False)))

@@ -113,7 +113,7 @@ class Lifecycle:
         timings.body_s = self.clock.monotonic()
         call, prompts = await self._prepare(surface, body)
         self._check_queue()  # again: others came while this one's body did
-        self.metrics.unknown_fields.update(call.unknown_fields)
+        self.metrics.count_unknown_fields(call.unknown_fields)
         context = self._reply_context(call, request_id)
         body_type = StreamedBody if call.is_stream else WholeBody
         answer = Answer(
