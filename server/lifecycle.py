@@ -15,8 +15,8 @@ import msgspec
 from core.chat_template import ChatTemplate
 from core.errors import ContextLengthExceeded, ErrorKind, InvalidRequest, ServiceError
 from core.tokenizer import Tokenizer
-from core.types import Request, Usage
-from server.answer import Answer, StreamedBody, WholeBody
+from core.types import Request
+from server.answer import Answer, Outcome, StreamedBody, WholeBody
 from server.api.models import ServedModel, find_model
 from server.api.surface import (
     ChatPrompt,
@@ -99,9 +99,10 @@ class Lifecycle:
     metrics: Metrics
     max_body_bytes: int
     max_requests: int  # in progress, waiting ones included
+    max_sequences: int  # that the engine runs at once
     active: dict[str, Answer] = field(default_factory=dict)
 
-    async def generate(self, surface: Surface, stream: HttpStream, request_id: str, timings: Timings) -> Usage:
+    async def generate(self, surface: Surface, stream: HttpStream, request_id: str, timings: Timings) -> Outcome:
         """Answer one generation request.
 
         Raises:
@@ -111,7 +112,8 @@ class Lifecycle:
         body = await stream.read_body(self.max_body_bytes)
         timings.body_s = self.clock.monotonic()
         call, prompts = await self._prepare(surface, body)
-        self.metrics.unknown_fields.update(call.unknown_fields)
+        self._check_queue()  # again: others came while this one's body did
+        self.metrics.count_unknown_fields(call.unknown_fields)
         context = self._reply_context(call, request_id)
         body_type = StreamedBody if call.is_stream else WholeBody
         answer = Answer(
@@ -125,6 +127,7 @@ class Lifecycle:
             answer.submit(self.backend, self._requests(call, prompts, request_id, timings), continues_text)
             return await answer.wait_finished()
         finally:
+            answer.close()
             del self.active[request_id]
 
     def _check_queue(self) -> None:
@@ -149,6 +152,8 @@ class Lifecycle:
         def parse() -> _Prepared:
             call = surface.parse(body, self.defaults)
             find_model(self.reader.cards, call.model)
+            if call.num_sequences > self.max_sequences:
+                raise InvalidRequest(f"n must be at most {self.max_sequences} on this server.", "n")
             return call, [
                 self.reader.encode_checked(prompt, _param(prompt, i, len(call.prompts)))
                 for i, prompt in enumerate(call.prompts)

@@ -143,6 +143,8 @@ class Server:
     # What the engine thread tells.
 
     def on_ready(self, loaded: LoadedEngine) -> None:
+        if self._stopping.done():
+            return  # too late: nobody is to be served any more
         client = EngineClient(
             self._engine_thread.post, loaded.files.tokenizer.table, self.listener.batch.flush_all, self._loop.call_soon
         )
@@ -157,6 +159,7 @@ class Server:
             metrics=self._metrics,
             max_body_bytes=self._config.max_body_bytes,
             max_requests=self._config.max_queue,
+            max_sequences=min(loaded.facts.limits.max_sequences, loaded.facts.limits.max_batch_tokens),
         )
         gc.collect()
         gc.freeze()
