@@ -38,8 +38,9 @@ def server(server_process: ServerProcess) -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="session")
 def strict_process(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    limits = ("--head-timeout", "500ms", "--body-timeout", "500ms", "--idle-timeout", "1s", "--max-body", "16KiB")
-    server = start_server(tmp_path_factory.mktemp("strict"), small_model, "--api-key", API_KEY, *limits)
+    counts = ("--max-queue", "2", "--max-connections", "8", "--max-body", "16KiB")
+    times = ("--head-timeout", "500ms", "--body-timeout", "500ms", "--idle-timeout", "1s", "--stall-timeout", "500ms")
+    server = start_server(tmp_path_factory.mktemp("strict"), small_model, "--api-key", API_KEY, *counts, *times)
     try:
         server.wait_ready()
         yield server

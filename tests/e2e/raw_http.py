@@ -43,10 +43,18 @@ class ConnectionEnded(Exception):
 
 
 class RawClient:
-    """One connection."""
+    """One connection.
 
-    def __init__(self, port: int) -> None:
-        self._socket = socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_S)
+    Args:
+        receive_buffer_bytes: what the kernel takes unread; None: what it likes.
+    """
+
+    def __init__(self, port: int, receive_buffer_bytes: int | None = None) -> None:
+        self._socket = socket.socket()
+        self._socket.settimeout(TIMEOUT_S)
+        if receive_buffer_bytes is not None:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer_bytes)
+        self._socket.connect(("127.0.0.1", port))
         self._buffer = b""
 
     def send(self, data: bytes) -> None:
@@ -134,8 +142,8 @@ class RawClient:
 
 
 @contextmanager
-def connected(port: int) -> Iterator[RawClient]:
-    client = RawClient(port)
+def connected(port: int, receive_buffer_bytes: int | None = None) -> Iterator[RawClient]:
+    client = RawClient(port, receive_buffer_bytes)
     try:
         yield client
     finally:

@@ -30,9 +30,15 @@ class ServerProcess:
         return self.stderr.read_text()
 
     @property
+    def log_tail(self) -> str:
+        """The end of the log, without what polling wrote into it."""
+        lines = [line for line in self.log.splitlines() if "GET /metrics 200" not in line]
+        return "\n".join(lines[-40:])
+
+    @property
     def port(self) -> int:
         match = LISTENING.search(self.log)
-        assert match is not None, self.log
+        assert match is not None, self.log_tail
         return int(match[1])
 
     @property
@@ -40,17 +46,19 @@ class ServerProcess:
         return f"http://127.0.0.1:{self.port}"
 
     def wait_listening(self) -> None:
-        wait_for(lambda: self._has_ended() or LISTENING.search(self.log), lambda: f"the port\n{self.log}")
-        assert not self._has_ended(), self.log
+        wait_for(lambda: self._has_ended() or LISTENING.search(self.log), lambda: f"the port\n{self.log_tail}")
+        assert not self._has_ended(), self.log_tail
 
     def wait_ready(self) -> None:
         """The banner comes last: once it is there, everything is."""
         self.wait_listening()
-        wait_for(lambda: self._has_ended() or b"try " in self.stdout.read_bytes(), lambda: f"the banner\n{self.log}")
-        assert not self._has_ended(), self.log
+        wait_for(
+            lambda: self._has_ended() or b"try " in self.stdout.read_bytes(), lambda: f"the banner\n{self.log_tail}"
+        )
+        assert not self._has_ended(), self.log_tail
 
     def wait_log(self, text: str) -> None:
-        wait_for(lambda: text in self.log, lambda: f"{text!r} in the log\n{self.log}")
+        wait_for(lambda: text in self.log, lambda: f"{text!r} in the log\n{self.log_tail}")
 
     def wait_exit(self) -> int:
         """The exit code; a process that does not end is killed, and the test fails."""
@@ -58,7 +66,7 @@ class ServerProcess:
             return self.process.wait(timeout=60)
         except subprocess.TimeoutExpired:
             self.kill()
-            raise AssertionError(f"the server has not ended\n{self.log}") from None
+            raise AssertionError(f"the server has not ended\n{self.log_tail}") from None
 
     def send_signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
@@ -83,13 +91,13 @@ class ServerProcess:
             shown.update(self.metrics(api_key))
             return not any(shown[name] for name in GAUGES) and shown["steploop_connections"] == 1
 
-        wait_for(is_quiet, lambda: f"a quiet server, with {shown}\n{self.log}")
+        wait_for(is_quiet, lambda: f"a quiet server, with {shown}\n{self.log_tail}")
 
-    def wait_running(self, num_running: int, api_key: str | None = None) -> None:
-        wait_for(
-            lambda: self.metrics(api_key)["vllm:num_requests_running"] == num_running,
-            lambda: f"{num_running} running requests\n{self.log}",
-        )
+    def wait_metric(self, name: str, value: float, api_key: str | None = None) -> None:
+        wait_for(lambda: self.metrics(api_key)[name] == value, lambda: f"{name} {value:g}\n{self.log_tail}")
+
+    def wait_running(self, num_sequences: int) -> None:
+        self.wait_metric("vllm:num_requests_running", num_sequences)
 
     def _has_ended(self) -> bool:
         return self.process.poll() is not None
