@@ -211,7 +211,8 @@ class Server:
     # The end.
 
     async def _shut_down(self, grace_s: float) -> None:
-        logger.info("shutting down: requests in progress have %g s", grace_s)
+        if self._readiness.is_ready:
+            logger.info("shutting down: requests in progress have %g s", grace_s)
         self._readiness.is_draining = True
         farewell = self._loop.call_later(grace_s, self._say_farewell)
         await self.listener.drain(grace_s + FAREWELL_S)
