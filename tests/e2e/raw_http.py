@@ -54,7 +54,11 @@ class RawClient:
         self._socket.settimeout(TIMEOUT_S)
         if receive_buffer_bytes is not None:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer_bytes)
-        self._socket.connect(("127.0.0.1", port))
+        try:
+            self._socket.connect(("127.0.0.1", port))
+        except OSError:
+            self._socket.close()
+            raise
         self._buffer = b""
 
     def send(self, data: bytes) -> None:
