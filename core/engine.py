@@ -1,13 +1,13 @@
 """One step: inbox, plan, forward, sample, collect, inbox again, apply, deliver. Thread: engine, but it needs none.
 
 The engine never waits: step() says whether there was work, and who calls it waits for the inbox. It turns faults into
-ends of requests: a row's own, a step that raises (bisected to the guilty rows), a device that is lost.
+ends of requests: a row's own, a step that raises (tried once more, then bisected to the guilty rows), a lost device.
 """
 
 import logging
 from collections import deque
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import numpy as np
 
@@ -84,7 +84,7 @@ class Engine:
         self._scheduler.end_all(reason, error)
         self._flush()
 
-    def _break(self, cause: DeviceError | None = None) -> None:
+    def _break(self, cause: DeviceError | None = None) -> NoReturn:
         self._is_broken = True
         self.shutdown(FinishReason.ERROR, _DEVICE_LOST)
         raise EngineBroken(_DEVICE_LOST) from cause
@@ -111,21 +111,21 @@ class Engine:
             return self._compute(plan)
         except DeviceError:
             raise
-        except Exception as error:  # whatever a model can raise: the rows that raise it again are the guilty ones
-            logger.exception("a step of %d rows failed", plan.num_rows)
-            return self._bisect(plan, range(plan.num_rows), error)
+        except Exception:  # whatever a model can raise: the rows that raise it again are the guilty ones
+            logger.exception("a step of %d rows failed, trying again", plan.num_rows)
+            return self._rerun(plan, range(plan.num_rows))
 
     def _bisect(self, plan: StepPlan, rows: range, error: Exception) -> StepOutput:
-        """What the rows of a failed plan give when computed in halves, and halves of those that fail again."""
+        """What rows that failed together give when computed in halves, and halves of those that fail again."""
         if len(rows) == 1:
             logger.error("row %d of the step is guilty: %r", rows.start, error)
             none = np.empty(0, np.int32)
             return StepOutput(rows=none, token_ids=none, failed_rows={rows.start: _STEP_FAILED})
         middle = rows.start + len(rows) // 2
         halves = range(rows.start, middle), range(middle, rows.stop)
-        return _joined([self._run_half(plan, half) for half in halves])
+        return _joined([self._rerun(plan, half) for half in halves])
 
-    def _run_half(self, plan: StepPlan, rows: range) -> StepOutput:
+    def _rerun(self, plan: StepPlan, rows: range) -> StepOutput:
         try:
             output = self._compute(self._scheduler.restart(plan, rows))
         except DeviceError:

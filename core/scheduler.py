@@ -306,7 +306,6 @@ class Scheduler:
         self._waiting.pop(0)
         for member in joining:
             self._occupy_slot(member)
-        sequence.num_computed_tokens = 0
         sequence.table.blocks = self.pool.allocate(num_blocks)
         self._start_running(sequence)
         self._add_row(builder, sequence)

@@ -159,7 +159,7 @@ class BudgetedEnvironment(ImmutableSandboxedEnvironment):
             return __obj(*args)
         owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
         if isinstance(owner, str):
-            args = _check_string_method(owner, name, args, kwargs)
+            args = _check_string_method(owner, name, args)
         return _spend_value(super().call(__context, __obj, *args, **kwargs))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
@@ -314,24 +314,25 @@ def _check_filter(name: str, subject: Any, args: list[Any], kwargs: dict[str, An
     if name == "join":
         _check_join(subject, [option for option in options if isinstance(option, str)])
     elif name == "replace":
-        _check_replace(str(subject), args)
+        _check_replace(str(subject), **{**dict(zip(("old", "new"), args, strict=False)), **kwargs})
     elif name == "format":
         _check_format(str(subject), "%", [args, kwargs])
     elif name in _INDENTING_FILTERS:
         _check_widths([option for option in options if name != "wordwrap"], MAX_INDENT)
-        if any(isinstance(option, str) and len(option) > MAX_INDENT for option in options):
-            raise BudgetExceeded(f"it indents with more than {MAX_INDENT} characters")
+        if _budget.get().written_chars([option for option in options if not isinstance(option, int)]) > MAX_INDENT:
+            raise BudgetExceeded(f"it puts more than {MAX_INDENT} characters around each item or line")
     elif name in _PADDING_FILTERS:
         _check_widths(options, MAX_WIDTH)
 
 
-def _check_string_method(owner: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+def _check_string_method(owner: str, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments, a join's items as a list: measuring them would use up a generator."""
     if name == "join" and args:
         items = list(args[0])
         _check_join(items, [owner])
         return (items, *args[1:])
     if name == "replace":
-        _check_replace(owner, [*args, *kwargs.values()])
+        _check_replace(owner, *args)
     _check_widths(args, MAX_WIDTH)
     return args
 
@@ -341,10 +342,9 @@ def _check_join(items: Any, separators: list[str]) -> None:
     budget.check(budget.written_chars(items) + len(items) * max(map(len, separators), default=0))
 
 
-def _check_replace(text: str, args: list[Any]) -> None:
-    if len(args) >= 2:
-        old, new = str(args[0]), str(args[1])
-        _budget.get().check(len(text) + text.count(old) * max(0, len(new) - len(old)))
+def _check_replace(text: str, old: Any = "", new: Any = "", count: Any = None) -> None:
+    old, new = str(old), str(new)
+    _budget.get().check(len(text) + text.count(old) * max(0, len(new) - len(old)))
 
 
 def _check_format(template: str, mark: str, arguments: Any) -> None:

@@ -19,9 +19,11 @@ from core.errors import InvalidRequest
 MAX_PIECE_CHARS = 8192
 METASPACE = "▁"  # SentencePiece's mark of a space
 # Where nothing splits a text before BPE (Llama 2), the whole of it is one piece. Cut before a metaspace that follows
-# something else, where no merge reaches over; only runs that are too long are cut within. Never fails to match.
-_METASPACE_PIECE = (
-    f"(?m:.{{{MAX_PIECE_CHARS // 2}}}{METASPACE}{{0,{MAX_PIECE_CHARS // 4}}}[^{METASPACE}]{{0,{MAX_PIECE_CHARS // 4}}})"
+# something else, where no merge reaches over; only runs that are too long are cut within. It matches any text at once.
+_METASPACE_PIECE = "(?m:.{1,%d}_{0,%d}[^_]{0,%d})".replace("_", METASPACE) % (
+    MAX_PIECE_CHARS // 2,
+    MAX_PIECE_CHARS // 4,
+    MAX_PIECE_CHARS // 4,
 )
 _SUPPORTED = "only ByteLevel, and SentencePiece's Replace/Metaspace, ByteFallback, Fuse and Strip are"
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
@@ -44,19 +46,9 @@ class Tokenizer:
     """
 
     def __init__(self, tokenizer_json: str | bytes, tokenizer_config: Mapping[str, Any] | None = None) -> None:
-        text = tokenizer_json.decode() if isinstance(tokenizer_json, bytes) else tokenizer_json
-        try:
-            backend = tokenizers.Tokenizer.from_str(text)
-        except Exception as error:  # the library raises bare Exception
-            raise UnsupportedTokenizer(f"tokenizer.json cannot be read: {error}") from error
-        self.special_tokens = named_special_tokens(tokenizer_config or {})  # e.g. {"bos_token": "<s>"}
-        backend.no_truncation()
-        backend.no_padding()
-        try:
-            _add_missing_tokens(backend, tokenizer_config or {}, self.special_tokens)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise UnsupportedTokenizer(f"tokenizer_config.json: added_tokens_decoder is broken: {error!r}") from error
-        _set_template(backend, tokenizer_config or {}, self.special_tokens)
+        config = tokenizer_config or {}
+        self.special_tokens = named_special_tokens(config)  # e.g. {"bos_token": "<s>"}
+        backend = _load(tokenizer_json, config, self.special_tokens)
         to_bytes, strip_start = _read_decoder(_parts(backend.decoder))
         _cut_long_pieces(backend)
         self._backend = backend
@@ -121,6 +113,24 @@ def named_special_tokens(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
         if isinstance(token, str):
             found[name] = token
     return found
+
+
+def _load(
+    tokenizer_json: str | bytes, config: Mapping[str, Any], special_tokens: Mapping[str, str]
+) -> tokenizers.Tokenizer:
+    try:
+        text = tokenizer_json.decode() if isinstance(tokenizer_json, bytes) else tokenizer_json
+        backend = tokenizers.Tokenizer.from_str(text)
+    except Exception as error:  # the library raises bare Exception
+        raise UnsupportedTokenizer(f"cannot be read: {error}") from error
+    backend.no_truncation()
+    backend.no_padding()
+    try:
+        _add_missing_tokens(backend, config, special_tokens)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UnsupportedTokenizer(f"tokenizer_config.json: added_tokens_decoder is broken: {error!r}") from error
+    _set_template(backend, config, special_tokens)
+    return backend
 
 
 def _add_missing_tokens(

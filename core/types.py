@@ -65,7 +65,7 @@ class Cancel(msgspec.Struct, frozen=True):
     Args:
         index: the sequence; None for all of the request.
         num_tokens_kept: what the loop has used of that sequence's tokens: later ones are cut off the usage.
-            None: the loop has used all that it was given.
+            None: the loop has used all that it was given. Without an index it holds for each of the sequences.
     """
 
     request_id: str

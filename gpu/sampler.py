@@ -25,6 +25,8 @@ IntArray = npt.NDArray[np.signedinteger[Any]]
 FloatArray = npt.NDArray[np.float32]
 
 SHORTLIST = 256  # candidates sorted first; nearly always enough to decide top_k, top_p and min_p
+SHORTLIST_GROWTH = 16
+SORTED_WHOLE = 4096  # vocabularies up to here are sorted whole: a second look would cost more
 NOISE_CHUNK_CPU = 1 << 17  # elements of noise computed at once: its int64 fits a core's L2 cache
 NOISE_CHUNK_CUDA = 1 << 24
 
@@ -38,6 +40,47 @@ class Feature(enum.IntFlag):
     BIAS = 8
     MIN_TOKENS = 16
     LOGPROBS = 32
+
+
+@dataclass(slots=True)
+class Filters:
+    """What to keep of some rows. The largest logit always is."""
+
+    top_k: Tensor  # [rows], at least 1; the vocabulary's size for all
+    top_p: Tensor  # [rows, 1]; infinity for all: a rounded sum reaches 1 too early
+    min_p: Tensor  # [rows, 1]
+
+    def lowest_kept(self, logits: Tensor, size: int = SHORTLIST) -> Tensor:
+        """The smallest logit that is kept in each row: [rows, 1].
+
+        Args:
+            logits: [rows, vocab]
+            size: of the shortlist; rows for which it is too short are tried again with a longer one.
+        """
+        vocab_size = logits.shape[1]
+        if vocab_size <= max(size, SORTED_WHOLE):
+            return self._lowest(logits.sort(descending=True).values, logits)
+        shortlist = logits.topk(size).values  # [rows, size]
+        limits = self._lowest(shortlist, logits)
+        # What lies behind the shortlist may be kept too, or count in the mass that top_p is a share of.
+        is_beyond = (self.top_k > size) & (self.top_k < vocab_size)
+        too_short = (is_beyond | (limits <= shortlist[:, -1:]).squeeze(1)).nonzero().squeeze(1)
+        if len(too_short):
+            filters = Filters(self.top_k[too_short], self.top_p[too_short], self.min_p[too_short])
+            limits[too_short] = filters.lowest_kept(logits[too_short], size * SHORTLIST_GROWTH)
+        return limits
+
+    def _lowest(self, ordered: Tensor, logits: Tensor) -> Tensor:
+        """ordered: [rows, some], the largest logits, descending; its last is the answer where it is too short."""
+        last_k = (self.top_k - 1).clamp_(max=ordered.shape[1] - 1).unsqueeze(1)  # [rows, 1]
+        limit_k = ordered.gather(1, last_k)  # [rows, 1]
+        # The mass that top_p is a share of: of what top_k keeps, ties included; without top_k, of all.
+        limits = torch.where(self.top_k.unsqueeze(1) < logits.shape[1], limit_k, float("-inf"))
+        mass = logits.masked_fill(logits < limits, float("-inf")).logsumexp(-1, keepdim=True)
+        probs = (ordered - mass).exp_()  # [rows, some]
+        is_kept = (probs.cumsum(-1) - probs < self.top_p) & (probs >= self.min_p * probs[:, :1])
+        last = (is_kept.sum(-1, keepdim=True) - 1).clamp_(min=0)  # [rows, 1]: what is kept is a prefix
+        return torch.maximum(ordered.gather(1, last), limit_k)
 
 
 @dataclass(slots=True)
@@ -93,7 +136,8 @@ class Sampler:
         self._seeds[slot] = start.seed & 0xFFFFFFFFFFFFFFFF
         self._temperature[slot] = params.temperature
         self._top_k[slot] = params.top_k if 0 < params.top_k < self._vocab_size else self._vocab_size
-        self._top_p[slot], self._min_p[slot] = params.top_p, params.min_p
+        self._top_p[slot] = params.top_p if params.top_p < 1 else np.inf
+        self._min_p[slot] = params.min_p
         self._penalties[slot] = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
         if features & Feature.PENALTIES:
             self._count_known_tokens(start)
@@ -174,24 +218,11 @@ class Sampler:
     def _filter(self, scaled: Tensor, filtered: IntArray, slots: IntArray) -> None:
         """Set to -inf what top_k, top_p and min_p drop. A shortlist decides, and where it is too short, a full sort."""
         rows = self._ids(filtered)
-        top_k, top_p, min_p = (
-            self._ids(self._top_k[slots]),
-            self._column(self._top_p[slots]),
-            self._column(self._min_p[slots]),
-        )
-        wanted = scaled[rows]  # [filtered, vocab]
-        size = min(SHORTLIST, self._vocab_size)
-        shortlist = wanted.topk(size).values  # [filtered, size], descending
-        limits = _lowest_kept(shortlist, wanted, top_k, top_p, min_p)  # [filtered, 1]
-        if size < self._vocab_size:
-            # What lies behind the shortlist may be kept too, or count in the mass that top_p is a share of.
-            is_beyond = (top_k > size) & (top_k < self._vocab_size)
-            too_short = (is_beyond | (limits <= shortlist[:, -1:]).squeeze(1)).nonzero().squeeze(1)
-            if len(too_short):
-                some = wanted[too_short]
-                ordered = some.sort(descending=True).values
-                limits[too_short] = _lowest_kept(ordered, some, top_k[too_short], top_p[too_short], min_p[too_short])
-        scaled[rows] = wanted.masked_fill_(wanted < limits, float("-inf"))
+        some = scaled[rows]  # [filtered, vocab]
+        limits = Filters(
+            self._ids(self._top_k[slots]), self._column(self._top_p[slots]), self._column(self._min_p[slots])
+        ).lowest_kept(some)
+        scaled[rows] = some.masked_fill_(some < limits, float("-inf"))
 
     def _gumbel_argmax(self, scaled: Tensor, keys: Tensor) -> Tensor:
         """scaled: [rows, vocab], keys: [rows, 1]; returns [rows]."""
@@ -259,27 +290,3 @@ def _features(params: SamplingParams) -> Feature:
     if params.num_logprobs is not None:
         features |= Feature.LOGPROBS
     return features
-
-
-def _lowest_kept(ordered: Tensor, logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """The smallest logit that top_k, top_p and min_p keep; the largest is always kept.
-
-    Args:
-        ordered: [rows, some], the largest logits, descending: all, or a shortlist.
-        logits: [rows, vocab]
-        top_k: [rows], at least 1, the vocabulary's size for all.
-        top_p, min_p: [rows, 1]
-    Returns:
-        [rows, 1]; ordered's last where it is too short to tell.
-    """
-    ranks = torch.arange(ordered.shape[1], device=ordered.device)
-    last_k = (top_k - 1).clamp(max=ordered.shape[1] - 1).unsqueeze(1)  # [rows, 1]
-    limit_k = ordered.gather(1, last_k)  # [rows, 1]
-    # What top_k keeps has the mass of its logits at or above limit_k, ties included; without top_k, of all.
-    is_kept = (top_k < logits.shape[1]).unsqueeze(1)
-    kept = torch.where(is_kept & (logits < limit_k), float("-inf"), logits)
-    probs = (ordered - kept.logsumexp(-1, keepdim=True)).exp()  # [rows, some]
-    mass_before = probs.cumsum(-1) - probs
-    is_within = (mass_before < top_p) & (probs >= min_p * probs[:, :1])
-    last = torch.where(is_within, ranks, 0).amax(-1, keepdim=True)  # [rows, 1]
-    return torch.maximum(ordered.gather(1, last), limit_k)

@@ -1,10 +1,13 @@
 """The wiring: the one place where the server meets the engine that gpu/ computes. Also `python -m server`."""
 
-import os
+import asyncio
+import contextlib
 import random
 import sys
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 from core.config import parse_model_config
@@ -12,10 +15,11 @@ from core.engine import Engine
 from core.errors import ExitCode
 from core.scheduler import Scheduler
 from core.types import StepDelivery
+from server.banner import base_url
 from server.config import ServerConfig
 from server.engine_thread import Inbox
 from server.model_files import read_model_files
-from server.process import EngineFacts, LoadedEngine, LoadEngine, serve
+from server.process import EngineFacts, LoadedEngine, LoadEngine, Server, serve
 from server.progress import weight_progress
 
 DEMO_DIRECTORY = Path(__file__).parent.parent / "gpu" / "demo" / "model"
@@ -33,6 +37,52 @@ def run_server(config: ServerConfig) -> ExitCode:
     return uvloop.run(serve(config, engine_loader(config)))
 
 
+Started = Future[tuple[asyncio.AbstractEventLoop, Server]]
+
+
+def start_in_thread(config: ServerConfig) -> tuple[str, Callable[[], None]]:
+    """Serve in a thread of this process, for what runs in this one. Returns when the model is loaded.
+
+    Returns: the server's URL, and what stops it and waits for its end.
+
+    Raises:
+        StartupError: what is wrong, and what to do.
+    """
+    import uvloop
+
+    started: Started = Future()
+    # daemon: Ctrl-C while it loads must not have to wait for it
+    thread = threading.Thread(
+        target=lambda: uvloop.run(_serve_until_stopped(config, started)), name="loop", daemon=True
+    )
+    thread.start()
+    loop, server = started.result()
+
+    def stop() -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: a broken engine has ended the server already
+            loop.call_soon_threadsafe(server.stop, 0.0)
+        thread.join()
+
+    return base_url(config.host, server.listener.port), stop
+
+
+async def _serve_until_stopped(config: ServerConfig, started: Started) -> None:
+    """Tells `started` of the server, or of why there is none."""
+    try:
+        server = Server(config, engine_loader(config), lambda lines: None)
+        await server.start()
+        try:
+            await server.wait_ready()
+        except Exception:
+            await server.wait_stopped()  # it has stopped itself: leave no socket behind
+            raise
+    except Exception as error:
+        started.set_exception(error)
+        return
+    started.set_result((asyncio.get_running_loop(), server))
+    await server.wait_stopped()
+
+
 def model_directory(config: ServerConfig) -> Path:
     return config.model or DEMO_DIRECTORY
 
@@ -47,7 +97,6 @@ def engine_loader(config: ServerConfig) -> LoadEngine:
         files = read_model_files(model_directory(config), config.max_model_len, config.chat_template)
         model = parse_model_config(files.config)
         report_stage("importing torch")
-        os.environ.setdefault("GOMP_SPINCOUNT", "0")  # before torch: idle threads must not spin beside the loop
         from gpu.runner import load_runner
 
         report_stage("loading weights")

@@ -284,7 +284,7 @@ class MethodNotAllowed(ServiceError):
     """A path that is here, asked in a way that it does not take."""
 
     def __init__(self, path: str, method: str, allowed: Iterable[str]) -> None:
-        self.allowed = ", ".join(allowed)
+        self.allowed = ", ".join("GET, HEAD" if name == "GET" else name for name in allowed)
         message = f"{path} does not take {method}. Allowed: {self.allowed}."
         super().__init__(ErrorKind.METHOD_NOT_ALLOWED, message, "method_not_allowed")
 

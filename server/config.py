@@ -4,7 +4,6 @@ A setting called some-name is the flag --some-name, the variable STEPLOOP_SOME_N
 Flags win over the environment, the environment over the file, the file over the defaults. Read once, at start.
 """
 
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
@@ -94,10 +93,6 @@ def _option(
 class ServerConfig:
     """All settings, parsed and in range. None: chosen at start, from the model or by measurement."""
 
-    config_file: Path | None = field(
-        default=None,
-        metadata=_option("config", existing_file, "FILE", "TOML file with settings", group="server", in_file=False),
-    )
     model: Path | None = field(
         default=None,
         metadata=_option(
@@ -177,9 +172,13 @@ class ServerConfig:
             "threads",
             count_between(1, 4096),
             "COUNT",
-            "compute threads on a CPU (default: measured at start)",
+            "compute threads on a CPU (default: all physical cores but one)",
             group="engine",
         ),
+    )
+    config_file: Path | None = field(
+        default=None,
+        metadata=_option("config", existing_file, "FILE", "TOML file with settings", group="server", in_file=False),
     )
     host: str = field(
         default="127.0.0.1",
@@ -365,6 +364,8 @@ def _from_file(path: Path) -> dict[str, Any]:
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
+    import tomllib  # 7 ms, which --help need not pay
+
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -402,10 +403,16 @@ def _parse(option: Option, text: str | list[str], origin: str) -> Any:
         shown = "a value that is not shown" if option.is_secret else f"{text!r}"
         raise StartupError(
             f"{origin} is {shown}: it must be {error.expected}",
-            f"{option.flag} {option.metavar}, {option.variable}={option.metavar},"
-            f" or {option.toml_key} in the TOML file: {option.help}",
+            _fix(option, error.proposal),
             ExitCode.MODEL if is_model else ExitCode.CONFIGURATION,
         ) from error
+
+
+def _fix(option: Option, proposal: str | None) -> str:
+    if proposal is not None:
+        return f"{option.flag} {proposal}"
+    ways = f"{option.flag} {option.metavar}, {option.variable}={option.metavar}, or {option.toml_key} in the TOML file"
+    return f"{ways}: {option.help}"
 
 
 def _unknown(kind: str, name: str, known: Mapping[str, Option], alternative: str) -> StartupError:

@@ -184,9 +184,7 @@ class Connection(asyncio.Protocol):
         if request.stream_id >= self._limits.num_requests:
             self._protocol.keep_alive = False
         self._body_is_awaited = False
-        stream = HttpStream(request, self)
-        stream.is_blocked = self._is_writing_paused
-        self._stream = stream
+        stream = self._stream = HttpStream(request, self)
         self._task = self._loop.create_task(self._serve(stream))
         self._context.registry.keep_task(self._task)
 
@@ -197,7 +195,7 @@ class Connection(asyncio.Protocol):
         except ClientDisconnected:
             logger.debug("the client left before its request was read")
         except asyncio.CancelledError:
-            if stream.is_open:
+            if stream.is_open:  # it was not we who cancelled: something that the handler awaited was cancelled
                 self.abort()
             raise
         except Exception:
@@ -206,6 +204,7 @@ class Connection(asyncio.Protocol):
             if stream.is_open:
                 logger.error("the handler of %s %s left its response open", stream.request.method, stream.request.path)
         if stream.is_open:
+            self._task = None  # it ends by itself
             self._refuse(500, "The server failed to answer. The fault is not in the request; try again later.")
 
     def _refuse(self, status: int, message: str) -> None:
@@ -227,10 +226,7 @@ class Connection(asyncio.Protocol):
         self._protocol.receive_eof()
         stream, task = self._stream, self._task
         self._stream = self._task = None
-        if stream is None or task is None:
-            return
-        is_told = stream.disconnect()
-        if not is_told and task is not asyncio.current_task(self._loop):
+        if stream is not None and not stream.disconnect() and task is not None:
             task.cancel()
 
     # What the stream asks (StreamCarrier).
@@ -305,7 +301,6 @@ class Connection(asyncio.Protocol):
     def abort(self) -> None:
         """Close now; what is unsent is lost."""
         self._closing = _Closing.CLOSED
-        self._stalled_since = None
         self._out.clear()
         self._transport.abort()
 

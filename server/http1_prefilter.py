@@ -93,9 +93,9 @@ class LineScanner:
     def _take_line(self, buffer: bytearray, end: int) -> bool:
         """Judge the line that ends at `end`; True when it is the empty one."""
         start = self._line_start
-        # RFC 9112 §2.2: a recipient MAY take a bare LF for a line end; we do not. A bare CR is invalid there too.
-        if end - start < 2 or buffer[end - 2] != 0x0D or buffer.find(b"\r", start, end - 2) >= 0:
-            raise HeadRefused(400, "Lines must end in CR LF, and hold no other CR.")
+        # RFC 9112 §2.2: a recipient MAY take a bare LF for a line end; we do not
+        if end - start < 2 or buffer[end - 2] != 0x0D:
+            raise HeadRefused(400, "Lines must end in CR LF.")
         is_request_line = self._has_request_line and self._num_lines == 0
         if end - start == 2:
             if is_request_line:
@@ -157,7 +157,8 @@ def _split_field(line: bytes) -> tuple[bytes, bytes]:
         # RFC 9112 §5.1: white space between the name and the colon MUST be rejected with 400
         raise HeadRefused(400, "A header line is not `name: value`.")
     if _CONTROL.search(match[2]):
-        # RFC 9110 §5.5: NUL, CR and LF in a value are dangerous, other control characters are invalid
+        # RFC 9110 §5.5: NUL, CR and LF in a value are dangerous, other control characters are invalid;
+        # RFC 9112 §2.2: a bare CR is not a line end
         raise HeadRefused(400, "A header value holds a control character.")
     return match[1].lower(), match[2]
 

@@ -2,19 +2,19 @@
 
 import asyncio
 import errno
-import os
 import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from core.errors import StartupError
+from core.errors import ExitCode, StartupError
 from server.connection import Connection, ConnectionContext, Handler
 from server.connection_limits import ConnectionLimits
 from server.http1 import HttpDate
 from server.write_batch import WriteBatch
 
 _NOTSENT_LOWAT_BYTES = 16 * 1024  # without it a loopback's kernel takes 4 MB before a slow reader is noticed
+_MISSING = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # e.g. ::1 where IPv6 is switched off
 _ABORT_GRACE_S = 1.0  # for handlers to settle what they hold, once their connections are gone
 
 
@@ -91,23 +91,30 @@ class Listener:
             self._servers.append(server)
 
     async def _bind(self) -> list[socket.socket]:
+        """Listen on every address the host has; one that this machine lacks is left out while another is had."""
         config = self._config
         bound: list[socket.socket] = []
+        missing: OSError | None = None
         try:
             infos = await self._loop.getaddrinfo(
                 config.host or None, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
             )
             for family, _, _, _, address in dict.fromkeys(infos):
-                sock = socket.socket(family, socket.SOCK_STREAM)
-                bound.append(sock)
-                _set_options(sock, family)
-                # with port 0, the first address chooses the port of all
-                sock.bind((address[0], self.port, *address[2:]))
-                self.port = sock.getsockname()[1]
+                try:
+                    # with port 0, the first address chooses the port of all
+                    bound.append(_listen(family, (address[0], self.port, *address[2:]), config.backlog))
+                except OSError as error:
+                    if error.errno not in _MISSING:
+                        raise
+                    missing = error
+                else:
+                    self.port = bound[-1].getsockname()[1]
+            if missing is not None and not bound:
+                raise missing
         except OSError as error:
             for sock in bound:
                 sock.close()
-            raise _startup_error(error, config.host, config.port) from error
+            raise listening_error(error, config.host, config.port) from error
         return bound
 
     # What connections tell (ConnectionRegistry).
@@ -170,26 +177,36 @@ class Listener:
         return self._quiet.done()
 
 
-def _set_options(sock: socket.socket, family: int) -> None:
-    """Accepted sockets inherit these from the listening one: no system call is left per connection."""
-    sock.setblocking(False)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    if hasattr(socket, "TCP_NOTSENT_LOWAT"):
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _NOTSENT_LOWAT_BYTES)
-    if family == socket.AF_INET6:
-        sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+def _listen(family: int, address: tuple[object, ...], backlog: int) -> socket.socket:
+    """A listening socket. The accepted ones inherit its options: no system call is left per connection."""
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setblocking(False)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if hasattr(socket, "TCP_NOTSENT_LOWAT"):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _NOTSENT_LOWAT_BYTES)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        sock.bind(address)
+        sock.listen(backlog)
+    except OSError:
+        sock.close()
+        raise
+    return sock
 
 
-def _startup_error(error: OSError, host: str, port: int) -> StartupError:
+def listening_error(error: OSError, host: str, port: int) -> StartupError:
+    """Why the address cannot be had, and what to take instead."""
     where = f"{host}:{port}"
     if error.errno == errno.EADDRINUSE:
         fix = f"--port {port + 1 if port < 65535 else 0}, or stop what listens there (`ss -ltnp 'sport = :{port}'`)"
-        return StartupError(f"{where} is in use by another process", fix, os.EX_UNAVAILABLE)
+        return StartupError(f"{where} is in use by another process", fix, ExitCode.PORT)
     if error.errno in (errno.EACCES, errno.EPERM):
-        return StartupError(f"this user may not listen on {where}", "--port with a number from 1024 on", os.EX_NOPERM)
-    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+        return StartupError(f"this user may not listen on {where}", "--port with a number from 1024 on", ExitCode.PORT)
+    if isinstance(error, socket.gaierror) or error.errno in _MISSING:
         return StartupError(
-            f"{host} is not an address of this machine", "--host 127.0.0.1, or --host 0.0.0.0 for all", os.EX_CONFIG
+            f"{host} is not an address of this machine", "--host 127.0.0.1, or --host 0.0.0.0 for all", ExitCode.PORT
         )
-    return StartupError(f"cannot listen on {where}: {error.strerror}", "--host and --port of another one", os.EX_OSERR)
+    cause = f"cannot listen on {where}: {error.strerror}"
+    return StartupError(cause, "--host and --port of another one", ExitCode.PORT)

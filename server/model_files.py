@@ -6,16 +6,15 @@ weights are the engine's (gpu/weights.py).
 
 import difflib
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from core.chat_template import ChatTemplate, ChatTemplateSyntaxError
-from core.errors import StartupError
+from core.errors import ExitCode, StartupError
 from core.tokenizer import Tokenizer, UnsupportedTokenizer
 
-EXIT_BAD_FILE = 65  # sysexits.h EX_DATAERR
-EXIT_NO_FILE = 66  # EX_NOINPUT
 MAX_FILE_BYTES = 256 * 2**20  # the largest tokenizer.json known is 35 MB
 
 
@@ -74,8 +73,8 @@ def _existing_directory(path: Path) -> Path:
     if path.is_dir():
         return path
     if path.exists():
-        raise StartupError(f"{path} is a file, not a model directory", f"--model {path.parent}", EXIT_NO_FILE)
-    raise StartupError(f"Model directory {path} does not exist", _near(path), EXIT_NO_FILE)
+        raise StartupError(f"{path} is a file, not a model directory", f"--model {path.parent}", ExitCode.MODEL)
+    raise StartupError(f"Model directory {path} does not exist", _near(path), ExitCode.MODEL)
 
 
 def _near(path: Path) -> str:
@@ -102,15 +101,17 @@ def _read_text(file: Path) -> str:
             raise StartupError(
                 f"{file} has {size_bytes} bytes, over the {MAX_FILE_BYTES} of any model known",
                 "check that it is what its name says",
-                EXIT_BAD_FILE,
+                ExitCode.MODEL,
             )
         return file.read_text(encoding="utf-8")
     except FileNotFoundError as error:
-        raise StartupError(f"{file} is missing", _fix_missing(file), EXIT_NO_FILE) from error
+        raise StartupError(f"{file} is missing", _fix_missing(file), ExitCode.MODEL) from error
     except OSError as error:
-        raise StartupError(f"{file} cannot be read: {error.strerror}", "check its permissions", EXIT_NO_FILE) from error
+        raise StartupError(
+            f"{file} cannot be read: {error.strerror}", "check its permissions", ExitCode.MODEL
+        ) from error
     except UnicodeDecodeError as error:
-        raise StartupError(f"{file} is not UTF-8 text: {error}", "download it again", EXIT_BAD_FILE) from error
+        raise StartupError(f"{file} is not UTF-8 text: {error}", "download it again", ExitCode.MODEL) from error
 
 
 def _fix_missing(file: Path) -> str:
@@ -128,9 +129,9 @@ def _read_json(file: Path, is_optional: bool = False) -> dict[str, Any]:
     try:
         value = json.loads(_read_text(file))
     except (json.JSONDecodeError, RecursionError) as error:
-        raise StartupError(f"{file} is not JSON: {error}", "download it again", EXIT_BAD_FILE) from error
+        raise StartupError(f"{file} is not JSON: {error}", "download it again", ExitCode.MODEL) from error
     if not isinstance(value, dict):
-        raise StartupError(f"{file} holds a {type(value).__name__}, not an object", "download it again", EXIT_BAD_FILE)
+        raise StartupError(f"{file} holds a {type(value).__name__}, not an object", "download it again", ExitCode.MODEL)
     return value
 
 
@@ -148,14 +149,16 @@ def _read_tokenizer(directory: Path, tokenizer_config: dict[str, Any]) -> Tokeni
     try:
         return Tokenizer(text, tokenizer_config)
     except UnsupportedTokenizer as error:
-        raise StartupError(f"{file}: {error}", "serve a model with a supported tokenizer", EXIT_BAD_FILE) from error
+        raise StartupError(
+            f"{file}: {error}", "download it again, or serve a model with a supported tokenizer", ExitCode.MODEL
+        ) from error
 
 
 def _context_of(config: dict[str, Any], directory: Path) -> int:
     limit = config.get("max_position_embeddings")
     if not isinstance(limit, int) or limit <= 0:
         cause = f"{directory / 'config.json'} has max_position_embeddings {limit!r}, not a count of tokens"
-        raise StartupError(cause, "--max-model-len N", EXIT_BAD_FILE)
+        raise StartupError(cause, "--max-model-len N", ExitCode.MODEL)
     return limit
 
 
@@ -170,7 +173,7 @@ def _read_template(
         return ChatTemplate(sources, tokenizer.special_tokens, limit)
     except ChatTemplateSyntaxError as error:
         where = template_file or directory
-        raise StartupError(f"{where}: {error}", "mend it, or give --chat-template FILE", EXIT_BAD_FILE) from error
+        raise StartupError(f"{where}: {error}", "mend it, or give --chat-template FILE", ExitCode.MODEL) from error
 
 
 def _template_sources(directory: Path, tokenizer_config: dict[str, Any]) -> dict[str, str]:
@@ -187,7 +190,7 @@ def _template_sources(directory: Path, tokenizer_config: dict[str, Any]) -> dict
         case list(named) if all(_is_named_template(entry) for entry in named):
             return {entry["name"]: entry["template"] for entry in named}
     cause = f"{directory / 'tokenizer_config.json'}: chat_template is neither a text nor a list of named ones"
-    raise StartupError(cause, "--chat-template FILE", EXIT_BAD_FILE)
+    raise StartupError(cause, "--chat-template FILE", ExitCode.MODEL)
 
 
 def _is_named_template(entry: Any) -> bool:
@@ -201,13 +204,17 @@ def _defaults(directory: Path, generation: dict[str, Any]) -> GenerationDefaults
         value = generation.get(name)
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, int | float) or (name == "top_k" and value != int(value)):
-            cause = f"{directory / 'generation_config.json'}: {name} is {value!r}, not a number"
-            raise StartupError(cause, f"mend or remove {name} there", EXIT_BAD_FILE)
-        found[name] = int(value) if name == "top_k" else float(value)
+        if not _is_number(value) or (name == "top_k" and value != int(value)) or (name != "top_k" and value < 0):
+            cause = f"{directory / 'generation_config.json'}: {name} is {value!r}, which it cannot be"
+            raise StartupError(cause, f"mend or remove {name} there", ExitCode.MODEL)
+        found[name] = max(0, int(value)) if name == "top_k" else float(value)  # some write -1 for all
     if generation.get("do_sample") is False:
         found["temperature"] = 0.0
     return GenerationDefaults(**found)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _eos_ids(
@@ -220,6 +227,6 @@ def _eos_ids(
     ids = [] if named is None else named if isinstance(named, list) else [named]
     if not all(isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in ids):
         cause = f"{directory}: eos_token_id is {named!r}, neither an id nor a list of ids"
-        raise StartupError(cause, "mend it in generation_config.json", EXIT_BAD_FILE)
+        raise StartupError(cause, "mend it in generation_config.json", ExitCode.MODEL)
     own = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
     return tuple(dict.fromkeys([*ids, *own]))

@@ -108,6 +108,10 @@ class Server:
             StartupError: the address cannot be had, or the model cannot be loaded.
         """
         await self.start()
+        return await self.wait_stopped()
+
+    async def wait_stopped(self) -> ExitCode:
+        """The rest of run(), for who has called start()."""
         grace_s = await self._stopping
         await self._shut_down(grace_s)
         if isinstance(self._failure, StartupError):
@@ -213,7 +217,8 @@ class Server:
     # The end.
 
     async def _shut_down(self, grace_s: float) -> None:
-        logger.info("shutting down: requests in progress have %g s", grace_s)
+        if self._readiness.is_ready:
+            logger.info("shutting down: requests in progress have %g s", grace_s)
         self._readiness.is_draining = True
         farewell = self._loop.call_later(grace_s, self._say_farewell)
         await self.listener.drain(grace_s + FAREWELL_S)

@@ -52,7 +52,7 @@ class FaultyRunner(SimulatedRunner):
     """The simulated runner, failing where it meets certain token ids.
 
     Args:
-        raises_at: a step with one of these ids raises this, after all the step's writes.
+        raises_at: a step with one of these ids raises this, before anything of the step is done.
         fails_at: a row with one of these ids is reported as failed.
     """
 
@@ -70,12 +70,12 @@ class FaultyRunner(SimulatedRunner):
 
     def forward(self, plan: StepPlan) -> StepPlan:
         self.num_forwards += 1
+        for token_id in plan.token_ids.tolist():
+            if token_id in self._raises_at:
+                raise self._raises_at[token_id]
         return super().forward(plan)
 
     def collect(self, ticket: StepPlan) -> StepOutput:
-        for token_id in ticket.token_ids.tolist():
-            if token_id in self._raises_at:
-                raise self._raises_at[token_id]
         output = super().collect(ticket)
         ends = ticket.lengths.cumsum()
         for row, (start, end) in enumerate(zip((ends - ticket.lengths).tolist(), ends.tolist(), strict=True)):

@@ -130,16 +130,15 @@ class OnceRaisingRunner(SimulatedRunner):
         return super().collect(ticket)
 
 
-def test_fault_that_does_not_return_fails_nobody() -> None:
+@pytest.mark.parametrize("num_sequences", [1, 3])
+def test_fault_that_does_not_return_fails_nobody(num_sequences: int) -> None:
     limits = small_limits()
     under_test = EngineUnderTest(limits, runner=OnceRaisingRunner(limits, EngineUnderTest.cost, FakeClock()))
-    requests = [make_request(name, 5, num_sequences=2, max_tokens=6) for name in "ab"]
-    under_test.send(*map(Submit, requests))
+    request = make_request("a", 5, num_sequences=num_sequences, max_tokens=6)
+    under_test.send(Submit(request))
     under_test.run()
-    for request in requests:
-        assert [under_test.log.tokens(request.request_id, i) for i in range(2)] == [
-            under_test.reference(request, i) for i in range(2)
-        ]
+    for index in range(num_sequences):
+        assert under_test.log.tokens("a", index) == under_test.reference(request, index)
 
 
 def test_lost_device_answers_every_request_and_breaks_the_engine() -> None:

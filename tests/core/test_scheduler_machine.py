@@ -216,7 +216,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(
-    max_examples=250,
+    max_examples=120,
     stateful_step_count=50,
     deadline=None,
     derandomize=True,

@@ -232,6 +232,10 @@ def test_continue_is_left_out_when_the_body_is_refused_or_there(serve: Serve) ->
     assert b"connection: close" in refused.received
     there = server.exchange(post(b"body", b"Expect: 100-continue"))
     assert b"100 Continue" not in there.received
+    begun = server.exchange(post(b"body", b"Expect: 100-continue")[:-1])
+    assert begun.writes == []
+    empty = b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\nExpect: 100-continue\r\n\r\n0\r\n\r\n"
+    assert b"100 Continue" not in server.exchange(empty).received
 
 
 @pytest.mark.parametrize("size", [999, 1000, 1001])
@@ -259,6 +263,26 @@ def test_early_answer_survives_the_rest_of_the_body(serve: Serve) -> None:
     server.loop.settle()
     assert transport.is_lost
     assert not transport.was_aborted
+
+
+def test_early_answer_lets_go_of_a_body_that_was_held_back(serve: Serve) -> None:
+    async def refuse_late(stream: HttpStream) -> None:
+        await asyncio.sleep(1)
+        answer(stream, 401, b"no")
+
+    server = serve(refuse_late)
+    transport = server.exchange(post(b"x" * 100_000)[:-1])
+    assert transport.is_reading_paused
+    transport.feed(b"x")
+    transport.feed_eof()
+    server.loop.advance(1)
+    assert responses(bytes(transport.received)) == [(401, b"no")]
+    assert transport.is_lost
+
+
+def test_error_after_a_head_request_has_its_body(serve: Serve) -> None:
+    transport = serve(echo).exchange(GET.replace(b"GET", b"HEAD"), b"x\n")
+    assert b"malformed_request" in transport.received
 
 
 def test_lingering_is_bounded_in_bytes_and_time(serve: Serve) -> None:
@@ -387,8 +411,9 @@ def test_running_handler_has_no_clock_here(serve: Serve) -> None:
     transport = server.exchange(GET)
     server.loop.advance(10_000)
     hold.end(0)
-    server.loop.settle()
+    server.loop.advance(74)  # the idle clock starts with the end
     assert responses(bytes(transport.received)) == [(200, b"")]
+    assert not transport.is_lost
 
 
 # Slow readers.
@@ -438,6 +463,35 @@ def test_closing_connection_does_not_wait_for_ever_for_its_reader(serve: Serve) 
     assert not transport.is_lost
     server.loop.advance(2)
     assert transport.was_aborted
+
+
+def test_closing_connection_whose_reader_stops_halfway_is_aborted(serve: Serve) -> None:
+    async def handler(stream: HttpStream) -> None:
+        answer(stream, 200, b"x" * 20_000)
+
+    server = serve(handler)
+    transport = server.connect(peer_reads=False)
+    transport.feed(b"GET / HTTP/1.0\r\n\r\n")
+    server.loop.advance(20)
+    transport.peer_read(19_000)
+    server.loop.advance(45)
+    assert transport.was_aborted
+
+
+def test_peer_is_listened_to_while_its_large_request_is_answered(serve: Serve) -> None:
+    told: list[str] = []
+
+    async def handler(stream: HttpStream) -> None:
+        await stream.read_body(10**6)
+        stream.on_disconnect = lambda: told.append("gone")
+        await asyncio.sleep(10)
+
+    server = serve(handler)
+    transport = server.exchange(post(b"x" * 200_000), GET)
+    transport.feed_eof()
+    server.loop.settle()
+    assert told == ["gone"]
+    server.loop.advance(10)
 
 
 def test_body_nobody_reads_is_left_in_the_network(serve: Serve) -> None:
@@ -490,6 +544,15 @@ def test_failed_handler_is_answered_with_500_and_logged(
     transport = serve(handler).exchange(GET)
     assert error_of(transport) == (500, "internal_error")
     assert [record.levelno for record in caplog.records] == [logging.ERROR]
+
+
+def test_handler_that_awaits_something_cancelled_aborts(serve: Serve) -> None:
+    async def handler(stream: HttpStream) -> None:
+        cancelled = asyncio.get_running_loop().create_future()
+        cancelled.cancel()
+        await cancelled
+
+    assert serve(handler).exchange(GET).was_aborted
 
 
 @pytest.mark.parametrize("handler", [raise_in_mid_stream, forget_to_end, fall_short])

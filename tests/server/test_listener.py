@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import os
 import socket
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
@@ -10,7 +9,7 @@ from typing import TypeVar
 import pytest
 import uvloop
 
-from core.errors import StartupError
+from core.errors import ExitCode, StartupError
 from server.connection_limits import ConnectionLimits
 from server.listener import Listener, ListenerConfig
 from server.messages import ResponseHead
@@ -192,13 +191,13 @@ def test_address_in_use_names_the_port_and_a_way_out() -> None:
         error = failure_of(ListenerConfig(port=port))
     assert str(port) in error.cause
     assert "--port" in error.fix
-    assert error.exit_code == os.EX_UNAVAILABLE
+    assert error.exit_code == ExitCode.PORT
 
 
 def test_foreign_address_is_a_clear_error() -> None:
     error = failure_of(ListenerConfig(host="192.0.2.1", port=0))
     assert "192.0.2.1" in error.cause
-    assert error.exit_code == os.EX_CONFIG
+    assert error.exit_code == ExitCode.PORT
 
 
 def test_localhost_listens_on_every_address_with_one_port() -> None:

@@ -157,6 +157,9 @@ def test_sentencepiece_model_alone_says_how_to_convert_it(directory: Path) -> No
         ("tokenizer.json", b"{}", "cannot be read"),
         ("generation_config.json", b'{"temperature": "hot"}', "temperature is 'hot'"),
         ("generation_config.json", b'{"top_k": 1.5}', "top_k is 1.5"),
+        ("generation_config.json", b'{"top_p": NaN}', "top_p is nan"),
+        ("generation_config.json", b'{"top_k": Infinity}', "top_k is inf"),
+        ("generation_config.json", b'{"temperature": -1}', "temperature is -1"),
         ("tokenizer_config.json", b'{"chat_template": 5}', "neither a text nor a list"),
         ("tokenizer_config.json", b'{"chat_template": [{"name": "a"}]}', "neither a text nor a list"),
         ("chat_template.jinja", b"{% if %}", "line 1"),
@@ -175,10 +178,3 @@ def test_missing_override_of_the_template_is_named(directory: Path) -> None:
     error = refusal(directory, template_file=directory.parent / "chatlm.jinja")
     assert "chatlm.jinja is missing" in error.cause
     assert "chatml.jinja" in error.fix
-
-
-def test_pickles_and_code_in_the_directory_are_never_opened(directory: Path) -> None:
-    write(directory, "config.json", CONFIG | {"auto_map": {"AutoModel": "modeling.Model"}})
-    (directory / "modeling.py").write_text("raise SystemExit('code of the model ran')")
-    (directory / "pytorch_model.bin").write_bytes(b"\x80\x04.")
-    assert read_model_files(directory).eos_ids == (2,)

@@ -1,0 +1,344 @@
+"""The `steploop` command: what was typed → what runs. Wiring: the only file here that imports both server and gpu.
+
+Everything heavy is imported by the command that needs it: --help and --version load neither torch nor rich.
+"""
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+from core.errors import ExitCode, StartupError
+from server import __version__
+from server.config import OPTIONS, Option, ServerConfig, load_config
+from server.values import did_you_mean
+
+if TYPE_CHECKING:
+    from server.chat_client import HttpChatBackend
+    from server.doctor import MachineFacts, PlanFacts
+
+INTERRUPTED = 130  # as shells report SIGINT
+BROKEN_PIPE = 141  # as shells report SIGPIPE
+DEFAULT_QUESTION_SOURCE = "-"  # -q -: the question comes from stdin
+
+COMMANDS = {
+    "serve": "serve a model over HTTP",
+    "chat": "talk to a model in the terminal",
+    "bench": "measure a server: steploop bench serve",
+    "doctor": "say what is installed, what the machine has, and what would be served",
+}
+EXAMPLES = {
+    "serve": """\
+examples:
+  steploop serve                                  the embedded demonstration model on http://127.0.0.1:8000
+  steploop serve --model ~/models/Qwen3-0.6B      a Hugging Face directory
+  steploop serve --model DIR --estimate           the memory plan, without loading anything
+  STEPLOOP_API_KEY=secret steploop serve --host 0.0.0.0
+  steploop serve --config steploop.toml --max-model-len 8192""",
+    "chat": """\
+examples:
+  steploop chat                                   with the server on this machine, or one of its own
+  steploop chat -q "What is a KV cache?"          one answer on stdout, figures on stderr
+  echo "What is a token?" | steploop chat -q -
+  steploop chat --url https://host:8443 --api-key KEY
+  steploop chat --model ~/models/Qwen3-0.6B       in this process, whatever else is up""",
+    "doctor": """\
+examples:
+  steploop doctor
+  steploop doctor --model DIR --device cuda       would this be served?""",
+}
+SOURCES = """\
+settings:
+  --some-name is also STEPLOOP_SOME_NAME in the environment and some_name in the TOML file of --config.
+  Flags win over the environment, the environment over the file. Sizes: 512MiB, 2GiB. Times: 500ms, 10s, 5min."""
+CHAT_FIELDS = {option.field_name for option in OPTIONS if option.group in ("model", "engine")} | {
+    "config_file",
+    "api_keys",
+}
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Refuses in the two lines that every refusal here has, instead of a page of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise StartupError(message, f"{self.prog} --help shows what there is", ExitCode.USAGE)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line and give its exit code; --help and --version leave by SystemExit, as argparse has it."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    has_traceback = "--debug" in argv
+    try:
+        try:
+            return _run(argv)
+        finally:
+            sys.stdout.flush()  # here, where a reader that has left is no surprise
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # whoever read our output has left; the interpreter must not trip over it again when it flushes
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except StartupError as error:
+        if has_traceback:
+            traceback.print_exc()
+        return _tell(error)
+    except Exception as error:
+        if has_traceback:
+            traceback.print_exc()
+        return _tell(_as_startup_error(error))
+
+
+def _tell(error: StartupError) -> int:
+    print(f"error: {error.cause}\nfix: {error.fix}", file=sys.stderr)
+    return int(error.exit_code)
+
+
+def _as_startup_error(error: Exception) -> StartupError:
+    from server.versions import LISTED
+
+    if isinstance(error, ModuleNotFoundError) and error.name in LISTED:
+        fix = f"python -m pip install {error.name}; steploop doctor lists what is needed"
+        return StartupError(f"{error.name} is not installed", fix, ExitCode.VERSION)
+    cause = f"this is a bug: {type(error).__name__}: {error}"
+    return StartupError(cause, "run it again with --debug, and report the traceback", ExitCode.INTERNAL)
+
+
+def _run(argv: list[str]) -> int:
+    if argv[:2] == ["bench", "serve"]:  # the load generator parses its own flags
+        from bench.load import main as run_load_generator
+
+        return run_load_generator(argv[2:])
+    parser, by_command = build_parsers()
+    if not argv:
+        parser.print_help()
+        return ExitCode.USAGE
+    if not argv[0].startswith("-") and argv[0] not in COMMANDS:
+        parser.error(f"unknown command: {argv[0]}{did_you_mean(argv[0], COMMANDS)}")
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        _refuse_unknown(by_command[arguments.command], unknown[0])
+    if arguments.command == "bench":
+        by_command["bench"].error("what to measure? steploop bench serve --help")
+    config = load_config(_flags_given(arguments), os.environ)
+    commands = {"serve": _serve, "chat": _chat, "doctor": _doctor}
+    return commands[arguments.command](arguments, config)
+
+
+def build_parsers() -> tuple[CommandParser, dict[str, CommandParser]]:
+    """The parser of the whole command line, and its commands' own by name."""
+    parser = CommandParser(
+        prog="steploop",
+        description="An LLM inference server in one process: one event loop, one step loop.",
+        epilog="steploop COMMAND --help says more. Start with: steploop serve",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"steploop {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    by_command = {
+        name: commands.add_parser(
+            name,
+            help=summary,
+            description=f"{summary[0].upper()}{summary[1:]}.",
+            epilog=_epilog(name),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        for name, summary in COMMANDS.items()
+    }
+    _add_serve(by_command["serve"])
+    _add_chat(by_command["chat"])
+    _add_options(by_command["doctor"], OPTIONS)
+    by_command["bench"].add_argument(
+        "what", choices=["serve"], nargs="?", help="the load generator: see its own --help"
+    )
+    return parser, by_command
+
+
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--estimate", action="store_true", help="print the memory plan and exit; loads no weights")
+    _add_options(parser, OPTIONS)
+
+
+def _add_chat(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-q", "--question", metavar="TEXT", help="ask this, print the answer and exit; - reads it from stdin"
+    )
+    parser.add_argument(
+        "--url",
+        help="server to talk to (default: the one that these settings would start, if it is up; otherwise the model"
+        " is served in this process)",
+    )
+    _add_options(parser, [option for option in OPTIONS if option.field_name in CHAT_FIELDS])
+
+
+def _add_options(parser: argparse.ArgumentParser, options: Sequence[Option]) -> None:
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    for group in dict.fromkeys(option.group for option in options):
+        section = parser.add_argument_group(group)
+        for option in options:
+            if option.group == group:
+                section.add_argument(
+                    option.flag,
+                    dest=option.field_name,
+                    metavar=option.metavar,
+                    action="append" if option.is_list else "store",
+                    default=None,
+                    help=_help(option),
+                )
+
+
+def _help(option: Option) -> str:
+    text = option.help.replace("%", "%%")
+    return f"{text} [{option.show(option.default)}]" if option.default not in (None, ()) else text
+
+
+def _epilog(command: str) -> str | None:
+    if command not in EXAMPLES:
+        return None
+    codes = "\n".join(f"  {code:>2}  {code.meaning}" for code in ExitCode)
+    parts = [EXAMPLES[command], SOURCES] + ([f"exit codes:\n{codes}"] if command == "serve" else [])
+    return "\n\n".join(parts)
+
+
+def _refuse_unknown(parser: CommandParser, word: str) -> NoReturn:
+    name = word.partition("=")[0]
+    flags = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
+    parser.error(f"unknown argument: {name}{did_you_mean(name, flags) if name.startswith('-') else ''}")
+
+
+def _flags_given(arguments: argparse.Namespace) -> dict[str, str | list[str]]:
+    given = vars(arguments)
+    return {
+        option.field_name: given[option.field_name] for option in OPTIONS if given.get(option.field_name) is not None
+    }
+
+
+def _serve(arguments: argparse.Namespace, config: ServerConfig) -> int:
+    if arguments.estimate:
+        from server.doctor import plan_lines
+
+        print("\n".join(plan_lines(find_plan(config))))
+        return ExitCode.OK
+    from server.versions import check_floors
+
+    check_floors()
+    from server.__main__ import run_server
+    from server.logs import configure_logging
+
+    configure_logging(config.log_level, config.log_format)
+    return run_server(config)
+
+
+def _doctor(arguments: argparse.Namespace, config: ServerConfig) -> int:
+    from server.doctor import exit_code, machine_section, print_report, serving_section, version_section
+
+    sections = [
+        version_section(),
+        machine_section(lambda: find_machine(config)),
+        serving_section(lambda: find_plan(config), config.host, config.port),
+    ]
+    print_report(sections, sys.stdout)
+    return exit_code(sections)
+
+
+def _chat(arguments: argparse.Namespace, config: ServerConfig) -> int:
+    from server.__main__ import start_in_thread
+    from server.banner import base_url
+    from server.chat_client import HttpChatBackend, serve_and_chat
+
+    if arguments.url is not None and arguments.model is not None:
+        raise StartupError("--url and --model are two different models", "give one of them", ExitCode.USAGE)
+    if arguments.model is None:
+        url = arguments.url or base_url(config.host, config.port)
+        backend = HttpChatBackend(url, config.api_keys[0] if config.api_keys else None)
+        if arguments.url is not None or (config.port and backend.is_up()):
+            backend.wait_ready(_report)
+            return _converse(backend, arguments.question)
+    with serve_and_chat(config, start_in_thread, _report) as backend:
+        return _converse(backend, arguments.question)
+
+
+def _converse(backend: "HttpChatBackend", question: str | None) -> int:
+    from server.chat import Conversation, terminal_reader
+
+    has_colour = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+    conversation = Conversation(backend, sys.stdout, sys.stderr, has_colour)
+    if question is not None:
+        conversation.ask(sys.stdin.read() if question == DEFAULT_QUESTION_SOURCE else question)
+        return ExitCode.OK
+    _report(f"{backend.model} at {backend.url}; /help lists the commands")
+    conversation.run(terminal_reader())
+    return ExitCode.OK
+
+
+def _report(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def find_machine(config: ServerConfig) -> "MachineFacts":
+    """Ask gpu what would compute; measures the memory's bandwidth (0.1 s).
+
+    Raises:
+        StartupError: the device asked for is not there.
+    """
+    import torch
+
+    from gpu.device import apply_threads, choose_device, free_memory_bytes, measure_bandwidth, num_physical_cores
+    from server.doctor import MachineFacts
+
+    choice = choose_device(config.to_engine_config())
+    apply_threads(choice)
+    is_cuda = choice.device.type == "cuda"
+    host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return MachineFacts(
+        device=str(choice.device),
+        device_reason=choice.device_reason,
+        dtype=choice.dtype_name,
+        dtype_reason=choice.dtype_reason,
+        threads=choice.threads,
+        threads_reason=choice.threads_reason,
+        num_cores=num_physical_cores(),
+        memory_bytes=torch.cuda.mem_get_info(choice.device)[1] if is_cuda else host_bytes,
+        free_bytes=free_memory_bytes(choice.device),
+        bandwidth_bytes_per_s=measure_bandwidth(choice.device),
+    )
+
+
+def find_plan(config: ServerConfig) -> "PlanFacts":
+    """Ask gpu how memory would be divided; reads headers only.
+
+    Raises:
+        StartupError: the model is missing or not understood, or it does not fit.
+    """
+    from core.config import parse_model_config
+    from gpu.memory_plan import estimate
+    from server.__main__ import model_directory, served_name
+    from server.doctor import PlanFacts
+    from server.model_files import read_model_files
+
+    files = read_model_files(model_directory(config), config.max_model_len, config.chat_template)
+    model = parse_model_config(files.config)
+    plan = estimate(files.path, model, config.to_engine_config())
+    return PlanFacts(
+        model_name=served_name(config),
+        architecture=model.architecture,
+        is_demonstration=config.model is None,
+        num_parameters=plan.num_parameters,
+        dtype=plan.device.dtype_name,
+        device=str(plan.device.device),
+        device_reason=plan.device.device_reason,
+        weights_bytes=plan.weights_bytes,
+        activation_bytes=plan.activation_bytes,
+        kv_bytes=plan.kv_bytes,
+        num_kv_tokens=plan.kv_tokens,
+        max_model_len=plan.max_model_len,
+        context_origin="the model's own" if config.max_model_len is None else "--max-model-len",
+        free_bytes=plan.free_bytes,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

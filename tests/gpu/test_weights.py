@@ -1,0 +1,146 @@
+"""Every tensor of a checkpoint is accounted for, from one file or many; what is wrong is named."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from core.config import parse_model_config
+from core.errors import BadCheckpoint
+from gpu.weights import INDEX_FILE, SINGLE_FILE, ModelWeights, interleave_halves, load_weights, open_checkpoint
+from tests.gpu.conftest import no_progress
+from tests.oracle import read_config, save_random_model
+
+CPU = torch.device("cpu")
+
+
+def load(directory: Path, dtype: torch.dtype = torch.float32, progress: Any = no_progress) -> ModelWeights:
+    return load_weights(open_checkpoint(directory), parse_model_config(read_config(directory)), dtype, CPU, progress)
+
+
+def rewrite(source: Path, target: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
+    """A copy of a model's directory with its tensors changed."""
+    tensors = load_file(source / SINGLE_FILE)
+    change(tensors)
+    target.mkdir(exist_ok=True)
+    save_file(tensors, target / SINGLE_FILE)
+    (target / "config.json").write_bytes((source / "config.json").read_bytes())
+    return target
+
+
+def test_interleaving_puts_the_halves_of_a_head_side_by_side() -> None:
+    assert interleave_halves(torch.arange(8), 4).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+    rows = torch.arange(8).unsqueeze(1).expand(8, 3)
+    assert interleave_halves(rows, 4)[:, 2].tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+
+
+def test_shards_give_the_same_parameters_as_one_file(tmp_path: Path, model_directory) -> None:
+    one = load(model_directory("qwen2"))
+    sharded = load(save_random_model("qwen2", tmp_path, max_shard_size="60KB"))
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    assert torch.equal(one.embedding, sharded.embedding)
+    for layer, other in zip(one.layers, sharded.layers, strict=True):
+        assert torch.equal(layer.qkv, other.qkv)
+        assert torch.equal(layer.qkv_bias, other.qkv_bias)
+        assert torch.equal(layer.down, other.down)
+
+
+def test_parameters_are_converted_and_fused(model_directory) -> None:
+    tensors = load_file(model_directory("llama3") / SINGLE_FILE)
+    layer = load(model_directory("llama3"), torch.bfloat16).layers[1]
+    prefix = "model.layers.1."
+    gate_up = [tensors[f"{prefix}mlp.{name}_proj.weight"] for name in ("gate", "up")]
+    assert torch.equal(layer.gate_up, torch.cat(gate_up).bfloat16())
+    assert torch.equal(layer.qkv[-32:], tensors[f"{prefix}self_attn.v_proj.weight"].bfloat16())
+
+
+def test_progress_goes_from_nothing_to_all_bytes(model_directory) -> None:
+    seen: list[tuple[int, int]] = []
+    load(model_directory("llama3"), progress=lambda done, total: seen.append((done, total)))
+    total = open_checkpoint(model_directory("llama3")).size_bytes
+    assert seen[0] == (0, total)
+    assert seen[-1] == (total, total)
+    assert seen == sorted(seen)
+
+
+def test_tied_embeddings_are_one_tensor(tmp_path: Path, model_directory) -> None:
+    assert (weights := load(model_directory("qwen2"))).lm_head is weights.embedding
+
+
+def test_a_tied_head_may_be_stored_only_as_the_same_numbers(tmp_path: Path, model_directory) -> None:
+    def add_same(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    def add_other(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
+
+    load(rewrite(model_directory("qwen2"), tmp_path / "same", add_same))
+    with pytest.raises(BadCheckpoint, match=r"lm_head\.weight differs"):
+        load(rewrite(model_directory("qwen2"), tmp_path / "other", add_other))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("model.norm.weight"), r"1 tensors are missing: model\.norm\.weight"),
+        (lambda t: t.update(extra=torch.ones(2)), "1 tensors are not this architecture's: extra"),
+        (lambda t: t.update({"model.norm.weight": torch.ones(3)}), r"model\.norm\.weight has the shape \[3\]"),
+        (lambda t: t.update({"model.norm.weight": torch.ones(72, dtype=torch.int8)}), "stored as I8"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(tmp_path: Path, model_directory, change, message: str) -> None:
+    with pytest.raises(BadCheckpoint, match=message):
+        load(rewrite(model_directory("llama3"), tmp_path, change))
+
+
+def test_buffers_of_old_checkpoints_are_ignored(tmp_path: Path, model_directory) -> None:
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    load(rewrite(model_directory("llama3"), tmp_path, lambda tensors: tensors.update({name: torch.ones(8)})))
+
+
+@pytest.mark.parametrize(
+    "file", ["../model.safetensors", "/etc/passwd", "sub/x.safetensors", "..", "x.bin", "a\\b.safetensors"]
+)
+def test_an_index_may_not_lead_out_of_its_directory(tmp_path: Path, file: str) -> None:
+    (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": {"model.norm.weight": file}}))
+    with pytest.raises(BadCheckpoint, match="not a safetensors file of its own directory"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {}}', "[" * 100_000])
+def test_a_malformed_index_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / INDEX_FILE).write_text(text)
+    with pytest.raises(BadCheckpoint, match=r"model\.safetensors\.index\.json"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
+    with pytest.raises(BadCheckpoint, match=r"model-1\.safetensors is missing"):
+        open_checkpoint(tmp_path)
+
+
+def test_an_index_that_promises_more_than_its_files_hold_is_refused(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(1)}, tmp_path / "x.safetensors")
+    (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": {"a": "x.safetensors", "b": "x.safetensors"}}))
+    with pytest.raises(BadCheckpoint, match="lists tensors that their files do not hold: b"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_directory_without_safetensors_says_what_it_holds(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(BadCheckpoint, match=r"it holds pytorch_model\.bin"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_truncated_file_is_refused_at_every_length(tmp_path: Path) -> None:
+    save_file({"a": torch.arange(4.0)}, tmp_path / SINGLE_FILE)
+    whole = (tmp_path / SINGLE_FILE).read_bytes()
+    for length in range(len(whole)):
+        (tmp_path / SINGLE_FILE).write_bytes(whole[:length])
+        with pytest.raises(BadCheckpoint, match="not a whole safetensors file"):
+            open_checkpoint(tmp_path)

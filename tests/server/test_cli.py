@@ -1,0 +1,257 @@
+"""The command line: what is light, what is refused and how, what reaches the server."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from core.errors import ExitCode
+from server import __version__
+from server.cli import BROKEN_PIPE, main
+from server.config import OPTIONS, ServerConfig
+from server.versions import FLOORS
+from tests.server.chat_peer import running_peer
+from tests.server.tiny_model import write_tiny_model
+
+ROOT = Path(__file__).parent.parent.parent
+HEAVY = {"torch", "rich", "uvloop", "numpy", "asyncio", "jinja2", "tokenizers", "safetensors", "http.client", "email"}
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in [name for name in os.environ if name.startswith("STEPLOOP_")]:
+        monkeypatch.delenv(variable)
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "tiny-llama"
+    write_tiny_model(path)
+    return path
+
+
+def steploop(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "server.cli", *words],
+        cwd=ROOT,
+        env={**os.environ, **environ},
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize(
+    "words", [["--help"], ["--version"], ["serve", "--help"], ["chat", "--help"], ["doctor", "-h"]]
+)
+def test_help_and_version_load_nothing_heavy(words: list[str]) -> None:
+    code = (
+        "import sys\nfrom server.cli import main\n"
+        f"try:\n    main({words!r})\nexcept SystemExit as left:\n    assert left.code == 0\n"
+        f"print('LOADED', sorted({HEAVY!r} & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stderr == ""
+    assert done.stdout.splitlines()[-1] == "LOADED []"
+
+
+def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"steploop {__version__}\n"
+
+
+def test_serve_help_lists_every_option_and_every_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    text = capsys.readouterr().out
+    assert all(option.flag in text for option in OPTIONS)
+    assert all(f"{code:>2}  {code.meaning}" in text for code in ExitCode)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "cause"),
+    [
+        (["sevre"], ExitCode.USAGE, "unknown command: sevre; did you mean serve?"),
+        (["serve", "--prot", "1"], ExitCode.USAGE, "unknown argument: --prot; did you mean --port?"),
+        (["serve", "--prot=1"], ExitCode.USAGE, "did you mean --port?"),
+        (["serve", "--max-model", "1"], ExitCode.USAGE, "did you mean --max-model-len?"),
+        (["serve", "DIR"], ExitCode.USAGE, "unknown argument: DIR"),
+        (["serve", "--port"], ExitCode.USAGE, "expected one argument"),
+        (["bench"], ExitCode.USAGE, "what to measure?"),
+        (["chat", "--url", "http://a", "--model", str(ROOT)], ExitCode.USAGE, "two different models"),
+        (["serve", "--port", "x"], ExitCode.CONFIGURATION, "--port is 'x'"),
+        (["serve", "--model", "/nowhere/at/all"], ExitCode.MODEL, "'/nowhere/at/all'"),
+        (["serve", "--estimate", "--model", str(ROOT / "tests")], ExitCode.MODEL, "config.json is missing"),
+        (["chat", "--url", "http://127.0.0.1:9", "-q", "hi"], ExitCode.UNREACHABLE, "does not answer"),
+    ],
+)
+def test_a_refusal_is_one_cause_and_one_fix(
+    words: list[str], code: int, cause: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == code
+    captured = capsys.readouterr()
+    error, fix = captured.err.splitlines()
+    assert error.startswith("error: ")
+    assert cause in error
+    assert fix.startswith("fix: ")
+    assert captured.out == ""
+
+
+def test_debug_adds_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["serve", "--port", "x", "--debug"])
+    text = capsys.readouterr().err
+    assert "Traceback" in text
+    assert text.splitlines()[-2].startswith("error: --port")
+
+
+def test_no_command_shows_help_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == ExitCode.USAGE
+    assert "serve a model" in capsys.readouterr().out
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with running_peer() as peer:
+        words = [sys.executable, "-m", "server.cli", "chat", "--url", peer.url, "-q", "hi"]
+        process = subprocess.Popen(words, cwd=ROOT, stdout=write_end, stderr=subprocess.PIPE)
+        os.close(write_end)
+        _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (BROKEN_PIPE, b"")
+
+
+def test_estimate_prints_the_plan_without_loading(model_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["serve", "--estimate", "--model", str(model_path), "--device", "cpu", "--dtype", "float32"]
+    assert main([*words, "--max-model-len", "128", "--max-sequences", "4"]) == ExitCode.OK
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "model        tiny-llama, LlamaForCausalLM"
+    assert lines[3] == "context      128 tokens: --max-model-len"
+    assert lines[6].endswith("512 tokens = 4.0 x 128")
+
+
+def test_a_plan_that_does_not_fit_is_refused_with_figures(model_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["serve", "--estimate", "--model", str(model_path), "--device", "cpu", "--kv-memory", "8TiB"]
+    assert main(words) == ExitCode.MEMORY
+    error, fix = capsys.readouterr().err.splitlines()
+    assert "8192.0 GiB" in error
+    assert "--kv-memory" in fix
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[ServerConfig]:
+    """The configurations that the command line arrives at, which are kept instead of served."""
+    configs: list[ServerConfig] = []
+
+    def keep(config: ServerConfig) -> ExitCode:
+        configs.append(config)
+        return ExitCode.ENGINE
+
+    monkeypatch.setattr("server.__main__.run_server", keep)
+    monkeypatch.setattr("server.logs.configure_logging", lambda level, log_format: None)
+    return configs
+
+
+def test_serve_hands_the_settings_over_and_its_exit_code_back(
+    served: list[ServerConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STEPLOOP_MAX_QUEUE", "7")
+    assert main(["serve", "--port", "0", "--api-key", "a", "--api-key", "b"]) == ExitCode.ENGINE
+    assert served == [ServerConfig(port=0, api_keys=("a", "b"), max_queue=7)]
+
+
+def test_serve_refuses_below_a_security_floor(
+    served: list[ServerConfig], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.1")
+    assert main(["serve"]) == ExitCode.VERSION
+    assert served == []
+    text = capsys.readouterr().err
+    assert all(f"{floor.distribution} is 0.1" in text for floor in FLOORS)
+
+
+def test_one_question_in_a_pipe_gives_the_answer_alone_on_stdout() -> None:
+    with running_peer() as peer:
+        done = steploop("chat", "--url", peer.url, "-q", "What is a KV cache?", STEPLOOP_API_KEY="secret,other")
+    assert (done.returncode, done.stdout) == (0, "KV cache\n")
+    assert done.stderr.startswith("3 tokens after a prompt of 7: the first in ")
+    assert "\x1b" not in done.stderr
+    assert peer.keys == ["Bearer secret"]
+
+
+def test_chat_finds_the_server_that_the_settings_name() -> None:
+    with running_peer() as peer:
+        done = steploop("chat", "-q", "hi", STEPLOOP_PORT=str(peer.server_address[1]))
+    assert (done.returncode, done.stdout) == (0, "KV cache\n")
+
+
+def test_a_named_model_is_served_in_process_whatever_else_is_up(model_path: Path) -> None:
+    with running_peer() as peer:
+        port = str(peer.server_address[1])
+        done = steploop("chat", "-q", "What is a step?", "--model", str(model_path), STEPLOOP_PORT=port)
+    assert done.returncode == 0, done.stderr
+    assert peer.asked == []
+    assert " tokens after a prompt of " in done.stderr.splitlines()[-1]
+
+
+def test_a_model_that_does_not_load_in_process_is_told_as_serve_would(model_path: Path) -> None:
+    done = steploop("chat", "-q", "hi", "--model", str(model_path), "--max-model-len", "9000")
+    assert done.returncode == ExitCode.CONFIGURATION
+    assert "9000" in done.stderr.splitlines()[-2]
+    assert done.stderr.splitlines()[-1].startswith("fix: --max-model-len 256")
+
+
+def test_ctrl_c_at_the_prompt_leaves_the_server_in_process_alone(model_path: Path) -> None:
+    words = [sys.executable, "-m", "server.cli", "chat", "--model", str(model_path)]
+    process = subprocess.Popen(
+        words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdin is not None
+    assert process.stderr is not None
+    lines = iter(process.stderr.readline, "")
+    assert any("/help lists the commands" in line for line in lines)
+    process.send_signal(signal.SIGINT)
+    assert any("/bye leaves" in line for line in lines)
+    process.communicate("/bye\n", timeout=60)
+    assert process.returncode == 0
+
+
+def test_the_question_can_come_from_stdin() -> None:
+    with running_peer() as peer:
+        done = subprocess.run(
+            [sys.executable, "-m", "server.cli", "chat", "--url", peer.url, "-q", "-"],
+            cwd=ROOT,
+            input="from a pipe",
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert done.returncode == 0
+    assert peer.asked[0]["messages"][0]["content"] == "from a pipe"
+
+
+def test_bench_serve_hands_its_flags_to_the_load_generator(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["bench", "serve", "--help"])
+    assert left.value.code == 0
+    assert "--concurrency" in capsys.readouterr().out
+
+
+def test_doctor_says_what_would_be_served_and_that_it_would(
+    model_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", "--model", str(model_path), "--device", "cpu", "--port", "0"]) == ExitCode.OK
+    text = capsys.readouterr().out
+    assert all(word in text for word in ("h11", "memory bandwidth", "tiny-llama, LlamaForCausalLM", "KV cache"))
+    assert text.splitlines()[-1] == "serve would start"
+
+
+def test_doctor_exits_as_serve_would(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--model", str(tmp_path), "--device", "cpu", "--port", "0"]) == ExitCode.MODEL
+    text = capsys.readouterr().out
+    assert "config.json is missing" in text
+    assert text.splitlines()[-1] == "serve would refuse to start"

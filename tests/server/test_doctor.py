@@ -1,0 +1,127 @@
+"""The report: facts, what stands in the way, and the exit code that follows."""
+
+import io
+import socket
+
+import pytest
+
+from core.errors import DeviceUnavailable, ExitCode, NotEnoughMemory, StartupError
+from server.doctor import (
+    MachineFacts,
+    PlanFacts,
+    Section,
+    exit_code,
+    machine_section,
+    plan_lines,
+    print_report,
+    serving_section,
+    try_address,
+    version_section,
+)
+
+MACHINE = MachineFacts(
+    device="cpu",
+    device_reason="no CUDA device was found",
+    dtype="bfloat16",
+    dtype_reason="the CPU has avx512_bf16",
+    threads=1,
+    threads_reason="2 physical cores, one left to the event loop",
+    num_cores=2,
+    memory_bytes=24 * 2**30,
+    free_bytes=20 * 2**30,
+    bandwidth_bytes_per_s=42.4e9,
+)
+PLAN = PlanFacts(
+    model_name="steploop-demo",
+    architecture="LlamaForCausalLM",
+    is_demonstration=True,
+    num_parameters=5_100_000,
+    dtype="bfloat16",
+    device="cpu",
+    device_reason="no CUDA device was found",
+    weights_bytes=10 * 2**20,
+    activation_bytes=20 * 2**20,
+    kv_bytes=64 * 2**20,
+    num_kv_tokens=33_792,
+    max_model_len=2048,
+    context_origin="the model's own",
+    free_bytes=20 * 2**30,
+)
+
+
+def raising(error: StartupError) -> PlanFacts:
+    raise error
+
+
+def report(*sections: Section) -> str:
+    stream = io.StringIO()
+    print_report(sections, stream)
+    return stream.getvalue()
+
+
+def test_plan_adds_up_and_says_where_each_figure_is_from() -> None:
+    assert plan_lines(PLAN) == [
+        "model        steploop-demo, LlamaForCausalLM (demonstration model)",
+        "parameters   5.1M, bfloat16",
+        "device       cpu: no CUDA device was found",
+        "context      2,048 tokens: the model's own",
+        "weights      10 MiB",
+        "activations  20 MiB at most",
+        "KV cache     64 MiB: 33,792 tokens = 16.5 x 2,048",
+        "in all       94 MiB of 20 GiB free",
+    ]
+
+
+def test_a_healthy_report_ends_with_yes_and_zero() -> None:
+    sections = (version_section(), machine_section(lambda: MACHINE), serving_section(lambda: PLAN, "127.0.0.1", 0))
+    assert exit_code(sections) == ExitCode.OK
+    text = report(*sections)
+    assert "42.4 GB/s read" in text
+    assert "\x1b" not in text
+    assert text.splitlines()[-1] == "serve would start"
+
+
+def test_each_error_is_told_with_its_fix_and_the_first_decides_the_code() -> None:
+    memory = NotEnoughMemory("KV cache: need 5.0 GiB for 32768 tokens, 2.1 GiB free.", "--max-model-len 13700")
+    sections = (
+        version_section(lambda name: None if name == "torch" else "99"),
+        serving_section(lambda: raising(memory), "127.0.0.1", 0),
+    )
+    assert exit_code(sections) == ExitCode.VERSION
+    assert exit_code(sections[1:]) == ExitCode.MEMORY
+    text = report(*sections)
+    assert "error: torch is not installed\nfix: python -m pip install torch\n" in text
+    assert "fix: --max-model-len 13700\n" in text
+    assert text.splitlines()[-1] == "serve would refuse to start"
+
+
+def test_a_floor_that_is_not_held_is_an_error() -> None:
+    section = version_section(lambda name: "0.14.0" if name == "h11" else "99")
+    assert exit_code([section]) == ExitCode.VERSION
+
+
+def test_a_device_that_is_not_there_is_an_error() -> None:
+    def find() -> MachineFacts:
+        raise DeviceUnavailable("Device cuda: this torch has no CUDA.", "--device cpu")
+
+    assert exit_code([machine_section(find)]) == ExitCode.DEVICE
+
+
+def test_values_are_shown_as_they_are_not_as_markup() -> None:
+    odd = PlanFacts(**{name: getattr(PLAN, name) for name in PLAN.__slots__} | {"model_name": "[red]odd[/red]"})
+    assert "[red]odd[/red]" in report(serving_section(lambda: odd, "127.0.0.1", 0))
+
+
+def test_a_taken_port_is_told_before_serve_finds_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(StartupError) as caught:
+            try_address("127.0.0.1", port)
+    assert caught.value.exit_code == ExitCode.PORT
+    assert f"127.0.0.1:{port}" in caught.value.cause
+
+
+def test_a_host_that_is_not_ours_is_told() -> None:
+    with pytest.raises(StartupError) as caught:
+        try_address("192.0.2.1", 0)  # TEST-NET-1, RFC 5737: nobody's
+    assert caught.value.exit_code == ExitCode.PORT

@@ -1,0 +1,57 @@
+"""Many connections, one flush each."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from server.write_batch import WriteBatch
+from tests.server.virtual_loop import VirtualTimeLoop
+
+
+class Dirty:
+    """Counts its flushes, and may make another one dirty in its own."""
+
+    def __init__(self, batch: WriteBatch, next_dirty: "Dirty | None" = None) -> None:
+        self.num_flushes = 0
+        self._batch = batch
+        self._next_dirty = next_dirty
+
+    def flush(self) -> None:
+        self.num_flushes += 1
+        if self._next_dirty is not None:
+            self._batch.add(self._next_dirty)
+
+
+@pytest.fixture
+def loop() -> Iterator[VirtualTimeLoop]:
+    loop = VirtualTimeLoop()
+    yield loop
+    loop.close()
+
+
+def test_loop_flushes_what_nobody_else_does(loop: VirtualTimeLoop) -> None:
+    batch = WriteBatch(loop)
+    dirty = Dirty(batch)
+    for expected in (1, 2):
+        batch.add(dirty)
+        assert dirty.num_flushes == expected - 1
+        loop.settle()
+        assert dirty.num_flushes == expected
+
+
+def test_flush_all_writes_at_once_and_only_once(loop: VirtualTimeLoop) -> None:
+    batch = WriteBatch(loop)
+    dirty = Dirty(batch)
+    batch.add(dirty)
+    batch.flush_all()
+    assert dirty.num_flushes == 1
+    loop.settle()
+    assert dirty.num_flushes == 1
+
+
+def test_connection_made_dirty_by_a_flush_is_flushed_too(loop: VirtualTimeLoop) -> None:
+    batch = WriteBatch(loop)
+    second = Dirty(batch)
+    batch.add(Dirty(batch, second))
+    loop.settle()
+    assert second.num_flushes == 1
