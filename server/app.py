@@ -212,21 +212,37 @@ class App:
 
     async def _tokenize(self, exchange: Exchange) -> None:
         reader = self._served.reader
-        call = tokenize.parse_tokenize(await self._read_json(exchange))
-        self._metrics.count_unknown_fields(call.unknown_fields)
-        if call.model is not None:
-            models.find_model(reader.cards, call.model)
-        ids = reader.encode(call.prompt)
-        strs = [reader.tokenizer.str_of(token_id) for token_id in ids] if call.wants_token_strs else None
-        _send(exchange, tokenize.tokenize_reply(ids, reader.max_model_len, strs))
+
+        def work(body: bytes) -> tuple[bytes, tuple[str, ...]]:
+            call = tokenize.parse_tokenize(body)
+            if call.model is not None:
+                models.find_model(reader.cards, call.model)
+            ids = reader.encode(call.prompt)
+            strs = [reader.tokenizer.str_of(token_id) for token_id in ids] if call.wants_token_strs else None
+            return tokenize.tokenize_reply(ids, reader.max_model_len, strs), call.unknown_fields
+
+        await self._answer_computed(exchange, work)
 
     async def _detokenize(self, exchange: Exchange) -> None:
-        reader = self._served.reader
-        call = tokenize.parse_detokenize(await self._read_json(exchange), self._served.defaults.vocab_size)
-        self._metrics.count_unknown_fields(call.unknown_fields)
-        if call.model is not None:
-            models.find_model(reader.cards, call.model)
-        _send(exchange, tokenize.detokenize_reply(reader.tokenizer.decode(call.ids, skip_special_tokens=False)))
+        reader, vocab_size = self._served.reader, self._served.defaults.vocab_size
+
+        def work(body: bytes) -> tuple[bytes, tuple[str, ...]]:
+            call = tokenize.parse_detokenize(body, vocab_size)
+            if call.model is not None:
+                models.find_model(reader.cards, call.model)
+            text = reader.tokenizer.decode(call.ids, skip_special_tokens=False)
+            return tokenize.detokenize_reply(text), call.unknown_fields
+
+        await self._answer_computed(exchange, work)
+
+    async def _answer_computed(
+        self, exchange: Exchange, work: Callable[[bytes], tuple[bytes, tuple[str, ...]]]
+    ) -> None:
+        """Answer with what `work` makes of the body: reply, names of unknown fields. It may run elsewhere."""
+        body = await self._read_json(exchange)
+        reply, unknown_fields = await self._served.compute(lambda: work(body), len(body))
+        self._metrics.count_unknown_fields(unknown_fields)
+        _send(exchange, reply)
 
     async def _read_json(self, exchange: Exchange) -> bytes:
         check_media_type(exchange.request)
