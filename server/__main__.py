@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import os
 import random
 import sys
 import threading
@@ -22,7 +21,7 @@ from server.engine_thread import Inbox
 from server.hub import environment_hub, fetch
 from server.model_files import is_gguf, read_model_files
 from server.process import EngineFacts, LoadedEngine, LoadEngine, Server, serve
-from server.progress import byte_progress
+from server.progress import MIN_FETCHED_BYTES, MIN_LOADED_BYTES, byte_progress
 from server.values import HubId
 
 DEMO_DIRECTORY = Path(__file__).parent.parent / "gpu" / "demo" / "model"
@@ -96,7 +95,7 @@ def model_path(config: ServerConfig, is_offline: bool = False) -> Path:
         StartupError: see server.hub.fetch.
     """
     if isinstance(config.model, HubId):
-        with byte_progress(sys.stderr, f"fetching {config.model}") as report_bytes:
+        with byte_progress(sys.stderr, f"fetching {config.model}", MIN_FETCHED_BYTES) as report_bytes:
             return fetch(environment_hub(is_offline), config.model, report_bytes)
     return config.model or DEMO_DIRECTORY
 
@@ -113,11 +112,10 @@ def engine_loader(config: ServerConfig) -> LoadEngine:
         files = read_model_files(path, config.max_model_len, config.chat_template)
         model = parse_model_config(files.config)
         report_stage("importing torch")
-        os.environ.setdefault("GOMP_SPINCOUNT", "0")  # before torch: idle threads must not spin beside the loop
         from gpu.runner import load_runner
 
         report_stage("loading weights")
-        with byte_progress(sys.stderr, "loading weights") as report_bytes:
+        with byte_progress(sys.stderr, "loading weights", MIN_LOADED_BYTES) as report_bytes:
             runner = load_runner(files.path, model, config.to_engine_config(), report_bytes)
         scheduler = Scheduler(runner.limits, files.eos_ids, lambda: random.SystemRandom().getrandbits(64))
         memory = runner.memory

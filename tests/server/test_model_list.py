@@ -31,6 +31,8 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_tiny_model(cached / "snapshots" / ("a" * 40))
     (cached.with_name("models--org--half") / "refs").mkdir(parents=True)
     (cached.with_name("models--org--half") / "refs" / "main").write_text("b" * 40)
+    write_tiny_model(tmp_path / "embedded")
+    monkeypatch.setattr("server.__main__.DEMO_DIRECTORY", tmp_path / "embedded")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     return root
 
@@ -76,7 +78,7 @@ def test_what_cannot_be_served_or_does_not_fit_says_why(
 def test_table_has_a_row_a_model(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models", "--dir", str(models), "--device", "cpu"]) == ExitCode.OK
     text = capsys.readouterr().out
-    assert re.search(r"steploop-demo .* 2,048 .* yes", text)
+    assert re.search(rf"steploop-demo .* {CONTEXT} .* F32 .* yes", text)
     assert re.search(rf"org/real .* {CONTEXT} .* F32 .* yes", text)
 
 
