@@ -9,10 +9,11 @@ for the end. In between no task runs: the engine client calls the Answer with ea
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from datetime import datetime
+from typing import Protocol, TypeVar
 
 import msgspec
 
-from core.chat_template import ChatTemplate
+from core.chat_template import ChatTemplate, max_text_chars
 from core.errors import ContextLengthExceeded, ErrorKind, InvalidRequest, ServiceError
 from core.tokenizer import Tokenizer
 from core.types import Request
@@ -33,9 +34,15 @@ from server.metrics import Metrics
 from server.stream import HttpStream
 from server.timing import Timings
 
-OFFLOAD_BYTES = 64 * 1024  # a body from this size on is parsed and tokenized off the loop
+OFFLOAD_BYTES = 16 * 1024  # a body from this size on, 4 ms of work, is parsed and tokenized off the loop
 
-_Prepared = tuple[GenerationCall, list[tuple[int, ...]]]
+T = TypeVar("T")
+
+
+class Offload(Protocol):
+    """Runs work that would hold up the loop somewhere else."""
+
+    def __call__(self, work: Callable[[], T], /) -> Awaitable[T]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +67,17 @@ class PromptReader:
     max_model_len: int
     unix_clock: Callable[[], float]
 
-    def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        """Whatever form a prompt has, as ids."""
+    def encode(self, prompt: Prompt, param: str = "prompt") -> tuple[int, ...]:
+        """Whatever form a prompt has, as ids.
+
+        Raises:
+            InvalidRequest: its text is longer than any that fits the context, so that nobody need count its tokens.
+        """
         match prompt:
             case IdsPrompt(ids):
                 return ids
             case TextPrompt(text):
+                self._check_length(text, param)
                 return tuple(self.tokenizer.encode(text))
             case ChatPrompt(messages):
                 text = self.chat_template.render(messages, now=datetime.fromtimestamp(self.unix_clock()))
@@ -76,12 +88,21 @@ class PromptReader:
         Raises:
             InvalidRequest: the prompt has no token, or leaves no room for one.
         """
-        ids = self.encode(prompt)
+        ids = self.encode(prompt, param)
         if not ids:
             raise InvalidRequest("The prompt is empty. Send at least one token.", param)
         if len(ids) >= self.max_model_len:
             raise ContextLengthExceeded(num_tokens=len(ids), limit=self.max_model_len, param=param)
         return ids
+
+    def _check_length(self, text: str, param: str) -> None:
+        limit = max_text_chars(self.max_model_len)
+        if len(text) > limit:
+            message = (
+                f"This model's context is {self.max_model_len} tokens, but the prompt has {len(text)} characters,"
+                f" more than the {limit} that could fit. Shorten the prompt."
+            )
+            raise InvalidRequest(message, param, "context_length_exceeded")
 
     def text_of(self, prompt: Prompt) -> str:
         return prompt.text if isinstance(prompt, TextPrompt) else self.tokenizer.decode(self.encode(prompt))
@@ -95,7 +116,7 @@ class Lifecycle:
     defaults: GenerationDefaults
     backend: Backend
     clock: Clock
-    offload: Callable[[Callable[[], _Prepared]], Awaitable[_Prepared]]
+    offload: Offload
     metrics: Metrics
     max_body_bytes: int
     max_requests: int  # in progress, waiting ones included
@@ -148,8 +169,12 @@ class Lifecycle:
         for answer in list(self.active.values()):
             answer.fail(error)
 
-    async def _prepare(self, surface: Surface, body: bytes) -> _Prepared:
-        def parse() -> _Prepared:
+    async def run_apart(self, body: bytes, work: Callable[[], T]) -> T:
+        """What is to be done with a body: here if it is small, off the loop otherwise."""
+        return work() if len(body) < OFFLOAD_BYTES else await self.offload(work)
+
+    async def _prepare(self, surface: Surface, body: bytes) -> tuple[GenerationCall, list[tuple[int, ...]]]:
+        def parse() -> tuple[GenerationCall, list[tuple[int, ...]]]:
             call = surface.parse(body, self.defaults)
             find_model(self.reader.cards, call.model)
             if call.num_sequences > self.max_sequences:
@@ -159,9 +184,7 @@ class Lifecycle:
                 for i, prompt in enumerate(call.prompts)
             ]
 
-        if len(body) < OFFLOAD_BYTES:
-            return parse()
-        return await self.offload(parse)
+        return await self.run_apart(body, parse)
 
     def _requests(
         self, call: GenerationCall, prompts: list[tuple[int, ...]], request_id: str, timings: Timings

@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from core.engine import Engine
 from core.errors import ErrorKind, ExitCode, ServiceError, StartupError
@@ -35,6 +36,8 @@ from server.metrics import Metrics
 from server.model_files import ModelFiles
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 SWITCH_INTERVAL_S = 1e-4  # how long a thread may keep the GIL from one that waits (PERFORMANCE.md, The GIL)
 GC_THRESHOLDS = (100_000, 50, 100)  # collections stall every stream: few, after what start made is frozen
@@ -155,7 +158,7 @@ class Server:
             defaults=_generation_defaults(loaded),
             backend=client,
             clock=self._clock,
-            offload=lambda work: self._loop.run_in_executor(None, work),
+            offload=self._offload,
             metrics=self._metrics,
             max_body_bytes=self._config.max_body_bytes,
             max_requests=self._config.max_queue,
@@ -184,6 +187,9 @@ class Server:
         if not isinstance(error, StartupError) and self._client is None:
             logger.critical("the engine cannot be loaded: %r", error, exc_info=error)
         self.stop(0.0)
+
+    def _offload(self, work: Callable[[], T], /) -> asyncio.Future[T]:
+        return self._loop.run_in_executor(None, work)
 
     def _report_stage(self, stage: str) -> None:
         """Thread: engine. A string is handed over, nothing else."""
