@@ -202,9 +202,10 @@ class StreamedBody:
 
     def add(self, choice: int, delta: Delta) -> None:
         self._last_sent_s = self._loop.time()
-        if not self._stream.head_sent:
+        stream = self._stream
+        if stream.status is None:
             self._open()
-        self._stream.send(self._reply.delta(choice, delta))
+        stream.send(self._reply.delta(choice, delta))
 
     def complete(self, usage: Usage) -> None:
         self.close()

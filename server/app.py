@@ -211,34 +211,36 @@ class App:
         self._send(exchange, b'{"status":"cancelled"}')
 
     async def _tokenize(self, exchange: Exchange) -> None:
-        await self._answer_apart(exchange, self._tokenized)
-
-    def _tokenized(self, body: bytes) -> tuple[tuple[str, ...], bytes]:
         reader = self._served.reader
-        call = tokenize.parse_tokenize(body)
-        if call.model is not None:
-            models.find_model(reader.cards, call.model)
-        ids = reader.encode(call.prompt)
-        strs = [reader.tokenizer.str_of(token_id) for token_id in ids] if call.wants_token_strs else None
-        return call.unknown_fields, tokenize.tokenize_reply(ids, reader.max_model_len, strs)
+
+        def work(body: bytes) -> tuple[bytes, tuple[str, ...]]:
+            call = tokenize.parse_tokenize(body)
+            if call.model is not None:
+                models.find_model(reader.cards, call.model)
+            ids = reader.encode(call.prompt)
+            strs = [reader.tokenizer.str_of(token_id) for token_id in ids] if call.wants_token_strs else None
+            return tokenize.tokenize_reply(ids, reader.max_model_len, strs), call.unknown_fields
+
+        await self._answer_computed(exchange, work)
 
     async def _detokenize(self, exchange: Exchange) -> None:
-        await self._answer_apart(exchange, self._detokenized)
+        reader, vocab_size = self._served.reader, self._served.defaults.vocab_size
 
-    def _detokenized(self, body: bytes) -> tuple[tuple[str, ...], bytes]:
-        reader = self._served.reader
-        call = tokenize.parse_detokenize(body, self._served.defaults.vocab_size)
-        if call.model is not None:
-            models.find_model(reader.cards, call.model)
-        text = reader.tokenizer.decode(call.ids, skip_special_tokens=False)
-        return call.unknown_fields, tokenize.detokenize_reply(text)
+        def work(body: bytes) -> tuple[bytes, tuple[str, ...]]:
+            call = tokenize.parse_detokenize(body, vocab_size)
+            if call.model is not None:
+                models.find_model(reader.cards, call.model)
+            text = reader.tokenizer.decode(call.ids, skip_special_tokens=False)
+            return tokenize.detokenize_reply(text), call.unknown_fields
 
-    async def _answer_apart(
-        self, exchange: Exchange, reply_to: Callable[[bytes], tuple[tuple[str, ...], bytes]]
+        await self._answer_computed(exchange, work)
+
+    async def _answer_computed(
+        self, exchange: Exchange, work: Callable[[bytes], tuple[bytes, tuple[str, ...]]]
     ) -> None:
-        """Read a body and answer it, off the loop if it is large. `reply_to`: body to (unknown fields, reply)."""
+        """Answer with what `work` makes of the body: reply, names of unknown fields. It may run elsewhere."""
         body = await self._read_json(exchange)
-        unknown_fields, reply = await self._served.run_apart(body, lambda: reply_to(body))
+        reply, unknown_fields = await self._served.compute(lambda: work(body), len(body))
         self._metrics.count_unknown_fields(unknown_fields)
         self._send(exchange, reply)
 

@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -188,7 +188,7 @@ class Server:
             logger.critical("the engine cannot be loaded: %r", error, exc_info=error)
         self.stop(0.0)
 
-    def _offload(self, work: Callable[[], T], /) -> asyncio.Future[T]:
+    def _offload(self, work: Callable[[], T], /) -> Awaitable[T]:
         return self._loop.run_in_executor(None, work)
 
     def _report_stage(self, stage: str) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from core.errors import ErrorKind, ServiceError
 from core.plan import DeviceError, RunnerLimits, StepOutput, StepPlan
 from core.simulation import SimulatedRunner
+from server.lifecycle import OFFLOAD_BYTES
 from server.metrics import MAX_UNKNOWN_FIELDS
 from tests.server.simulated_server import (
     MODEL,
@@ -144,6 +146,22 @@ def test_tokens_go_there_and_back() -> None:
     messages = [{"role": "user", "content": "step"}]
     chat_ids = ask(request("POST", "/tokenize", {"messages": messages})).json
     assert chat_ids["count"] == ask(chat()).usage["prompt_tokens"]
+
+
+@pytest.mark.parametrize("size", [1, OFFLOAD_BYTES])
+def test_tokenizing_a_long_text_is_work_for_elsewhere(size: int) -> None:
+    server = SimulatedServer()
+    offloaded: list[Callable[[], Any]] = []
+
+    async def offload(work: Callable[[], Any]) -> Any:
+        offloaded.append(work)
+        return work()
+
+    server.lifecycle.offload = offload
+    assert server.ask(request("POST", "/tokenize", {"prompt": "^" * size})).json["count"] > 0
+    assert server.ask(request("POST", "/detokenize", {"tokens": [64] * size})).json["prompt"] == "^" * size
+    assert len(offloaded) == (2 if size > 1 else 0)
+    server.close()
 
 
 def test_while_loading_probes_answer_and_the_rest_says_the_stage() -> None:
