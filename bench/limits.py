@@ -185,7 +185,7 @@ def limit_tables(limits: Limits, has_probes: bool = True) -> list[Table]:
     """The ceilings, and with has_probes every form's figure."""
     ceilings = Table(
         f"Ceilings of this machine, {limits.dtype}",
-        ("threads", "read GB/s", "by", "GFLOP/s", "by "),
+        ("threads", "read GB/s", "read by", "GFLOP/s", "computed by"),
         tuple(
             (c.num_threads, c.read_bytes_per_s / 1e9, c.read_form, c.flops / 1e9, c.product_form)
             for c in limits.ceilings
