@@ -13,7 +13,7 @@ from dataclasses import replace
 import msgspec
 
 from bench.client import ConnectionPool, Exchange, Recorder
-from bench.load_run import CannotRun, LoadConfig, LoadRun, run_on_fast_loop
+from bench.load_run import CannotRun, LoadConfig, LoadRun
 from bench.measures import Distribution, summarize
 
 STREAM_TOKENS = 2048  # of a stream that shall outlast the long prompt
@@ -37,7 +37,7 @@ class Abandoned(msgspec.Struct, frozen=True):
     next_s: float
 
 
-def stall_streams(config: LoadConfig, num_streams: int, num_long: int) -> Stalled:
+async def stall_streams(config: LoadConfig, num_streams: int, num_long: int) -> Stalled:
     """Open streams, then send one prompt of num_long tokens.
 
     Args:
@@ -46,19 +46,6 @@ def stall_streams(config: LoadConfig, num_streams: int, num_long: int) -> Stalle
     Raises:
         CannotRun: a request failed.
     """
-    return run_on_fast_loop(_stall_streams(config, num_streams, num_long))
-
-
-def abandon_prefill(config: LoadConfig, num_long: int) -> Abandoned:
-    """Leave a prompt of num_long tokens LEAVE_AFTER_S after it was sent, and at once send one of config's.
-
-    Raises:
-        CannotRun: a request failed.
-    """
-    return run_on_fast_loop(_abandon_prefill(config, num_long))
-
-
-async def _stall_streams(config: LoadConfig, num_streams: int, num_long: int) -> Stalled:
     run = LoadRun(config)
     prompts = await run.prompts()
     long_prompt = (await LoadRun(_long(config, num_long)).prompts()).next()
@@ -83,7 +70,12 @@ async def _stall_streams(config: LoadConfig, num_streams: int, num_long: int) ->
     return Stalled(summarize(gaps), _ttft_s(long), long.num_prompt_tokens)
 
 
-async def _abandon_prefill(config: LoadConfig, num_long: int) -> Abandoned:
+async def abandon_prefill(config: LoadConfig, num_long: int) -> Abandoned:
+    """Leave a prompt of num_long tokens LEAVE_AFTER_S after it was sent, and at once send one of config's.
+
+    Raises:
+        CannotRun: a request failed.
+    """
     run = LoadRun(config)
     prompts = await run.prompts()
     long_prompt = (await LoadRun(_long(config, num_long)).prompts()).next()

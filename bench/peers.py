@@ -22,7 +22,7 @@ import msgspec
 
 import bench.no_spin  # noqa: F401
 from bench.limits import Limits, limit_tables, measure_limits
-from bench.load_run import CannotRun, LoadConfig, LoadResult, run_load
+from bench.load_run import CannotRun, LoadConfig, LoadResult, run_load, run_on_fast_loop
 from bench.mixed_load import Abandoned, Stalled, abandon_prefill, stall_streams
 from bench.peer_servers import SERVERS, Missing, PeerServer, find_server
 from bench.results import RESULTS_DIR, Plot, Table, command_line, print_tables, write_result
@@ -152,10 +152,10 @@ class PeerBench:
 
     def _stall(self, port: int) -> Stalled:
         config = self._config(port, concurrency=1)
-        return stall_streams(config, self._load.num_burst, self._load.num_long)
+        return run_on_fast_loop(stall_streams(config, self._load.num_burst, self._load.num_long))
 
     def _abandon(self, port: int) -> Abandoned:
-        return abandon_prefill(self._config(port, concurrency=1), self._load.num_long)
+        return run_on_fast_loop(abandon_prefill(self._config(port, concurrency=1), self._load.num_long))
 
     def _run(
         self,
