@@ -122,7 +122,7 @@ def _load(
         text = tokenizer_json.decode() if isinstance(tokenizer_json, bytes) else tokenizer_json
         backend = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises bare Exception
-        raise UnsupportedTokenizer(f"tokenizer.json cannot be read: {error}") from error
+        raise UnsupportedTokenizer(f"cannot be read: {error}") from error
     backend.no_truncation()
     backend.no_padding()
     try:

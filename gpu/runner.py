@@ -42,10 +42,8 @@ class ModelRunner:
     """A loaded model, ready to step.
 
     Args:
-        config: of the model.
         memory: what was planned, and for which device.
         weights: taken over: see Model.
-        max_sequences, max_batch_tokens: of a step.
     """
 
     def __init__(self, config: ModelConfig, engine: EngineConfig, memory: MemoryPlan, weights: ModelWeights) -> None:

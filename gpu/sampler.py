@@ -25,6 +25,7 @@ IntArray = npt.NDArray[np.signedinteger[Any]]
 FloatArray = npt.NDArray[np.float32]
 
 SHORTLIST = 256  # candidates sorted first; nearly always enough to decide top_k, top_p and min_p
+SHORTLIST_GROWTH = 16
 SORTED_WHOLE = 4096  # vocabularies up to here are sorted whole: a second look would cost more
 NOISE_CHUNK_CPU = 1 << 17  # elements of noise computed at once: its int64 fits a core's L2 cache
 NOISE_CHUNK_CUDA = 1 << 24
@@ -49,20 +50,24 @@ class Filters:
     top_p: Tensor  # [rows, 1]; infinity for all: a rounded sum reaches 1 too early
     min_p: Tensor  # [rows, 1]
 
-    def lowest_kept(self, logits: Tensor) -> Tensor:
-        """The smallest logit that is kept in each row: [rows, 1]. logits: [rows, vocab]."""
+    def lowest_kept(self, logits: Tensor, size: int = SHORTLIST) -> Tensor:
+        """The smallest logit that is kept in each row: [rows, 1].
+
+        Args:
+            logits: [rows, vocab]
+            size: of the shortlist; rows for which it is too short are tried again with a longer one.
+        """
         vocab_size = logits.shape[1]
-        if vocab_size <= SORTED_WHOLE:
+        if vocab_size <= max(size, SORTED_WHOLE):
             return self._lowest(logits.sort(descending=True).values, logits)
-        shortlist = logits.topk(SHORTLIST).values  # [rows, SHORTLIST]
+        shortlist = logits.topk(size).values  # [rows, size]
         limits = self._lowest(shortlist, logits)
         # What lies behind the shortlist may be kept too, or count in the mass that top_p is a share of.
-        is_beyond = (self.top_k > SHORTLIST) & (self.top_k < vocab_size)
+        is_beyond = (self.top_k > size) & (self.top_k < vocab_size)
         too_short = (is_beyond | (limits <= shortlist[:, -1:]).squeeze(1)).nonzero().squeeze(1)
         if len(too_short):
-            some = logits[too_short]
             filters = Filters(self.top_k[too_short], self.top_p[too_short], self.min_p[too_short])
-            limits[too_short] = filters._lowest(some.sort(descending=True).values, some)
+            limits[too_short] = filters.lowest_kept(logits[too_short], size * SHORTLIST_GROWTH)
         return limits
 
     def _lowest(self, ordered: Tensor, logits: Tensor) -> Tensor:

@@ -21,8 +21,8 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 # safetensors' names of the formats that convert to ours without loss of meaning
 FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-# Buffers that old checkpoints carry, computed here instead.
-IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
+# A buffer that old Llama checkpoints carry; computed here instead.
+IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
 NAMED_AT_MOST = 5  # tensors in one error message
 
 Progress = Callable[[int, int], None]
@@ -183,8 +183,8 @@ def load_weights(
     """Fill the model's parameters from the checkpoint, one tensor at a time, converting to dtype.
 
     Raises:
-        BadCheckpoint: tensors are missing, unexpected, misshaped, or contradict tied embeddings; all before any is read
-            but the last.
+        BadCheckpoint: tensors are missing, unexpected or misshaped, told before any is read; or a stored head
+            contradicts tied embeddings, told after.
     """
     weights = empty_weights(config, dtype, device)
     wanted = targets(config, weights)

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import os
 import random
 import sys
 import threading
@@ -98,7 +97,6 @@ def engine_loader(config: ServerConfig) -> LoadEngine:
         files = read_model_files(model_directory(config), config.max_model_len, config.chat_template)
         model = parse_model_config(files.config)
         report_stage("importing torch")
-        os.environ.setdefault("GOMP_SPINCOUNT", "0")  # before torch: idle threads must not spin beside the loop
         from gpu.runner import load_runner
 
         report_stage("loading weights")

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from urllib.parse import unquote
 
 from core.errors import ErrorKind, ServiceError
-from core.types import EngineStats, Usage
-from server.answer import answer_headers, send_json
+from core.types import EngineStats
+from server.answer import Outcome, answer_headers, send_json
 from server.api import models, tokenize
 from server.api.chat import ChatSurface
 from server.api.completions import CompletionsSurface
@@ -40,7 +40,7 @@ class Exchange:
     request_id: str
     timings: Timings
     argument: str = ""  # what the route's pattern left open, decoded
-    usage: Usage | None = None
+    outcome: Outcome | None = None  # of a generation
 
     @property
     def request(self) -> HttpRequest:
@@ -122,7 +122,7 @@ class App:
         except ClientDisconnected:
             pass
         finally:
-            status = CLIENT_GONE if stream.status is None else stream.status
+            status = stream.status or (500 if stream.is_open else CLIENT_GONE)  # open: the connection answers a fault
             self._metrics.responses[status] += 1
             log_access(self._access_record(exchange, status, error_code))
 
@@ -166,9 +166,10 @@ class App:
     def _generating(self, surface: Surface) -> Handler:
         async def generate(exchange: Exchange) -> None:
             check_media_type(exchange.request)
-            exchange.usage = await self._served.generate(
-                surface, exchange.stream, exchange.request_id, exchange.timings
-            )
+            outcome = await self._served.generate(surface, exchange.stream, exchange.request_id, exchange.timings)
+            exchange.outcome = outcome
+            if outcome.error is not None:
+                raise outcome.error
 
         return generate
 
@@ -211,21 +212,37 @@ class App:
 
     async def _tokenize(self, exchange: Exchange) -> None:
         reader = self._served.reader
-        call = tokenize.parse_tokenize(await self._read_json(exchange))
-        self._metrics.unknown_fields.update(call.unknown_fields)
-        if call.model is not None:
-            models.find_model(reader.cards, call.model)
-        ids = reader.encode(call.prompt)
-        strs = [reader.tokenizer.str_of(token_id) for token_id in ids] if call.wants_token_strs else None
-        _send(exchange, tokenize.tokenize_reply(ids, reader.max_model_len, strs))
+
+        def work(body: bytes) -> tuple[bytes, tuple[str, ...]]:
+            call = tokenize.parse_tokenize(body)
+            if call.model is not None:
+                models.find_model(reader.cards, call.model)
+            ids = reader.encode(call.prompt)
+            strs = [reader.tokenizer.str_of(token_id) for token_id in ids] if call.wants_token_strs else None
+            return tokenize.tokenize_reply(ids, reader.max_model_len, strs), call.unknown_fields
+
+        await self._answer_computed(exchange, work)
 
     async def _detokenize(self, exchange: Exchange) -> None:
-        reader = self._served.reader
-        call = tokenize.parse_detokenize(await self._read_json(exchange), self._served.defaults.vocab_size)
-        self._metrics.unknown_fields.update(call.unknown_fields)
-        if call.model is not None:
-            models.find_model(reader.cards, call.model)
-        _send(exchange, tokenize.detokenize_reply(reader.tokenizer.decode(call.ids, skip_special_tokens=False)))
+        reader, vocab_size = self._served.reader, self._served.defaults.vocab_size
+
+        def work(body: bytes) -> tuple[bytes, tuple[str, ...]]:
+            call = tokenize.parse_detokenize(body, vocab_size)
+            if call.model is not None:
+                models.find_model(reader.cards, call.model)
+            text = reader.tokenizer.decode(call.ids, skip_special_tokens=False)
+            return tokenize.detokenize_reply(text), call.unknown_fields
+
+        await self._answer_computed(exchange, work)
+
+    async def _answer_computed(
+        self, exchange: Exchange, work: Callable[[bytes], tuple[bytes, tuple[str, ...]]]
+    ) -> None:
+        """Answer with what `work` makes of the body: reply, names of unknown fields. It may run elsewhere."""
+        body = await self._read_json(exchange)
+        reply, unknown_fields = await self._served.compute(lambda: work(body), len(body))
+        self._metrics.count_unknown_fields(unknown_fields)
+        _send(exchange, reply)
 
     async def _read_json(self, exchange: Exchange) -> bytes:
         check_media_type(exchange.request)
@@ -246,7 +263,8 @@ class App:
         _send(exchange, error_body(error), status_of(error), headers)
 
     def _access_record(self, exchange: Exchange, status: int, error_code: str | None) -> AccessRecord:
-        timings, usage = exchange.timings, exchange.usage
+        timings, outcome = exchange.timings, exchange.outcome
+        usage = None if outcome is None else outcome.usage
         return AccessRecord(
             request_id=exchange.request_id,
             method=exchange.request.method,
@@ -255,7 +273,9 @@ class App:
             duration_ms=(self._clock.monotonic() - timings.head_s) * 1e3,
             ttft_ms=None if timings.ttft_s is None else timings.ttft_s * 1e3,
             num_prompt_tokens=None if usage is None else usage.num_prompt_tokens,
+            num_cached_tokens=None if usage is None else usage.num_cached_tokens,
             num_completion_tokens=None if usage is None else usage.num_completion_tokens,
+            finish_reason=None if outcome is None else ",".join(outcome.finish_reasons) or None,
             error_code=error_code,
         )
 
@@ -264,7 +284,7 @@ class MethodNotAllowed(ServiceError):
     """A path that is here, asked in a way that it does not take."""
 
     def __init__(self, path: str, method: str, allowed: Iterable[str]) -> None:
-        self.allowed = ", ".join(allowed)
+        self.allowed = ", ".join("GET, HEAD" if name == "GET" else name for name in allowed)
         message = f"{path} does not take {method}. Allowed: {self.allowed}."
         super().__init__(ErrorKind.METHOD_NOT_ALLOWED, message, "method_not_allowed")
 

@@ -269,8 +269,7 @@ def _converse(backend: "HttpChatBackend", question: str | None) -> int:
     if question is not None:
         conversation.ask(sys.stdin.read() if question == DEFAULT_QUESTION_SOURCE else question)
         return ExitCode.OK
-    _report(f"{backend.model} at {backend.url}; /help lists the commands")
-    conversation.run(terminal_reader())
+    conversation.run(terminal_reader(), f"{backend.model} at {backend.url}; /help lists the commands")
     return ExitCode.OK
 
 

@@ -403,10 +403,16 @@ def _parse(option: Option, text: str | list[str], origin: str) -> Any:
         shown = "a value that is not shown" if option.is_secret else f"{text!r}"
         raise StartupError(
             f"{origin} is {shown}: it must be {error.expected}",
-            f"{option.flag} {option.metavar}, {option.variable}={option.metavar},"
-            f" or {option.toml_key} in the TOML file: {option.help}",
+            _fix(option, error.proposal),
             ExitCode.MODEL if is_model else ExitCode.CONFIGURATION,
         ) from error
+
+
+def _fix(option: Option, proposal: str | None) -> str:
+    if proposal is not None:
+        return f"{option.flag} {proposal}"
+    ways = f"{option.flag} {option.metavar}, {option.variable}={option.metavar}, or {option.toml_key} in the TOML file"
+    return f"{ways}: {option.help}"
 
 
 def _unknown(kind: str, name: str, known: Mapping[str, Option], alternative: str) -> StartupError:

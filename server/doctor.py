@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from core.errors import ExitCode, StartupError
+from server.listener import listening_error
 from server.values import format_count, format_size
 from server.versions import LISTED, VersionOf, check_floors, installed_version, versions
 
@@ -157,9 +158,7 @@ def try_address(host: str, port: int) -> str:
             trial.bind(address)
             trial.listen()
     except OSError as error:
-        cause = f"{host}:{port} cannot be listened on: {error.strerror or error}"
-        fix = "stop what listens there, or take another: --port 0 picks a free one"
-        raise StartupError(cause, fix, ExitCode.PORT) from error
+        raise listening_error(error, host, port) from error
     return f"{host}:{port} is free" if port else f"{host}, on a free port"
 
 

@@ -114,7 +114,7 @@ class Listener:
         except OSError as error:
             for sock in bound:
                 sock.close()
-            raise _startup_error(error, config.host, config.port) from error
+            raise listening_error(error, config.host, config.port) from error
         return bound
 
     # What connections tell (ConnectionRegistry).
@@ -196,7 +196,8 @@ def _listen(family: int, address: tuple[object, ...], backlog: int) -> socket.so
     return sock
 
 
-def _startup_error(error: OSError, host: str, port: int) -> StartupError:
+def listening_error(error: OSError, host: str, port: int) -> StartupError:
+    """Why the address cannot be had, and what to take instead."""
     where = f"{host}:{port}"
     if error.errno == errno.EADDRINUSE:
         fix = f"--port {port + 1 if port < 65535 else 0}, or stop what listens there (`ss -ltnp 'sport = :{port}'`)"

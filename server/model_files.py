@@ -149,7 +149,9 @@ def _read_tokenizer(directory: Path, tokenizer_config: dict[str, Any]) -> Tokeni
     try:
         return Tokenizer(text, tokenizer_config)
     except UnsupportedTokenizer as error:
-        raise StartupError(f"{file}: {error}", "serve a model with a supported tokenizer", ExitCode.MODEL) from error
+        raise StartupError(
+            f"{file}: {error}", "download it again, or serve a model with a supported tokenizer", ExitCode.MODEL
+        ) from error
 
 
 def _context_of(config: dict[str, Any], directory: Path) -> int:

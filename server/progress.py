@@ -1,4 +1,7 @@
-"""How far the weights are loaded: a bar in bytes on a terminal, a line per tenth elsewhere. Thread: engine."""
+"""How far the weights are loaded: a bar in bytes on a terminal, a line per tenth elsewhere. Thread: engine.
+
+What loads in a blink (the embedded model) is not worth a word.
+"""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -6,15 +9,29 @@ from typing import TextIO
 
 from server.values import format_size
 
+MIN_SHOWN_BYTES = 64 * 2**20  # a tenth of a second of reading
+
 ReportBytes = Callable[[int, int], None]  # (bytes read so far, bytes in all)
 
 
 @contextlib.contextmanager
 def weight_progress(stream: TextIO) -> Iterator[ReportBytes]:
     """Give a function that the loader calls as it goes; the bar is gone, or its last line written, at the end."""
-    if not stream.isatty():
-        yield TenthLines(stream).report
-        return
+    with contextlib.ExitStack() as stack:
+        show: ReportBytes | None = None
+
+        def report(num_read: int, num_total: int) -> None:
+            nonlocal show
+            if num_total < MIN_SHOWN_BYTES:
+                return
+            if show is None:
+                show = _bar(stream, stack) if stream.isatty() else TenthLines(stream).report
+            show(num_read, num_total)
+
+        yield report
+
+
+def _bar(stream: TextIO, stack: contextlib.ExitStack) -> ReportBytes:
     from rich.console import Console  # 60 ms, which a server without a terminal need not pay
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
@@ -25,9 +42,9 @@ def weight_progress(stream: TextIO) -> Iterator[ReportBytes]:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(file=stream), transient=True) as bar:
-        task = bar.add_task("weights", total=None)
-        yield lambda num_read, num_total: bar.update(task, completed=num_read, total=num_total)
+    bar = stack.enter_context(Progress(*columns, console=Console(file=stream), transient=True))
+    task = bar.add_task("weights", total=None)
+    return lambda num_read, num_total: bar.update(task, completed=num_read, total=num_total)
 
 
 class TenthLines:
@@ -38,7 +55,7 @@ class TenthLines:
         self._num_tenths = 0
 
     def report(self, num_read: int, num_total: int) -> None:
-        num_tenths = 10 if num_total == 0 else 10 * num_read // num_total
+        num_tenths = 10 * num_read // num_total
         if num_tenths > self._num_tenths:
             self._num_tenths = num_tenths
             sizes = f"{format_size(num_read)} of {format_size(num_total)}"

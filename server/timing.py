@@ -12,7 +12,6 @@ class Timings:
         body_s: its body was complete.
         submitted_s: validated, tokenized, and handed to the engine.
         first_token_s: the first delta came.
-        last_token_s: the latest delta came.
         end_s: the terminal chunk came.
     """
 
@@ -20,7 +19,6 @@ class Timings:
     body_s: float | None = None
     submitted_s: float | None = None
     first_token_s: float | None = None
-    last_token_s: float | None = None
     end_s: float | None = None
 
     @property

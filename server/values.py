@@ -22,11 +22,17 @@ _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 
 
 class BadValueError(Exception):
-    """A text that is not a value of the kind asked for. `expected` completes the sentence "it must be ..."."""
+    """A text that is not a value of the kind asked for.
 
-    def __init__(self, expected: str) -> None:
+    Args:
+        expected: completes the sentence "it must be ...".
+        proposal: a value that may have been meant.
+    """
+
+    def __init__(self, expected: str, proposal: str | None = None) -> None:
         super().__init__(expected)
         self.expected = expected
+        self.proposal = proposal
 
 
 class MissingPathError(BadValueError):
@@ -108,34 +114,45 @@ def duration_between(low_s: float, high_s: float) -> Callable[[str], float]:
 def existing_directory(text: str) -> Path:
     path = Path(text_value(text)).expanduser()
     if not path.exists():
-        raise MissingPathError(f"a directory that exists{what_lies_near(path)}")
+        raise _missing("a directory", path, names_near(path, Path.is_dir))
     if not path.is_dir():
-        raise MissingPathError(f"a directory, and this is a file: {path.parent}?")
+        raise MissingPathError("a directory, and this is a file", str(path.parent))
     return path
 
 
 def existing_file(text: str) -> Path:
     path = Path(text_value(text)).expanduser()
     if not path.exists():
-        raise MissingPathError(f"a file that exists{what_lies_near(path)}")
+        raise _missing("a file", path, names_near(path, Path.exists))
     if not path.is_file():
         raise MissingPathError("a file, and this is a directory")
     return path
 
 
-def what_lies_near(path: Path) -> str:
-    """Says of a missing path where it stops being true, and what is there instead; "" when there is nothing to say."""
-    missing, parent = path, path.parent
-    while not parent.exists() and parent != parent.parent:
-        missing, parent = parent, parent.parent
+def _missing(kind: str, path: Path, near: list[Path]) -> MissingPathError:
+    expected = f"{kind} that exists"
+    if near:
+        return MissingPathError(f"{expected}; near it: {', '.join(map(str, near))}", str(near[0]))
+    missing = _where_it_ends(path)
+    return MissingPathError(expected if missing == path else f"{expected}; {missing.parent} exists, {missing} does not")
+
+
+def _where_it_ends(path: Path) -> Path:
+    """The first part of a missing path that is missing."""
+    while not path.parent.exists() and path.parent != path.parent.parent:
+        path = path.parent
+    return path
+
+
+def names_near(path: Path, is_wanted: Callable[[Path], bool]) -> list[Path]:
+    """What lies where a missing path ends and is called something like it, the likeliest first."""
+    missing = _where_it_ends(path)
     try:
-        names = sorted(child.name for child in parent.iterdir())
+        names = sorted(child.name for child in missing.parent.iterdir() if is_wanted(child))
     except OSError:
-        return f"; {parent} cannot be read"
+        return []
     close = difflib.get_close_matches(missing.name, names, n=3, cutoff=0.5)
-    if close:
-        return f"; near it: {', '.join(str(parent / name) for name in close)}"
-    return "" if missing == path else f"; {parent} exists, {missing} does not"
+    return [missing.parent / name for name in close]
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:

@@ -164,6 +164,7 @@ def test_a_missing_model_names_what_lies_near(tmp_path: Path) -> None:
     error = refusal({"model": str(tmp_path / "llama-3.2-1b")}, {})
     assert error.exit_code == ExitCode.MODEL
     assert str(tmp_path / "Llama-3.2-1B") in error.cause
+    assert error.fix == f"--model {tmp_path / 'Llama-3.2-1B'}"
 
 
 def test_a_path_missing_early_names_where_it_stops_being_true(tmp_path: Path) -> None:
@@ -174,7 +175,9 @@ def test_a_path_missing_early_names_where_it_stops_being_true(tmp_path: Path) ->
 
 def test_a_file_for_a_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    assert f"{tmp_path}?" in refusal({"model": str(tmp_path / "config.json")}, {}).cause
+    error = refusal({"model": str(tmp_path / "config.json")}, {})
+    assert "this is a file" in error.cause
+    assert error.fix == f"--model {tmp_path}"
 
 
 def test_engine_config_carries_what_the_operator_asked() -> None:

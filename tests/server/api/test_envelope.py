@@ -22,6 +22,7 @@ def test_every_kind_has_a_status_and_a_type() -> None:
         413,
         415,
         429,
+        499,
         500,
         503,
         504,
@@ -74,7 +75,7 @@ def test_an_error_event_is_one_line() -> None:
 @pytest.mark.parametrize(
     ("reason", "kind", "code"),
     [
-        (FinishReason.CANCELLED, ErrorKind.INVALID_REQUEST, "request_cancelled"),
+        (FinishReason.CANCELLED, ErrorKind.CANCELLED, "request_cancelled"),
         (FinishReason.DEADLINE, ErrorKind.DEADLINE_EXCEEDED, "deadline_exceeded"),
         (FinishReason.ERROR, ErrorKind.ENGINE, "engine_error"),
     ],

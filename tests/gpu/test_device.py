@@ -1,0 +1,98 @@
+"""Choices of device, dtype and threads, each with its reason; what the machine says of itself."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from core.config import EngineConfig
+from core.errors import DeviceUnavailable
+from gpu import device
+
+CPU = torch.device("cpu")
+
+
+def choose(**fields: object) -> device.DeviceChoice:
+    return device.choose_device(EngineConfig(**{"device": "cpu", **fields}))
+
+
+def test_what_is_asked_for_is_chosen() -> None:
+    choice = choose(dtype="float16", threads=3)
+    assert (choice.device, choice.dtype, choice.dtype_name, choice.threads) == (CPU, torch.float16, "float16", 3)
+    assert {choice.device_reason, choice.dtype_reason, choice.threads_reason} == {"asked for"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtype", "reason"),
+    [
+        ("fpu avx512_bf16 sse", torch.bfloat16, "the CPU has avx512_bf16"),
+        ("amx_bf16 avx512_bf16", torch.bfloat16, "the CPU has amx_bf16"),
+        ("fpu avx512f", torch.float32, "the CPU has no bf16 instructions"),
+    ],
+)
+def test_auto_dtype_follows_the_cpus_instructions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str, dtype: torch.dtype, reason: str
+) -> None:
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nflags\t\t: {flags}\n\nprocessor\t: 1\nflags\t\t: other\n")
+    monkeypatch.setattr(device, "CPU_INFO", tmp_path / "cpuinfo")
+    choice = choose()
+    assert (choice.dtype, choice.dtype_reason) == (dtype, reason)
+
+
+def test_a_machine_that_does_not_tell_its_flags_gets_float32(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(device, "CPU_INFO", tmp_path / "none")
+    assert choose().dtype == torch.float32
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_auto_device_without_cuda_is_the_cpu_and_asking_for_it_is_refused() -> None:
+    choice = choose(device="auto")
+    assert choice.device == CPU
+    assert "no CUDA" in choice.device_reason
+    with pytest.raises(DeviceUnavailable, match="Device cuda"):
+        choose(device="cuda")
+
+
+@pytest.mark.parametrize("fields", [{"device": "tpu"}, {"dtype": "int3"}, {"threads": 0}], ids=str)
+def test_unknown_choices_are_refused_with_a_fix(fields: dict[str, object]) -> None:
+    with pytest.raises(DeviceUnavailable) as caught:
+        choose(**fields)
+    assert caught.value.fix.startswith("--")
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 1), (8, 7)])
+def test_one_core_is_left_to_the_event_loop(monkeypatch: pytest.MonkeyPatch, cores: int, threads: int) -> None:
+    monkeypatch.setattr(device, "num_physical_cores", lambda: cores)
+    assert choose().threads == threads
+
+
+def test_hyper_threads_of_a_core_count_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for cpu, siblings in enumerate(("0,2", "1,3", "0,2", "1,3")):
+        (tmp_path / f"cpu{cpu}" / "topology").mkdir(parents=True)
+        (tmp_path / f"cpu{cpu}" / "topology" / "thread_siblings_list").write_text(siblings + "\n")
+    monkeypatch.setattr(device, "CPU_TOPOLOGY", tmp_path)
+    monkeypatch.setattr(device.os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
+    assert device.num_physical_cores() == 2
+
+
+def test_free_memory_is_the_lesser_of_machine_and_control_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemFree: 10 kB\nMemAvailable: 5000 kB\n")
+    monkeypatch.setattr(device, "MEMORY_INFO", tmp_path / "meminfo")
+    monkeypatch.setattr(device, "CGROUP", tmp_path)
+    assert device.free_memory_bytes(CPU) == 5000 * 1024
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("1000\n")
+    assert device.free_memory_bytes(CPU) == 5000 * 1024
+    (tmp_path / "memory.max").write_text("4000\n")
+    assert device.free_memory_bytes(CPU) == 3000
+
+
+def test_measured_bandwidth_is_a_machines() -> None:
+    assert 1e8 < device.measure_bandwidth(CPU) < 1e13
+
+
+def test_applied_threads_are_torchs() -> None:
+    device.apply_threads(choose(threads=2))
+    assert torch.get_num_threads() == 2

@@ -1,0 +1,86 @@
+"""Memory is divided by computed figures, and what does not fit is told with a figure that does."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from core.config import EngineConfig, ModelConfig, RopeConfig
+from core.errors import NotEnoughMemory, StartupError
+from gpu.device import DeviceChoice
+from gpu.memory_plan import GIB, MemoryPlan, plan_memory
+
+# Llama 3.1 8B
+MODEL = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=128_256,
+    hidden_size=4096,
+    intermediate_size=14_336,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    max_position=131_072,
+    rms_norm_eps=1e-5,
+    rope=RopeConfig(500_000.0),
+)
+BF16 = DeviceChoice(torch.device("cpu"), "", torch.bfloat16, "", 1, "")
+
+
+def plan(free_gib: float, device: DeviceChoice = BF16, **engine: int) -> MemoryPlan:
+    return plan_memory(MODEL, EngineConfig(**{"max_model_len": 8192, **engine}), device, 0, int(free_gib * GIB))
+
+
+def test_figures_of_a_known_model() -> None:
+    made = plan(100)
+    assert made.num_parameters == 8_030_261_248
+    assert made.weights_bytes == 2 * 8_030_261_248
+    assert made.kv_bytes_per_token == 131_072
+    assert made.kv_tokens == 16 * made.num_blocks
+    assert made.total_bytes == made.weights_bytes + made.activation_bytes + made.kv_bytes < made.free_bytes
+
+
+def test_kv_is_no_more_than_all_sequences_can_use() -> None:
+    assert plan(500, max_sequences=4).kv_tokens == 4 * 8192
+
+
+def test_kv_is_at_most_half_of_what_is_left() -> None:
+    made = plan(60)
+    left = made.free_bytes - made.weights_bytes - made.activation_bytes
+    assert left / 2 - 17 * 131_072 < made.kv_bytes <= left / 2
+
+
+def test_one_full_sequence_may_take_more_than_half() -> None:
+    least = plan(100, max_sequences=1)
+    made = plan((least.weights_bytes + least.activation_bytes + 1.2 * GIB) / GIB, max_sequences=1)
+    assert made.kv_tokens == 8192
+
+
+def test_given_kv_memory_is_used_whole() -> None:
+    made = plan(100, kv_memory_bytes=2 * GIB)
+    assert made.kv_bytes == 2 * GIB
+    assert made.kv_tokens == 2 * GIB // 131_072 - 16
+
+
+def test_a_context_that_does_not_fit_is_told_with_one_that_does() -> None:
+    with pytest.raises(NotEnoughMemory) as caught:
+        plan(100, max_model_len=32_768, kv_memory_bytes=int(2.1 * GIB))
+    assert caught.value.cause == "KV cache: need 4.0 GiB for 32768 tokens, --kv-memory gives 2.1 GiB."
+    assert caught.value.fix == "--max-model-len 17100, or --kv-memory 4098MiB"
+    assert plan(100, max_model_len=17_100, kv_memory_bytes=int(2.1 * GIB)).kv_tokens >= 17_100
+
+
+def test_kv_memory_beyond_what_is_free_is_refused() -> None:
+    with pytest.raises(NotEnoughMemory, match=r"--kv-memory asks for 50\.0 GiB"):
+        plan(40, kv_memory_bytes=50 * GIB)
+
+
+def test_weights_that_do_not_fit_are_told_before_loading() -> None:
+    with pytest.raises(NotEnoughMemory, match=r"as float32, 20\.0 GiB free.*--dtype bfloat16"):
+        plan(20, dataclasses.replace(BF16, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("length", [0, -1, 131_073])
+def test_a_context_beyond_the_models_is_refused(length: int) -> None:
+    with pytest.raises(StartupError, match="made for up to 131072"):
+        plan(100, max_model_len=length)

@@ -1,0 +1,139 @@
+"""Steps through the runner: isolation of rows, copies, logprobs, and what load_runner refuses."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from core.config import EngineConfig, parse_model_config
+from core.errors import BadCheckpoint, NotEnoughMemory
+from core.plan import SequenceStart
+from core.types import SamplingParams
+from gpu.memory_plan import estimate
+from gpu.runner import NOT_FINITE, ModelRunner, load_runner
+from tests.gpu.conftest import ENGINE, no_progress, open_runner
+from tests.gpu.driver import GREEDY, Driver, make_plan
+from tests.oracle import read_config
+
+PROMPT = list(range(10, 45))
+
+
+def test_limits_are_those_planned(llama_runner: ModelRunner) -> None:
+    limits = llama_runner.limits
+    assert (limits.block_size, limits.max_sequences, limits.max_model_len, limits.vocab_size) == (16, 16, 256, 300)
+    assert limits.num_blocks == llama_runner.memory.num_blocks > 100
+
+
+def test_a_step_without_sampling_rows_draws_nothing(llama_runner: ModelRunner) -> None:
+    driver = Driver(llama_runner)
+    sequence = driver.add(PROMPT)
+    output = driver.step({sequence.slot: 5}, sequence)
+    assert (output.rows.tolist(), output.token_ids.tolist(), output.failed_rows) == ([], [], {})
+
+
+def test_tokens_come_in_the_order_of_the_plans_rows(llama_runner: ModelRunner) -> None:
+    driver = Driver(llama_runner)
+    sequences = [driver.add(PROMPT[:length]) for length in (3, 30, 1)]
+    output = driver.step(None, *sequences)
+    assert output.rows.tolist() == [0, 1, 2]
+    assert output.rows.dtype == output.token_ids.dtype == np.int32
+
+
+def test_a_copied_block_carries_a_sequence_on(llama_runner: ModelRunner) -> None:
+    """Copy on write: slot 1 goes on from slot 0's 20 tokens with a copy of the partial block, then both differ."""
+    driver = Driver(llama_runner)
+    rows = [(0, 0, PROMPT[:20], True)]
+    starts = [SequenceStart(slot, (1,), 1, GREEDY, 0, ()) for slot in range(3)]
+    driver.run(make_plan(rows, tables=[(0, 0, 3), (0, 1, 5)], sequence_starts=starts))
+    both = make_plan([(0, 20, [7], True), (1, 20, [8], True)], tables=[(1, 0, 3), (1, 1, 9)], copies=[(5, 9)])
+    got = driver.run(both).token_ids.tolist()
+    want = []
+    for last in (7, 8):
+        whole = make_plan([(2, 0, [*PROMPT[:20], last], True)], tables=[(2, 0, 20), (2, 1, 21)])
+        want.append(driver.run(whole).token_ids.item())
+    assert got == want
+
+
+def test_a_row_that_is_not_finite_fails_alone_and_leaves_its_blocks_finite(llama_runner: ModelRunner) -> None:
+    driver = Driver(llama_runner)
+    want = driver.generate(30, driver.add(PROMPT))
+    good, bad = driver.add(PROMPT), driver.add(PROMPT[:20])
+    driver.step(None, good, bad)
+    with torch.inference_mode():
+        llama_runner._cache.tensor[0, 1, bad.blocks[0]] = math.nan
+    output = driver.step(None, bad, good)
+    assert output.failed_rows == {0: NOT_FINITE}
+    assert output.rows.tolist() == [1]
+    assert llama_runner._cache.tensor.isfinite().all()
+    assert driver.generate(30, good) == want
+
+
+def test_nan_left_in_free_blocks_reaches_nobody(llama_runner: ModelRunner) -> None:
+    """A cancelled prefill may leave NaN that no logits ever showed."""
+    before = Driver(llama_runner)
+    want = before.generate(40, before.add(PROMPT))
+    with torch.inference_mode():
+        llama_runner._cache.tensor[:, :, : llama_runner.limits.num_blocks] = math.nan
+    driver = Driver(llama_runner)
+    sequences = [driver.add(PROMPT), driver.add(PROMPT[:3])]
+    driver.generate(40, *sequences)
+    assert sequences[0].output_ids == want[0]
+
+
+def test_logprobs_belong_to_their_tokens(llama_runner: ModelRunner) -> None:
+    driver = Driver(llama_runner)
+    plain = driver.add(PROMPT[:9])
+    asked = driver.add(PROMPT, SamplingParams(max_tokens=9, temperature=0.0, num_logprobs=3))
+    output = driver.step(None, plain, asked)
+    assert list(output.logprobs) == [1]
+    logprobs = output.logprobs[1]
+    assert logprobs.token_id == output.token_ids[1] == logprobs.top[0][0]
+    assert logprobs.logprob == logprobs.top[0][1] < 0
+    assert len(logprobs.top) == 3
+
+
+def test_a_seeded_request_says_the_same_alone_and_in_a_crowd(llama_runner: ModelRunner) -> None:
+    sampling = SamplingParams(max_tokens=9, temperature=0.9, top_p=0.9, presence_penalty=0.3)
+    alone = Driver(llama_runner)
+    want = alone.generate(40, alone.add(PROMPT, sampling, seed=5))
+    crowd = Driver(llama_runner)
+    others = [crowd.add(PROMPT[: 3 + index], SamplingParams(max_tokens=9), seed=index) for index in range(6)]
+    for _ in range(4):
+        crowd.step(None, *others)
+    assert crowd.generate(40, *others[:3], crowd.add(PROMPT, sampling, seed=5), *others[3:])[3] == want[0]
+
+
+def test_bfloat16_follows_float32_closely(model_directory) -> None:
+    engine = EngineConfig(device="cpu", dtype="bfloat16", kv_memory_bytes=2**22, threads=1)
+    plan = make_plan([(0, 0, PROMPT, True)], tables=[(0, 0, 0), (0, 1, 1), (0, 2, 2)])
+    exact = open_runner(model_directory("qwen3")).forward(plan).logits
+    rounded = open_runner(model_directory("qwen3"), engine).forward(plan).logits
+    assert torch.corrcoef(torch.cat([exact, rounded]))[0, 1] > 0.995
+
+
+def test_a_context_that_does_not_fit_names_one_that_does(model_directory) -> None:
+    directory = model_directory("llama3")
+    config = parse_model_config(read_config(directory))
+    per_token = 2 * 2 * 32 * 4
+    small = EngineConfig(device="cpu", dtype="float32", kv_memory_bytes=130 * per_token)
+    with pytest.raises(NotEnoughMemory, match=r"KV cache: need .* for 256 tokens") as caught:
+        load_runner(directory, config, small, no_progress)
+    assert caught.value.fix == "--max-model-len 100"
+    engine = EngineConfig(device="cpu", dtype="float32", kv_memory_bytes=130 * per_token, max_model_len=100)
+    assert estimate(directory, config, engine).kv_tokens == 112
+
+
+def test_estimate_is_what_loading_takes(model_directory) -> None:
+    directory = model_directory("qwen2")
+    config = parse_model_config(read_config(directory))
+    runner = load_runner(directory, config, ENGINE, no_progress)
+    plan = estimate(directory, config, ENGINE)
+    assert (plan.num_blocks, plan.kv_bytes) == (runner.limits.num_blocks, runner._cache.tensor.nbytes)
+    assert plan.weights_bytes == plan.checkpoint_bytes == 4 * config.num_parameters
+
+
+def test_estimate_of_a_directory_without_weights_is_refused(model_directory, tmp_path) -> None:
+    config = parse_model_config(read_config(model_directory("qwen2")))
+    with pytest.raises(BadCheckpoint):
+        estimate(tmp_path, config, ENGINE)

@@ -1,0 +1,109 @@
+"""Sizes, durations and counts: as operators write them, and as they read them."""
+
+from pathlib import Path
+
+import pytest
+
+from server.values import (
+    BadValueError,
+    count_between,
+    duration_between,
+    existing_file,
+    format_count,
+    format_duration,
+    format_size,
+    names_near,
+    nearest,
+    size_between,
+)
+
+any_size = size_between(0, 2**50)
+any_duration = duration_between(0, 1e9)
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"),
+    [
+        ("0", 0),
+        ("8388608", 2**23),
+        ("512MiB", 2**29),
+        ("2 GiB", 2**31),
+        (" 1.5GiB ", 3 * 2**29),
+        ("2GB", 2 * 10**9),
+        ("1KB", 1000),
+        ("10B", 10),
+    ],
+)
+def test_sizes(text: str, size_bytes: int) -> None:
+    assert any_size(text) == size_bytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "2g", "2 Gib", "2GiB!", "1,5GiB", "-1", "1e9", "0x10", "inf", "٣GiBx"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(BadValueError):
+        any_size(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "duration_s"), [("10", 10.0), ("500ms", 0.5), ("1.5 s", 1.5), ("2min", 120.0), ("1h", 3600.0), ("0", 0.0)]
+)
+def test_durations(text: str, duration_s: float) -> None:
+    assert any_duration(text) == duration_s
+
+
+@pytest.mark.parametrize("text", ["", "s", "1m", "1 day", "-1s", "inf", "nan"])
+def test_what_is_no_duration(text: str) -> None:
+    with pytest.raises(BadValueError):
+        any_duration(text)
+
+
+def test_bounds_are_included() -> None:
+    parse = count_between(2, 4)
+    assert [parse(text) for text in ("2", "4")] == [2, 4]
+    for text in ("1", "5"):
+        with pytest.raises(BadValueError, match="from 2 to 4"):
+            parse(text)
+
+
+def test_digits_may_be_grouped() -> None:
+    assert count_between(0, 10**6)("32_768") == count_between(0, 10**6)("32,768") == 32_768
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1 KiB"), (2**23, "8 MiB"), (5.37e9, "5.0 GiB"), (2**41, "2 TiB")],
+)
+def test_sizes_are_shown_in_binary_units(size_bytes: float, text: str) -> None:
+    assert format_size(size_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("duration_s", "text"),
+    [(0, "0 ms"), (0.5, "500 ms"), (1.5, "1.5 s"), (75, "75 s"), (60, "1 min"), (90, "90 s"), (7200, "2 h")],
+)
+def test_durations_are_shown_in_whole_units(duration_s: float, text: str) -> None:
+    assert format_duration(duration_s) == text
+    assert any_duration(text) == duration_s
+
+
+def test_counts_are_shown_as_parameters_are() -> None:
+    assert [format_count(number) for number in (999, 99_700, 5_100_000, 8.03e9)] == ["999", "99.7K", "5.1M", "8.0B"]
+
+
+def test_nearest_ignores_case_and_kind_of_dash_and_gives_up_when_far() -> None:
+    known = ["max_queue", "port"]
+    assert nearest("MAX-QUEUE", known) == "max_queue"
+    assert nearest("prot", known) == "port"
+    assert nearest("zebra", known) is None
+
+
+def test_a_directory_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(BadValueError, match="this is a directory"):
+        existing_file(str(tmp_path))
+
+
+def test_near_a_missing_path_lies_what_looks_like_it(tmp_path: Path) -> None:
+    (tmp_path / "steploop.toml").touch()
+    assert names_near(tmp_path / "stepploop.toml", Path.exists) == [tmp_path / "steploop.toml"]
+    assert names_near(tmp_path / "stepploop.toml", Path.is_dir) == []
+    assert names_near(tmp_path / "zzz", Path.exists) == []
