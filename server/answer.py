@@ -295,8 +295,7 @@ def send_json(stream: HttpStream, status: int, body: bytes, headers: Headers = (
 
 def answer_headers(timings: Timings) -> Headers:
     """What an answer bears beside its content: where the time went until now."""
-    stages = timings.server_timing()
-    return (NO_STORE, (b"server-timing", stages)) if stages else (NO_STORE,)
+    return (NO_STORE, (b"server-timing", timings.server_timing()))
 
 
 def total_usage(usages: list[Usage]) -> Usage:

@@ -179,11 +179,11 @@ class App:
         return self.lifecycle
 
     async def _health(self, exchange: Exchange) -> None:
-        _send(exchange, b'{"status":"ok"}')
+        self._send(exchange, b'{"status":"ok"}')
 
     async def _ready(self, exchange: Exchange) -> None:
         self.readiness.check()
-        _send(exchange, b'{"status":"ready"}')
+        self._send(exchange, b'{"status":"ready"}')
 
     async def _show_metrics(self, exchange: Exchange) -> None:
         assert self.listener is not None
@@ -196,10 +196,10 @@ class App:
         exchange.stream.end()
 
     async def _list_models(self, exchange: Exchange) -> None:
-        _send(exchange, models.list_reply(self._served.reader.cards))
+        self._send(exchange, models.list_reply(self._served.reader.cards))
 
     async def _get_model(self, exchange: Exchange) -> None:
-        _send(exchange, models.model_reply(models.find_model(self._served.reader.cards, exchange.argument)))
+        self._send(exchange, models.model_reply(models.find_model(self._served.reader.cards, exchange.argument)))
 
     async def _delete_request(self, exchange: Exchange) -> None:
         request_id = exchange.argument
@@ -208,7 +208,7 @@ class App:
         if not self._served.cancel(request_id):
             message = f"No request {exchange.argument!r} is in progress. It may have ended already."
             raise ServiceError(ErrorKind.NOT_FOUND, message, "request_not_found")
-        _send(exchange, b'{"status":"cancelled"}')
+        self._send(exchange, b'{"status":"cancelled"}')
 
     async def _tokenize(self, exchange: Exchange) -> None:
         reader = self._served.reader
@@ -242,7 +242,7 @@ class App:
         body = await self._read_json(exchange)
         reply, unknown_fields = await self._served.compute(lambda: work(body), len(body))
         self._metrics.count_unknown_fields(unknown_fields)
-        _send(exchange, reply)
+        self._send(exchange, reply)
 
     async def _read_json(self, exchange: Exchange) -> bytes:
         check_media_type(exchange.request)
@@ -260,7 +260,12 @@ class App:
             headers += ((b"www-authenticate", b"Bearer"),)  # RFC 9110 §11.6.1: a 401 names its scheme
         if error.retry_after_s is not None:
             headers += _retry_headers(error.retry_after_s)
-        _send(exchange, error_body(error), status_of(error), headers)
+        self._send(exchange, error_body(error), status_of(error), headers)
+
+    def _send(self, exchange: Exchange, body: bytes, status: int = 200, headers: Headers = ()) -> None:
+        """Answer with a document that no generation is told in."""
+        exchange.timings.end_s = self._clock.monotonic()
+        send_json(exchange.stream, status, body, (*answer_headers(exchange.timings), *headers))
 
     def _access_record(self, exchange: Exchange, status: int, error_code: str | None) -> AccessRecord:
         timings, outcome = exchange.timings, exchange.outcome
@@ -304,10 +309,6 @@ def check_media_type(request: HttpRequest) -> None:
             f"The body is {media_type.decode('latin-1')[:64]!r}. Send JSON, with 'content-type: application/json'.",
             "unsupported_media_type",
         )
-
-
-def _send(exchange: Exchange, body: bytes, status: int = 200, headers: Headers = ()) -> None:
-    send_json(exchange.stream, status, body, (*answer_headers(exchange.timings), *headers))
 
 
 def _retry_headers(retry_after_s: float) -> Headers:

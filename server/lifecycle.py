@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from core.chat_template import ChatTemplate
+from core.chat_template import ChatTemplate, max_text_chars
 from core.errors import ContextLengthExceeded, ErrorKind, InvalidRequest, ServiceError
 from core.tokenizer import Tokenizer
 from core.types import Request
@@ -70,12 +70,17 @@ class PromptReader:
     max_model_len: int
     unix_clock: Callable[[], float]
 
-    def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        """Whatever form a prompt has, as ids."""
+    def encode(self, prompt: Prompt, param: str = "prompt") -> tuple[int, ...]:
+        """Whatever form a prompt has, as ids.
+
+        Raises:
+            InvalidRequest: its text is longer than any that fits the context, so that nobody need count its tokens.
+        """
         match prompt:
             case IdsPrompt(ids):
                 return ids
             case TextPrompt(text):
+                self._check_length(text, param)
                 return tuple(self.tokenizer.encode(text))
             case ChatPrompt(messages):
                 text = self.chat_template.render(messages, now=datetime.fromtimestamp(self.unix_clock()))
@@ -86,12 +91,21 @@ class PromptReader:
         Raises:
             InvalidRequest: the prompt has no token, or leaves no room for one.
         """
-        ids = self.encode(prompt)
+        ids = self.encode(prompt, param)
         if not ids:
             raise InvalidRequest("The prompt is empty. Send at least one token.", param)
         if len(ids) >= self.max_model_len:
             raise ContextLengthExceeded(num_tokens=len(ids), limit=self.max_model_len, param=param)
         return ids
+
+    def _check_length(self, text: str, param: str) -> None:
+        limit = max_text_chars(self.max_model_len)
+        if len(text) > limit:
+            message = (
+                f"This model's context is {self.max_model_len} tokens, but the prompt has {len(text)} characters,"
+                f" more than the {limit} that could fit. Shorten the prompt."
+            )
+            raise InvalidRequest(message, param, "context_length_exceeded")
 
     def text_of(self, prompt: Prompt) -> str:
         return prompt.text if isinstance(prompt, TextPrompt) else self.tokenizer.decode(self.encode(prompt))

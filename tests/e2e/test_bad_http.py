@@ -150,6 +150,16 @@ def test_client_that_leaves_after_any_byte_of_its_answer_leaves_nothing_behind(s
     assert ask(server.port, "GET", "/ready").status == 200
 
 
+def test_client_that_leaves_while_its_large_body_is_read_or_prepared_leaves_nothing_behind(
+    server: ServerProcess,
+) -> None:
+    request = post_bytes(COMPLETIONS, STREAM | {"user": "u" * 500_000})
+    for num_bytes in (1_000, 100_000, len(request) - 1, len(request)):
+        with connected(server.port) as client:
+            client.send(request[:num_bytes])
+    server.wait_quiet()
+
+
 @pytest.mark.parametrize("num_bytes", [0, 10, 60, -3], ids=["nothing", "line", "head", "body"])
 def test_half_closed_socket_is_a_client_that_left(server: ServerProcess, num_bytes: int) -> None:
     with connected(server.port) as client:

@@ -101,6 +101,7 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str, str]] = [
     (COMPLETIONS, completion(prompt=["a", ""]), "invalid_value", "prompt[1]"),
     (COMPLETIONS, completion(prompt=[5] * 2048), "context_length_exceeded", "prompt"),
     (COMPLETIONS, completion(prompt=["a", "hi " * 3000]), "context_length_exceeded", "prompt[1]"),
+    (COMPLETIONS, completion(prompt="hi " * 30_000), "context_length_exceeded", "prompt"),
     (COMPLETIONS, completion(echo=True, logprobs=1), "invalid_value", "logprobs"),
     (COMPLETIONS, completion(suffix="x"), "unsupported_parameter", "suffix"),
     (RESPONSES, response(input=[]), "invalid_value", "input"),
@@ -108,6 +109,7 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str, str]] = [
     (RESPONSES, response(previous_response_id="resp_1"), "unsupported_parameter", "previous_response_id"),
     (RESPONSES, response(background=True), "unsupported_parameter", "background"),
     ("/tokenize", {"model": MODEL}, "invalid_value", "prompt"),
+    ("/tokenize", {"prompt": "hi " * 30_000}, "context_length_exceeded", "prompt"),
     ("/detokenize", {"model": MODEL, "tokens": [512]}, "invalid_value", "tokens[0]"),
 ]
 
@@ -133,6 +135,13 @@ def test_too_long_a_prompt_is_told_both_counts(server: ServerProcess) -> None:
     message = post(server.port, COMPLETIONS, completion(prompt=[5] * 3000)).error["message"]
     assert "2048" in message
     assert "3000" in message
+
+
+def test_large_texts_are_tokenized_as_small_ones_are(server: ServerProcess) -> None:
+    ten, twenty, large = (post(server.port, "/tokenize", {"prompt": "cache step " * n}).json for n in (10, 20, 5000))
+    assert large["count"] == ten["count"] + 499 * (twenty["count"] - ten["count"])
+    text = post(server.port, "/detokenize", {"tokens": large["tokens"]}).json["prompt"]
+    assert text == "cache step " * 5000
 
 
 def test_prompt_that_leaves_room_for_one_token_gets_it(server: ServerProcess) -> None:

@@ -69,7 +69,7 @@ def test_refusals_have_their_status_and_code(data: bytes, expected: tuple[int, s
 
 def test_wrong_method_names_the_right_ones() -> None:
     assert ask(request("PUT", "/v1/completions", {})).headers["allow"] == "POST"
-    assert ask(request("PUT", "/v1/models/small")).headers["allow"] == "GET"
+    assert ask(request("PUT", "/v1/models/small")).headers["allow"] == "GET, HEAD"
 
 
 def test_more_choices_than_the_engine_has_room_for_are_refused() -> None:
@@ -119,11 +119,11 @@ def test_insane_request_id_is_replaced_by_ours(theirs: str) -> None:
     assert ask(data, "GET").headers["x-request-id"] == "r1"
 
 
-def test_every_refusal_bears_a_request_id_and_where_the_time_went() -> None:
+def test_every_refusal_bears_a_request_id_and_where_time_went_if_any_did() -> None:
     for data in (request("GET", "/nothing"), chat(n=9), request("PUT", "/health")):
         headers = ask(data).headers
         assert headers["x-request-id"] == "r1"
-        assert "server-timing" in headers
+        assert "total;dur=" in headers["server-timing"]
 
 
 def test_head_request_gets_the_head_alone() -> None:

@@ -94,7 +94,7 @@ def test_client_may_leave_after_any_byte_of_its_answer(fields: dict[str, Any]) -
         transport = server.send(data)
         server.run()
         num_bytes = len(transport.received)
-    for num_read in (*range(300), *range(300, num_bytes + 1, 7)):
+    for num_read in (*range(250), *range(250, num_bytes + 1, 13)):
         with serving() as server:
             transport = server.send(data, peer_reads=False)
             while server.step():
