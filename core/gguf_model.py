@@ -93,6 +93,9 @@ def config_of(file: GgufFile, rope_factors: tuple[float, ...] | None) -> dict[st
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise _bad("token_embd.weight is missing")
+    num_layers = _need(fields, "block_count")
+    if not isinstance(num_layers, int) or num_layers > len(file.tensors):
+        raise _bad(f"it has {num_layers!r} layers and {len(file.tensors)} tensors")
     heads = _need(fields, "attention.head_count")
     head_dim = fields.get("attention.key_length", fields.get("rope.dimension_count"))
     config = {
@@ -101,7 +104,7 @@ def config_of(file: GgufFile, rope_factors: tuple[float, ...] | None) -> dict[st
         "vocab_size": embedding.shape[0],
         "hidden_size": _need(fields, "embedding_length"),
         "intermediate_size": _need(fields, "feed_forward_length"),
-        "num_hidden_layers": _need(fields, "block_count"),
+        "num_hidden_layers": num_layers,
         "num_attention_heads": heads,
         "num_key_value_heads": fields.get("attention.head_count_kv", heads),
         "head_dim": head_dim,
