@@ -26,7 +26,6 @@ from server.values import HubId, format_size
 DEFAULT_REVISION = "main"
 TIMEOUT_S = 20.0  # for the hub's next byte
 CHUNK_BYTES = 2**20
-MAX_LISTING_BYTES = 32 * 2**20
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 REQUIRED = ("config.json", "tokenizer.json")
@@ -106,8 +105,9 @@ def fetch(hub: Hub, model: HubId, report: ReportBytes) -> Path:
         else:
             wanted = _wanted(hub, model, files, {SINGLE_FILE})
         _place(hub, model, commit, wanted, report)
-        reference = folder / "refs" / (model.revision or DEFAULT_REVISION)
-        if not _COMMIT.fullmatch(reference.name):
+        revision = model.revision or DEFAULT_REVISION
+        if not _COMMIT.fullmatch(revision):
+            reference = folder / "refs" / revision
             reference.parent.mkdir(parents=True, exist_ok=True)
             reference.write_text(commit)
         return snapshot
@@ -123,11 +123,11 @@ def cached_models(hub: Hub) -> list[tuple[HubId, Path]]:
     found = []
     for folder in sorted(hub.cache.glob("models--*--*")):
         name = folder.name.removeprefix("models--").replace("--", "/", 1)
-        for reference in sorted((folder / "refs").glob("*")):
+        for reference in sorted(path for path in (folder / "refs").rglob("*") if path.is_file()):
+            revision = reference.relative_to(folder / "refs").as_posix()
             snapshot = folder / "snapshots" / reference.read_text().strip()
             if _is_complete(snapshot):
-                revision = None if reference.name == DEFAULT_REVISION else reference.name
-                found.append((HubId(name, revision), snapshot))
+                found.append((HubId(name, None if revision == DEFAULT_REVISION else revision), snapshot))
     return found
 
 
@@ -155,7 +155,7 @@ def _list_files(hub: Hub, model: HubId) -> tuple[str, dict[str, HubFile]]:
         cause = f"{url} answered {error.response.status_code}"
         raise StartupError(cause, "try again later", ExitCode.MODEL) from error
     try:
-        listing = json.loads(response.content[:MAX_LISTING_BYTES])
+        listing = json.loads(response.content)
         files = [_hub_file(entry) for entry in listing["siblings"]]
         commit = listing["sha"]
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -70,7 +70,7 @@ class _Handler(BaseHTTPRequestHandler):
     hub: HubStandIn
 
     def do_GET(self) -> None:
-        hub, path = self.hub, unquote(urlsplit(self.path).path)
+        hub, path = self.hub, urlsplit(self.path).path
         authorization = self.headers.get("authorization")
         hub.asked.append(Asked(path, self.headers.get("range"), authorization))
         parts = path.strip("/").split("/")
@@ -79,7 +79,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif hub.token and authorization != f"Bearer {hub.token}":
             self._answer(401, b"{}")
         elif parts[:2] == ["api", "models"]:
-            self._listing("/".join(parts[2:4]), parts[5])
+            self._listing("/".join(parts[2:4]), unquote(parts[5]))
         else:
             repo, name = "/".join(parts[:2]), "/".join(parts[4:])
             content = hub.repos[repo][name]
@@ -93,7 +93,7 @@ class _Handler(BaseHTTPRequestHandler):
         files = self.hub.repos.get(repo)
         if files is None:
             self._answer(404, b"{}", {"x-error-code": "RepoNotFound"})
-        elif revision not in ("main", "v1", self.hub.commit(repo)):
+        elif revision not in ("main", "v1", "refs/pr/1", self.hub.commit(repo)):
             self._answer(404, b"{}", {"x-error-code": "RevisionNotFound"})
         else:
             siblings = [_listed(name, content) for name, content in files.items()]

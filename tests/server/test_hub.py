@@ -100,12 +100,13 @@ def test_an_index_may_not_lead_elsewhere(name: object, hub: Hub, stand_in: HubSt
     assert repr(name) in refusal(hub, HubId("org/sharded")).cause
 
 
-@pytest.mark.parametrize("revision", ["v1", "main"])
+@pytest.mark.parametrize("revision", ["v1", "main", "refs/pr/1"])
 def test_a_revision_is_remembered_by_its_name(revision: str, hub: Hub, stand_in: HubStandIn) -> None:
     path = fetch(hub, HubId("org/tiny", revision), no_report)
     assert path.name == stand_in.commit("org/tiny")
     assert fetch(replace(hub, is_offline=True), HubId("org/tiny", revision), no_report) == path
     assert fetch(replace(hub, is_offline=True), HubId("org/tiny", path.name), no_report) == path
+    assert [str(name) for name, _ in cached_models(hub)] == [f"org/tiny@{revision}".removesuffix("@main")]
 
 
 def test_a_broken_connection_goes_on_where_it_broke(hub: Hub, stand_in: HubStandIn) -> None:
