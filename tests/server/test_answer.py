@@ -219,10 +219,11 @@ def test_delete_of_a_paused_stream_ends_it() -> None:
 
 def test_inter_token_time_is_counted_per_choice() -> None:
     server = SimulatedServer()
-    server.ask(chat(n=2, **STREAM))
+    answer = server.ask(chat(n=2, **STREAM))
+    pieces = [c for e in answer.events[:-1] for c in e["choices"] if c["delta"].get("content")]
     inter_token, ttft = server.metrics.inter_token, server.metrics.ttft
     assert sum(ttft.counts) == 1
-    assert sum(inter_token.counts) <= 2 * 11
+    assert sum(inter_token.counts) == len(pieces) - 2 > 10
     assert inter_token.total / sum(inter_token.counts) >= COST.fixed_s
     server.close()
 
@@ -268,6 +269,20 @@ def test_fault_in_writing_a_whole_answer_is_a_500(
     assert (answer.status, answer.json["error"]["code"]) == (500, "internal_error")
     assert server.metrics.responses == {500: 1}
     assert "ZeroDivisionError" in caplog.text
+    server.close()
+
+
+def test_end_that_the_wire_has_no_word_for_is_told_as_an_error() -> None:
+    server = SimulatedServer()
+    streamed, whole = server.send(chat(**STREAM)), server.send(chat())
+    for _ in range(6):
+        server.step()
+    server.shut_engine_down(FinishReason.DEADLINE, None)
+    (broken,) = answers(bytes(streamed.received))
+    assert broken.text()
+    assert broken.events[-1]["error"]["code"] == "deadline_exceeded"
+    (refused,) = answers(bytes(whole.received))
+    assert (refused.status, refused.json["error"]["code"]) == (504, "deadline_exceeded")
     server.close()
 
 

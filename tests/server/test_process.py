@@ -60,7 +60,21 @@ class DeadDevice(SimulatedRunner):
         raise DeviceError("gone")
 
 
-def load_with(runner_type: type[SimulatedRunner] = SimulatedRunner) -> LoadEngine:
+class CrashingEngine(Engine):
+    """A bug of ours after some steps: no request is told of its end."""
+
+    num_steps = 0
+
+    def step(self) -> bool:
+        self.num_steps += 1
+        if self.num_steps == 20:
+            raise AssertionError("impossible")
+        return super().step()
+
+
+def load_with(
+    runner_type: type[SimulatedRunner] = SimulatedRunner, engine_type: Callable[..., Engine] = Engine
+) -> LoadEngine:
     def load(
         inbox: Inbox, deliver: Callable[[StepDelivery], None], report_stage: Callable[[str], None]
     ) -> LoadedEngine:
@@ -71,7 +85,7 @@ def load_with(runner_type: type[SimulatedRunner] = SimulatedRunner) -> LoadEngin
         files = ModelFiles(Path("/"), {}, TOKENIZER, template, GenerationDefaults(temperature=0.5), (EOS_ID,))
         facts = EngineFacts(MODEL, True, 1000, "float32", "cpu", "simulated", 4096, "the model's own", LIMITS)
         return LoadedEngine(
-            Engine(Scheduler(LIMITS, (EOS_ID,), lambda: 1), runner, clock, inbox, deliver), files, facts
+            engine_type(Scheduler(LIMITS, (EOS_ID,), lambda: 1), runner, clock, inbox, deliver), files, facts
         )
 
     return load
@@ -278,6 +292,19 @@ def test_engine_that_breaks_while_serving_ends_requests_and_process(
 
     run(scenario)
     assert "the server ends" in caplog.text
+
+
+def test_engine_that_crashes_ends_its_streams_with_an_error_event(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        running = Running(load_with(engine_type=CrashingEngine))
+        await running.server.wait_ready()
+        answer = await ask(running.server, chat(**FOREVER))
+        assert answer.text()
+        assert answer.events[-1]["error"]["code"] == "engine_error"
+        assert await running.exit is ExitCode.ENGINE
+
+    run(scenario)
+    assert "impossible" in caplog.text
 
 
 def test_stop_while_it_loads_announces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
