@@ -82,6 +82,7 @@ def test_sigterm_lets_streams_end_and_takes_no_more(spawn: Spawn) -> None:
     assert "Traceback" not in server.log
 
 
+@pytest.mark.slow
 def test_second_sigterm_ends_what_the_first_waits_for(spawn: Spawn) -> None:
     server = spawn()
     server.wait_ready()
@@ -96,6 +97,7 @@ def test_second_sigterm_ends_what_the_first_waits_for(spawn: Spawn) -> None:
     assert "Traceback" not in server.log
 
 
+@pytest.mark.slow
 def test_signal_while_the_model_loads_ends_the_server(spawn: Spawn) -> None:
     server = spawn()
     server.wait_listening()
@@ -134,6 +136,7 @@ def test_tokenizer_that_is_not_one_is_named(spawn: Spawn, broken_model: Path) ->
     assert "tokenizer.json" in cause
 
 
+@pytest.mark.slow
 def test_weights_that_are_cut_off_are_named(spawn: Spawn, broken_model: Path) -> None:
     weights = broken_model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
@@ -149,6 +152,7 @@ def test_unknown_architecture_is_named(spawn: Spawn, broken_model: Path) -> None
     assert "Mamba" in cause or "mamba" in cause
 
 
+@pytest.mark.slow
 def test_context_that_does_not_fit_is_told_one_that_does_and_it_works(spawn: Spawn) -> None:
     _, fix = refusal(spawn("--kv-memory", "4MiB"), ExitCode.MEMORY)
     flag = fix.partition("--max-model-len ")[2].split()[0].rstrip(",.")
