@@ -2,7 +2,7 @@
 
 For the dense families of bench/model_presets.py with a byte-level BPE tokenizer, as bench.make_model writes them.
 Matrices stay bfloat16; vectors become float32, as llama.cpp wants them. Tensor by tensor, so memory stays bounded.
-Source: llama.cpp's conversion scripts (Llama's q and k are reordered for its RoPE; Qwen's are not), GGUF's tokenizer keys.
+Source: llama.cpp's conversion scripts: Llama's q and k are reordered for its RoPE, Qwen's are not.
 """
 
 import argparse

@@ -32,7 +32,7 @@ PRODUCTS = (  # rows, in, out
 ROW_PRODUCT = (896, 9728)  # in, out: the form in which a decode step reads
 SECONDS_EACH = 0.4
 MIN_ROUNDS = 3
-QUICK_SECONDS_EACH = 0.02
+QUICK_SECONDS_EACH = 0.0
 
 Measured = Callable[[], object]
 
@@ -90,7 +90,8 @@ def measure_limits(
     threads = threads or sorted({1, num_physical_cores()})
     before = torch.get_num_threads()
     try:
-        probes = tuple(_probes(threads, dtype, QUICK_SECONDS_EACH if is_quick else SECONDS_EACH))
+        products, seconds = (PRODUCTS[:1], QUICK_SECONDS_EACH) if is_quick else (PRODUCTS, SECONDS_EACH)
+        probes = tuple(_probes(threads, dtype, products, seconds))
     finally:
         torch.set_num_threads(before)
     name = str(dtype).removeprefix("torch.")
@@ -109,19 +110,21 @@ def best_of(probes: Sequence[Probe], num_threads: int) -> Ceiling:
     return Ceiling(num_threads, read.per_s, read.form, product.per_s, product.form)
 
 
-def _probes(threads: Sequence[int], dtype: torch.dtype, seconds: float) -> Iterator[Probe]:
+def _probes(
+    threads: Sequence[int], dtype: torch.dtype, products: Sequence[tuple[int, int, int]], seconds: float
+) -> Iterator[Probe]:
     with torch.inference_mode():
-        for kind, form, amount, run in _forms(dtype):
+        for kind, form, amount, run in _forms(dtype, products):
             for num_threads in threads:
                 torch.set_num_threads(num_threads)
                 yield Probe(num_threads, kind, form, amount / _best_s(run, seconds))
 
 
-def _forms(dtype: torch.dtype) -> Iterator[tuple[str, str, float, Measured]]:
+def _forms(dtype: torch.dtype, products: Sequence[tuple[int, int, int]]) -> Iterator[tuple[str, str, float, Measured]]:
     """(kind, name, bytes or operations of one run, the run); one form's memory at a time."""
     yield from _sums()
     yield from _row_products(dtype)
-    for rows, width, height in PRODUCTS:
+    for rows, width, height in products:
         x, weight = torch.randn(rows, width).to(dtype), torch.randn(height, width).to(dtype)
         for form, product in _products(weight, rows):
             yield "product", f"{rows} x {width} x {height}, {form}", 2.0 * rows * width * height, _bound(product, x)
@@ -139,9 +142,10 @@ def _row_products(dtype: torch.dtype) -> Iterator[tuple[str, str, float, Measure
     width, height = ROW_PRODUCT
     num_weights = READ_BYTES // (width * height * dtype.itemsize)
     x = torch.randn(1, width).to(dtype)
+    weight = torch.randn(height, width).to(dtype)
     by_form: dict[str, list[Measured]] = {}
     for _ in range(num_weights):
-        for form, product in _products(torch.randn(height, width).to(dtype), 1):
+        for form, product in _products(weight.clone(), 1):
             by_form.setdefault(form, []).append(_bound(product, x))
     size_bytes = num_weights * width * height * dtype.itemsize
     for form in list(by_form):
@@ -185,7 +189,7 @@ def limit_tables(limits: Limits, has_probes: bool = True) -> list[Table]:
     """The ceilings, and with has_probes every form's figure."""
     ceilings = Table(
         f"Ceilings of this machine, {limits.dtype}",
-        ("threads", "read GB/s", "by", "GFLOP/s", "by "),
+        ("threads", "read GB/s", "read by", "GFLOP/s", "computed by"),
         tuple(
             (c.num_threads, c.read_bytes_per_s / 1e9, c.read_form, c.flops / 1e9, c.product_form)
             for c in limits.ceilings

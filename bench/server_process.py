@@ -6,6 +6,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from typing import IO
 
 from bench.client import ConnectionPool, Exchange, Recorder
 from bench.load_run import CannotRun, run_on_fast_loop
@@ -23,6 +24,10 @@ def free_port() -> int:
         return port
 
 
+class DidNotStart(CannotRun):
+    """The server ended, or never answered."""
+
+
 @contextlib.contextmanager
 def running(
     command: Sequence[str],
@@ -30,16 +35,19 @@ def running(
     ready_path: str = "/v1/models",
     start_timeout_s: float = 60.0,
     environment: Mapping[str, str] | None = None,
+    errors: IO[bytes] | None = None,
 ) -> Iterator[int]:
     """Start a server, wait until it answers 200 on `ready_path`, give its process id, and end it.
 
     Args:
         environment: beside this process's own.
+        errors: where its stderr goes; None: to ours.
 
     Raises:
-        CannotRun: it did not come up.
+        DidNotStart: it did not come up.
     """
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ, **(environment or {})})
+    merged = {**os.environ, **(environment or {})}
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors, env=merged)
     try:
         _wait_ready(process, port, ready_path, start_timeout_s)
         yield process.pid
@@ -56,11 +64,11 @@ def _wait_ready(process: "subprocess.Popen[bytes]", port: int, path: str, timeou
     end_s = time.monotonic() + timeout_s
     while time.monotonic() < end_s:
         if process.poll() is not None:
-            raise CannotRun(f"{process.args!r} ended with {process.returncode}.", "run it alone and look")
+            raise DidNotStart(f"{process.args!r} ended with {process.returncode}.", "run it alone and look")
         if run_on_fast_loop(_answers(port, path)):
             return
         time.sleep(POLL_S)
-    raise CannotRun(f"{process.args!r} was not ready within {timeout_s:g} s.", "run it alone and look")
+    raise DidNotStart(f"{process.args!r} was not ready within {timeout_s:g} s.", "run it alone and look")
 
 
 async def _answers(port: int, path: str) -> bool:

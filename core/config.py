@@ -1,17 +1,34 @@
 """What the engine is asked to be, and what a model is: frozen, validated once, at start.
 
 A model's config.json is understood completely or refused: a field that would change the output and is not computed
-here is an error that names it. Families are data (FAMILIES); transformers 5 writes `rope_parameters`, earlier ones
-`rope_theta` and `rope_scaling`.
+here is an error that names it. Families are data (families.py); transformers 5 writes `rope_parameters`, earlier ones
+`rope_theta` and `rope_scaling` (rope_config.py).
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from core.errors import BadCheckpoint, UnsupportedModel
+from core.config_fields import bad_field, positive_float, positive_int, read_bool, token_ids, unsupported_field
+from core.errors import UnsupportedModel
+from core.families import FAMILIES, Family
+from core.rope_config import RopeConfig as RopeConfig
+from core.rope_config import parse_rope
 
 BLOCK_SIZE = 16  # tokens per KV block
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+# Fields that change the output, and the values under which they do not.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+    "partial_rotary_factor": (1, 1.0, None),
+    "quantization_config": (None,),
+    "is_encoder_decoder": (False, None),
+    "add_cross_attention": (False, None),
+    "use_bidirectional_attention": (False, None),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,61 +55,34 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """Rotary position embedding.
+class LayerConfig:
+    """What layers of one model differ in.
 
     Args:
-        kind: "default", "linear" (positions divided by factor) or "llama3" (low frequencies divided by factor).
+        rope: None: q and k are not turned.
+        window: a token sees so many, itself counted in; None: all before it.
     """
 
-    theta: float
-    kind: str = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position: int = 8192
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """What the architectures differ in."""
-
-    architecture: str
-    model_type: str
-    qkv_bias: bool = False
-    qk_norm: bool = False  # RMSNorm over each head of q and k, before RoPE
-    default_head_dim: int | None = None  # None: hidden_size / num_attention_heads
-    default_max_position: int = 2048
-    default_theta: float = 10_000.0
-
-
-FAMILIES = (
-    Family("LlamaForCausalLM", "llama"),
-    Family("Qwen2ForCausalLM", "qwen2", qkv_bias=True, default_max_position=32_768),
-    Family("Qwen3ForCausalLM", "qwen3", qk_norm=True, default_head_dim=128, default_max_position=32_768),
-)
-ROPE_KINDS = ("default", "linear", "llama3")
-
-# Fields that change the output, and the values under which they do not.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu", None),
-    "attention_bias": (False, None),
-    "mlp_bias": (False, None),
-    "partial_rotary_factor": (1, 1.0, None),
-    "quantization_config": (None,),
-    "is_encoder_decoder": (False, None),
-    "add_cross_attention": (False, None),
-}
+    rope: RopeConfig | None
+    window: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder-only transformer: RMSNorm before, grouped-query attention with RoPE, SwiGLU.
+    """A decoder-only transformer: RMSNorm, grouped-query attention with RoPE, a gated MLP.
 
     Args:
-        max_position: tokens of context the model was made for.
+        max_position: tokens of context the model was made for, or that are computed exactly: see rope_config.
+        layers: num_layers of them; empty: all have rope and no window.
+        has_fused_weights: how the checkpoint holds q, k, v, and gate and up.
+        attention_scale: what scores are multiplied by; None: 1 / sqrt(head_dim).
+        attention_cap, logits_cap: scores, and logits, are cap * tanh(value / cap).
+        embedding_scale, residual_scale, logits_scale: what embeddings, what each block adds, and logits are
+            multiplied by.
         dtype: of the checkpoint, e.g. "bfloat16"; None when config.json does not say.
         eos_token_ids: from config.json (generation_config.json may name more).
+
+    The other fields are as Family says.
     """
 
     architecture: str
@@ -106,12 +96,34 @@ class ModelConfig:
     max_position: int
     rms_norm_eps: float
     rope: RopeConfig
+    layers: tuple[LayerConfig, ...] = ()
     qkv_bias: bool = False
-    qk_norm: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: str = "none"
+    has_pre_norm: bool = True
+    has_post_norm: bool = False
+    has_norm_offset: bool = False
+    has_fused_weights: bool = False
+    activation: str = "silu"
+    attention_scale: float | None = None
+    attention_cap: float | None = None
+    logits_cap: float | None = None
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logits_scale: float = 1.0
     tie_embeddings: bool = False
     dtype: str | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+
+    def layer(self, index: int) -> LayerConfig:
+        return self.layers[index] if self.layers else LayerConfig(self.rope)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The different windows of its layers."""
+        return tuple(dict.fromkeys(self.layer(index).window for index in range(self.num_layers)))
 
     @property
     def query_size(self) -> int:
@@ -126,11 +138,23 @@ class ModelConfig:
     @property
     def num_parameters(self) -> int:
         """Counted once where embeddings are tied."""
-        qkv = self.query_size + 2 * self.kv_size
-        attention = (qkv + self.query_size) * self.hidden_size + qkv * self.qkv_bias + 2 * self.head_dim * self.qk_norm
-        layer = attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
+        layers = self.num_layers * (self._attention_parameters + self._mlp_parameters)
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
-        return self.num_layers * layer + embeddings + self.hidden_size
+        return layers + embeddings + self.hidden_size
+
+    @property
+    def _attention_parameters(self) -> int:
+        qkv = self.query_size + 2 * self.kv_size
+        norms = (self.has_pre_norm + self.has_post_norm) * self.hidden_size
+        qk_norms = {"none": 0, "head": 2 * self.head_dim, "all": self.query_size + self.kv_size}[self.qk_norm]
+        biases = qkv * self.qkv_bias + self.hidden_size * self.output_bias
+        return (qkv + self.query_size) * self.hidden_size + norms + qk_norms + biases
+
+    @property
+    def _mlp_parameters(self) -> int:
+        norms = (self.has_pre_norm + self.has_post_norm) * self.hidden_size
+        biases = (2 * self.intermediate_size + self.hidden_size) * self.mlp_bias
+        return 3 * self.hidden_size * self.intermediate_size + norms + biases
 
 
 def parse_model_config(config: Mapping[str, Any]) -> ModelConfig:
@@ -141,41 +165,54 @@ def parse_model_config(config: Mapping[str, Any]) -> ModelConfig:
         BadCheckpoint: a field is missing, of the wrong type, or contradicts another.
     """
     family = _family(config)
-    _refuse_output_changing_fields(config)
-    hidden_size = _positive_int(config, "hidden_size")
-    num_heads = _positive_int(config, "num_attention_heads")
-    num_kv_heads = _positive_int(config, "num_key_value_heads", num_heads)
+    config = {**family.defaults, **config}
+    _refuse_output_changing_fields(config, family)
+    hidden_size = positive_int(config, "hidden_size")
+    num_heads = positive_int(config, "num_attention_heads")
+    num_kv_heads = positive_int(config, "num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
-        raise _bad(f"num_attention_heads={num_heads} is not a multiple of num_key_value_heads={num_kv_heads}.")
-    head_dim = _positive_int(config, "head_dim", family.default_head_dim or hidden_size // num_heads)
+        raise bad_field(f"num_attention_heads={num_heads} is not a multiple of num_key_value_heads={num_kv_heads}.")
+    head_dim = positive_int(config, "head_dim", family.defaults.get("head_dim") or hidden_size // num_heads)
     if head_dim % 2:
-        raise _bad(f"head_dim={head_dim} is odd: RoPE turns pairs.")
-    max_position = _positive_int(config, "max_position_embeddings", family.default_max_position)
+        raise bad_field(f"head_dim={head_dim} is odd: RoPE turns pairs.")
+    num_layers = positive_int(config, "num_hidden_layers")
+    max_position = positive_int(config, "max_position_embeddings", 2048)
+    rope, local_rope = _ropes(config, family, max_position, head_dim)
+    has_attention_bias = family.has_attention_bias and read_bool(config, "attention_bias")
     return ModelConfig(
         architecture=family.architecture,
-        vocab_size=_positive_int(config, "vocab_size"),
+        vocab_size=positive_int(config, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=_positive_int(config, "intermediate_size"),
-        num_layers=_positive_int(config, "num_hidden_layers"),
+        intermediate_size=positive_int(config, "intermediate_size"),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        max_position=max_position,
-        rms_norm_eps=_positive_float(config, "rms_norm_eps", 1e-6),
-        rope=_rope(config, family, max_position),
-        qkv_bias=family.qkv_bias,
+        max_position=_served_positions(rope, max_position),
+        rms_norm_eps=positive_float(config, "rms_norm_eps", 1e-6),
+        rope=rope,
+        layers=_layers(config, family, num_layers, rope, local_rope),
+        qkv_bias=family.has_qkv_bias or has_attention_bias,
+        output_bias=has_attention_bias,
+        mlp_bias=family.has_mlp_bias and read_bool(config, "mlp_bias"),
         qk_norm=family.qk_norm,
-        tie_embeddings=_bool(config, "tie_word_embeddings", False),
+        has_pre_norm=family.has_pre_norm,
+        has_post_norm=family.has_post_norm,
+        has_norm_offset=family.has_norm_offset,
+        has_fused_weights=family.is_fused,
+        activation=_activation(config, family),
+        **_scales(config, family),
+        tie_embeddings=read_bool(config, "tie_word_embeddings"),
         dtype=_dtype(config),
-        bos_token_id=_first(_ids(config, "bos_token_id")),
-        eos_token_ids=_ids(config, "eos_token_id"),
+        bos_token_id=next(iter(token_ids(config, "bos_token_id")), None),
+        eos_token_ids=token_ids(config, "eos_token_id"),
     )
 
 
 def _family(config: Mapping[str, Any]) -> Family:
     names = config.get("architectures") or [config.get("model_type")]
     if not isinstance(names, list):
-        raise _bad(f"architectures={names!r} is not a list.")
+        raise bad_field(f"architectures={names!r} is not a list.")
     for family in FAMILIES:
         if names[0] in (family.architecture, family.model_type):
             return family
@@ -183,88 +220,154 @@ def _family(config: Mapping[str, Any]) -> Family:
     raise UnsupportedModel(f"Architecture {names[0]!r} is not supported.", f"use a model of one of: {supported}.")
 
 
-def _refuse_output_changing_fields(config: Mapping[str, Any]) -> None:
-    for name, neutral in _NEUTRAL.items():
-        if config.get(name) not in neutral:
-            raise _unsupported(name, config[name], neutral)
-    layer_types = config.get("layer_types") or ()
-    if any(kind != "full_attention" for kind in layer_types):
-        raise _unsupported("layer_types", sorted(set(layer_types)), ("full_attention",))
-    # Qwen2 before layer_types: layers from max_window_layers on slide. Llama and Qwen ignore sliding_window otherwise.
-    if config.get("use_sliding_window") and not layer_types:
-        raise _unsupported("use_sliding_window", True, (False,))
+def _refuse_output_changing_fields(config: Mapping[str, Any], family: Family) -> None:
+    neutral = dict(_NEUTRAL)
+    if family.has_attention_bias:
+        del neutral["attention_bias"]
+    if family.has_mlp_bias:
+        del neutral["mlp_bias"]
+    if family.has_partial_rotary:
+        del neutral["partial_rotary_factor"]
+    if family.windows == "none":
+        neutral["use_sliding_window"] = (False, None)
+    if family.model_type == "gemma3_text":
+        neutral["attn_logit_softcapping"] = (None,)  # transformers reads it and does not apply it
+    for name, values in neutral.items():
+        if config.get(name) not in values:
+            raise unsupported_field(name, config[name], values)
 
 
-def _rope(config: Mapping[str, Any], family: Family, max_position: int) -> RopeConfig:
-    """Source: transformers, modeling_rope_utils.py; both spellings of its configuration."""
+def _activation(config: Mapping[str, Any], family: Family) -> str:
+    name = config.get(family.activation) or family.defaults.get(family.activation, "silu")
+    if name not in ACTIVATIONS:
+        raise unsupported_field(family.activation, name, ACTIVATIONS)
+    return str(name)
+
+
+def _scales(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """What Granite and Gemma multiply and cap; other families have none of these fields."""
+    if family.model_type == "granite":
+        return {
+            "attention_scale": positive_float(config, "attention_multiplier"),
+            "embedding_scale": positive_float(config, "embedding_multiplier", 1.0),
+            "residual_scale": positive_float(config, "residual_multiplier", 1.0),
+            "logits_scale": 1 / positive_float(config, "logits_scaling", 1.0),
+        }
+    if family.model_type in ("gemma2", "gemma3_text"):
+        return {
+            "attention_scale": positive_float(config, "query_pre_attn_scalar") ** -0.5,
+            "attention_cap": _optional_float(config, "attn_logit_softcapping"),
+            "logits_cap": _optional_float(config, "final_logit_softcapping"),
+            "embedding_scale": positive_int(config, "hidden_size") ** 0.5,
+        }
+    return {}
+
+
+def _ropes(
+    config: Mapping[str, Any], family: Family, max_position: int, head_dim: int
+) -> tuple[RopeConfig, RopeConfig]:
+    """Of layers without a window, and with one; nested by layer type where transformers 5 writes it so."""
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(given, Mapping):
-        raise _bad(f"the rope configuration is not an object: {given!r}.")
-    merged = {"rope_theta": config.get("rope_theta", family.default_theta), **given}
-    kind = merged.get("rope_type", merged.get("type", "default"))
-    if kind not in ROPE_KINDS:
-        raise _unsupported("rope_type", kind, ROPE_KINDS)
-    if merged.get("partial_rotary_factor") not in _NEUTRAL["partial_rotary_factor"]:
-        raise _unsupported("partial_rotary_factor", merged["partial_rotary_factor"], (1.0,))
-    theta = _positive_float(merged, "rope_theta")
-    if kind == "default":
-        return RopeConfig(theta)
-    factor = _positive_float(merged, "factor")
-    if kind == "linear":
-        return RopeConfig(theta, kind, factor)
-    low, high = _positive_float(merged, "low_freq_factor"), _positive_float(merged, "high_freq_factor")
-    if not low < high:
-        raise _bad(f"rope: low_freq_factor={low} is not below high_freq_factor={high}.")
-    original = _positive_int(merged, "original_max_position_embeddings", max_position)
-    return RopeConfig(theta, kind, factor, low, high, original)
+        raise bad_field(f"the rope configuration is not an object: {given!r}.")
+    is_nested = any(isinstance(value, Mapping) for value in given.values())
+    if is_nested and not family.has_local_rope:
+        raise unsupported_field("rope_parameters", sorted(given), ("one configuration for all layers",))
+    beside = {name: config[name] for name in ("rope_theta", "partial_rotary_factor") if config.get(name) is not None}
+
+    def parse(part: Mapping[str, Any]) -> RopeConfig:
+        merged = {"rope_theta": 10_000.0, **beside, **part}
+        neutral = _NEUTRAL["partial_rotary_factor"]
+        if not family.has_partial_rotary and merged.get("partial_rotary_factor") not in neutral:
+            raise unsupported_field("partial_rotary_factor", merged["partial_rotary_factor"], (1.0,))
+        return parse_rope(config, merged, max_position, head_dim, is_phi=family.model_type == "phi3")
+
+    if not family.has_local_rope:
+        return parse(given), parse(given)
+    full, local = (given.get(name) or {} for name in LAYER_TYPES) if is_nested else (given, {})
+    return parse(full), parse({"rope_theta": config["rope_local_base_freq"], **local})
+
+
+def _served_positions(rope: RopeConfig, max_position: int) -> int:
+    """Yarn stretches its original context to factor times; of longrope the original is what can be computed exactly."""
+    if rope.kind == "yarn":
+        return max(max_position, int(rope.original_max_position * rope.factor))
+    if rope.kind == "longrope":
+        return min(max_position, rope.original_max_position)
+    return max_position
+
+
+def _layers(
+    config: Mapping[str, Any], family: Family, num_layers: int, rope: RopeConfig, local_rope: RopeConfig
+) -> tuple[LayerConfig, ...]:
+    """Which layers turn, and which have a window."""
+    is_rotated = _rotated_layers(config, family, num_layers)
+    is_windowed = _windowed_layers(config, family, is_rotated)
+    window = positive_int(config, "sliding_window") if any(is_windowed) else None
+    layers = []
+    for rotated, windowed in zip(is_rotated, is_windowed, strict=True):
+        own_rope = local_rope if windowed else rope
+        layers.append(LayerConfig(own_rope if rotated else None, window if windowed else None))
+    return () if set(layers) == {LayerConfig(rope)} else tuple(layers)
+
+
+def _rotated_layers(config: Mapping[str, Any], family: Family, num_layers: int) -> list[bool]:
+    """SmolLM3: no_rope_layers says 1 where a layer does turn."""
+    if family.windows != "unrotated":
+        return [True] * num_layers
+    listed = config.get("no_rope_layers")
+    if listed is None:
+        interval = positive_int(config, "no_rope_layer_interval")
+        return [(index + 1) % interval != 0 for index in range(num_layers)]
+    if not isinstance(listed, list) or len(listed) < num_layers or any(item not in (0, 1) for item in listed):
+        raise bad_field(f"no_rope_layers={listed!r} is not a list of {num_layers} zeros and ones.")
+    return [bool(item) for item in listed[:num_layers]]
+
+
+def _windowed_layers(config: Mapping[str, Any], family: Family, is_rotated: list[bool]) -> list[bool]:
+    """As layer_types says, or as the family does; where the family has no choice, both must agree."""
+    num_layers = len(is_rotated)
+    by_family = _windowed_by_family(config, family, is_rotated)
+    listed = config.get("layer_types")
+    if listed is None:
+        return by_family
+    if not isinstance(listed, list) or len(listed) != num_layers or not set(listed) <= set(LAYER_TYPES):
+        raise unsupported_field("layer_types", listed, LAYER_TYPES)
+    is_windowed = [kind == "sliding_attention" for kind in listed]
+    has_choice = family.windows == "pattern" or (
+        family.windows in ("late", "unrotated") and bool(config.get("use_sliding_window"))
+    )
+    if is_windowed != by_family and not has_choice:
+        raise unsupported_field(
+            "layer_types", listed, (["sliding_attention" if w else "full_attention" for w in by_family],)
+        )
+    return is_windowed
+
+
+def _windowed_by_family(config: Mapping[str, Any], family: Family, is_rotated: list[bool]) -> list[bool]:
+    num_layers = len(is_rotated)
+    if family.windows == "pattern":
+        interval = positive_int(config, "sliding_window_pattern")
+        return [(index + 1) % interval != 0 for index in range(num_layers)]
+    has_window = config.get("sliding_window") is not None
+    if family.windows in ("switched", "late", "unrotated"):
+        has_window = has_window and read_bool(config, "use_sliding_window")
+    if not has_window or family.windows == "none":
+        return [False] * num_layers
+    if family.windows == "late":
+        first = config.get("max_window_layers")
+        if not isinstance(first, int):
+            raise bad_field(f"max_window_layers={first!r} is not a number of layers.")
+        return [index >= first for index in range(num_layers)]
+    if family.windows == "unrotated":
+        return [not rotated for rotated in is_rotated]
+    return [True] * num_layers
+
+
+def _optional_float(config: Mapping[str, Any], name: str) -> float | None:
+    return None if config.get(name) is None else positive_float(config, name)
 
 
 def _dtype(config: Mapping[str, Any]) -> str | None:
     name = config.get("dtype", config.get("torch_dtype"))  # torch_dtype: before transformers 5
     return name if isinstance(name, str) else None
-
-
-def _ids(config: Mapping[str, Any], name: str) -> tuple[int, ...]:
-    value = config.get(name)
-    listed = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in listed):
-        raise _bad(f"{name}={value!r} is not a token id, or a list of them.")
-    return tuple(listed)
-
-
-def _first(ids: tuple[int, ...]) -> int | None:
-    return ids[0] if ids else None
-
-
-def _bool(config: Mapping[str, Any], name: str, default: bool) -> bool:
-    value = config.get(name, default)
-    if not isinstance(value, bool):
-        raise _bad(f"{name}={value!r} is not true or false.")
-    return value
-
-
-def _positive_int(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    value = config.get(name)
-    value = default if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-        raise _bad(f"{name}={value!r} is not a positive integer.")
-    return value
-
-
-def _positive_float(config: Mapping[str, Any], name: str, default: float | None = None) -> float:
-    value = config.get(name)
-    value = default if value is None else value
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
-        raise _bad(f"{name}={value!r} is not a positive number.")
-    return float(value)
-
-
-def _unsupported(name: str, value: object, supported: tuple[Any, ...]) -> UnsupportedModel:
-    choices = ", ".join(repr(choice) for choice in supported if choice is not None) or "leaving it out"
-    return UnsupportedModel(
-        f"config.json: {name}={value!r} is not supported.", f"use a model with {name} as: {choices}."
-    )
-
-
-def _bad(what: str) -> BadCheckpoint:
-    return BadCheckpoint(f"config.json: {what}", "download the model's directory again, or correct the file.")

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpu.kv_cache import LayerKV
+from gpu.scores import PLAIN, Scores, attend
 
 
 @dataclass(slots=True)
@@ -19,7 +20,7 @@ class AttentionGroup:
     Args:
         first_token, end_token: their tokens, as a range of the batch's.
         num_rows: 1 where there are several new tokens.
-        num_context: tokens of the longest row, the new ones counted in.
+        num_context: tokens of the longest row, the new ones counted in; those of blocks left behind a window not.
         blocks: [num_rows * blocks of the longest row], padded with the scratch block.
         mask: added to the scores, 0 or -inf. Of several rows [rows, 1, 1, context]; of one row with several tokens
             [tokens, context]. None: nothing is hidden, or is_causal says what.
@@ -39,17 +40,18 @@ class AttentionGroup:
         return self.end_token - self.first_token == self.num_rows
 
 
-def paged_attention(query: Tensor, kv: LayerKV, groups: list[AttentionGroup]) -> Tensor:
+def paged_attention(query: Tensor, kv: LayerKV, groups: list[AttentionGroup], scores: Scores = PLAIN) -> Tensor:
     """Attend each new token to its sequence's context, itself included; keys and values are written already.
 
     Args:
         query: [tokens, heads, head_dim], rotated.
         groups: cover the tokens in order, without gaps.
+        scores: what the family does with them.
     Returns:
         [tokens, heads * head_dim]
     """
     outputs = [
-        (_decode if group.is_decode else _prefill)(query[group.first_token : group.end_token], kv, group)
+        (_decode if group.is_decode else _prefill)(query[group.first_token : group.end_token], kv, group, scores)
         for group in groups
     ]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -62,27 +64,40 @@ def _gather(kv: LayerKV, group: AttentionGroup) -> tuple[Tensor, Tensor]:
     return both[0], both[1]
 
 
-def _decode(query: Tensor, kv: LayerKV, group: AttentionGroup) -> Tensor:
+def _decode(query: Tensor, kv: LayerKV, group: AttentionGroup, scores: Scores) -> Tensor:
     """One new token per row. The query heads of a KV head stand in the place of query tokens: they share its keys."""
     keys, values = _gather(kv, group)
     num_rows, _, num_kv_heads, head_dim = keys.shape
     grouped = query.view(num_rows, num_kv_heads, -1, head_dim)  # [rows, kv_heads, heads per kv, head_dim]
-    out = F.scaled_dot_product_attention(grouped, keys.transpose(1, 2), values.transpose(1, 2), group.mask)
+    keys, values = keys.transpose(1, 2), values.transpose(1, 2)  # [rows, kv_heads, context, head_dim]
+    if scores.are_plain:
+        out = F.scaled_dot_product_attention(grouped, keys, values, group.mask, scale=scores.scale)
+    else:
+        mask = None if group.mask is None else group.mask.unsqueeze(1)
+        out = attend(grouped.unsqueeze(3), keys, values, mask, False, scores)
     return out.reshape(num_rows, -1)  # [rows, heads * head_dim]
 
 
-def _prefill(query: Tensor, kv: LayerKV, group: AttentionGroup) -> Tensor:
+def _prefill(query: Tensor, kv: LayerKV, group: AttentionGroup, scores: Scores) -> Tensor:
     """One row with several new tokens. KV heads stand in the place of rows, so that keys are shared without a copy."""
     keys, values = _gather(kv, group)
     _, num_context, num_kv_heads, head_dim = keys.shape
     num_tokens = query.shape[0]
     per_kv = query.shape[1] // num_kv_heads
-    shared = (num_kv_heads, per_kv, num_context, head_dim)
-    out = F.scaled_dot_product_attention(
-        query.view(num_tokens, num_kv_heads, per_kv, head_dim).permute(1, 2, 0, 3),  # [kv_heads, per_kv, tokens, dim]
-        keys[0].transpose(0, 1).unsqueeze(1).expand(shared),
-        values[0].transpose(0, 1).unsqueeze(1).expand(shared),
-        group.mask,
-        is_causal=group.is_causal,
-    )
+    query = query.view(num_tokens, num_kv_heads, per_kv, head_dim).permute(
+        1, 2, 0, 3
+    )  # [kv_heads, per_kv, tokens, dim]
+    keys, values = keys[0].transpose(0, 1), values[0].transpose(0, 1)  # [kv_heads, context, dim]
+    if scores.are_plain:
+        shared = (num_kv_heads, per_kv, num_context, head_dim)
+        out = F.scaled_dot_product_attention(
+            query,
+            keys.unsqueeze(1).expand(shared),
+            values.unsqueeze(1).expand(shared),
+            group.mask,
+            is_causal=group.is_causal,
+            scale=scores.scale,
+        )
+    else:
+        out = attend(query, keys, values, group.mask, group.is_causal, scores)
     return out.permute(2, 0, 1, 3).reshape(num_tokens, -1)  # [tokens, heads * head_dim]

@@ -30,7 +30,7 @@ class DeviceBatch:
     token_ids: Tensor  # [tokens]
     positions: Tensor  # [tokens], float32: what RoPE multiplies
     kv_slots: Tensor  # [tokens]: block * 16 + offset, where each token's keys and values go
-    groups: list[AttentionGroup]
+    groups: dict[int | None, list[AttentionGroup]]  # by the window of a layer
     sampled_tokens: Tensor  # [sampled]: index of each sampling row's last token
     sampled_rows: IntArray  # [sampled]: the plan's row
     sampled_slots: IntArray  # [sampled]
@@ -46,11 +46,19 @@ class BatchBuilder:
     Args:
         scratch_block: pads tables.
         dtype: of the masks: the model's.
+        windows: of the model's layers: how many tokens one sees, itself counted in; None: all before it.
     """
 
     def __init__(
-        self, max_sequences: int, max_model_len: int, scratch_block: int, dtype: torch.dtype, device: torch.device
+        self,
+        max_sequences: int,
+        max_model_len: int,
+        scratch_block: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        windows: tuple[int | None, ...] = (None,),
     ) -> None:
+        self._windows = windows
         self._scratch_block = scratch_block
         self._dtype = dtype
         self._device = device
@@ -82,11 +90,7 @@ class BatchBuilder:
             token_ids=self._to_device(plan.token_ids[tokens_before_in_plan[row_of] + offsets]),
             positions=self._to_device(positions.astype(np.float32)),
             kv_slots=self._to_device(blocks * BLOCK_SIZE + positions % BLOCK_SIZE),
-            groups=self._decode_groups(slots, ends, num_decodes)
-            + [
-                self._prefill_group(int(tokens_before[row]), int(slots[row]), int(starts[row]), int(ends[row]))
-                for row in range(num_decodes, len(order))
-            ],
+            groups=self._groups(slots, starts, ends, num_decodes),
             sampled_tokens=self._to_device((tokens_before + lengths - 1)[sampled]),
             sampled_rows=order[sampled],
             sampled_slots=slots[sampled],
@@ -96,37 +100,96 @@ class BatchBuilder:
             copy_targets=self._to_device(plan.copy_targets.astype(np.int64)) if has_copies else None,
         )
 
-    def _decode_groups(self, slots: IntArray, ends: IntArray, num_decodes: int) -> list[AttentionGroup]:
+    def _groups(
+        self, slots: IntArray, starts: IntArray, ends: IntArray, num_decodes: int
+    ) -> dict[int | None, list[AttentionGroup]]:
+        """Window -> who attends together; a window that no row has filled yet hides nothing."""
+        found: dict[int | None, list[AttentionGroup]] = {}
+        for window in self._windows:
+            hiding = window if window is not None and ends.max(initial=0) > window else None
+            if hiding not in found:
+                found[hiding] = self._decode_groups(slots, ends, num_decodes, hiding) + self._prefill_groups(
+                    slots, starts, ends, num_decodes, hiding
+                )
+            found[window] = found[hiding]
+        return found
+
+    def _decode_groups(
+        self, slots: IntArray, ends: IntArray, num_decodes: int, window: int | None
+    ) -> list[AttentionGroup]:
         """Rows [0, num_decodes), longest first, cut where padding would cost more than another group."""
         groups: list[AttentionGroup] = []
+        lengths = ends if window is None else np.minimum(ends, window)
         first = padding = 0
         for row in range(1, num_decodes + 1):
             if row < num_decodes:
-                padding += int(ends[first] - ends[row])
+                padding += int(lengths[first] - lengths[row])
                 if padding <= GROUP_COST_TOKENS:
                     continue
-            groups.append(self._decode_group(first, row, slots[first:row], ends[first:row]))
+            groups.append(self._decode_group(first, row, slots[first:row], ends[first:row], window))
             first, padding = row, 0
         return groups
 
-    def _decode_group(self, first: int, end: int, slots: IntArray, ends: IntArray) -> AttentionGroup:
+    def _decode_group(
+        self, first: int, end: int, slots: IntArray, ends: IntArray, window: int | None
+    ) -> AttentionGroup:
+        if window is not None:
+            return self._windowed_decode_group(first, end, slots, ends, window)
         longest = int(ends[0])
         mask = None
         if ends[-1] != longest:
-            hidden = np.arange(longest) >= ends[:, None]  # [rows, context]
-            mask = self._to_device(np.where(hidden, np.float32("-inf"), np.float32(0)))
-            mask = mask.to(self._dtype).view(end - first, 1, 1, longest)
+            mask = self._decode_mask(np.arange(longest) >= ends[:, None])
         blocks = self._to_device(self._tables[slots, : num_blocks_for(longest)].reshape(-1))
         return AttentionGroup(first, end, end - first, longest, blocks, mask)
 
-    def _prefill_group(self, first_token: int, slot: int, start: int, end: int) -> AttentionGroup:
-        blocks = self._to_device(self._tables[slot, : num_blocks_for(end)])
-        num_tokens = end - start
+    def _windowed_decode_group(
+        self, first: int, end: int, slots: IntArray, ends: IntArray, window: int
+    ) -> AttentionGroup:
+        """Each row begins with the block in which its window does."""
+        seen = np.maximum(ends - window, 0)  # [rows]: the first position that is seen
+        first_blocks = seen // BLOCK_SIZE
+        skipped = (first_blocks * BLOCK_SIZE)[:, None]
+        longest = int((ends - skipped[:, 0]).max())
+        positions = np.arange(longest) + skipped  # [rows, context]
+        mask = self._decode_mask((positions < seen[:, None]) | (positions >= ends[:, None]))
+        indexes = np.arange(num_blocks_for(longest)) + first_blocks[:, None]  # [rows, blocks]
+        last = num_blocks_for(int(ends.max())) - 1
+        blocks = self._tables[slots[:, None], np.minimum(indexes, last)]
+        return AttentionGroup(first, end, end - first, longest, self._to_device(blocks.reshape(-1)), mask)
+
+    def _decode_mask(self, hidden: npt.NDArray[np.bool_]) -> Tensor:
+        """hidden: [rows, context]; returns [rows, 1, 1, context]."""
+        mask = self._to_device(np.where(hidden, np.float32("-inf"), np.float32(0)))
+        return mask.to(self._dtype).view(hidden.shape[0], 1, 1, hidden.shape[1])
+
+    def _prefill_groups(
+        self, slots: IntArray, starts: IntArray, ends: IntArray, num_decodes: int, window: int | None
+    ) -> list[AttentionGroup]:
+        """Rows from num_decodes on, each its own group; their tokens follow the decodes', one each."""
+        groups, first_token = [], num_decodes
+        for row in range(num_decodes, len(slots)):
+            groups.append(self._prefill_group(first_token, int(slots[row]), int(starts[row]), int(ends[row]), window))
+            first_token = groups[-1].end_token
+        return groups
+
+    def _prefill_group(self, first_token: int, slot: int, start: int, end: int, window: int | None) -> AttentionGroup:
+        is_hiding = window is not None and end > window
+        first_block = max(0, start + 1 - window) // BLOCK_SIZE if window is not None and is_hiding else 0
+        blocks = self._to_device(self._tables[slot, first_block : num_blocks_for(end)])
+        num_tokens, num_skipped = end - start, first_block * BLOCK_SIZE
+        is_causal = start == 0 and not is_hiding
         mask = None
-        if start > 0:
-            mask = torch.full((num_tokens, end), float("-inf"), dtype=self._dtype, device=self._device)
-            mask.triu_(start + 1)  # token i of the chunk sees positions up to start + i
-        return AttentionGroup(first_token, first_token + num_tokens, 1, end, blocks, mask, is_causal=start == 0)
+        if not is_causal:
+            mask = self._masked(num_tokens, end - num_skipped)
+            mask.triu_(start - num_skipped + 1)  # token i of the chunk sees positions up to start + i
+            if window is not None and is_hiding:  # and from start + i + 1 - window
+                mask += self._masked(num_tokens, end - num_skipped).tril_(start - num_skipped - window)
+        return AttentionGroup(
+            first_token, first_token + num_tokens, 1, end - num_skipped, blocks, mask, is_causal=is_causal
+        )
+
+    def _masked(self, num_tokens: int, num_context: int) -> Tensor:
+        return torch.full((num_tokens, num_context), float("-inf"), dtype=self._dtype, device=self._device)
 
     def _cleared_blocks(self, slots: IntArray, starts: IntArray, ends: IntArray) -> Tensor | None:
         """Blocks whose first token is written now but whose last is not: the rest still has another's content."""

@@ -9,6 +9,7 @@ from core.config import BLOCK_SIZE, EngineConfig, ModelConfig
 from core.errors import NotEnoughMemory, StartupError
 from gpu.device import DeviceChoice, choose_device, free_memory_bytes
 from gpu.kv_cache import bytes_per_block, bytes_per_token, num_blocks_for, num_blocks_within
+from gpu.scores import MAX_SCORES
 from gpu.weights import open_checkpoint
 
 GIB = 1024**3
@@ -136,12 +137,14 @@ def _activation_bytes(model: ModelConfig, engine: EngineConfig, max_model_len: i
     """An upper bound: one layer's tensors of a full batch, the widest gather of keys and values, logits and noise."""
     widths = 4 * model.hidden_size + 4 * model.query_size + 6 * model.kv_size + 3 * model.intermediate_size
     one_layer = engine.max_batch_tokens * widths * dtype.itemsize
-    mask = engine.max_batch_tokens * max_model_len * dtype.itemsize
+    masks = len(model.windows) + (model.windows != (None,))  # one per window, and one while a windowed one is made
+    mask = masks * engine.max_batch_tokens * max_model_len * dtype.itemsize
     gathered = engine.max_sequences * max_model_len * 2 * model.kv_size * dtype.itemsize
     if engine.kv_memory_bytes is not None:
         gathered = min(gathered, engine.kv_memory_bytes // model.num_layers)
     logits = engine.max_sequences * model.vocab_size * 4 * 4  # float32: raw, adjusted, scaled, noise
-    return one_layer + mask + gathered + logits
+    written_out = 3 * 4 * MAX_SCORES if model.attention_cap is not None else 0  # float32: products, and two steps on
+    return one_layer + mask + gathered + logits + written_out
 
 
 def _size(size_bytes: int) -> str:

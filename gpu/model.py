@@ -1,36 +1,49 @@
 """The model: a decoder-only transformer, from token ids to logits. Thread: engine.
 
-One file that reads as one model; the families differ by three flags of ModelConfig. Norms and RoPE are computed in
-float32. Keys and values are written to the paged cache before attention reads it.
+One file that reads as one model; the families differ by fields of ModelConfig and by parameters that a layer has or
+has not. Norms and RoPE are computed in float32. Keys and values are written to the paged cache before attention
+reads it.
 """
 
-import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from core.config import ModelConfig, RopeConfig
+from core.config import ModelConfig
 from gpu.attention import paged_attention
 from gpu.batch import DeviceBatch
 from gpu.kv_cache import KVCache, LayerKV
 from gpu.linear import Linear, can_pack, make_linear
+from gpu.rope import Rope, apply_rope
+from gpu.scores import Scores
 from gpu.weights import LayerWeights, ModelWeights
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+}
 
 
 @dataclass(slots=True)
 class Layer:
-    """One layer, ready to compute."""
+    """One layer, ready to compute. A norm that the family has not is None."""
 
-    attention_norm: Tensor  # [hidden]
+    rope: int | None  # index among the model's; None: q and k are not turned
+    window: int | None
+    attention_norm: Tensor | None  # [hidden]
     qkv: Linear  # hidden -> query + 2 * kv
-    query_norm: Tensor | None  # [head_dim]
-    key_norm: Tensor | None  # [head_dim]
+    query_norm: Tensor | None  # [head_dim] or [heads, head_dim]
+    key_norm: Tensor | None  # [head_dim] or [kv_heads, head_dim]
     output: Linear  # query -> hidden
-    mlp_norm: Tensor  # [hidden]
+    attention_post_norm: Tensor | None  # [hidden]
+    mlp_norm: Tensor | None  # [hidden]
     gate_up: Linear  # hidden -> 2 * intermediate
     down: Linear  # intermediate -> hidden
+    mlp_post_norm: Tensor | None  # [hidden]
 
 
 class Model:
@@ -43,22 +56,41 @@ class Model:
         self.embedding = weights.embedding  # [vocab, hidden]
         self.norm = weights.norm  # [hidden]
         self.lm_head = make_linear(weights.lm_head, None, is_packed)
-        self.layers = [_layer(weights.layers.pop(0), is_packed) for _ in range(config.num_layers)]
-        self.inv_freq = rope_frequencies(config.rope, config.head_dim).to(device)  # [head_dim / 2]
+        turning = dict.fromkeys(config.layer(index).rope for index in range(config.num_layers))
+        used = [rope for rope in turning if rope is not None]
+        self.ropes = [Rope(rope, config.head_dim, device) for rope in used]
+        self.layers = [
+            _layer(weights.layers.pop(0), layer.window, used.index(layer.rope) if layer.rope else None, is_packed)
+            for layer in map(config.layer, range(config.num_layers))
+        ]
+        self._scores = Scores(config.attention_scale, config.attention_cap)
+        self._activation = ACTIVATIONS[config.activation]
+        # Rounded to the weights' format, as the models were trained.
+        self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=dtype))
 
     def forward(self, batch: DeviceBatch, cache: KVCache) -> Tensor:
         """Compute the batch's tokens, and the logits of the rows that sample: [sampled, vocab], float32."""
+        residual_scale = self.config.residual_scale
         x = F.embedding(batch.token_ids, self.embedding)  # [tokens, hidden]
-        rotation = rope_rotation(batch.positions, self.inv_freq)  # [tokens, 1, head_dim / 2]
+        if self._embedding_scale != 1:
+            x = x.mul_(self._embedding_scale)
+        rotations = [rope.rotation(batch.positions) for rope in self.ropes]  # [tokens, 1, head_dim / 2] each
         for layer, kv in zip(self.layers, cache.layers, strict=True):
-            x = x + self._attention(layer, self._norm(x, layer.attention_norm), rotation, batch, kv)
-            x = x + _mlp(layer, self._norm(x, layer.mlp_norm))  # [tokens, hidden]
+            normed = x if layer.attention_norm is None else self._norm(x, layer.attention_norm)
+            added = self._attention(layer, normed, rotations, batch, kv)
+            if layer.attention_post_norm is not None:
+                added = self._norm(added, layer.attention_post_norm)
+            x = torch.add(x, added, alpha=residual_scale)
+            normed = x if layer.mlp_norm is None else self._norm(x, layer.mlp_norm)
+            added = self._mlp(layer, normed)
+            if layer.mlp_post_norm is not None:
+                added = self._norm(added, layer.mlp_post_norm)
+            x = torch.add(x, added, alpha=residual_scale)  # [tokens, hidden]
         if not len(batch.sampled_rows):
             return x.new_empty((0, self.config.vocab_size), dtype=torch.float32)
-        x = self._norm(x.index_select(0, batch.sampled_tokens), self.norm)  # [sampled, hidden]
-        return self.lm_head(x).float()  # [sampled, vocab]
+        return self._logits(x.index_select(0, batch.sampled_tokens))
 
-    def _attention(self, layer: Layer, x: Tensor, rotation: Tensor, batch: DeviceBatch, kv: LayerKV) -> Tensor:
+    def _attention(self, layer: Layer, x: Tensor, rotations: list[Tensor], batch: DeviceBatch, kv: LayerKV) -> Tensor:
         """x: [tokens, hidden], normed; also returned so."""
         config = self.config
         num_rotated = config.num_heads + config.num_kv_heads
@@ -67,69 +99,46 @@ class Model:
         if layer.query_norm is not None and layer.key_norm is not None:
             query, key = query_key.split_with_sizes([config.num_heads, config.num_kv_heads], 1)
             query_key = torch.cat([self._norm(query, layer.query_norm), self._norm(key, layer.key_norm)], 1)
-        query_key = apply_rope(query_key, rotation)
+        if layer.rope is not None:
+            query_key = apply_rope(query_key, rotations[layer.rope])
         kv.keys.index_copy_(0, batch.kv_slots, query_key[:, config.num_heads :])
         kv.values.index_copy_(0, batch.kv_slots, qkv[:, num_rotated:])
-        return layer.output(paged_attention(query_key[:, : config.num_heads], kv, batch.groups))
+        query, groups = query_key[:, : config.num_heads], batch.groups[layer.window]
+        return layer.output(paged_attention(query, kv, groups, self._scores))
+
+    def _mlp(self, layer: Layer, x: Tensor) -> Tensor:
+        """A gated MLP (arXiv:2002.05202). x: [tokens, hidden], normed; also returned so."""
+        gate, up = layer.gate_up(x).chunk(2, -1)  # [tokens, intermediate] each
+        return layer.down(self._activation(gate).mul_(up))
+
+    def _logits(self, x: Tensor) -> Tensor:
+        """x: [sampled, hidden]; returns [sampled, vocab], float32."""
+        logits = self.lm_head(self._norm(x, self.norm)).float()
+        if self.config.logits_scale != 1:
+            logits = logits.mul_(self.config.logits_scale)
+        if self.config.logits_cap is not None:
+            logits = logits.div_(self.config.logits_cap).tanh_().mul_(self.config.logits_cap)
+        return logits
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """RMSNorm over the last dimension; torch computes it in float32 whatever x is."""
+        """RMSNorm over the weight's dimensions, x's last; torch computes it in float32 whatever x is."""
+        if weight.dtype != x.dtype:  # see LayerWeights
+            return F.rms_norm(x.float(), weight.shape, weight.float(), self.config.rms_norm_eps).to(x.dtype)
         return F.rms_norm(x, weight.shape, weight, self.config.rms_norm_eps)
 
 
-def _mlp(layer: Layer, x: Tensor) -> Tensor:
-    """SwiGLU (arXiv:2002.05202). x: [tokens, hidden], normed; also returned so."""
-    gate, up = layer.gate_up(x).chunk(2, -1)  # [tokens, intermediate] each
-    return layer.down(F.silu(gate).mul_(up))
-
-
-def apply_rope(x: Tensor, rotation: Tensor) -> Tensor:
-    """Rotate each head of x by its token's position, in float32.
-
-    Args:
-        x: [tokens, heads, head_dim]; a pair that turns lies side by side (weights.interleave_halves).
-        rotation: [tokens, 1, head_dim / 2], complex: what to multiply the pairs by.
-    Source: RoFormer (arXiv:2104.09864), section 3.4.2.
-    """
-    pairs = torch.view_as_complex(x.float().view(*x.shape[:-1], -1, 2))  # [tokens, heads, head_dim / 2]
-    return torch.view_as_real(pairs * rotation).flatten(-2).to(x.dtype)
-
-
-def rope_rotation(positions: Tensor, inv_freq: Tensor) -> Tensor:
-    """The complex number of modulus 1 for each token and frequency: [tokens, 1, head_dim / 2], complex64.
-
-    Args:
-        positions: [tokens], float32, absolute index in the sequence, from 0.
-        inv_freq: [head_dim / 2], radians per token.
-    """
-    angles = torch.outer(positions, inv_freq).unsqueeze(1)  # [tokens, 1, head_dim / 2]
-    return torch.polar(torch.ones_like(angles), angles)
-
-
-def rope_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Radians per token, float32: [head_dim / 2].
-
-    Source: "llama3" as in Llama 3.1's reference code (apply_scaling): wavelengths beyond original / low_freq_factor
-    are stretched by factor, those below original / high_freq_factor kept, and in between blended.
-    """
-    inv_freq = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
-    if rope.kind == "default":
-        return inv_freq
-    if rope.kind == "linear":
-        return inv_freq / rope.factor
-    turns = rope.original_max_position * inv_freq / (2 * math.pi)  # within the original context
-    kept = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
-    return (1 - kept) * inv_freq / rope.factor + kept * inv_freq
-
-
-def _layer(weights: LayerWeights, is_packed: bool) -> Layer:
+def _layer(weights: LayerWeights, window: int | None, rope: int | None, is_packed: bool) -> Layer:
     return Layer(
+        rope=rope,
+        window=window,
         attention_norm=weights.attention_norm,
         qkv=make_linear(weights.qkv, weights.qkv_bias, is_packed),
         query_norm=weights.query_norm,
         key_norm=weights.key_norm,
-        output=make_linear(weights.output, None, is_packed),
+        output=make_linear(weights.output, weights.output_bias, is_packed),
+        attention_post_norm=weights.attention_post_norm,
         mlp_norm=weights.mlp_norm,
-        gate_up=make_linear(weights.gate_up, None, is_packed),
-        down=make_linear(weights.down, None, is_packed),
+        gate_up=make_linear(weights.gate_up, weights.gate_up_bias, is_packed),
+        down=make_linear(weights.down, weights.down_bias, is_packed),
+        mlp_post_norm=weights.mlp_post_norm,
     )

@@ -63,7 +63,7 @@ class ModelRunner:
             self._cache = KVCache(config, memory.num_blocks, dtype, device)
             self._sampler = Sampler(engine.max_sequences, config.vocab_size, device)
         self._builder = BatchBuilder(
-            engine.max_sequences, memory.max_model_len, self._cache.scratch_block, dtype, device
+            engine.max_sequences, memory.max_model_len, self._cache.scratch_block, dtype, device, config.windows
         )
 
     def forward(self, plan: StepPlan) -> StepTicket:

@@ -7,6 +7,7 @@ missing, unexpected and misshaped ones are named.
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,23 +26,32 @@ FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
 NAMED_AT_MOST = 5  # tensors in one error message
 
+Empty = Callable[[tuple[int, ...]], Tensor]
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes total), as loading goes."""
 
 
 @dataclass(slots=True)
 class LayerWeights:
-    """One layer. Rows of q and k are reordered within each head: see interleave_halves."""
+    """One layer; None where the family has no such parameter. Rows of q and k are reordered: see interleave_halves.
 
-    attention_norm: Tensor  # [hidden]
+    Norms are float32 where the checkpoint's numbers are offsets from 1, which a shorter format would round.
+    """
+
+    attention_norm: Tensor | None  # [hidden]
     qkv: Tensor  # [query + 2 * kv, hidden]
     qkv_bias: Tensor | None  # [query + 2 * kv]
-    query_norm: Tensor | None  # [head_dim]
-    key_norm: Tensor | None  # [head_dim]
+    query_norm: Tensor | None  # [head_dim], or [heads, head_dim] over all heads at once
+    key_norm: Tensor | None  # [head_dim], or [kv_heads, head_dim]
     output: Tensor  # [hidden, query]
-    mlp_norm: Tensor  # [hidden]
+    output_bias: Tensor | None  # [hidden]
+    attention_post_norm: Tensor | None  # [hidden]
+    mlp_norm: Tensor | None  # [hidden]
     gate_up: Tensor  # [2 * intermediate, hidden]
+    gate_up_bias: Tensor | None  # [2 * intermediate]
     down: Tensor  # [hidden, intermediate]
+    down_bias: Tensor | None  # [hidden]
+    mlp_post_norm: Tensor | None  # [hidden]
 
 
 @dataclass(slots=True)
@@ -50,7 +60,7 @@ class ModelWeights:
 
     embedding: Tensor  # [vocab, hidden]
     layers: list[LayerWeights]
-    norm: Tensor  # [hidden]
+    norm: Tensor  # [hidden]; see LayerWeights
     lm_head: Tensor  # [vocab, hidden]; the embedding itself when tied
 
 
@@ -61,10 +71,16 @@ class Target:
     Args:
         into: rows of a parameter, of the checkpoint tensor's shape.
         head_dim: reorder the rows within heads of this size; None: as they are.
+        rotary_dim: of each head, so many are reordered; None: all.
+        num_reordered: of the rows, so many are; None: all.
+        offset: what is added to each number.
     """
 
     into: Tensor
     head_dim: int | None = None
+    rotary_dim: int | None = None
+    num_reordered: int | None = None
+    offset: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,46 +105,63 @@ class Checkpoint:
         return sum(tensor.size_bytes for tensor in self.tensors.values())
 
 
-def interleave_halves(rows: Tensor, head_dim: int) -> Tensor:
+def interleave_halves(rows: Tensor, head_dim: int, rotary_dim: int | None = None) -> Tensor:
     """Reorder each head's rows from (first half, second half) to pairs: what RoPE turns lies side by side.
 
-    Scores do not change: q and k are reordered alike. rows: [heads * head_dim, ...], also returned so.
+    Scores do not change: q and k are reordered alike. rows: [heads * head_dim, ...], also returned so; of each head
+    the first rotary_dim rows are reordered, or all.
     """
+    if rotary_dim is not None and rotary_dim != head_dim:
+        heads = rows.view(-1, head_dim, *rows.shape[1:])
+        turned = interleave_halves(heads[:, :rotary_dim].flatten(0, 1), rotary_dim)
+        turned = turned.view(-1, rotary_dim, *rows.shape[1:])
+        return torch.cat([turned, heads[:, rotary_dim:]], 1).view(rows.shape)
     heads = rows.view(-1, 2, head_dim // 2, *rows.shape[1:])
     return heads.transpose(1, 2).reshape(rows.shape)
 
 
 def empty_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> ModelWeights:
     """Allocate all parameters."""
+    empty = partial(torch.empty, dtype=dtype, device=device)
+    empty_norm = partial(torch.empty, dtype=torch.float32 if config.has_norm_offset else dtype, device=device)
+    layers = [_empty_layer(config, empty, empty_norm) for _ in range(config.num_layers)]
+    embedding = empty((config.vocab_size, config.hidden_size))
+    lm_head = embedding if config.tie_embeddings else empty((config.vocab_size, config.hidden_size))
+    return ModelWeights(embedding, layers, empty_norm((config.hidden_size,)), lm_head)
 
-    def empty(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
 
-    qkv = config.query_size + 2 * config.kv_size
-    layers = [
-        LayerWeights(
-            attention_norm=empty(config.hidden_size),
-            qkv=empty(qkv, config.hidden_size),
-            qkv_bias=empty(qkv) if config.qkv_bias else None,
-            query_norm=empty(config.head_dim) if config.qk_norm else None,
-            key_norm=empty(config.head_dim) if config.qk_norm else None,
-            output=empty(config.hidden_size, config.query_size),
-            mlp_norm=empty(config.hidden_size),
-            gate_up=empty(2 * config.intermediate_size, config.hidden_size),
-            down=empty(config.hidden_size, config.intermediate_size),
-        )
-        for _ in range(config.num_layers)
-    ]
-    embedding = empty(config.vocab_size, config.hidden_size)
-    lm_head = embedding if config.tie_embeddings else empty(config.vocab_size, config.hidden_size)
-    return ModelWeights(embedding, layers, empty(config.hidden_size), lm_head)
+def _empty_layer(config: ModelConfig, empty: Empty, empty_norm: Empty) -> LayerWeights:
+    def bias(exists: bool, size: int) -> Tensor | None:
+        return empty((size,)) if exists else None
+
+    def norm(exists: bool, *shape: int) -> Tensor | None:
+        return empty_norm(shape) if exists else None
+
+    hidden, qkv, gate_up = config.hidden_size, config.query_size + 2 * config.kv_size, 2 * config.intermediate_size
+    query_heads, kv_heads = ((config.num_heads,), (config.num_kv_heads,)) if config.qk_norm == "all" else ((), ())
+    return LayerWeights(
+        attention_norm=norm(config.has_pre_norm, hidden),
+        qkv=empty((qkv, hidden)),
+        qkv_bias=bias(config.qkv_bias, qkv),
+        query_norm=norm(config.qk_norm != "none", *query_heads, config.head_dim),
+        key_norm=norm(config.qk_norm != "none", *kv_heads, config.head_dim),
+        output=empty((hidden, config.query_size)),
+        output_bias=bias(config.output_bias, hidden),
+        attention_post_norm=norm(config.has_post_norm, hidden),
+        mlp_norm=norm(config.has_pre_norm, hidden),
+        gate_up=empty((gate_up, hidden)),
+        gate_up_bias=bias(config.mlp_bias, gate_up),
+        down=empty((hidden, config.intermediate_size)),
+        down_bias=bias(config.mlp_bias, hidden),
+        mlp_post_norm=norm(config.has_post_norm, hidden),
+    )
 
 
 def targets(config: ModelConfig, weights: ModelWeights) -> dict[str, Target]:
     """The checkpoint's tensor names, and where each goes."""
     found = {
         "model.embed_tokens.weight": Target(weights.embedding),
-        "model.norm.weight": Target(weights.norm),
+        "model.norm.weight": Target(weights.norm, offset=norm_offset(config)),
     }
     if not config.tie_embeddings:
         found["lm_head.weight"] = Target(weights.lm_head)
@@ -139,23 +172,63 @@ def targets(config: ModelConfig, weights: ModelWeights) -> dict[str, Target]:
 
 
 def _layer_targets(config: ModelConfig, layer: LayerWeights) -> Iterator[tuple[str, Target]]:
-    sizes = [config.query_size, config.kv_size, config.kv_size]
-    head_dims = (config.head_dim, config.head_dim, None)  # RoPE turns q and k, not v
-    yield "input_layernorm.weight", Target(layer.attention_norm)
-    for name, rows, head_dim in zip("qkv", layer.qkv.split_with_sizes(sizes), head_dims, strict=True):
-        yield f"self_attn.{name}_proj.weight", Target(rows, head_dim)
-    if layer.qkv_bias is not None:
-        for name, rows, head_dim in zip("qkv", layer.qkv_bias.split_with_sizes(sizes), head_dims, strict=True):
-            yield f"self_attn.{name}_proj.bias", Target(rows, head_dim)
-    if layer.query_norm is not None and layer.key_norm is not None:
-        yield "self_attn.q_norm.weight", Target(layer.query_norm, config.head_dim)
-        yield "self_attn.k_norm.weight", Target(layer.key_norm, config.head_dim)
+    yield from _norm_targets(config, layer)
+    for suffix, qkv in (("weight", layer.qkv), ("bias", layer.qkv_bias)):
+        if qkv is not None:
+            yield from _qkv_targets(config, qkv, suffix)
+    for name, norm in (("q", layer.query_norm), ("k", layer.key_norm)):
+        if norm is not None:
+            rotary_dim = config.rope.rotary_dim(config.head_dim)
+            yield (
+                f"self_attn.{name}_norm.weight",
+                Target(norm.view(-1), config.head_dim, rotary_dim, offset=norm_offset(config)),
+            )
     yield "self_attn.o_proj.weight", Target(layer.output)
-    yield "post_attention_layernorm.weight", Target(layer.mlp_norm)
-    gate, up = layer.gate_up.chunk(2)
-    yield "mlp.gate_proj.weight", Target(gate)
-    yield "mlp.up_proj.weight", Target(up)
-    yield "mlp.down_proj.weight", Target(layer.down)
+    if layer.output_bias is not None:
+        yield "self_attn.o_proj.bias", Target(layer.output_bias)
+    for suffix, gate_up, down in (
+        ("weight", layer.gate_up, layer.down),
+        ("bias", layer.gate_up_bias, layer.down_bias),
+    ):
+        if gate_up is None or down is None:
+            continue
+        parts = (
+            {"gate_up": gate_up}
+            if config.has_fused_weights
+            else dict(zip(("gate", "up"), gate_up.chunk(2), strict=True))
+        )
+        for name, rows in {**parts, "down": down}.items():
+            yield f"mlp.{name}_proj.{suffix}", Target(rows)
+
+
+def _norm_targets(config: ModelConfig, layer: LayerWeights) -> Iterator[tuple[str, Target]]:
+    """`post_attention_layernorm` is the MLP's norm in families without norms after the blocks."""
+    mlp_norm = "pre_feedforward_layernorm" if config.has_post_norm else "post_attention_layernorm"
+    for name, norm in (
+        ("input_layernorm", layer.attention_norm),
+        (mlp_norm, layer.mlp_norm),
+        ("post_attention_layernorm", layer.attention_post_norm),
+        ("post_feedforward_layernorm", layer.mlp_post_norm),
+    ):
+        if norm is not None:
+            yield f"{name}.weight", Target(norm, offset=norm_offset(config))
+
+
+def norm_offset(config: ModelConfig) -> float:
+    return 1.0 if config.has_norm_offset else 0.0
+
+
+def _qkv_targets(config: ModelConfig, qkv: Tensor, suffix: str) -> Iterator[tuple[str, Target]]:
+    """RoPE turns q and k, not v. qkv: [query + 2 * kv, ...]"""
+    head_dim, rotary_dim = config.head_dim, config.rope.rotary_dim(config.head_dim)
+    if config.has_fused_weights:
+        num_reordered = config.query_size + config.kv_size
+        yield f"self_attn.qkv_proj.{suffix}", Target(qkv, head_dim, rotary_dim, num_reordered)
+        return
+    query, key, value = qkv.split_with_sizes([config.query_size, config.kv_size, config.kv_size])
+    yield f"self_attn.q_proj.{suffix}", Target(query, head_dim, rotary_dim)
+    yield f"self_attn.k_proj.{suffix}", Target(key, head_dim, rotary_dim)
+    yield f"self_attn.v_proj.{suffix}", Target(value)
 
 
 def open_checkpoint(directory: Path) -> Checkpoint:
@@ -206,7 +279,12 @@ def load_weights(
 
 
 def _fill(target: Target, tensor: Tensor) -> None:
-    target.into.copy_(tensor if target.head_dim is None else interleave_halves(tensor, target.head_dim))
+    target.into.copy_(tensor)
+    if target.offset:
+        target.into.add_(target.offset)
+    if target.head_dim is not None:
+        rows = target.into[: target.num_reordered]
+        rows.copy_(interleave_halves(rows, target.head_dim, target.rotary_dim))
 
 
 def _check(checkpoint: Checkpoint, wanted: dict[str, Target], config: ModelConfig) -> None:

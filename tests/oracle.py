@@ -7,13 +7,27 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 from transformers.utils import logging
 
@@ -35,6 +49,20 @@ _LLAMA3_ROPE = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
+}
+_YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 16.0,
+}
+_LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.1, 1.25, 1.5, 2.0, 2.5],
+    "long_factor": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0],
 }
 _LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0}
 
@@ -71,6 +99,117 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = {
         Qwen3ForCausalLM,
         Qwen3Config,
         {"hidden_size": 80, "num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 24, "num_hidden_layers": 3},
+    ),
+    "llama_biased_yarn": (
+        LlamaForCausalLM,
+        LlamaConfig,
+        {
+            "hidden_size": 48,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "head_dim": 12,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "rope_parameters": _YARN_ROPE,
+        },
+    ),
+    "qwen2_late_window_dynamic": (
+        Qwen2ForCausalLM,
+        Qwen2Config,
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "use_sliding_window": True,
+            "sliding_window": 20,
+            "max_window_layers": 1,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0},
+        },
+    ),
+    "mistral": (
+        MistralForCausalLM,
+        MistralConfig,
+        {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24, "sliding_window": 27},
+    ),
+    "smollm3": (
+        SmolLM3ForCausalLM,
+        SmolLM3Config,
+        {
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "hidden_size": 48,
+            "num_hidden_layers": 3,
+            "no_rope_layer_interval": 2,
+            "pad_token_id": 0,
+        },
+    ),
+    "granite": (
+        GraniteForCausalLM,
+        GraniteConfig,
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "attention_bias": True,
+            "attention_multiplier": 0.15,
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 8.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "olmo2": (Olmo2ForCausalLM, Olmo2Config, {"num_attention_heads": 4, "num_key_value_heads": 2}),
+    "phi3": (
+        Phi3ForCausalLM,
+        Phi3Config,
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "sliding_window": 40,
+            "pad_token_id": 0,
+        },
+    ),
+    "phi4_longrope": (
+        Phi3ForCausalLM,
+        Phi3Config,
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 2048,
+            "original_max_position_embeddings": 160,
+            "tie_word_embeddings": True,
+            "rope_parameters": _LONG_ROPE,
+            "pad_token_id": 0,
+        },
+    ),
+    "gemma2": (
+        Gemma2ForCausalLM,
+        Gemma2Config,
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 24,
+            "query_pre_attn_scalar": 40,
+            "sliding_window": 25,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 8.0,
+            "initializer_range": 0.2,
+        },
+    ),
+    "gemma3": (
+        Gemma3ForCausalLM,
+        Gemma3TextConfig,
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "head_dim": 24,
+            "num_hidden_layers": 3,
+            "query_pre_attn_scalar": 40,
+            "sliding_window": 25,
+            "sliding_window_pattern": 3,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1_000_000.0, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            },
+        },
     ),
 }
 

@@ -1,10 +1,11 @@
 """config.json is understood completely, in both spellings, or refused by name."""
 
+import math
 from typing import Any
 
 import pytest
 
-from core.config import RopeConfig, parse_model_config
+from core.config import LayerConfig, RopeConfig, parse_model_config
 from core.errors import BadCheckpoint, UnsupportedModel
 
 LLAMA: dict[str, Any] = {
@@ -57,8 +58,8 @@ def test_rope_is_read_in_both_spellings(spelling: dict[str, Any], rope: RopeConf
 def test_families_differ_as_their_data_says() -> None:
     qwen2 = parse_model_config(llama(architectures=["Qwen2ForCausalLM"], tie_word_embeddings=True))
     qwen3 = parse_model_config(llama(architectures=["Qwen3ForCausalLM"], hidden_size=1024))
-    assert (qwen2.qkv_bias, qwen2.qk_norm, qwen2.tie_embeddings) == (True, False, True)
-    assert (qwen3.qkv_bias, qwen3.qk_norm, qwen3.head_dim) == (False, True, 128)
+    assert (qwen2.qkv_bias, qwen2.qk_norm, qwen2.tie_embeddings) == (True, "none", True)
+    assert (qwen3.qkv_bias, qwen3.qk_norm, qwen3.head_dim) == (False, "head", 128)
 
 
 def test_defaults_of_old_configurations() -> None:
@@ -70,17 +71,22 @@ def test_defaults_of_old_configurations() -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM"),
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel"),
         ({"architectures": None}, "None"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
-        ({"attention_bias": True}, "attention_bias=True"),
-        ({"mlp_bias": True}, "mlp_bias=True"),
+        ({"architectures": ["MistralForCausalLM"], "attention_bias": True}, "attention_bias=True"),
+        ({"architectures": ["Qwen2ForCausalLM"], "mlp_bias": True}, "mlp_bias=True"),
         ({"use_sliding_window": True}, "use_sliding_window=True"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+        ({"layer_types": ["sliding_attention"] * 32}, "sliding_attention"),
+        ({"layer_types": ["linear_attention"] * 32}, "linear_attention"),
+        ({"architectures": ["MistralForCausalLM"], "layer_types": ["full_attention"] * 32}, "full_attention"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
         ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0\.5"),
         ({"rope_parameters": {"rope_theta": 1.0, "partial_rotary_factor": 0.5}}, r"partial_rotary_factor=0\.5"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type='yarn'"),
+        ({"architectures": ["Gemma3ForCausalLM"], "attn_logit_softcapping": 5.0}, "attn_logit_softcapping"),
+        ({"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ({"rope_scaling": {"rope_type": "su", "factor": 4.0}}, "rope_type='su'"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters"),
     ],
 )
 def test_what_would_be_served_wrong_is_refused_by_name(changes: dict[str, Any], named: str) -> None:
@@ -93,6 +99,71 @@ def test_unused_sliding_windows_are_no_obstacle() -> None:
     """As Qwen2.5 writes them."""
     fields = {"use_sliding_window": False, "sliding_window": 32_768, "max_window_layers": 21}
     parse_model_config(llama(architectures=["Qwen2ForCausalLM"], **fields))
+
+
+def test_a_missing_sliding_window_is_mistrals_default_and_null_is_none() -> None:
+    mistral = llama(architectures=["MistralForCausalLM"])
+    assert parse_model_config(mistral).windows == (4096,)
+    assert parse_model_config({**mistral, "sliding_window": None}).windows == (None,)
+
+
+def gemma3(**changes: Any) -> dict[str, Any]:
+    return llama(architectures=["Gemma3ForCausalLM"], hidden_act=None, **changes)
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            }
+        },
+        {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "sliding_window_pattern": 6},
+    ],
+)
+def test_gemma3s_layers_with_a_window_have_their_own_rope(spelling: dict[str, Any]) -> None:
+    config = parse_model_config(gemma3(**spelling))
+    local, full = LayerConfig(RopeConfig(1e4), 4096), LayerConfig(RopeConfig(1e6, "linear", 8.0))
+    assert config.layers[:12] == ((local,) * 5 + (full,)) * 2
+    assert (config.activation, config.tie_embeddings, config.head_dim) == ("gelu_pytorch_tanh", True, 256)
+
+
+def test_gemma2_caps_by_default_and_alternates() -> None:
+    config = parse_model_config(llama(architectures=["Gemma2ForCausalLM"]))
+    assert (config.attention_cap, config.logits_cap, config.attention_scale) == (50.0, 30.0, 1 / 16)
+    assert [layer.window for layer in config.layers[:4]] == [4096, None, 4096, None]
+    assert (
+        parse_model_config(llama(architectures=["Gemma2ForCausalLM"], final_logit_softcapping=None)).logits_cap is None
+    )
+
+
+def test_yarn_stretches_the_context_it_was_made_from() -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
+    assert parse_model_config(llama(max_position_embeddings=32_768, rope_scaling=yarn)).max_position == 131_072
+
+
+def test_longrope_is_served_up_to_where_its_factors_would_change() -> None:
+    """Phi-3-mini-128k, in its first spelling."""
+    factors = {"short_factor": [1.1] * 48, "long_factor": [2.0] * 48}
+    phi = parse_model_config(
+        llama(
+            architectures=["Phi3ForCausalLM"],
+            hidden_size=3072,
+            rope_scaling={"type": "su", **factors},
+            original_max_position_embeddings=4096,
+        )
+    )
+    assert phi.max_position == 4096
+    assert phi.rope.factors == (1.1,) * 48
+    assert phi.rope.attention_factor == pytest.approx((1 + math.log(32) / math.log(4096)) ** 0.5)
+
+
+def test_dynamic_rope_is_the_plain_one_up_to_the_models_positions() -> None:
+    dynamic = parse_model_config(llama(rope_scaling={"type": "dynamic", "factor": 2.0}))
+    assert (dynamic.rope, dynamic.max_position) == (RopeConfig(10_000.0), 131_072)
 
 
 @pytest.mark.parametrize(
@@ -112,6 +183,10 @@ def test_unused_sliding_windows_are_no_obstacle() -> None:
         {"rope_parameters": []} | {"rope_scaling": [1]},
         {"rope_scaling": {"rope_type": "linear"}},
         {"rope_scaling": {**LLAMA3_SCALING, "high_freq_factor": 1.0}},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 1, "beta_slow": 2}},
+        {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0]}},
+        {"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.01},
+        {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, 0]},
     ],
     ids=str,
 )

@@ -26,6 +26,7 @@ def textbook(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> t
     return torch.cat(out)
 
 
+@pytest.mark.parametrize("window", [None, 1, 16, 21])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (6, 2), (7, 1)])
 @pytest.mark.parametrize(
     "rows",
@@ -39,7 +40,9 @@ def textbook(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> t
     ],
     ids=str,
 )
-def test_mixed_rows_attend_as_the_textbook_says(num_heads: int, num_kv_heads: int, rows: list[tuple[int, int]]) -> None:
+def test_mixed_rows_attend_as_the_textbook_says(
+    num_heads: int, num_kv_heads: int, rows: list[tuple[int, int]], window: int | None
+) -> None:
     """rows: (start, new tokens). Blocks hold noise beyond each row's context, which nobody may see."""
     generator = torch.Generator().manual_seed(len(rows))
     both = torch.randn(2, NUM_BLOCKS + 1, 16, num_kv_heads, HEAD_DIM, generator=generator)
@@ -50,9 +53,9 @@ def test_mixed_rows_attend_as_the_textbook_says(num_heads: int, num_kv_heads: in
         [(slot, start, [7] * length, True) for slot, (start, length) in enumerate(rows)],
         tables=[(slot, i, block) for slot, table in enumerate(tables) for i, block in enumerate(table)],
     )
-    batch = BatchBuilder(len(rows), 160, NUM_BLOCKS, torch.float32, CPU).build(plan)
+    batch = BatchBuilder(len(rows), 160, NUM_BLOCKS, torch.float32, CPU, (None, window)).build(plan)
     query = torch.randn(plan.num_tokens, num_heads, HEAD_DIM, generator=generator)
-    got = paged_attention(query, kv, batch.groups)
+    got = paged_attention(query, kv, batch.groups[window])
     # A row's tokens lie together in the batch; its last one leads back to the row.
     for last, row in zip(batch.sampled_tokens.tolist(), batch.sampled_rows.tolist(), strict=True):
         start, length = rows[row]
@@ -60,7 +63,8 @@ def test_mixed_rows_attend_as_the_textbook_says(num_heads: int, num_kv_heads: in
         for offset in range(length):
             end = start + offset + 1
             token = last - length + 1 + offset
-            want = textbook(query[token], context[0, :end], context[1, :end])
+            first = max(0, end - window) if window else 0
+            want = textbook(query[token], context[0, first:end], context[1, first:end])
             assert torch.allclose(got[token], want, atol=1e-5)
 
 
@@ -70,7 +74,7 @@ def test_groups_cover_the_tokens_in_order() -> None:
         [(slot, start, [7] * length, False) for slot, (start, length) in enumerate(rows)],
         tables=[(slot, i, slot * 6 + i) for slot in range(4) for i in range(6)],
     )
-    groups = BatchBuilder(4, 160, NUM_BLOCKS, torch.float32, CPU).build(plan).groups
+    groups = BatchBuilder(4, 160, NUM_BLOCKS, torch.float32, CPU).build(plan).groups[None]
     ranges = [(group.first_token, group.end_token) for group in groups]
     assert ranges == [(0, 2), (2, 5), (5, 22)]
     assert np.all([group.is_decode for group in groups] == np.array([True, False, False]))

@@ -35,7 +35,7 @@ def test_decodes_stand_first_longest_first_and_lead_back_to_the_plans_rows() -> 
 def test_tables_grow_over_steps_and_are_forgotten_when_the_slot_starts_anew() -> None:
     builder = make_builder()
     builder.build(make_plan([(0, 0, [1] * 16, True)], tables=[(0, 0, 7)]))
-    assert builder.build(make_plan([(0, 16, [1], True)], tables=[(0, 1, 8)])).groups[0].blocks.tolist() == [7, 8]
+    assert builder.build(make_plan([(0, 16, [1], True)], tables=[(0, 1, 8)])).groups[None][0].blocks.tolist() == [7, 8]
     assert builder.blocks_of(0).tolist() == [7, 8]
     start = SequenceStart(0, (1,), 1, GREEDY, 0, ())
     builder.build(make_plan([(0, 0, [1], True)], tables=[(0, 0, 3)], sequence_starts=[start]))
@@ -44,7 +44,7 @@ def test_tables_grow_over_steps_and_are_forgotten_when_the_slot_starts_anew() ->
 
 def test_shorter_rows_of_a_group_are_padded_with_scratch_and_masked() -> None:
     tables = [(0, 0, 1), (0, 1, 2), (1, 0, 5)]
-    (group,) = make_builder().build(make_plan([(0, 17, [1], True), (1, 3, [1], True)], tables=tables)).groups
+    (group,) = make_builder().build(make_plan([(0, 17, [1], True), (1, 3, [1], True)], tables=tables)).groups[None]
     assert group.blocks.tolist() == [1, 2, 5, SCRATCH]
     assert group.mask is not None
     assert group.mask.shape == (2, 1, 1, 18)
@@ -52,13 +52,13 @@ def test_shorter_rows_of_a_group_are_padded_with_scratch_and_masked() -> None:
 
 
 def test_rows_of_equal_length_need_no_mask() -> None:
-    (group,) = make_builder().build(make_plan([(0, 3, [1], True), (1, 3, [1], True)])).groups
+    (group,) = make_builder().build(make_plan([(0, 3, [1], True), (1, 3, [1], True)])).groups[None]
     assert group.mask is None
 
 
 def test_rows_of_very_different_length_are_not_padded_together() -> None:
     rows = [(slot, start, [1], True) for slot, start in enumerate((3 * GROUP_COST_TOKENS, 10, 12, 11))]
-    groups = make_builder().build(make_plan(rows)).groups
+    groups = make_builder().build(make_plan(rows)).groups[None]
     assert [(group.num_rows, group.num_context) for group in groups] == [(1, 3 * GROUP_COST_TOKENS + 1), (3, 13)]
 
 
@@ -84,3 +84,18 @@ def test_copies_pass_through() -> None:
     assert batch.copy_sources is not None
     assert batch.copy_targets is not None
     assert (batch.copy_sources.tolist(), batch.copy_targets.tolist()) == ([4, 6], [5, 7])
+
+
+def test_blocks_behind_a_window_are_not_gathered() -> None:
+    builder = BatchBuilder(8, 4096, SCRATCH, torch.float32, torch.device("cpu"), (None, 20))
+    tables = [(slot, index, slot * 10 + index) for slot in range(2) for index in range(5)]
+    groups = builder.build(make_plan([(0, 69, [1], True), (1, 60, [1] * 9, True)], tables=tables)).groups
+    assert [group.blocks.tolist() for group in groups[None]] == [[0, 1, 2, 3, 4], [10, 11, 12, 13, 14]]
+    assert [group.blocks.tolist() for group in groups[20]] == [[3, 4], [12, 13, 14]]
+    assert [group.num_context for group in groups[20]] == [22, 37]
+
+
+def test_a_window_that_no_row_fills_takes_what_full_attention_takes() -> None:
+    builder = BatchBuilder(8, 4096, SCRATCH, torch.float32, torch.device("cpu"), (None, 20))
+    groups = builder.build(make_plan([(0, 19, [1], True), (1, 0, [1] * 20, True)])).groups
+    assert groups[20] is groups[None]

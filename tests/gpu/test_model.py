@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from core.config import RopeConfig
-from gpu.model import Model, apply_rope, rope_frequencies, rope_rotation
+from gpu.model import Model
+from gpu.rope import Rope, apply_rope, rope_frequencies
 from gpu.runner import ModelRunner
 from tests.gpu.driver import Driver, make_plan
 from tests.oracle import Oracle
@@ -91,8 +92,9 @@ def test_greedy_tokens_equal_the_oracles_after_neighbours_are_cancelled(runner: 
 
 def test_rope_turns_a_pair_by_position_times_frequency() -> None:
     x = torch.tensor([[[1.0, 0.0, 0.0, 2.0]]])  # [1, 1, 4]
-    rotation = rope_rotation(torch.tensor([3.0]), torch.tensor([0.5, 0.1]))
-    angles = torch.tensor([1.5, 0.3])
+    rope = Rope(RopeConfig(theta=25.0), 4, torch.device("cpu"))  # 1 and 0.2 radians per token
+    rotation = rope.rotation(torch.tensor([3.0]))
+    angles = torch.tensor([3.0, 0.6])
     want = torch.stack([angles[0].cos(), angles[0].sin(), -2 * angles[1].sin(), 2 * angles[1].cos()])
     assert torch.allclose(apply_rope(x, rotation).flatten(), want)
 

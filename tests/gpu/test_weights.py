@@ -1,5 +1,6 @@
 """Every tensor of a checkpoint is accounted for, from one file or many; what is wrong is named."""
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -56,6 +57,35 @@ def test_parameters_are_converted_and_fused(model_directory) -> None:
     gate_up = [tensors[f"{prefix}mlp.{name}_proj.weight"] for name in ("gate", "up")]
     assert torch.equal(layer.gate_up, torch.cat(gate_up).bfloat16())
     assert torch.equal(layer.qkv[-32:], tensors[f"{prefix}self_attn.v_proj.weight"].bfloat16())
+
+
+def test_the_configuration_counts_the_parameters_that_are_loaded(family: str, model_directory) -> None:
+    config = parse_model_config(read_config(model_directory(family)))
+    weights = load(model_directory(family))
+    found = {id(tensor): tensor.numel() for tensor in every_tensor(weights)}
+    assert config.num_parameters == sum(found.values())
+
+
+def every_tensor(weights: object) -> list[torch.Tensor]:
+    """Of a tree of dataclasses and lists."""
+    if isinstance(weights, torch.Tensor):
+        return [weights]
+    if isinstance(weights, list):
+        return [tensor for item in weights for tensor in every_tensor(item)]
+    if not dataclasses.is_dataclass(weights):
+        return []
+    return [t for field in dataclasses.fields(weights) for t in every_tensor(getattr(weights, field.name))]
+
+
+def test_norms_that_are_offsets_from_1_are_not_rounded(model_directory) -> None:
+    tensors = load_file(model_directory("gemma2") / SINGLE_FILE)
+    weights = load(model_directory("gemma2"), torch.bfloat16)
+    assert torch.equal(weights.norm, 1 + tensors["model.norm.weight"])
+    assert torch.equal(weights.layers[0].mlp_norm, 1 + tensors["model.layers.0.pre_feedforward_layernorm.weight"])
+
+
+def test_only_what_turns_of_a_head_is_interleaved() -> None:
+    assert interleave_halves(torch.arange(12), 6, 4).tolist() == [0, 2, 1, 3, 4, 5, 6, 8, 7, 9, 10, 11]
 
 
 def test_progress_goes_from_nothing_to_all_bytes(model_directory) -> None:

@@ -1,0 +1,50 @@
+"""Typed reads from a model's config.json, and how it is refused: by the name of the field."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from core.errors import BadCheckpoint, UnsupportedModel
+
+
+def read_bool(config: Mapping[str, Any], name: str, default: bool = False) -> bool:
+    value = config.get(name)
+    value = default if value is None else value
+    if not isinstance(value, bool):
+        raise bad_field(f"{name}={value!r} is not true or false.")
+    return value
+
+
+def positive_int(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    value = config.get(name)
+    value = default if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+        raise bad_field(f"{name}={value!r} is not a positive integer.")
+    return value
+
+
+def positive_float(config: Mapping[str, Any], name: str, default: float | None = None) -> float:
+    value = config.get(name)
+    value = default if value is None else value
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+        raise bad_field(f"{name}={value!r} is not a positive number.")
+    return float(value)
+
+
+def token_ids(config: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    """One id, a list of them, or none."""
+    value = config.get(name)
+    listed = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in listed):
+        raise bad_field(f"{name}={value!r} is not a token id, or a list of them.")
+    return tuple(listed)
+
+
+def unsupported_field(name: str, value: object, supported: tuple[Any, ...]) -> UnsupportedModel:
+    choices = ", ".join(repr(choice) for choice in supported if choice is not None) or "leaving it out"
+    return UnsupportedModel(
+        f"config.json: {name}={value!r} is not supported.", f"use a model with {name} as: {choices}."
+    )
+
+
+def bad_field(what: str) -> BadCheckpoint:
+    return BadCheckpoint(f"config.json: {what}", "download the model's directory again, or correct the file.")

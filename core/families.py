@@ -1,0 +1,153 @@
+"""The families of models that are computed here, as data: what each differs in, and its defaults.
+
+`defaults` are fields of config.json that a file may leave out: as transformers' configuration classes fill them in.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What the architectures differ in, beyond the fields that all of them read.
+
+    Args:
+        has_qkv_bias: always; has_attention_bias, has_mlp_bias: as the field attention_bias or mlp_bias says (of
+            q, k, v and the output; of gate, up and down).
+        qk_norm: RMSNorm of q and k before RoPE: "none", over each "head", or over "all" heads at once.
+        has_pre_norm, has_post_norm: RMSNorm before attention and MLP; after each, before the residual sum.
+        has_norm_offset: a norm multiplies by 1 + weight.
+        is_fused: the checkpoint holds q, k, v as one matrix, and gate and up as one.
+        has_partial_rotary: partial_rotary_factor is read.
+        has_local_rope: layers with a window have a rope of their own.
+        windows: which layers have a sliding window where layer_types does not say: "none"; "all", if sliding_window
+            is set; with use_sliding_window "switched" (all), "late" (from max_window_layers) or "unrotated" (those
+            without RoPE); "pattern" (all but every n-th: sliding_window_pattern).
+        experts: the name of the field with an expert's width; None: no experts.
+        activation: the name of the field.
+    """
+
+    architecture: str
+    model_type: str
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    has_qkv_bias: bool = False
+    has_attention_bias: bool = False
+    has_mlp_bias: bool = False
+    qk_norm: str = "none"
+    has_pre_norm: bool = True
+    has_post_norm: bool = False
+    has_norm_offset: bool = False
+    is_fused: bool = False
+    has_partial_rotary: bool = False
+    has_local_rope: bool = False
+    windows: str = "none"
+    experts: str | None = None
+    activation: str = "hidden_act"
+
+
+_GEMMA_DEFAULTS = {
+    "head_dim": 256,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": True,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
+
+FAMILIES = (
+    Family("LlamaForCausalLM", "llama", has_attention_bias=True, has_mlp_bias=True),
+    Family(
+        "Qwen2ForCausalLM",
+        "qwen2",
+        {"max_position_embeddings": 32_768, "sliding_window": 4096, "max_window_layers": 28},
+        has_qkv_bias=True,
+        windows="late",
+    ),
+    Family(
+        "Qwen3ForCausalLM",
+        "qwen3",
+        {"head_dim": 128, "max_position_embeddings": 32_768, "sliding_window": 4096, "max_window_layers": 28},
+        has_attention_bias=True,
+        qk_norm="head",
+        windows="late",
+    ),
+    Family(
+        "MistralForCausalLM",
+        "mistral",
+        {"num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096},
+        windows="all",
+    ),
+    Family(
+        "SmolLM3ForCausalLM",
+        "smollm3",
+        {
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32_768,
+            "rope_theta": 2_000_000.0,
+            "tie_word_embeddings": True,
+            "no_rope_layer_interval": 4,
+        },
+        has_attention_bias=True,
+        has_mlp_bias=True,
+        windows="unrotated",
+    ),
+    Family(
+        "GraniteForCausalLM",
+        "granite",
+        {"attention_multiplier": 1.0},
+        has_attention_bias=True,
+        has_mlp_bias=True,
+    ),
+    Family(
+        "Olmo2ForCausalLM",
+        "olmo2",
+        {"rms_norm_eps": 1e-5},
+        has_attention_bias=True,
+        qk_norm="all",
+        has_pre_norm=False,
+        has_post_norm=True,
+    ),
+    Family(
+        "Phi3ForCausalLM",
+        "phi3",
+        {"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+        is_fused=True,
+        has_partial_rotary=True,
+        windows="all",
+    ),
+    Family(
+        "Gemma2ForCausalLM",
+        "gemma2",
+        {
+            **_GEMMA_DEFAULTS,
+            "max_position_embeddings": 8192,
+            "sliding_window_pattern": 2,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+        has_attention_bias=True,
+        has_post_norm=True,
+        has_norm_offset=True,
+        windows="pattern",
+        activation="hidden_activation",
+    ),
+    Family(
+        "Gemma3ForCausalLM",
+        "gemma3_text",
+        {
+            **_GEMMA_DEFAULTS,
+            "max_position_embeddings": 131_072,
+            "sliding_window_pattern": 6,
+            "rope_theta": 1_000_000.0,
+            "rope_local_base_freq": 10_000.0,
+        },
+        has_attention_bias=True,
+        qk_norm="head",
+        has_post_norm=True,
+        has_norm_offset=True,
+        has_local_rope=True,
+        windows="pattern",
+        activation="hidden_activation",
+    ),
+)

@@ -1,0 +1,75 @@
+"""Attention written out, for what torch's own does not know: capped scores, and sinks. Thread: engine."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Of scores at a time, float32, and as much again twice: what a long prompt's chunk is cut to.
+MAX_SCORES = 4 * 1024**2
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scores:
+    """What becomes of the products of q and k.
+
+    Args:
+        scale: what they are multiplied by; None: 1 / sqrt(head_dim).
+        cap: they are cap * tanh(score / cap) then; None: as they are.
+        sinks: [heads], one more score each, that takes its share and brings no value; None: none.
+    """
+
+    scale: float | None = None
+    cap: float | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def are_plain(self) -> bool:
+        """Whether torch's own attention computes them."""
+        return self.cap is None and self.sinks is None
+
+
+PLAIN = Scores()
+
+
+def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, is_causal: bool, scores: Scores) -> Tensor:
+    """Softmax of the scores, in float32, times the values; some tokens at a time.
+
+    Args:
+        query: [..., kv_heads, heads per kv, tokens, head_dim].
+        keys, values: [..., kv_heads, context, head_dim].
+        mask: added to the scores [..., kv_heads, heads per kv, tokens, context]; broadcast.
+        is_causal: token i sees the context up to i; there is no mask then.
+    Returns:
+        as query.
+    """
+    *rows, per_kv, num_tokens, _ = query.shape
+    num_context = keys.shape[-2]
+    step = max(1, MAX_SCORES // (torch.Size(rows).numel() * per_kv * num_context))
+    outputs = []
+    for first in range(0, num_tokens, step):
+        end = min(first + step, num_tokens)
+        hidden = mask
+        if is_causal:
+            hidden = torch.full((end - first, num_context), float("-inf"), device=query.device).triu_(first + 1)
+        elif mask is not None and mask.shape[-2] > 1:
+            hidden = mask[..., first:end, :]
+        shares = _shares(query[..., first:end, :], keys, hidden, scores)
+        part = shares.to(values.dtype).flatten(-3, -2) @ values  # [..., kv_heads, heads per kv * tokens, head_dim]
+        outputs.append(part.view(*rows, per_kv, end - first, -1))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -2)
+
+
+def _shares(query: Tensor, keys: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
+    """[..., kv_heads, heads per kv, tokens, context], float32; of each token they sum to 1, its sink counted in."""
+    products = query.flatten(-3, -2) @ keys.transpose(-1, -2)  # heads that share keys: as if more tokens
+    found = products.float().mul_(scores.scale or query.shape[-1] ** -0.5).view(*query.shape[:-1], -1)
+    if scores.cap is not None:
+        found = found.div_(scores.cap).tanh_().mul_(scores.cap)
+    if mask is not None:
+        found += mask
+    if scores.sinks is None:
+        return found.softmax(-1)
+    sinks = scores.sinks.float().view(*query.shape[-4:-2], 1, 1).expand(*found.shape[:-1], 1)
+    shares = torch.cat([found, sinks], -1).softmax(-1)
+    return shares[..., :-1]
