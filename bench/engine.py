@@ -99,13 +99,19 @@ class DecodeRun(msgspec.Struct, frozen=True):
 
 
 class MemoryRun(msgspec.Struct, frozen=True):
-    """Bytes: what the plan said, and what the process had at most. Linux counts files mapped while loading too."""
+    """Bytes: what the plan said, and what the process had.
+
+    Args:
+        peak: resident at most; Linux counts the files that were mapped while loading, too.
+        anonymous: after all steps, without any file's pages.
+    """
 
     weights: int
     kv: int
     activations: int
     before: int  # the process with torch imported, nothing loaded
     peak: int
+    anonymous: int
 
 
 class EngineBench:
@@ -230,8 +236,8 @@ def result_tables(
         decode_rows.append((run.num_rows, round(run.context), run.step_s * 1e3, *speeds))
     planned = memory.weights + memory.kv
     memory_row = (
-        *(size / MIB for size in (memory.weights, memory.kv, memory.activations, memory.before, memory.peak)),
-        (memory.peak - planned) / MIB,
+        *(size / MIB for size in (memory.weights, memory.kv, memory.activations, memory.before)),
+        *(size / MIB for size in (memory.peak, memory.peak - planned, memory.anonymous - planned)),
     )
     columns = ("batch", "context", "step ms", "tokens/s", "limit tokens/s", "share of limit")
     return [
@@ -239,7 +245,15 @@ def result_tables(
         Table("Decode", columns, tuple(decode_rows), Plot("context", "share of limit", "batch")),
         Table(
             "Memory, MiB",
-            ("weights", "KV", "activations at most", "before loading", "peak", "peak beyond weights and KV"),
+            (
+                "weights",
+                "KV",
+                "activations at most",
+                "before loading",
+                "peak",
+                "peak - weights - KV",
+                "end, no files, - both",
+            ),
             (memory_row,),
         ),
     ]
@@ -285,7 +299,8 @@ def _measure(runner: ModelRunner, cases: Cases) -> tuple[list[PrefillRun], list[
 
 
 def _memory_of(plan: MemoryPlan, before: int) -> MemoryRun:
-    return MemoryRun(plan.weights_bytes, plan.kv_bytes, plan.activation_bytes, before, memory_bytes("VmHWM"))
+    peak, anonymous = memory_bytes("VmHWM"), memory_bytes("RssAnon")
+    return MemoryRun(plan.weights_bytes, plan.kv_bytes, plan.activation_bytes, before, peak, anonymous)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

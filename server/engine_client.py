@@ -141,7 +141,9 @@ class RequestHandle:
         elif chunk.finish_reason is not None:
             sequence.is_finished = True
             sequence.num_tokens = chunk.num_sequence_tokens  # an end by id counts, and has no text
-            self._sink.on_delta(sequence.take_delta(text + detokenizer.finish(), chunk.finish_reason))
+            text += detokenizer.finish()  # a broken character that ends here may yet complete a stop string
+            reason = FinishReason.STOP if detokenizer.is_stopped else chunk.finish_reason
+            self._sink.on_delta(sequence.take_delta(text, reason))
         elif text or sequence.logprobs:
             self._sink.on_delta(sequence.take_delta(text))
 

@@ -225,6 +225,8 @@ class Server:
         await self.listener.drain(grace_s + FAREWELL_S)
         farewell.cancel()
         self._engine_thread.stop()
+        if self._client is None:
+            return  # it is still loading, which nothing can interrupt: the process ends without it
         if not self._engine_thread.wait_stopped(ENGINE_STOP_S):
             logger.warning("the engine's step has not ended after %g s", ENGINE_STOP_S)
 

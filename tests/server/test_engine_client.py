@@ -171,6 +171,14 @@ def test_stop_string_tells_the_engine_what_was_kept_and_drops_the_rest() -> None
     assert sink.ends == [(Usage(num_prompt_tokens=3, num_completion_tokens=3), None)]
 
 
+def test_stop_string_that_a_broken_character_completes_is_the_reason() -> None:
+    bench = Bench()
+    bench.submit(stop=("b\ufffd",))
+    bench.deliver(("r", 0, 0), ("r", 0, 1), ("r", 0, 4), chunks=(end(num_tokens=3),))
+    sink = bench.sinks["r"]
+    assert (sink.text, sink.deltas[-1].finish_reason) == ("a", FinishReason.STOP)
+
+
 def test_each_sequence_of_a_request_ends_for_itself() -> None:
     bench = Bench()
     bench.submit(num_sequences=2, stop=("b",))
