@@ -89,6 +89,14 @@ def plan_memory(
     )
 
 
+def memory_needed(model: ModelConfig, engine: EngineConfig, device: DeviceChoice) -> int:
+    """The least free memory that plan_memory takes, in bytes: weights, the largest step, one sequence's KV cache."""
+    max_model_len = _max_model_len(model, engine)
+    kv_bytes = (num_blocks_for(max_model_len) + 1) * bytes_per_block(model, device.dtype)
+    activation_bytes = _activation_bytes(model, engine, max_model_len, device.dtype)
+    return model.num_parameters * device.dtype.itemsize + activation_bytes + kv_bytes
+
+
 def _max_model_len(model: ModelConfig, engine: EngineConfig) -> int:
     asked = engine.max_model_len
     if asked is None:

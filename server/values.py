@@ -4,6 +4,7 @@ import difflib
 import math
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 SIZE_UNITS = {
@@ -19,6 +20,22 @@ SIZE_UNITS = {
 }
 DURATION_UNITS = {"ms": 0.001, "s": 1.0, "min": 60.0, "h": 3600.0}
 _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+
+
+# Names on a hub: as huggingface_hub's validate_repo_id has them, and git's for revisions
+_HUB_ID = re.compile(r"([A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*)(?:@([A-Za-z0-9][\w./-]*))?", re.ASCII)
+GGUF_SUFFIX = ".gguf"
+
+
+@dataclass(frozen=True, slots=True)
+class HubId:
+    """A model on a hub: "org/name"; revision: a branch, tag or commit."""
+
+    repo: str
+    revision: str | None = None
+
+    def __str__(self) -> str:
+        return self.repo if self.revision is None else f"{self.repo}@{self.revision}"
 
 
 class BadValueError(Exception):
@@ -109,6 +126,26 @@ def duration_between(low_s: float, high_s: float) -> Callable[[str], float]:
         return duration_s
 
     return parse
+
+
+def model_source(text: str) -> Path | HubId:
+    """A directory, a GGUF file, or org/name[@revision] on a hub where no such path exists."""
+    path = Path(text_value(text)).expanduser()
+    if path.is_dir() or (path.is_file() and path.suffix == GGUF_SUFFIX):
+        return path
+    if path.exists():
+        raise MissingPathError(
+            f"a directory or a {GGUF_SUFFIX} file, and this is a file of another kind", str(path.parent)
+        )
+    match = _HUB_ID.fullmatch(text)
+    is_path = match is None or Path(path.parts[0]).exists() or path.suffix == GGUF_SUFFIX
+    if match is None or is_path or ".." in text or "--" in match[1]:
+        raise _missing(f"org/name, a {GGUF_SUFFIX} file or a directory", path, names_near(path, _may_be_model))
+    return HubId(match[1], match[2])
+
+
+def _may_be_model(path: Path) -> bool:
+    return path.is_dir() or path.suffix == GGUF_SUFFIX
 
 
 def existing_directory(text: str) -> Path:

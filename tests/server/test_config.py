@@ -8,6 +8,7 @@ import pytest
 from core.config import EngineConfig
 from core.errors import ExitCode, StartupError
 from server.config import OPTIONS, Option, ServerConfig, load_config
+from server.values import HubId
 
 
 def toml_flag(tmp_path: Path, text: str) -> dict[str, str | list[str]]:
@@ -191,3 +192,17 @@ def test_engine_config_carries_what_the_operator_asked() -> None:
         "threads": "2",
     }
     assert load_config(flags, {}).to_engine_config() == EngineConfig("cpu", "float32", 1024, 64 * 2**20, 256, 8, 2)
+
+
+def test_model_is_a_directory_a_gguf_file_or_a_hubs_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "tiny").mkdir(parents=True)
+    (tmp_path / "tiny.gguf").touch()
+    assert load_config({"model": "models/tiny"}, {}).model == Path("models/tiny")
+    assert load_config({"model": "tiny.gguf"}, {}).model == Path("tiny.gguf")
+    assert load_config({"model": "Qwen/Qwen3-0.6B"}, {}).model == HubId("Qwen/Qwen3-0.6B")
+    assert load_config({"model": "Qwen/Qwen3-0.6B@refs/pr/1"}, {}).model == HubId("Qwen/Qwen3-0.6B", "refs/pr/1")
+    for text in ("models/tyni", "tiny", "org/tiny.gguf", "./org/tiny", "org/..", "org/a@../b", "a/b/c", "org/a--b"):
+        assert refusal({"model": text}, {}).exit_code == ExitCode.MODEL
+    assert "models/tiny" in refusal({"model": "models/tyni"}, {}).cause
+    assert "tiny.gguf" in refusal({"model": "tyni.gguf"}, {}).cause
