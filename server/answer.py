@@ -295,7 +295,8 @@ def send_json(stream: HttpStream, status: int, body: bytes, headers: Headers = (
 
 def answer_headers(timings: Timings) -> Headers:
     """What an answer bears beside its content: where the time went until now."""
-    return (NO_STORE, (b"server-timing", timings.server_timing()))
+    processing_ms = b"%d" % round(timings.elapsed_s * 1e3)
+    return (NO_STORE, (b"server-timing", timings.server_timing()), (b"openai-processing-ms", processing_ms))
 
 
 def total_usage(usages: list[Usage]) -> Usage:

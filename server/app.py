@@ -16,7 +16,7 @@ from server.api import models, tokenize
 from server.api.chat import ChatSurface
 from server.api.completions import CompletionsSurface
 from server.api.envelope import error_body, status_of
-from server.api.responses import ResponsesSurface
+from server.api.responses import ResponsesSurface, input_tokens_reply
 from server.api.surface import Surface
 from server.auth import KeyAuthenticator
 from server.lifecycle import Clock, Lifecycle
@@ -155,6 +155,7 @@ class App:
             "/v1/chat/completions": {"POST": Route(self._generating(ChatSurface()))},
             "/v1/completions": {"POST": Route(self._generating(CompletionsSurface()))},
             "/v1/responses": {"POST": Route(self._generating(ResponsesSurface()))},
+            "/v1/responses/input_tokens": {"POST": Route(self._count_input_tokens)},
             "/v1/models": {"GET": Route(self._list_models)},
             "/tokenize": {"POST": Route(self._tokenize)},
             "/detokenize": {"POST": Route(self._detokenize)},
@@ -232,6 +233,17 @@ class App:
                 models.find_model(reader.cards, call.model)
             text = reader.tokenizer.decode(call.ids, skip_special_tokens=False)
             return tokenize.detokenize_reply(text), call.unknown_fields
+
+        await self._answer_computed(exchange, work)
+
+    async def _count_input_tokens(self, exchange: Exchange) -> None:
+        reader, defaults = self._served.reader, self._served.defaults
+
+        def work(body: bytes) -> tuple[bytes, tuple[str, ...]]:
+            call = ResponsesSurface().parse(body, defaults)
+            models.find_model(reader.cards, call.model)
+            num_tokens = sum(len(reader.encode(prompt)) for prompt in call.prompts)
+            return input_tokens_reply(num_tokens), call.unknown_fields
 
         await self._answer_computed(exchange, work)
 

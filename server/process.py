@@ -218,7 +218,8 @@ class Server:
 
     async def _shut_down(self, grace_s: float) -> None:
         if self._readiness.is_ready:
-            logger.info("shutting down: requests in progress have %g s", grace_s)
+            may = f"may take {grace_s:g} s more" if grace_s else "are broken off"
+            logger.info("shutting down: requests in progress %s", may)
         self._readiness.is_draining = True
         farewell = self._loop.call_later(grace_s, self._say_farewell)
         await self.listener.drain(grace_s + FAREWELL_S)

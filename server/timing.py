@@ -25,6 +25,12 @@ class Timings:
     def ttft_s(self) -> float | None:
         return None if self.first_token_s is None else self.first_token_s - self.head_s
 
+    @property
+    def elapsed_s(self) -> float:
+        """Until the latest stage passed."""
+        passed = (self.end_s, self.first_token_s, self.submitted_s, self.body_s)
+        return next((mark for mark in passed if mark is not None), self.head_s) - self.head_s
+
     def stages_ms(self) -> dict[str, float]:
         """Durations of the stages passed so far, in order, in milliseconds."""
         marks = [

@@ -28,7 +28,7 @@ def test_banner_has_a_command_that_answers_when_pasted(server: ServerProcess) ->
     command = server.stdout.read_text().split("try ", 1)[1].strip()
     small = command.replace('{"model"', '{"max_tokens": 3, "model"')
     result = subprocess.run(["sh", "-c", small], capture_output=True, text=True, check=True)
-    assert json.loads(result.stdout)["usage"]["completion_tokens"] == 3
+    assert json.loads(result.stdout)["usage"]["completion_tokens"] in (1, 2, 3), "sampled: it may end early"
 
 
 def test_banner_has_at_most_eight_lines(server: ServerProcess) -> None:

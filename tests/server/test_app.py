@@ -148,6 +148,13 @@ def test_tokens_go_there_and_back() -> None:
     assert chat_ids["count"] == ask(chat()).usage["prompt_tokens"]
 
 
+def test_input_tokens_are_those_the_answer_bills() -> None:
+    body = {"model": MODEL, "input": "step"}
+    counted = ask(request("POST", "/v1/responses/input_tokens", body)).json
+    whole = ask(request("POST", "/v1/responses", {**body, "max_output_tokens": 3})).json
+    assert counted == {"object": "response.input_tokens", "input_tokens": whole["usage"]["input_tokens"]}
+
+
 @pytest.mark.parametrize("size", [1, OFFLOAD_BYTES])
 def test_tokenizing_a_long_text_is_work_for_elsewhere(size: int) -> None:
     server = SimulatedServer()

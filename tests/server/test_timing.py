@@ -6,7 +6,9 @@ from server.timing import Timings
 def test_stages_not_passed_are_left_out() -> None:
     timings = Timings(head_s=10.0)
     assert (timings.stages_ms(), timings.server_timing(), timings.ttft_s) == ({}, b"", None)
+    assert timings.elapsed_s == 0.0
     timings.body_s = 10.25
+    assert timings.elapsed_s == 0.25
     assert timings.server_timing() == b"receive;dur=250.0"
 
 
@@ -15,6 +17,7 @@ def test_stages_follow_one_another_and_sum_to_the_total() -> None:
     stages = timings.stages_ms()
     assert list(stages) == ["receive", "prepare", "first_token", "generate", "total"]
     assert sum(stages.values()) == 2 * stages["total"] == 6000
+    assert timings.elapsed_s == 3.0
     assert timings.ttft_s == 1.0
 
 
