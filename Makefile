@@ -2,6 +2,8 @@
 # make test         set up and run every check and test
 # make setup        set up .venv alone
 # make bench        measure, against peers where they are installed; results under bench/results/
+# make peers        set up the servers that bench.peers compares with: llama.cpp is compiled for minutes (needs a
+#                   C++ compiler), from the source that llama-cpp-python brings
 #
 # TORCH_INDEX=URL   where torch comes from, when not from your default index: for the CPU build
 #                   https://download.pytorch.org/whl/cpu, for CUDA builds https://download.pytorch.org/whl/cu130
@@ -13,8 +15,9 @@ VENV := .venv
 PIP_INSTALL := $(VENV)/bin/python -m pip install --quiet --constraint constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 DEBIAN_TEST_PACKAGES := curl
+BENCH_MODEL := $(VENV)/models/qwen2.5-0.5b
 
-.PHONY: setup serve test check bench clean
+.PHONY: setup serve test check bench peers clean
 .DEFAULT_GOAL := setup
 
 setup: $(VENV)/.installed
@@ -52,7 +55,25 @@ test: $(VENV)/.installed-test
 bench: $(VENV)/.installed-bench
 	$(VENV)/bin/python -m bench.batching
 	$(VENV)/bin/python -m bench.frontend
+	$(VENV)/bin/python -m bench.limits
+	test -d $(BENCH_MODEL) || $(VENV)/bin/python -m bench.make_model qwen2.5-0.5b $(BENCH_MODEL)
+	$(VENV)/bin/python -m bench.engine --model $(BENCH_MODEL)
+	$(VENV)/bin/python -m bench.peers --model $(BENCH_MODEL)
 	$(VENV)/bin/python -m bench.report
+
+peers: $(VENV)/.installed-bench $(VENV)/bin/llama-server
+	$(PIP_INSTALL) transformers accelerate openai
+
+$(VENV)/bin/llama-server: | $(VENV)/.installed-bench
+	$(PIP_INSTALL) gguf cmake
+	rm -rf $(VENV)/llama && mkdir $(VENV)/llama
+	$(VENV)/bin/python -m pip download --quiet --no-deps --no-binary llama-cpp-python --dest $(VENV)/llama llama-cpp-python
+	tar -xzf $(VENV)/llama/llama_cpp_python-*.tar.gz -C $(VENV)/llama --strip-components=1
+	$(VENV)/bin/cmake -S $(VENV)/llama/vendor/llama.cpp -B $(VENV)/llama/build -DCMAKE_BUILD_TYPE=Release \
+		-DBUILD_SHARED_LIBS=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF
+	$(VENV)/bin/cmake --build $(VENV)/llama/build --target llama-server --parallel
+	cp $(VENV)/llama/build/bin/llama-server $@
+	rm -rf $(VENV)/llama
 
 clean:
 	rm -rf $(VENV) *.egg-info

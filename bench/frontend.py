@@ -9,9 +9,7 @@ servers take turns within each repetition, and the repetition with the median CP
 
 import argparse
 import contextlib
-import socket
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -20,12 +18,11 @@ from pathlib import Path
 
 import msgspec
 
-from bench.client import ConnectionPool, Exchange, Recorder
-from bench.load_run import CannotRun, LoadConfig, LoadResult, run_load, run_on_fast_loop
+from bench.load_run import CannotRun, LoadConfig, LoadResult, run_load
 from bench.peer import MODEL
 from bench.process_cpu import CpuTimes, cpu_times
 from bench.results import Plot, Table, command_line, print_tables, write_result
-from bench.wire import encode_request
+from bench.server_process import free_port, running
 
 SERVERS = {
     "steploop": "bench.null_server",
@@ -35,8 +32,6 @@ SERVERS = {
 MAX_TOKENS_PER_STREAM = 16_000  # the null model's context has room for them
 WARM_UP_TOKENS = 50  # per stream
 IDLE_S = 1.0
-START_TIMEOUT_S = 60.0
-STOP_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,19 +70,10 @@ def running_server(module: str, step_rate: float) -> Iterator[tuple[int, int]]:
     Raises:
         CannotRun: it did not come up.
     """
-    port = _free_port()
+    port = free_port()
     command = [sys.executable, "-m", module, "--port", str(port), "--step-rate", str(step_rate)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    try:
-        _wait_ready(process, port)
-        yield process.pid, port
-    finally:
-        process.terminate()
-        try:
-            process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+    with running(command, port) as pid:  # ready once /v1/models answers: then the model is loaded, too
+        yield pid, port
 
 
 def measure(case: Case) -> Measured:
@@ -137,35 +123,6 @@ def _per_token(used: CpuTimes, idle: CpuTimes, result: LoadResult) -> Measured:
         client_cpu=result.client_cpu,
         num_failed=result.num_failed,
     )
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def _wait_ready(process: "subprocess.Popen[bytes]", port: int) -> None:
-    """Until /v1/models answers 200: then the model is loaded, too."""
-    end_s = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < end_s:
-        if process.poll() is not None:
-            raise CannotRun(f"{process.args!r} ended with {process.returncode}.", "run it alone and look")
-        if run_on_fast_loop(_answers(port)):
-            return
-        time.sleep(0.05)
-    raise CannotRun(f"{process.args!r} was not ready within {START_TIMEOUT_S:g} s.", "run it alone and look")
-
-
-async def _answers(port: int) -> bool:
-    pool = ConnectionPool("127.0.0.1", port, Recorder(), 5.0)
-    exchange = Exchange(time.monotonic())
-    try:
-        await pool.perform(encode_request("GET", "/v1/models", f"127.0.0.1:{port}", {}), exchange)
-    finally:
-        await pool.close()
-    return exchange.failure is None
 
 
 def measure_all(cases: Sequence[Case], num_repeats: int) -> dict[Case, Measured]:

@@ -161,7 +161,7 @@ class LoadRun:
         try:
             if not self._model:
                 self._model = await self._first_model()
-            prompts = await self._prompts()
+            prompts = await self.prompts()
             start_s, cpu_start_s = time.monotonic(), time.process_time()
             if config.rate is not None:
                 await self._run_open(config.rate, prompts, start_s)
@@ -172,7 +172,8 @@ class LoadRun:
             await self._pool.close()
         return _sum_up(self._recorder, duration_s, cpu_s)
 
-    def _request(self, prompt: str, max_tokens: int) -> bytes:
+    def request(self, prompt: str, max_tokens: int) -> bytes:
+        """One request of this run, as it goes to the socket; needs the model's name (LoadConfig.model, or measure)."""
         config = self._config
         fields: dict[str, Any] = {
             "model": self._model,
@@ -199,7 +200,7 @@ class LoadRun:
     async def _run_closed(self, concurrency: int, prompts: PromptSource, start_s: float) -> None:
         async def be_client() -> None:
             while self._may_start(time.monotonic() - start_s):
-                await self._perform(self._request(prompts.next(), self._config.max_tokens), time.monotonic())
+                await self._perform(self.request(prompts.next(), self._config.max_tokens), time.monotonic())
 
         await asyncio.gather(*(be_client() for _ in range(concurrency)))
 
@@ -216,7 +217,7 @@ class LoadRun:
             for arrival_s in poisson_arrivals(rate, self._config.seed):
                 if not self._may_start(arrival_s):
                     break
-                request = self._request(prompts.next(), self._config.max_tokens)
+                request = self.request(prompts.next(), self._config.max_tokens)
                 await asyncio.sleep(max(0.0, start_s + arrival_s - time.monotonic()))
                 await slots.acquire()
                 tasks.create_task(be_request(request, start_s + arrival_s))
@@ -239,12 +240,17 @@ class LoadRun:
             raise CannotRun("/v1/models names no model.", "name one with --model")
         return models[0].id
 
-    async def _prompts(self) -> PromptSource:
+    async def prompts(self) -> PromptSource:
+        """What the run asks; asks the server how many tokens words are, where prompts have a given length.
+
+        Raises:
+            CannotRun: the server refuses, or the file cannot be read.
+        """
         config = self._config
         if config.prompt_tokens is not None:
             calibration = []
             for num_words in CALIBRATION_WORDS:
-                _, exchange = await self._ask_once(self._request(RandomPrompts(num_words, config.seed).next(), 1))
+                _, exchange = await self._ask_once(self.request(RandomPrompts(num_words, config.seed).next(), 1))
                 calibration.append((num_words, exchange.num_prompt_tokens))
             return RandomPrompts(words_for_tokens(config.prompt_tokens, calibration), config.seed)
         if config.prompt_file is not None:

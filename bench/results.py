@@ -19,7 +19,19 @@ import msgspec
 
 RESULTS_DIR = Path(__file__).parent / "results"
 
-PACKAGES = ("fastapi", "h11", "httptools", "msgspec", "numpy", "pydantic", "torch", "uvicorn", "uvloop")
+PACKAGES = (
+    "fastapi",
+    "h11",
+    "httptools",
+    "msgspec",
+    "numpy",
+    "pydantic",
+    "tokenizers",
+    "torch",
+    "transformers",
+    "uvicorn",
+    "uvloop",
+)
 
 PLAIN_WIDTH = 140  # columns, where there is no terminal to ask
 

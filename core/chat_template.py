@@ -35,6 +35,11 @@ class ChatTemplateSyntaxError(Exception):
     """The template itself is broken. The message says where."""
 
 
+def max_text_chars(context_limit: int) -> int:
+    """Of a text that may fit a context of so many tokens: a longer one is refused before anyone works on it."""
+    return max(MIN_OUTPUT_CHARS, MAX_OUTPUT_CHARS_PER_TOKEN * context_limit)
+
+
 class ChatTemplate:
     """A model's chat templates, compiled.
 
@@ -50,7 +55,7 @@ class ChatTemplate:
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str], context_limit: int) -> None:
         self.sources = dict(sources)
         self._special_tokens = dict(special_tokens)
-        self._max_output_chars = max(MIN_OUTPUT_CHARS, MAX_OUTPUT_CHARS_PER_TOKEN * context_limit)
+        self._max_output_chars = max_text_chars(context_limit)
         environment = _new_environment()
         self._templates = {name: self._compile(environment, name, text) for name, text in sources.items()}
 

@@ -80,7 +80,8 @@ class Tokenizer:
                 f"The text has a lone surrogate (U+{ord(text[error.start]):04X}) at character {error.start}. "
                 "Send valid Unicode."
             ) from error
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # Of the library's ways this one alone lets other threads run; offsets, which nobody asks for, are left out
+        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of a whole sequence; ids that do not exist say nothing."""
@@ -122,7 +123,7 @@ def _load(
         text = tokenizer_json.decode() if isinstance(tokenizer_json, bytes) else tokenizer_json
         backend = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises bare Exception
-        raise UnsupportedTokenizer(f"tokenizer.json cannot be read: {error}") from error
+        raise UnsupportedTokenizer(f"cannot be read: {error}") from error
     backend.no_truncation()
     backend.no_padding()
     try:

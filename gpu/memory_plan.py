@@ -70,8 +70,8 @@ def plan_memory(
     room = free_bytes - weights_bytes - activation_bytes
     if room <= 0:
         raise NotEnoughMemory(
-            f"Weights and activations need {_gib(weights_bytes + activation_bytes)} as {device.dtype_name}, "
-            f"{_gib(free_bytes)} free.",
+            f"Weights and activations need {_size(weights_bytes + activation_bytes)} as {device.dtype_name}, "
+            f"{_size(free_bytes)} free.",
             "a smaller model" + (", or --dtype bfloat16" if device.dtype == torch.float32 else ""),
         )
     num_blocks = _num_blocks(model, engine, max_model_len, device.dtype, room)
@@ -87,6 +87,14 @@ def plan_memory(
         max_model_len=max_model_len,
         free_bytes=free_bytes,
     )
+
+
+def memory_needed(model: ModelConfig, engine: EngineConfig, device: DeviceChoice) -> int:
+    """The least free memory that plan_memory takes, in bytes: weights, the largest step, one sequence's KV cache."""
+    max_model_len = _max_model_len(model, engine)
+    kv_bytes = (num_blocks_for(max_model_len) + 1) * bytes_per_block(model, device.dtype)
+    activation_bytes = _activation_bytes(model, engine, max_model_len, device.dtype)
+    return model.num_parameters * device.dtype.itemsize + activation_bytes + kv_bytes
 
 
 def _max_model_len(model: ModelConfig, engine: EngineConfig) -> int:
@@ -108,25 +116,29 @@ def _num_blocks(model: ModelConfig, engine: EngineConfig, max_model_len: int, dt
     available = room if engine.kv_memory_bytes is None else engine.kv_memory_bytes
     fitting = num_blocks_within(available, model, dtype)
     if available > room or fitting < one_sequence:
-        raise _kv_does_not_fit(model, max_model_len, dtype, available, room)
+        raise _kv_does_not_fit(model, engine, max_model_len, dtype, available, room)
     if engine.kv_memory_bytes is not None:
         return fitting
     return min(useful, max(num_blocks_within(room // 2, model, dtype), one_sequence))
 
 
 def _kv_does_not_fit(
-    model: ModelConfig, max_model_len: int, dtype: torch.dtype, available: int, room: int
+    model: ModelConfig, engine: EngineConfig, max_model_len: int, dtype: torch.dtype, available: int, room: int
 ) -> NotEnoughMemory:
     if available > room:
         return NotEnoughMemory(
-            f"KV cache: --kv-memory asks for {_gib(available)}, {_gib(room)} free beside the weights.",
+            f"KV cache: --kv-memory asks for {_size(available)}, {_size(room)} free beside the weights.",
             f"--kv-memory {room // 1024**2}MiB, or less.",
         )
     need = (num_blocks_for(max_model_len) + 1) * bytes_per_block(model, dtype)
     fitting = num_blocks_within(available, model, dtype) * BLOCK_SIZE
     proposed = fitting // ROUNDING_TOKENS * ROUNDING_TOKENS or fitting
     fix = f"--max-model-len {proposed}" if proposed else "a smaller model, or more memory"
-    return NotEnoughMemory(f"KV cache: need {_gib(need)} for {max_model_len} tokens, {_gib(available)} free.", fix)
+    have = f"{_size(available)} free"
+    if engine.kv_memory_bytes is not None:
+        have = f"--kv-memory gives {_size(available)}"
+        fix = f"{fix}, or --kv-memory {-(-need // 1024**2)}MiB"
+    return NotEnoughMemory(f"KV cache: need {_size(need)} for {max_model_len} tokens, {have}.", fix)
 
 
 def _activation_bytes(model: ModelConfig, engine: EngineConfig, max_model_len: int, dtype: torch.dtype) -> int:
@@ -154,5 +166,5 @@ def _expert_activation_bytes(model: ModelConfig, engine: EngineConfig, dtype: to
     )
 
 
-def _gib(size_bytes: int) -> str:
-    return f"{size_bytes / GIB:.1f} GiB"
+def _size(size_bytes: int) -> str:
+    return f"{size_bytes / GIB:.1f} GiB" if size_bytes >= GIB else f"{size_bytes / 1024**2:.1f} MiB"

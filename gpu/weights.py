@@ -1,10 +1,11 @@
-"""Safetensors of a Hugging Face directory to the model's fused parameters. Thread: engine (at start).
+"""Safetensors of a Hugging Face directory, or a GGUF file, to the model's fused parameters. Thread: engine (at start).
 
-Reads safetensors only: no pickle, no code from the directory, no file outside it. Every tensor is accounted for:
+Reads these only: no pickle, no code from the directory, no file outside it. Every tensor is accounted for:
 missing, unexpected and misshaped ones are named.
 """
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,7 +18,9 @@ from torch import Tensor
 
 from core.config import ModelConfig
 from core.errors import BadCheckpoint
+from core.gguf import SUFFIX as GGUF_SUFFIX
 from gpu.expert_weights import Empty, ExpertWeights, empty_experts, expert_targets
+from gpu.gguf import GgufReader
 from gpu.targets import Target
 
 SINGLE_FILE = "model.safetensors"
@@ -87,14 +90,22 @@ class TensorHeader:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A directory's tensors, by name; nothing of their data read yet."""
+    """A directory's tensors, or a GGUF file's, by Hugging Face's names; nothing of their data read yet."""
 
-    directory: Path
+    path: Path
     tensors: dict[str, TensorHeader] = field(default_factory=dict)
 
     @property
     def size_bytes(self) -> int:
         return sum(tensor.size_bytes for tensor in self.tensors.values())
+
+    @property
+    def main_format(self) -> str:
+        """What most of the bytes are stored as."""
+        sizes: Counter[str] = Counter()
+        for tensor in self.tensors.values():
+            sizes[tensor.format] += tensor.size_bytes
+        return sizes.most_common(1)[0][0] if sizes else "nothing"
 
 
 def empty_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> ModelWeights:
@@ -227,12 +238,26 @@ def _qkv_targets(config: ModelConfig, qkv: Tensor, suffix: str) -> Iterator[tupl
     yield f"self_attn.v_proj.{suffix}", Target(value)
 
 
-def open_checkpoint(directory: Path) -> Checkpoint:
-    """Read the headers of a directory's safetensors: names, shapes, formats, sizes.
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Read the headers of a directory's safetensors, or of a GGUF file: names, shapes, formats, sizes.
 
     Raises:
         BadCheckpoint: no safetensors, a bad index, a file that is missing or malformed, a format that is not a float.
+        UnsupportedModel: a GGUF file in a format that is not read.
     """
+    return _open_gguf(path) if path.is_file() else _open_directory(path)
+
+
+def _open_gguf(file: Path) -> Checkpoint:
+    with GgufReader(file) as reader:
+        headers = {
+            name: TensorHeader(file, found.shape, found.format, found.size_bytes)
+            for name, found in reader.tensors.items()
+        }
+    return Checkpoint(file, headers)
+
+
+def _open_directory(directory: Path) -> Checkpoint:
     listed = _listed_tensors(directory)
     tensors: dict[str, TensorHeader] = {}
     for file in sorted(set(listed.values())) if listed else [directory / SINGLE_FILE]:
@@ -261,7 +286,7 @@ def load_weights(
     done = 0
     progress(0, checkpoint.size_bytes)
     for file, names in _reading_order(checkpoint, wanted):
-        with _open(file) as reader:
+        with GgufReader(file, dtype) if file.suffix == GGUF_SUFFIX else _open(file) as reader:
             for name in names:
                 if name in wanted:
                     wanted[name].fill(reader.get_tensor(name))

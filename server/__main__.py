@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import os
 import random
 import sys
 import threading
@@ -19,9 +18,11 @@ from core.types import StepDelivery
 from server.banner import base_url
 from server.config import ServerConfig
 from server.engine_thread import Inbox
-from server.model_files import read_model_files
+from server.hub import environment_hub, fetch
+from server.model_files import is_gguf, read_model_files
 from server.process import EngineFacts, LoadedEngine, LoadEngine, Server, serve
-from server.progress import weight_progress
+from server.progress import MIN_FETCHED_BYTES, MIN_LOADED_BYTES, byte_progress
+from server.values import HubId
 
 DEMO_DIRECTORY = Path(__file__).parent.parent / "gpu" / "demo" / "model"
 DEMO_NAME = "steploop-demo"
@@ -84,7 +85,18 @@ async def _serve_until_stopped(config: ServerConfig, started: Started) -> None:
     await server.wait_stopped()
 
 
-def model_directory(config: ServerConfig) -> Path:
+def model_path(config: ServerConfig, is_offline: bool = False) -> Path:
+    """The directory or GGUF file to serve, fetched where it is on a hub and not yet here.
+
+    Args:
+        is_offline: fetch nothing.
+
+    Raises:
+        StartupError: see server.hub.fetch.
+    """
+    if isinstance(config.model, HubId):
+        with byte_progress(sys.stderr, f"fetching {config.model}", MIN_FETCHED_BYTES) as report_bytes:
+            return fetch(environment_hub(is_offline), config.model, report_bytes)
     return config.model or DEMO_DIRECTORY
 
 
@@ -94,15 +106,16 @@ def engine_loader(config: ServerConfig) -> LoadEngine:
     def load(
         inbox: Inbox, deliver: Callable[[StepDelivery], None], report_stage: Callable[[str], None]
     ) -> LoadedEngine:
+        report_stage("finding the model's files")
+        path = model_path(config)
         report_stage("reading the model's files")
-        files = read_model_files(model_directory(config), config.max_model_len, config.chat_template)
+        files = read_model_files(path, config.max_model_len, config.chat_template)
         model = parse_model_config(files.config)
         report_stage("importing torch")
-        os.environ.setdefault("GOMP_SPINCOUNT", "0")  # before torch: idle threads must not spin beside the loop
         from gpu.runner import load_runner
 
         report_stage("loading weights")
-        with weight_progress(sys.stderr) as report_bytes:
+        with byte_progress(sys.stderr, "loading weights", MIN_LOADED_BYTES) as report_bytes:
             runner = load_runner(files.path, model, config.to_engine_config(), report_bytes)
         scheduler = Scheduler(runner.limits, files.eos_ids, lambda: random.SystemRandom().getrandbits(64))
         memory = runner.memory
@@ -125,7 +138,13 @@ def engine_loader(config: ServerConfig) -> LoadEngine:
 def served_name(config: ServerConfig) -> str:
     if config.served_model_name is not None:
         return config.served_model_name
-    return DEMO_NAME if config.model is None else config.model.resolve().name
+    match config.model:
+        case None:
+            return DEMO_NAME
+        case HubId(repo=repo):
+            return repo
+        case path:
+            return path.stem if is_gguf(path) else path.resolve().name
 
 
 if __name__ == "__main__":

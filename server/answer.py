@@ -4,10 +4,14 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
+import msgspec
+
 from core.errors import ErrorKind, ServiceError
 from core.types import Delta, FinishReason, Request, TokenLogprobs, Usage
+from server.api.envelope import WIRE_REASONS, cut_short
 from server.api.surface import Choice, GenerationCall, ReplyContext, Surface
 from server.backend import Backend, GenerationHandle
+from server.deadline import DeadlineTimer
 from server.messages import Headers, ResponseHead
 from server.metrics import Metrics
 from server.sse import KEEP_ALIVE
@@ -36,6 +40,19 @@ class _PromptSink:
         self._answer.on_prompt_end(usage, error)
 
 
+class Outcome(msgspec.Struct, frozen=True):
+    """How a generation ended.
+
+    Args:
+        finish_reasons: that its choices gave, each once.
+        error: what broke it off; told in the stream already where the head was out.
+    """
+
+    usage: Usage
+    finish_reasons: tuple[FinishReason, ...]
+    error: ServiceError | None
+
+
 class Answer:
     """The answer to one call while it comes into being, over all its prompts and sequences.
 
@@ -55,50 +72,52 @@ class Answer:
         self._usages: list[Usage] = []  # of the handles whose terminal news has come
         self._error: ServiceError | None = None
         self._is_open = True
+        self._last_token_s: dict[int, float] = {}  # by choice
+        self._reasons: dict[FinishReason, None] = {}  # a set in order
         self._finished: asyncio.Future[Usage] = asyncio.get_running_loop().create_future()
 
     def submit(self, backend: Backend, requests: list[Request], continues_text: bool) -> None:
         """Hand every prompt's request to the backend; their choices are numbered through.
 
         Raises:
-            ServiceError: the backend takes none now; those it had taken are cancelled.
+            ServiceError: the backend takes none now; close() cancels those it had taken.
         """
-        try:
-            for i, request in enumerate(requests):
-                sink = _PromptSink(self, i * request.num_sequences)
-                self._handles.append(backend.submit(request, sink, continues_text))
-        except ServiceError:
-            self._cancel()
-            raise
+        for i, request in enumerate(requests):
+            sink = _PromptSink(self, i * request.num_sequences)
+            self._handles.append(backend.submit(request, sink, continues_text))
         self._timings.submitted_s = self._clock()
 
-    async def wait_finished(self) -> Usage:
-        """
-        Raises:
-            ServiceError: the answer broke off before its head was sent.
-        """
-        try:
-            usage = await self._finished
-        finally:
-            self._body.close()
-            self._cancel()  # without effect but when the task itself is cancelled
-        if self._error is not None and not self._stream.head_sent and self._stream.is_open:
-            raise self._error
-        return usage
+    async def wait_finished(self) -> Outcome:
+        """Until all its requests have ended. An error that no head has gone out for is the caller's to tell."""
+        usage = await self._finished
+        return Outcome(usage, tuple(self._reasons), self._error)
+
+    def close(self) -> None:
+        """Let go of timers, and of what is still being generated if the task itself is cancelled. Idempotent."""
+        self._body.close()
+        self._cancel()
 
     def on_delta(self, choice: int, delta: Delta) -> None:
+        if delta.num_tokens:
+            self._time_token(choice)
+        reason = delta.finish_reason
+        if reason is not None:
+            self._reasons[reason] = None
+            self._metrics.finished[reason] += 1
+        # What ends a choice for no reason that the wire knows is told with the end of the request, as an error
+        if self._is_open and (delta.text or delta.logprobs or reason in WIRE_REASONS):
+            self._body.add(choice, delta)
+
+    def _time_token(self, choice: int) -> None:
         now = self._clock()
         timings = self._timings
-        if timings.last_token_s is None:
+        if timings.first_token_s is None:
             timings.first_token_s = now
             self._metrics.ttft.observe(now - timings.head_s)
-        else:
-            self._metrics.inter_token.observe(now - timings.last_token_s)
-        timings.last_token_s = now
-        if delta.finish_reason is not None:
-            self._metrics.finished[delta.finish_reason] += 1
-        if self._is_open:
-            self._body.add(choice, delta)
+        last = self._last_token_s.get(choice)
+        if last is not None:
+            self._metrics.inter_token.observe(now - last)
+        self._last_token_s[choice] = now
 
     def on_prompt_end(self, usage: Usage, error: str | None) -> None:
         self._usages.append(usage)
@@ -137,10 +156,18 @@ class Answer:
         self._timings.end_s = self._clock()
         usage = total_usage(self._usages)
         self._metrics.count_generation(usage, self._timings)
-        if self._is_open:
-            self._is_open = False
-            self._body.complete(usage)
-        if not self._finished.done():
+        broken = [reason for reason in self._reasons if reason not in WIRE_REASONS]
+        if broken:
+            self.fail(cut_short(broken[0]))
+        if self._finished.done():
+            return  # the task that waited was cancelled
+        try:
+            if self._is_open:
+                self._is_open = False
+                self._body.complete(usage)
+        except Exception as error:  # whatever a surface can raise: the request's task must not wait for ever
+            self._finished.set_exception(error)
+        else:
             self._finished.set_result(usage)
 
 
@@ -169,14 +196,16 @@ class StreamedBody:
         self._stream = stream
         self._timings = timings
         self._loop = asyncio.get_running_loop()
-        self._was_silent = True
-        self._keep_alive = self._loop.call_later(KEEP_ALIVE_S, self._on_keep_alive)
+        self._last_sent_s = self._loop.time()
+        self._keep_alive = DeadlineTimer(self._loop, self._next_keep_alive, self._on_keep_alive)
+        self._keep_alive.arm()
 
     def add(self, choice: int, delta: Delta) -> None:
-        self._was_silent = False
-        if not self._stream.head_sent:
+        self._last_sent_s = self._loop.time()
+        stream = self._stream
+        if stream.status is None:
             self._open()
-        self._stream.send(self._reply.delta(choice, delta))
+        stream.send(self._reply.delta(choice, delta))
 
     def complete(self, usage: Usage) -> None:
         self.close()
@@ -204,13 +233,16 @@ class StreamedBody:
         self._stream.send_head(ResponseHead(200, headers))
         self._stream.send(self._reply.start())
 
+    def _next_keep_alive(self) -> float:
+        return self._last_sent_s + KEEP_ALIVE_S
+
     def _on_keep_alive(self) -> None:
-        self._keep_alive = self._loop.call_later(KEEP_ALIVE_S, self._on_keep_alive)
-        if self._was_silent:
-            if not self._stream.head_sent:
-                self._open()
-            self._stream.send(KEEP_ALIVE)
-        self._was_silent = True
+        self._last_sent_s = self._loop.time()
+        if self._stream.is_blocked:
+            return  # it has enough to read
+        if not self._stream.head_sent:
+            self._open()
+        self._stream.send(KEEP_ALIVE)
 
 
 class WholeBody:
@@ -263,7 +295,8 @@ def send_json(stream: HttpStream, status: int, body: bytes, headers: Headers = (
 
 def answer_headers(timings: Timings) -> Headers:
     """What an answer bears beside its content: where the time went until now."""
-    return (NO_STORE, (b"server-timing", timings.server_timing()))
+    processing_ms = b"%d" % round(timings.elapsed_s * 1e3)
+    return (NO_STORE, (b"server-timing", timings.server_timing()), (b"openai-processing-ms", processing_ms))
 
 
 def total_usage(usages: list[Usage]) -> Usage:

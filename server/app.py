@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from urllib.parse import unquote
 
 from core.errors import ErrorKind, ServiceError
-from core.types import EngineStats, Usage
-from server.answer import answer_headers, send_json
+from core.types import EngineStats
+from server.answer import Outcome, answer_headers, send_json
 from server.api import models, tokenize
 from server.api.chat import ChatSurface
 from server.api.completions import CompletionsSurface
 from server.api.envelope import error_body, status_of
-from server.api.responses import ResponsesSurface
+from server.api.responses import ResponsesSurface, input_tokens_reply
 from server.api.surface import Surface
 from server.auth import KeyAuthenticator
 from server.lifecycle import Clock, Lifecycle
@@ -40,7 +40,7 @@ class Exchange:
     request_id: str
     timings: Timings
     argument: str = ""  # what the route's pattern left open, decoded
-    usage: Usage | None = None
+    outcome: Outcome | None = None  # of a generation
 
     @property
     def request(self) -> HttpRequest:
@@ -122,7 +122,7 @@ class App:
         except ClientDisconnected:
             pass
         finally:
-            status = CLIENT_GONE if stream.status is None else stream.status
+            status = stream.status or (500 if stream.is_open else CLIENT_GONE)  # open: the connection answers a fault
             self._metrics.responses[status] += 1
             log_access(self._access_record(exchange, status, error_code))
 
@@ -155,6 +155,7 @@ class App:
             "/v1/chat/completions": {"POST": Route(self._generating(ChatSurface()))},
             "/v1/completions": {"POST": Route(self._generating(CompletionsSurface()))},
             "/v1/responses": {"POST": Route(self._generating(ResponsesSurface()))},
+            "/v1/responses/input_tokens": {"POST": Route(self._count_input_tokens)},
             "/v1/models": {"GET": Route(self._list_models)},
             "/tokenize": {"POST": Route(self._tokenize)},
             "/detokenize": {"POST": Route(self._detokenize)},
@@ -166,9 +167,10 @@ class App:
     def _generating(self, surface: Surface) -> Handler:
         async def generate(exchange: Exchange) -> None:
             check_media_type(exchange.request)
-            exchange.usage = await self._served.generate(
-                surface, exchange.stream, exchange.request_id, exchange.timings
-            )
+            outcome = await self._served.generate(surface, exchange.stream, exchange.request_id, exchange.timings)
+            exchange.outcome = outcome
+            if outcome.error is not None:
+                raise outcome.error
 
         return generate
 
@@ -178,11 +180,11 @@ class App:
         return self.lifecycle
 
     async def _health(self, exchange: Exchange) -> None:
-        _send(exchange, b'{"status":"ok"}')
+        self._send(exchange, b'{"status":"ok"}')
 
     async def _ready(self, exchange: Exchange) -> None:
         self.readiness.check()
-        _send(exchange, b'{"status":"ready"}')
+        self._send(exchange, b'{"status":"ready"}')
 
     async def _show_metrics(self, exchange: Exchange) -> None:
         assert self.listener is not None
@@ -195,10 +197,10 @@ class App:
         exchange.stream.end()
 
     async def _list_models(self, exchange: Exchange) -> None:
-        _send(exchange, models.list_reply(self._served.reader.cards))
+        self._send(exchange, models.list_reply(self._served.reader.cards))
 
     async def _get_model(self, exchange: Exchange) -> None:
-        _send(exchange, models.model_reply(models.find_model(self._served.reader.cards, exchange.argument)))
+        self._send(exchange, models.model_reply(models.find_model(self._served.reader.cards, exchange.argument)))
 
     async def _delete_request(self, exchange: Exchange) -> None:
         request_id = exchange.argument
@@ -207,25 +209,52 @@ class App:
         if not self._served.cancel(request_id):
             message = f"No request {exchange.argument!r} is in progress. It may have ended already."
             raise ServiceError(ErrorKind.NOT_FOUND, message, "request_not_found")
-        _send(exchange, b'{"status":"cancelled"}')
+        self._send(exchange, b'{"status":"cancelled"}')
 
     async def _tokenize(self, exchange: Exchange) -> None:
         reader = self._served.reader
-        call = tokenize.parse_tokenize(await self._read_json(exchange))
-        self._metrics.unknown_fields.update(call.unknown_fields)
-        if call.model is not None:
-            models.find_model(reader.cards, call.model)
-        ids = reader.encode(call.prompt)
-        strs = [reader.tokenizer.str_of(token_id) for token_id in ids] if call.wants_token_strs else None
-        _send(exchange, tokenize.tokenize_reply(ids, reader.max_model_len, strs))
+
+        def work(body: bytes) -> tuple[bytes, tuple[str, ...]]:
+            call = tokenize.parse_tokenize(body)
+            if call.model is not None:
+                models.find_model(reader.cards, call.model)
+            ids = reader.encode(call.prompt)
+            strs = [reader.tokenizer.str_of(token_id) for token_id in ids] if call.wants_token_strs else None
+            return tokenize.tokenize_reply(ids, reader.max_model_len, strs), call.unknown_fields
+
+        await self._answer_computed(exchange, work)
 
     async def _detokenize(self, exchange: Exchange) -> None:
-        reader = self._served.reader
-        call = tokenize.parse_detokenize(await self._read_json(exchange), self._served.defaults.vocab_size)
-        self._metrics.unknown_fields.update(call.unknown_fields)
-        if call.model is not None:
+        reader, vocab_size = self._served.reader, self._served.defaults.vocab_size
+
+        def work(body: bytes) -> tuple[bytes, tuple[str, ...]]:
+            call = tokenize.parse_detokenize(body, vocab_size)
+            if call.model is not None:
+                models.find_model(reader.cards, call.model)
+            text = reader.tokenizer.decode(call.ids, skip_special_tokens=False)
+            return tokenize.detokenize_reply(text), call.unknown_fields
+
+        await self._answer_computed(exchange, work)
+
+    async def _count_input_tokens(self, exchange: Exchange) -> None:
+        reader, defaults = self._served.reader, self._served.defaults
+
+        def work(body: bytes) -> tuple[bytes, tuple[str, ...]]:
+            call = ResponsesSurface().parse(body, defaults)
             models.find_model(reader.cards, call.model)
-        _send(exchange, tokenize.detokenize_reply(reader.tokenizer.decode(call.ids, skip_special_tokens=False)))
+            num_tokens = sum(len(reader.encode(prompt)) for prompt in call.prompts)
+            return input_tokens_reply(num_tokens), call.unknown_fields
+
+        await self._answer_computed(exchange, work)
+
+    async def _answer_computed(
+        self, exchange: Exchange, work: Callable[[bytes], tuple[bytes, tuple[str, ...]]]
+    ) -> None:
+        """Answer with what `work` makes of the body: reply, names of unknown fields. It may run elsewhere."""
+        body = await self._read_json(exchange)
+        reply, unknown_fields = await self._served.compute(lambda: work(body), len(body))
+        self._metrics.count_unknown_fields(unknown_fields)
+        self._send(exchange, reply)
 
     async def _read_json(self, exchange: Exchange) -> bytes:
         check_media_type(exchange.request)
@@ -243,10 +272,16 @@ class App:
             headers += ((b"www-authenticate", b"Bearer"),)  # RFC 9110 §11.6.1: a 401 names its scheme
         if error.retry_after_s is not None:
             headers += _retry_headers(error.retry_after_s)
-        _send(exchange, error_body(error), status_of(error), headers)
+        self._send(exchange, error_body(error), status_of(error), headers)
+
+    def _send(self, exchange: Exchange, body: bytes, status: int = 200, headers: Headers = ()) -> None:
+        """Answer with a document that no generation is told in."""
+        exchange.timings.end_s = self._clock.monotonic()
+        send_json(exchange.stream, status, body, (*answer_headers(exchange.timings), *headers))
 
     def _access_record(self, exchange: Exchange, status: int, error_code: str | None) -> AccessRecord:
-        timings, usage = exchange.timings, exchange.usage
+        timings, outcome = exchange.timings, exchange.outcome
+        usage = None if outcome is None else outcome.usage
         return AccessRecord(
             request_id=exchange.request_id,
             method=exchange.request.method,
@@ -255,7 +290,9 @@ class App:
             duration_ms=(self._clock.monotonic() - timings.head_s) * 1e3,
             ttft_ms=None if timings.ttft_s is None else timings.ttft_s * 1e3,
             num_prompt_tokens=None if usage is None else usage.num_prompt_tokens,
+            num_cached_tokens=None if usage is None else usage.num_cached_tokens,
             num_completion_tokens=None if usage is None else usage.num_completion_tokens,
+            finish_reason=None if outcome is None else ",".join(outcome.finish_reasons) or None,
             error_code=error_code,
         )
 
@@ -264,7 +301,7 @@ class MethodNotAllowed(ServiceError):
     """A path that is here, asked in a way that it does not take."""
 
     def __init__(self, path: str, method: str, allowed: Iterable[str]) -> None:
-        self.allowed = ", ".join(allowed)
+        self.allowed = ", ".join("GET, HEAD" if name == "GET" else name for name in allowed)
         message = f"{path} does not take {method}. Allowed: {self.allowed}."
         super().__init__(ErrorKind.METHOD_NOT_ALLOWED, message, "method_not_allowed")
 
@@ -284,10 +321,6 @@ def check_media_type(request: HttpRequest) -> None:
             f"The body is {media_type.decode('latin-1')[:64]!r}. Send JSON, with 'content-type: application/json'.",
             "unsupported_media_type",
         )
-
-
-def _send(exchange: Exchange, body: bytes, status: int = 200, headers: Headers = ()) -> None:
-    send_json(exchange.stream, status, body, (*answer_headers(exchange.timings), *headers))
 
 
 def _retry_headers(retry_after_s: float) -> Headers:

@@ -52,10 +52,13 @@ class Conversation:
         self._messages: list[Message] = []
         self._settings: dict[str, Any] = {}
 
-    def run(self, read_line: ReadLine) -> None:
-        """Talk until /bye or the end of the input. A refused question is told, and forgotten."""
+    def run(self, read_line: ReadLine, greeting: str = "") -> None:
+        """Greet, then talk until /bye or the end of the input. A refused question is told, and forgotten."""
         while True:
             try:
+                if greeting:  # within the try: from its first letter on, Ctrl-C is answered as it is at the prompt
+                    self._tell(greeting)
+                    greeting = ""
                 line = read_line().strip()
             except EOFError:
                 return

@@ -8,16 +8,19 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from core.errors import ExitCode, StartupError
 from server import __version__
 from server.config import OPTIONS, Option, ServerConfig, load_config
-from server.values import did_you_mean
+from server.values import BadValueError, did_you_mean, format_size
 
 if TYPE_CHECKING:
     from server.chat_client import HttpChatBackend
     from server.doctor import MachineFacts, PlanFacts
+    from server.model_list import ModelFacts
 
 INTERRUPTED = 130  # as shells report SIGINT
 BROKEN_PIPE = 141  # as shells report SIGPIPE
@@ -28,12 +31,15 @@ COMMANDS = {
     "chat": "talk to a model in the terminal",
     "bench": "measure a server: steploop bench serve",
     "doctor": "say what is installed, what the machine has, and what would be served",
+    "models": "list the models that are here, what they need and whether they fit",
 }
 EXAMPLES = {
     "serve": """\
 examples:
   steploop serve                                  the embedded demonstration model on http://127.0.0.1:8000
   steploop serve --model ~/models/Qwen3-0.6B      a Hugging Face directory
+  steploop serve --model Qwen/Qwen3-0.6B          fetched from the hub, where it is not here yet
+  steploop serve --model Qwen3-0.6B-Q8_0.gguf     a GGUF file
   steploop serve --model DIR --estimate           the memory plan, without loading anything
   STEPLOOP_API_KEY=secret steploop serve --host 0.0.0.0
   steploop serve --config steploop.toml --max-model-len 8192""",
@@ -48,6 +54,10 @@ examples:
 examples:
   steploop doctor
   steploop doctor --model DIR --device cuda       would this be served?""",
+    "models": """\
+examples:
+  steploop models                                 the embedded one, and those of the Hugging Face cache
+  steploop models --dir ~/models --json           and those in a directory or below it; as JSON""",
 }
 SOURCES = """\
 settings:
@@ -123,7 +133,7 @@ def _run(argv: list[str]) -> int:
     if arguments.command == "bench":
         by_command["bench"].error("what to measure? steploop bench serve --help")
     config = load_config(_flags_given(arguments), os.environ)
-    commands = {"serve": _serve, "chat": _chat, "doctor": _doctor}
+    commands = {"serve": _serve, "chat": _chat, "doctor": _doctor, "models": _models}
     return commands[arguments.command](arguments, config)
 
 
@@ -151,6 +161,7 @@ def build_parsers() -> tuple[CommandParser, dict[str, CommandParser]]:
     _add_serve(by_command["serve"])
     _add_chat(by_command["chat"])
     _add_options(by_command["doctor"], OPTIONS)
+    _add_models(by_command["models"])
     by_command["bench"].add_argument(
         "what", choices=["serve"], nargs="?", help="the load generator: see its own --help"
     )
@@ -160,6 +171,14 @@ def build_parsers() -> tuple[CommandParser, dict[str, CommandParser]]:
 def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--estimate", action="store_true", help="print the memory plan and exit; loads no weights")
     _add_options(parser, OPTIONS)
+
+
+def _add_models(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--dir", action="append", default=[], metavar="DIR", help="look there too, two levels down; may be repeated"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    _add_options(parser, [option for option in OPTIONS if option.group == "engine"])
 
 
 def _add_chat(parser: argparse.ArgumentParser) -> None:
@@ -244,6 +263,21 @@ def _doctor(arguments: argparse.Namespace, config: ServerConfig) -> int:
     return exit_code(sections)
 
 
+def _models(arguments: argparse.Namespace, config: ServerConfig) -> int:
+    from server.hub import environment_hub
+    from server.model_list import find_models, print_json, print_table
+    from server.values import existing_directory
+
+    try:
+        directories = [existing_directory(text) for text in arguments.dir]
+    except BadValueError as error:
+        raise StartupError(f"--dir must be {error.expected}", "name a directory of models", ExitCode.USAGE) from error
+    found = find_models(directories, environment_hub(is_offline=True))
+    listed = describe_models([("", None), *found], config)
+    (print_json if arguments.json else print_table)(listed, sys.stdout)
+    return ExitCode.OK
+
+
 def _chat(arguments: argparse.Namespace, config: ServerConfig) -> int:
     from server.__main__ import start_in_thread
     from server.banner import base_url
@@ -269,8 +303,7 @@ def _converse(backend: "HttpChatBackend", question: str | None) -> int:
     if question is not None:
         conversation.ask(sys.stdin.read() if question == DEFAULT_QUESTION_SOURCE else question)
         return ExitCode.OK
-    _report(f"{backend.model} at {backend.url}; /help lists the commands")
-    conversation.run(terminal_reader())
+    conversation.run(terminal_reader(), f"{backend.model} at {backend.url}; /help lists the commands")
     return ExitCode.OK
 
 
@@ -307,6 +340,52 @@ def find_machine(config: ServerConfig) -> "MachineFacts":
     )
 
 
+def describe_models(found: Sequence[tuple[str, Path | None]], config: ServerConfig) -> "list[ModelFacts]":
+    """Ask gpu what each model is and needs; reads headers only.
+
+    Args:
+        found: names and paths; None: the embedded model.
+
+    Raises:
+        StartupError: the device asked for is not there.
+    """
+    from core.config import parse_model_config
+    from gpu.device import choose_device, free_memory_bytes
+    from gpu.memory_plan import memory_needed
+    from gpu.weights import open_checkpoint
+    from server.__main__ import DEMO_DIRECTORY, DEMO_NAME
+    from server.model_files import read_model_config
+    from server.model_list import ModelFacts
+
+    engine = config.to_engine_config()
+    choice = choose_device(engine)
+    free_bytes = free_memory_bytes(choice.device)
+    listed = []
+    for name, given in found:
+        path = given or DEMO_DIRECTORY
+        facts = ModelFacts(name or DEMO_NAME, path)
+        try:
+            model = parse_model_config(read_model_config(path))
+            checkpoint = open_checkpoint(path)
+            needed_bytes = memory_needed(model, engine, choice)
+        except StartupError as error:
+            listed.append(replace(facts, reason=error.cause))
+            continue
+        listed.append(
+            replace(
+                facts,
+                size_bytes=checkpoint.size_bytes,
+                num_parameters=model.num_parameters,
+                context=model.max_position,
+                dtype=checkpoint.main_format,
+                needed_bytes=needed_bytes,
+                fits=needed_bytes <= free_bytes,
+                reason=None if needed_bytes <= free_bytes else f"{format_size(free_bytes)} free",
+            )
+        )
+    return listed
+
+
 def find_plan(config: ServerConfig) -> "PlanFacts":
     """Ask gpu how memory would be divided; reads headers only.
 
@@ -315,11 +394,11 @@ def find_plan(config: ServerConfig) -> "PlanFacts":
     """
     from core.config import parse_model_config
     from gpu.memory_plan import estimate
-    from server.__main__ import model_directory, served_name
+    from server.__main__ import model_path, served_name
     from server.doctor import PlanFacts
     from server.model_files import read_model_files
 
-    files = read_model_files(model_directory(config), config.max_model_len, config.chat_template)
+    files = read_model_files(model_path(config, is_offline=True), config.max_model_len, config.chat_template)
     model = parse_model_config(files.config)
     plan = estimate(files.path, model, config.to_engine_config())
     return PlanFacts(

@@ -13,15 +13,16 @@ from core.config import EngineConfig
 from core.errors import ExitCode, StartupError
 from server.values import (
     BadValueError,
+    HubId,
     MissingPathError,
     choice_of,
     count_between,
     did_you_mean,
     duration_between,
-    existing_directory,
     existing_file,
     format_duration,
     format_size,
+    model_source,
     secret_value,
     size_between,
     text_value,
@@ -93,14 +94,14 @@ def _option(
 class ServerConfig:
     """All settings, parsed and in range. None: chosen at start, from the model or by measurement."""
 
-    model: Path | None = field(
+    model: Path | HubId | None = field(
         default=None,
         metadata=_option(
             "model",
-            existing_directory,
-            "DIR",
-            "Hugging Face directory: config.json, *.safetensors, tokenizer.json; without it the embedded demonstration"
-            " model is served",
+            model_source,
+            "MODEL",
+            "Hugging Face directory (config.json, *.safetensors, tokenizer.json), GGUF file, or org/name[@revision] to"
+            " fetch from a hub; without it the embedded demonstration model is served",
             group="model",
         ),
     )
@@ -110,7 +111,7 @@ class ServerConfig:
             "served-model-name",
             text_value,
             "NAME",
-            "the name clients ask for (default: the directory's name)",
+            "the name clients ask for (default: the directory's, file's or hub's name)",
             group="model",
         ),
     )
@@ -403,10 +404,16 @@ def _parse(option: Option, text: str | list[str], origin: str) -> Any:
         shown = "a value that is not shown" if option.is_secret else f"{text!r}"
         raise StartupError(
             f"{origin} is {shown}: it must be {error.expected}",
-            f"{option.flag} {option.metavar}, {option.variable}={option.metavar},"
-            f" or {option.toml_key} in the TOML file: {option.help}",
+            _fix(option, error.proposal),
             ExitCode.MODEL if is_model else ExitCode.CONFIGURATION,
         ) from error
+
+
+def _fix(option: Option, proposal: str | None) -> str:
+    if proposal is not None:
+        return f"{option.flag} {proposal}"
+    ways = f"{option.flag} {option.metavar}, {option.variable}={option.metavar}, or {option.toml_key} in the TOML file"
+    return f"{ways}: {option.help}"
 
 
 def _unknown(kind: str, name: str, known: Mapping[str, Option], alternative: str) -> StartupError:

@@ -141,6 +141,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._closing = _Closing.CLOSED
+        self._stalled_since = None  # or a late word of the transport's would set the clock again
         self._timer.cancel()
         self._out.clear()
         if self._is_admitted:

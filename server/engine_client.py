@@ -5,6 +5,7 @@ then drops what came later, tells the engine how many tokens were kept, and cuts
 same request has the same text and the same usage whatever the timing.
 """
 
+import logging
 from collections import deque
 from collections.abc import Callable
 
@@ -29,37 +30,48 @@ from core.types import (
 )
 from server.backend import DeltaSink
 
-SLICE_ROWS = (
-    16  # rows handled before other callbacks of the loop, and the engine thread, get their turn (PERFORMANCE.md)
-)
+logger = logging.getLogger(__name__)
+
+# Rows handled before other callbacks of the loop, and the engine thread, get their turn (PERFORMANCE.md, The GIL)
+SLICE_ROWS = 16
 
 
 class _Sequence:
     """The loop's side of one sequence of a request."""
 
-    __slots__ = ("detokenizer", "index", "is_finished", "logprobs", "num_tokens")
+    __slots__ = ("detokenizer", "index", "is_finished", "logprobs", "num_tokens", "num_tokens_told")
 
     def __init__(self, index: int, detokenizer: Detokenizer, has_logprobs: bool) -> None:
         self.index = index
         self.detokenizer = detokenizer
         self.num_tokens = 0  # kept, of those received
+        self.num_tokens_told = 0  # of these, in deltas
         self.is_finished = False
         self.logprobs: list[TokenLogprobs] | None = [] if has_logprobs else None
 
-    def take_logprobs(self) -> tuple[TokenLogprobs, ...] | None:
-        """The logprobs of kept tokens that no delta has carried yet."""
-        if self.logprobs is None:
-            return None
-        taken = tuple(self.logprobs)
-        self.logprobs.clear()
-        return taken
+    def take_delta(self, text: str, reason: FinishReason | None = None) -> Delta:
+        """The text, with the count and the logprobs of the tokens that no delta has told yet."""
+        logprobs = None
+        if self.logprobs is not None:
+            logprobs = tuple(self.logprobs)
+            self.logprobs.clear()
+        num_new = self.num_tokens - self.num_tokens_told
+        self.num_tokens_told = self.num_tokens
+        return Delta(index=self.index, text=text, num_tokens=num_new, logprobs=logprobs, finish_reason=reason)
 
 
 class RequestHandle:
-    """A submitted request: tokens in, deltas out, until its one terminal chunk."""
+    """A submitted request: tokens in, deltas out, until its one terminal chunk.
 
-    def __init__(self, request: Request, sequences: list[_Sequence], sink: DeltaSink, post: Callable[[Message], None]):
-        self.request_id = request.request_id
+    A sink that raises has a fault of ours: its request ends with an error, and its neighbours go on.
+    """
+
+    __slots__ = ("_error", "_is_cancelled", "_post", "_sequences", "_sink", "request")
+
+    def __init__(
+        self, request: Request, sequences: list[_Sequence], sink: DeltaSink, post: Callable[[Message], None]
+    ) -> None:
+        self.request = request
         self._sequences = sequences
         self._sink = sink
         self._post = post
@@ -75,10 +87,10 @@ class RequestHandle:
                 self._finish(sequence, reason)
 
     def pause(self) -> None:
-        self._post(Pause(self.request_id))
+        self._post(Pause(self.request.request_id))
 
     def resume(self) -> None:
-        self._post(Resume(self.request_id))
+        self._post(Resume(self.request.request_id))
 
     def on_token(self, index: int, token_id: int) -> None:
         """The hot path: one drawn token, without logprobs and not the last."""
@@ -88,55 +100,73 @@ class RequestHandle:
         sequence.num_tokens += 1
         detokenizer = sequence.detokenizer
         text = detokenizer.push((token_id,))
-        if detokenizer.is_stopped:
-            self._finish_at_stop_string(sequence, text, 1)
-        elif text:
-            self._sink.on_delta(Delta(index=index, text=text, num_tokens=1))
+        try:
+            if detokenizer.is_stopped:
+                self._finish_at_stop_string(sequence, text)
+            elif text:
+                self._sink.on_delta(sequence.take_delta(text))
+        except Exception:  # whatever a writer of answers can raise
+            self._break_off()
 
     def on_chunk(self, chunk: TokenChunk) -> None:
         sequence = self._sequences[chunk.index]
         if not sequence.is_finished:
-            self._take_chunk(sequence, chunk)
+            try:
+                self._take_chunk(sequence, chunk)
+            except Exception:
+                self._break_off()
         if chunk.error is not None:
             self._error = chunk.error
         if chunk.usage is not None:
             self._sink.on_end(self._cut(chunk.usage), self._error)
 
+    def fail(self, message: str) -> None:
+        """The engine will not tell its end any more: end it here."""
+        for sequence in self._sequences:
+            sequence.is_finished = True
+        num_kept = self._num_kept
+        # Where tokens have come, the prompt was computed; otherwise nobody knows how much of it
+        num_prompt = len(self.request.prompt_ids) if num_kept else 0
+        self._sink.on_end(Usage(num_prompt_tokens=num_prompt, num_completion_tokens=num_kept), message)
+
     def _take_chunk(self, sequence: _Sequence, chunk: TokenChunk) -> None:
-        text = sequence.detokenizer.push(chunk.token_ids)
-        num_new = len(chunk.token_ids)
-        if sequence.detokenizer.is_stopped:
-            num_new -= sequence.num_tokens + num_new - sequence.detokenizer.num_tokens_kept
-        sequence.num_tokens += num_new
+        detokenizer = sequence.detokenizer
+        text = detokenizer.push(chunk.token_ids)
+        num_before = sequence.num_tokens
+        sequence.num_tokens = detokenizer.num_tokens_kept
         if sequence.logprobs is not None and chunk.logprobs:
-            sequence.logprobs.extend(chunk.logprobs[:num_new])
-        if sequence.detokenizer.is_stopped:
-            self._finish_at_stop_string(sequence, text, num_new)
+            sequence.logprobs.extend(chunk.logprobs[: sequence.num_tokens - num_before])
+        if detokenizer.is_stopped:
+            self._finish_at_stop_string(sequence, text)
         elif chunk.finish_reason is not None:
             sequence.is_finished = True
             sequence.num_tokens = chunk.num_sequence_tokens  # an end by id counts, and has no text
-            self._emit(sequence, text + sequence.detokenizer.finish(), num_new, chunk.finish_reason)
+            text += detokenizer.finish()  # a broken character that ends here may yet complete a stop string
+            reason = FinishReason.STOP if detokenizer.is_stopped else chunk.finish_reason
+            self._sink.on_delta(sequence.take_delta(text, reason))
         elif text or sequence.logprobs:
-            self._emit(sequence, text, num_new, None)
+            self._sink.on_delta(sequence.take_delta(text))
 
-    def _emit(self, sequence: _Sequence, text: str, num_tokens: int, reason: FinishReason | None) -> None:
-        logprobs = sequence.take_logprobs()
-        self._sink.on_delta(
-            Delta(index=sequence.index, text=text, num_tokens=num_tokens, logprobs=logprobs, finish_reason=reason)
-        )
-
-    def _finish_at_stop_string(self, sequence: _Sequence, text: str, num_new: int) -> None:
+    def _finish_at_stop_string(self, sequence: _Sequence, text: str) -> None:
         self._finish(sequence, FinishReason.STOP)
-        self._emit(sequence, text, num_new, FinishReason.STOP)
+        self._sink.on_delta(sequence.take_delta(text, FinishReason.STOP))
 
     def _finish(self, sequence: _Sequence, reason: FinishReason) -> None:
         sequence.is_finished = True
-        self._post(Cancel(self.request_id, reason, sequence.index, sequence.num_tokens))
+        self._post(Cancel(self.request.request_id, reason, sequence.index, sequence.num_tokens))
+
+    def _break_off(self) -> None:
+        logger.exception("an answer cannot be written", extra={"request_id": self.request.request_id})
+        self._error = "The server failed to write this answer. The fault is not in the request."
+        self.cancel(FinishReason.ERROR)
+
+    @property
+    def _num_kept(self) -> int:
+        return sum(sequence.num_tokens for sequence in self._sequences)
 
     def _cut(self, usage: Usage) -> Usage:
         """The engine's usage with our count of tokens kept: of a stop it may have heard too late."""
-        num_kept = sum(sequence.num_tokens for sequence in self._sequences)
-        return msgspec.structs.replace(usage, num_completion_tokens=num_kept)
+        return msgspec.structs.replace(usage, num_completion_tokens=self._num_kept)
 
 
 class EngineClient:
@@ -181,21 +211,20 @@ class EngineClient:
 
     def deliver(self, delivery: StepDelivery) -> None:
         """Take one step's news: the first slice of it now, the others in turn with the loop's other work."""
+        if self._error is not None:
+            return  # all requests have been ended: nobody is left to be told
         self._deliveries.append(delivery)
         if len(self._deliveries) == 1:
             self._deliver_slice()
 
     def fail(self, message: str) -> None:
-        """The engine is gone: end every request it has not answered, refuse those to come."""
-        self._error = ServiceError(ErrorKind.ENGINE, message, "engine_error")
+        """The engine is gone: end every request it has not answered, refuse those to come. Idempotent."""
         while self._deliveries:
             self._deliver_slice()
-        for request_id in list(self._handles):
-            usage = Usage(num_prompt_tokens=0, num_completion_tokens=0)
-            chunk = TokenChunk(
-                request_id=request_id, index=0, finish_reason=FinishReason.ERROR, usage=usage, error=message
-            )
-            self._handles.pop(request_id).on_chunk(chunk)
+        self._error = ServiceError(ErrorKind.ENGINE, message, "engine_error")
+        while self._handles:
+            _, handle = self._handles.popitem()
+            handle.fail(message)
         self._flush()
 
     def _deliver_slice(self) -> None:

@@ -86,10 +86,12 @@ class EngineThread(Generic[L]):
             self._tell(self._events.on_failed, error)
 
     def _step_until_stopped(self, engine: Engine) -> None:
-        while not self._is_stopping:
-            self._wake_up.clear()  # before the inbox is read: a message that comes later wakes us
-            while engine.step() and not self._is_stopping:
+        while True:
+            self._wake_up.clear()  # before the inbox and the flag are read: what comes later wakes us
+            while not self._is_stopping and engine.step():
                 pass
+            if self._is_stopping:
+                return
             self._wake_up.wait()
 
     def _deliver(self, delivery: StepDelivery) -> None:

@@ -5,6 +5,7 @@ Own names are steploop_*; beside them stands the subset of vllm:* that routers a
 
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Iterable
 
 from core.types import EngineStats, Usage
 from server.timing import Timings
@@ -14,6 +15,11 @@ CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 TTFT_BUCKETS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 INTER_TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.4, 0.8, 1.6, 5.0, 10.0)
 E2E_BUCKETS_S = (0.01, 0.05, 0.1, 0.3, 0.6, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 600.0, 3600.0)
+
+# Names of fields are the clients' to choose: so many are told apart, by so many characters, the rest are one
+MAX_UNKNOWN_FIELDS = 64
+MAX_FIELD_NAME_CHARS = 64
+OTHER_FIELDS = "(other)"
 
 
 class Histogram:
@@ -51,6 +57,12 @@ class Metrics:
         self.num_generation_tokens += usage.num_completion_tokens
         if timings.end_s is not None:
             self.e2e.observe(timings.end_s - timings.head_s)
+
+    def count_unknown_fields(self, names: Iterable[str]) -> None:
+        for name in names:
+            shown = name[:MAX_FIELD_NAME_CHARS]
+            is_told_apart = shown in self.unknown_fields or len(self.unknown_fields) < MAX_UNKNOWN_FIELDS
+            self.unknown_fields[shown if is_told_apart else OTHER_FIELDS] += 1
 
     def render(self, stats: EngineStats, num_connections: int, num_accepted: int, num_refused: int) -> bytes:
         page = _Page(f'model_name="{_escape(self.model_name)}"')

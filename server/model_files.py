@@ -1,18 +1,25 @@
-"""A model directory's small files, as the loop's side needs them: configuration, tokenizer, chat template, defaults.
+"""A model's small files, as the loop's side needs them: configuration, tokenizer, chat template, defaults.
 
-Read once, at start, on the main thread. Only JSON and templates: no pickle, no code from the model directory. The
-weights are the engine's (gpu/weights.py).
+A Hugging Face directory holds them, or a GGUF file's metadata. Read once, at start, on the main thread. Only JSON and
+templates: no pickle, no code from the model directory. The weights are the engine's (gpu/weights.py).
 """
 
 import difflib
 import json
 import math
+import mmap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from core.chat_template import ChatTemplate, ChatTemplateSyntaxError
 from core.errors import ExitCode, StartupError
+from core.gguf import SUFFIX as GGUF_SUFFIX
+from core.gguf import GgufFile, parse_gguf
+from core.gguf_model import ROPE_FACTORS, config_of, generation_of
+from core.gguf_tokenizer import end_ids, tokenizer_files
 from core.tokenizer import Tokenizer, UnsupportedTokenizer
 
 MAX_FILE_BYTES = 256 * 2**20  # the largest tokenizer.json known is 35 MB
@@ -31,11 +38,11 @@ class GenerationDefaults:
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """What a model directory says.
+    """What a model directory, or a GGUF file, says.
 
     Args:
-        path: the directory.
-        config: config.json, as it is.
+        path: the directory or the file.
+        config: config.json, as it is, or as it would be.
         chat_template: renders, or refuses with what to do where the model has none.
         eos_ids: any of them ends an answer.
     """
@@ -48,8 +55,23 @@ class ModelFiles:
     eos_ids: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Contents:
+    """The files' contents, as a directory's names have them."""
+
+    config: dict[str, Any]
+    generation_config: dict[str, Any]
+    tokenizer_config: dict[str, Any]
+    tokenizer_json: str
+    template_sources: dict[str, str]
+
+
+def is_gguf(path: Path) -> bool:
+    return path.suffix == GGUF_SUFFIX and path.is_file()
+
+
 def read_model_files(path: Path, context_limit: int | None = None, template_file: Path | None = None) -> ModelFiles:
-    """Read a model directory.
+    """Read a model directory, or a GGUF file's metadata.
 
     Args:
         context_limit: tokens; None: the model's own, max_position_embeddings.
@@ -58,15 +80,76 @@ def read_model_files(path: Path, context_limit: int | None = None, template_file
     Raises:
         StartupError: what is missing or broken, by name, and what to do.
     """
-    directory = _existing_directory(path)
+    has_template = template_file is None
+    contents = _gguf_contents(path) if is_gguf(path) else _directory_contents(_existing_directory(path), has_template)
+    try:
+        tokenizer = Tokenizer(contents.tokenizer_json, contents.tokenizer_config)
+    except UnsupportedTokenizer as error:
+        raise StartupError(
+            f"{path}: {error}", "download it again, or serve a model with a supported tokenizer", ExitCode.MODEL
+        ) from error
+    limit = context_limit or _context_of(contents.config, path)
+    sources = contents.template_sources if template_file is None else {"default": _read_text(template_file)}
+    return ModelFiles(
+        path,
+        contents.config,
+        tokenizer,
+        _template(sources, template_file or path, tokenizer, limit),
+        _defaults(path, contents.generation_config),
+        _eos_ids(path, contents.config, contents.generation_config, tokenizer),
+    )
+
+
+def read_model_config(path: Path) -> dict[str, Any]:
+    """config.json alone, or what it would say of a GGUF file.
+
+    Raises:
+        StartupError: it is missing or broken.
+    """
+    if not is_gguf(path):
+        return _read_json(_existing_directory(path) / "config.json")
+    content = _mapped(path)
+    header = parse_gguf(content, str(path))
+    return config_of(header, _rope_factors(header, content))
+
+
+def _directory_contents(directory: Path, has_template: bool) -> _Contents:
     config = _read_json(directory / "config.json")
     generation = _read_json(directory / "generation_config.json", is_optional=True)
     tokenizer_config = _read_tokenizer_config(directory)
-    tokenizer = _read_tokenizer(directory, tokenizer_config)
-    limit = context_limit or _context_of(config, directory)
-    template = _read_template(directory, tokenizer_config, tokenizer, limit, template_file)
-    eos_ids = _eos_ids(directory, config, generation, tokenizer)
-    return ModelFiles(directory, config, tokenizer, template, _defaults(directory, generation), eos_ids)
+    tokenizer_json = _read_text(directory / "tokenizer.json")
+    sources = _template_sources(directory, tokenizer_config) if has_template else {}
+    return _Contents(config, generation, tokenizer_config, tokenizer_json, sources)
+
+
+def _gguf_contents(file: Path) -> _Contents:
+    content = _mapped(file)
+    header = parse_gguf(content, str(file))
+    config = config_of(header, _rope_factors(header, content))
+    tokenizer_json, tokenizer_config = tokenizer_files(header.metadata, config["vocab_size"])
+    generation = {**generation_of(header.metadata), "eos_token_id": end_ids(header.metadata)}
+    return _Contents(config, generation, tokenizer_config, tokenizer_json, _named_templates(file, tokenizer_config))
+
+
+def _mapped(file: Path) -> memoryview:
+    try:
+        with file.open("rb") as stream:
+            return memoryview(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ))
+    except ValueError as error:
+        raise StartupError(f"{file} is empty", "download it again", ExitCode.MODEL) from error
+    except OSError as error:
+        cause = f"{file} cannot be read: {error.strerror}"
+        raise StartupError(cause, "check its permissions", ExitCode.MODEL) from error
+
+
+def _rope_factors(header: GgufFile, content: memoryview) -> tuple[float, ...] | None:
+    found = header.tensors.get(ROPE_FACTORS)
+    if found is None:
+        return None
+    if found.format != "F32":
+        cause = f"{ROPE_FACTORS} is stored as {found.format}, not as F32"
+        raise StartupError(cause, "use another file of the model", ExitCode.MODEL)
+    return tuple(np.frombuffer(content[found.offset :][: found.size_bytes], "<f4").tolist())
 
 
 def _existing_directory(path: Path) -> Path:
@@ -143,34 +226,18 @@ def _read_tokenizer_config(directory: Path) -> dict[str, Any]:
     return {**config, **_read_json(directory / "special_tokens_map.json", is_optional=True)}
 
 
-def _read_tokenizer(directory: Path, tokenizer_config: dict[str, Any]) -> Tokenizer:
-    file = directory / "tokenizer.json"
-    text = _read_text(file)
-    try:
-        return Tokenizer(text, tokenizer_config)
-    except UnsupportedTokenizer as error:
-        raise StartupError(f"{file}: {error}", "serve a model with a supported tokenizer", ExitCode.MODEL) from error
-
-
-def _context_of(config: dict[str, Any], directory: Path) -> int:
+def _context_of(config: dict[str, Any], path: Path) -> int:
     limit = config.get("max_position_embeddings")
     if not isinstance(limit, int) or limit <= 0:
-        cause = f"{directory / 'config.json'} has max_position_embeddings {limit!r}, not a count of tokens"
+        cause = f"config.json of {path} has max_position_embeddings {limit!r}, not a count of tokens"
         raise StartupError(cause, "--max-model-len N", ExitCode.MODEL)
     return limit
 
 
-def _read_template(
-    directory: Path, tokenizer_config: dict[str, Any], tokenizer: Tokenizer, limit: int, template_file: Path | None
-) -> ChatTemplate:
-    if template_file is not None:
-        sources = {"default": _read_text(template_file)}
-    else:
-        sources = _template_sources(directory, tokenizer_config)
+def _template(sources: dict[str, str], where: Path, tokenizer: Tokenizer, limit: int) -> ChatTemplate:
     try:
         return ChatTemplate(sources, tokenizer.special_tokens, limit)
     except ChatTemplateSyntaxError as error:
-        where = template_file or directory
         raise StartupError(f"{where}: {error}", "mend it, or give --chat-template FILE", ExitCode.MODEL) from error
 
 
@@ -180,6 +247,10 @@ def _template_sources(directory: Path, tokenizer_config: dict[str, Any]) -> dict
     files = {file.stem: file for file in more} | {"default": directory / "chat_template.jinja"}
     if found := {name: _read_text(file) for name, file in files.items() if file.exists()}:
         return found
+    return _named_templates(directory / "tokenizer_config.json", tokenizer_config)
+
+
+def _named_templates(where: Path, tokenizer_config: dict[str, Any]) -> dict[str, str]:
     match tokenizer_config.get("chat_template"):
         case None:
             return {}
@@ -187,7 +258,7 @@ def _template_sources(directory: Path, tokenizer_config: dict[str, Any]) -> dict
             return {"default": source}
         case list(named) if all(_is_named_template(entry) for entry in named):
             return {entry["name"]: entry["template"] for entry in named}
-    cause = f"{directory / 'tokenizer_config.json'}: chat_template is neither a text nor a list of named ones"
+    cause = f"{where}: chat_template is neither a text nor a list of named ones"
     raise StartupError(cause, "--chat-template FILE", ExitCode.MODEL)
 
 
@@ -195,7 +266,7 @@ def _is_named_template(entry: Any) -> bool:
     return isinstance(entry, dict) and isinstance(entry.get("name"), str) and isinstance(entry.get("template"), str)
 
 
-def _defaults(directory: Path, generation: dict[str, Any]) -> GenerationDefaults:
+def _defaults(path: Path, generation: dict[str, Any]) -> GenerationDefaults:
     """What the model's makers recommend; greedy where they say do_sample: false."""
     found: dict[str, Any] = {}
     for name in GenerationDefaults.__slots__:
@@ -203,7 +274,7 @@ def _defaults(directory: Path, generation: dict[str, Any]) -> GenerationDefaults
         if value is None:
             continue
         if not _is_number(value) or (name == "top_k" and value != int(value)) or (name != "top_k" and value < 0):
-            cause = f"{directory / 'generation_config.json'}: {name} is {value!r}, which it cannot be"
+            cause = f"generation_config.json of {path}: {name} is {value!r}, which it cannot be"
             raise StartupError(cause, f"mend or remove {name} there", ExitCode.MODEL)
         found[name] = max(0, int(value)) if name == "top_k" else float(value)  # some write -1 for all
     if generation.get("do_sample") is False:
@@ -215,16 +286,14 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _eos_ids(
-    directory: Path, config: dict[str, Any], generation: dict[str, Any], tokenizer: Tokenizer
-) -> tuple[int, ...]:
+def _eos_ids(path: Path, config: dict[str, Any], generation: dict[str, Any], tokenizer: Tokenizer) -> tuple[int, ...]:
     """generation_config.json's, else config.json's, and the tokenizer's own beside them."""
     named = generation.get("eos_token_id")
     if named is None:
         named = config.get("eos_token_id")
     ids = [] if named is None else named if isinstance(named, list) else [named]
     if not all(isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in ids):
-        cause = f"{directory}: eos_token_id is {named!r}, neither an id nor a list of ids"
+        cause = f"{path}: eos_token_id is {named!r}, neither an id nor a list of ids"
         raise StartupError(cause, "mend it in generation_config.json", ExitCode.MODEL)
     own = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
     return tuple(dict.fromkeys([*ids, *own]))

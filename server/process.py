@@ -11,8 +11,9 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from core.engine import Engine
 from core.errors import ErrorKind, ExitCode, ServiceError, StartupError
@@ -35,6 +36,8 @@ from server.metrics import Metrics
 from server.model_files import ModelFiles
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 SWITCH_INTERVAL_S = 1e-4  # how long a thread may keep the GIL from one that waits (PERFORMANCE.md, The GIL)
 GC_THRESHOLDS = (100_000, 50, 100)  # collections stall every stream: few, after what start made is frozen
@@ -143,6 +146,8 @@ class Server:
     # What the engine thread tells.
 
     def on_ready(self, loaded: LoadedEngine) -> None:
+        if self._stopping.done():
+            return  # too late: nobody is to be served any more
         client = EngineClient(
             self._engine_thread.post, loaded.files.tokenizer.table, self.listener.batch.flush_all, self._loop.call_soon
         )
@@ -153,10 +158,11 @@ class Server:
             defaults=_generation_defaults(loaded),
             backend=client,
             clock=self._clock,
-            offload=lambda work: self._loop.run_in_executor(None, work),
+            offload=self._offload,
             metrics=self._metrics,
             max_body_bytes=self._config.max_body_bytes,
             max_requests=self._config.max_queue,
+            max_sequences=min(loaded.facts.limits.max_sequences, loaded.facts.limits.max_batch_tokens),
         )
         gc.collect()
         gc.freeze()
@@ -181,6 +187,9 @@ class Server:
         if not isinstance(error, StartupError) and self._client is None:
             logger.critical("the engine cannot be loaded: %r", error, exc_info=error)
         self.stop(0.0)
+
+    def _offload(self, work: Callable[[], T], /) -> Awaitable[T]:
+        return self._loop.run_in_executor(None, work)
 
     def _report_stage(self, stage: str) -> None:
         """Thread: engine. A string is handed over, nothing else."""
@@ -208,12 +217,16 @@ class Server:
     # The end.
 
     async def _shut_down(self, grace_s: float) -> None:
-        logger.info("shutting down: requests in progress have %g s", grace_s)
+        if self._readiness.is_ready:
+            may = f"may take {grace_s:g} s more" if grace_s else "are broken off"
+            logger.info("shutting down: requests in progress %s", may)
         self._readiness.is_draining = True
         farewell = self._loop.call_later(grace_s, self._say_farewell)
         await self.listener.drain(grace_s + FAREWELL_S)
         farewell.cancel()
         self._engine_thread.stop()
+        if self._client is None:
+            return  # it is still loading, which nothing can interrupt: the process ends without it
         if not self._engine_thread.wait_stopped(ENGINE_STOP_S):
             logger.warning("the engine's step has not ended after %g s", ENGINE_STOP_S)
 

@@ -1,4 +1,7 @@
-"""How far the weights are loaded: a bar in bytes on a terminal, a line per tenth elsewhere. Thread: engine."""
+"""How far a download or the loading is: a bar in bytes on a terminal, a line per tenth elsewhere. Thread: engine.
+
+What takes a blink (loading the embedded model) is not worth a word.
+"""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -6,41 +9,62 @@ from typing import TextIO
 
 from server.values import format_size
 
+MIN_LOADED_BYTES = 64 * 2**20  # worth showing: a tenth of a second of reading
+MIN_FETCHED_BYTES = 2**20
+
 ReportBytes = Callable[[int, int], None]  # (bytes read so far, bytes in all)
 
 
 @contextlib.contextmanager
-def weight_progress(stream: TextIO) -> Iterator[ReportBytes]:
-    """Give a function that the loader calls as it goes; the bar is gone, or its last line written, at the end."""
-    if not stream.isatty():
-        yield TenthLines(stream).report
-        return
+def byte_progress(stream: TextIO, what: str, min_shown_bytes: int) -> Iterator[ReportBytes]:
+    """Give a function to call on the way; the bar is gone, or its last line written, at the end.
+
+    Args:
+        what: is done, e.g. "loading weights".
+        min_shown_bytes: less than these in all are not shown.
+    """
+    with contextlib.ExitStack() as stack:
+        show: ReportBytes | None = None
+
+        def report(num_read: int, num_total: int) -> None:
+            nonlocal show
+            if num_total < min_shown_bytes:
+                return
+            if show is None:
+                show = _bar(stream, what, stack) if stream.isatty() else TenthLines(stream, what).report
+            show(num_read, num_total)
+
+        yield report
+
+
+def _bar(stream: TextIO, what: str, stack: contextlib.ExitStack) -> ReportBytes:
     from rich.console import Console  # 60 ms, which a server without a terminal need not pay
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     columns = (
-        TextColumn("loading weights"),
+        TextColumn(what),
         BarColumn(),
         DownloadColumn(binary_units=True),
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(file=stream), transient=True) as bar:
-        task = bar.add_task("weights", total=None)
-        yield lambda num_read, num_total: bar.update(task, completed=num_read, total=num_total)
+    bar = stack.enter_context(Progress(*columns, console=Console(file=stream), transient=True))
+    task = bar.add_task(what, total=None)
+    return lambda num_read, num_total: bar.update(task, completed=num_read, total=num_total)
 
 
 class TenthLines:
     """One line for each tenth that is reached, the last at 100 %; a jump over several tenths is one line."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, what: str) -> None:
+        self._what = what
         self._stream = stream
         self._num_tenths = 0
 
     def report(self, num_read: int, num_total: int) -> None:
-        num_tenths = 10 if num_total == 0 else 10 * num_read // num_total
+        num_tenths = 10 * num_read // num_total
         if num_tenths > self._num_tenths:
             self._num_tenths = num_tenths
             sizes = f"{format_size(num_read)} of {format_size(num_total)}"
-            self._stream.write(f"loading weights: {10 * num_tenths} % ({sizes})\n")
+            self._stream.write(f"{self._what}: {10 * num_tenths} % ({sizes})\n")
             self._stream.flush()

@@ -12,7 +12,6 @@ class Timings:
         body_s: its body was complete.
         submitted_s: validated, tokenized, and handed to the engine.
         first_token_s: the first delta came.
-        last_token_s: the latest delta came.
         end_s: the terminal chunk came.
     """
 
@@ -20,12 +19,17 @@ class Timings:
     body_s: float | None = None
     submitted_s: float | None = None
     first_token_s: float | None = None
-    last_token_s: float | None = None
     end_s: float | None = None
 
     @property
     def ttft_s(self) -> float | None:
         return None if self.first_token_s is None else self.first_token_s - self.head_s
+
+    @property
+    def elapsed_s(self) -> float:
+        """Until the latest stage passed."""
+        passed = (self.end_s, self.first_token_s, self.submitted_s, self.body_s)
+        return next((mark for mark in passed if mark is not None), self.head_s) - self.head_s
 
     def stages_ms(self) -> dict[str, float]:
         """Durations of the stages passed so far, in order, in milliseconds."""

@@ -4,6 +4,7 @@ import difflib
 import math
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 SIZE_UNITS = {
@@ -21,12 +22,34 @@ DURATION_UNITS = {"ms": 0.001, "s": 1.0, "min": 60.0, "h": 3600.0}
 _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 
 
-class BadValueError(Exception):
-    """A text that is not a value of the kind asked for. `expected` completes the sentence "it must be ..."."""
+# Names on a hub: as huggingface_hub's validate_repo_id has them, and git's for revisions
+_HUB_ID = re.compile(r"([A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*)(?:@([A-Za-z0-9][\w./-]*))?", re.ASCII)
+GGUF_SUFFIX = ".gguf"
 
-    def __init__(self, expected: str) -> None:
+
+@dataclass(frozen=True, slots=True)
+class HubId:
+    """A model on a hub: "org/name"; revision: a branch, tag or commit."""
+
+    repo: str
+    revision: str | None = None
+
+    def __str__(self) -> str:
+        return self.repo if self.revision is None else f"{self.repo}@{self.revision}"
+
+
+class BadValueError(Exception):
+    """A text that is not a value of the kind asked for.
+
+    Args:
+        expected: completes the sentence "it must be ...".
+        proposal: a value that may have been meant.
+    """
+
+    def __init__(self, expected: str, proposal: str | None = None) -> None:
         super().__init__(expected)
         self.expected = expected
+        self.proposal = proposal
 
 
 class MissingPathError(BadValueError):
@@ -105,37 +128,68 @@ def duration_between(low_s: float, high_s: float) -> Callable[[str], float]:
     return parse
 
 
+def model_source(text: str) -> Path | HubId:
+    """A directory, a GGUF file, or org/name[@revision] on a hub where no such path exists."""
+    path = Path(text_value(text)).expanduser()
+    if path.is_dir() or (path.is_file() and path.suffix == GGUF_SUFFIX):
+        return path
+    if path.exists():
+        raise MissingPathError(
+            f"a directory or a {GGUF_SUFFIX} file, and this is a file of another kind", str(path.parent)
+        )
+    match = _HUB_ID.fullmatch(text)
+    is_path = match is None or Path(path.parts[0]).exists() or path.suffix == GGUF_SUFFIX
+    if match is None or is_path or ".." in text or "--" in match[1]:
+        raise _missing(f"org/name, a {GGUF_SUFFIX} file or a directory", path, names_near(path, _may_be_model))
+    return HubId(match[1], match[2])
+
+
+def _may_be_model(path: Path) -> bool:
+    return path.is_dir() or path.suffix == GGUF_SUFFIX
+
+
 def existing_directory(text: str) -> Path:
     path = Path(text_value(text)).expanduser()
     if not path.exists():
-        raise MissingPathError(f"a directory that exists{what_lies_near(path)}")
+        raise _missing("a directory", path, names_near(path, Path.is_dir))
     if not path.is_dir():
-        raise MissingPathError(f"a directory, and this is a file: {path.parent}?")
+        raise MissingPathError("a directory, and this is a file", str(path.parent))
     return path
 
 
 def existing_file(text: str) -> Path:
     path = Path(text_value(text)).expanduser()
     if not path.exists():
-        raise MissingPathError(f"a file that exists{what_lies_near(path)}")
+        raise _missing("a file", path, names_near(path, Path.exists))
     if not path.is_file():
         raise MissingPathError("a file, and this is a directory")
     return path
 
 
-def what_lies_near(path: Path) -> str:
-    """Says of a missing path where it stops being true, and what is there instead; "" when there is nothing to say."""
-    missing, parent = path, path.parent
-    while not parent.exists() and parent != parent.parent:
-        missing, parent = parent, parent.parent
+def _missing(kind: str, path: Path, near: list[Path]) -> MissingPathError:
+    expected = f"{kind} that exists"
+    if near:
+        return MissingPathError(f"{expected}; near it: {', '.join(map(str, near))}", str(near[0]))
+    missing = _where_it_ends(path)
+    return MissingPathError(expected if missing == path else f"{expected}; {missing.parent} exists, {missing} does not")
+
+
+def _where_it_ends(path: Path) -> Path:
+    """The first part of a missing path that is missing."""
+    while not path.parent.exists() and path.parent != path.parent.parent:
+        path = path.parent
+    return path
+
+
+def names_near(path: Path, is_wanted: Callable[[Path], bool]) -> list[Path]:
+    """What lies where a missing path ends and is called something like it, the likeliest first."""
+    missing = _where_it_ends(path)
     try:
-        names = sorted(child.name for child in parent.iterdir())
+        names = sorted(child.name for child in missing.parent.iterdir() if is_wanted(child))
     except OSError:
-        return f"; {parent} cannot be read"
+        return []
     close = difflib.get_close_matches(missing.name, names, n=3, cutoff=0.5)
-    if close:
-        return f"; near it: {', '.join(str(parent / name) for name in close)}"
-    return "" if missing == path else f"; {parent} exists, {missing} does not"
+    return [missing.parent / name for name in close]
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:

@@ -9,7 +9,19 @@ from core.errors import ExitCode, StartupError
 from server import __version__
 
 # What `doctor` lists, in order: everything that stands between a socket and a token.
-LISTED = ("h11", "uvloop", "msgspec", "orjson", "jinja2", "tokenizers", "safetensors", "numpy", "torch", "rich")
+LISTED = (
+    "h11",
+    "uvloop",
+    "msgspec",
+    "orjson",
+    "jinja2",
+    "tokenizers",
+    "safetensors",
+    "huggingface_hub",
+    "numpy",
+    "torch",
+    "rich",
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -191,6 +191,11 @@ class ResponseStream:
         return sse.event(line, name)
 
 
+def input_tokens_reply(num_tokens: int) -> bytes:
+    """The answer of /v1/responses/input_tokens."""
+    return sse.json_line({"object": "response.input_tokens", "input_tokens": num_tokens})
+
+
 def _prompt(wire: ResponsesBody) -> ChatPrompt:
     messages = [{"role": "system", "content": wire.instructions}] if wire.instructions else []
     if isinstance(wire.input, str):

@@ -178,7 +178,7 @@ def test_unsupported_decoder_is_named(decoder: decoders.Decoder | None, name: st
 
 
 def test_broken_file_is_a_typed_error() -> None:
-    with pytest.raises(UnsupportedTokenizer, match=r"tokenizer\.json cannot be read"):
+    with pytest.raises(UnsupportedTokenizer, match="cannot be read"):
         Tokenizer(b"{}")
     for listed in ({"x": {}}, {"1": {}}, [1]):
         with pytest.raises(UnsupportedTokenizer, match="added_tokens_decoder"):

@@ -65,8 +65,8 @@ def test_given_kv_memory_is_used_whole() -> None:
 def test_a_context_that_does_not_fit_is_told_with_one_that_does() -> None:
     with pytest.raises(NotEnoughMemory) as caught:
         plan(100, max_model_len=32_768, kv_memory_bytes=int(2.1 * GIB))
-    assert caught.value.cause == "KV cache: need 4.0 GiB for 32768 tokens, 2.1 GiB free."
-    assert caught.value.fix == "--max-model-len 17100"
+    assert caught.value.cause == "KV cache: need 4.0 GiB for 32768 tokens, --kv-memory gives 2.1 GiB."
+    assert caught.value.fix == "--max-model-len 17100, or --kv-memory 4098MiB"
     assert plan(100, max_model_len=17_100, kv_memory_bytes=int(2.1 * GIB)).kv_tokens >= 17_100
 
 

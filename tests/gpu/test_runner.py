@@ -119,7 +119,7 @@ def test_a_context_that_does_not_fit_names_one_that_does(model_directory) -> Non
     small = EngineConfig(device="cpu", dtype="float32", kv_memory_bytes=130 * per_token)
     with pytest.raises(NotEnoughMemory, match=r"KV cache: need .* for 256 tokens") as caught:
         load_runner(directory, config, small, no_progress)
-    assert caught.value.fix == "--max-model-len 100"
+    assert caught.value.fix.startswith("--max-model-len 100, or --kv-memory ")
     engine = EngineConfig(device="cpu", dtype="float32", kv_memory_bytes=130 * per_token, max_model_len=100)
     assert estimate(directory, config, engine).kv_tokens == 112
 

@@ -13,8 +13,10 @@ from server import __version__
 from server.cli import BROKEN_PIPE, main
 from server.config import OPTIONS, ServerConfig
 from server.versions import FLOORS
+from tests.core.small_tokenizers import byte_level
+from tests.gguf_files import byte_level_metadata, write_gguf
 from tests.server.chat_peer import running_peer
-from tests.server.tiny_model import write_tiny_model
+from tests.server.tiny_model import CHATML, write_tiny_model
 
 ROOT = Path(__file__).parent.parent.parent
 HEAVY = {"torch", "rich", "uvloop", "numpy", "asyncio", "jinja2", "tokenizers", "safetensors", "http.client", "email"}
@@ -255,3 +257,31 @@ def test_doctor_exits_as_serve_would(tmp_path: Path, capsys: pytest.CaptureFixtu
     text = capsys.readouterr().out
     assert "config.json is missing" in text
     assert text.splitlines()[-1] == "serve would refuse to start"
+
+
+def test_a_gguf_file_is_estimated_by_its_name(
+    model_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = byte_level()
+    file = write_gguf(model_path, tmp_path / "tiny-f32.gguf", metadata=byte_level_metadata(tokenizer, "qwen2"))
+    assert main(["serve", "--estimate", "--model", str(file), "--device", "cpu"]) == ExitCode.OK
+    assert capsys.readouterr().out.splitlines()[0] == "model        tiny-f32, LlamaForCausalLM"
+
+
+def test_a_gguf_file_answers_as_its_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_tiny_model(tmp_path / "tiny")
+    (tmp_path / "tiny" / "generation_config.json").write_text('{"do_sample": false}')
+    tokenizer = byte_level()
+    fields = {
+        **byte_level_metadata(tokenizer, "qwen2", eos_token_id=tokenizer.token_to_id("<|im_end|>")),
+        "tokenizer.chat_template": CHATML,
+        "general.sampling.temp": 0.0,
+    }
+    file = write_gguf(tmp_path / "tiny", tmp_path / "tiny.gguf", metadata=fields)
+    answers = []
+    for path in (tmp_path / "tiny", file):
+        words = ["chat", "--model", str(path), "--device", "cpu", "--dtype", "float32", "--kv-memory", "4MiB"]
+        assert main([*words, "-q", "hi"]) == ExitCode.OK
+        answers.append(capsys.readouterr().out)
+    assert len(answers[0]) > 100
+    assert answers[0] == answers[1]

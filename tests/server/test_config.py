@@ -8,6 +8,7 @@ import pytest
 from core.config import EngineConfig
 from core.errors import ExitCode, StartupError
 from server.config import OPTIONS, Option, ServerConfig, load_config
+from server.values import HubId
 
 
 def toml_flag(tmp_path: Path, text: str) -> dict[str, str | list[str]]:
@@ -164,6 +165,7 @@ def test_a_missing_model_names_what_lies_near(tmp_path: Path) -> None:
     error = refusal({"model": str(tmp_path / "llama-3.2-1b")}, {})
     assert error.exit_code == ExitCode.MODEL
     assert str(tmp_path / "Llama-3.2-1B") in error.cause
+    assert error.fix == f"--model {tmp_path / 'Llama-3.2-1B'}"
 
 
 def test_a_path_missing_early_names_where_it_stops_being_true(tmp_path: Path) -> None:
@@ -174,7 +176,9 @@ def test_a_path_missing_early_names_where_it_stops_being_true(tmp_path: Path) ->
 
 def test_a_file_for_a_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    assert f"{tmp_path}?" in refusal({"model": str(tmp_path / "config.json")}, {}).cause
+    error = refusal({"model": str(tmp_path / "config.json")}, {})
+    assert "this is a file" in error.cause
+    assert error.fix == f"--model {tmp_path}"
 
 
 def test_engine_config_carries_what_the_operator_asked() -> None:
@@ -188,3 +192,17 @@ def test_engine_config_carries_what_the_operator_asked() -> None:
         "threads": "2",
     }
     assert load_config(flags, {}).to_engine_config() == EngineConfig("cpu", "float32", 1024, 64 * 2**20, 256, 8, 2)
+
+
+def test_model_is_a_directory_a_gguf_file_or_a_hubs_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "tiny").mkdir(parents=True)
+    (tmp_path / "tiny.gguf").touch()
+    assert load_config({"model": "models/tiny"}, {}).model == Path("models/tiny")
+    assert load_config({"model": "tiny.gguf"}, {}).model == Path("tiny.gguf")
+    assert load_config({"model": "Qwen/Qwen3-0.6B"}, {}).model == HubId("Qwen/Qwen3-0.6B")
+    assert load_config({"model": "Qwen/Qwen3-0.6B@refs/pr/1"}, {}).model == HubId("Qwen/Qwen3-0.6B", "refs/pr/1")
+    for text in ("models/tyni", "tiny", "org/tiny.gguf", "./org/tiny", "org/..", "org/a@../b", "a/b/c", "org/a--b"):
+        assert refusal({"model": text}, {}).exit_code == ExitCode.MODEL
+    assert "models/tiny" in refusal({"model": "models/tyni"}, {}).cause
+    assert "tiny.gguf" in refusal({"model": "tyni.gguf"}, {}).cause

@@ -2,9 +2,10 @@
 
 import io
 
-from server.progress import weight_progress
+from server.progress import byte_progress
 
 MIB = 2**20
+LOADING = "loading weights"
 
 
 class Terminal(io.StringIO):
@@ -14,7 +15,7 @@ class Terminal(io.StringIO):
 
 def test_elsewhere_each_tenth_is_one_line() -> None:
     stream = io.StringIO()
-    with weight_progress(stream) as report:
+    with byte_progress(stream, LOADING, 64 * MIB) as report:
         for num_read in range(101):
             report(num_read * MIB, 100 * MIB)
     lines = stream.getvalue().splitlines()
@@ -25,9 +26,9 @@ def test_elsewhere_each_tenth_is_one_line() -> None:
 
 def test_a_jump_over_several_tenths_is_one_line() -> None:
     stream = io.StringIO()
-    with weight_progress(stream) as report:
-        report(55, 100)
-        report(100, 100)
+    with byte_progress(stream, LOADING, 64 * MIB) as report:
+        report(55 * MIB, 100 * MIB)
+        report(100 * MIB, 100 * MIB)
     assert [line.split("(")[0] for line in stream.getvalue().splitlines()] == [
         "loading weights: 50 % ",
         "loading weights: 100 % ",
@@ -36,7 +37,14 @@ def test_a_jump_over_several_tenths_is_one_line() -> None:
 
 def test_on_a_terminal_a_bar_counts_bytes_and_goes_away() -> None:
     stream = Terminal()
-    with weight_progress(stream) as report:
-        report(10 * MIB, 20 * MIB)
+    with byte_progress(stream, LOADING, 64 * MIB) as report:
+        report(100 * MIB, 200 * MIB)
     assert "loading weights" in stream.getvalue()
     assert "\x1b[" in stream.getvalue()
+
+
+def test_what_loads_in_a_blink_is_not_worth_a_word() -> None:
+    stream = io.StringIO()
+    with byte_progress(stream, LOADING, 64 * MIB) as report:
+        report(10 * MIB, 10 * MIB)
+    assert stream.getvalue() == ""

@@ -12,9 +12,9 @@ from server.values import (
     format_count,
     format_duration,
     format_size,
+    names_near,
     nearest,
     size_between,
-    what_lies_near,
 )
 
 any_size = size_between(0, 2**50)
@@ -104,5 +104,6 @@ def test_a_directory_is_no_file(tmp_path: Path) -> None:
 
 def test_near_a_missing_path_lies_what_looks_like_it(tmp_path: Path) -> None:
     (tmp_path / "steploop.toml").touch()
-    assert what_lies_near(tmp_path / "stepploop.toml") == f"; near it: {tmp_path / 'steploop.toml'}"
-    assert what_lies_near(tmp_path / "zzz") == ""
+    assert names_near(tmp_path / "stepploop.toml", Path.exists) == [tmp_path / "steploop.toml"]
+    assert names_near(tmp_path / "stepploop.toml", Path.is_dir) == []
+    assert names_near(tmp_path / "zzz", Path.exists) == []

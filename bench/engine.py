@@ -1,0 +1,352 @@
+"""The engine without HTTP: `python -m bench.engine --model DIR`. Prefill and decode speed, as shares of the limits.
+
+Requests go through core.engine.Engine and the model's runner, in this process, one thread. The machine's ceilings are
+measured in the same run, after the engine: its peak memory is then its own. A share of 1 would be a step in which
+nothing is done but reading each weight, key and value once, or multiplying at the ceiling, whichever takes longer.
+"""
+
+import argparse
+import itertools
+import json
+import random
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import bench.no_spin  # noqa: F401
+from bench.limits import Limits, limit_tables, measure_limits
+from bench.results import RESULTS_DIR, Plot, Table, command_line, print_tables, write_result
+from bench.work import ModelWork, Speed, decode_limit_s, prefill_limit_s, work_of
+from core.config import BLOCK_SIZE, EngineConfig, ModelConfig, parse_model_config
+from core.engine import Engine
+from core.errors import StartupError
+from core.scheduler import Scheduler
+from core.types import Cancel, FinishReason, Message, Pause, Request, Resume, SamplingParams, StepDelivery, Submit
+from gpu.device import DTYPES, choose_device
+from gpu.kv_cache import bytes_per_token
+from gpu.memory_plan import MemoryPlan
+from gpu.runner import ModelRunner, load_runner
+
+MIB = 1024**2
+PROMPTS = (128, 512, 4096)  # tokens
+BATCHES = (1, 4, 8, 16, 32)
+CONTEXTS = (128, 1024, 4096, 8192)  # tokens, of each sequence
+MAX_CASE_TOKENS = 32_768  # over all sequences of one case: their prompts are computed first
+PREFILL_REPEATS = 3
+DECODE_STEPS = 24
+WARM_STEPS = 2
+QUICK_PROMPTS, QUICK_BATCHES, QUICK_CONTEXTS, QUICK_STEPS = (32,), (1, 4), (32,), 2
+
+
+@dataclass(frozen=True, slots=True)
+class Cases:
+    """What to measure. Decode: every batch with every context, as far as max_tokens over the batch allows."""
+
+    prompts: Sequence[int]
+    batches: Sequence[int]
+    contexts: Sequence[int]
+    num_steps: int
+    num_repeats: int
+    max_tokens: int = MAX_CASE_TOKENS
+
+    @property
+    def decodes(self) -> list[tuple[int, int]]:
+        """(batch, context) pairs."""
+        return [
+            (batch, context)
+            for batch, context in itertools.product(self.batches, self.contexts)
+            if batch * context <= self.max_tokens
+        ]
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """Room for the largest case, its output and partly filled blocks included."""
+        per_row = self.num_steps + WARM_STEPS + 2 * BLOCK_SIZE
+        cases = [(1, prompt) for prompt in self.prompts] + self.decodes
+        return max(batch * (context + per_row) for batch, context in cases)
+
+    @property
+    def max_model_len(self) -> int:
+        longest = max([*self.prompts, *(context for _, context in self.decodes)])
+        return longest + self.num_steps + WARM_STEPS + 2
+
+
+class PrefillRun(msgspec.Struct, frozen=True):
+    """One prompt alone, from its submission to its first token; the median of the repeats."""
+
+    num_tokens: int
+    seconds: float
+
+
+class DecodeRun(msgspec.Struct, frozen=True):
+    """Steps in which each row got one token, and nothing else happened.
+
+    Args:
+        context: tokens that each row attended to, the mean of the steps.
+        step_s: the median.
+    """
+
+    num_rows: int
+    context: float
+    step_s: float
+
+
+class MemoryRun(msgspec.Struct, frozen=True):
+    """Bytes: what the plan said, and what the process had.
+
+    Args:
+        peak: resident at most; Linux counts the files that were mapped while loading, too.
+        anonymous: after all steps, without any file's pages.
+    """
+
+    weights: int
+    kv: int
+    activations: int
+    before: int  # the process with torch imported, nothing loaded
+    peak: int
+    anonymous: int
+
+
+class EngineBench:
+    """An engine over a model, stepped by hand."""
+
+    def __init__(self, runner: ModelRunner, seed: int = 0) -> None:
+        self._inbox: deque[Message] = deque()
+        self._started: set[str] = set()  # requests that have a token
+        self._num_new_tokens = 0  # of the last step
+        self._random = random.Random(seed)
+        self._vocab_size = runner.limits.vocab_size
+        self._num_requests = 0
+        scheduler = Scheduler(runner.limits, (), lambda: 0)
+        self._engine = Engine(scheduler, runner, time.monotonic, self._inbox, self._take)
+
+    def prefill(self, num_tokens: int) -> float:
+        """Seconds from a prompt's submission to its first token."""
+        started_s = time.perf_counter()
+        name = self._submit(num_tokens, 1)
+        while name not in self._started:
+            self._engine.step()
+        seconds = time.perf_counter() - started_s
+        self._settle()
+        return seconds
+
+    def decode(self, num_rows: int, context: int, num_steps: int) -> DecodeRun:
+        """Compute the prompts, then time so many steps of all rows."""
+        names = [self._submit(context, WARM_STEPS + num_steps + 2) for _ in range(num_rows)]
+        self._start_all(names)
+        times_s = []
+        for number in range(WARM_STEPS + num_steps):
+            started_s = time.perf_counter()
+            self._engine.step()
+            if number >= WARM_STEPS:
+                times_s.append(time.perf_counter() - started_s)
+            if self._num_new_tokens != num_rows:
+                raise RuntimeError(f"a step gave {self._num_new_tokens} tokens instead of {num_rows}")
+        self._inbox.extend(Cancel(name, FinishReason.CANCELLED) for name in names)
+        self._settle()
+        mean_context = context + 1 + WARM_STEPS + (num_steps - 1) / 2
+        return DecodeRun(num_rows, mean_context, statistics.median(times_s))
+
+    def _start_all(self, names: Sequence[str]) -> None:
+        """Step until each has one token: who has it is paused until the last one has."""
+        paused: set[str] = set()
+        while len(paused) < len(names):
+            self._engine.step()
+            self._inbox.extend(Pause(name) for name in self._started - paused)
+            paused |= self._started
+        self._inbox.extend(Resume(name) for name in names)
+
+    def _submit(self, num_prompt: int, max_tokens: int) -> str:
+        """A greedy request over random tokens: no two prompts have a prefix in common."""
+        name = str(self._num_requests)
+        self._num_requests += 1
+        prompt_ids = tuple(self._random.choices(range(self._vocab_size), k=num_prompt))
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        request = Request(request_id=name, prompt_ids=prompt_ids, sampling=sampling, arrival_s=time.monotonic())
+        self._inbox.append(Submit(request))
+        return name
+
+    def _take(self, delivery: StepDelivery) -> None:
+        self._num_new_tokens = len(delivery.token_ids)
+        self._started.update(delivery.request_ids)
+        if delivery.stats.num_preemptions:
+            raise RuntimeError("a sequence lost its blocks: there is less room than this bench has planned")
+        for chunk in delivery.chunks:
+            if chunk.error is not None:
+                raise RuntimeError(f"request {chunk.request_id} failed: {chunk.error}")
+
+    def _settle(self) -> None:
+        while self._engine.step():
+            pass
+        self._started.clear()
+
+
+def open_engine(directory: Path, config: ModelConfig, cases: Cases, dtype: str, threads: int | None) -> ModelRunner:
+    """Load the model with room for the largest case, and no more.
+
+    Raises:
+        StartupError: as load_runner.
+    """
+    engine = EngineConfig(device="cpu", dtype=dtype, threads=threads)
+    kv_bytes = (cases.num_kv_tokens + BLOCK_SIZE) * bytes_per_token(config, choose_device(engine).dtype)
+    engine = EngineConfig(
+        device="cpu",
+        dtype=dtype,
+        threads=threads,
+        max_model_len=cases.max_model_len,
+        max_sequences=max(cases.batches),
+        kv_memory_bytes=kv_bytes,
+    )
+    return load_runner(directory, config, engine, lambda done, total: None)
+
+
+def memory_bytes(line: str) -> int:
+    """A line of this process's status, e.g. "VmHWM", the most that was ever resident (proc(5))."""
+    for text in Path("/proc/self/status").read_text().splitlines():
+        if text.startswith(f"{line}:"):
+            return int(text.split()[1]) * 1024
+    raise OSError(f"/proc/self/status has no {line}")
+
+
+def result_tables(
+    prefills: Sequence[PrefillRun],
+    decodes: Sequence[DecodeRun],
+    memory: MemoryRun,
+    work: ModelWork,
+    speed: Speed,
+    number_bytes: int,
+) -> list[Table]:
+    """Speeds beside their limits, and memory beside its plan."""
+    prefill_rows = []
+    for prefill in prefills:
+        limit_s = prefill_limit_s(work, speed, prefill.num_tokens, number_bytes)
+        tokens = prefill.num_tokens
+        prefill_rows.append((tokens, tokens / prefill.seconds, tokens / limit_s, limit_s / prefill.seconds))
+    decode_rows = []
+    for run in decodes:
+        limit_s = decode_limit_s(work, speed, run.num_rows, run.context, number_bytes)
+        speeds = (run.num_rows / run.step_s, run.num_rows / limit_s, limit_s / run.step_s)
+        decode_rows.append((run.num_rows, round(run.context), run.step_s * 1e3, *speeds))
+    planned = memory.weights + memory.kv
+    memory_row = (
+        *(size / MIB for size in (memory.weights, memory.kv, memory.activations, memory.before)),
+        *(size / MIB for size in (memory.peak, memory.peak - planned, memory.anonymous - planned)),
+    )
+    columns = ("batch", "context", "step ms", "tokens/s", "limit tokens/s", "share of limit")
+    return [
+        Table("Prefill of one prompt", ("tokens", "tokens/s", "limit tokens/s", "share of limit"), tuple(prefill_rows)),
+        Table("Decode", columns, tuple(decode_rows), Plot("context", "share of limit", "batch")),
+        Table(
+            "Memory, MiB",
+            (
+                "weights",
+                "KV",
+                "activations at most",
+                "before loading",
+                "peak",
+                "peak - weights - KV",
+                "end, no files, - both",
+            ),
+            (memory_row,),
+        ),
+    ]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m bench.engine", description=__doc__)
+    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="e.g. of bench.make_model")
+    parser.add_argument("--threads", type=int, metavar="N", help="compute threads (default: as the server chooses)")
+    parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto")
+    parser.add_argument("--prompts", nargs="+", type=int, default=PROMPTS, metavar="TOKENS")
+    parser.add_argument("--batches", nargs="+", type=int, default=BATCHES, metavar="ROWS")
+    parser.add_argument("--contexts", nargs="+", type=int, default=CONTEXTS, metavar="TOKENS")
+    parser.add_argument(
+        "--max-tokens", type=int, default=MAX_CASE_TOKENS, help="batch times context at most (default: %(default)s)"
+    )
+    parser.add_argument("--quick", action="store_true", help="see that it works; writes nothing unless --json")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="default: bench/results/engine-MODEL.json")
+    return parser
+
+
+def _cases_of(arguments: argparse.Namespace) -> Cases:
+    if arguments.quick:
+        return Cases(QUICK_PROMPTS, QUICK_BATCHES, QUICK_CONTEXTS, QUICK_STEPS, 1)
+    return Cases(
+        arguments.prompts, arguments.batches, arguments.contexts, DECODE_STEPS, PREFILL_REPEATS, arguments.max_tokens
+    )
+
+
+def _measure(runner: ModelRunner, cases: Cases) -> tuple[list[PrefillRun], list[DecodeRun]]:
+    bench = EngineBench(runner)
+    prefills = []
+    for num_tokens in cases.prompts:
+        seconds = statistics.median(bench.prefill(num_tokens) for _ in range(cases.num_repeats))
+        prefills.append(PrefillRun(num_tokens, seconds))
+        print(f"prefill {num_tokens}: {num_tokens / seconds:,.0f} tokens/s", file=sys.stderr)
+    decodes = []
+    for num_rows, context in cases.decodes:
+        run = bench.decode(num_rows, context, cases.num_steps)
+        decodes.append(run)
+        print(f"decode {num_rows} x {context}: {num_rows / run.step_s:,.1f} tokens/s", file=sys.stderr)
+    return prefills, decodes
+
+
+def _memory_of(plan: MemoryPlan, before: int) -> MemoryRun:
+    peak, anonymous = memory_bytes("VmHWM"), memory_bytes("RssAnon")
+    return MemoryRun(plan.weights_bytes, plan.kv_bytes, plan.activation_bytes, before, peak, anonymous)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, show, write. Returns the exit code: 2 when the model cannot be loaded."""
+    argv = sys.argv[1:] if argv is None else argv
+    arguments = _parser().parse_args(argv)
+    directory: Path = arguments.model
+    cases = _cases_of(arguments)
+    before = memory_bytes("VmRSS")
+    try:
+        config = parse_model_config(json.loads((directory / "config.json").read_text(encoding="utf-8")))
+        work = work_of(directory)
+        runner = open_engine(directory, config, cases, arguments.dtype, arguments.threads)
+    except StartupError as error:
+        print(f"bench.engine: {error.cause}\nFix: {error.fix}", file=sys.stderr)
+        return 2
+    except (OSError, ValueError) as error:
+        print(
+            f"bench.engine: {error}\nFix: name a model directory; python -m bench.make_model makes one", file=sys.stderr
+        )
+        return 2
+    device = runner.memory.device
+    prefills, decodes = _measure(runner, cases)
+    memory = _memory_of(runner.memory, before)
+    limits = measure_limits(dtype=device.dtype, is_quick=arguments.quick)
+    speed = Speed(limits.read_bytes_per_s, limits.flops)
+    tables = result_tables(prefills, decodes, memory, work, speed, device.dtype.itemsize)
+    tables += limit_tables(limits, has_probes=False)
+    print_tables(tables)
+    path = arguments.json or (None if arguments.quick else RESULTS_DIR / f"engine-{directory.resolve().name}.json")
+    if path is not None:
+        shown = {"model": directory.resolve().name, "dtype": device.dtype_name, "threads": device.threads}
+        details = _details(prefills, decodes, memory, limits)
+        write_result(path, "engine", command_line("bench.engine", argv), tables, shown, details)
+        print(f"written to {path}")
+    return 0
+
+
+def _details(
+    prefills: Sequence[PrefillRun], decodes: Sequence[DecodeRun], memory: MemoryRun, limits: Limits
+) -> dict[str, Any]:
+    return {
+        name: msgspec.to_builtins(value)
+        for name, value in (("prefill", prefills), ("decode", decodes), ("memory", memory), ("limits", limits))
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,264 @@
+"""GGUF files: the bytes → metadata and a table of tensors. No I/O: the caller maps the file.
+
+Every count, length and offset is held against the bytes that are there before anything is read or allocated, so that a
+truncated or hostile file is an error that says where. The `gguf` package reads the same, but takes counts at their
+word (an array longer than its file is read to the end of memory) and builds two arrays for each string: half a gigabyte
+for a vocabulary of 150,000.
+Source: github.com/ggml-org/ggml, docs/gguf.md.
+"""
+
+import math
+import struct
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from core.errors import BadCheckpoint, UnsupportedModel
+
+SUFFIX = ".gguf"
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+DEFAULT_ALIGNMENT = 32
+MAX_METADATA = 2**16  # fields; real files have under 100
+MAX_TENSORS = 2**20
+MAX_ITEMS = 2**24  # of one array; the largest vocabulary known is 2**18
+MAX_NAME_BYTES = 2**16
+MAX_DIMENSIONS = 4
+
+# What is dequantised here: name -> (elements in a block, bytes of a block)
+BLOCKS = {
+    "F32": (1, 4),
+    "F16": (1, 2),
+    "BF16": (1, 2),
+    "Q8_0": (32, 34),
+    "Q4_0": (32, 18),
+    "Q5_0": (32, 22),
+    "Q4_K": (256, 144),
+    "Q5_K": (256, 176),
+    "Q6_K": (256, 210),
+}
+# ggml.h, enum ggml_type
+_TYPE_NAMES = {
+    0: "F32",
+    1: "F16",
+    2: "Q4_0",
+    3: "Q4_1",
+    6: "Q5_0",
+    7: "Q5_1",
+    8: "Q8_0",
+    9: "Q8_1",
+    10: "Q2_K",
+    11: "Q3_K",
+    12: "Q4_K",
+    13: "Q5_K",
+    14: "Q6_K",
+    15: "Q8_K",
+    16: "IQ2_XXS",
+    17: "IQ2_XS",
+    18: "IQ3_XXS",
+    19: "IQ1_S",
+    20: "IQ4_NL",
+    21: "IQ3_S",
+    22: "IQ2_S",
+    23: "IQ4_XS",
+    24: "I8",
+    25: "I16",
+    26: "I32",
+    27: "I64",
+    28: "F64",
+    29: "IQ1_M",
+    30: "BF16",
+    34: "TQ1_0",
+    35: "TQ2_0",
+    39: "MXFP4",
+}
+# Value types: gguf.md, enum gguf_metadata_value_type
+_STRING, _ARRAY, _BOOL = 8, 9, 7
+_SCALARS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "<u1"}
+_SCALARS |= {10: "<u8", 11: "<i8", 12: "<f8"}
+_U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """One tensor of the file.
+
+    Args:
+        shape: as torch has it: rows first (the file says it the other way round).
+        format: a name in BLOCKS.
+        offset: of its first byte, from the file's start.
+    """
+
+    shape: tuple[int, ...]
+    format: str
+    offset: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFile:
+    """What the file says, all but its tensors' numbers."""
+
+    metadata: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, GgufTensor] = field(default_factory=dict)
+
+
+def parse_gguf(content: memoryview, name: str) -> GgufFile:
+    """Read a file's header.
+
+    Args:
+        content: the whole file; only the header's bytes are touched.
+        name: of the file, for messages.
+
+    Raises:
+        BadCheckpoint: not GGUF, or not a whole one.
+        UnsupportedModel: a tensor in a format that is not dequantised here; one of several parts.
+    """
+    cursor = _Cursor(content, name)
+    if cursor.take(4, "magic") != MAGIC:
+        raise cursor.bad("it does not begin with GGUF")
+    version = cursor.u32("version")
+    if version not in VERSIONS:
+        raise cursor.bad(f"version {version} is not one of {', '.join(map(str, VERSIONS))} (little-endian)")
+    num_tensors = cursor.count("tensors", MAX_TENSORS, 24)
+    num_fields = cursor.count("metadata fields", MAX_METADATA, 13)
+    metadata: dict[str, Any] = {}
+    for _ in range(num_fields):
+        key = cursor.text("a metadata key", MAX_NAME_BYTES)
+        if key in metadata:
+            raise cursor.bad(f"{key} is there twice")
+        metadata[key] = cursor.value(key)
+    if metadata.get("split.count", 1) not in (0, 1):
+        raise UnsupportedModel(
+            f"{name} is one of {metadata['split.count']} parts; only whole files are supported.",
+            "merge them: llama-gguf-split --merge FIRST_PART WHOLE.gguf",
+        )
+    return GgufFile(metadata, _read_tensors(cursor, num_tensors, _alignment(cursor, metadata)))
+
+
+def _alignment(cursor: "_Cursor", metadata: dict[str, Any]) -> int:
+    alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+    if not isinstance(alignment, int) or not 0 < alignment <= 2**20 or alignment & (alignment - 1):
+        raise cursor.bad(f"general.alignment is {alignment!r}, not a power of two")
+    return alignment
+
+
+def _read_tensors(cursor: "_Cursor", num_tensors: int, alignment: int) -> dict[str, GgufTensor]:
+    """The table first; offsets count from its end, aligned."""
+    listed: dict[str, tuple[tuple[int, ...], int, int]] = {}
+    for _ in range(num_tensors):
+        name = cursor.text("a tensor's name", MAX_NAME_BYTES)
+        if name in listed:
+            raise cursor.bad(f"tensor {name} is there twice")
+        num_dimensions = cursor.u32(f"{name}'s dimensions")
+        if not 0 < num_dimensions <= MAX_DIMENSIONS:
+            raise cursor.bad(f"tensor {name} has {num_dimensions} dimensions")
+        sizes = [cursor.u64(f"{name}'s dimensions") for _ in range(num_dimensions)]
+        listed[name] = (tuple(reversed(sizes)), cursor.u32(f"{name}'s type"), cursor.u64(f"{name}'s offset"))
+    start = -(-cursor.position // alignment) * alignment
+    return {
+        name: _tensor(cursor, name, shape, type_id, start + offset) for name, (shape, type_id, offset) in listed.items()
+    }
+
+
+def _tensor(cursor: "_Cursor", name: str, shape: tuple[int, ...], type_id: int, offset: int) -> GgufTensor:
+    format_name = _TYPE_NAMES.get(type_id, f"type {type_id}")
+    if format_name not in BLOCKS:
+        raise UnsupportedModel(
+            f"{cursor.name}: tensor {name} is stored as {format_name}; supported are {', '.join(BLOCKS)}.",
+            "use a file of the model in one of these, such as Q8_0 or Q4_K_M.",
+        )
+    block_elements, block_bytes = BLOCKS[format_name]
+    if 0 in shape or shape[-1] % block_elements:
+        raise cursor.bad(f"tensor {name} of shape {list(shape)} does not come in {format_name}'s {block_elements}s")
+    size_bytes = math.prod(shape) // block_elements * block_bytes
+    if offset + size_bytes > cursor.size:
+        raise cursor.bad(f"tensor {name} would end at byte {offset + size_bytes}, the file at {cursor.size}")
+    return GgufTensor(shape, format_name, offset, size_bytes)
+
+
+class _Cursor:
+    """Reads on from a position, never past the end."""
+
+    def __init__(self, content: memoryview, name: str) -> None:
+        self._content = content
+        self.name = name
+        self.size = len(content)
+        self.position = 0
+
+    def bad(self, cause: str) -> BadCheckpoint:
+        return BadCheckpoint(f"{self.name} is not a whole GGUF file: {cause}.", "download it again, or name another.")
+
+    def take(self, num_bytes: int, what: str) -> bytes:
+        self._need(num_bytes, what)
+        self.position += num_bytes
+        return bytes(self._content[self.position - num_bytes : self.position])
+
+    def u32(self, what: str) -> int:
+        return int(_U32.unpack(self.take(4, what))[0])
+
+    def u64(self, what: str) -> int:
+        return int(_U64.unpack(self.take(8, what))[0])
+
+    def count(self, what: str, limit: int, min_bytes: int) -> int:
+        """A number of things to come, of min_bytes each at least."""
+        number = self.u64(f"the number of {what}")
+        if number > limit:
+            raise self.bad(f"it claims {number} {what}, over the {limit} of any model known")
+        self._need(number * min_bytes, f"{number} {what}")
+        return number
+
+    def text(self, what: str, limit: int | None = None) -> str:
+        num_bytes = self.u64(what)
+        if limit is not None and num_bytes > limit:
+            raise self.bad(f"{what} of {num_bytes} bytes at byte {self.position}")
+        try:
+            return self.take(num_bytes, what).decode()
+        except UnicodeDecodeError as error:
+            raise self.bad(f"{what} at byte {self.position - num_bytes} is not UTF-8") from error
+
+    def value(self, key: str) -> Any:
+        value_type = self.u32(key)
+        if value_type == _STRING:
+            return self.text(key)
+        if value_type == _ARRAY:
+            return self._array(key)
+        value = self._scalars(key, value_type, 1)[0]
+        # the decimal that was meant: 1e-05, not 9.999999747378752e-06
+        return float(str(np.float32(value))) if _SCALARS[value_type] == "<f4" else value
+
+    def _array(self, key: str) -> list[Any]:
+        item_type = self.u32(key)
+        if item_type == _STRING:
+            return self._texts(key, self.count(f"items of {key}", MAX_ITEMS, 8))
+        return self._scalars(key, item_type, self.count(f"items of {key}", MAX_ITEMS, 1))
+
+    def _texts(self, key: str, number: int) -> list[str]:
+        """As text() does, without its steps: a vocabulary and its merges are half a million of them."""
+        content, position, found = self._content, self.position, []
+        try:
+            for _ in range(number):
+                start = position + 8
+                position = start + _U64.unpack_from(content, position)[0]
+                if position > self.size:
+                    raise self.bad(f"it ends within {key}")
+                found.append(str(content[start:position], "utf-8"))
+        except UnicodeDecodeError as error:
+            raise self.bad(f"an item of {key} is not UTF-8") from error
+        except struct.error as error:
+            raise self.bad(f"it ends within {key}") from error
+        self.position = position
+        return found
+
+    def _scalars(self, key: str, value_type: int, number: int) -> list[Any]:
+        code = _SCALARS.get(value_type)
+        if code is None:
+            raise self.bad(f"{key} has the value type {value_type}, which is unknown or nested")
+        dtype = np.dtype(code)
+        values = np.frombuffer(self.take(number * dtype.itemsize, key), dtype).tolist()
+        return [bool(value) for value in values] if value_type == _BOOL else values
+
+    def _need(self, num_bytes: int, what: str) -> None:
+        if num_bytes > self.size - self.position:
+            raise self.bad(f"it ends within {what}, at byte {self.size}")

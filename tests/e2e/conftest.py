@@ -1,0 +1,69 @@
+"""A random model on disk, and servers of it in processes of their own."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.server_process import ServerProcess, start_server
+
+MODEL = "small"  # a directory's name is its model's
+API_KEY = "sk-e2e-key"
+
+
+@pytest.fixture(scope="session")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.e2e.small_models import save_small_model
+
+    return save_small_model(tmp_path_factory.mktemp("models") / MODEL)
+
+
+@pytest.fixture(scope="session")
+def server_process(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """One server for all tests that leave it as they found it."""
+    server = start_server(tmp_path_factory.mktemp("server"), small_model)
+    try:
+        server.wait_ready()
+        yield server
+    finally:
+        server.kill()
+
+
+@pytest.fixture
+def server(server_process: ServerProcess) -> Iterator[ServerProcess]:
+    """The shared server, still serving and quiet after the test."""
+    yield server_process
+    server_process.wait_quiet()
+
+
+@pytest.fixture(scope="session")
+def strict_process(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    counts = ("--max-queue", "2", "--max-connections", "8", "--max-body", "16KiB")
+    times = ("--head-timeout", "500ms", "--body-timeout", "500ms", "--idle-timeout", "1s", "--stall-timeout", "500ms")
+    server = start_server(tmp_path_factory.mktemp("strict"), small_model, "--api-key", API_KEY, *counts, *times)
+    try:
+        server.wait_ready()
+        yield server
+    finally:
+        server.kill()
+
+
+@pytest.fixture
+def strict_server(strict_process: ServerProcess) -> Iterator[ServerProcess]:
+    """A server with a key, small limits and short timeouts, quiet after the test."""
+    yield strict_process
+    strict_process.wait_quiet(API_KEY)
+
+
+@pytest.fixture
+def spawn(small_model: Path, tmp_path: Path) -> Iterator[Callable[..., ServerProcess]]:
+    """Starts servers that a test may end as it likes; what is left of them is killed."""
+    started: list[ServerProcess] = []
+
+    def start(*flags: str, model: Path = small_model) -> ServerProcess:
+        started.append(start_server(tmp_path / f"server{len(started)}", model, *flags))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.kill()

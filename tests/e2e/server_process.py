@@ -1,0 +1,122 @@
+"""A real server in a process of its own, and what it says of itself."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.e2e.polling import wait_for
+from tests.e2e.raw_http import ask
+
+REPOSITORY = Path(__file__).parents[2]
+LISTENING = re.compile(r"listening on 127\.0\.0\.1:(\d+)")
+GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting", "steploop_kv_blocks_used")
+
+
+@dataclass
+class ServerProcess:
+    """`steploop serve` on a free loopback port, its output in files."""
+
+    process: subprocess.Popen[bytes]
+    stdout: Path
+    stderr: Path
+
+    @property
+    def log(self) -> str:
+        return self.stderr.read_text()
+
+    @property
+    def log_tail(self) -> str:
+        """The end of the log, without what polling wrote into it."""
+        lines = [line for line in self.log.splitlines() if "GET /metrics 200" not in line]
+        return "\n".join(lines[-40:])
+
+    @property
+    def port(self) -> int:
+        match = LISTENING.search(self.log)
+        assert match is not None, self.log_tail
+        return int(match[1])
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def wait_listening(self) -> None:
+        wait_for(lambda: self._has_ended() or LISTENING.search(self.log), lambda: f"the port\n{self.log_tail}")
+        assert not self._has_ended(), self.log_tail
+
+    def wait_ready(self) -> None:
+        """The banner comes last: once it is there, everything is."""
+        self.wait_listening()
+        wait_for(
+            lambda: self._has_ended() or b"try " in self.stdout.read_bytes(), lambda: f"the banner\n{self.log_tail}"
+        )
+        assert not self._has_ended(), self.log_tail
+
+    def wait_log(self, text: str) -> None:
+        wait_for(lambda: text in self.log, lambda: f"{text!r} in the log\n{self.log_tail}")
+
+    def wait_exit(self) -> int:
+        """The exit code; a process that does not end is killed, and the test fails."""
+        try:
+            return self.process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise AssertionError(f"the server has not ended\n{self.log_tail}") from None
+
+    def send_signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            self.process.kill()
+        self.process.wait()
+
+    def metrics(self, api_key: str | None = None) -> dict[str, float]:
+        """The page's samples without labels of their own, by name."""
+        answer = ask(self.port, "GET", "/metrics", api_key=api_key)
+        assert answer.status == 200, answer
+        samples = re.findall(r'^([\w:]+)\{model_name="[^"]*"\} (\S+)$', answer.body.decode(), re.MULTILINE)
+        return {name: float(value) for name, value in samples}
+
+    def wait_quiet(self, api_key: str | None = None) -> None:
+        """Nothing runs, nothing waits, no block is held, and the only connection is the one that asks."""
+        shown: dict[str, float] = {}
+
+        def is_quiet() -> bool:
+            shown.update(self.metrics(api_key))
+            return not any(shown[name] for name in GAUGES) and shown["steploop_connections"] == 1
+
+        wait_for(is_quiet, lambda: f"a quiet server, with {shown}\n{self.log_tail}")
+
+    def wait_metric(self, name: str, value: float, api_key: str | None = None) -> None:
+        wait_for(lambda: self.metrics(api_key)[name] == value, lambda: f"{name} {value:g}\n{self.log_tail}")
+
+    def wait_running(self, num_sequences: int) -> None:
+        self.wait_metric("vllm:num_requests_running", num_sequences)
+
+    def _has_ended(self) -> bool:
+        return self.process.poll() is not None
+
+
+def start_server(directory: Path, model: Path, *flags: str) -> ServerProcess:
+    """Start one; its output goes to files in `directory`. Whoever starts it ends it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    stdout, stderr = directory / "stdout", directory / "stderr"
+    arguments = ["serve", "--model", str(model), "--port", "0", "--dtype", "float32", "--device", "cpu"]
+    arguments += ["--threads", "1", "--kv-memory", "64MiB", *flags]  # argparse takes the last of a flag
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("STEPLOOP_")}
+    with stdout.open("wb") as out, stderr.open("wb") as err:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "server", *arguments],
+            cwd=REPOSITORY,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+        )
+    return ServerProcess(process, stdout, stderr)

@@ -1,0 +1,222 @@
+"""Requests that ask for what cannot be: status, code, the field at fault, and a connection that goes on."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.e2e.conftest import API_KEY, MODEL
+from tests.e2e.raw_http import RawAnswer, RawClient, ask, connected, post, post_bytes, request_bytes
+from tests.e2e.server_process import ServerProcess
+
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+USER = [{"role": "user", "content": "hi"}]
+IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}]}]
+DEEP = b"[" * 100 + b"]" * 100
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "messages": USER} | fields
+
+
+def completion(**fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "prompt": "hi"} | fields
+
+
+def response(**fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "input": "hi"} | fields
+
+
+def ask_on(client: RawClient, path: str, body: bytes) -> RawAnswer:
+    client.send(request_bytes("POST", path, body))
+    return client.read_answer()
+
+
+BAD_BODIES = {
+    "empty": b"",
+    "cut off": b'{"model": "small"',
+    "after the end": b"{} {}",
+    "NaN": b'{"model": "small", "messages": [], "temperature": NaN}',
+    "Infinity": b'{"model": "small", "messages": [], "temperature": Infinity}',
+    "-Infinity": b'{"model": "small", "messages": [], "temperature": -Infinity}',
+    "a number over the range of floats": b'{"model": "small", "messages": [], "temperature": 1e999}',
+    "an integer of 5000 digits": b'{"model": "small", "messages": [], "seed": ' + b"9" * 5000 + b"}",
+    "a key twice": b'{"model": "small", "model": "other", "messages": []}',
+    "not UTF-8": b'{"model": "\xff\xfe"}',
+    "half a surrogate pair": b'{"model": "small", "messages": [{"role": "user", "content": "\\ud83d"}]}',
+    "nested too deep": b'{"model": "small", "messages": ' + DEEP + b"}",
+    "not an object": b'["small"]',
+}
+
+
+@pytest.mark.parametrize("body", BAD_BODIES.values(), ids=BAD_BODIES.keys())
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES, "/tokenize"])
+def test_body_that_is_not_json_is_refused_and_the_connection_kept(
+    server: ServerProcess, path: str, body: bytes
+) -> None:
+    with connected(server.port) as client:
+        answer = ask_on(client, path, body)
+        assert (answer.status, answer.code, answer.error["param"]) == (400, "invalid_json", None)
+        assert client.is_kept_open()
+
+
+# path, body, code, param; the status is 400
+BAD_FIELDS: list[tuple[str, dict[str, Any], str, str]] = [
+    (CHAT, chat(messages=[]), "invalid_value", "messages"),
+    (CHAT, chat(messages="hi"), "invalid_type", "messages"),
+    (CHAT, chat(messages=[{"role": "user", "content": 7}]), "invalid_type", "messages[0].content"),
+    (CHAT, chat(messages=[{"content": "hi"}]), "missing_required_parameter", "messages[0].role"),
+    (CHAT, chat(messages=IMAGE), "unsupported_content_type", "messages[0].content[0].type"),
+    (CHAT, {"model": MODEL}, "missing_required_parameter", "messages"),
+    (CHAT, {"messages": USER}, "missing_required_parameter", "model"),
+    (CHAT, chat(model=7), "invalid_type", "model"),
+    (CHAT, chat(stream="yes"), "invalid_type", "stream"),
+    (CHAT, chat(temperature="hot"), "invalid_type", "temperature"),
+    (CHAT, chat(temperature=-0.1), "invalid_value", "temperature"),
+    (CHAT, chat(temperature=2.1), "invalid_value", "temperature"),
+    (CHAT, chat(top_p=0), "invalid_value", "top_p"),
+    (CHAT, chat(n=0), "invalid_value", "n"),
+    (CHAT, chat(n=9), "invalid_value", "n"),
+    (CHAT, chat(n=10**30), "invalid_value", "n"),
+    (CHAT, chat(n=1.5), "invalid_type", "n"),
+    (CHAT, chat(max_tokens=0), "invalid_value", "max_tokens"),
+    (CHAT, chat(max_completion_tokens=-1), "invalid_value", "max_completion_tokens"),
+    (CHAT, chat(stop=["a"] * 5), "invalid_value", "stop"),
+    (CHAT, chat(stop=""), "invalid_value", "stop"),
+    (CHAT, chat(stop_token_ids=[10**6]), "invalid_value", "stop_token_ids[0]"),
+    (CHAT, chat(logit_bias={"1000000": 1}), "invalid_value", "logit_bias[1000000]"),
+    (CHAT, chat(logit_bias={"7": 101}), "invalid_value", "logit_bias[7]"),
+    (CHAT, chat(logit_bias={str(i): 0 for i in range(301)}), "invalid_value", "logit_bias"),
+    (CHAT, chat(logprobs=True, top_logprobs=21), "invalid_value", "top_logprobs"),
+    (CHAT, chat(response_format={"type": "json_object"}), "unsupported_parameter", "response_format"),
+    (CHAT, chat(tools=[{"type": "function", "function": {"name": "f"}}]), "unsupported_parameter", "tools"),
+    (CHAT, chat(messages=[{"role": "user", "content": "hi " * 3000}]), "context_length_exceeded", "messages"),
+    (COMPLETIONS, completion(prompt=""), "invalid_value", "prompt"),
+    (COMPLETIONS, completion(prompt=[]), "invalid_value", "prompt"),
+    (COMPLETIONS, completion(prompt=["a", 1]), "invalid_value", "prompt"),
+    (COMPLETIONS, completion(prompt=[-1]), "invalid_value", "prompt[0]"),
+    (COMPLETIONS, completion(prompt=[3, 512]), "invalid_value", "prompt[1]"),
+    (COMPLETIONS, completion(prompt=[[3], [10**12]]), "invalid_value", "prompt[1][0]"),
+    (COMPLETIONS, completion(prompt=["a"] * 17), "invalid_value", "prompt"),
+    (COMPLETIONS, completion(prompt=["a", ""]), "invalid_value", "prompt[1]"),
+    (COMPLETIONS, completion(prompt=[5] * 2048), "context_length_exceeded", "prompt"),
+    (COMPLETIONS, completion(prompt=["a", "hi " * 3000]), "context_length_exceeded", "prompt[1]"),
+    (COMPLETIONS, completion(prompt="hi " * 30_000), "context_length_exceeded", "prompt"),
+    (COMPLETIONS, completion(echo=True, logprobs=1), "invalid_value", "logprobs"),
+    (COMPLETIONS, completion(suffix="x"), "unsupported_parameter", "suffix"),
+    (RESPONSES, response(input=[]), "invalid_value", "input"),
+    (RESPONSES, response(input=7), "invalid_type", "input"),
+    (RESPONSES, response(previous_response_id="resp_1"), "unsupported_parameter", "previous_response_id"),
+    (RESPONSES, response(background=True), "unsupported_parameter", "background"),
+    ("/tokenize", {"model": MODEL}, "invalid_value", "prompt"),
+    ("/tokenize", {"prompt": "hi " * 30_000}, "context_length_exceeded", "prompt"),
+    ("/detokenize", {"model": MODEL, "tokens": [512]}, "invalid_value", "tokens[0]"),
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "code", "param"),
+    BAD_FIELDS,
+    ids=[f"{path} {param} {code}" for path, _, code, param in BAD_FIELDS],
+)
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
+def test_bad_field_is_named_and_the_connection_kept(
+    server: ServerProcess, path: str, body: dict[str, Any], code: str, param: str, is_stream: bool
+) -> None:
+    if is_stream:
+        body = {"stream": True} | body
+    with connected(server.port) as client:
+        answer = ask_on(client, path, json.dumps(body).encode())
+        assert (answer.status, answer.code, answer.error["param"]) == (400, code, param)
+        assert client.is_kept_open()
+
+
+def test_too_long_a_prompt_is_told_both_counts(server: ServerProcess) -> None:
+    message = post(server.port, COMPLETIONS, completion(prompt=[5] * 3000)).error["message"]
+    assert "2048" in message
+    assert "3000" in message
+
+
+def test_large_texts_are_tokenized_as_small_ones_are(server: ServerProcess) -> None:
+    ten, twenty, large = (post(server.port, "/tokenize", {"prompt": "cache step " * n}).json for n in (10, 20, 5000))
+    assert large["count"] == ten["count"] + 499 * (twenty["count"] - ten["count"])
+    text = post(server.port, "/detokenize", {"tokens": large["tokens"]}).json["prompt"]
+    assert text == "cache step " * 5000
+
+
+def test_prompt_that_leaves_room_for_one_token_gets_it(server: ServerProcess) -> None:
+    answer = post(server.port, COMPLETIONS, completion(prompt=[5] * 2047, max_tokens=10, ignore_eos=True)).json
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert answer["usage"]["completion_tokens"] == 1
+
+
+def test_unknown_model_is_told_what_is_served(server: ServerProcess) -> None:
+    for path, body in (
+        (CHAT, chat(model="gpt")),
+        (COMPLETIONS, completion(model="gpt")),
+        (RESPONSES, response(model="gpt")),
+    ):
+        answer = post(server.port, path, body)
+        assert (answer.status, answer.code, answer.error["param"]) == (404, "model_not_found", "model")
+        assert MODEL in answer.error["message"]
+
+
+def test_unknown_fields_are_ignored_and_counted(server: ServerProcess) -> None:
+    assert post(server.port, COMPLETIONS, completion(max_tokens=1, no_such_field=1)).status == 200
+    assert 'field="no_such_field"} 1' in ask(server.port, "GET", "/metrics").body.decode()
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("GET", CHAT, "POST"),
+        ("PUT", "/v1/models", "GET, HEAD"),
+        ("POST", f"/v1/models/{MODEL}", "GET, HEAD"),
+        ("GET", "/v1/requests/x", "DELETE"),
+    ],
+)
+def test_wrong_method_is_told_the_right_one(server: ServerProcess, method: str, path: str, allowed: str) -> None:
+    answer = ask(server.port, method, path)
+    assert (answer.status, answer.code, answer.headers["allow"]) == (405, "method_not_allowed", allowed)
+
+
+def test_unknown_path_is_told_the_known_ones(server: ServerProcess) -> None:
+    answer = ask(server.port, "GET", "/v1/embeddings")
+    assert (answer.status, answer.code) == (404, "not_found")
+    assert CHAT in answer.error["message"]
+
+
+def test_other_media_types_are_refused_before_the_body_is_read(server: ServerProcess) -> None:
+    with connected(server.port) as client:
+        client.send(
+            b"POST /v1/completions HTTP/1.1\r\nhost: h\r\ncontent-type: text/plain\r\ncontent-length: 9\r\n\r\n"
+        )
+        answer = client.read_answer()
+        assert (answer.status, answer.code) == (415, "unsupported_media_type")
+        assert answer.headers["connection"] == "close"
+        assert client.read_to_end() == b""
+
+
+@pytest.mark.parametrize(
+    "header", ["authorization: Bearer sk-wrong", "x-api-key: sk-wrong", "authorization: Basic c2s="]
+)
+def test_bad_key_is_refused_whatever_it_asks_for(strict_server: ServerProcess, header: str) -> None:
+    for method, path in (("POST", CHAT), ("GET", "/v1/models"), ("GET", "/metrics"), ("DELETE", "/v1/requests/x")):
+        with connected(strict_server.port) as client:
+            client.send(request_bytes(method, path, headers=(header,)))
+            answer = client.read_answer()
+            assert (answer.status, answer.code) == (401, "invalid_api_key")
+            assert answer.headers["www-authenticate"] == "Bearer"
+            assert client.is_kept_open()
+
+
+def test_full_queue_answers_at_once_when_to_come_back(strict_server: ServerProcess) -> None:
+    long_one = completion(stream=True, ignore_eos=True, max_tokens=2000)
+    with connected(strict_server.port) as first, connected(strict_server.port) as second:
+        for client in (first, second):
+            client.send(post_bytes(COMPLETIONS, long_one, api_key=API_KEY))
+            assert client.read_head()[0] == 200
+        answer = post(strict_server.port, COMPLETIONS, completion(), API_KEY)
+        assert (answer.status, answer.code) == (503, "overloaded")
+        assert int(answer.headers["retry-after"]) >= 1
+        assert int(answer.headers["retry-after-ms"]) >= 1

@@ -1,0 +1,167 @@
+"""How a server ends, and how it refuses to start: by signals and by exit codes of a real process."""
+
+import json
+import shutil
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from core.errors import ExitCode
+from tests.e2e.conftest import MODEL
+from tests.e2e.raw_http import RawClient, ask, connected, post, post_bytes
+from tests.e2e.server_process import ServerProcess
+
+Spawn = Callable[..., ServerProcess]
+
+COMPLETIONS = "/v1/completions"
+STREAM = {"model": MODEL, "prompt": "hi", "stream": True, "ignore_eos": True, "max_tokens": 2000}
+
+
+def begin_stream(client: RawClient, num_tokens: int = 2000) -> None:
+    client.send(post_bytes(COMPLETIONS, STREAM | {"max_tokens": num_tokens}))
+    status, _ = client.read_head()
+    assert status == 200
+
+
+def is_refused(port: int) -> bool:
+    try:
+        with connected(port) as client:
+            return not client.is_kept_open()
+    except ConnectionRefusedError:
+        return True
+
+
+def refusal(server: ServerProcess, exit_code: ExitCode) -> tuple[str, str]:
+    """The cause and the fix that a server which did not start has told, in two lines and nothing else."""
+    assert server.wait_exit() == exit_code, server.log
+    assert "Traceback" not in server.log
+    lines = [line for line in server.log.splitlines() if " INFO " not in line]
+    assert len(lines) == 2, server.log
+    assert lines[0].startswith("error: ")
+    assert lines[1].startswith("fix: ")
+    return lines[0], lines[1]
+
+
+def test_sigint_ends_streams_with_an_error_event_and_exits_clean(spawn: Spawn) -> None:
+    server = spawn()
+    server.wait_ready()
+    with connected(server.port) as client, connected(server.port) as whole, connected(server.port) as idle:
+        begin_stream(client)
+        whole.send(post_bytes(COMPLETIONS, STREAM | {"stream": False}))
+        server.wait_running(2)
+        server.send_signal(signal.SIGINT)
+        events = client.read_until(b"0\r\n\r\n")
+        assert b'"code":"draining"' in events
+        assert b"[DONE]" not in events
+        assert client.read_to_end() == b""
+        answer = whole.read_answer()
+        assert (answer.status, answer.code, answer.headers["connection"]) == (503, "draining", "close")
+        assert idle.read_to_end() == b""
+    assert server.wait_exit() == ExitCode.OK
+    assert "Traceback" not in server.log
+    assert "ERROR" not in server.log
+
+
+def test_sigterm_lets_streams_end_and_takes_no_more(spawn: Spawn) -> None:
+    server = spawn()
+    server.wait_ready()
+    with connected(server.port) as client, connected(server.port) as idle:
+        begin_stream(client, num_tokens=400)
+        server.send_signal(signal.SIGTERM)
+        server.wait_log("shutting down")
+        assert not idle.is_kept_open()
+        assert is_refused(server.port)
+        rest = client.read_until(b"0\r\n\r\n")
+        assert rest.count(b"data: ") >= 300
+        assert b"data: [DONE]" in rest
+        assert client.read_to_end() == b""
+    assert server.wait_exit() == ExitCode.OK
+    assert "Traceback" not in server.log
+
+
+@pytest.mark.slow
+def test_second_sigterm_ends_what_the_first_waits_for(spawn: Spawn) -> None:
+    server = spawn()
+    server.wait_ready()
+    with connected(server.port) as client:
+        begin_stream(client)
+        server.send_signal(signal.SIGTERM)
+        server.wait_log("shutting down")
+        client.read_until(b"data: ")
+        server.send_signal(signal.SIGTERM)
+        assert b'"code":"draining"' in client.read_until(b"0\r\n\r\n")
+    assert server.wait_exit() == ExitCode.OK
+    assert "Traceback" not in server.log
+
+
+@pytest.mark.slow
+def test_signal_while_the_model_loads_ends_the_server(spawn: Spawn) -> None:
+    server = spawn()
+    server.wait_listening()
+    assert ask(server.port, "GET", "/health").status == 200
+    loading = post(server.port, COMPLETIONS, STREAM)
+    assert (loading.status, loading.code) == (503, "loading")
+    assert int(loading.headers["retry-after"]) >= 1
+    server.send_signal(signal.SIGINT)
+    assert server.wait_exit() == ExitCode.OK
+    assert "Traceback" not in server.log
+
+
+def test_taken_port_is_named_with_another_that_may_be_free(spawn: Spawn) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        cause, fix = refusal(spawn("--port", str(port)), ExitCode.PORT)
+    assert f"127.0.0.1:{port} is in use" in cause
+    assert "--port" in fix
+
+
+def test_missing_model_directory_is_told_what_lies_near(spawn: Spawn, small_model: Path) -> None:
+    cause, fix = refusal(spawn(model=small_model.with_name("smal")), ExitCode.MODEL)
+    assert str(small_model.with_name("smal")) in cause
+    assert fix == f"fix: --model {small_model}"
+
+
+@pytest.fixture
+def broken_model(small_model: Path, tmp_path: Path) -> Path:
+    """A copy to break."""
+    return Path(shutil.copytree(small_model, tmp_path / "broken"))
+
+
+def test_tokenizer_that_is_not_one_is_named(spawn: Spawn, broken_model: Path) -> None:
+    (broken_model / "tokenizer.json").write_text('{"model": {"type": "Unheard"}}')
+    cause, _ = refusal(spawn(model=broken_model), ExitCode.MODEL)
+    assert "tokenizer.json" in cause
+
+
+@pytest.mark.slow
+def test_weights_that_are_cut_off_are_named(spawn: Spawn, broken_model: Path) -> None:
+    weights = broken_model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    cause, _ = refusal(spawn(model=broken_model), ExitCode.MODEL)
+    assert "model.safetensors" in cause
+
+
+def test_unknown_architecture_is_named(spawn: Spawn, broken_model: Path) -> None:
+    config = json.loads((broken_model / "config.json").read_text())
+    config["architectures"] = ["MambaForCausalLM"]
+    (broken_model / "config.json").write_text(json.dumps(config | {"model_type": "mamba"}))
+    cause, _ = refusal(spawn(model=broken_model), ExitCode.MODEL)
+    assert "Mamba" in cause or "mamba" in cause
+
+
+@pytest.mark.slow
+def test_context_that_does_not_fit_is_told_one_that_does_and_it_works(spawn: Spawn) -> None:
+    _, fix = refusal(spawn("--kv-memory", "4MiB"), ExitCode.MEMORY)
+    flag = fix.partition("--max-model-len ")[2].split()[0].rstrip(",.")
+    server = spawn("--kv-memory", "4MiB", "--max-model-len", flag)
+    server.wait_ready()
+    model = ask(server.port, "GET", f"/v1/models/{MODEL}").json
+    assert model["max_model_len"] == int(flag)
+    filled = {"model": MODEL, "prompt": [5] * (int(flag) - 20), "max_tokens": 100, "ignore_eos": True}
+    answer = post(server.port, COMPLETIONS, filled).json
+    assert answer["usage"]["total_tokens"] == int(flag)
+    server.send_signal(signal.SIGTERM)
+    assert server.wait_exit() == ExitCode.OK

@@ -1,0 +1,160 @@
+"""The same numbers and the same tokens from a GGUF file as from the directory it was made of."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from core.config import ModelConfig, parse_model_config
+from core.errors import BadCheckpoint, StartupError
+from core.gguf import BLOCKS
+from core.gguf_model import config_of, num_permuted_heads
+from gpu import gguf as gpu_gguf
+from gpu.gguf import DEQUANTISERS, GgufReader
+from gpu.memory_plan import estimate
+from gpu.runner import load_runner
+from gpu.weights import load_weights, open_checkpoint
+from tests.gguf_files import Q, parsed, quantised_numbers, write_gguf
+from tests.gpu.conftest import ENGINE, no_progress
+from tests.gpu.driver import Driver
+from tests.oracle import read_config
+
+PROMPT = [3, 141, 59, 26, 5, 35, 89, 79]
+
+
+def model_of(path: Path, factors: tuple[float, ...] | None = None) -> ModelConfig:
+    return parse_model_config(config_of(parsed(path), factors) if path.is_file() else read_config(path))
+
+
+def greedy(path: Path, factors: tuple[float, ...] | None = None) -> list[int]:
+    driver = Driver(load_runner(path, model_of(path, factors), ENGINE, no_progress))
+    return driver.generate(12, driver.add(PROMPT))[0]
+
+
+def copied(source: Path, target: Path, change: Callable[[torch.Tensor], torch.Tensor], **fields: Any) -> Path:
+    """A directory with each of its tensors changed, and fields of its config.json."""
+    target.mkdir()
+    save_file(
+        {name: change(t) for name, t in load_file(source / "model.safetensors").items()}, target / "model.safetensors"
+    )
+    (target / "config.json").write_text(json.dumps(read_config(source) | fields))
+    return target
+
+
+@pytest.mark.parametrize("name", ["llama2", "llama_linear", "qwen2", "qwen3"])
+def test_families_give_the_same_tokens_as_their_safetensors(name: str, tmp_path: Path, model_directory) -> None:
+    directory = model_directory(name)
+    file = write_gguf(directory, tmp_path / "model.gguf")
+    assert model_of(file) == parse_model_config(read_config(directory) | {"dtype": None})
+    assert greedy(file) == greedy(directory)
+
+
+@pytest.mark.parametrize("quantisation", [Q.F16, Q.BF16, Q.Q8_0, Q.Q4_0, Q.Q5_0])
+def test_formats_give_the_same_tokens_as_what_they_stand_for(quantisation: Q, tmp_path: Path, model_directory) -> None:
+    source = copied(model_directory("llama2"), tmp_path / "plain", lambda t: quantised_numbers(t, quantisation))
+    file = write_gguf(model_directory("llama2"), tmp_path / "model.gguf", quantisation)
+    assert {found.format for found in parsed(file).tensors.values()} == {"F32", quantisation.name}
+    assert greedy(file) == greedy(source)
+
+
+def test_llama_3_scaling_is_found_in_its_factors(tmp_path: Path, model_directory) -> None:
+    rope = read_config(model_directory("llama3"))["rope_parameters"] | {"original_max_position_embeddings": 8192}
+    source = copied(model_directory("llama3"), tmp_path / "8192", lambda t: t, rope_parameters=rope)
+    factors = llama3_factors(rope, head_dim=16)
+    file = write_gguf(source, tmp_path / "model.gguf", rope_factors=factors)
+    found = tuple(factors.astype(np.float32).tolist())
+    assert min(found) == 1
+    assert any(1 < factor < 8 for factor in found)
+    assert model_of(file, found) == parse_model_config(read_config(source) | {"dtype": None})
+    assert greedy(file, found) == greedy(source)
+
+
+def test_other_factors_are_refused(tmp_path: Path, model_directory) -> None:
+    rope = read_config(model_directory("llama3"))["rope_parameters"]
+    assert rope["original_max_position_embeddings"] == 64
+    file = write_gguf(model_directory("llama3"), tmp_path / "model.gguf")
+    for factors in (llama3_factors(rope, 16), llama3_factors(rope, 12), np.full(8, np.nan), np.zeros(8)):
+        with pytest.raises(StartupError, match=r"rope_freqs\.weight"):
+            model_of(file, tuple(factors.tolist()))
+
+
+def llama3_factors(rope: dict[str, Any], head_dim: int) -> np.ndarray:
+    """convert_hf_to_gguf.py, LlamaModel.generate_extra_tensors."""
+    low, high, old = rope["low_freq_factor"], rope["high_freq_factor"], rope["original_max_position_embeddings"]
+    factors = []
+    for index in range(0, head_dim, 2):
+        wavelength = 2 * math.pi * rope["rope_theta"] ** (index / head_dim)
+        if wavelength < old / high:
+            factors.append(1.0)
+        elif wavelength > old / low:
+            factors.append(rope["factor"])
+        else:
+            smooth = (old / wavelength - low) / (high - low)
+            factors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
+    return np.array(factors)
+
+
+@pytest.mark.parametrize("name", list(DEQUANTISERS))
+def test_any_block_is_dequantised_as_the_gguf_package_does(name: str) -> None:
+    blocks = random_blocks(name, 200)
+    expected = gguf.dequantize(blocks, Q[name])
+    assert torch.equal(DEQUANTISERS[name](torch.from_numpy(blocks)), torch.from_numpy(expected))
+
+
+def random_blocks(name: str, number: int) -> np.ndarray:
+    """Any bytes, but scales that are finite and small."""
+    blocks = np.random.default_rng(5).integers(0, 256, (number, BLOCKS[name][1]), dtype=np.uint8)
+    for column in {"Q8_0": [0], "Q4_0": [0], "Q5_0": [0], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]}[name]:
+        scales = np.random.default_rng(column).normal(0, 0.01, number).astype(np.float16)
+        blocks[:, column : column + 2] = scales.view(np.uint8).reshape(number, 2)
+    return blocks
+
+
+@pytest.mark.parametrize("name", list(DEQUANTISERS))
+def test_a_tensor_of_many_slabs_is_read_whole(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_gguf, "SLAB_BYTES", 3 * BLOCKS[name][1])
+    writer = gguf.GGUFWriter(tmp_path / "one.gguf", "qwen2")
+    rows = random_blocks(name, 20).reshape(10, -1)
+    writer.add_tensor("output.weight", rows, raw_dtype=Q[name])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    found = GgufReader(tmp_path / "one.gguf", torch.bfloat16).get_tensor("lm_head.weight")
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, torch.from_numpy(gguf.dequantize(rows, Q[name])).bfloat16())
+
+
+def test_only_llamas_queries_and_keys_were_turned() -> None:
+    llama = {"general.architecture": "llama", "llama.attention.head_count": 8, "llama.attention.head_count_kv": 2}
+    names = [f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkvo"]
+    assert [num_permuted_heads(name, llama) for name in names] == [8, 2, None, None]
+    assert [num_permuted_heads(name, {"general.architecture": "qwen2"}) for name in names] == [None] * 4
+
+
+def test_tensors_that_no_model_has_are_named(tmp_path: Path, model_directory) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    tensors = load_file(model_directory("llama2") / "model.safetensors")
+    tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(64)
+    save_file(tensors, source / "model.safetensors")
+    (source / "config.json").write_bytes((model_directory("llama2") / "config.json").read_bytes())
+    file = write_gguf(source, tmp_path / "model.gguf")
+    with pytest.raises(BadCheckpoint, match=r"not this architecture's: model\.layers\.0\.self_attn\.q_proj\.bias"):
+        load_weights(open_checkpoint(file), model_of(file), torch.float32, torch.device("cpu"), no_progress)
+
+
+def test_progress_counts_the_files_bytes_and_the_plan_knows_them(tmp_path: Path, model_directory) -> None:
+    file = write_gguf(model_directory("llama2"), tmp_path / "model.gguf", Q.Q8_0)
+    total = sum(found.size_bytes for found in parsed(file).tensors.values())
+    seen: list[tuple[int, int]] = []
+    load_runner(file, model_of(file), ENGINE, lambda done, whole: seen.append((done, whole)))
+    assert (seen[0], seen[-1]) == ((0, total), (total, total))
+    assert estimate(file, model_of(file), ENGINE).checkpoint_bytes == total

@@ -1,0 +1,377 @@
+"""The whole server in virtual time: real connections, app, lifecycle, engine client, engine and scheduler.
+
+Only the ends are simulated: the network (in memory), the model (a hash of the tokens it finds in its KV blocks) and
+time. No thread, no socket, no clock: the same script gives the same bytes and the same steps.
+
+The engine is stepped from outside the loop, and while a step is computed the loop runs on: for as long as the cost
+model says, connections are served, and what they post is found by the step's second look into the inbox.
+"""
+
+import itertools
+import json
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import h11
+
+from core.chat_template import ChatTemplate
+from core.engine import Engine, EngineBroken
+from core.plan import RunnerLimits, StepOutput, StepPlan
+from core.scheduler import Scheduler
+from core.simulation import CostModel, SimulatedClock, SimulatedRunner
+from core.tokenizer import Tokenizer
+from core.types import EngineStats, FinishReason, Message, StepDelivery, TokenLogprobs
+from server.api.models import ServedModel
+from server.api.surface import GenerationDefaults
+from server.app import App, Readiness
+from server.auth import KeyAuthenticator
+from server.connection_limits import ConnectionLimits
+from server.engine_client import EngineClient
+from server.lifecycle import Clock, Lifecycle, PromptReader
+from server.metrics import Metrics
+from tests.core.chat_templates import CHATML
+from tests.core.small_tokenizers import SPECIAL, byte_level
+from tests.server.fakes import MemoryServer, MemoryTransport
+from tests.server.virtual_loop import VirtualTimeLoop
+
+MODEL = "small"
+UNIX_S = 1_700_000_000.0
+COST = CostModel(fixed_s=0.01, token_s=0.001)
+TOKENIZER = Tokenizer(byte_level().to_str())
+EOS_ID = SPECIAL.index("<|im_end|>")
+VOCAB_SIZE = TOKENIZER.vocab_size
+LIMITS = RunnerLimits(
+    num_blocks=64, block_size=4, max_sequences=8, max_batch_tokens=16, max_model_len=200, vocab_size=VOCAB_SIZE
+)
+
+Schedule = Callable[[StepDelivery], Iterable[tuple[float, StepDelivery]]]
+
+
+def at_once(delivery: StepDelivery) -> Iterable[tuple[float, StepDelivery]]:
+    """Each step's news as they are."""
+    return [(0.0, delivery)]
+
+
+def token_by_token(delivery: StepDelivery) -> Iterable[tuple[float, StepDelivery]]:
+    """Each token and each chunk in a delivery of its own."""
+    columns = zip(delivery.request_ids, delivery.indexes, delivery.token_ids, strict=True)
+    for request_id, index, token_id in columns:
+        yield 0.0, StepDelivery([request_id], [index], [token_id], [], delivery.stats)
+    for chunk in delivery.chunks:
+        yield 0.0, StepDelivery([], [], [], [chunk], delivery.stats)
+
+
+def late_by(delay_s: float) -> Schedule:
+    """Each step's news, when the loop has been busy elsewhere for so long."""
+    return lambda delivery: [(delay_s, delivery)]
+
+
+class LoopClock(SimulatedClock):
+    """The loop's time. To let it pass is to let the loop run."""
+
+    def __init__(self, loop: VirtualTimeLoop) -> None:
+        self._loop = loop
+
+    def __call__(self) -> float:
+        return self._loop.time()
+
+    def advance(self, seconds: float) -> None:
+        self._loop.advance(seconds)
+
+
+class LogprobRunner(SimulatedRunner):
+    """Tells logprobs as well: of each token id the same, the lowest ids being the likeliest."""
+
+    def collect(self, ticket: StepPlan) -> StepOutput:
+        output = super().collect(ticket)
+        for i, (row, token_id) in enumerate(zip(output.rows.tolist(), output.token_ids.tolist(), strict=True)):
+            num_logprobs = self._starts[int(ticket.slots[row])].sampling.num_logprobs
+            if num_logprobs is not None:
+                top = tuple((likely, -0.5 - likely) for likely in range(num_logprobs))
+                output.logprobs[i] = TokenLogprobs(token_id=token_id, logprob=-0.5 - token_id, top=top)
+        return output
+
+
+@dataclass
+class Answer:
+    """A response as h11's client reads it."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+    is_complete: bool
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def events(self) -> list[Any]:
+        """The data of each event; comments and [DONE] as texts."""
+        return [_event(block) for block in self.body.decode().split("\n\n")[:-1]]
+
+    def text(self, choice: int = 0) -> str:
+        """What a chat or completion choice says, streamed or not."""
+        if self.headers["content-type"] == "application/json":
+            chosen = self.json["choices"][choice]
+            return str(chosen["message"]["content"] if "message" in chosen else chosen["text"])
+        choices = [c for event in self.events if isinstance(event, dict) for c in event.get("choices", ())]
+        return "".join(_piece(c) for c in choices if c["index"] == choice)
+
+    def finish_reason(self, choice: int = 0) -> str | None:
+        if self.headers["content-type"] == "application/json":
+            return self.json["choices"][choice]["finish_reason"]  # type: ignore[no-any-return]
+        choices = [c for event in self.events if isinstance(event, dict) for c in event.get("choices", ())]
+        reasons = [c["finish_reason"] for c in choices if c["index"] == choice and c["finish_reason"]]
+        return reasons[-1] if reasons else None
+
+    @property
+    def usage(self) -> Any:
+        if self.headers["content-type"] == "application/json":
+            return self.json["usage"]
+        return next(event["usage"] for event in self.events if isinstance(event, dict) and event.get("usage"))
+
+
+def _event(block: str) -> Any:
+    if block.startswith(":"):
+        return block
+    data = block.rsplit("data: ", 1)[1]
+    return data if data == "[DONE]" else json.loads(data)
+
+
+def _piece(choice: dict[str, Any]) -> str:
+    return str(choice["delta"].get("content", "") if "delta" in choice else choice["text"])
+
+
+def answers(received: bytes, method: str = "POST") -> list[Answer]:
+    """The responses on one connection, the last one perhaps broken off."""
+    client = h11.Connection(h11.CLIENT)
+    client.receive_data(received)
+    found: list[Answer] = []
+    may_follow = True
+    while client.trailing_data[0] and may_follow:
+        client.send(h11.Request(method=method, target="/", headers=[("host", "a")]))
+        client.send(h11.EndOfMessage())
+        while not isinstance(event := client.next_event(), h11.EndOfMessage):
+            if event is h11.NEED_DATA:
+                return found
+            if isinstance(event, h11.Response):
+                headers = {name.decode(): value.decode() for name, value in event.headers}
+                found.append(Answer(event.status_code, headers, b"", False))
+            elif isinstance(event, h11.Data):
+                found[-1].body += bytes(event.data)
+        found[-1].is_complete = True
+        may_follow = client.our_state is h11.DONE
+        if may_follow:
+            client.start_next_cycle()
+    return found
+
+
+def request(method: str, path: str, body: Any = None, *lines: str) -> bytes:
+    """A request's bytes. A body of JSON values is encoded, one of bytes is sent as it is."""
+    content = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
+    fields = [f"{method} {path} HTTP/1.1", "Host: a", *lines]
+    if body is not None:
+        fields.append(f"Content-Length: {len(content)}")
+    return "\r\n".join([*fields, "", ""]).encode() + content
+
+
+def chat(**fields: Any) -> bytes:
+    """A chat request with a seed, unless the fields say otherwise."""
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "step"}], "seed": 7, "max_tokens": 12}
+    return request("POST", "/v1/chat/completions", body | {"ignore_eos": True} | fields)
+
+
+def completion(**fields: Any) -> bytes:
+    body = {"model": MODEL, "prompt": "The engine", "seed": 7, "max_tokens": 12}
+    return request("POST", "/v1/completions", body | {"ignore_eos": True} | fields)
+
+
+STREAM = {"stream": True, "stream_options": {"include_usage": True}}
+
+
+class SimulatedServer:
+    """One server, its engine, and the network before it.
+
+    Args:
+        runner: makes the model, on the limits, the cost model and the clock.
+        schedule: when the loop gets each step's news.
+        is_ready: the model is loaded.
+    """
+
+    def __init__(
+        self,
+        *,
+        limits: RunnerLimits = LIMITS,
+        cost: CostModel = COST,
+        runner: Callable[[RunnerLimits, CostModel, SimulatedClock], SimulatedRunner] = LogprobRunner,
+        schedule: Schedule = at_once,
+        keys: tuple[str, ...] = (),
+        max_requests: int = 100,
+        connection_limits: ConnectionLimits | None = None,
+        is_ready: bool = True,
+    ) -> None:
+        self.loop = VirtualTimeLoop()
+        self.limits = limits
+        self.metrics = Metrics()
+        self.metrics.model_name = MODEL
+        self.readiness = Readiness(is_ready=is_ready)
+        self.posted: list[Message] = []
+        self.delivered: list[StepDelivery] = []
+        self.is_broken = False
+        self._schedule = schedule
+        self._on_its_way: deque[StepDelivery] = deque()
+        self._inbox: deque[Message] = deque()
+        self._has_work = False
+        time = LoopClock(self.loop)
+        self.scheduler = Scheduler(limits, (EOS_ID,), seeds=lambda: 1234)
+        self._engine = Engine(self.scheduler, runner(limits, cost, time), time, self._inbox, self._send_delivery)
+        clock = Clock(time, lambda: UNIX_S + time())
+        numbers = itertools.count(1)
+        self.app = App(self.readiness, KeyAuthenticator(keys), self.metrics, clock, lambda: f"r{next(numbers)}")
+        self.network = MemoryServer(self.app.handle, connection_limits, self.loop)
+        self.app.listener = self.network.listener
+        self.client = EngineClient(
+            self._post, TOKENIZER.table, self.network.listener.batch.flush_all, self.loop.call_soon
+        )
+        self.lifecycle = Lifecycle(
+            reader=_reader(limits, clock),
+            defaults=GenerationDefaults(vocab_size=limits.vocab_size),
+            backend=self.client,
+            clock=clock,
+            offload=_inline,
+            metrics=self.metrics,
+            max_body_bytes=100_000,
+            max_requests=max_requests,
+            max_sequences=limits.max_sequences,
+        )
+        if is_ready:
+            self.app.lifecycle = self.lifecycle
+
+    # The network's side.
+
+    def connect(self, peer_reads: bool = True) -> MemoryTransport:
+        return self.network.connect(peer_reads)
+
+    def send(self, data: bytes, peer_reads: bool = True) -> MemoryTransport:
+        """A new connection that has sent these bytes. Nothing has been computed yet."""
+        transport = self.connect(peer_reads)
+        transport.feed(data)
+        self.loop.settle()
+        return transport
+
+    def ask(self, data: bytes, method: str = "POST") -> Answer:
+        """The answer to one request on a connection of its own, once all is quiet."""
+        transport = self.send(data)
+        self.run()
+        (answer,) = answers(bytes(transport.received), method)
+        assert answer.is_complete
+        transport.feed_eof()
+        self.loop.settle()
+        return answer
+
+    # Time.
+
+    def step(self) -> bool:
+        """Let the engine compute one step, and the loop handle what comes of it. False: there was nothing to do."""
+        self._has_work = False
+        try:
+            self._has_work = self._engine.step()
+        except EngineBroken:
+            self.is_broken = True
+            self.loop.call_soon(self.client.fail, "The engine failed.")
+        has_stepped = self._has_work
+        self.loop.settle()
+        return has_stepped
+
+    def shut_engine_down(self, reason: FinishReason, error: str | None) -> None:
+        """End every request from the engine's side."""
+        self._engine.shutdown(reason, error)
+        self.loop.settle()
+
+    def run(self) -> None:
+        """Step until the engine has nothing to compute, and all its news have been delivered."""
+        self.loop.settle()
+        while not self.is_broken and (self._has_work or self._inbox):
+            self.step()
+            while not self._has_work and self._on_its_way:
+                self.loop.advance((self.loop.next_timer() or self.loop.time()) - self.loop.time())
+
+    def run_for(self, seconds: float) -> None:
+        """Let time pass, with the steps that it brings; the last one may end later."""
+        end = self.loop.time() + seconds
+        self.run_until(lambda: self.loop.time() >= end, end)
+
+    def run_until(self, is_reached: Callable[[], bool], end: float = float("inf")) -> None:
+        """Step, or jump to the next timer before `end`, until the condition holds."""
+        self.loop.settle()
+        while not is_reached():
+            if self._has_work or self._inbox:
+                if not self.is_broken:
+                    self.step()
+                    continue
+                self._inbox.clear()
+            when = min(self.loop.next_timer() or end, end)
+            assert when != float("inf"), "nothing is left that could bring it about"
+            self.loop.advance(when - self.loop.time())
+
+    # What must hold.
+
+    @property
+    def stats(self) -> EngineStats:
+        return self.scheduler.stats()
+
+    def terminals(self, request_id: str) -> int:
+        """How many terminal chunks the engine has told of a request."""
+        chunks = [chunk for delivery in self.delivered for chunk in delivery.chunks]
+        return sum(chunk.is_terminal and chunk.request_id == request_id for chunk in chunks)
+
+    def check_idle(self) -> None:
+        """Nothing is held for anybody: no block, handle, answer, handler; each submit had its one terminal chunk."""
+        pool = self.scheduler.pool
+        assert (pool.num_used, pool.num_free) == (0, pool.num_blocks)
+        assert (self.stats.num_waiting, self.stats.num_running, self.stats.num_paused) == (0, 0, 0)
+        assert not self.client._handles
+        assert not self.lifecycle.active
+        assert self.network.listener.num_handlers == 0
+        submitted = [message.request.request_id for message in self.posted if hasattr(message, "request")]
+        assert len(set(submitted)) == len(submitted)
+        assert [self.terminals(request_id) for request_id in submitted] == [1] * len(submitted)
+
+    def close(self) -> None:
+        """Run on to the end, then all peers leave, and nothing may be left of them."""
+        self.run()
+        self.network.listener.abort()
+        self.run()
+        self.check_idle()
+        self.network.close()
+
+    # Between loop and engine.
+
+    def _post(self, message: Message) -> None:
+        self.posted.append(message)
+        self._inbox.append(message)
+
+    def _send_delivery(self, delivery: StepDelivery) -> None:
+        self.delivered.append(delivery)
+        for delay_s, part in self._schedule(delivery):
+            self._on_its_way.append(part)
+            if delay_s:
+                self.loop.call_later(delay_s, self._hand_over)
+            else:
+                self.loop.call_soon(self._hand_over)
+
+    def _hand_over(self) -> None:
+        self.client.deliver(self._on_its_way.popleft())
+
+
+async def _inline(work: Callable[[], Any]) -> Any:
+    return work()
+
+
+def _reader(limits: RunnerLimits, clock: Clock) -> PromptReader:
+    card = ServedModel(id=MODEL, created_s=int(UNIX_S), max_model_len=limits.max_model_len)
+    template = ChatTemplate({"default": CHATML}, {}, limits.max_model_len)
+    return PromptReader((card,), TOKENIZER, template, limits.max_model_len, clock.unix)

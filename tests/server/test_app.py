@@ -1,0 +1,344 @@
+"""The app on the simulated server: routes, refusals, ids, readiness, metrics."""
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from core.errors import ErrorKind, ServiceError
+from core.plan import DeviceError, RunnerLimits, StepOutput, StepPlan
+from core.simulation import SimulatedRunner
+from server.lifecycle import OFFLOAD_BYTES
+from server.metrics import MAX_UNKNOWN_FIELDS
+from tests.server.simulated_server import (
+    MODEL,
+    STREAM,
+    TOKENIZER,
+    Answer,
+    SimulatedServer,
+    answers,
+    chat,
+    completion,
+    request,
+)
+from tests.server.test_metrics import samples_of
+
+
+def ask(data: bytes, method: str = "POST", **server: Any) -> Answer:
+    simulated = SimulatedServer(**server)
+    answer = simulated.ask(data, method)
+    simulated.close()
+    return answer
+
+
+def refusal(data: bytes, method: str = "POST", **server: Any) -> tuple[int, str]:
+    """Status and code."""
+    answer = ask(data, method, **server)
+    error = answer.json["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["message"]
+    return answer.status, error["code"]
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (request("GET", "/v1/nothing"), (404, "not_found")),
+        (request("GET", "/v1/models/"), (404, "not_found")),
+        (request("GET", "/v1/models/large"), (404, "model_not_found")),
+        (request("POST", "/tokenize", {"model": "large", "prompt": "a"}), (404, "model_not_found")),
+        (request("DELETE", "/v1/requests/nobody%27s"), (404, "request_not_found")),
+        (request("GET", "/v1/chat/completions"), (405, "method_not_allowed")),
+        (request("POST", "/health", {}), (405, "method_not_allowed")),
+        (request("POST", "/v1/completions", b"<a/>", "Content-Type: text/xml"), (415, "unsupported_media_type")),
+        (request("POST", "/tokenize", b"a=b", "Content-Type: text/plain"), (415, "unsupported_media_type")),
+        (request("POST", "/v1/completions", b"{"), (400, "invalid_json")),
+        (request("POST", "/v1/completions", b" " * 100_001), (413, "body_too_large")),
+        (chat(model="large"), (404, "model_not_found")),
+        (chat(messages=[]), (400, "invalid_value")),
+        (chat(n=9), (400, "invalid_value")),
+        (completion(prompt=[7] * 200), (400, "context_length_exceeded")),
+        (completion(prompt=[]), (400, "invalid_value")),
+    ],
+)
+def test_refusals_have_their_status_and_code(data: bytes, expected: tuple[int, str]) -> None:
+    assert refusal(data) == expected
+
+
+def test_wrong_method_names_the_right_ones() -> None:
+    assert ask(request("PUT", "/v1/completions", {})).headers["allow"] == "POST"
+    assert ask(request("PUT", "/v1/models/small")).headers["allow"] == "GET, HEAD"
+
+
+def test_more_choices_than_the_engine_has_room_for_are_refused() -> None:
+    limits = RunnerLimits(64, 4, 2, 16, 200, TOKENIZER.vocab_size)
+    answer = ask(chat(n=3), limits=limits)
+    assert (answer.status, answer.json["error"]["param"]) == (400, "n")
+    assert ask(chat(n=2), limits=limits).status == 200
+
+
+def test_bodies_with_a_json_type_or_none_are_taken() -> None:
+    body = {"prompt": "The engine"}
+    for line in ("Content-Type: application/json; charset=utf-8", "Content-Type: application/problem+json", "X: y"):
+        assert ask(request("POST", "/tokenize", body, line)).json["count"] > 0
+
+
+@pytest.mark.parametrize("line", ["Authorization: Bearer s3cret", "authorization: bearer s3cret", "X-Api-Key: s3cret"])
+def test_key_is_taken_in_both_headers(line: str) -> None:
+    assert ask(request("GET", "/v1/models", None, line), "GET", keys=("other", "s3cret")).status == 200
+
+
+@pytest.mark.parametrize("lines", [(), ("Authorization: Bearer wrong",), ("Authorization: Basic s3cret",)])
+@pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/v1/chat/completions"])
+def test_without_its_key_everything_but_probes_is_refused(path: str, lines: tuple[str, ...]) -> None:
+    method = "POST" if path.endswith("completions") else "GET"
+    answer = ask(request(method, path, None, *lines), method, keys=("s3cret",))
+    assert (answer.status, answer.json["error"]["code"]) == (401, "invalid_api_key")
+    assert answer.headers["www-authenticate"] == "Bearer"
+    assert ask(request("GET", "/health"), "GET", keys=("s3cret",)).status == 200
+    assert ask(request("GET", "/ready"), "GET", keys=("s3cret",)).status == 200
+
+
+def test_key_is_asked_for_before_the_body_is_read() -> None:
+    server = SimulatedServer(keys=("s3cret",))
+    transport = server.send(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 90000\r\n\r\n")
+    assert answers(bytes(transport.received))[0].status == 401
+    server.close()
+
+
+@pytest.mark.parametrize("shown", ["abc-1.2_3:4", "x" * 128])
+def test_sane_request_id_is_echoed(shown: str) -> None:
+    assert ask(request("GET", "/health", None, f"X-Request-Id: {shown}"), "GET").headers["x-request-id"] == shown
+
+
+@pytest.mark.parametrize("theirs", ["", "x" * 129, "a b", "a<b>", "é", "a,b"])
+def test_insane_request_id_is_replaced_by_ours(theirs: str) -> None:
+    data = request("GET", "/health", None, f"X-Request-Id: {theirs}")
+    assert ask(data, "GET").headers["x-request-id"] == "r1"
+
+
+def test_every_refusal_bears_a_request_id_and_where_time_went_if_any_did() -> None:
+    for data in (request("GET", "/nothing"), chat(n=9), request("PUT", "/health")):
+        headers = ask(data).headers
+        assert headers["x-request-id"] == "r1"
+        assert "total;dur=" in headers["server-timing"]
+
+
+def test_head_request_gets_the_head_alone() -> None:
+    answer = ask(request("HEAD", "/v1/models"), "HEAD")
+    assert (answer.status, answer.body) == (200, b"")
+    assert int(answer.headers["content-length"]) > 0
+
+
+def test_models_are_shown() -> None:
+    (model,) = ask(request("GET", "/v1/models"), "GET").json["data"]
+    assert (model["id"], model["max_model_len"]) == (MODEL, 200)
+    assert ask(request("GET", f"/v1/models/{MODEL}"), "GET").json == model
+
+
+def test_tokens_go_there_and_back() -> None:
+    text = "The engine thread: 你好"
+    tokenized = ask(request("POST", "/tokenize", {"prompt": text, "return_token_strs": True})).json
+    assert len(tokenized["token_strs"]) == tokenized["count"] == len(tokenized["tokens"])
+    assert ask(request("POST", "/detokenize", {"tokens": tokenized["tokens"][1:]})).json["prompt"] == text
+    messages = [{"role": "user", "content": "step"}]
+    chat_ids = ask(request("POST", "/tokenize", {"messages": messages})).json
+    assert chat_ids["count"] == ask(chat()).usage["prompt_tokens"]
+
+
+def test_input_tokens_are_those_the_answer_bills() -> None:
+    body = {"model": MODEL, "input": "step"}
+    counted = ask(request("POST", "/v1/responses/input_tokens", body)).json
+    whole = ask(request("POST", "/v1/responses", {**body, "max_output_tokens": 3})).json
+    assert counted == {"object": "response.input_tokens", "input_tokens": whole["usage"]["input_tokens"]}
+
+
+@pytest.mark.parametrize("size", [1, OFFLOAD_BYTES])
+def test_tokenizing_a_long_text_is_work_for_elsewhere(size: int) -> None:
+    server = SimulatedServer()
+    offloaded: list[Callable[[], Any]] = []
+
+    async def offload(work: Callable[[], Any]) -> Any:
+        offloaded.append(work)
+        return work()
+
+    server.lifecycle.offload = offload
+    assert server.ask(request("POST", "/tokenize", {"prompt": "^" * size})).json["count"] > 0
+    assert server.ask(request("POST", "/detokenize", {"tokens": [64] * size})).json["prompt"] == "^" * size
+    assert len(offloaded) == (2 if size > 1 else 0)
+    server.close()
+
+
+def test_while_loading_probes_answer_and_the_rest_says_the_stage() -> None:
+    server = SimulatedServer(is_ready=False)
+    server.readiness.stage = "loading weights"
+    for data in (request("GET", "/ready"), chat(), request("GET", "/v1/models"), request("DELETE", "/v1/requests/a")):
+        answer = server.ask(data)
+        assert (answer.status, answer.json["error"]["code"]) == (503, "loading")
+        assert "loading weights" in answer.json["error"]["message"]
+        assert (answer.headers["retry-after"], answer.headers["retry-after-ms"]) == ("1", "1000")
+    assert server.ask(request("GET", "/health"), "GET").status == 200
+    assert server.ask(request("GET", "/metrics"), "GET").status == 200
+    server.close()
+
+
+def test_draining_refuses_new_requests_and_finishes_those_in_progress() -> None:
+    server = SimulatedServer()
+    transport = server.send(chat(**STREAM))
+    server.step()
+    server.readiness.is_draining = True
+    assert refusal_of(server.ask(request("GET", "/ready"), "GET")) == (503, "draining")
+    assert refusal_of(server.ask(chat())) == (503, "draining")
+    server.run()
+    assert answers(bytes(transport.received))[0].text() == ask(chat()).text()
+    server.close()
+
+
+def refusal_of(answer: Answer) -> tuple[int, str]:
+    return answer.status, answer.json["error"]["code"]
+
+
+def test_pipelined_requests_are_answered_in_order() -> None:
+    server = SimulatedServer()
+    transport = server.send(chat() + request("GET", "/health") + completion(**STREAM) + chat(n=9))
+    server.run()
+    found = answers(bytes(transport.received))
+    assert [answer.status for answer in found] == [200, 200, 200, 400]
+    assert found[0].text() == ask(chat()).text()
+    assert found[2].text() == ask(completion()).text()
+    server.close()
+
+
+class MortalRunner(SimulatedRunner):
+    """Its device is lost at the fifth step."""
+
+    num_steps = 0
+
+    def collect(self, ticket: StepPlan) -> StepOutput:
+        self.num_steps += 1
+        if self.num_steps == 5:
+            raise DeviceError("fell off the bus")
+        return super().collect(ticket)
+
+
+def test_lost_device_ends_every_request_with_an_error_and_refuses_more() -> None:
+    server = SimulatedServer(runner=MortalRunner)
+    begun = server.send(chat(**STREAM))
+    whole = server.send(chat())
+    server.step()
+    server.step()
+    server.step()
+    waiting = server.send(completion(prompt=[7] * 100, **STREAM))
+    server.run()
+    last = answers(bytes(begun.received))[0].events[-1]
+    assert last["error"]["code"] == "engine_error"
+    assert refusal_of(answers(bytes(whole.received))[0]) == (500, "engine_error")
+    assert refusal_of(answers(bytes(waiting.received))[0]) == (500, "engine_error")
+    later = server.send(chat(**STREAM))
+    server.loop.settle()
+    assert refusal_of(answers(bytes(later.received))[0]) == (500, "engine_error")
+    server.loop.advance(100)  # no timer of the refused stream may be left
+    assert server.metrics.responses == {200: 1, 500: 3}
+    server.close()
+
+
+class SickRunner(SimulatedRunner):
+    """Every row that it samples is found broken."""
+
+    def collect(self, ticket: StepPlan) -> StepOutput:
+        output = super().collect(ticket)
+        output.failed_rows.update((int(row), "The logits are not finite.") for row in output.rows)
+        return output
+
+
+@pytest.mark.parametrize("fields", [{}, STREAM, {"n": 3}])
+def test_failed_row_is_a_500_while_no_token_has_been_sent(fields: dict[str, Any]) -> None:
+    answer = ask(chat(**fields), runner=SickRunner)
+    assert refusal_of(answer) == (500, "engine_error")
+    assert answer.json["error"]["message"] == "The logits are not finite."
+
+
+def test_fail_all_ends_streams_with_an_event_and_others_with_a_status() -> None:
+    server = SimulatedServer()
+    streamed, whole = server.send(chat(**STREAM)), server.send(chat())
+    for _ in range(4):
+        server.step()
+    server.lifecycle.fail_all(ServiceError(ErrorKind.UNAVAILABLE, "Going.", "draining", retry_after_s=5))
+    server.run()
+    assert answers(bytes(streamed.received))[0].events[-1]["error"]["code"] == "draining"
+    (answer,) = answers(bytes(whole.received))
+    assert (refusal_of(answer), answer.headers["retry-after"]) == ((503, "draining"), "5")
+    server.check_idle()
+    server.close()
+
+
+def metrics_of(server: SimulatedServer) -> dict[str, float]:
+    return samples_of(server.ask(request("GET", "/metrics"), "GET").body)
+
+
+def test_metrics_add_up() -> None:
+    server = SimulatedServer()
+    usages = [server.ask(data).usage for data in (chat(), chat(n=2, **STREAM), completion(prompt=[[5], [6]]))]
+    server.ask(chat(n=9))
+    server.ask(chat(fast_mode=1, mood='"\\\n'))
+    left = server.send(chat(**STREAM))
+    server.step()
+    left.feed_eof()
+    server.run()
+    found = metrics_of(server)
+    label = f'model_name="{MODEL}"'
+    assert found[f'steploop_responses_total{{{label},status="200"}}'] == 4
+    assert found[f'steploop_responses_total{{{label},status="400"}}'] == 1
+    assert found[f'steploop_responses_total{{{label},status="499"}}'] == 1
+    assert found[f"steploop_disconnects_total{{{label}}}"] == 1
+    assert found[f'steploop_unknown_fields_total{{{label},field="fast_mode"}}'] == 1
+    assert found[f'steploop_unknown_fields_total{{{label},field="mood"}}'] == 1
+    num_tokens = sum(usage["completion_tokens"] for usage in usages) + 12
+    assert found[f"vllm:generation_tokens_total{{{label}}}"] == num_tokens
+    assert found[f'vllm:request_success_total{{{label},finished_reason="length"}}'] == 6
+    assert found[f"vllm:time_to_first_token_seconds_count{{{label}}}"] == 4
+    assert found[f"vllm:e2e_request_latency_seconds_count{{{label}}}"] == 5
+    num_first = 1 + 2 + 2 + 1  # of each choice, all of which have said something
+    assert found[f"vllm:inter_token_latency_seconds_count{{{label}}}"] <= num_tokens - num_first
+    assert found[f"vllm:kv_cache_usage_perc{{{label}}}"] == 0
+    assert found[f"steploop_steps_total{{{label}}}"] == server.stats.num_steps
+    server.close()
+
+
+def test_unknown_fields_of_any_number_take_bounded_room() -> None:
+    server = SimulatedServer()
+    for i in range(10):
+        fields = {f"field {i} {j} {'x' * 1000}": 1 for j in range(16)}
+        server.ask(request("POST", "/tokenize", {"prompt": "a"} | fields))
+    lines = [line for line in metrics_of(server) if line.startswith("steploop_unknown_fields_total")]
+    assert len(lines) == MAX_UNKNOWN_FIELDS + 1
+    assert all(len(line) < 200 for line in lines)
+    assert sum(server.metrics.unknown_fields.values()) == 160
+    server.close()
+
+
+def test_access_lines_say_how_it_ended(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "server.access")
+    server = SimulatedServer(runner=MortalRunner)
+    server.ask(chat(max_tokens=1))
+    server.ask(chat(**STREAM))
+    lines = [record.getMessage() for record in caplog.records if record.name == "server.access"]
+    assert re.fullmatch(
+        r"POST /v1/chat/completions 200 \S+ms ttft=\S+ms prompt=18 cached=0 completion=1 finish=length", lines[0]
+    )
+    assert re.search(r" 200 .* completion=1 finish=error error=engine_error$", lines[1])
+    server.close()
+
+
+def test_error_events_are_one_json_line() -> None:
+    server = SimulatedServer()
+    transport = server.send(chat(**STREAM))
+    for _ in range(4):
+        server.step()
+    server.lifecycle.fail_all(ServiceError(ErrorKind.UNAVAILABLE, "two\nlines\u2028", "draining"))
+    server.run()
+    block = answers(bytes(transport.received))[0].body.decode().split("\n\n")[-2]
+    assert json.loads(block.removeprefix("data: "))["error"]["message"] == "two\nlines\u2028"
+    server.close()

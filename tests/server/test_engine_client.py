@@ -1,0 +1,277 @@
+"""The engine client alone: slices, order, usage, ends, failures. The loop and the engine are lists."""
+
+from collections import deque
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from core.detokenizer import TokenTable
+from core.errors import ErrorKind, ServiceError
+from core.types import (
+    Cancel,
+    Delta,
+    EngineStats,
+    FinishReason,
+    Message,
+    Pause,
+    Request,
+    Resume,
+    SamplingParams,
+    StepDelivery,
+    Submit,
+    TokenChunk,
+    TokenLogprobs,
+    Usage,
+)
+from server.engine_client import SLICE_ROWS, EngineClient, RequestHandle
+
+LETTERS = TokenTable([b"a", b"b", b"c", b"d", b"\xc3", b"\xa9"])
+
+
+class Sink:
+    """Keeps what it is told."""
+
+    def __init__(self, journal: list[str] | None = None) -> None:
+        self.deltas: list[Delta] = []
+        self.ends: list[tuple[Usage, str | None]] = []
+        self._journal = [] if journal is None else journal
+
+    def on_delta(self, delta: Delta) -> None:
+        assert not self.ends
+        self.deltas.append(delta)
+        self._journal.append(delta.text)
+
+    def on_end(self, usage: Usage, error: str | None) -> None:
+        self.ends.append((usage, error))
+
+    @property
+    def text(self) -> str:
+        return "".join(delta.text for delta in self.deltas)
+
+
+class Bench:
+    """A client between two lists."""
+
+    def __init__(self) -> None:
+        self.posted: list[Message] = []
+        self.journal: list[str] = []
+        self.soon: deque[Callable[[], None]] = deque()
+        self.client = EngineClient(self.posted.append, LETTERS, lambda: self.journal.append("/"), self.soon.append)
+        self.sinks: dict[str, Sink] = {}
+
+    def submit(self, request_id: str = "r", num_sequences: int = 1, **sampling: object) -> RequestHandle:
+        params = SamplingParams(**{"max_tokens": 100, **sampling})  # type: ignore[arg-type]
+        request = Request(
+            request_id=request_id, prompt_ids=(1, 2, 3), sampling=params, arrival_s=0.0, num_sequences=num_sequences
+        )
+        self.sinks[request_id] = Sink(self.journal)
+        return self.client.submit(request, self.sinks[request_id], continues_text=True)
+
+    def deliver(self, *rows: tuple[str, int, int], chunks: tuple[TokenChunk, ...] = (), num_steps: int = 1) -> None:
+        ids, indexes, token_ids = ([row[i] for row in rows] for i in range(3))
+        stats = EngineStats(num_steps=num_steps)
+        self.client.deliver(StepDelivery(ids, indexes, token_ids, list(chunks), stats))  # type: ignore[arg-type]
+
+    def run_one(self) -> None:
+        self.soon.popleft()()
+
+    def run(self) -> None:
+        while self.soon:
+            self.run_one()
+
+    @property
+    def cancels(self) -> list[Cancel]:
+        return [message for message in self.posted if isinstance(message, Cancel)]
+
+
+def end(
+    reason: FinishReason = FinishReason.LENGTH,
+    num_tokens: int = 0,
+    index: int = 0,
+    is_last: bool = True,
+    **fields: object,
+) -> TokenChunk:
+    usage = Usage(num_prompt_tokens=3, num_completion_tokens=num_tokens) if is_last else None
+    chunk = {"request_id": "r", "index": index, "finish_reason": reason, "num_sequence_tokens": num_tokens}
+    return TokenChunk(**{**chunk, "usage": usage, **fields})  # type: ignore[arg-type]
+
+
+def test_delivery_is_handled_in_slices_with_a_flush_after_each() -> None:
+    bench = Bench()
+    bench.submit()
+    bench.deliver(*[("r", 0, 0)] * (2 * SLICE_ROWS + 3))
+    assert bench.journal == ["a"] * SLICE_ROWS + ["/"]
+    bench.run_one()
+    bench.run_one()
+    assert not bench.soon
+    assert bench.journal == (["a"] * SLICE_ROWS + ["/"]) * 2 + ["a"] * 3 + ["/"]
+
+
+def test_deliveries_that_come_meanwhile_wait_for_their_turn() -> None:
+    bench = Bench()
+    bench.submit()
+    bench.deliver(*[("r", 0, 0)] * 40, num_steps=1)
+    bench.deliver(("r", 0, 1), num_steps=2)
+    assert bench.sinks["r"].text == "a" * 16
+    assert bench.client.stats.num_steps == 0
+    bench.deliver(("r", 0, 2), chunks=(end(num_tokens=42),), num_steps=3)
+    bench.run()
+    assert bench.sinks["r"].text == "a" * 40 + "bc"
+    assert bench.client.stats.num_steps == 3
+    assert bench.sinks["r"].ends == [(Usage(num_prompt_tokens=3, num_completion_tokens=42), None)]
+    assert len(bench.posted) == 1
+
+
+@given(
+    tokens=st.lists(st.integers(0, 5), max_size=40),
+    cuts=st.lists(st.integers(0, 40), max_size=6),
+    stop=st.sampled_from([(), ("ab",), ("abc", "é"), ("d", "cd")]),
+    has_logprobs=st.booleans(),
+)
+def test_text_usage_and_counts_do_not_depend_on_the_grouping(
+    tokens: list[int], cuts: list[int], stop: tuple[str, ...], has_logprobs: bool
+) -> None:
+    def outcome(cuts: list[int]) -> tuple[object, ...]:
+        bench = Bench()
+        bench.submit(stop=stop, num_logprobs=0 if has_logprobs else None)
+        for start, stop_at in zip([0, *cuts], [*cuts, len(tokens)], strict=True):
+            if has_logprobs:
+                bench.deliver(chunks=tuple(map(with_logprob, tokens[start:stop_at])))
+            else:
+                bench.deliver(*(("r", 0, token_id) for token_id in tokens[start:stop_at]))
+        bench.deliver(chunks=(end(num_tokens=len(tokens)),))
+        bench.run()
+        sink = bench.sinks["r"]
+        ((usage, error),) = sink.ends
+        assert error is None
+        assert sum(delta.num_tokens for delta in sink.deltas) == usage.num_completion_tokens
+        assert [delta.finish_reason for delta in sink.deltas[:-1]] == [None] * (len(sink.deltas) - 1)
+        ids = [entry.token_id for delta in sink.deltas for entry in delta.logprobs or ()]
+        assert ids == (tokens[: usage.num_completion_tokens] if has_logprobs else [])
+        return sink.text, sink.deltas[-1].finish_reason, usage, bench.cancels
+
+    assert outcome(sorted(min(cut, len(tokens)) for cut in cuts)) == outcome([])
+
+
+def with_logprob(token_id: int) -> TokenChunk:
+    entry = TokenLogprobs(token_id=token_id, logprob=-1.0)
+    return TokenChunk(request_id="r", index=0, token_ids=(token_id,), logprobs=(entry,))
+
+
+def test_stop_string_tells_the_engine_what_was_kept_and_drops_the_rest() -> None:
+    bench = Bench()
+    bench.submit(stop=("bc",))
+    bench.deliver(("r", 0, 0), ("r", 0, 1), ("r", 0, 2), ("r", 0, 3))
+    assert bench.cancels == [Cancel("r", FinishReason.STOP, 0, 3)]
+    bench.deliver(("r", 0, 3), chunks=(end(FinishReason.STOP, 5),))
+    sink = bench.sinks["r"]
+    assert (sink.text, sink.deltas[-1].finish_reason) == ("a", FinishReason.STOP)
+    assert sink.ends == [(Usage(num_prompt_tokens=3, num_completion_tokens=3), None)]
+
+
+def test_stop_string_that_a_broken_character_completes_is_the_reason() -> None:
+    bench = Bench()
+    bench.submit(stop=("b\ufffd",))
+    bench.deliver(("r", 0, 0), ("r", 0, 1), ("r", 0, 4), chunks=(end(num_tokens=3),))
+    sink = bench.sinks["r"]
+    assert (sink.text, sink.deltas[-1].finish_reason) == ("a", FinishReason.STOP)
+
+
+def test_each_sequence_of_a_request_ends_for_itself() -> None:
+    bench = Bench()
+    bench.submit(num_sequences=2, stop=("b",))
+    bench.deliver(("r", 0, 0), ("r", 1, 0), ("r", 0, 1), ("r", 1, 2))
+    bench.deliver(("r", 1, 3), chunks=(end(FinishReason.STOP, 2, 0, is_last=False), end(num_tokens=3, index=1)))
+    sink = bench.sinks["r"]
+    texts = ["".join(delta.text for delta in sink.deltas if delta.index == index) for index in range(2)]
+    assert texts == ["a", "acd"]
+    assert sink.ends == [(Usage(num_prompt_tokens=3, num_completion_tokens=5), None)]
+
+
+def test_cancel_is_posted_once_per_open_sequence_and_silences_them() -> None:
+    bench = Bench()
+    handle = bench.submit(num_sequences=2)
+    bench.deliver(("r", 0, 0), ("r", 1, 0), ("r", 1, 0), chunks=(end(num_tokens=1, is_last=False),))
+    handle.cancel(FinishReason.CANCELLED)
+    handle.cancel(FinishReason.CANCELLED)
+    assert bench.cancels == [Cancel("r", FinishReason.CANCELLED, 1, 2)]
+    bench.deliver(("r", 1, 0), chunks=(end(FinishReason.CANCELLED, 3, 1),))
+    sink = bench.sinks["r"]
+    assert len(sink.deltas) == 4
+    assert sink.ends == [(Usage(num_prompt_tokens=3, num_completion_tokens=3), None)]
+
+
+def test_slow_and_quick_again_are_posted() -> None:
+    bench = Bench()
+    handle = bench.submit()
+    handle.pause()
+    handle.resume()
+    assert isinstance(bench.posted[0], Submit)
+    assert bench.posted[1:] == [Pause("r"), Resume("r")]
+
+
+def test_error_of_any_sequence_comes_with_the_end() -> None:
+    bench = Bench()
+    bench.submit(num_sequences=2)
+    bench.deliver(chunks=(end(FinishReason.ERROR, 0, 0, is_last=False, error="broken"),))
+    assert not bench.sinks["r"].ends
+    bench.deliver(("r", 1, 0), chunks=(end(num_tokens=1, index=1),))
+    assert bench.sinks["r"].ends == [(Usage(num_prompt_tokens=3, num_completion_tokens=1), "broken")]
+
+
+def test_failure_ends_all_requests_after_what_was_delivered_before_it() -> None:
+    bench = Bench()
+    bench.submit("r")
+    bench.submit("s")
+    bench.submit("t")
+    bench.deliver(*[("r", 0, 0)] * 40, ("s", 0, 1))
+    bench.deliver(("r", 0, 2), chunks=(end(num_tokens=41),))
+    bench.client.fail("The engine failed.")
+    assert bench.sinks["r"].text == "a" * 40 + "c"
+    assert bench.sinks["r"].ends == [(Usage(num_prompt_tokens=3, num_completion_tokens=41), None)]
+    assert bench.sinks["s"].text == "b"
+    assert bench.sinks["s"].ends == [(Usage(num_prompt_tokens=3, num_completion_tokens=1), "The engine failed.")]
+    assert bench.sinks["t"].ends == [(Usage(num_prompt_tokens=0, num_completion_tokens=0), "The engine failed.")]
+    assert bench.journal[-1] == "/"
+    bench.run()
+    bench.client.fail("The engine failed.")
+    assert [len(sink.ends) for sink in bench.sinks.values()] == [1, 1, 1]
+
+
+def test_news_after_the_failure_are_nobodys() -> None:
+    bench = Bench()
+    bench.submit()
+    bench.client.fail("The engine failed.")
+    bench.deliver(("r", 0, 0), chunks=(end(num_tokens=1),))
+    bench.run()
+    assert not bench.sinks["r"].deltas
+    assert len(bench.sinks["r"].ends) == 1
+
+
+def test_submit_after_the_failure_is_refused() -> None:
+    bench = Bench()
+    bench.client.fail("The engine failed.")
+    with pytest.raises(ServiceError) as caught:
+        bench.submit()
+    assert (caught.value.kind, caught.value.code) == (ErrorKind.ENGINE, "engine_error")
+    assert not bench.posted
+
+
+def test_sink_that_raises_ends_its_request_alone(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench()
+    bench.submit("r")
+    bench.submit("s")
+
+    def fail(delta: Delta) -> None:
+        raise ZeroDivisionError
+
+    bench.sinks["r"].on_delta = fail  # type: ignore[method-assign]
+    bench.deliver(("r", 0, 0), ("s", 0, 0), ("r", 0, 1))
+    bench.deliver(("s", 0, 1), chunks=(end(FinishReason.ERROR, 1),))
+    assert bench.sinks["s"].text == "ab"
+    assert bench.cancels == [Cancel("r", FinishReason.ERROR, 0, 1)]
+    ((_, error),) = bench.sinks["r"].ends
+    assert error is not None
+    assert "ZeroDivisionError" in caplog.text

@@ -1,0 +1,221 @@
+"""A real thread beside a real loop: what is posted is answered, and every way to end ends it. Nobody sleeps."""
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from core.engine import Engine, EngineBroken
+from core.plan import DeviceError, StepOutput, StepPlan
+from core.scheduler import Scheduler
+from core.simulation import CostModel, SimulatedClock, SimulatedRunner
+from core.types import Cancel, FinishReason, StepDelivery, Submit
+from server.engine_thread import EngineThread, Inbox
+from tests.fakes import DeliveryLog, make_request, small_limits
+
+JOIN_S = 30  # for a thread that hangs; none waits so long
+
+
+@dataclass
+class Built:
+    engine: Engine
+
+
+class Events:
+    """What the loop is told, as futures."""
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.ready: asyncio.Future[Built] = loop.create_future()
+        self.failed: asyncio.Future[BaseException] = loop.create_future()
+        self.log = DeliveryLog()
+        self._ends: dict[str, asyncio.Event] = {}
+
+    def on_ready(self, loaded: Built) -> None:
+        self.ready.set_result(loaded)
+
+    def on_delivery(self, delivery: StepDelivery) -> None:
+        assert threading.current_thread() is threading.main_thread()
+        self.log(delivery)
+        for chunk in delivery.chunks:
+            if chunk.is_terminal:
+                self._end(chunk.request_id).set()
+
+    def on_failed(self, error: BaseException) -> None:
+        self.failed.set_result(error)
+
+    async def wait_ended(self, request_id: str) -> None:
+        await self._end(request_id).wait()
+
+    def _end(self, request_id: str) -> asyncio.Event:
+        return self._ends.setdefault(request_id, asyncio.Event())
+
+
+def build_with(make_runner: Callable[..., SimulatedRunner] = SimulatedRunner) -> Callable[..., Built]:
+    def build(inbox: Inbox, deliver: Callable[[StepDelivery], None]) -> Built:
+        assert threading.current_thread().name == "engine"
+        clock, limits = SimulatedClock(), small_limits()
+        runner = make_runner(limits, CostModel(), clock)
+        return Built(Engine(Scheduler(limits, (), lambda: 0), runner, clock, inbox, deliver))
+
+    return build
+
+
+def run(scenario: Callable[[], Awaitable[None]]) -> None:
+    async def limited() -> None:
+        await asyncio.wait_for(scenario(), JOIN_S)
+
+    asyncio.run(limited())
+
+
+def start(build: Callable[..., Built]) -> tuple[EngineThread[Built], Events]:
+    events = Events()
+    thread = EngineThread(build, events, asyncio.get_running_loop())
+    thread.start()
+    return thread, events
+
+
+def test_requests_are_answered_and_an_idle_thread_ends_at_once() -> None:
+    async def scenario() -> None:
+        thread, events = start(build_with())
+        await events.ready
+        for name in "abcdefgh":
+            thread.post(Submit(make_request(name)))
+        for name in "abcdefgh":
+            await events.wait_ended(name)
+            assert events.log.terminal(name).finish_reason is FinishReason.LENGTH
+        thread.post(Submit(make_request("late")))  # an idle engine wakes up
+        await events.wait_ended("late")
+        thread.stop()
+        assert thread.wait_stopped(JOIN_S)
+
+    run(scenario)
+
+
+def test_what_is_posted_before_it_is_built_is_answered_after() -> None:
+    async def scenario() -> None:
+        may_build = threading.Event()
+
+        def build(*args: Any) -> Built:
+            may_build.wait()
+            return build_with()(*args)
+
+        thread, events = start(build)
+        thread.post(Submit(make_request("a")))
+        thread.post(Submit(make_request("b", max_tokens=100)))
+        thread.post(Cancel("b", FinishReason.CANCELLED))
+        may_build.set()
+        await events.wait_ended("a")
+        await events.wait_ended("b")
+        assert events.log.terminal("b").finish_reason is FinishReason.CANCELLED
+        thread.stop()
+        assert thread.wait_stopped(JOIN_S)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("num_requests", [0, 1])
+def test_stop_ends_a_thread_that_is_idle_or_busy(num_requests: int) -> None:
+    async def scenario() -> None:
+        thread, events = start(build_with())
+        await events.ready
+        for _ in range(num_requests):
+            thread.post(Submit(make_request("a", max_tokens=190)))
+        thread.stop()
+        assert thread.wait_stopped(JOIN_S)
+        assert not events.failed.done()
+
+    run(scenario)
+
+
+def test_stop_while_it_is_built_ends_it_after() -> None:
+    async def scenario() -> None:
+        may_build = threading.Event()
+
+        def build(*args: Any) -> Built:
+            may_build.wait()
+            return build_with()(*args)
+
+        thread, events = start(build)
+        thread.stop()
+        assert not thread.wait_stopped(0)
+        may_build.set()
+        assert thread.wait_stopped(JOIN_S)
+        await events.ready
+        assert not events.log.deliveries
+
+    run(scenario)
+
+
+class StoppingEvent(threading.Event):
+    """A wake-up before whose clearing a stop comes, as another thread's may at any time."""
+
+    def __init__(self, stop: Callable[[], None]) -> None:
+        super().__init__()
+        self._stop = stop
+
+    def clear(self) -> None:
+        self._stop()
+        super().clear()
+
+
+def test_stop_that_comes_just_before_the_wake_up_is_cleared_is_not_lost() -> None:
+    async def scenario() -> None:
+        thread = EngineThread(build_with(), Events(), asyncio.get_running_loop())
+        thread._wake_up = StoppingEvent(thread.stop)
+        thread.start()
+        assert thread.wait_stopped(JOIN_S)
+
+    run(scenario)
+
+
+def test_failure_to_build_is_told() -> None:
+    async def scenario() -> None:
+        def build(*args: Any) -> Built:
+            raise FileNotFoundError("no weights")
+
+        thread, events = start(build)
+        assert isinstance(await events.failed, FileNotFoundError)
+        assert thread.wait_stopped(JOIN_S)
+        assert not events.ready.done()
+
+    run(scenario)
+
+
+class DeadDevice(SimulatedRunner):
+    def collect(self, ticket: StepPlan) -> StepOutput:
+        raise DeviceError("gone")
+
+
+def test_broken_engine_ends_its_requests_before_its_failure_is_told() -> None:
+    async def scenario() -> None:
+        thread, events = start(build_with(DeadDevice))
+        thread.post(Submit(make_request("a")))
+        thread.post(Submit(make_request("b")))
+        assert isinstance(await events.failed, EngineBroken)
+        for name in "ab":
+            assert events.log.terminal(name).finish_reason is FinishReason.ERROR
+        assert thread.wait_stopped(JOIN_S)
+
+    run(scenario)
+
+
+def test_thread_ends_by_itself_when_the_loop_has_closed() -> None:
+    may_build = threading.Event()
+    threads: list[EngineThread[Built]] = []
+
+    async def scenario() -> None:
+        def build(*args: Any) -> Built:
+            may_build.wait()
+            return build_with()(*args)
+
+        thread, _ = start(build)
+        thread.post(Submit(make_request("a")))
+        threads.append(thread)
+
+    run(scenario)
+    may_build.set()
+    assert threads[0].wait_stopped(JOIN_S)

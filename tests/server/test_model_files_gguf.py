@@ -1,0 +1,324 @@
+"""What a GGUF file's metadata says is what the directory says it was made of; what it must not say is refused."""
+
+import contextlib
+import itertools
+import json
+import random
+import struct
+import unicodedata
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import regex
+from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
+
+from core import gguf_tokenizer
+from core.config import parse_model_config
+from core.errors import ExitCode, StartupError
+from core.gguf import parse_gguf
+from server.model_files import read_model_files
+from tests.core.small_tokenizers import TEXT, byte_level, sentencepiece
+from tests.gguf_files import byte_level_metadata, parsed, sentencepiece_metadata, write_gguf
+from tests.server.tiny_model import CHATML, write_tiny_model
+
+TEXTS = [
+    *dict.fromkeys(TEXT),
+    "",
+    " ",
+    "  two  spaces\tand\n\n\nlines \r\n",
+    "It's 1234567890 o'clock, WE'LL see",
+    "<|im_start|>user\nhi<|im_end|>",
+    "e\u0301 = é; \u017ft; ﬁ",
+    "naïve — “quotes” $5+3<=8 ~^|",
+    "日本語テキスト 한국어 🏳️‍🌈\x00\x7f",
+]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    write_tiny_model(path)
+    return path
+
+
+@pytest.fixture
+def metadata() -> dict[str, Any]:
+    tokenizer = byte_level()
+    ends = {"eos_token_id": tokenizer.token_to_id("<|im_end|>"), "bos_token_id": tokenizer.token_to_id("<|begin|>")}
+    return {**byte_level_metadata(tokenizer, "qwen2", **ends), "tokenizer.chat_template": CHATML}
+
+
+def refusal(file: Path) -> StartupError:
+    with pytest.raises(StartupError) as caught:
+        parse_model_config(read_model_files(file).config)
+    assert caught.value.exit_code == ExitCode.MODEL
+    return caught.value
+
+
+def test_file_says_what_its_directory_says(tmp_path: Path, directory: Path, metadata: dict[str, Any]) -> None:
+    file = write_gguf(directory, tmp_path / "tiny.gguf", metadata=metadata | {"general.sampling.temp": 0.5})
+    ours, theirs = read_model_files(file), read_model_files(directory)
+    assert parse_model_config(ours.config) == parse_model_config(
+        theirs.config | {"bos_token_id": ours.tokenizer.bos_id, "eos_token_id": ours.tokenizer.eos_id}
+    )
+    assert ours.eos_ids == theirs.eos_ids
+    assert ours.defaults.temperature == 0.5
+    chat = [{"role": "user", "content": "hi"}]
+    now = datetime(2026, 7, 4)
+    assert ours.chat_template.render(chat, now=now) == theirs.chat_template.render(chat, now=now)
+    for text in [text for text in TEXTS if unicodedata.is_normalized("NFC", text)]:  # as Qwen's does, the tiny one not
+        assert ours.tokenizer.encode(text, False) == theirs.tokenizer.encode(text, False)
+    assert ours.tokenizer.special_ids == theirs.tokenizer.special_ids
+
+
+def splitting(*patterns: str) -> Tokenizer:
+    tokenizer = byte_level()
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    return tokenizer
+
+
+def as_qwen2() -> Tokenizer:
+    tokenizer = byte_level()
+    tokenizer.normalizer = normalizers.NFC()
+    return tokenizer
+
+
+def as_llama3() -> Tokenizer:
+    """Meta-Llama-3's tokenizer.json, verbatim."""
+    tokenizer = splitting(
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+        r"|\s+(?!\S)|\s+"
+    )
+    content = json.loads(tokenizer.to_str())
+    content["model"]["ignore_merges"] = True
+    return Tokenizer.from_str(json.dumps(content))
+
+
+def as_gpt2() -> Tokenizer:
+    tokenizer = byte_level()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return tokenizer
+
+
+def as_smollm() -> Tokenizer:
+    tokenizer = byte_level()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("pre", "make"), [("qwen2", as_qwen2), ("llama-bpe", as_llama3), ("gpt-2", as_gpt2), ("smollm", as_smollm)]
+)
+def test_byte_level_tokenizers_give_the_ids_of_hugging_faces(
+    pre: str, make: Callable[[], Tokenizer], tmp_path: Path, directory: Path
+) -> None:
+    theirs = make()
+    begin = theirs.token_to_id("<|begin|>")
+    metadata = byte_level_metadata(theirs, pre, bos_token_id=begin, add_bos_token=True)
+    ours = read_model_files(write_gguf(directory, tmp_path / "m.gguf", metadata=metadata)).tokenizer
+    for text in TEXTS:
+        assert ours.encode(text) == theirs.encode(text).ids
+        assert ours.decode(ours.encode(text)) == theirs.decode(theirs.encode(text).ids)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_default_pre_tokenizer_splits_as_llama_cpp_does(text: str) -> None:
+    """unicode_regex_split: each expression parts what the ones before it left, matches and gaps alike."""
+    pieces = [text] if text else []
+    splitter = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in gguf_tokenizer.PRE_TOKENIZERS["default"]]
+    )
+    for pattern in gguf_tokenizer.PRE_TOKENIZERS["default"]:
+        pieces = [part for piece in pieces for part in regex.split(f"({pattern})", piece) if part]
+    assert [piece for piece, _ in splitter.pre_tokenize_str(text)] == pieces
+
+
+@pytest.mark.parametrize("has_prefix", [True, False])
+def test_sentencepiece_gives_the_ids_of_its_own_algorithm(has_prefix: bool, tmp_path: Path, directory: Path) -> None:
+    metadata = sentencepiece_metadata(sentencepiece(), add_space_prefix=has_prefix)
+    file = write_gguf(roomy(directory, tmp_path), tmp_path / "m.gguf", metadata=metadata)
+    ours = read_model_files(file).tokenizer
+    tokens, scores = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.scores"]
+    for text in [text for text in TEXTS if text and "<|" not in text]:
+        whole = ("▁" if has_prefix else "") + text.replace(" ", "▁")
+        assert ours.encode(text) == [1, *merged_by_score(whole, tokens, scores)]
+        assert ours.decode(ours.encode(text)) == text
+    assert ours.encode("</s>", add_special_tokens=False) == [2]
+
+
+def roomy(directory: Path, tmp_path: Path) -> Path:
+    """The tiny model with a larger embedding: its tokenizer is another."""
+    from safetensors.numpy import load_file, save_file
+
+    path = tmp_path / "roomy"
+    path.mkdir()
+    tensors = load_file(directory / "model.safetensors")
+    tensors["model.embed_tokens.weight"] = np.zeros((512, 64), np.float32)
+    save_file(tensors, path / "model.safetensors")
+    config = json.loads((directory / "config.json").read_text()) | {"vocab_size": 512}
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def merged_by_score(text: str, tokens: list[str], scores: list[float]) -> list[int]:
+    """SentencePiece's BPE: merge the neighbours that make the best piece, the leftmost first, until none does."""
+    ids = {token: token_id for token_id, token in enumerate(tokens)}
+    pieces = list(text)
+    while True:
+        pairs = [(scores[ids[a + b]], -at) for at, (a, b) in enumerate(itertools.pairwise(pieces)) if a + b in ids]
+        if not pairs:
+            break
+        at = -max(pairs)[1]
+        pieces[at : at + 2] = [pieces[at] + pieces[at + 1]]
+    found: list[int] = []
+    for piece in pieces:
+        found += [ids[piece]] if piece in ids else [ids[f"<0x{byte:02X}>"] for byte in piece.encode()]
+    return found
+
+
+def test_ends_are_those_named_and_those_that_mean_nothing_else(
+    tmp_path: Path, directory: Path, metadata: dict[str, Any]
+) -> None:
+    begin, end = metadata["tokenizer.ggml.bos_token_id"], metadata["tokenizer.ggml.eos_token_id"]
+    del metadata["tokenizer.ggml.eos_token_id"]
+    metadata["tokenizer.ggml.eot_token_id"] = begin
+    assert read_model_files(write_gguf(directory, tmp_path / "m.gguf", metadata=metadata)).eos_ids == (begin, end)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tokenizer.ggml.pre": "tekken"}, r"pre-tokenizer 'tekken' is not supported.*llama-bpe"),
+        ({"tokenizer.ggml.model": "t5"}, r"tokenizer 't5' is not supported.*gpt2"),
+        ({"tokenizer.ggml.merges": ["a b c"]}, "merge 'a b c'"),
+        ({"tokenizer.ggml.tokens": ["a", "a"], "tokenizer.ggml.token_type": [1, 1]}, "'a' is there twice"),
+        ({"tokenizer.ggml.token_type": [1]}, "token_type"),
+        ({"tokenizer.ggml.eos_token_id": 10_000}, "eos_token_id is 10000"),
+        ({"llama.expert_count": 8}, "expert_count=8"),
+        ({"llama.rope.scaling.type": "yarn"}, "rope.scaling.type='yarn'"),
+        ({"llama.rope.dimension_count": 4}, "rope.dimension_count=4"),
+        ({"llama.block_count": 2**31}, "2147483648 layers"),
+        ({"llama.attention.head_count": [4, 4]}, "num_attention_heads"),
+        ({"split.count": 3}, "one of 3 parts.*llama-gguf-split"),
+        ({"general.alignment": 24}, "not a power of two"),
+    ],
+)
+def test_what_would_be_served_wrong_is_refused(
+    fields: dict[str, Any], message: str, tmp_path: Path, directory: Path, metadata: dict[str, Any]
+) -> None:
+    # written as bytes after those of the same key: the file's writer would refuse some of these itself
+    kept = {key: value for key, value in metadata.items() if key not in fields}
+    file = rewritten(write_gguf(directory, tmp_path / "m.gguf", metadata=kept), fields)
+    with pytest.raises(StartupError, match=f"(?s){message}"):
+        parse_model_config(read_model_files(file).config)
+
+
+def rewritten(file: Path, fields: dict[str, Any]) -> Path:
+    """The file's metadata with fields put in; the tensors' offsets count from an aligned end, which moves along."""
+    old = gguf.GGUFReader(file)
+    writer = gguf.GGUFWriter(file.with_name("rewritten.gguf"), "llama")
+    for key, found in old.fields.items():
+        if not key.startswith("GGUF.") and key != "general.architecture" and key not in fields:
+            kind = found.types[0]
+            writer.add_key_value(key, found.contents(), kind, found.types[-1] if len(found.types) > 1 else None)
+    for key, value in fields.items():
+        if isinstance(value, list):
+            writer.add_array(key, value)
+        elif isinstance(value, str):
+            writer.add_string(key, value)
+        else:
+            writer.add_uint32(key, value)
+    for tensor in old.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file.with_name("rewritten.gguf")
+
+
+def test_unknown_architectures_and_formats_are_named(tmp_path: Path, directory: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "falcon.gguf", "falcon")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert "'falcon' is not supported" in refusal(tmp_path / "falcon.gguf").cause
+    assert "llama, qwen2, qwen3" in refusal(tmp_path / "falcon.gguf").fix
+    writer = gguf.GGUFWriter(tmp_path / "q2.gguf", "llama")
+    rows = np.zeros((2, 84), np.uint8)
+    writer.add_tensor("output.weight", rows, raw_dtype=gguf.GGMLQuantizationType.Q2_K)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert "output.weight is stored as Q2_K; supported are F32, F16, BF16, Q8_0" in refusal(tmp_path / "q2.gguf").cause
+
+
+def test_every_truncation_of_the_header_is_an_error(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_array("texts", ["one", "two"])
+    writer.add_array("numbers", [1.5, 2.5])
+    writer.add_tensor("output.weight", np.zeros((2, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    whole = (tmp_path / "m.gguf").read_bytes()
+    assert parse_gguf(memoryview(whole), "m").metadata["texts"] == ["one", "two"]
+    for size in range(len(whole)):
+        with pytest.raises(StartupError, match="not a whole GGUF file"):
+            parse_gguf(memoryview(whole[:size]), "m")
+
+
+HUGE = struct.pack("<Q", 2**60)
+HEAD = b"GGUF" + struct.pack("<I", 3)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"PK\x03\x04" + bytes(100),
+        b"GGUF" + struct.pack(">I", 3) + bytes(100),
+        HEAD + HUGE + struct.pack("<Q", 0),
+        HEAD + struct.pack("<Q", 0) + HUGE,
+        HEAD + struct.pack("<QQ", 0, 1) + HUGE + bytes(100),
+        HEAD + struct.pack("<QQQ", 0, 1, 1) + b"k" + struct.pack("<II", 9, 8) + HUGE,
+        HEAD + struct.pack("<QQQ", 0, 1, 1) + b"k" + struct.pack("<II", 9, 0) + HUGE,
+        HEAD + struct.pack("<QQQ", 0, 1, 1) + b"k" + struct.pack("<IIQ", 9, 9, 1) + bytes(100),
+        HEAD + struct.pack("<QQQ", 1, 0, 1) + b"t" + struct.pack("<IQQIQ", 2, 2**40, 2**40, 0, 0) + bytes(100),
+        HEAD + struct.pack("<QQQ", 1, 0, 1) + b"t" + struct.pack("<IQIQ", 1, 4, 0, 2**63) + bytes(100),
+        HEAD + struct.pack("<QQQ", 1, 0, 1) + b"t" + struct.pack("<I", 2**31) + bytes(100),
+    ],
+)
+def test_hostile_counts_and_offsets_are_errors_at_once(content: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "hostile.gguf"
+    file.write_bytes(content)
+    refusal(file)
+
+
+def test_bytes_changed_anywhere_in_the_header_never_crash(
+    tmp_path: Path, directory: Path, metadata: dict[str, Any]
+) -> None:
+    file = write_gguf(directory, tmp_path / "m.gguf", metadata=metadata)
+    whole = file.read_bytes()
+    num_header_bytes = min(found.offset for found in parsed(file).tensors.values())
+    choose = random.Random(3)
+    places = [*range(0, 1000, 7), *(choose.randrange(num_header_bytes) for _ in range(150))]
+    for place in places:
+        changed = bytearray(whole[: num_header_bytes + 100_000])
+        changed[place] ^= 1 << choose.randrange(8)
+        file.write_bytes(changed)
+        with contextlib.suppress(StartupError):  # and nothing else
+            parse_model_config(read_model_files(file).config)

@@ -1,0 +1,355 @@
+"""The whole process but for its model: a real thread, real sockets, ports that the system chooses."""
+
+import asyncio
+import gc
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+
+from core.chat_template import ChatTemplate
+from core.engine import Engine
+from core.errors import BadCheckpoint, ExitCode, StartupError
+from core.plan import DeviceError, RunnerLimits, StepOutput, StepPlan
+from core.scheduler import Scheduler
+from core.simulation import CostModel, SimulatedClock, SimulatedRunner
+from core.types import StepDelivery
+from server import process
+from server.config import ServerConfig
+from server.engine_thread import Inbox
+from server.model_files import GenerationDefaults, ModelFiles
+from server.process import EngineFacts, LoadedEngine, LoadEngine, Server
+from tests.core.chat_templates import CHATML
+from tests.server.simulated_server import EOS_ID, MODEL, STREAM, TOKENIZER, Answer, answers, chat, request
+
+LIMIT_S = 60  # for what hangs; nothing waits so long
+LIMITS = RunnerLimits(1024, 16, 8, 64, 10_000, TOKENIZER.vocab_size)
+FOREVER = {"max_tokens": 9_000, **STREAM}
+
+
+@pytest.fixture(autouse=True)
+def _keep_interpreter_settings() -> Iterator[None]:
+    """A server sets these for its whole process."""
+    thresholds, interval = gc.get_threshold(), sys.getswitchinterval()
+    yield
+    gc.unfreeze()
+    gc.set_threshold(*thresholds)
+    sys.setswitchinterval(interval)
+
+
+class GatedRunner(SimulatedRunner):
+    """Computes a step for each permit; or as many as there are to compute, where there is no gate."""
+
+    gate: threading.Semaphore | None = None
+
+    def collect(self, ticket: StepPlan) -> StepOutput:
+        if self.gate is not None:
+            self.gate.acquire()
+        return super().collect(ticket)
+
+
+class DeadDevice(SimulatedRunner):
+    def collect(self, ticket: StepPlan) -> StepOutput:
+        raise DeviceError("gone")
+
+
+class CrashingEngine(Engine):
+    """A bug of ours after some steps: no request is told of its end."""
+
+    num_steps = 0
+
+    def step(self) -> bool:
+        self.num_steps += 1
+        if self.num_steps == 20:
+            raise AssertionError("impossible")
+        return super().step()
+
+
+def load_with(
+    runner_type: type[SimulatedRunner] = SimulatedRunner, engine_type: Callable[..., Engine] = Engine
+) -> LoadEngine:
+    def load(
+        inbox: Inbox, deliver: Callable[[StepDelivery], None], report_stage: Callable[[str], None]
+    ) -> LoadedEngine:
+        report_stage("making it up")
+        clock = SimulatedClock()
+        runner = runner_type(LIMITS, CostModel(), clock)
+        template = ChatTemplate({"default": CHATML}, {}, LIMITS.max_model_len)
+        files = ModelFiles(Path("/"), {}, TOKENIZER, template, GenerationDefaults(temperature=0.5), (EOS_ID,))
+        facts = EngineFacts(MODEL, True, 1000, "float32", "cpu", "simulated", 4096, "the model's own", LIMITS)
+        return LoadedEngine(
+            engine_type(Scheduler(LIMITS, (EOS_ID,), lambda: 1), runner, clock, inbox, deliver), files, facts
+        )
+
+    return load
+
+
+class Running:
+    """A server that runs as a task."""
+
+    def __init__(self, load: LoadEngine, **settings: Any) -> None:
+        self.banner: list[str] = []
+        self.server = Server(ServerConfig(port=0, **settings), load, self.banner.extend)
+        self.exit: asyncio.Task[ExitCode] = asyncio.create_task(self.server.run())
+
+
+async def ask(server: Server, data: bytes) -> Answer:
+    """The answer to one request, read to the connection's end."""
+    reader, writer = await open_with(server, data)
+    return await read_answer(reader, writer)
+
+
+async def open_with(server: Server, data: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.listener.port)
+    writer.write(data)
+    return reader, writer
+
+
+async def read_answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Answer:
+    received = await reader.read()
+    writer.close()
+    await writer.wait_closed()
+    (answer,) = answers(received)
+    return answer
+
+
+def closing(data: bytes) -> bytes:
+    return data.replace(b"\r\n", b"\r\nConnection: close\r\n", 1)
+
+
+def run(scenario: Callable[[], Awaitable[None]]) -> None:
+    async def limited() -> None:
+        await asyncio.wait_for(scenario(), LIMIT_S)
+
+    uvloop.run(limited())
+
+
+def test_it_serves_from_ready_to_stop() -> None:
+    async def scenario() -> None:
+        running = Running(load_with())
+        server = running.server
+        await server.wait_ready()
+        assert (await ask(server, closing(request("GET", "/ready")))).status == 200
+        whole = await ask(server, closing(chat()))
+        streamed = await ask(server, closing(chat(**STREAM)))
+        assert (whole.status, whole.text(), whole.usage) == (200, streamed.text(), streamed.usage)
+        card = (await ask(server, closing(request("GET", "/v1/models")))).json["data"][0]
+        assert card["id"] == MODEL
+        assert "demonstration" in card["description"]
+        assert any(f":{server.listener.port}" in line for line in running.banner)
+        server.stop(5)
+        assert await running.exit is ExitCode.OK
+        assert not server._engine_thread._thread.is_alive()
+
+    run(scenario)
+
+
+def test_while_it_loads_the_port_answers_with_the_stage() -> None:
+    may_load = threading.Event()
+
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        loading = asyncio.Event()
+
+        def load(*args: Any) -> LoadedEngine:
+            args[2]("counting sheep")
+            loop.call_soon_threadsafe(loading.set)
+            may_load.wait()
+            return load_with()(*args)
+
+        running = Running(load)
+        await loading.wait()
+        assert (await ask(running.server, closing(request("GET", "/health")))).status == 200
+        for data in (request("GET", "/ready"), chat()):
+            answer = await ask(running.server, closing(data))
+            assert (answer.status, answer.json["error"]["code"]) == (503, "loading")
+            assert "counting sheep" in answer.json["error"]["message"]
+        may_load.set()
+        await running.server.wait_ready()
+        assert (await ask(running.server, closing(chat()))).status == 200
+        running.server.stop(0)
+        assert await running.exit is ExitCode.OK
+
+    run(scenario)
+
+
+def test_stop_without_grace_ends_a_running_stream_with_an_error_event() -> None:
+    async def scenario() -> None:
+        running = Running(load_with())
+        await running.server.wait_ready()
+        reader, writer = await open_with(running.server, chat(**FOREVER))
+        begun = await reader.readuntil(b"data: ")
+        running.server.stop(0)
+        received = begun + await reader.read()
+        writer.close()
+        (answer,) = answers(received)
+        assert answer.is_complete
+        assert answer.events[-1]["error"]["code"] == "draining"
+        assert await running.exit is ExitCode.OK
+
+    run(scenario)
+
+
+def test_second_stop_ends_what_the_first_gave_time() -> None:
+    async def scenario() -> None:
+        running = Running(load_with())
+        await running.server.wait_ready()
+        reader, writer = await open_with(running.server, chat(**FOREVER))
+        begun = await reader.readuntil(b"data: ")
+        running.server.stop(1000)
+        while True:  # until it no longer listens
+            try:
+                _, late = await open_with(running.server, b"")
+            except ConnectionRefusedError:
+                break
+            late.close()
+        assert not running.exit.done()
+        running.server.stop(1000)
+        (answer,) = answers(begun + await reader.read())
+        writer.close()
+        assert answer.events[-1]["error"]["code"] == "draining"
+        assert await running.exit is ExitCode.OK
+
+    run(scenario)
+
+
+def test_graceful_stop_lets_an_answer_finish() -> None:
+    async def scenario() -> None:
+        gate = threading.Semaphore(3)
+        GatedRunner.gate = gate
+        running = Running(load_with(GatedRunner))
+        await running.server.wait_ready()
+        reader, writer = await open_with(running.server, chat(**STREAM))
+        begun = await reader.readuntil(b"data: ")
+        running.server.stop(1000)
+        gate.release(100)
+        (answer,) = answers(begun + await reader.read())
+        writer.close()
+        assert answer.events[-1] == "[DONE]"
+        assert answer.finish_reason() == "length"
+        assert await running.exit is ExitCode.OK
+
+    run(scenario)
+
+
+def test_model_that_cannot_be_loaded_is_a_start_up_error() -> None:
+    async def scenario() -> None:
+        def load(*args: Any) -> LoadedEngine:
+            raise BadCheckpoint("There are no weights.", "bring some")
+
+        running = Running(load)
+        with pytest.raises(BadCheckpoint):
+            await running.server.wait_ready()
+        with pytest.raises(BadCheckpoint):
+            await running.exit
+        assert not running.banner
+
+    run(scenario)
+
+
+def test_fault_in_loading_is_an_engine_failure(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        def load(*args: Any) -> LoadedEngine:
+            raise ZeroDivisionError
+
+        assert await Running(load).exit is ExitCode.ENGINE
+
+    run(scenario)
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_address_in_use_is_a_start_up_error_before_anything_is_loaded() -> None:
+    async def scenario() -> None:
+        running = Running(load_with())
+        await running.server.wait_ready()
+        port = running.server.listener.port
+        second = Server(ServerConfig(port=port), load_with(), print)
+        with pytest.raises(StartupError):
+            await second.run()
+        running.server.stop(0)
+        await running.exit
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("fields", [{}, STREAM])
+def test_engine_that_breaks_while_serving_ends_requests_and_process(
+    fields: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        running = Running(load_with(DeadDevice))
+        await running.server.wait_ready()
+        answer = await ask(running.server, chat(**fields))
+        assert (answer.status, answer.json["error"]["code"]) == (500, "engine_error")
+        assert await running.exit is ExitCode.ENGINE
+
+    run(scenario)
+    assert "the server ends" in caplog.text
+
+
+def test_engine_that_crashes_ends_its_streams_with_an_error_event(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        running = Running(load_with(engine_type=CrashingEngine))
+        await running.server.wait_ready()
+        answer = await ask(running.server, chat(**FOREVER))
+        assert answer.text()
+        assert answer.events[-1]["error"]["code"] == "engine_error"
+        assert await running.exit is ExitCode.ENGINE
+
+    run(scenario)
+    assert "impossible" in caplog.text
+
+
+def test_stop_while_it_loads_announces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_load = threading.Event()
+
+    async def scenario() -> None:
+        monkeypatch.setattr(process, "ENGINE_STOP_S", 0.0)
+        loop = asyncio.get_running_loop()
+        is_loading = asyncio.Event()
+
+        def load(*args: Any) -> LoadedEngine:
+            loop.call_soon_threadsafe(is_loading.set)
+            may_load.wait()
+            return load_with()(*args)
+
+        running = Running(load)
+        await is_loading.wait()
+        running.server.stop(0)
+        assert await running.exit is ExitCode.OK
+        may_load.set()
+        assert running.server._engine_thread.wait_stopped(LIMIT_S)
+        await asyncio.sleep(0)
+        assert not running.banner
+
+    run(scenario)
+
+
+def test_signals_stop_a_server() -> None:
+    async def scenario() -> None:
+        serving = asyncio.create_task(process.serve(ServerConfig(port=0), load_with()))
+        await asyncio.sleep(0)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await serving is ExitCode.OK
+
+    run(scenario)
+
+
+def test_page_of_metrics_names_the_model() -> None:
+    async def scenario() -> None:
+        running = Running(load_with())
+        await running.server.wait_ready()
+        page = await ask(running.server, closing(request("GET", "/metrics")))
+        assert f'model_name="{MODEL}"'.encode() in page.body
+        assert json.loads((await ask(running.server, closing(request("GET", "/health")))).body) == {"status": "ok"}
+        running.server.stop(0)
+        await running.exit
+
+    run(scenario)

@@ -1,0 +1,151 @@
+"""Ceilings, the arithmetic of shares, the engine bench over a tiny model, and its tables."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from bench.engine import Cases, DecodeRun, EngineBench, MemoryRun, PrefillRun, main, open_engine, result_tables
+from bench.limits import Limits, Probe, best_of, limit_tables
+from bench.make_model import make_model
+from bench.model_presets import MOE_1B, QWEN2_05B, num_parameters, tensor_shapes
+from bench.results import read_result
+from bench.work import (
+    ModelWork,
+    Speed,
+    count_work,
+    decode_limit_s,
+    prefill_limit_s,
+    serving_limit_tokens_per_s,
+    work_of,
+)
+from core.config import parse_model_config
+from tests.test_bench_models import TINY
+
+PROBES = (
+    Probe(1, "read", "sum", 10e9),
+    Probe(1, "read", "dot", 12e9),
+    Probe(1, "product", "plain", 300e9),
+    Probe(2, "read", "sum", 20e9),
+    Probe(2, "read", "dot", 15e9),
+    Probe(2, "product", "plain", 200e9),
+)
+LIMITS = Limits("bfloat16", (best_of(PROBES, 1), best_of(PROBES, 2)), PROBES)
+DENSE = ModelWork(body=900, head=100, experts=0, num_experts=0, num_used_experts=0, query_width=10, kv_width=4)
+CASES = Cases(prompts=(20,), batches=(1, 3), contexts=(17, 40), num_steps=3, num_repeats=1, max_tokens=60)
+
+
+@pytest.fixture
+def tiny_directory(tmp_path: Path) -> Path:
+    make_model({**QWEN2_05B, **TINY}, tmp_path / "tiny")
+    return tmp_path / "tiny"
+
+
+@pytest.fixture(autouse=True)
+def _threads_kept() -> Any:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def work_of_preset(config: dict[str, Any]) -> ModelWork:
+    return count_work(config, dict(tensor_shapes(config)))
+
+
+def test_a_ceiling_is_the_best_form_of_its_threads_and_the_limit_the_best_ceiling() -> None:
+    assert [(c.read_form, c.read_bytes_per_s) for c in LIMITS.ceilings] == [("dot", 12e9), ("sum", 20e9)]
+    assert (LIMITS.read_bytes_per_s, LIMITS.flops) == (20e9, 300e9)
+
+
+def test_limit_tables_have_a_column_for_each_number_of_threads() -> None:
+    ceilings, reads, products = limit_tables(LIMITS)
+    assert ceilings.rows[0] == (1, 12.0, "dot", 300.0, "plain")
+    assert reads.rows == (("sum", 10.0, 20.0), ("dot", 12.0, 15.0))
+    assert products.columns == ("form", "GFLOP/s, 1 thread", "GFLOP/s, 2 threads")
+
+
+def test_a_tied_model_reads_all_its_matrices_once() -> None:
+    work = work_of_preset(QWEN2_05B)
+    vectors = 24 * (2 * 896 + 896 + 2 * 128) + 896
+    assert work.weights_read(1) == work.weights_read(32) == num_parameters(QWEN2_05B) - vectors
+    assert work.kv_width == 24 * 2 * 2 * 64
+    assert work.query_width == 24 * 896
+
+
+def test_an_untied_model_does_not_read_its_embedding() -> None:
+    tied, untied = (work_of_preset({**QWEN2_05B, "tie_word_embeddings": is_tied}) for is_tied in (True, False))
+    assert tied == untied
+
+
+def test_more_tokens_touch_more_experts_but_each_computes_its_own() -> None:
+    work = work_of_preset(MOE_1B)
+    dense = work.body + work.head
+    assert work.weights_read(1) == dense + work.experts * 4 / 32
+    assert work.weights_read(2) == pytest.approx(dense + work.experts * (1 - (28 / 32) ** 2))
+    assert work.weights_read(10_000) == pytest.approx(dense + work.experts)
+    assert work.flops(2, 0, 2) == 2 * work.flops(1, 0, 1) == 4 * (dense + work.experts / 8)
+
+
+def test_decode_is_limited_by_reading_or_by_computing_whichever_takes_longer() -> None:
+    # 1000 weights and 5 * 50 * 4 numbers of keys and values, 2 bytes each; 5 rows compute 2 * 1000 and 4 * 10 * 50 each
+    assert decode_limit_s(DENSE, Speed(1000.0, 1e9), 5, 50, 2) == (1000 + 1000) * 2 / 1000
+    assert decode_limit_s(DENSE, Speed(1e9, 1000.0), 5, 50, 2) == 5 * (2000 + 2000) / 1000
+
+
+def test_prefill_computes_the_head_once_and_half_of_all_pairs() -> None:
+    assert prefill_limit_s(DENSE, Speed(1e9, 1.0), 3, 2) == 2 * (900 * 3 + 100) + 4 * 10 * (1 + 2 + 3)
+    assert prefill_limit_s(DENSE, Speed(1.0, 1e9), 3, 2) == 1000 * 2
+
+
+def test_serving_is_limited_by_all_prompts_and_then_all_steps() -> None:
+    speed = Speed(1000.0, 1000.0)
+    seconds = 4 * prefill_limit_s(DENSE, speed, 10, 2) + 7 * decode_limit_s(DENSE, speed, 4, 14, 2)
+    assert serving_limit_tokens_per_s(DENSE, speed, 4, 10, 8, 2) == 4 * 8 / seconds
+
+
+def test_cases_leave_out_what_would_not_fit_and_have_room_for_the_rest() -> None:
+    assert CASES.decodes == [(1, 17), (1, 40), (3, 17)]
+    assert CASES.max_model_len > 40 + CASES.num_steps
+    assert CASES.num_kv_tokens >= 3 * (17 + CASES.num_steps)
+
+
+def test_the_engine_bench_decodes_all_rows_in_each_step_it_times(tiny_directory: Path) -> None:
+    config = parse_model_config(msgspec.json.decode((tiny_directory / "config.json").read_bytes()))
+    runner = open_engine(tiny_directory, config, CASES, "float32", 1)
+    bench = EngineBench(runner)
+    assert bench.prefill(20) > 0
+    runs = [bench.decode(num_rows, context, CASES.num_steps) for num_rows, context in CASES.decodes]
+    assert [(run.num_rows, run.context) for run in runs] == [(1, 21), (1, 44), (3, 21)]
+    assert all(run.step_s > 0 for run in runs)
+
+
+def test_shares_are_of_the_limits_given() -> None:
+    memory = MemoryRun(weights=2**20, kv=2**20, activations=0, before=0, peak=5 * 2**20, anonymous=4 * 2**20)
+    speed = Speed(1000.0, 1e9)
+    prefill, decode, sizes = result_tables(
+        [PrefillRun(3, 4.0)], [DecodeRun(5, 50, 8.0)], memory, DENSE, speed, number_bytes=2
+    )
+    assert prefill.rows == ((3, 0.75, 1.5, 0.5),)
+    assert decode.rows == ((5, 50, 8000.0, 0.625, 1.25, 0.5),)
+    assert sizes.rows[0][-2:] == (3.0, 2.0)
+
+
+def test_the_work_of_a_directory_is_that_of_its_shape(tiny_directory: Path) -> None:
+    assert work_of(tiny_directory) == work_of_preset({**QWEN2_05B, **TINY})
+
+
+def test_a_directory_without_a_model_is_a_cause_and_a_fix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--model", str(tmp_path), "--quick"]) == 2
+    assert "Fix: name a model directory" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_engine_bench_measures_and_writes(tiny_directory: Path, tmp_path: Path) -> None:
+    path = tmp_path / "engine.json"
+    assert main(["--model", str(tiny_directory), "--quick", "--json", str(path)]) == 0
+    result = read_result(path)
+    assert [table.title for table in result.tables][:3] == ["Prefill of one prompt", "Decode", "Memory, MiB"]
+    assert result.details["memory"]["peak"] > result.details["memory"]["weights"]
+    assert {probe["kind"] for probe in result.details["limits"]["probes"]} == {"read", "product"}
