@@ -8,9 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from core.errors import ExitCode, StartupError
-from server.connection import Connection, ConnectionContext, Handler
+from server.connection import Connection
 from server.connection_limits import ConnectionLimits
-from server.http1 import HttpDate
+from server.exchanges import ConnectionContext, Handler
+from server.response_fields import HttpDate
 from server.write_batch import WriteBatch
 
 _NOTSENT_LOWAT_BYTES = 16 * 1024  # without it a loopback's kernel takes 4 MB before a slow reader is noticed
