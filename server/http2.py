@@ -183,12 +183,27 @@ class Http2Protocol:
             self._collect()
             self.fail(error.error_code, goaway_is_written=True)
             return []
-        self._h2.encoder.header_table_size = min(self._h2.encoder.header_table_size, _TABLE_BYTES)
+        self._clamp_encoder()
         self._collect()
         if self._gate.refusal is not None:
             self.fail(self._gate.refusal.code)
             return []
         return events
+
+    def _clamp_encoder(self) -> None:
+        """The peer's SETTINGS_HEADER_TABLE_SIZE is how much we may use of its memory, and of ours.
+
+        RFC 7541 §4.2: of several changes the smallest and the last are signalled. hpack 4.2 signals all of them, also
+        such as the last one forbids, and none when the last one is said twice.
+        """
+        encoder = self._h2.encoder
+        changes = encoder.table_size_changes
+        if changes:
+            size = min(encoder.header_table_size, _TABLE_BYTES)
+            least = min(*changes, size)
+            encoder.header_table_size = size
+            encoder.table_size_changes = [least, size] if least < size else [size]
+            encoder.header_table.resized = True
 
     def fail(self, code: ErrorCodes, goaway_is_written: bool = False) -> None:
         """End the connection, and all its streams."""
