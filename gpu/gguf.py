@@ -89,17 +89,43 @@ def dequantise_q4_0(blocks: Tensor) -> Tensor:
     return nibbles.float().sub_(8).mul_(_halves(blocks[:, :2]))
 
 
-def dequantise_q4_k(blocks: Tensor) -> Tensor:
-    """Scale of scales, scale of minima, 8 of each in 6 bits, 256 nibbles: in each 32 bytes first all low, then high.
+def dequantise_q5_0(blocks: Tensor) -> Tensor:
+    """Scale, 32 fifth bits, then as Q4_0; 16 is zero."""
+    nibbles = torch.cat([blocks[:, 6:] & 15, blocks[:, 6:] >> 4], 1)
+    fifths = (blocks[:, 2:6].unsqueeze(2) >> torch.arange(8, dtype=torch.uint8)) & 1  # [blocks, 4, 8]
+    return (nibbles | (fifths.flatten(1) << 4)).float().sub_(16).mul_(_halves(blocks[:, :2]))
 
-    Source: ggml-quants.c, dequantize_row_q4_K and get_scale_min_k4.
+
+def dequantise_q4_k(blocks: Tensor) -> Tensor:
+    """Scales and minima of 8 parts, 256 nibbles: in each 32 bytes first all low, then all high.
+
+    Source: ggml-quants.c, dequantize_row_q4_K.
+    """
+    return _scaled_parts(blocks, _k_nibbles(blocks[:, 16:]))
+
+
+def dequantise_q5_k(blocks: Tensor) -> Tensor:
+    """As Q4_K, with 32 bytes of fifth bits before the nibbles: bit n of them is of part n."""
+    shifts = torch.arange(8, dtype=torch.uint8).view(8, 1)
+    fifths = (blocks[:, 16:48].unsqueeze(1) >> shifts) & 1  # [blocks, 8, 32]
+    return _scaled_parts(blocks, _k_nibbles(blocks[:, 48:]) | (fifths << 4))
+
+
+def _k_nibbles(packed: Tensor) -> Tensor:
+    """[blocks, 128] bytes → [blocks, 8, 32]"""
+    packed = packed.reshape(-1, 4, 32)
+    return torch.stack([packed & 15, packed >> 4], 2).view(-1, 8, 32)
+
+
+def _scaled_parts(blocks: Tensor, quants: Tensor) -> Tensor:
+    """Scale of scales, scale of minima, 8 of each in 6 bits. quants: [blocks, 8, 32] → [blocks, 256], float32.
+
+    Source: ggml-quants.c, get_scale_min_k4.
     """
     low, high, mixed = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]  # [blocks, 4] each
     scales = torch.cat([low & 63, (mixed & 15) | ((low >> 2) & 48)], 1).float() * _halves(blocks[:, :2])
     minima = torch.cat([high & 63, (mixed >> 4) | ((high >> 2) & 48)], 1).float() * _halves(blocks[:, 2:4])
-    packed = blocks[:, 16:].reshape(-1, 4, 32)
-    nibbles = torch.stack([packed & 15, packed >> 4], 2).view(-1, 8, 32).float()
-    return nibbles.mul_(scales.unsqueeze(2)).sub_(minima.unsqueeze(2)).view(-1, K_ELEMENTS)
+    return quants.float().mul_(scales.unsqueeze(2)).sub_(minima.unsqueeze(2)).view(-1, K_ELEMENTS)
 
 
 def dequantise_q6_k(blocks: Tensor) -> Tensor:
@@ -120,7 +146,9 @@ FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 DEQUANTISERS: dict[str, Callable[[Tensor], Tensor]] = {
     "Q8_0": dequantise_q8_0,
     "Q4_0": dequantise_q4_0,
+    "Q5_0": dequantise_q5_0,
     "Q4_K": dequantise_q4_k,
+    "Q5_K": dequantise_q5_k,
     "Q6_K": dequantise_q6_k,
 }
 

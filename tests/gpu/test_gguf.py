@@ -56,7 +56,7 @@ def test_families_give_the_same_tokens_as_their_safetensors(name: str, tmp_path:
     assert greedy(file) == greedy(directory)
 
 
-@pytest.mark.parametrize("quantisation", [Q.F16, Q.BF16, Q.Q8_0, Q.Q4_0])
+@pytest.mark.parametrize("quantisation", [Q.F16, Q.BF16, Q.Q8_0, Q.Q4_0, Q.Q5_0])
 def test_formats_give_the_same_tokens_as_what_they_stand_for(quantisation: Q, tmp_path: Path, model_directory) -> None:
     source = copied(model_directory("llama2"), tmp_path / "plain", lambda t: quantised_numbers(t, quantisation))
     file = write_gguf(model_directory("llama2"), tmp_path / "model.gguf", quantisation)
@@ -111,7 +111,7 @@ def test_any_block_is_dequantised_as_the_gguf_package_does(name: str) -> None:
 def random_blocks(name: str, number: int) -> np.ndarray:
     """Any bytes, but scales that are finite and small."""
     blocks = np.random.default_rng(5).integers(0, 256, (number, BLOCKS[name][1]), dtype=np.uint8)
-    for column in {"Q8_0": [0], "Q4_0": [0], "Q4_K": [0, 2], "Q6_K": [208]}[name]:
+    for column in {"Q8_0": [0], "Q4_0": [0], "Q5_0": [0], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]}[name]:
         scales = np.random.default_rng(column).normal(0, 0.01, number).astype(np.float16)
         blocks[:, column : column + 2] = scales.view(np.uint8).reshape(number, 2)
     return blocks
