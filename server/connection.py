@@ -65,6 +65,9 @@ class Connection(asyncio.Protocol):
             return
         high = self._limits.unsent_bytes
         self._transport.set_write_buffer_limits(high=high, low=high // 4)
+        tls = transport.get_extra_info("ssl_object")
+        if tls is not None and tls.selected_alpn_protocol() == "h2":
+            self.speak_http2()
         self._timer.arm()
 
     def data_received(self, data: bytes) -> None:
@@ -142,7 +145,7 @@ class Connection(asyncio.Protocol):
         if stream.is_open:
             self._exchanges.fail(stream)
 
-    def speak_http2(self, data: bytes) -> None:
+    def speak_http2(self, data: bytes = b"") -> None:
         """The peer speaks HTTP/2; `data` is all that it has said."""
         self._exchanges = Http2Exchanges(self, self._context)
         self._exchanges.receive(data)
