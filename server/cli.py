@@ -41,7 +41,7 @@ examples:
   steploop serve --model Qwen/Qwen3-0.6B          fetched from the hub, where it is not here yet
   steploop serve --model Qwen3-0.6B-Q8_0.gguf     a GGUF file
   steploop serve --model DIR --estimate           the memory plan, without loading anything
-  STEPLOOP_API_KEY=secret steploop serve --host 0.0.0.0
+  STEPLOOP_API_KEY=secret steploop serve --host 0.0.0.0 --tls-cert chain.pem --tls-key key.pem
   steploop serve --config steploop.toml --max-model-len 8192""",
     "chat": """\
 examples:
@@ -286,12 +286,13 @@ def _chat(arguments: argparse.Namespace, config: ServerConfig) -> int:
     if arguments.url is not None and arguments.model is not None:
         raise StartupError("--url and --model are two different models", "give one of them", ExitCode.USAGE)
     if arguments.model is None:
-        url = arguments.url or base_url(config.host, config.port)
+        url = arguments.url or base_url(config.host, config.port, config.tls_cert is not None)
         backend = HttpChatBackend(url, config.api_keys[0] if config.api_keys else None)
         if arguments.url is not None or (config.port and backend.is_up()):
             backend.wait_ready(_report)
             return _converse(backend, arguments.question)
-    with serve_and_chat(config, start_in_thread, _report) as backend:
+    own = replace(config, tls_cert=None, tls_key=None)  # nobody else is to reach it
+    with serve_and_chat(own, start_in_thread, _report) as backend:
         return _converse(backend, arguments.question)
 
 

@@ -188,6 +188,22 @@ class ServerConfig:
     port: int = field(
         default=8000, metadata=_option("port", count_between(0, 65_535), "PORT", "0 takes a free one", group="server")
     )
+    tls_cert: Path | None = field(
+        default=None,
+        metadata=_option(
+            "tls-cert",
+            existing_file,
+            "FILE",
+            "PEM certificate with its chain: https instead of http; read again on SIGHUP",
+            group="server",
+        ),
+    )
+    tls_key: Path | None = field(
+        default=None,
+        metadata=_option(
+            "tls-key", existing_file, "FILE", "PEM key, where it is not in the certificate's file", group="server"
+        ),
+    )
     api_keys: tuple[str, ...] = field(
         default=(),
         repr=False,

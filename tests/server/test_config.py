@@ -48,6 +48,8 @@ SAMPLES = {
     "dtype": "float32",
     "kv-memory": "2GiB",
     "host": "::1",
+    "tls-cert": "{file}",
+    "tls-key": "{file}",
     "api-key": "secret",
     "log-level": "debug",
     "log-format": "json",
