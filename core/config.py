@@ -12,12 +12,14 @@ from typing import Any
 from core.config_fields import bad_field, positive_float, positive_int, read_bool, token_ids, unsupported_field
 from core.errors import UnsupportedModel
 from core.families import FAMILIES, Family
+from core.layer_config import LAYER_TYPES, parse_experts, parse_layers
+from core.layer_config import ExpertsConfig as ExpertsConfig
+from core.layer_config import LayerConfig as LayerConfig
 from core.rope_config import RopeConfig as RopeConfig
 from core.rope_config import parse_rope
 
 BLOCK_SIZE = 16  # tokens per KV block
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
-LAYER_TYPES = ("full_attention", "sliding_attention")
 
 # Fields that change the output, and the values under which they do not.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -52,19 +54,6 @@ class EngineConfig:
     max_batch_tokens: int = 512
     max_sequences: int = 64
     threads: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class LayerConfig:
-    """What layers of one model differ in.
-
-    Args:
-        rope: None: q and k are not turned.
-        window: a token sees so many, itself counted in; None: all before it.
-    """
-
-    rope: RopeConfig | None
-    window: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +93,9 @@ class ModelConfig:
     has_pre_norm: bool = True
     has_post_norm: bool = False
     has_norm_offset: bool = False
+    has_sinks: bool = False
     has_fused_weights: bool = False
+    experts: ExpertsConfig | None = None
     activation: str = "silu"
     attention_scale: float | None = None
     attention_cap: float | None = None
@@ -138,23 +129,33 @@ class ModelConfig:
     @property
     def num_parameters(self) -> int:
         """Counted once where embeddings are tied."""
-        layers = self.num_layers * (self._attention_parameters + self._mlp_parameters)
+        num_sparse = sum(self.layer(index).is_sparse for index in range(self.num_layers))
+        mlps = num_sparse * self._expert_parameters + (self.num_layers - num_sparse) * self._mlp_parameters
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
-        return layers + embeddings + self.hidden_size
+        return self.num_layers * self._attention_parameters + mlps + embeddings + self.hidden_size
 
     @property
     def _attention_parameters(self) -> int:
         qkv = self.query_size + 2 * self.kv_size
-        norms = (self.has_pre_norm + self.has_post_norm) * self.hidden_size
+        norms = 2 * (self.has_pre_norm + self.has_post_norm) * self.hidden_size  # the MLP's too
         qk_norms = {"none": 0, "head": 2 * self.head_dim, "all": self.query_size + self.kv_size}[self.qk_norm]
         biases = qkv * self.qkv_bias + self.hidden_size * self.output_bias
-        return (qkv + self.query_size) * self.hidden_size + norms + qk_norms + biases
+        sinks = self.num_heads * self.has_sinks
+        return (qkv + self.query_size) * self.hidden_size + norms + qk_norms + biases + sinks
 
     @property
     def _mlp_parameters(self) -> int:
-        norms = (self.has_pre_norm + self.has_post_norm) * self.hidden_size
         biases = (2 * self.intermediate_size + self.hidden_size) * self.mlp_bias
-        return 3 * self.hidden_size * self.intermediate_size + norms + biases
+        return 3 * self.hidden_size * self.intermediate_size + biases
+
+    @property
+    def _expert_parameters(self) -> int:
+        """Of one layer."""
+        if self.experts is None:
+            return 0
+        width = self.experts.intermediate_size
+        expert = 3 * self.hidden_size * width + (2 * width + self.hidden_size) * self.experts.has_bias
+        return self.experts.num_experts * (expert + self.hidden_size + self.experts.has_bias)
 
 
 def parse_model_config(config: Mapping[str, Any]) -> ModelConfig:
@@ -188,10 +189,10 @@ def parse_model_config(config: Mapping[str, Any]) -> ModelConfig:
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        max_position=_served_positions(rope, max_position),
+        max_position=_served_positions(config, rope, max_position),
         rms_norm_eps=positive_float(config, "rms_norm_eps", 1e-6),
         rope=rope,
-        layers=_layers(config, family, num_layers, rope, local_rope),
+        layers=parse_layers(config, family, num_layers, rope, local_rope),
         qkv_bias=family.has_qkv_bias or has_attention_bias,
         output_bias=has_attention_bias,
         mlp_bias=family.has_mlp_bias and read_bool(config, "mlp_bias"),
@@ -199,7 +200,9 @@ def parse_model_config(config: Mapping[str, Any]) -> ModelConfig:
         has_pre_norm=family.has_pre_norm,
         has_post_norm=family.has_post_norm,
         has_norm_offset=family.has_norm_offset,
+        has_sinks=family.has_sinks,
         has_fused_weights=family.is_fused,
+        experts=parse_experts(config, family),
         activation=_activation(config, family),
         **_scales(config, family),
         tie_embeddings=read_bool(config, "tie_word_embeddings"),
@@ -232,15 +235,26 @@ def _refuse_output_changing_fields(config: Mapping[str, Any], family: Family) ->
         neutral["use_sliding_window"] = (False, None)
     if family.model_type == "gemma3_text":
         neutral["attn_logit_softcapping"] = (None,)  # transformers reads it and does not apply it
+    if family.model_type == "gpt_oss":
+        neutral |= {"swiglu_alpha": (1.702, None), "swiglu_limit": (7, 7.0, None)}
+        if _quant_method(config) == "mxfp4":
+            del neutral["quantization_config"]
     for name, values in neutral.items():
         if config.get(name) not in values:
             raise unsupported_field(name, config[name], values)
 
 
+def _quant_method(config: Mapping[str, Any]) -> object:
+    given = config.get("quantization_config")
+    return given.get("quant_method") if isinstance(given, Mapping) else None
+
+
 def _activation(config: Mapping[str, Any], family: Family) -> str:
-    name = config.get(family.activation) or family.defaults.get(family.activation, "silu")
+    if family.activation is not None:
+        return family.activation
+    name = config.get(family.activation_field) or family.defaults.get(family.activation_field, "silu")
     if name not in ACTIVATIONS:
-        raise unsupported_field(family.activation, name, ACTIVATIONS)
+        raise unsupported_field(family.activation_field, name, ACTIVATIONS)
     return str(name)
 
 
@@ -263,13 +277,19 @@ def _scales(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     return {}
 
 
+def _rope_fields(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Of the two spellings the older goes first, as in transformers."""
+    given = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(given, Mapping):
+        raise bad_field(f"the rope configuration is not an object: {given!r}.")
+    return given
+
+
 def _ropes(
     config: Mapping[str, Any], family: Family, max_position: int, head_dim: int
 ) -> tuple[RopeConfig, RopeConfig]:
     """Of layers without a window, and with one; nested by layer type where transformers 5 writes it so."""
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(given, Mapping):
-        raise bad_field(f"the rope configuration is not an object: {given!r}.")
+    given = _rope_fields(config)
     is_nested = any(isinstance(value, Mapping) for value in given.values())
     if is_nested and not family.has_local_rope:
         raise unsupported_field("rope_parameters", sorted(given), ("one configuration for all layers",))
@@ -288,80 +308,13 @@ def _ropes(
     return parse(full), parse({"rope_theta": config["rope_local_base_freq"], **local})
 
 
-def _served_positions(rope: RopeConfig, max_position: int) -> int:
-    """Yarn stretches its original context to factor times; of longrope the original is what can be computed exactly."""
-    if rope.kind == "yarn":
+def _served_positions(config: Mapping[str, Any], rope: RopeConfig, max_position: int) -> int:
+    """Yarn stretches the original context it names; of longrope the original is what can be computed exactly."""
+    if rope.kind == "yarn" and "original_max_position_embeddings" in {**config, **_rope_fields(config)}:
         return max(max_position, int(rope.original_max_position * rope.factor))
     if rope.kind == "longrope":
         return min(max_position, rope.original_max_position)
     return max_position
-
-
-def _layers(
-    config: Mapping[str, Any], family: Family, num_layers: int, rope: RopeConfig, local_rope: RopeConfig
-) -> tuple[LayerConfig, ...]:
-    """Which layers turn, and which have a window."""
-    is_rotated = _rotated_layers(config, family, num_layers)
-    is_windowed = _windowed_layers(config, family, is_rotated)
-    window = positive_int(config, "sliding_window") if any(is_windowed) else None
-    layers = []
-    for rotated, windowed in zip(is_rotated, is_windowed, strict=True):
-        own_rope = local_rope if windowed else rope
-        layers.append(LayerConfig(own_rope if rotated else None, window if windowed else None))
-    return () if set(layers) == {LayerConfig(rope)} else tuple(layers)
-
-
-def _rotated_layers(config: Mapping[str, Any], family: Family, num_layers: int) -> list[bool]:
-    """SmolLM3: no_rope_layers says 1 where a layer does turn."""
-    if family.windows != "unrotated":
-        return [True] * num_layers
-    listed = config.get("no_rope_layers")
-    if listed is None:
-        interval = positive_int(config, "no_rope_layer_interval")
-        return [(index + 1) % interval != 0 for index in range(num_layers)]
-    if not isinstance(listed, list) or len(listed) < num_layers or any(item not in (0, 1) for item in listed):
-        raise bad_field(f"no_rope_layers={listed!r} is not a list of {num_layers} zeros and ones.")
-    return [bool(item) for item in listed[:num_layers]]
-
-
-def _windowed_layers(config: Mapping[str, Any], family: Family, is_rotated: list[bool]) -> list[bool]:
-    """As layer_types says, or as the family does; where the family has no choice, both must agree."""
-    num_layers = len(is_rotated)
-    by_family = _windowed_by_family(config, family, is_rotated)
-    listed = config.get("layer_types")
-    if listed is None:
-        return by_family
-    if not isinstance(listed, list) or len(listed) != num_layers or not set(listed) <= set(LAYER_TYPES):
-        raise unsupported_field("layer_types", listed, LAYER_TYPES)
-    is_windowed = [kind == "sliding_attention" for kind in listed]
-    has_choice = family.windows == "pattern" or (
-        family.windows in ("late", "unrotated") and bool(config.get("use_sliding_window"))
-    )
-    if is_windowed != by_family and not has_choice:
-        raise unsupported_field(
-            "layer_types", listed, (["sliding_attention" if w else "full_attention" for w in by_family],)
-        )
-    return is_windowed
-
-
-def _windowed_by_family(config: Mapping[str, Any], family: Family, is_rotated: list[bool]) -> list[bool]:
-    num_layers = len(is_rotated)
-    if family.windows == "pattern":
-        interval = positive_int(config, "sliding_window_pattern")
-        return [(index + 1) % interval != 0 for index in range(num_layers)]
-    has_window = config.get("sliding_window") is not None
-    if family.windows in ("switched", "late", "unrotated"):
-        has_window = has_window and read_bool(config, "use_sliding_window")
-    if not has_window or family.windows == "none":
-        return [False] * num_layers
-    if family.windows == "late":
-        first = config.get("max_window_layers")
-        if not isinstance(first, int):
-            raise bad_field(f"max_window_layers={first!r} is not a number of layers.")
-        return [index >= first for index in range(num_layers)]
-    if family.windows == "unrotated":
-        return [not rotated for rotated in is_rotated]
-    return [True] * num_layers
 
 
 def _optional_float(config: Mapping[str, Any], name: str) -> float | None:

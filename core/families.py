@@ -24,8 +24,9 @@ class Family:
         windows: which layers have a sliding window where layer_types does not say: "none"; "all", if sliding_window
             is set; with use_sliding_window "switched" (all), "late" (from max_window_layers) or "unrotated" (those
             without RoPE); "pattern" (all but every n-th: sliding_window_pattern).
-        experts: the name of the field with an expert's width; None: no experts.
-        activation: the name of the field.
+        has_sinks: each head has a score of its own that takes a share of the softmax and brings no value.
+        expert_width: the name of the field with an expert's width; None: no experts.
+        activation_field: which names the activation; `activation`: where no field does.
     """
 
     architecture: str
@@ -42,8 +43,10 @@ class Family:
     has_partial_rotary: bool = False
     has_local_rope: bool = False
     windows: str = "none"
-    experts: str | None = None
-    activation: str = "hidden_act"
+    has_sinks: bool = False
+    expert_width: str | None = None
+    activation_field: str = "hidden_act"
+    activation: str | None = None
 
 
 _GEMMA_DEFAULTS = {
@@ -130,7 +133,7 @@ FAMILIES = (
         has_post_norm=True,
         has_norm_offset=True,
         windows="pattern",
-        activation="hidden_activation",
+        activation_field="hidden_activation",
     ),
     Family(
         "Gemma3ForCausalLM",
@@ -148,6 +151,65 @@ FAMILIES = (
         has_norm_offset=True,
         has_local_rope=True,
         windows="pattern",
-        activation="hidden_activation",
+        activation_field="hidden_activation",
+    ),
+    Family(
+        "MixtralForCausalLM",
+        "mixtral",
+        {
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131_072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1_000_000.0,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+        windows="all",
+        expert_width="intermediate_size",
+    ),
+    Family(
+        "Qwen3MoeForCausalLM",
+        "qwen3_moe",
+        {
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32_768,
+            "sliding_window": 4096,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "decoder_sparse_step": 1,
+        },
+        has_attention_bias=True,
+        qk_norm="head",
+        windows="switched",
+        expert_width="moe_intermediate_size",
+    ),
+    Family(
+        "GptOssForCausalLM",
+        "gpt_oss",
+        {
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "max_position_embeddings": 131_072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150_000.0,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+            "sliding_window": 128,
+            "sliding_window_pattern": 2,
+            "attention_bias": True,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+        },
+        has_attention_bias=True,
+        has_sinks=True,
+        windows="pattern",
+        expert_width="intermediate_size",
+        activation="clamped_swiglu",
     ),
 )

@@ -151,8 +151,19 @@ def _activation_bytes(model: ModelConfig, engine: EngineConfig, max_model_len: i
     if engine.kv_memory_bytes is not None:
         gathered = min(gathered, engine.kv_memory_bytes // model.num_layers)
     logits = engine.max_sequences * model.vocab_size * 4 * 4  # float32: raw, adjusted, scaled, noise
-    written_out = 3 * 4 * MAX_SCORES if model.attention_cap is not None else 0  # float32: products, and two steps on
-    return one_layer + mask + gathered + logits + written_out
+    is_written_out = model.attention_cap is not None or model.has_sinks
+    written_out = 3 * 4 * MAX_SCORES * is_written_out  # float32: products, and two steps on
+    return one_layer + mask + gathered + logits + written_out + _expert_activation_bytes(model, engine, dtype)
+
+
+def _expert_activation_bytes(model: ModelConfig, engine: EngineConfig, dtype: torch.dtype) -> int:
+    """Each token once for each of its experts: in, out of all, in order again, and once as float32."""
+    if model.experts is None:
+        return 0
+    copies = engine.max_batch_tokens * model.experts.num_active
+    return copies * (
+        model.hidden_size * (3 * dtype.itemsize + 4) + 3 * model.experts.intermediate_size * dtype.itemsize
+    )
 
 
 def _size(size_bytes: int) -> str:

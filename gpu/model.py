@@ -13,19 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from core.config import ModelConfig
+from core.config import LayerConfig, ModelConfig
 from gpu.attention import paged_attention
 from gpu.batch import DeviceBatch
+from gpu.expert_weights import ExpertWeights
 from gpu.kv_cache import KVCache, LayerKV
 from gpu.linear import Linear, can_pack, make_linear
+from gpu.mlp import GATED, Experts, Mlp
 from gpu.rope import Rope, apply_rope
 from gpu.scores import Scores
 from gpu.weights import LayerWeights, ModelWeights
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
-}
 
 
 @dataclass(slots=True)
@@ -38,11 +35,11 @@ class Layer:
     qkv: Linear  # hidden -> query + 2 * kv
     query_norm: Tensor | None  # [head_dim] or [heads, head_dim]
     key_norm: Tensor | None  # [head_dim] or [kv_heads, head_dim]
+    scores: Scores
     output: Linear  # query -> hidden
     attention_post_norm: Tensor | None  # [hidden]
     mlp_norm: Tensor | None  # [hidden]
-    gate_up: Linear  # hidden -> 2 * intermediate
-    down: Linear  # intermediate -> hidden
+    mlp: Mlp | Experts
     mlp_post_norm: Tensor | None  # [hidden]
 
 
@@ -60,17 +57,16 @@ class Model:
         used = [rope for rope in turning if rope is not None]
         self.ropes = [Rope(rope, config.head_dim, device) for rope in used]
         self.layers = [
-            _layer(weights.layers.pop(0), layer.window, used.index(layer.rope) if layer.rope else None, is_packed)
+            _layer(config, weights.layers.pop(0), layer, used.index(layer.rope) if layer.rope else None, is_packed)
             for layer in map(config.layer, range(config.num_layers))
         ]
-        self._scores = Scores(config.attention_scale, config.attention_cap)
-        self._activation = ACTIVATIONS[config.activation]
+        scale = config.residual_scale
+        self._add: Callable[..., Tensor] = torch.add if scale == 1 else partial(torch.add, alpha=scale)
         # Rounded to the weights' format, as the models were trained.
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=dtype))
 
     def forward(self, batch: DeviceBatch, cache: KVCache) -> Tensor:
         """Compute the batch's tokens, and the logits of the rows that sample: [sampled, vocab], float32."""
-        residual_scale = self.config.residual_scale
         x = F.embedding(batch.token_ids, self.embedding)  # [tokens, hidden]
         if self._embedding_scale != 1:
             x = x.mul_(self._embedding_scale)
@@ -80,12 +76,12 @@ class Model:
             added = self._attention(layer, normed, rotations, batch, kv)
             if layer.attention_post_norm is not None:
                 added = self._norm(added, layer.attention_post_norm)
-            x = torch.add(x, added, alpha=residual_scale)
+            x = self._add(x, added)
             normed = x if layer.mlp_norm is None else self._norm(x, layer.mlp_norm)
-            added = self._mlp(layer, normed)
+            added = layer.mlp(normed)
             if layer.mlp_post_norm is not None:
                 added = self._norm(added, layer.mlp_post_norm)
-            x = torch.add(x, added, alpha=residual_scale)  # [tokens, hidden]
+            x = self._add(x, added)  # [tokens, hidden]
         if not len(batch.sampled_rows):
             return x.new_empty((0, self.config.vocab_size), dtype=torch.float32)
         return self._logits(x.index_select(0, batch.sampled_tokens))
@@ -104,12 +100,7 @@ class Model:
         kv.keys.index_copy_(0, batch.kv_slots, query_key[:, config.num_heads :])
         kv.values.index_copy_(0, batch.kv_slots, qkv[:, num_rotated:])
         query, groups = query_key[:, : config.num_heads], batch.groups[layer.window]
-        return layer.output(paged_attention(query, kv, groups, self._scores))
-
-    def _mlp(self, layer: Layer, x: Tensor) -> Tensor:
-        """A gated MLP (arXiv:2002.05202). x: [tokens, hidden], normed; also returned so."""
-        gate, up = layer.gate_up(x).chunk(2, -1)  # [tokens, intermediate] each
-        return layer.down(self._activation(gate).mul_(up))
+        return layer.output(paged_attention(query, kv, groups, layer.scores))
 
     def _logits(self, x: Tensor) -> Tensor:
         """x: [sampled, hidden]; returns [sampled, vocab], float32."""
@@ -127,18 +118,27 @@ class Model:
         return F.rms_norm(x, weight.shape, weight, self.config.rms_norm_eps)
 
 
-def _layer(weights: LayerWeights, window: int | None, rope: int | None, is_packed: bool) -> Layer:
+def _layer(config: ModelConfig, weights: LayerWeights, layer: LayerConfig, rope: int | None, is_packed: bool) -> Layer:
     return Layer(
         rope=rope,
-        window=window,
+        window=layer.window,
         attention_norm=weights.attention_norm,
         qkv=make_linear(weights.qkv, weights.qkv_bias, is_packed),
         query_norm=weights.query_norm,
         key_norm=weights.key_norm,
+        scores=Scores(config.attention_scale, config.attention_cap, weights.sinks),
         output=make_linear(weights.output, weights.output_bias, is_packed),
         attention_post_norm=weights.attention_post_norm,
         mlp_norm=weights.mlp_norm,
-        gate_up=make_linear(weights.gate_up, weights.gate_up_bias, is_packed),
-        down=make_linear(weights.down, weights.down_bias, is_packed),
+        mlp=_mlp(config, weights, is_packed),
         mlp_post_norm=weights.mlp_post_norm,
     )
+
+
+def _mlp(config: ModelConfig, weights: LayerWeights, is_packed: bool) -> Mlp | Experts:
+    gated = GATED[config.activation]
+    if isinstance(weights.mlp, ExpertWeights):
+        assert config.experts is not None
+        return Experts(config.experts, weights.mlp, gated, is_packed)
+    gate_up = make_linear(weights.mlp.gate_up, weights.mlp.gate_up_bias, is_packed)
+    return Mlp(gate_up, make_linear(weights.mlp.down, weights.mlp.down_bias, is_packed), gated)

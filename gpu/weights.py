@@ -19,19 +19,32 @@ from torch import Tensor
 from core.config import ModelConfig
 from core.errors import BadCheckpoint
 from core.gguf import SUFFIX as GGUF_SUFFIX
+from gpu.expert_weights import Empty, ExpertWeights, empty_experts, expert_targets
 from gpu.gguf import GgufReader
+from gpu.targets import Target
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 # safetensors' names of the formats that convert to ours without loss of meaning
 FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+BYTES = "U8"
+PACKED_SUFFIXES = ("_blocks", "_scales")  # mxfp4
 # A buffer that old Llama checkpoints carry; computed here instead.
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
 NAMED_AT_MOST = 5  # tensors in one error message
 
-Empty = Callable[[tuple[int, ...]], Tensor]
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes total), as loading goes."""
+
+
+@dataclass(slots=True)
+class MlpWeights:
+    """One gated MLP; None where the family has no bias."""
+
+    gate_up: Tensor  # [2 * intermediate, hidden]
+    gate_up_bias: Tensor | None  # [2 * intermediate]
+    down: Tensor  # [hidden, intermediate]
+    down_bias: Tensor | None  # [hidden]
 
 
 @dataclass(slots=True)
@@ -46,14 +59,12 @@ class LayerWeights:
     qkv_bias: Tensor | None  # [query + 2 * kv]
     query_norm: Tensor | None  # [head_dim], or [heads, head_dim] over all heads at once
     key_norm: Tensor | None  # [head_dim], or [kv_heads, head_dim]
+    sinks: Tensor | None  # [heads]
     output: Tensor  # [hidden, query]
     output_bias: Tensor | None  # [hidden]
     attention_post_norm: Tensor | None  # [hidden]
     mlp_norm: Tensor | None  # [hidden]
-    gate_up: Tensor  # [2 * intermediate, hidden]
-    gate_up_bias: Tensor | None  # [2 * intermediate]
-    down: Tensor  # [hidden, intermediate]
-    down_bias: Tensor | None  # [hidden]
+    mlp: MlpWeights | ExpertWeights
     mlp_post_norm: Tensor | None  # [hidden]
 
 
@@ -65,25 +76,6 @@ class ModelWeights:
     layers: list[LayerWeights]
     norm: Tensor  # [hidden]; see LayerWeights
     lm_head: Tensor  # [vocab, hidden]; the embedding itself when tied
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """Where one tensor of the checkpoint goes.
-
-    Args:
-        into: rows of a parameter, of the checkpoint tensor's shape.
-        head_dim: reorder the rows within heads of this size; None: as they are.
-        rotary_dim: of each head, so many are reordered; None: all.
-        num_reordered: of the rows, so many are; None: all.
-        offset: what is added to each number.
-    """
-
-    into: Tensor
-    head_dim: int | None = None
-    rotary_dim: int | None = None
-    num_reordered: int | None = None
-    offset: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,39 +108,26 @@ class Checkpoint:
         return sizes.most_common(1)[0][0] if sizes else "nothing"
 
 
-def interleave_halves(rows: Tensor, head_dim: int, rotary_dim: int | None = None) -> Tensor:
-    """Reorder each head's rows from (first half, second half) to pairs: what RoPE turns lies side by side.
-
-    Scores do not change: q and k are reordered alike. rows: [heads * head_dim, ...], also returned so; of each head
-    the first rotary_dim rows are reordered, or all.
-    """
-    if rotary_dim is not None and rotary_dim != head_dim:
-        heads = rows.view(-1, head_dim, *rows.shape[1:])
-        turned = interleave_halves(heads[:, :rotary_dim].flatten(0, 1), rotary_dim)
-        turned = turned.view(-1, rotary_dim, *rows.shape[1:])
-        return torch.cat([turned, heads[:, rotary_dim:]], 1).view(rows.shape)
-    heads = rows.view(-1, 2, head_dim // 2, *rows.shape[1:])
-    return heads.transpose(1, 2).reshape(rows.shape)
-
-
 def empty_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> ModelWeights:
     """Allocate all parameters."""
     empty = partial(torch.empty, dtype=dtype, device=device)
     empty_norm = partial(torch.empty, dtype=torch.float32 if config.has_norm_offset else dtype, device=device)
-    layers = [_empty_layer(config, empty, empty_norm) for _ in range(config.num_layers)]
+    layers = [
+        _empty_layer(config, config.layer(index).is_sparse, empty, empty_norm) for index in range(config.num_layers)
+    ]
     embedding = empty((config.vocab_size, config.hidden_size))
     lm_head = embedding if config.tie_embeddings else empty((config.vocab_size, config.hidden_size))
     return ModelWeights(embedding, layers, empty_norm((config.hidden_size,)), lm_head)
 
 
-def _empty_layer(config: ModelConfig, empty: Empty, empty_norm: Empty) -> LayerWeights:
+def _empty_layer(config: ModelConfig, is_sparse: bool, empty: Empty, empty_norm: Empty) -> LayerWeights:
     def bias(exists: bool, size: int) -> Tensor | None:
         return empty((size,)) if exists else None
 
     def norm(exists: bool, *shape: int) -> Tensor | None:
         return empty_norm(shape) if exists else None
 
-    hidden, qkv, gate_up = config.hidden_size, config.query_size + 2 * config.kv_size, 2 * config.intermediate_size
+    hidden, qkv = config.hidden_size, config.query_size + 2 * config.kv_size
     query_heads, kv_heads = ((config.num_heads,), (config.num_kv_heads,)) if config.qk_norm == "all" else ((), ())
     return LayerWeights(
         attention_norm=norm(config.has_pre_norm, hidden),
@@ -156,15 +135,26 @@ def _empty_layer(config: ModelConfig, empty: Empty, empty_norm: Empty) -> LayerW
         qkv_bias=bias(config.qkv_bias, qkv),
         query_norm=norm(config.qk_norm != "none", *query_heads, config.head_dim),
         key_norm=norm(config.qk_norm != "none", *kv_heads, config.head_dim),
+        sinks=empty((config.num_heads,)) if config.has_sinks else None,
         output=empty((hidden, config.query_size)),
         output_bias=bias(config.output_bias, hidden),
         attention_post_norm=norm(config.has_post_norm, hidden),
         mlp_norm=norm(config.has_pre_norm, hidden),
-        gate_up=empty((gate_up, hidden)),
-        gate_up_bias=bias(config.mlp_bias, gate_up),
-        down=empty((hidden, config.intermediate_size)),
-        down_bias=bias(config.mlp_bias, hidden),
+        mlp=_empty_mlp(config, is_sparse, empty),
         mlp_post_norm=norm(config.has_post_norm, hidden),
+    )
+
+
+def _empty_mlp(config: ModelConfig, is_sparse: bool, empty: Empty) -> MlpWeights | ExpertWeights:
+    hidden, intermediate = config.hidden_size, config.intermediate_size
+    if is_sparse:
+        assert config.experts is not None
+        return empty_experts(config.experts, hidden, empty)
+    return MlpWeights(
+        gate_up=empty((2 * intermediate, hidden)),
+        gate_up_bias=empty((2 * intermediate,)) if config.mlp_bias else None,
+        down=empty((hidden, intermediate)),
+        down_bias=empty((hidden,)) if config.mlp_bias else None,
     )
 
 
@@ -197,19 +187,25 @@ def _layer_targets(config: ModelConfig, layer: LayerWeights) -> Iterator[tuple[s
     yield "self_attn.o_proj.weight", Target(layer.output)
     if layer.output_bias is not None:
         yield "self_attn.o_proj.bias", Target(layer.output_bias)
-    for suffix, gate_up, down in (
-        ("weight", layer.gate_up, layer.down),
-        ("bias", layer.gate_up_bias, layer.down_bias),
-    ):
+    if layer.sinks is not None:
+        yield "self_attn.sinks", Target(layer.sinks)
+    if isinstance(layer.mlp, ExpertWeights):
+        assert config.experts is not None
+        yield from expert_targets(config.experts, layer.mlp)
+    else:
+        yield from _mlp_targets(config, layer.mlp)
+
+
+def _mlp_targets(config: ModelConfig, mlp: MlpWeights) -> Iterator[tuple[str, Target]]:
+    for suffix, gate_up, down in (("weight", mlp.gate_up, mlp.down), ("bias", mlp.gate_up_bias, mlp.down_bias)):
         if gate_up is None or down is None:
             continue
-        parts = (
-            {"gate_up": gate_up}
-            if config.has_fused_weights
-            else dict(zip(("gate", "up"), gate_up.chunk(2), strict=True))
-        )
-        for name, rows in {**parts, "down": down}.items():
-            yield f"mlp.{name}_proj.{suffix}", Target(rows)
+        if config.has_fused_weights:
+            yield f"mlp.gate_up_proj.{suffix}", Target(gate_up)
+        else:
+            for name, rows in zip(("gate", "up"), gate_up.chunk(2), strict=True):
+                yield f"mlp.{name}_proj.{suffix}", Target(rows)
+        yield f"mlp.down_proj.{suffix}", Target(down)
 
 
 def _norm_targets(config: ModelConfig, layer: LayerWeights) -> Iterator[tuple[str, Target]]:
@@ -289,27 +285,24 @@ def load_weights(
     _check(checkpoint, wanted, config)
     done = 0
     progress(0, checkpoint.size_bytes)
-    by_file: dict[Path, list[str]] = {}
-    for name in checkpoint.tensors:
-        by_file.setdefault(checkpoint.tensors[name].file, []).append(name)
-    for file, names in by_file.items():
+    for file, names in _reading_order(checkpoint, wanted):
         with GgufReader(file, dtype) if file.suffix == GGUF_SUFFIX else _open(file) as reader:
             for name in names:
                 if name in wanted:
-                    _fill(wanted[name], reader.get_tensor(name))
+                    wanted[name].fill(reader.get_tensor(name))
                 done += checkpoint.tensors[name].size_bytes
                 progress(done, checkpoint.size_bytes)
     _check_tied(checkpoint, config)
     return weights
 
 
-def _fill(target: Target, tensor: Tensor) -> None:
-    target.into.copy_(tensor)
-    if target.offset:
-        target.into.add_(target.offset)
-    if target.head_dim is not None:
-        rows = target.into[: target.num_reordered]
-        rows.copy_(interleave_halves(rows, target.head_dim, target.rotary_dim))
+def _reading_order(checkpoint: Checkpoint, wanted: dict[str, Target]) -> list[tuple[Path, list[str]]]:
+    """Files, and of each the tensors; scales follow all that they multiply, in a second round."""
+    by_file: dict[tuple[bool, Path], list[str]] = {}
+    for name, header in checkpoint.tensors.items():
+        is_scale = name in wanted and wanted[name].is_scale
+        by_file.setdefault((is_scale, header.file), []).append(name)
+    return [(file, names) for (_, file), names in sorted(by_file.items())]
 
 
 def _check(checkpoint: Checkpoint, wanted: dict[str, Target], config: ModelConfig) -> None:
@@ -323,9 +316,11 @@ def _check(checkpoint: Checkpoint, wanted: dict[str, Target], config: ModelConfi
     if unexpected:
         raise _bad(f"{len(unexpected)} tensors are not this architecture's: {_named(unexpected)}.")
     for name, target in wanted.items():
-        found, expected = checkpoint.tensors[name].shape, tuple(target.into.shape)
-        if found != expected:
-            raise _bad(f"{name} has the shape {list(found)}, config.json asks for {list(expected)}.")
+        header = checkpoint.tensors[name]
+        if header.shape != target.shape:
+            raise _bad(f"{name} has the shape {list(header.shape)}, config.json asks for {list(target.shape)}.")
+        if (header.format == BYTES) != target.is_packed:
+            raise _bad(f"{name} is stored as {header.format}, which is not the format config.json says.")
 
 
 def _check_tied(checkpoint: Checkpoint, config: ModelConfig) -> None:
@@ -378,9 +373,10 @@ def _open(file: Path) -> Any:  # safetensors ships no types
 def _header(reader: Any, name: str, file: Path) -> TensorHeader:
     part = reader.get_slice(name)
     shape, number_format = tuple(part.get_shape()), str(part.get_dtype())
-    if number_format not in FLOAT_BYTES and not name.endswith(IGNORED_SUFFIXES):
+    is_packed = number_format == BYTES and name.endswith(PACKED_SUFFIXES)
+    if number_format not in FLOAT_BYTES and not is_packed and not name.endswith(IGNORED_SUFFIXES):
         raise _bad(f"{name} is stored as {number_format}; supported are {', '.join(FLOAT_BYTES)}.")
-    size_bytes = FLOAT_BYTES.get(number_format, 0) * int(torch.Size(shape).numel())
+    size_bytes = FLOAT_BYTES.get(number_format, int(is_packed)) * int(torch.Size(shape).numel())
     return TensorHeader(file, shape, number_format, size_bytes)
 
 

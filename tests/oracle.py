@@ -11,12 +11,16 @@ from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
     Phi3Config,
@@ -26,6 +30,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
@@ -150,10 +156,9 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = {
             "num_key_value_heads": 2,
             "attention_bias": True,
             "attention_multiplier": 0.15,
-            "embedding_multiplier": 12.0,
-            "residual_multiplier": 0.22,
-            "logits_scaling": 8.0,
-            "tie_word_embeddings": True,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.7,
+            "logits_scaling": 4.0,
         },
     ),
     "olmo2": (Olmo2ForCausalLM, Olmo2Config, {"num_attention_heads": 4, "num_key_value_heads": 2}),
@@ -192,6 +197,7 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = {
             "attn_logit_softcapping": 5.0,
             "final_logit_softcapping": 8.0,
             "initializer_range": 0.2,
+            "tie_word_embeddings": False,
         },
     ),
     "gemma3": (
@@ -211,6 +217,46 @@ FAMILIES: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = {
             },
         },
     ),
+    "mixtral": (
+        MixtralForCausalLM,
+        MixtralConfig,
+        {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 40, "num_local_experts": 5},
+    ),
+    "qwen3_moe": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig,
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 24,
+            "moe_intermediate_size": 24,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": False,
+            "mlp_only_layers": [1],
+            "num_hidden_layers": 3,
+        },
+    ),
+    "gpt_oss": (
+        GptOssForCausalLM,
+        GptOssConfig,
+        {
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "intermediate_size": 32,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "sliding_window": 21,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150_000.0,
+                "factor": 4.0,
+                "truncate": False,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
 }
 
 
@@ -221,7 +267,7 @@ def save_random_model(family: str, directory: Path, max_shard_size: str = "5GB")
     torch.manual_seed(sum(map(ord, family)))
     model = model_class(config_class(**{**_SMALL, **differences}))
     for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
+        if name.endswith(("bias", "sinks")):
             torch.nn.init.normal_(parameter, std=0.2)
         elif "norm" in name:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)

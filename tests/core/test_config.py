@@ -85,6 +85,9 @@ def test_defaults_of_old_configurations() -> None:
         ({"rope_parameters": {"rope_theta": 1.0, "partial_rotary_factor": 0.5}}, r"partial_rotary_factor=0\.5"),
         ({"architectures": ["Gemma3ForCausalLM"], "attn_logit_softcapping": 5.0}, "attn_logit_softcapping"),
         ({"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ({"architectures": ["GptOssForCausalLM"], "swiglu_limit": 9.0}, r"swiglu_limit=9\.0"),
+        ({"architectures": ["GptOssForCausalLM"], "quantization_config": {"quant_method": "x"}}, "quantization_config"),
+        ({"architectures": ["MixtralForCausalLM"], "quantization_config": {"quant_method": "mxfp4"}}, "mxfp4"),
         ({"rope_scaling": {"rope_type": "su", "factor": 4.0}}, "rope_type='su'"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters"),
     ],
@@ -140,9 +143,57 @@ def test_gemma2_caps_by_default_and_alternates() -> None:
     )
 
 
+def test_mixtures_of_experts_have_their_known_sizes() -> None:
+    """Mixtral-8x7B-v0.1, Qwen3-30B-A3B and gpt-oss-20b."""
+    mixtral = llama(architectures=["MixtralForCausalLM"], vocab_size=32_000)
+    assert parse_model_config(mixtral).num_parameters == 46_702_792_704
+    qwen = llama(
+        architectures=["Qwen3MoeForCausalLM"],
+        vocab_size=151_936,
+        hidden_size=2048,
+        head_dim=128,
+        num_hidden_layers=48,
+        num_key_value_heads=4,
+        num_experts=128,
+        norm_topk_prob=True,
+    )
+    assert parse_model_config(qwen).num_parameters == 30_532_122_624
+    oss = parse_model_config(
+        {
+            "architectures": ["GptOssForCausalLM"],
+            "vocab_size": 201_088,
+            "hidden_size": 2880,
+            "intermediate_size": 2880,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 64,
+            "num_local_experts": 32,
+            "quantization_config": {"quant_method": "mxfp4"},
+        }
+    )
+    assert oss.num_parameters == 20_914_757_184
+    assert (oss.rope.kind, oss.rope.theta, oss.max_position) == ("yarn", 150_000.0, 131_072)
+    assert [layer.window for layer in oss.layers[:2]] == [128, None]
+
+
+def test_qwen3_moe_may_have_dense_layers() -> None:
+    qwen = llama(
+        architectures=["Qwen3MoeForCausalLM"],
+        num_hidden_layers=6,
+        num_experts=8,
+        decoder_sparse_step=2,
+        mlp_only_layers=[3],
+    )
+    config = parse_model_config(qwen)
+    assert [layer.is_sparse for layer in config.layers] == [False, True, False, False, False, True]
+    assert config.experts is not None
+    assert not config.experts.is_normalized
+
+
 def test_yarn_stretches_the_context_it_was_made_from() -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
     assert parse_model_config(llama(max_position_embeddings=32_768, rope_scaling=yarn)).max_position == 131_072
+    del yarn["original_max_position_embeddings"]
+    assert parse_model_config(llama(max_position_embeddings=32_768, rope_scaling=yarn)).max_position == 32_768
 
 
 def test_longrope_is_served_up_to_where_its_factors_would_change() -> None:
@@ -186,6 +237,13 @@ def test_dynamic_rope_is_the_plain_one_up_to_the_models_positions() -> None:
         {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 1, "beta_slow": 2}},
         {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0]}},
         {"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.01},
+        {"architectures": ["MixtralForCausalLM"], "num_experts_per_tok": 9},
+        {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "mlp_only_layers": 3},
+        {
+            "architectures": ["GptOssForCausalLM"],
+            "hidden_size": 4112,
+            "quantization_config": {"quant_method": "mxfp4"},
+        },
         {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, 0]},
     ],
     ids=str,

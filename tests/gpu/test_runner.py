@@ -104,11 +104,11 @@ def test_a_seeded_request_says_the_same_alone_and_in_a_crowd(llama_runner: Model
     assert crowd.generate(40, *others[:3], crowd.add(PROMPT, sampling, seed=5), *others[3:])[3] == want[0]
 
 
-def test_bfloat16_follows_float32_closely(model_directory) -> None:
+def test_bfloat16_follows_float32_closely(family: str, model_directory) -> None:
     engine = EngineConfig(device="cpu", dtype="bfloat16", kv_memory_bytes=2**22, threads=1)
     plan = make_plan([(0, 0, PROMPT, True)], tables=[(0, 0, 0), (0, 1, 1), (0, 2, 2)])
-    exact = open_runner(model_directory("qwen3")).forward(plan).logits
-    rounded = open_runner(model_directory("qwen3"), engine).forward(plan).logits
+    exact = open_runner(model_directory(family)).forward(plan).logits
+    rounded = open_runner(model_directory(family), engine).forward(plan).logits
     assert torch.corrcoef(torch.cat([exact, rounded]))[0, 1] > 0.995
 
 

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from core.config import parse_model_config
 from core.errors import BadCheckpoint
-from gpu.weights import INDEX_FILE, SINGLE_FILE, ModelWeights, interleave_halves, load_weights, open_checkpoint
+from gpu.targets import interleave_halves
+from gpu.weights import INDEX_FILE, SINGLE_FILE, ModelWeights, load_weights, open_checkpoint
 from tests.gpu.conftest import no_progress
 from tests.oracle import read_config, save_random_model
 
@@ -47,7 +49,7 @@ def test_shards_give_the_same_parameters_as_one_file(tmp_path: Path, model_direc
     for layer, other in zip(one.layers, sharded.layers, strict=True):
         assert torch.equal(layer.qkv, other.qkv)
         assert torch.equal(layer.qkv_bias, other.qkv_bias)
-        assert torch.equal(layer.down, other.down)
+        assert torch.equal(layer.mlp.down, other.mlp.down)
 
 
 def test_parameters_are_converted_and_fused(model_directory) -> None:
@@ -55,7 +57,7 @@ def test_parameters_are_converted_and_fused(model_directory) -> None:
     layer = load(model_directory("llama3"), torch.bfloat16).layers[1]
     prefix = "model.layers.1."
     gate_up = [tensors[f"{prefix}mlp.{name}_proj.weight"] for name in ("gate", "up")]
-    assert torch.equal(layer.gate_up, torch.cat(gate_up).bfloat16())
+    assert torch.equal(layer.mlp.gate_up, torch.cat(gate_up).bfloat16())
     assert torch.equal(layer.qkv[-32:], tensors[f"{prefix}self_attn.v_proj.weight"].bfloat16())
 
 
@@ -82,6 +84,49 @@ def test_norms_that_are_offsets_from_1_are_not_rounded(model_directory) -> None:
     weights = load(model_directory("gemma2"), torch.bfloat16)
     assert torch.equal(weights.norm, 1 + tensors["model.norm.weight"])
     assert torch.equal(weights.layers[0].mlp_norm, 1 + tensors["model.layers.0.pre_feedforward_layernorm.weight"])
+
+
+def test_mxfp4_blocks_are_what_transformers_makes_of_them(tmp_path: Path, model_directory) -> None:
+    """In shards that hold the scales before the blocks."""
+    directory = tmp_path / "mxfp4"
+    tensors, packed = load_file(model_directory("gpt_oss") / SINGLE_FILE), {}
+    generator = torch.Generator().manual_seed(0)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        num_experts, num_in, num_out = tensors.pop(name).shape
+        shape = (num_experts, num_out, num_in // 32)
+        packed[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), generator=generator, dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(120, 130, shape, generator=generator, dtype=torch.uint8)
+    directory.mkdir()
+    save_file(tensors, directory / "1.safetensors")
+    save_file(packed, directory / "2.safetensors")
+    weight_map = {**dict.fromkeys(tensors, "1.safetensors"), **dict.fromkeys(packed, "2.safetensors")}
+    (directory / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
+    config = read_config(model_directory("gpt_oss")) | {"quantization_config": {"quant_method": "mxfp4"}}
+    (directory / "config.json").write_text(json.dumps(config))
+    layer = load(directory, torch.bfloat16).layers[1].mlp
+    for name, got in (("gate_up", layer.gate_up), ("down", layer.down)):
+        name = f"model.layers.1.mlp.experts.{name}_proj"
+        want = convert_moe_packed_tensors(packed[f"{name}_blocks"], tensors[f"{name}_scales"]).transpose(1, 2)
+        want = torch.cat([want[:, ::2], want[:, 1::2]], 1) if "gate_up" in name else want
+        assert torch.equal(got, want)
+    del config["quantization_config"]
+    (directory / "config.json").write_text(json.dumps(config))
+    with pytest.raises(BadCheckpoint, match=r"tensors are missing: .*down_proj"):
+        load(directory)
+
+
+def test_floats_where_bytes_are_promised_are_refused(tmp_path: Path, model_directory) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+            num_experts, num_in, num_out = tensors.pop(name).shape
+            tensors[f"{name}_blocks"] = torch.zeros(num_experts, num_out, num_in // 32, 16)
+            tensors[f"{name}_scales"] = torch.zeros(num_experts, num_out, num_in // 32)
+
+    directory = rewrite(model_directory("gpt_oss"), tmp_path, change)
+    config = read_config(directory) | {"quantization_config": {"quant_method": "mxfp4"}}
+    (directory / "config.json").write_text(json.dumps(config))
+    with pytest.raises(BadCheckpoint, match="stored as F32"):
+        load(directory)
 
 
 def test_only_what_turns_of_a_head_is_interleaved() -> None:
