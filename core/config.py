@@ -45,6 +45,8 @@ class EngineConfig:
         max_batch_tokens: computed in one step.
         max_sequences: that run at once.
         threads: compute threads on a CPU.
+        quantize: the layers' matrices to "int8" or "int4" while they load; None: as they are.
+        quantize_cache_bytes: how much of what was quantised is kept on disk; 0: nothing.
     """
 
     device: str = "auto"
@@ -54,6 +56,8 @@ class EngineConfig:
     max_batch_tokens: int = 512
     max_sequences: int = 64
     threads: int | None = None
+    quantize: str | None = None
+    quantize_cache_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ quantised: embedding and head stay in the serving format. They are read by row o
 error in the head goes into every logit; norms, biases and routers are too small to matter.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ GROUP_SIZES = (64, 32)
 MAX_INT8 = 127
 MAX_INT4 = 15
 MIDDLE_INT4 = 8  # the integer that stands for the zero
+BLOCK_ROWS = 64  # outputs that torch's int4 operator keeps together
 SLAB_ELEMENTS = 2**20  # quantised at once: what is float32 beside the weight
 
 
@@ -28,11 +30,13 @@ class QuantizedWeight:
     """A matrix, or a stack of them: weight = (value - middle) * scale + zero.
 
     Args:
+        dtype: of the weight that it was, and of the rows that it multiplies.
         values: int8: [..., out, in], int8; int4: [..., out, in / 2], uint8, the even column in the low half.
         scales: int8: [..., out, 1]; int4: [..., out, in / group]; bfloat16.
         zeros: int4: as scales; int8: None.
     """
 
+    dtype: torch.dtype
     values: Tensor
     scales: Tensor
     zeros: Tensor | None = None
@@ -50,7 +54,16 @@ class QuantizedWeight:
     def __getitem__(self, index: int | slice) -> "QuantizedWeight":
         """Rows, or one matrix of a stack."""
         zeros = None if self.zeros is None else self.zeros[index]
-        return QuantizedWeight(self.values[index], self.scales[index], zeros)
+        return QuantizedWeight(self.dtype, self.values[index], self.scales[index], zeros)
+
+
+Weight = Tensor | QuantizedWeight
+
+
+def floats(weight: Weight) -> Tensor:
+    """A weight that is not quantised: not yet, or never."""
+    assert isinstance(weight, Tensor)
+    return weight
 
 
 def group_size_of(num_in: int) -> int | None:
@@ -61,6 +74,20 @@ def group_size_of(num_in: int) -> int | None:
 def can_quantize(scheme: str, num_in: int) -> bool:
     """Whether rows so long can be stored so; those that cannot stay in the serving format."""
     return scheme == "int8" or group_size_of(num_in) is not None
+
+
+def stored_bytes(shape: tuple[int, ...], scheme: str, dtype: torch.dtype) -> int:
+    """Of a quantised matrix, or a stack, ready to multiply: an upper bound.
+
+    int4's operator wants outputs in blocks of 64, and scales and zeros in dtype; int8's wants a copy of its scales.
+    """
+    *stack, num_out, num_in = shape
+    if scheme == "int8":
+        return math.prod(stack) * num_out * (num_in + 2 + dtype.itemsize)
+    group_size = group_size_of(num_in)
+    assert group_size is not None
+    padded = -(-num_out // BLOCK_ROWS) * BLOCK_ROWS
+    return math.prod(stack) * padded * (num_in // 2 + num_in // group_size * 2 * dtype.itemsize)
 
 
 def quantize(weight: Tensor, scheme: str) -> QuantizedWeight:
@@ -82,7 +109,7 @@ def quantize(weight: Tensor, scheme: str) -> QuantizedWeight:
             raise BadCheckpoint("A weight to be quantised is not a finite number.", "serve it without --quantize.")
         parts.append(_to_int8(groups) if scheme == "int8" else _to_int4(groups))
     values, scales, *zeros = (torch.cat(part).view(*weight.shape[:-1], -1) for part in zip(*parts, strict=True))
-    return QuantizedWeight(values, scales, *zeros)
+    return QuantizedWeight(weight.dtype, values, scales, *zeros)
 
 
 def dequantize(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:

@@ -15,12 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpu.quantize import MIDDLE_INT4, QuantizedWeight, dequantize, quantize, unpack_nibbles
+from gpu.quantize import BLOCK_ROWS, MIDDLE_INT4, QuantizedWeight, dequantize, quantize, unpack_nibbles
 
 INT4_ROWS = 32  # beyond so many, slabs are faster
 INT8_ROWS = 3
 SLAB_BYTES = 2**21  # of a dequantised part of the weight: what the second-level cache holds
-BLOCK_ROWS = 64  # of the weight, which the int4 operator keeps together
 HALF_BLOCK = BLOCK_ROWS // 2
 LOW_HALVES = 0x0F0F0F0F0F0F0F0F  # of eight bytes
 OPERATOR_GROUPS = (32, 64, 128, 256)
@@ -29,11 +28,11 @@ OPERATOR_GROUPS = (32, 64, 128, 256)
 class SlabLinear:
     """Any quantised weight on any device: dequantised a slab at a time, in the rows' format."""
 
-    def __init__(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None) -> None:
         self._weight = weight
         self._bias = bias
         num_out, num_in = weight.shape
-        self._step = max(1, SLAB_BYTES // (num_in * dtype.itemsize))
+        self._step = max(1, SLAB_BYTES // (num_in * weight.dtype.itemsize))
         self._num_out = num_out
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -48,9 +47,9 @@ class SlabLinear:
 class Int8Linear(SlabLinear):
     """Few rows: torch's operator, which reads the integers as they are stored."""
 
-    def __init__(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
-        super().__init__(weight, bias, dtype)
-        self._scales = weight.scales.flatten().to(dtype)  # [out]
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None) -> None:
+        super().__init__(weight, bias)
+        self._scales = weight.scales.flatten().to(weight.dtype)  # [out]
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.shape[0] > INT8_ROWS:
@@ -66,17 +65,15 @@ class Int4Linear:
     Source: torch's int4mm_kernel.cpp, weight_to_int4pack_kernel, for AVX-512.
     """
 
-    def __init__(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None) -> None:
         assert weight.zeros is not None
         self._num_out, self._num_in = weight.shape
         self._group_size = weight.group_size
         self._bias = bias
         missing = -self._num_out % BLOCK_ROWS
-        values = F.pad(unpack_nibbles(weight.values), (0, 0, 0, missing)).to(torch.int32)
-        # [blocks * 64, in / 2], as bytes
-        self._packed: Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(values, 1)
+        self._packed = _pack(F.pad(weight.values, (0, 0, 0, missing)))  # [blocks * 64, in / 2]
         pairs = F.pad(torch.stack([weight.scales, weight.zeros], -1), (0, 0, 0, 0, 0, missing))
-        self._scales_zeros = pairs.to(dtype).transpose(0, 1).contiguous()  # [groups, blocks * 64, 2]
+        self._scales_zeros = pairs.to(weight.dtype).transpose(0, 1).contiguous()  # [groups, blocks * 64, 2]
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [tokens, in]; returns [tokens, out]."""
@@ -87,7 +84,7 @@ class Int4Linear:
         else:
             result = self._by_slabs(x)
         result = result[:, : self._num_out]
-        return result if self._bias is None else result + self._bias
+        return result if self._bias is None else result.add_(self._bias)
 
     def _by_slabs(self, x: Tensor) -> Tensor:
         num_blocks = self._packed.shape[0] // BLOCK_ROWS
@@ -114,16 +111,24 @@ class Int4Linear:
         return result.view(self._num_in, num_blocks * BLOCK_ROWS)
 
 
-def make_quantized_linear(
-    weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype
-) -> SlabLinear | Int8Linear | Int4Linear:
-    """A product with weight [out, in], plus bias [out] or None, of rows in dtype."""
+def _pack(values: Tensor) -> Tensor:
+    """As the operator reads them, a slab at a time: it wants int32. values: [blocks * 64, in / 2], see quantize."""
+    packed = torch.empty_like(values)
+    step = max(1, SLAB_BYTES // values[:BLOCK_ROWS].numel()) * BLOCK_ROWS
+    for start in range(0, len(values), step):
+        slab = unpack_nibbles(values[start : start + step]).to(torch.int32)
+        packed[start : start + step] = torch.ops.aten._convert_weight_to_int4pack_for_cpu(slab, 1)
+    return packed
+
+
+def make_quantized_linear(weight: QuantizedWeight, bias: Tensor | None) -> SlabLinear | Int8Linear | Int4Linear:
+    """A product with weight [out, in], plus bias [out] or None."""
     if weight.values.device.type == "cpu":
-        if weight.zeros is None and has_int8_operator(dtype):
-            return Int8Linear(weight, bias, dtype)
-        if weight.zeros is not None and weight.group_size in OPERATOR_GROUPS and has_int4_operator(dtype):
-            return Int4Linear(weight, bias, dtype)
-    return SlabLinear(weight, bias, dtype)
+        if weight.zeros is None and has_int8_operator(weight.dtype):
+            return Int8Linear(weight, bias)
+        if weight.zeros is not None and weight.group_size in OPERATOR_GROUPS and has_int4_operator(weight.dtype):
+            return Int4Linear(weight, bias)
+    return SlabLinear(weight, bias)
 
 
 @cache
@@ -144,8 +149,8 @@ def _works(kind: type[Int8Linear] | type[Int4Linear], scheme: str, dtype: torch.
     weight[:, 0], weight[:, 32] = -8, 7  # all of a group's integers: its scale is 1
     x = (torch.arange(3 * 64).remainder(5) - 2).view(3, 64).to(dtype)
     try:
-        quantized = quantize(weight, scheme)
-        linear = kind(quantized, None, dtype)
+        quantized = quantize(weight.to(dtype), scheme)
+        linear = kind(quantized, None)
         want = F.linear(x.float(), dequantize(quantized, torch.float32))
         many = x.repeat(most_rows, 1)
         few_match = torch.allclose(linear(x).float(), want, rtol=0.01, atol=0.05)

@@ -18,12 +18,14 @@ from core.config import BLOCK_SIZE, EngineConfig, ModelConfig
 from core.plan import DeviceError, RunnerLimits, SequenceStart, StepOutput, StepPlan
 from core.types import SamplingParams, TokenLogprobs
 from gpu.batch import BatchBuilder, DeviceBatch
+from gpu.checkpoint import Progress, open_checkpoint
 from gpu.device import apply_threads, choose_device, free_memory_bytes
 from gpu.kv_cache import KVCache
 from gpu.memory_plan import MemoryPlan, plan_memory
 from gpu.model import Model
+from gpu.quantize_cache import quantizing
 from gpu.sampler import Drawn, RowLogprobs, Sampler
-from gpu.weights import ModelWeights, Progress, load_weights, open_checkpoint
+from gpu.weights import ModelWeights, load_weights
 
 NOT_FINITE = "The model computed values that are not finite numbers."
 WARM_UP_TOKENS = 8
@@ -133,8 +135,8 @@ def load_runner(directory: Path, config: ModelConfig, engine: EngineConfig, prog
     apply_threads(choice)
     checkpoint = open_checkpoint(directory)
     memory = plan_memory(config, engine, choice, checkpoint.size_bytes, free_memory_bytes(choice.device))
-    with torch.inference_mode():
-        weights = load_weights(checkpoint, config, choice.dtype, choice.device, progress)
+    with torch.inference_mode(), quantizing(engine) as convert:
+        weights = load_weights(checkpoint, config, choice.dtype, choice.device, progress, convert)
     runner = ModelRunner(config, engine, memory, weights)
     runner.warm_up()
     return runner

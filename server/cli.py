@@ -350,9 +350,9 @@ def describe_models(found: Sequence[tuple[str, Path | None]], config: ServerConf
         StartupError: the device asked for is not there.
     """
     from core.config import parse_model_config
+    from gpu.checkpoint import open_checkpoint
     from gpu.device import choose_device, free_memory_bytes
     from gpu.memory_plan import memory_needed
-    from gpu.weights import open_checkpoint
     from server.__main__ import DEMO_DIRECTORY, DEMO_NAME
     from server.model_files import read_model_config
     from server.model_list import ModelFacts
@@ -406,7 +406,9 @@ def find_plan(config: ServerConfig) -> "PlanFacts":
         architecture=model.architecture,
         is_demonstration=config.model is None,
         num_parameters=plan.num_parameters,
-        dtype=plan.device.dtype_name,
+        dtype=plan.device.dtype_name
+        if config.quantize is None
+        else f"{plan.device.dtype_name}, layers {config.quantize}",
         device=str(plan.device.device),
         device_reason=plan.device.device_reason,
         weights_bytes=plan.weights_bytes,

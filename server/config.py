@@ -177,6 +177,28 @@ class ServerConfig:
             group="engine",
         ),
     )
+    quantize: str | None = field(
+        default=None,
+        metadata=_option(
+            "quantize",
+            choice_of("int8", "int4"),
+            "SCHEME",
+            "the layers' matrices to int8 or int4 while they load; embedding and head stay as they are. int4 is for few"
+            " sequences at once; steploop doctor --quality says what it costs (default: as the model is)",
+            group="engine",
+        ),
+    )
+    quantize_cache_bytes: int = field(
+        default=32 * GiB,
+        metadata=_option(
+            "quantize-cache",
+            size_between(0, 2**50),
+            "SIZE",
+            "what was quantised is kept in ~/.cache/steploop, up to so much, last used longest; 0 keeps nothing",
+            group="engine",
+            show=format_size,
+        ),
+    )
     config_file: Path | None = field(
         default=None,
         metadata=_option("config", existing_file, "FILE", "TOML file with settings", group="server", in_file=False),
@@ -306,6 +328,8 @@ class ServerConfig:
             max_batch_tokens=self.max_batch_tokens,
             max_sequences=self.max_sequences,
             threads=self.threads,
+            quantize=self.quantize,
+            quantize_cache_bytes=self.quantize_cache_bytes,
         )
 
 

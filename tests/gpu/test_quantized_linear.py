@@ -27,14 +27,14 @@ def test_a_product_is_the_dequantised_weights(
     scheme: str, dtype: torch.dtype, rows: int, shape: tuple[int, int]
 ) -> None:
     torch.manual_seed(rows)
-    quantized, bias = quantize(torch.randn(shape), scheme), torch.randn(shape[0]).to(dtype)
+    quantized, bias = quantize(torch.randn(shape).to(dtype), scheme), torch.randn(shape[0]).to(dtype)
     x = torch.randn(rows, shape[1]).to(dtype)
     want = F.linear(x.float(), dequantize(quantized, torch.float32), bias.float())
-    got = make_quantized_linear(quantized, bias, dtype)(x)
+    got = make_quantized_linear(quantized, bias)(x)
     assert got.shape == want.shape
     assert got.dtype == dtype
     assert relative_error(got, want) < TOLERANCE[dtype]
-    assert relative_error(SlabLinear(quantized, bias, dtype)(x), want) < TOLERANCE[dtype]
+    assert relative_error(SlabLinear(quantized, bias)(x), want) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -42,15 +42,15 @@ def test_a_product_is_the_dequantised_weights(
 def test_several_slabs_give_what_one_gives(scheme: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     quantized, x = quantize(torch.randn(300, 64), scheme), torch.randn(rows, 64)
-    whole = make_quantized_linear(quantized, None, torch.float32)(x)
+    whole = make_quantized_linear(quantized, None)(x)
     monkeypatch.setattr(quantized_linear, "SLAB_BYTES", 64 * 64 * 4 * 2)  # two blocks
-    assert torch.allclose(make_quantized_linear(quantized, None, torch.float32)(x), whole, atol=1e-4)
+    assert torch.allclose(make_quantized_linear(quantized, None)(x), whole, atol=1e-4)
 
 
 @needs_int4
 def test_int4_serves_few_rows_by_the_operator() -> None:
-    quantized = quantize(torch.randn(64, 64), "int4")
-    assert isinstance(make_quantized_linear(quantized, None, torch.bfloat16), Int4Linear)
+    quantized = quantize(torch.randn(64, 64).bfloat16(), "int4")
+    assert isinstance(make_quantized_linear(quantized, None), Int4Linear)
 
 
 def test_an_operator_that_gives_other_numbers_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
