@@ -6,7 +6,7 @@ Reads these only: no pickle, no code from the directory, no file outside it.
 import contextlib
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,9 @@ from safetensors import SafetensorError, safe_open
 
 from core.errors import BadCheckpoint
 from core.gguf import SUFFIX as GGUF_SUFFIX
+from core.packed_config import PackedConfig
 from gpu.gguf import GgufReader
+from gpu.packed_weights import NEEDED_PARTS, PARTS, UnpackedWeight, matrix_shape, part_shapes, unpack
 from gpu.targets import Target
 
 SINGLE_FILE = "model.safetensors"
@@ -24,6 +26,7 @@ INDEX_FILE = "model.safetensors.index.json"
 # safetensors' names of the formats that convert to ours without loss of meaning
 FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 BYTES = "U8"
+INTEGERS = "I32"
 PACKED_SUFFIXES = ("_blocks", "_scales")  # mxfp4
 # A buffer that old Llama checkpoints carry; computed here instead.
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
@@ -35,20 +38,30 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """What a file's header says of one tensor."""
+    """What a file's header says of one tensor.
+
+    Args:
+        parts: of a matrix that is packed: what it is made of, by the ends of their names; it lies in all their files.
+    """
 
     file: Path
     shape: tuple[int, ...]
     format: str
     size_bytes: int
+    parts: Mapping[str, "TensorHeader"] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A directory's tensors, or a GGUF file's, by Hugging Face's names; nothing of their data read yet."""
+    """A directory's tensors, or a GGUF file's, by Hugging Face's names; nothing of their data read yet.
+
+    Args:
+        packing: of those that have parts.
+    """
 
     path: Path
     tensors: dict[str, TensorHeader] = field(default_factory=dict)
+    packing: PackedConfig | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -63,14 +76,43 @@ class Checkpoint:
         return sizes.most_common(1)[0][0] if sizes else "nothing"
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
+def open_checkpoint(path: Path, packing: PackedConfig | None = None) -> Checkpoint:
     """Read the headers of a directory's safetensors, or of a GGUF file: names, shapes, formats, sizes.
+
+    Args:
+        packing: as config.json says: what packed matrices are made of appears as the matrix.
 
     Raises:
         BadCheckpoint: no safetensors, a bad index, a file that is missing or malformed, a format that is not a float.
         UnsupportedModel: a GGUF file in a format that is not read.
     """
-    return _open_gguf(path) if path.is_file() else _open_directory(path)
+    checkpoint = _open_gguf(path) if path.is_file() else _open_directory(path)
+    return checkpoint if packing is None else _with_matrices(checkpoint, packing)
+
+
+def _with_matrices(checkpoint: Checkpoint, packing: PackedConfig) -> Checkpoint:
+    tensors = dict(checkpoint.tensors)
+    for module in [name.removesuffix(".qweight") for name in checkpoint.tensors if name.endswith(".qweight")]:
+        parts = {part: tensors.pop(f"{module}.{part}") for part in PARTS if f"{module}.{part}" in tensors}
+        missing = [f"{module}.{part}" for part in NEEDED_PARTS if part not in parts]
+        if missing:
+            raise bad_checkpoint(f"{module} is packed, but without {named_tensors(missing)}.")
+        tensors[f"{module}.weight"] = _matrix(packing, module, parts)
+    return Checkpoint(checkpoint.path, tensors, packing)
+
+
+def _matrix(packing: PackedConfig, module: str, parts: dict[str, TensorHeader]) -> TensorHeader:
+    qweight = parts["qweight"]
+    if len(qweight.shape) != 2:
+        raise bad_checkpoint(f"{module}.qweight has the shape {list(qweight.shape)}, which no matrix has.")
+    shape = matrix_shape(packing, qweight.shape)
+    expected = part_shapes(packing, *shape)
+    for name, header in parts.items():
+        if header.shape != expected[name] or header.format not in PARTS[name]:
+            found = f"{list(header.shape)} as {header.format}"
+            raise bad_checkpoint(f"{module}.{name} is {found}; its qweight asks for {list(expected[name])}.")
+    size_bytes = sum(header.size_bytes for header in parts.values())
+    return TensorHeader(qweight.file, shape, f"{packing.method.upper()} {packing.bits} bit", size_bytes, parts)
 
 
 def _open_gguf(file: Path) -> Checkpoint:
@@ -122,9 +164,32 @@ class TensorSource:
         """Scales follow all that they multiply."""
         for name in sorted(wanted, key=lambda name: wanted[name].is_scale):
             header = self._checkpoint.tensors[name]
-            wanted[name].fill(self._reader(header.file).get_tensor(name))
+            wanted[name].fill(self.unpacked(name).floats() if header.parts else self.tensor(name))
             self._done_bytes += header.size_bytes
             self._progress(self._done_bytes, self._checkpoint.size_bytes)
+
+    def fill_parts(self, wanted: Sequence[dict[str, Target]]) -> None:
+        """Of packed matrices: values, scales and zeros, each with targets of its own by the same names."""
+        for name in wanted[0]:
+            unpacked = self.unpacked(name)
+            for part, targets in zip(("values", "scales", "zeros"), wanted, strict=True):
+                targets[name].fill(unpacked.part(part))
+            self._done_bytes += self._checkpoint.tensors[name].size_bytes
+            self._progress(self._done_bytes, self._checkpoint.size_bytes)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._reader(self._checkpoint.tensors[name].file).get_tensor(name)
+        return tensor
+
+    def unpacked(self, name: str) -> UnpackedWeight:
+        """A matrix that has parts."""
+        assert self._checkpoint.packing is not None
+        module = name.removesuffix(".weight")
+        parts = {
+            part: self._reader(header.file).get_tensor(f"{module}.{part}")
+            for part, header in self._checkpoint.tensors[name].parts.items()
+        }
+        return unpack(self._checkpoint.packing, parts, module)
 
     def finish(self) -> None:
         """Tensors that nobody wanted count as done, too."""
@@ -175,9 +240,11 @@ def _header(reader: Any, name: str, file: Path) -> TensorHeader:
     part = reader.get_slice(name)
     shape, number_format = tuple(part.get_shape()), str(part.get_dtype())
     is_packed = number_format == BYTES and name.endswith(PACKED_SUFFIXES)
+    is_packed = is_packed or (number_format == INTEGERS and name.endswith(tuple(f".{part}" for part in PARTS)))
     if number_format not in FLOAT_BYTES and not is_packed and not name.endswith(IGNORED_SUFFIXES):
         raise bad_checkpoint(f"{name} is stored as {number_format}; supported are {', '.join(FLOAT_BYTES)}.")
-    size_bytes = FLOAT_BYTES.get(number_format, int(is_packed)) * int(torch.Size(shape).numel())
+    number_bytes = {**FLOAT_BYTES, BYTES: 1, INTEGERS: 4}.get(number_format, 0)
+    size_bytes = number_bytes * int(torch.Size(shape).numel())
     return TensorHeader(file, shape, number_format, size_bytes)
 
 

@@ -10,10 +10,10 @@ from core.errors import NotEnoughMemory, StartupError
 from gpu.checkpoint import open_checkpoint
 from gpu.device import DeviceChoice, choose_device, free_memory_bytes
 from gpu.kv_cache import bytes_per_block, bytes_per_token, num_blocks_for, num_blocks_within
-from gpu.quantize import can_quantize, floats, stored_bytes
+from gpu.quantize import can_quantize, floats, operator_group_size, stored_bytes
 from gpu.quantized_linear import SLAB_BYTES
 from gpu.scores import MAX_SCORES
-from gpu.weights import empty_weights, matrices
+from gpu.weights import empty_weights, keeps_packed, matrices
 
 GIB = 1024**3
 ROUNDING_TOKENS = 100  # of a proposed --max-model-len
@@ -59,7 +59,7 @@ def estimate(directory: Path, model: ModelConfig, engine: EngineConfig) -> Memor
         NotEnoughMemory: the weights, or the KV cache of one sequence of max_model_len, do not fit.
     """
     device = choose_device(engine)
-    checkpoint_bytes = open_checkpoint(directory).size_bytes
+    checkpoint_bytes = open_checkpoint(directory, model.packed).size_bytes
     return plan_memory(model, engine, device, checkpoint_bytes, free_memory_bytes(device.device))
 
 
@@ -103,13 +103,18 @@ def memory_needed(model: ModelConfig, engine: EngineConfig, device: DeviceChoice
 def weights_size_bytes(model: ModelConfig, dtype: torch.dtype, quantize: str | None) -> int:
     """Of all parameters in memory, ready to compute: in dtype, the layers' matrices quantised where they can be."""
     size_bytes = model.num_parameters * dtype.itemsize
-    if quantize is None:
+    is_kept = keeps_packed(model, quantize)
+    scheme = "int4" if is_kept else quantize
+    if scheme is None:
         return size_bytes
     for layer in empty_weights(model, dtype, torch.device("meta")).layers:
         for owner, name in matrices(layer):
             matrix = floats(getattr(owner, name))
-            if can_quantize(quantize, matrix.shape[-1]):
-                size_bytes += stored_bytes(tuple(matrix.shape), quantize, dtype) - matrix.numel() * dtype.itemsize
+            num_in = matrix.shape[-1]
+            group_size = operator_group_size(model.packed.group_size or num_in) if is_kept and model.packed else None
+            if is_kept or can_quantize(scheme, num_in):
+                stored = stored_bytes(tuple(matrix.shape), scheme, dtype, group_size)
+                size_bytes += stored - matrix.numel() * dtype.itemsize
     return size_bytes
 
 
@@ -178,7 +183,7 @@ def _activation_bytes(model: ModelConfig, engine: EngineConfig, max_model_len: i
     logits = engine.max_sequences * model.vocab_size * 4 * 4  # float32: raw, adjusted, scaled, noise
     is_written_out = model.attention_cap is not None or model.has_sinks
     written_out = 3 * 4 * MAX_SCORES * is_written_out  # float32: products, and two steps on
-    slabs = 4 * SLAB_BYTES if engine.quantize is not None else 0  # a part of a weight: bits, integers, floats
+    slabs = 4 * SLAB_BYTES if engine.quantize or model.packed else 0  # a part of a weight: bits, integers, floats
     return one_layer + mask + gathered + logits + written_out + slabs + _expert_activation_bytes(model, engine, dtype)
 
 

@@ -22,6 +22,7 @@ MAX_INT8 = 127
 MAX_INT4 = 15
 MIDDLE_INT4 = 8  # the integer that stands for the zero
 BLOCK_ROWS = 64  # outputs that torch's int4 operator keeps together
+OPERATOR_GROUPS = (256, 128, 64, 32)  # inputs that may share a scale there
 SLAB_ELEMENTS = 2**20  # quantised at once: what is float32 beside the weight
 
 
@@ -71,20 +72,33 @@ def group_size_of(num_in: int) -> int | None:
     return next((size for size in GROUP_SIZES if num_in % size == 0), None)
 
 
+def split_groups(weight: QuantizedWeight) -> QuantizedWeight:
+    """The same int4 weight in groups that torch's operator reads, where its own are a multiple of those."""
+    assert weight.zeros is not None
+    repeats = weight.group_size // operator_group_size(weight.group_size)
+    scales, zeros = (part.repeat_interleave(repeats, -1) for part in (weight.scales, weight.zeros))
+    return QuantizedWeight(weight.dtype, weight.values, scales, zeros)
+
+
+def operator_group_size(group_size: int) -> int:
+    """The largest that torch's int4 operator reads and that divides this one; itself where none does."""
+    return next((size for size in OPERATOR_GROUPS if group_size % size == 0), group_size)
+
+
 def can_quantize(scheme: str, num_in: int) -> bool:
     """Whether rows so long can be stored so; those that cannot stay in the serving format."""
     return scheme == "int8" or group_size_of(num_in) is not None
 
 
-def stored_bytes(shape: tuple[int, ...], scheme: str, dtype: torch.dtype) -> int:
-    """Of a quantised matrix, or a stack, ready to multiply: an upper bound.
+def stored_bytes(shape: tuple[int, ...], scheme: str, dtype: torch.dtype, group_size: int | None = None) -> int:
+    """Of a quantised matrix, or a stack, ready to multiply: an upper bound. group_size: of int4; None: its own.
 
     int4's operator wants outputs in blocks of 64, and scales and zeros in dtype; int8's wants a copy of its scales.
     """
     *stack, num_out, num_in = shape
     if scheme == "int8":
         return math.prod(stack) * num_out * (num_in + 2 + dtype.itemsize)
-    group_size = group_size_of(num_in)
+    group_size = group_size or group_size_of(num_in)
     assert group_size is not None
     padded = -(-num_out // BLOCK_ROWS) * BLOCK_ROWS
     return math.prod(stack) * padded * (num_in // 2 + num_in // group_size * 2 * dtype.itemsize)

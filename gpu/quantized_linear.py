@@ -15,14 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpu.quantize import BLOCK_ROWS, MIDDLE_INT4, QuantizedWeight, dequantize, quantize, unpack_nibbles
+from gpu.quantize import BLOCK_ROWS, MIDDLE_INT4, OPERATOR_GROUPS, QuantizedWeight, dequantize, quantize, unpack_nibbles
 
 INT4_ROWS = 32  # beyond so many, slabs are faster
 INT8_ROWS = 3
 SLAB_BYTES = 2**21  # of a dequantised part of the weight: what the second-level cache holds
 HALF_BLOCK = BLOCK_ROWS // 2
 LOW_HALVES = 0x0F0F0F0F0F0F0F0F  # of eight bytes
-OPERATOR_GROUPS = (32, 64, 128, 256)
 
 
 class SlabLinear:

@@ -22,7 +22,7 @@ from gpu.checkpoint import (
     open_safetensors,
 )
 from gpu.expert_weights import Empty, ExpertWeights, empty_experts, expert_targets
-from gpu.quantize import Weight, floats
+from gpu.quantize import QuantizedWeight, Weight, floats, pack_nibbles, split_groups
 from gpu.targets import Target
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -92,8 +92,10 @@ def _norm_dtype(config: ModelConfig, dtype: torch.dtype) -> torch.dtype:
 
 def _empty_layer(config: ModelConfig, index: int, dtype: torch.dtype, device: torch.device) -> LayerWeights:
     empty = partial(torch.empty, dtype=dtype, device=device)
-    empty_norm = partial(torch.empty, dtype=_norm_dtype(config, dtype), device=device)
+    return _layer_of(config, index, empty, partial(torch.empty, dtype=_norm_dtype(config, dtype), device=device))
 
+
+def _layer_of(config: ModelConfig, index: int, empty: Empty, empty_norm: Empty) -> LayerWeights:
     def bias(exists: bool, size: int) -> Tensor | None:
         return empty((size,)) if exists else None
 
@@ -222,6 +224,11 @@ def _qkv_targets(config: ModelConfig, qkv: Tensor, suffix: str) -> Iterator[tupl
     yield f"self_attn.v_proj.{suffix}", Target(value)
 
 
+def keeps_packed(config: ModelConfig, quantize: str | None) -> bool:
+    """Whether packed integers are served as they are, with what the operator asks of --quantize."""
+    return config.packed is not None and config.packed.is_kept and quantize in (None, "int4")
+
+
 def load_weights(
     checkpoint: Checkpoint,
     config: ModelConfig,
@@ -229,24 +236,35 @@ def load_weights(
     device: torch.device,
     progress: Progress,
     convert: Callable[[Tensor], Weight] | None = None,
+    is_packed_kept: bool = False,
 ) -> ModelWeights:
     """Fill the model's parameters from the checkpoint, one layer at a time, converting to dtype.
 
     Args:
         convert: a layer's matrix to what is kept of it, as soon as the layer is full; None: the matrix.
+        is_packed_kept: a layer whose matrices are all packed in the way PackedConfig.is_kept says stays so.
 
     Raises:
         BadCheckpoint: tensors are missing, unexpected or misshaped, told before any is read; or a stored head
             contradicts tied embeddings, told after.
     """
-    _check(checkpoint, targets(config, empty_weights(config, dtype, torch.device("meta"))), config)
+    expected = targets(config, empty_weights(config, dtype, torch.device("meta")))
+    _check(checkpoint, expected, config)
     weights = _empty_ends(config, dtype, device)
     with TensorSource(checkpoint, dtype, progress) as source:
+        for name in _extra_biases(checkpoint, expected):
+            if source.tensor(name).any():
+                raise bad_checkpoint(f"{name} is not zero, and the architecture has no such parameter.")
         source.fill(_end_targets(config, weights))
         for index in range(config.num_layers):
             layer = _empty_layer(config, index, dtype, device)
-            source.fill(_layer_targets(config, index, layer))
-            if convert is not None:
+            wanted = _layer_targets(config, index, layer)
+            packed = _packed_names(checkpoint, wanted)
+            is_kept = is_packed_kept and _are_all_matrices(wanted, packed, layer)
+            source.fill({name: target for name, target in wanted.items() if not (is_kept and name in packed)})
+            if is_kept:
+                _keep_packed(config, index, layer, packed, source)
+            elif convert is not None:
                 for owner, name in matrices(layer):
                     setattr(owner, name, convert(floats(getattr(owner, name))))
             weights.layers.append(layer)
@@ -260,13 +278,54 @@ def matrices(layer: LayerWeights) -> list[tuple[LayerWeights | MlpWeights | Expe
     return [(layer, "qkv"), (layer, "output"), (layer.mlp, "gate_up"), (layer.mlp, "down")]
 
 
+def _extra_biases(checkpoint: Checkpoint, wanted: dict[str, Target]) -> set[str]:
+    """Early GPTQ tools gave each packed matrix a bias, of zeros where the model has none."""
+    packed = {name.removesuffix("weight") + "bias" for name, header in checkpoint.tensors.items() if header.parts}
+    return (packed & checkpoint.tensors.keys()) - wanted.keys()
+
+
+def _packed_names(checkpoint: Checkpoint, wanted: dict[str, Target]) -> list[str]:
+    """Those whose rows are whole groups."""
+    packing = checkpoint.packing
+    if packing is None:
+        return []
+    found = [name for name in wanted if checkpoint.tensors[name].parts]
+    return [name for name in found if checkpoint.tensors[name].shape[1] % (packing.group_size or 1) == 0]
+
+
+def _are_all_matrices(wanted: dict[str, Target], packed: list[str], layer: LayerWeights) -> bool:
+    num_matrix = sum(floats(getattr(owner, name)).numel() for owner, name in matrices(layer))
+    return sum(wanted[name].into.numel() for name in packed) == num_matrix
+
+
+def _keep_packed(config: ModelConfig, index: int, layer: LayerWeights, packed: list[str], source: TensorSource) -> None:
+    """Read integers, scales and zeros into layers of their own, with the same order of rows, and put them together."""
+    assert config.packed is not None
+    dtype, device = floats(layer.qkv).dtype, floats(layer.qkv).device
+    group_size = config.packed.group_size
+
+    def grouped(shape: tuple[int, ...]) -> Tensor:
+        width = shape[-1] if len(shape) == 1 else 1 if group_size is None else shape[-1] // group_size
+        return torch.empty((*shape[:-1], width), dtype=dtype, device=device)
+
+    values = partial(torch.empty, dtype=torch.uint8, device=device)
+    layers = [_layer_of(config, index, empty, empty) for empty in (values, grouped, grouped)]
+    all_targets = [_layer_targets(config, index, part) for part in layers]
+    source.fill_parts([{name: targets[name] for name in packed} for targets in all_targets])
+    for (owner, name), *parts in zip(matrices(layer), *map(matrices, layers), strict=True):
+        integers, scales, zeros = (floats(getattr(part, name)) for part, name in parts)
+        setattr(owner, name, split_groups(QuantizedWeight(dtype, pack_nibbles(integers), scales, zeros)))
+
+
 def _check(checkpoint: Checkpoint, wanted: dict[str, Target], config: ModelConfig) -> None:
     missing = sorted(wanted.keys() - checkpoint.tensors.keys())
     if missing:
         raise bad_checkpoint(f"{len(missing)} tensors are missing: {named_tensors(missing)}.")
     tied = {HEAD} if config.tie_embeddings else set()
     unexpected = sorted(
-        name for name in checkpoint.tensors.keys() - wanted.keys() - tied if not name.endswith(IGNORED_SUFFIXES)
+        name
+        for name in checkpoint.tensors.keys() - wanted.keys() - tied - _extra_biases(checkpoint, wanted)
+        if not name.endswith(IGNORED_SUFFIXES)
     )
     if unexpected:
         raise bad_checkpoint(f"{len(unexpected)} tensors are not this architecture's: {named_tensors(unexpected)}.")

@@ -366,7 +366,7 @@ def describe_models(found: Sequence[tuple[str, Path | None]], config: ServerConf
         facts = ModelFacts(name or DEMO_NAME, path)
         try:
             model = parse_model_config(read_model_config(path))
-            checkpoint = open_checkpoint(path)
+            checkpoint = open_checkpoint(path, model.packed)
             needed_bytes = memory_needed(model, engine, choice)
         except StartupError as error:
             listed.append(replace(facts, reason=error.cause))
