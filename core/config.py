@@ -20,6 +20,7 @@ from core.rope_config import RopeConfig as RopeConfig
 from core.rope_config import parse_rope
 
 BLOCK_SIZE = 16  # tokens per KV block
+QUANTIZE_SCHEMES = ("int8", "int4")
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 
 # Fields that change the output, and the values under which they do not.

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from core.errors import BadCheckpoint
 
-SCHEMES = ("int8", "int4")
 # Of int4, the first that divides a row. Smaller ones follow the weights closer: 64 costs 4.5 bits a weight, 32 costs 5.
 GROUP_SIZES = (64, 32)
 MAX_INT8 = 127

@@ -80,6 +80,13 @@ class ModelRunner:
                 self._cache.clear_blocks(batch.cleared_blocks)
             return StepTicket(batch, self._model.forward(batch, self._cache))
 
+    def logits(self, plan: StepPlan) -> Tensor:
+        """Those of every token of a plan's row, not of the last alone: [tokens, vocab], float32. Draws nothing."""
+        with _device_errors(), torch.inference_mode():
+            batch = self._builder.build(plan)
+            batch.sampled_tokens = torch.arange(len(plan.token_ids), device=batch.token_ids.device)
+            return self._model.forward(batch, self._cache)
+
     def sample(self, ticket: StepTicket) -> None:
         """Draw a token per sampling row; they stay on the device until collect."""
         batch = ticket.batch

@@ -9,7 +9,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from core.config import EngineConfig
+from core.config import QUANTIZE_SCHEMES, EngineConfig
 from core.errors import ExitCode, StartupError
 from server.values import (
     BadValueError,
@@ -181,7 +181,7 @@ class ServerConfig:
         default=None,
         metadata=_option(
             "quantize",
-            choice_of("int8", "int4"),
+            choice_of(*QUANTIZE_SCHEMES),
             "SCHEME",
             "the layers' matrices to int8 or int4 while they load; embedding and head stay as they are. int4 is for few"
             " sequences at once; steploop doctor --quality says what it costs (default: as the model is)",

@@ -5,8 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from core.config import QUANTIZE_SCHEMES
 from core.errors import BadCheckpoint
-from gpu.quantize import SCHEMES, can_quantize, dequantize, pack_nibbles, quantize, round_up_to_bfloat16, unpack_nibbles
+from gpu.quantize import can_quantize, dequantize, pack_nibbles, quantize, round_up_to_bfloat16, unpack_nibbles
 
 
 def weight_of(seed: int, size: float, offset: float) -> torch.Tensor:
@@ -35,14 +36,14 @@ def test_an_int4_weight_moves_by_at_most_half_its_scale_and_its_zeros_rounding(
     assert (moved <= quantized.scales.float() * 0.5001 + quantized.zeros.float().abs() / 256).all()
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", QUANTIZE_SCHEMES)
 @pytest.mark.parametrize("value", [0.0, 0.75])
 def test_weights_that_are_all_alike_come_back_exactly(scheme: str, value: float) -> None:
     weight = torch.full((3, 64), value)
     assert torch.allclose(dequantize(quantize(weight, scheme), torch.float32), weight, rtol=0.004)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", QUANTIZE_SCHEMES)
 def test_a_stack_is_quantised_as_its_matrices_are(scheme: str) -> None:
     stack = torch.randn(3, 4, 96, generator=torch.Generator().manual_seed(0))
     whole, one = quantize(stack, scheme), quantize(stack[1], scheme)
@@ -51,7 +52,7 @@ def test_a_stack_is_quantised_as_its_matrices_are(scheme: str) -> None:
     assert torch.equal(whole[1].scales, one.scales)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", QUANTIZE_SCHEMES)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_number_that_is_not_finite_is_refused(scheme: str, bad: float) -> None:
     weight = torch.ones(2, 64)

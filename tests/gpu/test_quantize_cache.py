@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from core.config import QUANTIZE_SCHEMES
 from gpu import quantize_cache
-from gpu.quantize import SCHEMES, QuantizedWeight, quantize
+from gpu.quantize import QuantizedWeight, quantize
 from gpu.quantize_cache import QuantizeCache, cache_directory, quantizing
 from tests.gpu.conftest import ENGINE, open_runner
 from tests.gpu.driver import Driver
@@ -47,7 +48,7 @@ def weight_of(seed: int) -> torch.Tensor:
     return torch.randn(8, 64, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", QUANTIZE_SCHEMES)
 def test_a_weight_is_quantised_once(scheme: str, tmp_path: Path, made: list[str]) -> None:
     cache = QuantizeCache(tmp_path / "new", LIMIT)
     first, second = cache.quantize(weight_of(0), scheme), cache.quantize(weight_of(0), scheme)
@@ -124,7 +125,7 @@ def test_a_matrix_that_no_group_divides_stays_as_it_is() -> None:
         assert convert(weight) is weight
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", QUANTIZE_SCHEMES)
 def test_a_second_start_quantises_nothing(
     scheme: str, model_directory: Callable[[str], Path], cache_home: Path, made: list[str]
 ) -> None:

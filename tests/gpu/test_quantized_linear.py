@@ -4,8 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from core.config import QUANTIZE_SCHEMES
 from gpu import quantized_linear
-from gpu.quantize import SCHEMES, dequantize, quantize
+from gpu.quantize import dequantize, quantize
 from gpu.quantized_linear import Int4Linear, Int8Linear, SlabLinear, make_quantized_linear
 
 ROWS = (1, 4, 7, 8, 33)
@@ -20,7 +21,7 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", QUANTIZE_SCHEMES)
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("shape", [(128, 192), (70, 96)])
 def test_a_product_is_the_dequantised_weights(
@@ -37,7 +38,7 @@ def test_a_product_is_the_dequantised_weights(
     assert relative_error(SlabLinear(quantized, bias)(x), want) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", QUANTIZE_SCHEMES)
 @pytest.mark.parametrize("rows", [1, 40])
 def test_several_slabs_give_what_one_gives(scheme: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)

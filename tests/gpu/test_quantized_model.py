@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from core.config import EngineConfig, parse_model_config
+from core.config import QUANTIZE_SCHEMES, EngineConfig, parse_model_config
 from gpu.checkpoint import open_checkpoint
 from gpu.memory_plan import weights_size_bytes
-from gpu.quantize import SCHEMES, QuantizedWeight, can_quantize, dequantize, quantize
+from gpu.quantize import QuantizedWeight, can_quantize, dequantize, quantize
 from gpu.runner import ModelRunner
 from gpu.weights import ModelWeights, load_weights
 from tests.gpu.conftest import ENGINE, no_progress, open_runner
@@ -43,7 +43,7 @@ def quantized(scheme: str) -> EngineConfig:
     return dataclasses.replace(ENGINE, quantize=scheme)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", QUANTIZE_SCHEMES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_are_those_of_the_rounded_weights(
     family: str, scheme: str, model_directory: Callable[[str], Path]
@@ -62,7 +62,7 @@ def test_int8_says_nearly_what_the_model_says(model_directory: Callable[[str], P
     assert sum(left == right for left, right in pairs) >= 0.8 * len(pairs)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", QUANTIZE_SCHEMES)
 @pytest.mark.parametrize("family", ["llama2", "qwen3_moe"])
 def test_the_plan_counts_no_less_than_what_is_loaded(
     family: str, scheme: str, model_directory: Callable[[str], Path]
