@@ -9,7 +9,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from core.config import EngineConfig
+from core.config import QUANTIZE_SCHEMES, EngineConfig
 from core.errors import ExitCode, StartupError
 from server.values import (
     BadValueError,
@@ -177,6 +177,28 @@ class ServerConfig:
             group="engine",
         ),
     )
+    quantize: str | None = field(
+        default=None,
+        metadata=_option(
+            "quantize",
+            choice_of(*QUANTIZE_SCHEMES),
+            "SCHEME",
+            "the layers' matrices to int8 or int4 while they load; embedding and head stay as they are. int4 is for few"
+            " sequences at once; steploop doctor --quality says what it costs (default: as the model is)",
+            group="engine",
+        ),
+    )
+    quantize_cache_bytes: int = field(
+        default=32 * GiB,
+        metadata=_option(
+            "quantize-cache",
+            size_between(0, 2**50),
+            "SIZE",
+            "what was quantised is kept in ~/.cache/steploop, up to so much, last used longest; 0 keeps nothing",
+            group="engine",
+            show=format_size,
+        ),
+    )
     config_file: Path | None = field(
         default=None,
         metadata=_option("config", existing_file, "FILE", "TOML file with settings", group="server", in_file=False),
@@ -322,6 +344,8 @@ class ServerConfig:
             max_batch_tokens=self.max_batch_tokens,
             max_sequences=self.max_sequences,
             threads=self.threads,
+            quantize=self.quantize,
+            quantize_cache_bytes=self.quantize_cache_bytes,
         )
 
 

@@ -252,6 +252,19 @@ def test_doctor_says_what_would_be_served_and_that_it_would(
     assert text.splitlines()[-1] == "serve would start"
 
 
+def test_doctor_measures_what_quantising_costs(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert main(["doctor", "--model", str(model_path), "--device", "cpu", "--port", "0", "--quality"]) == ExitCode.OK
+    text = capsys.readouterr().out
+    assert "held text" in text
+    assert text.count("same greedy token") == 2
+    asked = ["doctor", "--model", str(model_path), "--device", "cpu", "--port", "0", "--quality", "--quantize", "int8"]
+    assert main([*asked, "--quantize-cache", "0"]) == ExitCode.OK
+    assert capsys.readouterr().out.count("same greedy token") == 1
+
+
 def test_doctor_exits_as_serve_would(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--model", str(tmp_path), "--device", "cpu", "--port", "0"]) == ExitCode.MODEL
     text = capsys.readouterr().out

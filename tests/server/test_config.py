@@ -59,6 +59,7 @@ SAMPLES = {
     "idle-timeout": "2min",
     "stall-timeout": "1.5s",
     "drain-timeout": "1h",
+    "quantize": "int8",
 }
 
 
@@ -192,8 +193,11 @@ def test_engine_config_carries_what_the_operator_asked() -> None:
         "max_batch_tokens": "256",
         "max_sequences": "8",
         "threads": "2",
+        "quantize": "int4",
+        "quantize_cache_bytes": "1GiB",
     }
-    assert load_config(flags, {}).to_engine_config() == EngineConfig("cpu", "float32", 1024, 64 * 2**20, 256, 8, 2)
+    want = EngineConfig("cpu", "float32", 1024, 64 * 2**20, 256, 8, 2, "int4", 2**30)
+    assert load_config(flags, {}).to_engine_config() == want
 
 
 def test_model_is_a_directory_a_gguf_file_or_a_hubs_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
