@@ -7,7 +7,8 @@ import pytest
 
 from core.config import EngineConfig
 from core.errors import ExitCode, StartupError
-from server.config import OPTIONS, Option, ServerConfig, load_config
+from server.config import OPTIONS, Option, ServerConfig
+from server.config_sources import load_config
 from server.values import HubId
 
 
