@@ -108,8 +108,10 @@ def _parse(option: Option, text: str | list[str], origin: str) -> Any:
 def _fix(option: Option, proposal: str | None) -> str:
     if proposal is not None:
         return f"{option.flag} {proposal}"
-    ways = f"{option.flag} {option.metavar}, {option.variable}={option.metavar}, or {option.toml_key} in the TOML file"
-    return f"{ways}: {option.help}"
+    ways = [f"{option.flag} {option.metavar}", f"{option.variable}={option.metavar}"]
+    if option.in_file:
+        ways.append(f"{option.toml_key} in the TOML file")
+    return f"{', '.join(ways[:-1])} or {ways[-1]}: {option.help}"
 
 
 def _unknown(kind: str, name: str, known: Mapping[str, Option], alternative: str) -> StartupError:

@@ -182,6 +182,12 @@ def test_a_file_for_a_directory_is_refused(tmp_path: Path) -> None:
     assert error.fix == f"--model {tmp_path}"
 
 
+def test_the_fix_names_the_ways_that_there_are(tmp_path: Path) -> None:
+    assert refusal({"port": "x"}, {}).fix.startswith("--port PORT, STEPLOOP_PORT=PORT or port in the TOML file: ")
+    error = refusal({"config_file": str(tmp_path / "none.toml")}, {})
+    assert error.fix.startswith("--config FILE or STEPLOOP_CONFIG=FILE: ")
+
+
 def test_engine_config_carries_what_the_operator_asked() -> None:
     flags: dict[str, str | list[str]] = {
         "device": "cpu",
