@@ -54,6 +54,9 @@ def _from_file(path: Path) -> dict[str, Any]:
     values = {}
     for key, value in _read_toml(path).items():
         option = by_key.get(key)
+        if option is None and isinstance(value, dict):
+            fix = f"remove the line [{key}]: settings stand at the top level, such as port = 8080"
+            raise StartupError(f"{path} has a table, [{key}]", fix, ExitCode.CONFIGURATION)
         if option is None:
             raise _unknown(f"key in {path}", key, by_key, "or remove it")
         values[option.field_name] = _parse(option, _toml_text(option, value, path), f"{key} in {path}")

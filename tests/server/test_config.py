@@ -122,6 +122,12 @@ def test_unknown_toml_key_names_the_nearest(key: str, near: str, tmp_path: Path)
     assert f"did you mean {near}?" in error.cause
 
 
+def test_a_toml_table_is_told_to_go_not_taken_for_a_misspelt_key(tmp_path: Path) -> None:
+    error = refusal(toml_flag(tmp_path, "[server]\nport = 1"), {})
+    assert error.cause.endswith("has a table, [server]")
+    assert "remove the line [server]" in error.fix
+
+
 @pytest.mark.parametrize("text", ["port = ", "port = true", "port = [1]", "[port]\nx = 1", 'api_key = [1, "b"]'])
 def test_a_file_that_says_no_setting_is_refused(text: str, tmp_path: Path) -> None:
     assert refusal(toml_flag(tmp_path, text), {}).exit_code == ExitCode.CONFIGURATION
