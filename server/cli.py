@@ -415,7 +415,7 @@ def find_plan(config: ServerConfig) -> "PlanFacts":
         kv_bytes=plan.kv_bytes,
         num_kv_tokens=plan.kv_tokens,
         max_model_len=plan.max_model_len,
-        context_origin="the model's own" if config.max_model_len is None else "--max-model-len",
+        context_origin=config.context_origin,
         free_bytes=plan.free_bytes,
     )
 

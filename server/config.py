@@ -333,6 +333,14 @@ class ServerConfig:
         ),
     )
 
+    origins: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
+    """Fields that were set, each with the flag, the variable, or the key of the file that set it."""
+
+    @property
+    def context_origin(self) -> str:
+        """Where the length of the context comes from, as the operator wrote it."""
+        return "the model's own" if self.max_model_len is None else dict(self.origins).get("max_model_len", "as asked")
+
     def to_engine_config(self) -> EngineConfig:
         return EngineConfig(
             device=self.device,
@@ -350,4 +358,6 @@ def _row(config_field: Field[Any]) -> Option:
     return Option(field_name=config_field.name, default=config_field.default, **config_field.metadata)
 
 
-OPTIONS: tuple[Option, ...] = tuple(_row(config_field) for config_field in fields(ServerConfig))
+OPTIONS: tuple[Option, ...] = tuple(
+    _row(config_field) for config_field in fields(ServerConfig) if config_field.metadata
+)

@@ -5,13 +5,20 @@ Flags win over the environment, the environment over the file, the file over the
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from core.errors import ExitCode, StartupError
 from server.config import ENVIRONMENT_PREFIX, OPTIONS, Option, ServerConfig
 from server.values import BadValueError, MissingPathError, did_you_mean
 
 _BY_FIELD = {option.field_name: option for option in OPTIONS}
+
+
+class Given(NamedTuple):
+    """A value, and the flag, the variable, or the key of the file that gave it."""
+
+    value: Any
+    origin: str
 
 
 def load_config(flags: Mapping[str, str | list[str]], environ: Mapping[str, str]) -> ServerConfig:
@@ -24,18 +31,19 @@ def load_config(flags: Mapping[str, str | list[str]], environ: Mapping[str, str]
     Raises:
         StartupError: a setting is unknown, malformed or out of range, or the file cannot be read.
     """
-    values = _from_environment(environ) | _from_flags(flags)
-    config_file = values.get("config_file")
+    given = _from_environment(environ) | _from_flags(flags)
+    config_file = given.get("config_file")
     if config_file is not None:
-        values = _from_file(config_file) | values
-    return ServerConfig(**values)
+        given = _from_file(config_file.value) | given
+    values = {name: one.value for name, one in given.items()}
+    return ServerConfig(**values, origins=tuple((name, one.origin) for name, one in given.items()))
 
 
-def _from_flags(flags: Mapping[str, str | list[str]]) -> dict[str, Any]:
+def _from_flags(flags: Mapping[str, str | list[str]]) -> dict[str, Given]:
     return {name: _parse(_BY_FIELD[name], text, _BY_FIELD[name].flag) for name, text in flags.items()}
 
 
-def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+def _from_environment(environ: Mapping[str, str]) -> dict[str, Given]:
     by_variable = {option.variable: option for option in OPTIONS}
     values = {}
     for variable in sorted(environ):
@@ -49,7 +57,7 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     return values
 
 
-def _from_file(path: Path) -> dict[str, Any]:
+def _from_file(path: Path) -> dict[str, Given]:
     by_key = {option.toml_key: option for option in OPTIONS if option.in_file}
     values = {}
     for key, value in _read_toml(path).items():
@@ -93,11 +101,11 @@ def _toml_text(option: Option, value: Any, path: Path) -> str | list[str]:
     )
 
 
-def _parse(option: Option, text: str | list[str], origin: str) -> Any:
+def _parse(option: Option, text: str | list[str], origin: str) -> Given:
     try:
         if isinstance(text, list):
-            return tuple(option.parse(item) for item in text)
-        return option.parse(text)
+            return Given(tuple(option.parse(item) for item in text), origin)
+        return Given(option.parse(text), origin)
     except BadValueError as error:
         is_model = option.field_name == "model" and isinstance(error, MissingPathError)
         shown = "a value that is not shown" if option.is_secret else f"{text!r}"

@@ -40,6 +40,15 @@ def test_the_file_can_be_named_by_the_environment(tmp_path: Path) -> None:
     assert load_config({}, {"STEPLOOP_CONFIG": path}).log_format == "json"
 
 
+def test_the_contexts_origin_is_what_the_operator_wrote(tmp_path: Path) -> None:
+    file = toml_flag(tmp_path, "max_model_len = 100")
+    environ = {"STEPLOOP_MAX_MODEL_LEN": "200"}
+    assert load_config({}, {}).context_origin == "the model's own"
+    assert load_config(file, {}).context_origin == f"max_model_len in {file['config_file']}"
+    assert load_config(file, environ).context_origin == "STEPLOOP_MAX_MODEL_LEN"
+    assert load_config(file | {"max_model_len": "300"}, environ).context_origin == "--max-model-len"
+
+
 SAMPLES = {
     "config": None,  # names the file itself
     "model": "{directory}",
