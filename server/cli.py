@@ -272,7 +272,8 @@ def _models(arguments: argparse.Namespace, config: ServerConfig) -> int:
     try:
         directories = [existing_directory(text) for text in arguments.dir]
     except BadValueError as error:
-        raise StartupError(f"--dir must be {error.expected}", "name a directory of models", ExitCode.USAGE) from error
+        fix = "name a directory of models" if error.proposal is None else f"--dir {error.proposal}"
+        raise StartupError(f"--dir must be {error.expected}", fix, ExitCode.USAGE) from error
     found = find_models(directories, environment_hub(is_offline=True))
     listed = describe_models([("", None), *found], config)
     (print_json if arguments.json else print_table)(listed, sys.stdout)

@@ -179,6 +179,9 @@ def test_near_misses_of_choices_and_units_are_named() -> None:
 def test_a_missing_model_names_what_lies_near(tmp_path: Path) -> None:
     (tmp_path / "Llama-3.2-1B").mkdir()
     error = refusal({"model": str(tmp_path / "llama-3.2-1b")}, {})
+    assert error.fix.startswith("--model MODEL, ")  # an empty directory cannot be served
+    (tmp_path / "Llama-3.2-1B" / "config.json").touch()
+    error = refusal({"model": str(tmp_path / "llama-3.2-1b")}, {})
     assert error.exit_code == ExitCode.MODEL
     assert str(tmp_path / "Llama-3.2-1B") in error.cause
     assert error.fix == f"--model {tmp_path / 'Llama-3.2-1B'}"
@@ -195,6 +198,8 @@ def test_a_file_for_a_directory_is_refused(tmp_path: Path) -> None:
     error = refusal({"model": str(tmp_path / "config.json")}, {})
     assert "this is a file" in error.cause
     assert error.fix == f"--model {tmp_path}"
+    (tmp_path / "config.json").rename(tmp_path / "notes.txt")
+    assert refusal({"model": str(tmp_path / "notes.txt")}, {}).fix.startswith("--model MODEL, ")
 
 
 def test_the_fix_names_the_ways_that_there_are(tmp_path: Path) -> None:
@@ -219,12 +224,13 @@ def test_engine_config_carries_what_the_operator_asked() -> None:
 def test_model_is_a_directory_a_gguf_file_or_a_hubs_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models" / "tiny").mkdir(parents=True)
+    (tmp_path / "models" / "tiny" / "config.json").touch()
     (tmp_path / "tiny.gguf").touch()
     assert load_config({"model": "models/tiny"}, {}).model == Path("models/tiny")
     assert load_config({"model": "tiny.gguf"}, {}).model == Path("tiny.gguf")
     assert load_config({"model": "Qwen/Qwen3-0.6B"}, {}).model == HubId("Qwen/Qwen3-0.6B")
     assert load_config({"model": "Qwen/Qwen3-0.6B@refs/pr/1"}, {}).model == HubId("Qwen/Qwen3-0.6B", "refs/pr/1")
-    for text in ("models/tyni", "tiny", "org/tiny.gguf", "./org/tiny", "org/..", "org/a@../b", "a/b/c", "org/a--b"):
+    for text in ("models/tinny", "tiny", "org/tiny.gguf", "./org/tiny", "org/..", "org/a@../b", "a/b/c", "org/a--b"):
         assert refusal({"model": text}, {}).exit_code == ExitCode.MODEL
-    assert "models/tiny" in refusal({"model": "models/tyni"}, {}).cause
+    assert "models/tiny" in refusal({"model": "models/tinny"}, {}).cause
     assert "tiny.gguf" in refusal({"model": "tyni.gguf"}, {}).cause
