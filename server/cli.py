@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 from core.errors import ExitCode, StartupError
 from server import __version__
-from server.config import OPTIONS, Option, ServerConfig, load_config
+from server.config import OPTIONS, Option, ServerConfig
+from server.config_sources import load_config
 from server.values import BadValueError, did_you_mean, format_size
 
 if TYPE_CHECKING:
@@ -290,7 +291,8 @@ def _models(arguments: argparse.Namespace, config: ServerConfig) -> int:
     try:
         directories = [existing_directory(text) for text in arguments.dir]
     except BadValueError as error:
-        raise StartupError(f"--dir must be {error.expected}", "name a directory of models", ExitCode.USAGE) from error
+        fix = "name a directory of models" if error.proposal is None else f"--dir {error.proposal}"
+        raise StartupError(f"--dir must be {error.expected}", fix, ExitCode.USAGE) from error
     found = find_models(directories, environment_hub(is_offline=True))
     listed = describe_models([("", None), *found], config)
     (print_json if arguments.json else print_table)(listed, sys.stdout)
@@ -471,7 +473,7 @@ def find_plan(config: ServerConfig) -> "PlanFacts":
         kv_bytes=plan.kv_bytes,
         num_kv_tokens=plan.kv_tokens,
         max_model_len=plan.max_model_len,
-        context_origin="the model's own" if config.max_model_len is None else "--max-model-len",
+        context_origin=config.context_origin,
         free_bytes=plan.free_bytes,
     )
 
