@@ -7,6 +7,7 @@ import torch
 
 from core.config import BLOCK_SIZE, EngineConfig, ModelConfig
 from core.errors import NotEnoughMemory, StartupError
+from gpu.batch import MAX_GATHERED_TOKENS
 from gpu.device import DeviceChoice, choose_device, free_memory_bytes
 from gpu.kv_cache import bytes_per_block, bytes_per_token, num_blocks_for, num_blocks_within
 from gpu.scores import MAX_SCORES
@@ -147,9 +148,9 @@ def _activation_bytes(model: ModelConfig, engine: EngineConfig, max_model_len: i
     one_layer = engine.max_batch_tokens * widths * dtype.itemsize
     masks = len(model.windows) + (model.windows != (None,))  # one per window, and one while a windowed one is made
     mask = masks * engine.max_batch_tokens * max_model_len * dtype.itemsize
-    gathered = engine.max_sequences * max_model_len * 2 * model.kv_size * dtype.itemsize
-    if engine.kv_memory_bytes is not None:
-        gathered = min(gathered, engine.kv_memory_bytes // model.num_layers)
+    longest = num_blocks_for(max_model_len) * BLOCK_SIZE
+    gathered_tokens = min(engine.max_sequences * longest, max(longest, MAX_GATHERED_TOKENS))
+    gathered = gathered_tokens * 2 * model.kv_size * dtype.itemsize
     logits = engine.max_sequences * model.vocab_size * 4 * 4  # float32: raw, adjusted, scaled, noise
     is_written_out = model.attention_cap is not None or model.has_sinks
     written_out = 3 * 4 * MAX_SCORES * is_written_out  # float32: products, and two steps on

@@ -80,6 +80,16 @@ def test_weights_that_do_not_fit_are_told_before_loading() -> None:
         plan(20, dataclasses.replace(BF16, dtype=torch.float32))
 
 
+def test_a_step_does_not_take_the_memory_of_all_sequences_at_full_length() -> None:
+    """Llama 3.2 1B, whole context, 64 sequences, on a machine of 16 GiB."""
+    model = dataclasses.replace(
+        MODEL, hidden_size=2048, intermediate_size=8192, num_layers=16, head_dim=64, tie_embeddings=True
+    )
+    made = plan_memory(model, EngineConfig(), BF16, 0, 16 * GIB)
+    assert made.max_model_len == 131_072
+    assert made.kv_tokens >= 131_072
+
+
 @pytest.mark.parametrize("length", [0, -1, 131_073])
 def test_a_context_beyond_the_models_is_refused(length: int) -> None:
     with pytest.raises(StartupError, match="made for up to 131072"):
