@@ -110,7 +110,10 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
-    """Natural logarithms of the probabilities that one token was drawn from."""
+    """Natural logarithms of the model's own probabilities, for one drawn token.
+
+    Of the raw logits: before penalties, logit_bias, temperature and what cuts the distribution.
+    """
 
     token_id: int
     logprob: float
