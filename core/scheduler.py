@@ -35,7 +35,7 @@ class Scheduler:
         self._max_length = min(limits.max_model_len, limits.num_blocks * limits.block_size)  # a lone sequence fits
         num_slots = min(limits.max_sequences, limits.max_batch_tokens)  # so that every running decode has its token
         self._free_slots = list(range(num_slots))  # a heap: low slots first keep the runner's rows dense
-        self._tenants: list[Sequence | None] = [None] * num_slots
+        self._occupants: list[Sequence | None] = [None] * num_slots
         self._groups: dict[str, SequenceGroup] = {}
         self._waiting: list[Sequence] = []  # by order; neither paused ones nor unforked siblings
         self._running: list[Sequence] = []  # by order
@@ -157,11 +157,11 @@ class Scheduler:
 
     def restart(self, plan: StepPlan, rows: range) -> StepPlan:
         """These rows of a plan whose step failed, to be computed anew whatever the failed step has left behind."""
-        return restart_rows(plan, rows, [self._tenant(slot) for slot in plan.slots[rows.start : rows.stop].tolist()])
+        return restart_rows(plan, rows, [self._occupant(slot) for slot in plan.slots[rows.start : rows.stop].tolist()])
 
     def apply(self, plan: StepPlan, output: StepOutput, now: float) -> StepDelivery:
         """Take in a step's result: tokens, forks, ends. Returns all news since the last delivery."""
-        sequences = [self._tenant(slot) for slot in plan.slots.tolist()]
+        sequences = [self._occupant(slot) for slot in plan.slots.tolist()]
         self._advance(plan, sequences, output.failed_rows)
         for i, (row, token_id) in enumerate(zip(output.rows.tolist(), output.token_ids.tolist(), strict=True)):
             if row not in output.failed_rows:
@@ -254,7 +254,7 @@ class Scheduler:
             self._running.remove(sequence)
             self.pool.release(sequence.table.take())
         if sequence.slot != NO_SLOT:
-            self._tenants[sequence.slot] = None
+            self._occupants[sequence.slot] = None
             heapq.heappush(self._free_slots, sequence.slot)
             sequence.slot = NO_SLOT
 
@@ -273,8 +273,8 @@ class Scheduler:
             return (
                 f"The prompt has {num_tokens} tokens; this server holds at most {self._max_length - 1}, and one more."
             )
-        if request.num_sequences > len(self._tenants):
-            return f"{request.num_sequences} sequences were asked for; this server runs {len(self._tenants)} at once."
+        if request.num_sequences > len(self._occupants):
+            return f"{request.num_sequences} sequences were asked for; this server runs {len(self._occupants)} at once."
         return None
 
     def _add_sequence(self, group: SequenceGroup, token_ids: list[int]) -> Sequence:
@@ -286,7 +286,7 @@ class Scheduler:
     def _occupy_slot(self, sequence: Sequence) -> None:
         sequence.slot = heapq.heappop(self._free_slots)
         sequence.is_started = False
-        self._tenants[sequence.slot] = sequence
+        self._occupants[sequence.slot] = sequence
 
     def _start_running(self, sequence: Sequence) -> None:
         sequence.state = SequenceState.RUNNING
@@ -377,8 +377,8 @@ class Scheduler:
         if not victim.is_paused:
             insort(self._waiting, victim, key=_ORDER)
 
-    def _tenant(self, slot: int) -> Sequence:
-        sequence = self._tenants[slot]
+    def _occupant(self, slot: int) -> Sequence:
+        sequence = self._occupants[slot]
         assert sequence is not None, f"slot {slot} of the plan has no sequence"
         return sequence
 

@@ -101,7 +101,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.log(delivery)
             return
         assert made.num_tokens <= self.limits.max_batch_tokens
-        assert not any(self.scheduler._tenant(slot).is_paused for slot in made.slots.tolist())
+        assert not any(self.scheduler._occupant(slot).is_paused for slot in made.slots.tolist())
         ticket = self.runner.forward(made)
         self.runner.sample(ticket)
         self.in_flight = made, self.runner.collect(ticket)
@@ -143,8 +143,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def slots_are_conserved(self) -> None:
         if not hasattr(self, "scheduler"):
             return
-        tenants = [sequence.slot for sequence in self.all_sequences() if sequence.slot >= 0]
-        assert sorted(tenants + self.scheduler._free_slots) == list(range(len(self.scheduler._tenants)))
+        occupied = [sequence.slot for sequence in self.all_sequences() if sequence.slot >= 0]
+        assert sorted(occupied + self.scheduler._free_slots) == list(range(len(self.scheduler._occupants)))
 
     @invariant()
     def only_running_sequences_hold_blocks(self) -> None:
