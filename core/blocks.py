@@ -34,9 +34,6 @@ class BlockPool:
     def num_used(self) -> int:
         return self.num_blocks - len(self._free)
 
-    def num_references(self, block: int) -> int:
-        return self._references[block]
-
     def is_shared(self, block: int) -> bool:
         """Whether writing to it would be seen by another holder."""
         return self._references[block] > 1

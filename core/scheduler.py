@@ -41,9 +41,6 @@ class Scheduler:
         self._running: list[Sequence] = []  # by order
         self._num_submitted = 0
         self._num_paused = 0
-        self._held_blocks: list[
-            int
-        ] = []  # sources of this plan's copies whose holders were preempted while it was made
         self._planned_s = 0.0
         self._counts = _Counts()
         self._outbox = _Outbox()
@@ -70,7 +67,7 @@ class Scheduler:
         self._num_submitted += 1
         self._groups[request.request_id] = group
         for _ in range(request.num_sequences):
-            self._add_sequence(group, list(request.prompt_ids))
+            self._add_sequence(group)
         leader, *group.unforked = group.sequences
         group.leader = leader
         insort(self._waiting, leader, key=_ORDER)
@@ -118,24 +115,6 @@ class Scheduler:
             if sequence.state is SequenceState.WAITING and sequence not in group.unforked:
                 insort(self._waiting, sequence, key=_ORDER)
 
-    def fork(self, parent: Sequence) -> Sequence | None:
-        """A new sequence of the same request that goes on from its parent's tokens with its own seed.
-
-        It shares the parent's blocks; whoever writes into a shared one first, copies it. None where the parent is not
-        running, is in flight, or no slot is free.
-        """
-        if parent.state is not SequenceState.RUNNING or parent.is_in_flight or not self._free_slots:
-            return None
-        child = self._add_sequence(self._groups[parent.request_id], list(parent.token_ids))
-        self._occupy_slot(child)
-        self._share_blocks(parent, child)
-        return child
-
-    def sequences_of(self, request_id: str) -> tuple[Sequence, ...]:
-        """A live request's sequences by index, ended ones included; empty when it is not live."""
-        group = self._groups.get(request_id)
-        return () if group is None else tuple(group.sequences)
-
     # One step
 
     def plan(self, now: float) -> StepPlan | None:
@@ -171,8 +150,6 @@ class Scheduler:
         for sequence in sequences:
             if sequence.cancel_reason is not None:
                 self.finish(sequence, sequence.cancel_reason)
-        self.pool.release(self._held_blocks)
-        self._held_blocks = []
         self._counts.num_steps += 1
         self._counts.step_s = now - self._planned_s
         return self._outbox.take(self.stats())
@@ -222,8 +199,6 @@ class Scheduler:
 
     def end_all(self, reason: FinishReason, error: str | None = None) -> None:
         """End every request, those of a step that will never come back too."""
-        self.pool.release(self._held_blocks)
-        self._held_blocks = []
         for group in list(self._groups.values()):
             for sequence in reversed(group.sequences):
                 sequence.is_in_flight = False
@@ -244,7 +219,7 @@ class Scheduler:
         elif sequence is group.leader and group.unforked:
             group.leader = heir = group.unforked.pop(0)
             if sequence.state is SequenceState.RUNNING:
-                self._share_blocks(sequence, heir)
+                self._fork(sequence, heir)
             elif not group.is_paused:
                 insort(self._waiting, heir, key=_ORDER)
 
@@ -277,11 +252,11 @@ class Scheduler:
             return f"{request.num_sequences} sequences were asked for; this server runs {len(self._occupants)} at once."
         return None
 
-    def _add_sequence(self, group: SequenceGroup, token_ids: list[int]) -> Sequence:
+    def _add_sequence(self, group: SequenceGroup) -> None:
         sampling = group.request.sampling
         stop_ids = sampling.stop_token_ids if sampling.ignore_eos else self._eos_ids + sampling.stop_token_ids
         max_length = min(len(group.request.prompt_ids) + sampling.max_tokens, self._max_length)
-        return group.add(token_ids, stop_ids, max_length)
+        group.add(stop_ids, max_length)
 
     def _occupy_slot(self, sequence: Sequence) -> None:
         sequence.slot = heapq.heappop(self._free_slots)
@@ -311,8 +286,11 @@ class Scheduler:
         self._add_row(builder, sequence)
         return True
 
-    def _share_blocks(self, parent: Sequence, child: Sequence) -> None:
-        """Let a child with a slot start where its parent is, but for its last token: that one it computes itself."""
+    def _fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let a child that has a slot start where its parent is, but for its last token: that one it computes itself.
+
+        They share the parent's blocks; whoever writes into a shared one first, copies it.
+        """
         child.num_computed_tokens = min(parent.num_computed_tokens, len(child.token_ids) - 1)
         num_blocks = num_blocks_for(child.num_computed_tokens, self.limits.block_size)
         child.table.blocks = parent.table.blocks[:num_blocks]
@@ -363,10 +341,8 @@ class Scheduler:
     def _preempt(self, builder: PlanBuilder, victim: Sequence) -> None:
         """Take a sequence's slot and blocks; it computes all its tokens again when its old place in the queue comes."""
         self._counts.num_preemptions += 1
-        ending = [block for block in victim.table.blocks if not self.pool.is_shared(block)]
-        held = [block for block in ending if block in builder.copy_sources]
-        self.pool.share(held)  # nobody may write there in this plan: restart() may have to copy them once more
-        self._held_blocks += held
+        # nobody else may get a copy's source in this plan: restart() may have to copy it once more
+        assert not any(block in builder.sources and not self.pool.is_shared(block) for block in victim.table.blocks)
         self._give_back(victim)
         victim.state = SequenceState.WAITING
         victim.num_computed_tokens = 0
@@ -402,7 +378,7 @@ class Scheduler:
         group.num_prompt_tokens_computed = max(group.num_prompt_tokens_computed, num_computed)
         if num_computed == sequence.num_prompt_tokens and sequence is group.leader:
             for sibling in group.unforked:
-                self._share_blocks(sequence, sibling)
+                self._fork(sequence, sibling)
             group.unforked = []
 
     def _append(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> None:

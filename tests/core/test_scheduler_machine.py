@@ -1,4 +1,4 @@
-"""Any history of submit, cancel, pause, resume, fork and steps: what must hold after each of them, and at the end."""
+"""Any history of submit, cancel, pause, resume and steps: what must hold after each of them, and at the end."""
 
 from collections import Counter
 
@@ -60,7 +60,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         self.requests[request.request_id] = request
         self.scheduler.submit(request)
-        self.sequences[request.request_id] = list(self.scheduler.sequences_of(request.request_id))
+        group = self.scheduler._groups.get(request.request_id)
+        self.sequences[request.request_id] = [] if group is None else list(group.sequences)
         for sequence in self.sequences[request.request_id]:
             self.remember(sequence)
 
@@ -82,14 +83,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         request_id = sorted(self.paused)[pick % len(self.paused)]
         self.scheduler.resume(request_id)
         self.paused.remove(request_id)
-
-    @precondition(lambda self: self.requests)
-    @rule(pick=st.integers(0, 99), index=st.integers(0, 2))
-    def fork(self, pick: int, index: int) -> None:
-        live = self.scheduler.sequences_of(self.pick(pick))
-        if index < len(live) and (child := self.scheduler.fork(live[index])) is not None:
-            self.sequences[child.request_id].append(child)
-            self.remember(child)
 
     @precondition(lambda self: self.in_flight is None)
     @rule()
@@ -135,8 +128,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         pool = self.scheduler.pool
         held = Counter(block for sequence in self.all_sequences() for block in sequence.table.blocks)
-        held.update(self.scheduler._held_blocks)
-        assert all(pool.num_references(block) == held[block] for block in range(pool.num_blocks))
+        assert all(pool._references[block] == held[block] for block in range(pool.num_blocks))
         assert pool.num_free + len(held) == pool.num_blocks
 
     @invariant()
