@@ -68,8 +68,9 @@ class Scheduler:
         self._groups[request.request_id] = group
         for _ in range(request.num_sequences):
             self._add_sequence(group)
-        leader, *group.unforked = group.sequences
+        leader, *siblings = group.sequences
         group.leader = leader
+        group.unforked = {sibling.index: sibling for sibling in siblings}
         insort(self._waiting, leader, key=_ORDER)
 
     def cancel(
@@ -101,7 +102,7 @@ class Scheduler:
         self._num_paused += 1
         for sequence in group.sequences:
             sequence.is_paused = True
-            self._leave_queue(sequence)
+            _remove(self._waiting, sequence)
 
     def resume(self, request_id: str) -> None:
         """Let a paused request go on, from its old place in the queue."""
@@ -112,7 +113,7 @@ class Scheduler:
         self._num_paused -= 1
         for sequence in group.sequences:
             sequence.is_paused = False
-            if sequence.state is SequenceState.WAITING and sequence not in group.unforked:
+            if sequence.state is SequenceState.WAITING and sequence.index not in group.unforked:
                 insort(self._waiting, sequence, key=_ORDER)
 
     # One step
@@ -182,7 +183,7 @@ class Scheduler:
         assert not sequence.is_in_flight, "what is in flight is finished by apply()"
         group = self._groups[sequence.request_id]
         self._leave_siblings(group, sequence)
-        self._leave_queue(sequence)
+        _remove(self._waiting, sequence)
         self._give_back(sequence)
         sequence.state = SequenceState.FINISHED
         group.num_live -= 1
@@ -214,10 +215,8 @@ class Scheduler:
 
     def _leave_siblings(self, group: SequenceGroup, sequence: Sequence) -> None:
         """Before a sequence ends: the siblings that count on it get another leader."""
-        if sequence in group.unforked:
-            group.unforked.remove(sequence)
-        elif sequence is group.leader and group.unforked:
-            group.leader = heir = group.unforked.pop(0)
+        if group.unforked.pop(sequence.index, None) is None and sequence is group.leader and group.unforked:
+            group.leader = heir = group.unforked.pop(next(iter(group.unforked)))
             if sequence.state is SequenceState.RUNNING:
                 self._fork(sequence, heir)
             elif not group.is_paused:
@@ -226,17 +225,12 @@ class Scheduler:
     def _give_back(self, sequence: Sequence) -> None:
         """The one place where a sequence loses its slot and its blocks."""
         if sequence.state is SequenceState.RUNNING:
-            self._running.remove(sequence)
+            _remove(self._running, sequence)
             self.pool.release(sequence.table.take())
         if sequence.slot != NO_SLOT:
             self._occupants[sequence.slot] = None
             heapq.heappush(self._free_slots, sequence.slot)
             sequence.slot = NO_SLOT
-
-    def _leave_queue(self, sequence: Sequence) -> None:
-        i = bisect_left(self._waiting, sequence.order, key=_ORDER)
-        if i < len(self._waiting) and self._waiting[i] is sequence:
-            del self._waiting[i]
 
     # Beginnings
 
@@ -273,7 +267,7 @@ class Scheduler:
         The blocks are taken at once so that no prefill waits for blocks halfway.
         """
         group = self._groups[sequence.request_id]
-        joining = [sequence, *group.unforked] if sequence is group.leader else [sequence]
+        joining = [sequence, *group.unforked.values()] if sequence is group.leader else [sequence]
         num_blocks = num_blocks_for(len(sequence.token_ids) + 1, self.limits.block_size)
         while len(joining) > len(self._free_slots) or num_blocks > self.pool.num_free:
             if not self._preempt_paused(builder):
@@ -348,7 +342,7 @@ class Scheduler:
         victim.num_computed_tokens = 0
         group = self._groups[victim.request_id]
         if victim is group.leader:
-            for sibling in group.unforked:
+            for sibling in group.unforked.values():
                 self._give_back(sibling)
         if not victim.is_paused:
             insort(self._waiting, victim, key=_ORDER)
@@ -377,9 +371,9 @@ class Scheduler:
         group = self._groups[sequence.request_id]
         group.num_prompt_tokens_computed = max(group.num_prompt_tokens_computed, num_computed)
         if num_computed == sequence.num_prompt_tokens and sequence is group.leader:
-            for sibling in group.unforked:
+            for sibling in group.unforked.values():
                 self._fork(sequence, sibling)
-            group.unforked = []
+            group.unforked = {}
 
     def _append(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
         """Give a sequence the token it has drawn, unless it has ended before it or is about to be cancelled."""
@@ -392,6 +386,13 @@ class Scheduler:
             self._outbox.add_token(sequence, token_id, logprobs)
         if reason is not None:
             self.finish(sequence, reason)
+
+
+def _remove(ordered: list[Sequence], sequence: Sequence) -> None:
+    """Take a sequence out of a list by order, if it is in it; found by bisection."""
+    i = bisect_left(ordered, sequence.order, key=_ORDER)
+    if i < len(ordered) and ordered[i] is sequence:
+        del ordered[i]
 
 
 class _Counts:

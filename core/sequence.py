@@ -94,7 +94,7 @@ class SequenceGroup:
 
     Args:
         leader: computes the prompt for itself and the unforked.
-        unforked: siblings that wait for it. They hold slots while the leader runs, never blocks.
+        unforked: siblings that wait for it, by index. They hold slots while the leader runs, never blocks.
         num_live: sequences not yet finished.
         num_prompt_tokens_computed: the furthest that any of them has come in the prompt.
     """
@@ -104,7 +104,7 @@ class SequenceGroup:
     seed: int
     sequences: list[Sequence] = field(default_factory=list)
     leader: Sequence | None = None
-    unforked: list[Sequence] = field(default_factory=list)
+    unforked: dict[int, Sequence] = field(default_factory=dict)
     num_live: int = 0
     num_prompt_tokens_computed: int = 0
     is_paused: bool = False
