@@ -57,6 +57,17 @@ class BlockPool:
             assert self._references[block] > 0, f"block {block} is free and cannot be shared"
             self._references[block] += 1
 
+    def take_for_shared(self, block: int) -> int:
+        """Take a free block, with one reference, in place of one reference to a shared block, which stays used.
+
+        Raises:
+            OutOfBlocks: none is free.
+        """
+        assert self.is_shared(block), f"block {block} has no other holder"
+        (taken,) = self.allocate(1)
+        self._references[block] -= 1
+        return taken
+
     def release(self, blocks: Seq[int]) -> None:
         """Drop one reference of each, last first: a sequence's tail is reused before its head."""
         for block in reversed(blocks):

@@ -1,7 +1,8 @@
 """Decides what each step computes, and what its result means. Thread: engine. No I/O; time and seeds are arguments.
 
 A step lets sequences catch up on their tokens: running decodes first, then prefill chunks, then admissions from the
-queue. Every submitted request ends with exactly one terminal TokenChunk, from the last of its sequences.
+queue. Every submitted request ends with exactly one terminal TokenChunk, from the last of its sequences. Sequences end
+in one place (finish), and blocks are released in one place (_give_back).
 """
 
 import heapq
@@ -223,7 +224,7 @@ class Scheduler:
                 insort(self._waiting, heir, key=_ORDER)
 
     def _give_back(self, sequence: Sequence) -> None:
-        """The one place where a sequence loses its slot and its blocks."""
+        """The one place where a sequence loses its slot and its blocks: at its end, or when it is preempted."""
         if sequence.state is SequenceState.RUNNING:
             _remove(self._running, sequence)
             self.pool.release(sequence.table.take())
@@ -319,9 +320,7 @@ class Scheduler:
                 if victim is sequence:
                     return False
         if is_shared:
-            source = blocks[first]
-            builder.replace_block(sequence, first, self.pool.allocate(1)[0])
-            self.pool.release([source])
+            builder.replace_block(sequence, first, self.pool.take_for_shared(blocks[first]))
         if num_blocks > len(blocks):
             blocks += self.pool.allocate(num_blocks - len(blocks))
         return True
