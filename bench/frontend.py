@@ -198,7 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         measured = measure_all(cases, arguments.repeats)
     except CannotRun as error:
-        print(f"bench.frontend: {error}\nFix: {error.fix}", file=sys.stderr)
+        print(f"bench.frontend: {error.cause}\nFix: {error.fix}", file=sys.stderr)
         return 2
     tables = result_tables(measured)
     print_tables(tables)

@@ -120,7 +120,7 @@ class PeerBench:
                 return measure(port)
         except CannotRun as error:
             self._starts = not isinstance(error, DidNotStart)
-            self._failures.append(f"{self._server.name}, {name}: {error}")
+            self._failures.append(f"{self._server.name}, {name}: {error.cause}")
             print(f"{self._failures[-1]}\n{self._log_end()}", file=sys.stderr)
             return None
 
