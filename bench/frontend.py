@@ -207,7 +207,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         details = {
             "runs": [{"case": msgspec.to_builtins(case), **msgspec.to_builtins(run)} for case, run in measured.items()]
         }
-        write_result(arguments.json, "frontend", command_line("bench.frontend", argv), tables, config, details)
+        write_result(
+            arguments.json, "frontend", command_line("python -m bench.frontend", argv), tables, config, details
+        )
     return 0
 
 

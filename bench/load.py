@@ -54,7 +54,9 @@ def main(argv: Sequence[str]) -> int:
         print(f"{kind}, for example: {message}", file=sys.stderr)
     if arguments.json is not None:
         details = {"result": msgspec.to_builtins(result)}
-        write_result(arguments.json, "load", command_line("bench.load", argv), tables, config.shown(), details)
+        write_result(
+            arguments.json, "load", command_line("steploop bench serve", argv), tables, config.shown(), details
+        )
         print(f"written to {arguments.json}")
     return ExitCode.UNREACHABLE if result.num_failed else ExitCode.OK
 

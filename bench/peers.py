@@ -322,7 +322,7 @@ def _write(
     if path is not None:
         details = {"answers": msgspec.to_builtins(answers, str_keys=True), "limits": msgspec.to_builtins(limits)}
         shown = {"model": name, "threads": arguments.threads}
-        write_result(path, "peers", command_line("bench.peers", argv), tables, shown, details)
+        write_result(path, "peers", command_line("python -m bench.peers", argv), tables, shown, details)
         print(f"written to {path}")
 
 

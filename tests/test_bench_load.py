@@ -342,6 +342,15 @@ async def served_bench(behave: Callable[[int], str], *words: str) -> int:
         return await asyncio.to_thread(bench_serve, "--url", f"http://127.0.0.1:{fake.port}", *words)
 
 
+def test_the_result_names_the_command_that_was_typed(tmp_path: Path) -> None:
+    path = tmp_path / "load.json"
+    words = ("--requests", "1", "--api-key", "secret", "--json", str(path))
+    assert asyncio.run(served_bench(lambda number: "answer", *words)) == ExitCode.OK
+    command = read_result(path).command
+    assert command.startswith("steploop bench serve --url http://127.0.0.1:")
+    assert command.endswith(f" --requests 1 --api-key '***' --json {path}")
+
+
 def test_failed_requests_are_told_by_the_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--requests", "2", "--max-tokens", "1")
     assert asyncio.run(served_bench(lambda number: "answer", *words)) == ExitCode.OK
@@ -365,7 +374,7 @@ def test_a_result_file_reads_back_and_bears_no_key(tmp_path: Path) -> None:
     _, result = run_against(lambda number: "refuse", num_requests=1, api_key="secret")
     config = LoadConfig(host="127.0.0.1", port=1, api_key="secret")
     tables = result_tables(config, result)
-    command = command_line("bench.load", ["--api-key", "secret", "--api-key=secret"])
+    command = command_line("steploop bench serve", ["--api-key", "secret", "--api-key=secret"])
     path = tmp_path / "new" / "load.json"
     written = write_result(path, "load", command, tables, config.shown())
     assert read_result(path) == written
