@@ -287,14 +287,31 @@ def _chat(arguments: argparse.Namespace, config: ServerConfig) -> int:
 
     if arguments.url is not None and arguments.model is not None:
         raise StartupError("--url and --model are two different models", "give one of them", ExitCode.USAGE)
+    question = _question(arguments.question)
     if arguments.model is None:
         url = arguments.url or base_url(config.host, config.port)
         backend = HttpChatBackend(url, config.api_keys[0] if config.api_keys else None)
         if arguments.url is not None or (config.port and backend.is_up()):
             backend.wait_ready(_report)
-            return _converse(backend, arguments.question)
+            return _converse(backend, question)
     with serve_and_chat(config, start_in_thread, _report) as backend:
-        return _converse(backend, arguments.question)
+        return _converse(backend, question)
+
+
+def _question(text: str | None) -> str | None:
+    """The one question to ask, from where the flag says; None: talk.
+
+    Raises:
+        StartupError: there is none, as from a variable of a script that was not filled in.
+    """
+    if text is None:
+        return None
+    question = sys.stdin.read() if text == DEFAULT_QUESTION_SOURCE else text
+    if not question.strip():
+        where = "stdin" if text == DEFAULT_QUESTION_SOURCE else "-q"
+        fix = 'ask something, as in steploop chat -q "What is a KV cache?", or leave -q out to talk'
+        raise StartupError(f"the question from {where} is empty", fix, ExitCode.USAGE)
+    return question
 
 
 def _converse(backend: "HttpChatBackend", question: str | None) -> int:
@@ -303,7 +320,7 @@ def _converse(backend: "HttpChatBackend", question: str | None) -> int:
     has_colour = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
     conversation = Conversation(backend, sys.stdout, sys.stderr, has_colour)
     if question is not None:
-        conversation.ask(sys.stdin.read() if question == DEFAULT_QUESTION_SOURCE else question)
+        conversation.ask(question)
         return ExitCode.OK
     conversation.run(terminal_reader(), f"{backend.model} at {backend.url}; /help lists the commands")
     return ExitCode.OK

@@ -86,6 +86,7 @@ def test_serve_help_lists_every_option_and_every_exit_code(capsys: pytest.Captur
         (["serve", "--port"], ExitCode.USAGE, "expected one argument"),
         (["bench"], ExitCode.USAGE, "what to measure?"),
         (["chat", "--url", "http://a", "--model", str(ROOT)], ExitCode.USAGE, "two different models"),
+        (["chat", "--url", "http://127.0.0.1:9", "-q", " "], ExitCode.USAGE, "the question from -q is empty"),
         (["serve", "--port", "x"], ExitCode.CONFIGURATION, "--port is 'x'"),
         (["serve", "--model", "/nowhere/at/all"], ExitCode.MODEL, "'/nowhere/at/all'"),
         (["serve", "--estimate", "--model", str(ROOT / "tests")], ExitCode.MODEL, "config.json is missing"),
@@ -242,6 +243,14 @@ def test_the_question_can_come_from_stdin() -> None:
         )
     assert done.returncode == 0
     assert peer.asked[0]["messages"][0]["content"] == "from a pipe"
+
+
+def test_an_empty_question_is_not_asked() -> None:
+    with running_peer() as peer:
+        done = steploop("chat", "--url", peer.url, "-q", "-")
+    assert done.returncode == ExitCode.USAGE
+    assert done.stderr.startswith("error: the question from stdin is empty\nfix: ")
+    assert peer.asked == []
 
 
 def test_bench_serve_hands_its_flags_to_the_load_generator(capsys: pytest.CaptureFixture[str]) -> None:
