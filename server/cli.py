@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from core.config import EngineConfig
 from core.errors import ExitCode, StartupError
 from server import __version__
 from server.config import OPTIONS, Option, ServerConfig
@@ -19,6 +20,7 @@ from server.config_sources import load_config
 from server.values import BadValueError, did_you_mean, format_size
 
 if TYPE_CHECKING:
+    from gpu.device import DeviceChoice
     from server.chat_client import HttpChatBackend
     from server.doctor import MachineFacts, PlanFacts
     from server.model_list import ModelFacts
@@ -368,41 +370,41 @@ def describe_models(found: Sequence[tuple[str, Path | None]], config: ServerConf
     Raises:
         StartupError: the device asked for is not there.
     """
-    from core.config import parse_model_config
     from gpu.device import choose_device, free_memory_bytes
-    from gpu.memory_plan import memory_needed
-    from gpu.weights import open_checkpoint
     from server.__main__ import DEMO_DIRECTORY, DEMO_NAME
-    from server.model_files import read_model_config
     from server.model_list import ModelFacts
 
     engine = config.to_engine_config()
     choice = choose_device(engine)
     free_bytes = free_memory_bytes(choice.device)
-    listed = []
-    for name, given in found:
-        path = given or DEMO_DIRECTORY
-        facts = ModelFacts(name or DEMO_NAME, path)
-        try:
-            model = parse_model_config(read_model_config(path))
-            checkpoint = open_checkpoint(path)
-            needed_bytes = memory_needed(model, engine, choice)
-        except StartupError as error:
-            listed.append(replace(facts, reason=error.cause))
-            continue
-        listed.append(
-            replace(
-                facts,
-                size_bytes=checkpoint.size_bytes,
-                num_parameters=model.num_parameters,
-                context=model.max_position,
-                dtype=checkpoint.main_format,
-                needed_bytes=needed_bytes,
-                fits=needed_bytes <= free_bytes,
-                reason=None if needed_bytes <= free_bytes else f"{format_size(free_bytes)} free",
-            )
-        )
-    return listed
+    named = [ModelFacts(name or DEMO_NAME, path or DEMO_DIRECTORY) for name, path in found]
+    return [_described(model, engine, choice, free_bytes) for model in named]
+
+
+def _described(facts: "ModelFacts", engine: EngineConfig, choice: "DeviceChoice", free_bytes: int) -> "ModelFacts":
+    """A model's name and path, with all that its headers say."""
+    from core.config import parse_model_config
+    from gpu.memory_plan import memory_needed
+    from gpu.weights import open_checkpoint
+    from server.model_files import read_model_config
+
+    try:
+        model = parse_model_config(read_model_config(facts.path))
+        checkpoint = open_checkpoint(facts.path)
+        needed_bytes = memory_needed(model, engine, choice)
+    except StartupError as error:
+        return replace(facts, reason=error.cause)
+    fits = needed_bytes <= free_bytes
+    return replace(
+        facts,
+        size_bytes=checkpoint.size_bytes,
+        num_parameters=model.num_parameters,
+        context=model.max_position,
+        dtype=checkpoint.main_format,
+        needed_bytes=needed_bytes,
+        fits=fits,
+        reason=None if fits else f"{format_size(free_bytes)} free",
+    )
 
 
 def find_plan(config: ServerConfig) -> "PlanFacts":
