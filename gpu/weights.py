@@ -271,6 +271,16 @@ def _open_directory(directory: Path) -> Checkpoint:
     return Checkpoint(directory, tensors)
 
 
+def check_checkpoint(checkpoint: Checkpoint, config: ModelConfig) -> None:
+    """Hold the headers against what the model needs; allocates nothing.
+
+    Raises:
+        BadCheckpoint: tensors are missing, unexpected or misshaped.
+    """
+    weights = empty_weights(config, torch.float32, torch.device("meta"))
+    _check(checkpoint, targets(config, weights), config)
+
+
 def load_weights(
     checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, device: torch.device, progress: Progress
 ) -> ModelWeights:

@@ -385,12 +385,13 @@ def _described(facts: "ModelFacts", engine: EngineConfig, choice: "DeviceChoice"
     """A model's name and path, with all that its headers say."""
     from core.config import parse_model_config
     from gpu.memory_plan import memory_needed
-    from gpu.weights import open_checkpoint
+    from gpu.weights import check_checkpoint, open_checkpoint
     from server.model_files import read_model_config
 
     try:
         model = parse_model_config(read_model_config(facts.path))
         checkpoint = open_checkpoint(facts.path)
+        check_checkpoint(checkpoint, model)
         needed_bytes = memory_needed(model, engine, choice)
     except StartupError as error:
         return replace(facts, reason=error.cause)

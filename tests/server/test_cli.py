@@ -1,5 +1,6 @@
 """The command line: what is light, what is refused and how, what reaches the server."""
 
+import json
 import os
 import signal
 import subprocess
@@ -143,6 +144,15 @@ def test_estimate_names_the_variable_that_cut_the_context(
     monkeypatch.setenv("STEPLOOP_MAX_MODEL_LEN", "128")
     assert main(["serve", "--estimate", "--model", str(model_path), "--device", "cpu"]) == ExitCode.OK
     assert "128 tokens: STEPLOOP_MAX_MODEL_LEN" in capsys.readouterr().out
+
+
+def test_estimate_refuses_a_checkpoint_that_would_not_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_tiny_model(tmp_path / "tiny")
+    file = tmp_path / "tiny" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_hidden_layers": 3}))
+    assert main(["serve", "--estimate", "--model", str(tmp_path / "tiny"), "--device", "cpu"]) == ExitCode.MODEL
+    error, _ = capsys.readouterr().err.splitlines()
+    assert "9 tensors are missing: model.layers.2." in error
 
 
 def test_a_plan_that_does_not_fit_is_refused_with_figures(model_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
