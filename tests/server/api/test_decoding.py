@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from core.errors import ErrorKind, InvalidRequest
 from server.api.decoding import MAX_CONTAINERS, MAX_DEPTH, decode, parse_object
 
-
 LONG, CUT = "k" * 40, "k" * 32
 
 
