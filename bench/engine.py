@@ -114,6 +114,14 @@ class MemoryRun(msgspec.Struct, frozen=True):
     anonymous: int
 
 
+class EngineRuns(msgspec.Struct, frozen=True):
+    """All that was measured of one engine."""
+
+    prefills: tuple[PrefillRun, ...]
+    decodes: tuple[DecodeRun, ...]
+    memory: MemoryRun
+
+
 class EngineBench:
     """An engine over a model, stepped by hand."""
 
@@ -215,48 +223,42 @@ def memory_bytes(line: str) -> int:
     raise OSError(f"/proc/self/status has no {line}")
 
 
-def result_tables(
-    prefills: Sequence[PrefillRun],
-    decodes: Sequence[DecodeRun],
-    memory: MemoryRun,
-    work: ModelWork,
-    speed: Speed,
-    number_bytes: int,
-) -> list[Table]:
-    """Speeds beside their limits, and memory beside its plan."""
-    prefill_rows = []
-    for prefill in prefills:
+def result_tables(runs: EngineRuns, work: ModelWork, speed: Speed, number_bytes: int) -> list[Table]:
+    """Speeds beside their limits, and memory beside its plan.
+
+    Args:
+        number_bytes: of a weight, as it is computed with.
+    """
+    prefills = []
+    for prefill in runs.prefills:
         limit_s = prefill_limit_s(work, speed, prefill.num_tokens, number_bytes)
         tokens = prefill.num_tokens
-        prefill_rows.append((tokens, tokens / prefill.seconds, tokens / limit_s, limit_s / prefill.seconds))
-    decode_rows = []
-    for run in decodes:
+        prefills.append((tokens, tokens / prefill.seconds, tokens / limit_s, limit_s / prefill.seconds))
+    decodes = []
+    for run in runs.decodes:
         limit_s = decode_limit_s(work, speed, run.num_rows, run.context, number_bytes)
         speeds = (run.num_rows / run.step_s, run.num_rows / limit_s, limit_s / run.step_s)
-        decode_rows.append((run.num_rows, round(run.context), run.step_s * 1e3, *speeds))
-    planned = memory.weights + memory.kv
-    memory_row = (
-        *(size / MIB for size in (memory.weights, memory.kv, memory.activations, memory.before)),
-        *(size / MIB for size in (memory.peak, memory.peak - planned, memory.anonymous - planned)),
-    )
+        decodes.append((run.num_rows, round(run.context), run.step_s * 1e3, *speeds))
     columns = ("batch", "context", "step ms", "tokens/s", "limit tokens/s", "share of limit")
     return [
-        Table("Prefill of one prompt", ("tokens", "tokens/s", "limit tokens/s", "share of limit"), tuple(prefill_rows)),
-        Table("Decode", columns, tuple(decode_rows), Plot("context", "share of limit", "batch")),
-        Table(
-            "Memory, MiB",
-            (
-                "weights",
-                "KV",
-                "activations at most",
-                "before loading",
-                "peak",
-                "peak - weights - KV",
-                "end, no files, - both",
-            ),
-            (memory_row,),
-        ),
+        Table("Prefill of one prompt", ("tokens", "tokens/s", "limit tokens/s", "share of limit"), tuple(prefills)),
+        Table("Decode", columns, tuple(decodes), Plot("context", "share of limit", "batch")),
+        _memory_table(runs.memory),
     ]
+
+
+def _memory_table(memory: MemoryRun) -> Table:
+    planned = memory.weights + memory.kv
+    sizes = {
+        "weights": memory.weights,
+        "KV": memory.kv,
+        "activations at most": memory.activations,
+        "before loading": memory.before,
+        "peak": memory.peak,
+        "peak - weights - KV": memory.peak - planned,
+        "end, no files, - both": memory.anonymous - planned,
+    }
+    return Table("Memory, MiB", tuple(sizes), (tuple(size / MIB for size in sizes.values()),))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -283,7 +285,11 @@ def _cases_of(arguments: argparse.Namespace) -> Cases:
     )
 
 
-def _measure(runner: ModelRunner, cases: Cases) -> tuple[list[PrefillRun], list[DecodeRun]]:
+def _measure(runner: ModelRunner, cases: Cases, before: int) -> EngineRuns:
+    """
+    Args:
+        before: bytes that the process had before anything was loaded.
+    """
     bench = EngineBench(runner)
     prefills = []
     for num_tokens in cases.prompts:
@@ -295,7 +301,7 @@ def _measure(runner: ModelRunner, cases: Cases) -> tuple[list[PrefillRun], list[
         run = bench.decode(num_rows, context, cases.num_steps)
         decodes.append(run)
         print(f"decode {num_rows} x {context}: {num_rows / run.step_s:,.1f} tokens/s", file=sys.stderr)
-    return prefills, decodes
+    return EngineRuns(tuple(prefills), tuple(decodes), _memory_of(runner.memory, before))
 
 
 def _memory_of(plan: MemoryPlan, before: int) -> MemoryRun:
@@ -323,29 +329,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return 2
     device = runner.memory.device
-    prefills, decodes = _measure(runner, cases)
-    memory = _memory_of(runner.memory, before)
+    runs = _measure(runner, cases, before)
     limits = measure_limits(dtype=device.dtype, is_quick=arguments.quick)
     speed = Speed(limits.read_bytes_per_s, limits.flops)
-    tables = result_tables(prefills, decodes, memory, work, speed, device.dtype.itemsize)
+    tables = result_tables(runs, work, speed, device.dtype.itemsize)
     tables += limit_tables(limits, has_probes=False)
     print_tables(tables)
     path = arguments.json or (None if arguments.quick else RESULTS_DIR / f"engine-{directory.resolve().name}.json")
     if path is not None:
         shown = {"model": directory.resolve().name, "dtype": device.dtype_name, "threads": device.threads}
-        details = _details(prefills, decodes, memory, limits)
-        write_result(path, "engine", command_line("python -m bench.engine", argv), tables, shown, details)
+        write_result(
+            path, "engine", command_line("python -m bench.engine", argv), tables, shown, _details(runs, limits)
+        )
         print(f"written to {path}")
     return 0
 
 
-def _details(
-    prefills: Sequence[PrefillRun], decodes: Sequence[DecodeRun], memory: MemoryRun, limits: Limits
-) -> dict[str, Any]:
-    return {
-        name: msgspec.to_builtins(value)
-        for name, value in (("prefill", prefills), ("decode", decodes), ("memory", memory), ("limits", limits))
-    }
+def _details(runs: EngineRuns, limits: Limits) -> dict[str, Any]:
+    parts = {"prefill": runs.prefills, "decode": runs.decodes, "memory": runs.memory, "limits": limits}
+    return {name: msgspec.to_builtins(value) for name, value in parts.items()}
 
 
 if __name__ == "__main__":
