@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 from core.errors import ExitCode, StartupError
 from server import __version__
-from server.config import OPTIONS, Option, ServerConfig, load_config
+from server.config import OPTIONS, Option, ServerConfig
+from server.config_sources import load_config
 from server.values import BadValueError, did_you_mean, format_size
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ examples:
   steploop serve --model Qwen/Qwen3-0.6B          fetched from the hub, where it is not here yet
   steploop serve --model Qwen3-0.6B-Q8_0.gguf     a GGUF file
   steploop serve --model DIR --estimate           the memory plan, without loading anything
-  STEPLOOP_API_KEY=secret steploop serve --host 0.0.0.0
+  STEPLOOP_API_KEY=secret steploop serve --host 0.0.0.0 --tls-cert chain.pem --tls-key key.pem
   steploop serve --config steploop.toml --max-model-len 8192""",
     "chat": """\
 examples:
@@ -290,7 +291,8 @@ def _models(arguments: argparse.Namespace, config: ServerConfig) -> int:
     try:
         directories = [existing_directory(text) for text in arguments.dir]
     except BadValueError as error:
-        raise StartupError(f"--dir must be {error.expected}", "name a directory of models", ExitCode.USAGE) from error
+        fix = "name a directory of models" if error.proposal is None else f"--dir {error.proposal}"
+        raise StartupError(f"--dir must be {error.expected}", fix, ExitCode.USAGE) from error
     found = find_models(directories, environment_hub(is_offline=True))
     listed = describe_models([("", None), *found], config)
     (print_json if arguments.json else print_table)(listed, sys.stdout)
@@ -305,12 +307,13 @@ def _chat(arguments: argparse.Namespace, config: ServerConfig) -> int:
     if arguments.url is not None and arguments.model is not None:
         raise StartupError("--url and --model are two different models", "give one of them", ExitCode.USAGE)
     if arguments.model is None:
-        url = arguments.url or base_url(config.host, config.port)
+        url = arguments.url or base_url(config.host, config.port, config.tls_cert is not None)
         backend = HttpChatBackend(url, config.api_keys[0] if config.api_keys else None)
         if arguments.url is not None or (config.port and backend.is_up()):
             backend.wait_ready(_report)
             return _converse(backend, arguments.question)
-    with serve_and_chat(config, start_in_thread, _report) as backend:
+    own = replace(config, tls_cert=None, tls_key=None)  # nobody else is to reach it
+    with serve_and_chat(own, start_in_thread, _report) as backend:
         return _converse(backend, arguments.question)
 
 
@@ -470,7 +473,7 @@ def find_plan(config: ServerConfig) -> "PlanFacts":
         kv_bytes=plan.kv_bytes,
         num_kv_tokens=plan.kv_tokens,
         max_model_len=plan.max_model_len,
-        context_origin="the model's own" if config.max_model_len is None else "--max-model-len",
+        context_origin=config.context_origin,
         free_bytes=plan.free_bytes,
     )
 

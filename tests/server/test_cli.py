@@ -136,6 +136,14 @@ def test_estimate_prints_the_plan_without_loading(model_path: Path, capsys: pyte
     assert lines[6].endswith("512 tokens = 4.0 x 128")
 
 
+def test_estimate_names_the_variable_that_cut_the_context(
+    model_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STEPLOOP_MAX_MODEL_LEN", "128")
+    assert main(["serve", "--estimate", "--model", str(model_path), "--device", "cpu"]) == ExitCode.OK
+    assert "128 tokens: STEPLOOP_MAX_MODEL_LEN" in capsys.readouterr().out
+
+
 def test_a_plan_that_does_not_fit_is_refused_with_figures(model_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["serve", "--estimate", "--model", str(model_path), "--device", "cpu", "--kv-memory", "8TiB"]
     assert main(words) == ExitCode.MEMORY
