@@ -70,6 +70,7 @@ def test_a_tied_model_reads_all_its_matrices_once() -> None:
     work = work_of_preset(QWEN2_05B)
     vectors = 24 * (2 * 896 + 896 + 2 * 128) + 896
     assert work.bytes_read(1, 1) == work.bytes_read(32, 1) == num_parameters(QWEN2_05B) - vectors
+    assert work.bytes_read(1, 2, 0.5) == 0.5 * work.body + 2 * work.head
     assert work.kv_width == 24 * 2 * 2 * 64
     assert work.query_width == 24 * 896
 
