@@ -15,7 +15,7 @@ from gpu.kv_cache import bytes_per_block, bytes_per_token, num_blocks_for, num_b
 from gpu.quantize import can_quantize, floats, operator_group_size, stored_bytes
 from gpu.quantized_linear import SLAB_BYTES
 from gpu.scores import MAX_SCORES
-from gpu.weights import empty_weights, keeps_packed, matrices
+from gpu.weights import check_checkpoint, empty_weights, keeps_packed, matrices
 
 MIB, GIB = 1024**2, 1024**3
 ROUNDING_TOKENS = 100  # of a proposed --max-model-len
@@ -56,13 +56,14 @@ def estimate(directory: Path, model: ModelConfig, engine: EngineConfig) -> Memor
     """Plan the memory of a model's directory; reads the headers of its files only.
 
     Raises:
-        BadCheckpoint: the directory's files.
+        BadCheckpoint: the directory's files, or tensors that are not those of its config.json.
         DeviceUnavailable: the device or dtype asked for.
         NotEnoughMemory: the weights, or the KV cache of one sequence of max_model_len, do not fit.
     """
     device = choose_device(engine)
-    checkpoint_bytes = open_checkpoint(directory, model.packed).size_bytes
-    return plan_memory(model, engine, device, checkpoint_bytes, free_memory_bytes(device.device))
+    checkpoint = open_checkpoint(directory, model.packed)
+    check_checkpoint(checkpoint, model)
+    return plan_memory(model, engine, device, checkpoint.size_bytes, free_memory_bytes(device.device))
 
 
 def plan_memory(
