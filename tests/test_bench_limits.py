@@ -79,7 +79,8 @@ def test_limit_tables_have_a_column_for_each_number_of_threads() -> None:
 def test_a_tied_model_reads_all_its_matrices_once() -> None:
     work = work_of_preset(QWEN2_05B)
     vectors = 24 * (2 * 896 + 896 + 2 * 128) + 896
-    assert work.weights_read(1) == work.weights_read(32) == num_parameters(QWEN2_05B) - vectors
+    assert work.bytes_read(1, 1) == work.bytes_read(32, 1) == num_parameters(QWEN2_05B) - vectors
+    assert work.bytes_read(1, 2, 0.5) == 0.5 * work.body + 2 * work.head
     assert work.kv_width == 24 * 2 * 2 * 64
     assert work.query_width == 24 * 896
 
@@ -92,9 +93,9 @@ def test_an_untied_model_does_not_read_its_embedding() -> None:
 def test_more_tokens_touch_more_experts_but_each_computes_its_own() -> None:
     work = work_of_preset(MOE_1B)
     dense = work.body + work.head
-    assert work.weights_read(1) == dense + work.experts * 4 / 32
-    assert work.weights_read(2) == pytest.approx(dense + work.experts * (1 - (28 / 32) ** 2))
-    assert work.weights_read(10_000) == pytest.approx(dense + work.experts)
+    assert work.bytes_read(1, 1) == dense + work.experts * 4 / 32
+    assert work.bytes_read(2, 1) == pytest.approx(dense + work.experts * (1 - (28 / 32) ** 2))
+    assert work.bytes_read(10_000, 1) == pytest.approx(dense + work.experts)
     assert work.flops(2, 0, 2) == 2 * work.flops(1, 0, 1) == 4 * (dense + work.experts / 8)
 
 
