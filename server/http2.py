@@ -19,7 +19,7 @@ from hpack import HeaderTuple, NeverIndexedHeaderTuple
 
 from server.frame_gate import FRAME_HEADER, GOAWAY, HEADER_BYTES, RST_STREAM, SETTINGS, FrameGate, FrameLimits
 from server.http1_prefilter import HeadLimits, HeadRefused
-from server.http2_data import OutgoingBody, frame_data, h2_is_as_known, sendable
+from server.http2_data import OutgoingBody, h2_is_as_known, last_frame, next_frame
 from server.http2_head import Malformed, check_trailers, read_request
 from server.messages import BodyChunk, BodyEnd, Event, ProtocolViolation, ResponseHead, StreamReset
 from server.response_fields import ResponseError, check_fields
@@ -103,7 +103,7 @@ class Http2Protocol:
         self._gate = FrameGate(limits.frames)
         self._by_hand = h2_is_as_known()
         self._streams: dict[int, _Stream] = {}
-        self._ready: OrderedDict[int, _Stream] = OrderedDict()  # may have something to send, in their turn
+        self._ready: dict[int, _Stream] = {}  # may have something to send, in their turn
         self._ended_early: OrderedDict[int, None] = OrderedDict()  # streams that we, not the peer's fault, reset
         self._out: list[bytes] = []
         self._num_refused = 0
@@ -429,41 +429,49 @@ class Http2Protocol:
             limit_bytes: no further frame begins past it.
         """
         output = DataOutput([], [], [], False)
-        shut_out: list[int] = []  # by the connection's window: their turn is kept
+        shut_out: dict[int, _Stream] = {}  # by the connection's window: their turn is kept
         num_bytes = 0
-        ready = self._ready
-        while ready and num_bytes < limit_bytes:
-            stream_id, stream = ready.popitem(last=False)
-            body = stream.body
-            size = sendable(self._h2, stream.h2)
-            if body.is_ending and body.num_unsent <= size:
-                num_bytes += body.num_unsent
-                output.frames.append(self._end_stream(stream_id, stream))
-                output.sent.append(stream_id)
-            elif size and body.num_unsent:
-                data = body.take(size)
-                num_bytes += len(data)
-                output.frames.append(frame_data(self._h2, stream.h2, data, self._by_hand))
-                output.sent.append(stream_id)
-                if body.num_unsent or body.is_ending:
-                    ready[stream_id] = stream
-            elif body.num_unsent:
-                output.held.append(stream_id)
-                if stream.h2.outbound_flow_control_window > 0:
-                    shut_out.append(stream_id)
-        output.has_more = bool(ready)
-        ready.update((stream_id, self._streams[stream_id]) for stream_id in shut_out)
+        while self._ready and num_bytes < limit_bytes:
+            turn, self._ready = self._ready, {}
+            waiting: dict[int, _Stream] = {}
+            for stream_id, stream in turn.items():
+                if num_bytes >= limit_bytes:
+                    waiting[stream_id] = stream
+                    continue
+                frame = self._next_frame(stream_id, stream)
+                if frame:
+                    num_bytes += len(frame)
+                    output.frames.append(frame)
+                    output.sent.append(stream_id)
+                elif stream.body.num_unsent:
+                    output.held.append(stream_id)
+                    if stream.h2.outbound_flow_control_window > 0:
+                        shut_out[stream_id] = stream
+            if waiting:
+                self._ready = waiting | self._ready
+        output.has_more = bool(self._ready)
+        self._ready.update(shut_out)
         self._gate.count_content(num_bytes)
         return output
 
-    def _end_stream(self, stream_id: int, stream: _Stream) -> bytes:
-        """The last frame. A request that has not been read to its end is broken off (RFC 9113 §8.1)."""
+    def _next_frame(self, stream_id: int, stream: _Stream) -> bytes:
+        body = stream.body
+        if body.is_ending:
+            frame = last_frame(self._h2, stream.h2, body)
+            if frame:
+                return frame + self._forget_ended(stream_id, stream)
+        frame = next_frame(self._h2, stream.h2, body, self._by_hand)
+        if frame and (body.num_unsent or body.is_ending):
+            self._ready[stream_id] = stream
+        return frame
+
+    def _forget_ended(self, stream_id: int, stream: _Stream) -> bytes:
+        """A request that has not been read to its end is broken off (RFC 9113 §8.1)."""
         del self._streams[stream_id]
-        data = stream.body.take(stream.body.num_unsent)
-        self._h2.send_data(stream_id, data, end_stream=True)
-        if not stream.has_read_request:
-            self._remember_early_end(stream_id)
-            self._h2.reset_stream(stream_id, ErrorCodes.NO_ERROR)
+        if stream.has_read_request:
+            return b""
+        self._remember_early_end(stream_id)
+        self._h2.reset_stream(stream_id, ErrorCodes.NO_ERROR)
         return self._h2.data_to_send()
 
     def _remember_early_end(self, stream_id: int) -> None:
