@@ -21,7 +21,7 @@ from server.frame_gate import FRAME_HEADER, GOAWAY, HEADER_BYTES, RST_STREAM, SE
 from server.http1_prefilter import HeadLimits, HeadRefused
 from server.http2_data import OutgoingBody, h2_is_as_known, last_frame, next_frame
 from server.http2_head import Malformed, check_trailers, read_request
-from server.messages import BodyChunk, BodyEnd, Event, ProtocolViolation, ResponseHead, StreamReset
+from server.messages import BodyChunk, BodyEnd, Event, HttpRequest, ProtocolViolation, ResponseHead, StreamReset
 from server.response_fields import ResponseError, check_fields
 
 MAX_STREAM_ID = 2**31 - 1
@@ -94,7 +94,17 @@ class Http2Protocol:
         num_requests: whose heads have been taken.
     """
 
-    def __init__(self, head: HeadLimits, limits: Http2Limits, date: Callable[[], bytes]) -> None:
+    def __init__(
+        self, head: HeadLimits, limits: Http2Limits, date: Callable[[], bytes], upgrade: bytes | None = None
+    ) -> None:
+        """
+        Args:
+            upgrade: the HTTP2-Settings field of the HTTP/1.1 request that asked for HTTP/2 (`upgrade_settings`); it has
+                been read to its end and becomes stream 1, by `adopt`.
+
+        Raises:
+            h2.exceptions.ProtocolError: a setting in it has a value that it cannot have.
+        """
         self.has_failed = False
         self.num_requests = 0
         self._head_limits = head
@@ -111,9 +121,9 @@ class Http2Protocol:
         self._is_draining = False
         self._goaway_id = MAX_STREAM_ID  # above which streams are refused
         self._now = 0.0
-        self._h2 = self._start()
+        self._h2 = self._start(upgrade)
 
-    def _start(self) -> H2Connection:
+    def _start(self, upgrade: bytes | None) -> H2Connection:
         connection = _H2(
             H2Configuration(
                 client_side=False,
@@ -132,7 +142,10 @@ class Http2Protocol:
         local = Settings(client=False, initial_values={SettingCodes.MAX_CONCURRENT_STREAMS: 2**31})
         connection.local_settings = local
         connection.decoder.max_header_list_size = limits.list_bytes
-        connection.initiate_connection()
+        if upgrade is None:
+            connection.initiate_connection()
+        else:
+            connection.initiate_upgrade_connection(upgrade)
         connection.clear_outbound_data_buffer()
         payload = b"".join(code.to_bytes(2, "big") + value.to_bytes(4, "big") for code, value in advertised.items())
         self._out.append(FRAME_HEADER.pack(0, len(payload), SETTINGS, 0, 0) + payload)
@@ -164,6 +177,13 @@ class Http2Protocol:
         """Bytes of the stream's body that take_data has not given; 0 when it is gone."""
         stream = self._streams.get(stream_id)
         return 0 if stream is None else stream.body.num_unsent
+
+    def adopt(self, request: HttpRequest) -> None:
+        """The request that came by HTTP/1.1 is answered here."""
+        assert request.stream_id == 1
+        self._clamp_encoder()
+        self._streams[1] = _Stream(self._h2.streams[1], request.method == "HEAD", has_read_request=True)
+        self._last_stream_id = self.num_requests = 1
 
     def receive(self, data: bytes, now: float) -> list[Event]:
         """What the bytes mean. Of those with which the connection fails, nothing is told.

@@ -45,12 +45,13 @@ class _Exchange:
 class Http2Exchanges:
     """The exchanges of one connection (Exchanges), and the carrier of their streams (StreamCarrier)."""
 
-    def __init__(self, connection: "Connection", context: ConnectionContext) -> None:
+    def __init__(self, connection: "Connection", context: ConnectionContext, upgrade: bytes | None = None) -> None:
+        """Raises what Http2Protocol does."""
         self._connection = connection
         self._limits = context.limits
         self._loop = context.loop
         self._batch = context.batch
-        self._protocol = Http2Protocol(context.limits.head, context.limits.http2, context.date)
+        self._protocol = Http2Protocol(context.limits.head, context.limits.http2, context.date, upgrade)
         self._exchanges: dict[int, _Exchange] = {}
         self._bodies: dict[int, float] = {}  # streams whose handlers wait for a body -> since when
         self._unsent: OrderedDict[int, float] = OrderedDict()  # streams -> when their last byte went, oldest first
@@ -69,6 +70,15 @@ class Http2Exchanges:
     def holds_enough(self) -> bool:
         """The peer does not read what its frames make us send."""
         return self._connection.is_writing_paused and self._connection.num_unwritten > self._limits.control_bytes
+
+    def adopt(self, stream: HttpStream, task: asyncio.Task[None]) -> None:
+        """Answer what came by HTTP/1.1, complete, and has no answer yet."""
+        self._protocol.adopt(stream.request)
+        exchange = self._exchanges[stream.request.stream_id] = _Exchange(stream)
+        exchange.task = task
+        exchange.body_is_complete = True
+        stream.move_to(self)
+        self._mark_dirty()
 
     def receive(self, data: bytes) -> None:
         now = self._loop.time()

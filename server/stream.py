@@ -147,6 +147,11 @@ class HttpStream:
 
     # What follows is the connection's side.
 
+    def move_to(self, carrier: StreamCarrier) -> None:
+        """Another protocol carries the answer (an upgrade); nothing of it has been sent."""
+        assert not self.head_sent
+        self._carrier = carrier
+
     def receive_body(self, data: bytes) -> None:
         self.num_body_bytes += len(data)
         self._body.append(data)

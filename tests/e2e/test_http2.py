@@ -146,6 +146,15 @@ def test_nghttp_and_its_priorities(server: ServerProcess) -> None:
 
 
 @needs_nghttp
+def test_nghttp_upgrades_with_a_body(server: ServerProcess, tmp_path: Path) -> None:
+    content = tmp_path / "chat.json"
+    content.write_text(json.dumps(CHAT))
+    url = f"{server.url}/v1/chat/completions"
+    output = run("nghttp", "-u", "-H", "content-type: application/json", "-d", str(content), url)
+    assert json.loads(output)["usage"]["completion_tokens"] == 5
+
+
+@needs_nghttp
 @pytest.mark.parametrize("num_streams", [1, 16, 256])
 def test_h2load_loses_nothing(server: ServerProcess, num_streams: int) -> None:
     output = run("h2load", "-n", "1000", "-c", "2", "-m", str(num_streams), f"{server.url}/health")
