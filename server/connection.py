@@ -206,10 +206,8 @@ class Connection(asyncio.Protocol):
         self._lingering_since = self._loop.time()
         if self._transport.is_closing():
             return
-        if not self._transport.can_write_eof():
-            self.close()
-            return
-        self._transport.write_eof()
+        if self._transport.can_write_eof():  # TLS cannot; its peer has been told in the answer
+            self._transport.write_eof()
         self.adjust()
 
     def adjust(self) -> None:
