@@ -11,7 +11,16 @@ from core.errors import ErrorKind, ServiceError
 from server.exchanges import SERVER_FAULT, SLOW_BODY, ConnectionContext, error_answer
 from server.http1 import CONTINUE, Http1Protocol
 from server.http2_head import upgrade_settings
-from server.messages import BodyChunk, BodyEnd, Event, Http2Preface, HttpRequest, ProtocolViolation, ResponseHead
+from server.messages import (
+    BodyChunk,
+    BodyEnd,
+    Event,
+    Headers,
+    Http2Preface,
+    HttpRequest,
+    ProtocolViolation,
+    ResponseHead,
+)
 from server.stream import HttpStream
 
 if TYPE_CHECKING:
@@ -146,7 +155,7 @@ class Http1Exchanges:
             self._is_dirty = True
             self._batch.add(self)
 
-    def write_end(self, stream: HttpStream) -> None:
+    def write_end(self, stream: HttpStream, trailers: Headers) -> None:
         self._append(self._protocol.send_end())
         self._stream = self._task = None
         self._exchange_is_over = True

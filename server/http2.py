@@ -21,7 +21,16 @@ from server.frame_gate import FRAME_HEADER, GOAWAY, HEADER_BYTES, RST_STREAM, SE
 from server.http1_prefilter import HeadLimits, HeadRefused
 from server.http2_data import OutgoingBody, h2_is_as_known, last_frame, next_frame
 from server.http2_head import Malformed, check_trailers, read_request
-from server.messages import BodyChunk, BodyEnd, Event, HttpRequest, ProtocolViolation, ResponseHead, StreamReset
+from server.messages import (
+    BodyChunk,
+    BodyEnd,
+    Event,
+    Headers,
+    HttpRequest,
+    ProtocolViolation,
+    ResponseHead,
+    StreamReset,
+)
 from server.response_fields import ResponseError, check_fields
 
 MAX_STREAM_ID = 2**31 - 1
@@ -58,7 +67,16 @@ class _H2(H2Connection):
 class _Stream:
     """The response of one stream."""
 
-    __slots__ = ("body", "h2", "has_read_request", "is_head_request", "is_head_sent", "remaining", "sends_body")
+    __slots__ = (
+        "body",
+        "h2",
+        "has_read_request",
+        "is_head_request",
+        "is_head_sent",
+        "remaining",
+        "sends_body",
+        "trailers",
+    )
 
     def __init__(self, stream: H2Stream, is_head_request: bool, has_read_request: bool) -> None:
         self.h2 = stream
@@ -67,6 +85,7 @@ class _Stream:
         self.has_read_request = has_read_request
         self.is_head_sent = False
         self.sends_body = True
+        self.trailers: Headers = ()
         self.remaining: int | None = None  # of a counted body, not yet given to send_data
 
 
@@ -394,17 +413,20 @@ class Http2Protocol:
         self._ready[stream_id] = stream
         return stream.body.num_unsent
 
-    def send_end(self, stream_id: int) -> None:
-        """Nothing follows in this body.
+    def send_end(self, stream_id: int, trailers: Headers = ()) -> None:
+        """Nothing follows in this body but the trailers.
 
         Raises:
-            ResponseError: before the head, twice, or short of the content-length.
+            ResponseError: before the head, twice, or short of the content-length; trailers that cannot be sent.
         """
         stream = self._streams[stream_id]
         if not stream.is_head_sent or stream.body.is_ending:
             raise ResponseError("A response ends once, after its head.")
         if stream.remaining:
             raise ResponseError(f"The body is {stream.remaining} bytes shorter than its content-length.")
+        if check_fields(ResponseHead(200, trailers)) is not None:
+            raise ResponseError("A content-length comes too late in the trailers.")
+        stream.trailers = trailers if stream.sends_body else ()
         stream.body.is_ending = True
         self._ready[stream_id] = stream
 
@@ -477,13 +499,21 @@ class Http2Protocol:
     def _next_frame(self, stream_id: int, stream: _Stream) -> bytes:
         body = stream.body
         if body.is_ending:
-            frame = last_frame(self._h2, stream.h2, body)
+            if not stream.trailers:
+                frame = last_frame(self._h2, stream.h2, body)
+            else:
+                frame = b"" if body.num_unsent else self._trailers(stream_id, stream)
             if frame:
                 return frame + self._forget_ended(stream_id, stream)
         frame = next_frame(self._h2, stream.h2, body, self._by_hand)
         if frame and (body.num_unsent or body.is_ending):
             self._ready[stream_id] = stream
         return frame
+
+    def _trailers(self, stream_id: int, stream: _Stream) -> bytes:
+        fields = [NeverIndexedHeaderTuple(*pair) for pair in stream.trailers]
+        self._h2.send_headers(stream_id, fields, end_stream=True)
+        return self._h2.data_to_send()
 
     def _forget_ended(self, stream_id: int, stream: _Stream) -> bytes:
         """A request that has not been read to its end is broken off (RFC 9113 §8.1)."""

@@ -18,7 +18,16 @@ from h2.errors import ErrorCodes
 from core.errors import ErrorKind, ServiceError
 from server.exchanges import SERVER_FAULT, SLOW_BODY, ConnectionContext, error_answer
 from server.http2 import Http2Protocol
-from server.messages import BodyChunk, BodyEnd, Event, HttpRequest, ProtocolViolation, ResponseHead, StreamReset
+from server.messages import (
+    BodyChunk,
+    BodyEnd,
+    Event,
+    Headers,
+    HttpRequest,
+    ProtocolViolation,
+    ResponseHead,
+    StreamReset,
+)
 from server.stream import HttpStream
 
 if TYPE_CHECKING:
@@ -224,8 +233,10 @@ class Http2Exchanges:
             self._is_dirty = True
             self._batch.add(self)
 
-    def write_end(self, stream: HttpStream) -> None:
-        self._protocol.send_end(stream.request.stream_id)
+    def write_end(self, stream: HttpStream, trailers: Headers) -> None:
+        if trailers and (stream.request.header(b"te") or b"").lower() != b"trailers":
+            trailers = ()  # RFC 9110 §6.5.1: unless the client is known to take them
+        self._protocol.send_end(stream.request.stream_id, trailers)
         self._forget(stream.request.stream_id)
         self._mark_dirty()
 

@@ -168,6 +168,16 @@ def test_httpx_asks_many_at_once(server: ServerProcess) -> None:
         assert len({reply.json()["choices"][0]["message"]["content"] for reply in replies}) == 1
 
 
+@needs_curl
+def test_usage_and_timings_come_in_trailers_on_request(server: ServerProcess) -> None:
+    command = ("curl", "-sS", "--http2-prior-knowledge", "-D", "-", "-o", "/dev/null", "-H", "te: trailers")
+    command += ("-H", "content-type: application/json", "-d", "@-", f"{server.url}/v1/chat/completions")
+    head, trailers = run(*command, content=CHAT | {"stream": True}).split("\n\n")[:2]
+    assert head.startswith("HTTP/2 200")
+    assert re.search(r"^steploop-usage: prompt-tokens=\d+, cached-tokens=0, completion-tokens=5 *$", trailers, re.M)
+    assert "server-timing: receive;dur=" in trailers
+
+
 # Streams on one connection.
 
 

@@ -28,6 +28,7 @@ class Response:
     headers: dict[str, str] = field(default_factory=dict)
     informational: list[int] = field(default_factory=list)
     body: bytes = b""
+    trailers: dict[str, str] | None = None
     is_complete: bool = False
     reset: ErrorCodes | int | None = None
 
@@ -139,6 +140,8 @@ class Http2Client:
             response.informational.append(int(dict(event.headers or ())[":status"]))
         elif isinstance(event, events.ResponseReceived):
             response.headers = {str(name): str(value) for name, value in event.headers or ()}
+        elif isinstance(event, events.TrailersReceived):
+            response.trailers = {str(name): str(value) for name, value in event.headers or ()}
         elif isinstance(event, events.DataReceived):
             response.body += event.data or b""
             if self.reads and event.flow_controlled_length:

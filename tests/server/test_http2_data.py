@@ -85,6 +85,7 @@ STEPS = st.one_of(
     st.tuples(st.just("open")),
     st.tuples(st.just("send"), st.integers(0, 7), st.integers(0, 40_000)),
     st.tuples(st.just("end"), st.integers(0, 7)),
+    st.tuples(st.just("end with trailers"), st.integers(0, 7)),
     st.tuples(st.just("peer resets"), st.integers(0, 7)),
     st.tuples(st.just("we reset"), st.integers(0, 7)),
     st.tuples(st.just("stream window"), st.integers(0, 7), st.integers(1, 50_000)),
@@ -117,6 +118,8 @@ def take_step(pair: Pair, step: tuple[str, int, int]) -> None:
         elif name == "end" and pair.server._streams[stream_id].h2.outbound_flow_control_window >= 0:
             # RFC 9113 §6.9.1: an empty frame needs no window; h2's client takes one that is negative for an error
             pair.server.send_end(stream_id)
+        elif name == "end with trailers":
+            pair.server.send_end(stream_id, ((b"x-sum", b"1"),))
         elif name == "peer resets":
             pair.client.reset_stream(stream_id)
         elif name == "we reset":
@@ -235,6 +238,14 @@ def test_wrong_answers_are_ours_to_find() -> None:
         server.send_end(stream_id)
     with pytest.raises(ResponseError):
         server.send_data(stream_id, b"xy")
+
+
+@pytest.mark.parametrize("trailers", [((b"content-length", b"1"),), ((b":status", b"200"),), ((b"X", b"1"),)])
+def test_wrong_trailers_are_ours_to_find(trailers: tuple[tuple[bytes, bytes], ...]) -> None:
+    pair = Pair()
+    stream_id = pair.open()
+    with pytest.raises(ResponseError):
+        pair.server.send_end(stream_id, trailers)
 
 
 def test_fields_of_the_connection_are_left_out_and_ids_not_indexed() -> None:

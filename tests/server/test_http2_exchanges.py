@@ -338,6 +338,26 @@ def test_trailers_end_a_body(serve: Serve) -> None:
     assert client.responses[stream_id].body == b"/body"
 
 
+async def add_up(stream: HttpStream) -> None:
+    stream.send_head(STREAMED)
+    stream.send(b"x" * 100_000)
+    stream.end(((b"x-sum", b"1"),))
+
+
+def test_trailers_follow_the_body_of_a_client_that_takes_them(serve: Serve) -> None:
+    client = Http2Client(serve(add_up))
+    stream_id = client.request([*fields(), ("te", "trailers")])
+    response = client.responses[stream_id]
+    assert (len(response.body), response.trailers, response.is_complete) == (100_000, {"x-sum": "1"}, True)
+
+
+@pytest.mark.parametrize("headers", [fields(), [*fields(method="HEAD"), ("te", "trailers")]])
+def test_trailers_are_kept_from_everyone_else(serve: Serve, headers: list[tuple[str, str]]) -> None:
+    client = Http2Client(serve(add_up))
+    response = client.responses[client.request(headers)]
+    assert (response.trailers, response.is_complete) == (None, True)
+
+
 # What goes wrong.
 
 
