@@ -334,7 +334,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if path is not None:
         shown = {"model": directory.resolve().name, "dtype": device.dtype_name, "threads": device.threads}
         details = _details(prefills, decodes, memory, limits)
-        write_result(path, "engine", command_line("bench.engine", argv), tables, shown, details)
+        write_result(path, "engine", command_line("python -m bench.engine", argv), tables, shown, details)
         print(f"written to {path}")
     return 0
 

@@ -17,7 +17,7 @@ class BannerFacts:
 
     Args:
         device_reason: why this device and number format, e.g. "no CUDA device found".
-        context_origin: where max_model_len comes from: "the model's own", "--max-model-len".
+        context_origin: where max_model_len comes from: "the model's own", "STEPLOOP_MAX_MODEL_LEN".
         num_kv_tokens: that the KV cache holds, over all sequences.
         num_api_keys: 0: anyone may ask.
         port: as bound, never 0.

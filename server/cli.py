@@ -12,14 +12,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from core.config import EngineConfig
 from core.errors import ExitCode, StartupError
 from server import __version__
-from server.config import OPTIONS, Option, ServerConfig, load_config
+from server.config import OPTIONS, Option, ServerConfig
+from server.config_sources import load_config
 from server.values import BadValueError, did_you_mean, format_size
 
 if TYPE_CHECKING:
+    from gpu.device import DeviceChoice
     from server.chat_client import HttpChatBackend
-    from server.doctor import MachineFacts, PlanFacts
+    from server.doctor import MachineFacts, PlanFacts, QualityFacts
     from server.model_list import ModelFacts
 
 INTERRUPTED = 130  # as shells report SIGINT
@@ -53,7 +56,8 @@ examples:
     "doctor": """\
 examples:
   steploop doctor
-  steploop doctor --model DIR --device cuda       would this be served?""",
+  steploop doctor --model DIR --device cuda       would this be served?
+  steploop doctor --model DIR --quality           what would --quantize cost?""",
     "models": """\
 examples:
   steploop models                                 the embedded one, and those of the Hugging Face cache
@@ -160,7 +164,7 @@ def build_parsers() -> tuple[CommandParser, dict[str, CommandParser]]:
     }
     _add_serve(by_command["serve"])
     _add_chat(by_command["chat"])
-    _add_options(by_command["doctor"], OPTIONS)
+    _add_doctor(by_command["doctor"])
     _add_models(by_command["models"])
     by_command["bench"].add_argument(
         "what", choices=["serve"], nargs="?", help="the load generator: see its own --help"
@@ -170,6 +174,15 @@ def build_parsers() -> tuple[CommandParser, dict[str, CommandParser]]:
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--estimate", action="store_true", help="print the memory plan and exit; loads no weights")
+    _add_options(parser, OPTIONS)
+
+
+def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--quality",
+        action="store_true",
+        help="load the model, plain and quantised (--quantize SCHEME, or both), and compare what they say of a text",
+    )
     _add_options(parser, OPTIONS)
 
 
@@ -252,13 +265,22 @@ def _serve(arguments: argparse.Namespace, config: ServerConfig) -> int:
 
 
 def _doctor(arguments: argparse.Namespace, config: ServerConfig) -> int:
-    from server.doctor import exit_code, machine_section, print_report, serving_section, version_section
+    from server.doctor import (
+        exit_code,
+        machine_section,
+        print_report,
+        quality_section,
+        serving_section,
+        version_section,
+    )
 
     sections = [
         version_section(),
         machine_section(lambda: find_machine(config)),
         serving_section(lambda: find_plan(config), config.host, config.port),
     ]
+    if arguments.quality:
+        sections.append(quality_section(lambda: measure_quality(config)))
     print_report(sections, sys.stdout)
     return exit_code(sections)
 
@@ -271,7 +293,8 @@ def _models(arguments: argparse.Namespace, config: ServerConfig) -> int:
     try:
         directories = [existing_directory(text) for text in arguments.dir]
     except BadValueError as error:
-        raise StartupError(f"--dir must be {error.expected}", "name a directory of models", ExitCode.USAGE) from error
+        fix = "name a directory of models" if error.proposal is None else f"--dir {error.proposal}"
+        raise StartupError(f"--dir must be {error.expected}", fix, ExitCode.USAGE) from error
     found = find_models(directories, environment_hub(is_offline=True))
     listed = describe_models([("", None), *found], config)
     (print_json if arguments.json else print_table)(listed, sys.stdout)
@@ -285,15 +308,32 @@ def _chat(arguments: argparse.Namespace, config: ServerConfig) -> int:
 
     if arguments.url is not None and arguments.model is not None:
         raise StartupError("--url and --model are two different models", "give one of them", ExitCode.USAGE)
+    question = _question(arguments.question)
     if arguments.model is None:
         url = arguments.url or base_url(config.host, config.port, config.tls_cert is not None)
         backend = HttpChatBackend(url, config.api_keys[0] if config.api_keys else None)
         if arguments.url is not None or (config.port and backend.is_up()):
             backend.wait_ready(_report)
-            return _converse(backend, arguments.question)
+            return _converse(backend, question)
     own = replace(config, tls_cert=None, tls_key=None)  # nobody else is to reach it
     with serve_and_chat(own, start_in_thread, _report) as backend:
-        return _converse(backend, arguments.question)
+        return _converse(backend, question)
+
+
+def _question(text: str | None) -> str | None:
+    """The one question to ask, from where the flag says; None: talk.
+
+    Raises:
+        StartupError: there is none, as from a variable of a script that was not filled in.
+    """
+    if text is None:
+        return None
+    question = sys.stdin.read() if text == DEFAULT_QUESTION_SOURCE else text
+    if not question.strip():
+        where = "stdin" if text == DEFAULT_QUESTION_SOURCE else "-q"
+        fix = 'ask something, as in steploop chat -q "What is a KV cache?", or leave -q out to talk'
+        raise StartupError(f"the question from {where} is empty", fix, ExitCode.USAGE)
+    return question
 
 
 def _converse(backend: "HttpChatBackend", question: str | None) -> int:
@@ -302,7 +342,7 @@ def _converse(backend: "HttpChatBackend", question: str | None) -> int:
     has_colour = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
     conversation = Conversation(backend, sys.stdout, sys.stderr, has_colour)
     if question is not None:
-        conversation.ask(sys.stdin.read() if question == DEFAULT_QUESTION_SOURCE else question)
+        conversation.ask(question)
         return ExitCode.OK
     conversation.run(terminal_reader(), f"{backend.model} at {backend.url}; /help lists the commands")
     return ExitCode.OK
@@ -350,41 +390,78 @@ def describe_models(found: Sequence[tuple[str, Path | None]], config: ServerConf
     Raises:
         StartupError: the device asked for is not there.
     """
-    from core.config import parse_model_config
     from gpu.device import choose_device, free_memory_bytes
-    from gpu.memory_plan import memory_needed
-    from gpu.weights import open_checkpoint
     from server.__main__ import DEMO_DIRECTORY, DEMO_NAME
-    from server.model_files import read_model_config
     from server.model_list import ModelFacts
 
     engine = config.to_engine_config()
     choice = choose_device(engine)
     free_bytes = free_memory_bytes(choice.device)
-    listed = []
-    for name, given in found:
-        path = given or DEMO_DIRECTORY
-        facts = ModelFacts(name or DEMO_NAME, path)
-        try:
-            model = parse_model_config(read_model_config(path))
-            checkpoint = open_checkpoint(path)
-            needed_bytes = memory_needed(model, engine, choice)
-        except StartupError as error:
-            listed.append(replace(facts, reason=error.cause))
-            continue
-        listed.append(
-            replace(
-                facts,
-                size_bytes=checkpoint.size_bytes,
-                num_parameters=model.num_parameters,
-                context=model.max_position,
-                dtype=checkpoint.main_format,
-                needed_bytes=needed_bytes,
-                fits=needed_bytes <= free_bytes,
-                reason=None if needed_bytes <= free_bytes else f"{format_size(free_bytes)} free",
-            )
-        )
-    return listed
+    named = [ModelFacts(name or DEMO_NAME, path or DEMO_DIRECTORY) for name, path in found]
+    return [_described(model, engine, choice, free_bytes) for model in named]
+
+
+def _described(facts: "ModelFacts", engine: EngineConfig, choice: "DeviceChoice", free_bytes: int) -> "ModelFacts":
+    """A model's name and path, with all that its headers say."""
+    from core.config import parse_model_config
+    from gpu.checkpoint import open_checkpoint
+    from gpu.memory_plan import memory_needed
+    from gpu.weights import check_checkpoint
+    from server.model_files import read_model_config
+
+    try:
+        model = parse_model_config(read_model_config(facts.path))
+        checkpoint = open_checkpoint(facts.path, model.packed)
+        check_checkpoint(checkpoint, model)
+        needed_bytes = memory_needed(model, engine, choice)
+    except StartupError as error:
+        return replace(facts, reason=error.cause)
+    fits = needed_bytes <= free_bytes
+    return replace(
+        facts,
+        size_bytes=checkpoint.size_bytes,
+        num_parameters=model.num_parameters,
+        context=model.max_position,
+        dtype=checkpoint.main_format,
+        needed_bytes=needed_bytes,
+        fits=fits,
+        reason=None if fits else f"{format_size(free_bytes)} free",
+    )
+
+
+def measure_quality(config: ServerConfig) -> "list[QualityFacts]":
+    """Ask gpu what the model says of the held text: as it is, then quantised as asked, or in both ways.
+
+    Raises:
+        StartupError: the model is missing or not understood, or it does not fit.
+    """
+    from core.config import QUANTIZE_SCHEMES, parse_model_config
+    from gpu.quality import HELD_TEXT, Predictions, held_tokens, predict
+    from gpu.runner import load_runner
+    from server.__main__ import model_path
+    from server.doctor import QualityFacts
+    from server.model_files import read_model_files
+
+    files = read_model_files(model_path(config, is_offline=True), config.max_model_len, config.chat_template)
+    model = parse_model_config(files.config)
+    context = config.max_model_len or model.max_position
+    tokens = held_tokens(files.tokenizer.encode(HELD_TEXT.read_text(encoding="utf-8")), context)
+    if len(tokens) < 2:
+        raise StartupError(f"A context of {context} tokens leaves nothing to predict", "--max-model-len 2048")
+    engine = replace(config.to_engine_config(), max_model_len=len(tokens) + 1, max_sequences=1)
+    plain: Predictions | None = None
+    found = []
+    for scheme in (None, config.quantize) if config.quantize is not None else (None, *QUANTIZE_SCHEMES):
+        _report(f"measuring {scheme or 'the model as it is'} over {len(tokens):,} tokens")
+        runner = load_runner(files.path, model, replace(engine, quantize=scheme), lambda done, total: None)
+        made = predict(runner, tokens)
+        plain = plain or made
+        memory = runner.memory
+        del runner  # before the next is loaded
+        dtype = memory.device.dtype_name
+        agreement = made.agreement(plain)
+        found.append(QualityFacts(scheme, dtype, len(tokens), made.perplexity, agreement, memory.weights_bytes))
+    return found
 
 
 def find_plan(config: ServerConfig) -> "PlanFacts":
@@ -407,7 +484,9 @@ def find_plan(config: ServerConfig) -> "PlanFacts":
         architecture=model.architecture,
         is_demonstration=config.model is None,
         num_parameters=plan.num_parameters,
-        dtype=plan.device.dtype_name,
+        dtype=plan.device.dtype_name
+        if config.quantize is None
+        else f"{plan.device.dtype_name}, layers {config.quantize}",
         device=str(plan.device.device),
         device_reason=plan.device.device_reason,
         weights_bytes=plan.weights_bytes,
@@ -415,7 +494,7 @@ def find_plan(config: ServerConfig) -> "PlanFacts":
         kv_bytes=plan.kv_bytes,
         num_kv_tokens=plan.kv_tokens,
         max_model_len=plan.max_model_len,
-        context_origin="the model's own" if config.max_model_len is None else "--max-model-len",
+        context_origin=config.context_origin,
         free_bytes=plan.free_bytes,
     )
 

@@ -13,8 +13,9 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from core.config import parse_model_config
 from core.errors import BadCheckpoint
+from gpu.checkpoint import INDEX_FILE, SINGLE_FILE, open_checkpoint
 from gpu.targets import interleave_halves
-from gpu.weights import INDEX_FILE, SINGLE_FILE, ModelWeights, load_weights, open_checkpoint
+from gpu.weights import ModelWeights, load_weights
 from tests.gpu.conftest import no_progress
 from tests.oracle import read_config, save_random_model
 

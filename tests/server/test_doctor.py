@@ -9,11 +9,13 @@ from core.errors import DeviceUnavailable, ExitCode, NotEnoughMemory, StartupErr
 from server.doctor import (
     MachineFacts,
     PlanFacts,
+    QualityFacts,
     Section,
     exit_code,
     machine_section,
     plan_lines,
     print_report,
+    quality_section,
     serving_section,
     try_address,
     version_section,
@@ -125,3 +127,21 @@ def test_a_host_that_is_not_ours_is_told() -> None:
     with pytest.raises(StartupError) as caught:
         try_address("192.0.2.1", 0)  # TEST-NET-1, RFC 5737: nobody's
     assert caught.value.exit_code == ExitCode.PORT
+
+
+def test_quality_is_told_against_the_model_as_it_is() -> None:
+    plain = QualityFacts(None, "bfloat16", 900, 10.0, 1.0, 100 * 2**20)
+    int8 = QualityFacts("int8", "bfloat16", 900, 10.02, 0.993, 50 * 2**20)
+    lines = report(quality_section(lambda: [plain, int8]))
+    assert "900 tokens" in lines
+    assert "perplexity 10.000, weights 100 MiB" in lines
+    assert "perplexity 10.020 (x 1.0020), same greedy token 99.3%, weights 50 MiB" in lines
+
+
+def test_quality_that_cannot_be_measured_says_why() -> None:
+    def find() -> list[QualityFacts]:
+        raise NotEnoughMemory("Too little.", "a smaller model")
+
+    section = quality_section(find)
+    assert exit_code([section]) == ExitCode.MEMORY
+    assert "Too little." in report(section)

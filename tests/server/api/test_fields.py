@@ -104,6 +104,7 @@ def test_a_range_holds_to_its_ends(name: str, inside: tuple[Any, ...], outside: 
         ({"logit_bias": {"07": 1}}, "logit_bias[07]"),
         ({"logit_bias": {"\u0667": 1}}, "logit_bias[\u0667]"),
         ({"logit_bias": {"x" * 99: 1}}, f"logit_bias[{'x' * 32}]"),
+        ({"logit_bias": {"1": 2, "5": True, "6": True}}, "logit_bias[5]"),
         ({"logit_bias": {"1": 100.5}}, "logit_bias[1]"),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
         ({"temperature": "hot"}, "temperature"),
