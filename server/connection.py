@@ -122,6 +122,11 @@ class Connection(asyncio.Protocol):
         return self._closing is _Closing.NO
 
     @property
+    def takes_output(self) -> bool:
+        """The last has not been written yet."""
+        return self._closing in (_Closing.NO, _Closing.LAST_WORDS)
+
+    @property
     def num_unwritten(self) -> int:
         """Bytes that the transport holds."""
         return self._transport.get_write_buffer_size()

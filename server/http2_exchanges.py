@@ -96,14 +96,17 @@ class Http2Exchanges:
         if protocol.has_failed:
             self._end()
             return
-        if protocol.has_peer_left or self._connection.num_unwritten > self._limits.max_control_bytes:
-            self._connection.abort()
-            self.end_of_peer()
+        if protocol.has_peer_left:
+            self._abort()
             return
         if protocol.pending_head != self._pending_head:
             self._pending_head = protocol.pending_head
             self._head_since = now
         self._mark_dirty()
+
+    def _abort(self) -> None:
+        self._connection.abort()
+        self.end_of_peer()
 
     def _end(self) -> None:
         """The protocol's GOAWAY is the last that is written."""
@@ -250,6 +253,9 @@ class Http2Exchanges:
         self._is_dirty = False
         connection, protocol = self._connection, self._protocol
         out = connection.out
+        if not connection.takes_output:
+            out.clear()
+            return
         out += protocol.take_control()
         has_more = False
         if not connection.is_writing_paused and connection.is_open:
@@ -259,9 +265,12 @@ class Http2Exchanges:
             if self._unsent or output.held or has_more:
                 self._watch_progress(output.sent, output.held)
         connection.write_out()
+        if connection.is_writing_paused and connection.num_unwritten > self._limits.max_control_bytes:
+            self._abort()  # nothing but answers to the peer's frames can have become so much
+            return
         if self._over:
             self._judge_shares()
-        if protocol.has_drained and not self._unsent and connection.is_open:
+        if protocol.has_drained and connection.is_open:
             connection.linger()
         elif has_more:
             self._mark_dirty()
