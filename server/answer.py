@@ -121,10 +121,14 @@ class Answer:
 
     def on_prompt_end(self, usage: Usage, error: str | None) -> None:
         self._usages.append(usage)
-        if error is not None:
-            self.fail(ServiceError(ErrorKind.ENGINE, error, "engine_error"))
-        if len(self._usages) == len(self._handles):
-            self._finish()
+        try:
+            if error is not None:
+                self.fail(ServiceError(ErrorKind.ENGINE, error, "engine_error"))
+            if len(self._usages) == len(self._handles):
+                self._finish()
+        except Exception as fault:  # whatever a surface can raise: the request's task must not wait for ever
+            if not self._finished.done():
+                self._finished.set_exception(fault)
 
     def fail(self, error: ServiceError) -> None:
         """Break the answer off: an error event where the head is out, otherwise an error answer at the end."""
@@ -161,14 +165,10 @@ class Answer:
             self.fail(cut_short(broken[0]))
         if self._finished.done():
             return  # the task that waited was cancelled
-        try:
-            if self._is_open:
-                self._is_open = False
-                self._body.complete(usage)
-        except Exception as error:  # whatever a surface can raise: the request's task must not wait for ever
-            self._finished.set_exception(error)
-        else:
-            self._finished.set_result(usage)
+        if self._is_open:
+            self._is_open = False
+            self._body.complete(usage)
+        self._finished.set_result(usage)
 
 
 class AnswerBody(Protocol):

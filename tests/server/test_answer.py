@@ -272,6 +272,22 @@ def test_fault_in_writing_a_whole_answer_is_a_500(
     server.close()
 
 
+def test_fault_in_writing_the_engines_error_breaks_the_stream_off(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ChatStream, "error", lambda *args: 1 / 0)
+    server = SimulatedServer()
+    faulty, sound = server.send(chat(**STREAM)), server.send(completion())
+    for _ in range(4):
+        server.step()
+    server.shut_engine_down(FinishReason.ERROR, "gone")
+    assert not answers(bytes(faulty.received))[0].is_complete
+    assert faulty.is_lost
+    assert answers(bytes(sound.received))[0].json["error"]["message"] == "gone"
+    assert "ZeroDivisionError" in caplog.text
+    server.close()
+
+
 def test_end_that_the_wire_has_no_word_for_is_told_as_an_error() -> None:
     server = SimulatedServer()
     streamed, whole = server.send(chat(**STREAM)), server.send(chat())
