@@ -16,6 +16,7 @@ NO_REQUEST = "-"
 # Set where a request's task starts; records of code that knows its request better pass extra={"request_id": ...}.
 current_request_id: ContextVar[str] = ContextVar("request_id", default=NO_REQUEST)
 
+OUR_LOGGERS = ("server", "core", "gpu", "bench")
 access_logger = logging.getLogger("server.access")
 
 
@@ -102,15 +103,20 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure_logging(level: str, log_format: str, stream: TextIO | None = None) -> None:
-    """Send every logger's records of this level and above to the stream (default: stderr), replacing what was set."""
+    """Send our loggers' records of this level and above to the stream (default: stderr), replacing what was set.
+
+    Of other packages' records only warnings and worse: what torch has to say at "info" is nobody's here.
+    """
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     root = logging.getLogger()
     for former in root.handlers[:]:
         root.removeHandler(former)
     root.addHandler(handler)
-    root.setLevel(level.upper())
-    logging.getLogger("asyncio").setLevel(logging.WARNING)
+    ours = logging.getLevelNamesMapping()[level.upper()]
+    root.setLevel(max(ours, logging.WARNING))
+    for name in OUR_LOGGERS:
+        logging.getLogger(name).setLevel(ours)
 
 
 def _utc(record: logging.LogRecord) -> str:

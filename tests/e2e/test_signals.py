@@ -108,6 +108,7 @@ def test_signal_while_the_model_loads_ends_the_server(spawn: Spawn) -> None:
     server.send_signal(signal.SIGINT)
     assert server.wait_exit() == ExitCode.OK
     assert "Traceback" not in server.log
+    assert all(" server." in line for line in server.log.splitlines())
 
 
 def test_taken_port_is_named_with_another_that_may_be_free(spawn: Spawn) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from server.logs import AccessRecord, access_line, configure_logging, current_request_id, log_access
+from server.logs import OUR_LOGGERS, AccessRecord, access_line, configure_logging, current_request_id, log_access
 
 ACCESS = AccessRecord(
     request_id="req-1",
@@ -23,12 +23,15 @@ ACCESS = AccessRecord(
 
 
 @pytest.fixture(autouse=True)
-def _root_logger_restored() -> Iterator[None]:
+def _loggers_restored() -> Iterator[None]:
     root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
+    handlers = root.handlers[:]
+    loggers = [root, *map(logging.getLogger, OUR_LOGGERS)]
+    levels = [logger.level for logger in loggers]
     yield
     root.handlers[:] = handlers
-    root.setLevel(level)
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
 
 
 def test_text_records_bear_the_request_id_of_their_context() -> None:
@@ -104,3 +107,15 @@ def test_level_silences_what_is_below() -> None:
     log_access(ACCESS)
     logging.getLogger("server.some").info("quiet")
     assert stream.getvalue() == ""
+
+
+@pytest.mark.parametrize(("level", "told"), [("debug", "iw"), ("info", "iw"), ("warning", "w"), ("error", "")])
+def test_level_is_for_our_loggers_and_others_only_warn(level: str, told: str) -> None:
+    stream = io.StringIO()
+    configure_logging(level, "text", stream)
+    for name in ("torch._subclasses.fake_tensor", "gpu.runner"):
+        logging.getLogger(name).info("i")
+        logging.getLogger(name).warning("w")
+    lines = [line.split(" ")[2:] for line in stream.getvalue().splitlines()]
+    assert [word for name, _, word in lines if name == "gpu.runner"] == list(told)
+    assert [word for name, _, word in lines if name != "gpu.runner"] == list(told)[-1:]
