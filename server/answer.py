@@ -287,10 +287,13 @@ class WholeBody:
 
 def send_json(stream: HttpStream, status: int, body: bytes, headers: Headers = ()) -> None:
     """Answer with one JSON document."""
-    length = (b"content-length", b"%d" % len(body))
-    stream.send_head(ResponseHead(status, (JSON_TYPE, length, *headers)))
+    stream.send_head(ResponseHead(status, (*json_headers(body), *headers)))
     stream.send(body)
     stream.end()
+
+
+def json_headers(body: bytes) -> Headers:
+    return (JSON_TYPE, (b"content-length", b"%d" % len(body)))
 
 
 def answer_headers(timings: Timings) -> Headers:

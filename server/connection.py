@@ -16,28 +16,19 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol, cast
 
-import orjson
-
 from core.errors import ErrorKind, ServiceError
 from server.connection_limits import ConnectionLimits
 from server.deadline import DeadlineTimer
 from server.http1 import CONTINUE, Http1Protocol
-from server.messages import BodyChunk, BodyEnd, Event, HttpRequest, ProtocolViolation, ResponseHead
+from server.messages import BodyChunk, BodyEnd, Event, Headers, HttpRequest, ProtocolViolation, ResponseHead
 from server.stream import ClientDisconnected, HttpStream
 from server.write_batch import WriteBatch
 
 logger = logging.getLogger(__name__)
 
 Handler = Callable[[HttpStream], Awaitable[None]]
-
-_ERROR_CODES = {
-    400: "malformed_request",
-    408: "request_timeout",
-    414: "request_line_too_long",
-    431: "headers_too_large",
-    500: "internal_error",
-    501: "not_implemented",
-}
+# (status, message, the stream whose body or handler failed, if any) -> what ends the connection, and is accounted for
+Refuse = Callable[[int, str, HttpStream | None], tuple[Headers, bytes]]
 
 
 class ConnectionRegistry(Protocol):
@@ -61,6 +52,7 @@ class ConnectionContext:
     """What all connections of a listener share."""
 
     handler: Handler
+    refuse: Refuse
     limits: ConnectionLimits
     registry: ConnectionRegistry
     loop: asyncio.AbstractEventLoop
@@ -215,8 +207,7 @@ class Connection(asyncio.Protocol):
             self.abort()
             return
         self._protocol.stop_reading()
-        body = _error_body(status, message)
-        headers = ((b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)))
+        headers, body = self._context.refuse(status, message, stream)
         self._append(self._protocol.send_head(ResponseHead(status, headers)))
         self._append(self._protocol.send_data(body))
         self._closing = _Closing.REFUSED
@@ -386,8 +377,3 @@ class Connection(asyncio.Protocol):
             self._close()
         else:
             self._refuse(408, f"The request's head took longer than {self._limits.head_s:g} s.")
-
-
-def _error_body(status: int, message: str) -> bytes:
-    kind = "server_error" if status >= 500 else "invalid_request_error"
-    return orjson.dumps({"error": {"message": message, "type": kind, "param": None, "code": _ERROR_CODES[status]}})

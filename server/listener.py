@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from core.errors import ExitCode, StartupError
-from server.connection import Connection, ConnectionContext, Handler
+from server.connection import Connection, ConnectionContext, Handler, Refuse
 from server.connection_limits import ConnectionLimits
 from server.http1 import HttpDate
 from server.write_batch import WriteBatch
@@ -48,6 +48,7 @@ class Listener:
     def __init__(
         self,
         handler: Handler,
+        refuse: Refuse,
         config: ListenerConfig,
         loop: asyncio.AbstractEventLoop | None = None,
         wall_clock: Callable[[], float] = time.time,
@@ -60,7 +61,9 @@ class Listener:
         self.batch = WriteBatch(loop)
         self._config = config
         self._loop = loop
-        self._context = ConnectionContext(handler, config.connection, self, loop, self.batch, HttpDate(wall_clock))
+        self._context = ConnectionContext(
+            handler, refuse, config.connection, self, loop, self.batch, HttpDate(wall_clock)
+        )
         self._servers: list[asyncio.AbstractServer] = []
         self._connections: set[Connection] = set()
         self._tasks: set[asyncio.Task[None]] = set()

@@ -91,7 +91,7 @@ class Server:
         self._app = App(
             self._readiness, KeyAuthenticator(config.api_keys), self._metrics, self._clock, lambda: uuid.uuid4().hex
         )
-        self.listener = Listener(self._app.handle, _listener_config(config))
+        self.listener = Listener(self._app.handle, self._app.refuse, _listener_config(config))
         self._app.listener = self.listener
         self._engine_thread = EngineThread(
             lambda inbox, deliver: load(inbox, deliver, self._report_stage), self, self._loop

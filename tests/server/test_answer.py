@@ -267,6 +267,8 @@ def test_fault_in_writing_a_whole_answer_is_a_500(
     server.run()
     (answer,) = answers(bytes(transport.received))
     assert (answer.status, answer.json["error"]["code"]) == (500, "internal_error")
+    assert answer.headers["x-request-id"] == "r1"
+    assert "total;dur=" in answer.headers["server-timing"]
     assert server.metrics.responses == {500: 1}
     assert "ZeroDivisionError" in caplog.text
     server.close()

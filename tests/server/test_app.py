@@ -119,6 +119,69 @@ def test_insane_request_id_is_replaced_by_ours(theirs: str) -> None:
     assert ask(data, "GET").headers["x-request-id"] == "r1"
 
 
+BROKEN_CHUNK = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nX-Request-Id: theirs\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("pieces", "delay_s", "expected", "line"),
+    [
+        ([b"G" * 9000], 0, (414, "invalid_request_error", "request_line_too_long", "r1"), "- - 414 0.0ms"),
+        ([b"GET / HTTP/1.1\r\n\r\n"], 0, (400, "invalid_request_error", "malformed_request", "r1"), "- - 400 0.0ms"),
+        (
+            [b"CONNECT a:1 HTTP/1.1\r\nHost: a\r\n\r\n"],
+            0,
+            (501, "server_error", "not_implemented", "r1"),
+            "- - 501 0.0ms",
+        ),
+        ([b"GET / HT"], 11, (408, "timeout_error", "request_timeout", "r1"), "- - 408 0.0ms"),
+        (
+            [BROKEN_CHUNK, b"x\r\n"],
+            0,
+            (400, "invalid_request_error", "malformed_request", "theirs"),
+            "POST /v1/completions 400 0.0ms",
+        ),
+        (
+            [BROKEN_CHUNK + b"x\r\n"],
+            0,
+            (400, "invalid_request_error", "malformed_request", "theirs"),
+            "POST /v1/completions 400 0.0ms",
+        ),
+    ],
+)
+def test_refusals_of_the_protocol_are_accounted_for_like_others(
+    pieces: list[bytes],
+    delay_s: float,
+    expected: tuple[int, str, str, str],
+    line: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "server.access")
+    server = SimulatedServer()
+    transport = server.send(pieces[0])
+    for piece in pieces[1:]:
+        transport.feed(piece)
+    server.run_for(delay_s)
+    (answer,) = answers(bytes(transport.received))
+    error = answer.json["error"]
+    status, _, code, _ = expected
+    assert (answer.status, error["type"], error["code"], answer.headers["x-request-id"]) == expected
+    assert "total;dur=" in answer.headers["server-timing"]
+    assert answer.headers["cache-control"] == "no-store"
+    assert [record.getMessage() for record in caplog.records] == [f"{line} error={code}"]
+    assert server.metrics.responses == {status: 1}
+    server.close()
+
+
+def test_slow_body_and_slow_head_are_the_same_error() -> None:
+    server = SimulatedServer()
+    slow = [server.send(b"GET / HT"), server.send(b"POST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n")]
+    server.run_for(31)
+    errors = [answers(bytes(transport.received))[0].json["error"] for transport in slow]
+    assert errors[0]["type"] == errors[1]["type"] == "timeout_error"
+    assert errors[0]["code"] == errors[1]["code"] == "request_timeout"
+    server.close()
+
+
 def test_every_refusal_bears_a_request_id_and_where_time_went_if_any_did() -> None:
     for data in (request("GET", "/nothing"), chat(n=9), request("PUT", "/health")):
         headers = ask(data).headers
