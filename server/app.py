@@ -146,7 +146,7 @@ class App:
             del self._exchanges[stream]
             if exchange.refused_status is not None:
                 error_code = PROTOCOL_CODES[exchange.refused_status]
-            self._account_for(exchange, exchange.refused_status or stream.status or CLIENT_GONE, error_code)
+            self._account_for(exchange, exchange.refused_status or _status_of(stream), error_code)
 
     def refuse(self, status: int, message: str, stream: HttpStream | None) -> tuple[Headers, bytes]:
         """What the connection answers where no handler can: no request came of the bytes, or its body broke off.
@@ -341,6 +341,11 @@ class App:
             finish_reason=None if outcome is None else ",".join(outcome.finish_reasons) or None,
             error_code=error_code,
         )
+
+
+def _status_of(stream: HttpStream) -> int:
+    """As it is logged and counted: a head that went out is not an answer that arrived."""
+    return CLIENT_GONE if stream.has_lost_peer else stream.status or 500  # without one, the connection answers a fault
 
 
 class MethodNotAllowed(ServiceError):

@@ -395,6 +395,31 @@ def test_access_lines_say_how_it_ended(caplog: pytest.LogCaptureFixture) -> None
     server.close()
 
 
+@pytest.mark.parametrize("fields", [{}, STREAM])
+@pytest.mark.parametrize("num_steps", [0, 1, 4])
+def test_client_that_leaves_is_logged_and_counted_as_499(
+    fields: dict[str, Any], num_steps: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "server.access")
+    server = SimulatedServer()
+    transport = server.send(chat(**fields))
+    for _ in range(num_steps):
+        server.step()
+    transport.feed_eof()
+    server.run()
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("POST /v1/chat/completions 499 ")
+    assert server.metrics.responses == {499: 1}
+    server.close()
+
+
+def test_client_that_leaves_after_the_last_byte_has_had_its_answer() -> None:
+    server = SimulatedServer()
+    server.ask(chat(**STREAM))
+    assert server.metrics.responses == {200: 1}
+    server.close()
+
+
 def test_error_events_are_one_json_line() -> None:
     server = SimulatedServer()
     transport = server.send(chat(**STREAM))
