@@ -284,9 +284,13 @@ class Connection(asyncio.Protocol):
 
     # The end.
 
+    def close_after_answer(self) -> None:
+        """Take one more request at most: the answer under way, or the first to come, is the last."""
+        self._protocol.keep_alive = False
+
     def drain(self) -> None:
         """Take no further request: close now when idle, else after the response that is under way."""
-        self._protocol.keep_alive = False
+        self.close_after_answer()
         if not self.is_busy:
             self._close()
 

@@ -204,12 +204,9 @@ def test_second_stop_ends_what_the_first_gave_time() -> None:
         reader, writer = await open_with(running.server, chat(**FOREVER))
         begun = await reader.readuntil(b"data: ")
         running.server.stop(1000)
-        while True:  # until it no longer listens
-            try:
-                _, late = await open_with(running.server, b"")
-            except ConnectionRefusedError:
-                break
-            late.close()
+        while (late := await ask(running.server, closing(request("GET", "/ready")))).status == 200:
+            pass  # until the stop has begun
+        assert (late.status, late.json["error"]["code"]) == (503, "draining")
         assert not running.exit.done()
         running.server.stop(1000)
         (answer,) = answers(begun + await reader.read())
