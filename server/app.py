@@ -360,8 +360,17 @@ class MethodNotAllowed(ServiceError):
 def check_media_type(request: HttpRequest) -> None:
     """
     Raises:
-        ServiceError: the body says that it is something else than JSON. One that says nothing is taken for JSON.
+        ServiceError: the body says that it is something else than JSON, or packed. One that says nothing is taken for
+            JSON.
     """
+    coding = request.header(b"content-encoding")
+    if coding is not None and coding.strip().lower() not in (b"", b"identity"):
+        raise ServiceError(
+            ErrorKind.UNSUPPORTED_MEDIA_TYPE,
+            f"The body's content-encoding is {coding.decode('latin-1')[:64]!r}. Send it unpacked, without that field.",
+            "unsupported_content_encoding",
+            "content-encoding",
+        )
     value = request.header(b"content-type")
     if value is None:
         return

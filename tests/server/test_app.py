@@ -79,6 +79,18 @@ def test_more_choices_than_the_engine_has_room_for_are_refused() -> None:
     assert ask(chat(n=2), limits=limits).status == 200
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize"])
+@pytest.mark.parametrize("coding", ["gzip", "GZIP", "br, identity"])
+def test_packed_body_is_refused_by_the_field_that_says_so(path: str, coding: str) -> None:
+    answer = ask(request("POST", path, b"\x1f\x8b", f"Content-Encoding: {coding}"))
+    error = answer.json["error"]
+    assert (answer.status, error["code"], error["param"]) == (415, "unsupported_content_encoding", "content-encoding")
+
+
+def test_body_that_says_it_is_not_packed_is_taken() -> None:
+    assert ask(request("POST", "/tokenize", {"prompt": "a"}, "Content-Encoding: identity")).status == 200
+
+
 def test_bodies_with_a_json_type_or_none_are_taken() -> None:
     body = {"prompt": "The engine"}
     for line in ("Content-Type: application/json; charset=utf-8", "Content-Type: application/problem+json", "X: y"):
