@@ -18,7 +18,7 @@ from typing import TypeVar
 from core.engine import Engine
 from core.errors import ErrorKind, ExitCode, ServiceError, StartupError
 from core.plan import RunnerLimits
-from core.types import StepDelivery
+from core.types import EngineStats, StepDelivery
 from server import __version__
 from server.api.models import ServedModel
 from server.api.surface import GenerationDefaults
@@ -151,6 +151,7 @@ class Server:
         client = EngineClient(
             self._engine_thread.post, loaded.files.tokenizer.table, self.listener.batch.flush_all, self._loop.call_soon
         )
+        client.stats = EngineStats(num_blocks=loaded.facts.limits.num_blocks)  # until the first delivery
         self._client = client
         self._metrics.model_name = loaded.facts.model_name
         self._app.lifecycle = Lifecycle(

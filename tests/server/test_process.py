@@ -28,6 +28,7 @@ from server.model_files import GenerationDefaults, ModelFiles
 from server.process import EngineFacts, LoadedEngine, LoadEngine, Server
 from tests.core.chat_templates import CHATML
 from tests.server.simulated_server import EOS_ID, MODEL, STREAM, TOKENIZER, Answer, answers, chat, request
+from tests.server.test_metrics import samples_of
 
 LIMIT_S = 60  # for what hangs; nothing waits so long
 LIMITS = RunnerLimits(1024, 16, 8, 64, 10_000, TOKENIZER.vocab_size)
@@ -339,12 +340,15 @@ def test_signals_stop_a_server() -> None:
     run(scenario)
 
 
-def test_page_of_metrics_names_the_model() -> None:
+def test_page_of_metrics_knows_the_model_and_its_blocks_from_the_start() -> None:
     async def scenario() -> None:
         running = Running(load_with())
         await running.server.wait_ready()
         page = await ask(running.server, closing(request("GET", "/metrics")))
-        assert f'model_name="{MODEL}"'.encode() in page.body
+        samples = samples_of(page.body)
+        label = f'model_name="{MODEL}"'
+        assert samples[f"steploop_kv_blocks{{{label}}}"] == LIMITS.num_blocks  # before anything was computed
+        assert samples[f"steploop_steps_total{{{label}}}"] == 0
         assert json.loads((await ask(running.server, closing(request("GET", "/health")))).body) == {"status": "ok"}
         running.server.stop(0)
         await running.exit
