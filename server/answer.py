@@ -20,7 +20,7 @@ from server.timing import Timings
 
 KEEP_ALIVE_S = 15.0  # of silence on a stream before a comment goes out (DESIGN, Answers)
 
-JSON_TYPE = (b"content-type", b"application/json")
+JSON_TYPE = b"application/json"
 NO_STORE = (b"cache-control", b"no-store")
 
 
@@ -276,7 +276,7 @@ class WholeBody:
         ]
         timings = self._timings.stages_ms() if self._call.wants_timings else None
         body = self._surface.whole_reply(self._call, self._context, choices, usage, timings)
-        send_json(self._stream, 200, body, answer_headers(self._timings))
+        send_document(self._stream, 200, body, answer_headers(self._timings))
 
     def break_off(self, error: ServiceError) -> None:
         """Nothing has been sent: the error becomes the answer, in wait_finished()."""
@@ -285,15 +285,17 @@ class WholeBody:
         """Nothing is held."""
 
 
-def send_json(stream: HttpStream, status: int, body: bytes, headers: Headers = ()) -> None:
-    """Answer with one JSON document."""
-    stream.send_head(ResponseHead(status, (*json_headers(body), *headers)))
+def send_document(
+    stream: HttpStream, status: int, body: bytes, headers: Headers = (), media_type: bytes = JSON_TYPE
+) -> None:
+    """Answer with one document, whole."""
+    stream.send_head(ResponseHead(status, (*content_headers(body, media_type), *headers)))
     stream.send(body)
     stream.end()
 
 
-def json_headers(body: bytes) -> Headers:
-    return (JSON_TYPE, (b"content-length", b"%d" % len(body)))
+def content_headers(body: bytes, media_type: bytes = JSON_TYPE) -> Headers:
+    return ((b"content-type", media_type), (b"content-length", b"%d" % len(body)))
 
 
 def answer_headers(timings: Timings) -> Headers:

@@ -12,7 +12,7 @@ from urllib.parse import unquote
 
 from core.errors import ErrorKind, ServiceError
 from core.types import EngineStats
-from server.answer import Outcome, answer_headers, json_headers, send_json
+from server.answer import JSON_TYPE, Outcome, answer_headers, content_headers, send_document
 from server.api import models, tokenize
 from server.api.chat import ChatSurface
 from server.api.completions import CompletionsSurface
@@ -23,7 +23,7 @@ from server.auth import KeyAuthenticator
 from server.lifecycle import Clock, Lifecycle
 from server.listener import Listener
 from server.logs import AccessRecord, current_request_id, log_access
-from server.messages import Headers, HttpRequest, ResponseHead
+from server.messages import Headers, HttpRequest
 from server.metrics import CONTENT_TYPE, Metrics
 from server.stream import ClientDisconnected, HttpStream
 from server.timing import Timings
@@ -165,7 +165,7 @@ class App:
             account = Account(request=request, request_id=self._new_request_id(), timings=Timings(now, end_s=now))
             self._account_for(account, status, PROTOCOL_CODES[status])
         body = protocol_error_body(status, message)
-        return (*json_headers(body), *answer_headers(account.timings), _request_id_header(account)), body
+        return (*content_headers(body), *answer_headers(account.timings), _request_id_header(account)), body
 
     def _account_for(self, account: Account, status: int, error_code: str | None) -> None:
         """Every request passes here once, when it is over."""
@@ -237,10 +237,7 @@ class App:
         stats = self.lifecycle.backend.stats if self.lifecycle is not None else EngineStats()
         listener = self.listener
         body = self._metrics.render(stats, listener.num_open, listener.num_accepted, listener.num_refused)
-        length = (b"content-length", b"%d" % len(body))
-        exchange.stream.send_head(ResponseHead(200, ((b"content-type", CONTENT_TYPE), length)))
-        exchange.stream.send(body)
-        exchange.stream.end()
+        self._send(exchange, body, media_type=CONTENT_TYPE)
 
     async def _list_models(self, exchange: Exchange) -> None:
         self._send(exchange, models.list_reply(self._served.reader.cards))
@@ -320,10 +317,17 @@ class App:
             headers += _retry_headers(error.retry_after_s)
         self._send(exchange, error_body(error), status_of(error), headers)
 
-    def _send(self, exchange: Exchange, body: bytes, status: int = 200, headers: Headers = ()) -> None:
+    def _send(
+        self,
+        exchange: Exchange,
+        body: bytes,
+        status: int = 200,
+        headers: Headers = (),
+        media_type: bytes = JSON_TYPE,
+    ) -> None:
         """Answer with a document that no generation is told in."""
         exchange.timings.end_s = self._clock.monotonic()
-        send_json(exchange.stream, status, body, (*answer_headers(exchange.timings), *headers))
+        send_document(exchange.stream, status, body, (*answer_headers(exchange.timings), *headers), media_type)
 
     def _access_record(self, account: Account, status: int, error_code: str | None) -> AccessRecord:
         timings, outcome = account.timings, account.outcome

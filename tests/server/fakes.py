@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from server.answer import json_headers
+from server.answer import content_headers
 from server.api.envelope import protocol_error_body
 from server.connection import Refuse
 from server.connection_limits import ConnectionLimits
@@ -136,7 +136,7 @@ class MemoryTransport(asyncio.Transport):
 def refuse(status: int, message: str, stream: HttpStream | None) -> tuple[Headers, bytes]:
     """What a connection answers by itself where no app accounts for it."""
     body = protocol_error_body(status, message)
-    return json_headers(body), body
+    return content_headers(body), body
 
 
 class MemoryServer:

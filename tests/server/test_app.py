@@ -201,6 +201,13 @@ def test_every_refusal_bears_a_request_id_and_where_time_went_if_any_did() -> No
         assert "total;dur=" in headers["server-timing"]
 
 
+@pytest.mark.parametrize("path", ["/metrics", "/health", "/ready", "/v1/models"])
+def test_every_document_says_where_time_went_and_is_not_to_be_kept(path: str) -> None:
+    headers = ask(request("GET", path), "GET").headers
+    assert "total;dur=" in headers["server-timing"]
+    assert headers["cache-control"] == "no-store"
+
+
 def test_head_request_gets_the_head_alone() -> None:
     answer = ask(request("HEAD", "/v1/models"), "HEAD")
     assert (answer.status, answer.body) == (200, b"")
