@@ -45,6 +45,7 @@ class Account:
     """What the access line tells of a request."""
 
     request: HttpRequest
+    client: str
     request_id: str
     timings: Timings
     outcome: Outcome | None = None  # of a generation
@@ -124,7 +125,13 @@ class App:
     async def handle(self, stream: HttpStream) -> None:
         """The connection's handler: exactly one answer, whatever happens."""
         timings = Timings(head_s=self._clock.monotonic())
-        exchange = Exchange(request=stream.request, request_id=self._new_request_id(), timings=timings, stream=stream)
+        exchange = Exchange(
+            request=stream.request,
+            client=stream.client,
+            request_id=self._new_request_id(),
+            timings=timings,
+            stream=stream,
+        )
         self._exchanges[stream] = exchange
         current_request_id.set(exchange.request_id)
         stream.common_headers = (_request_id_header(exchange),)
@@ -148,11 +155,12 @@ class App:
                 error_code = PROTOCOL_CODES[exchange.refused_status]
             self._account_for(exchange, exchange.refused_status or _status_of(stream), error_code)
 
-    def refuse(self, status: int, message: str, stream: HttpStream | None) -> tuple[Headers, bytes]:
+    def refuse(self, status: int, message: str, client: str, stream: HttpStream | None) -> tuple[Headers, bytes]:
         """What the connection answers where no handler can: no request came of the bytes, or its body broke off.
 
         Args:
             status: one of PROTOCOL_CODES.
+            client: the peer's address.
             stream: whose body it was; its handler hears that nobody waits for it any more.
         """
         account: Account | None = None if stream is None else self._exchanges.get(stream)
@@ -162,7 +170,9 @@ class App:
             account.timings.end_s = now
         else:
             request = NO_REQUEST if stream is None else stream.request  # whose handler has not begun
-            account = Account(request=request, request_id=self._new_request_id(), timings=Timings(now, end_s=now))
+            account = Account(
+                request=request, client=client, request_id=self._new_request_id(), timings=Timings(now, end_s=now)
+            )
             self._account_for(account, status, PROTOCOL_CODES[status])
         body = protocol_error_body(status, message)
         return (*content_headers(body), *answer_headers(account.timings), _request_id_header(account)), body
@@ -344,6 +354,7 @@ class App:
             num_completion_tokens=None if usage is None else usage.num_completion_tokens,
             finish_reason=None if outcome is None else ",".join(outcome.finish_reasons) or None,
             error_code=error_code,
+            client=account.client or None,
         )
 
 

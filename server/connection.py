@@ -14,7 +14,7 @@ import enum
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from core.errors import ErrorKind, ServiceError
 from server.connection_limits import ConnectionLimits
@@ -27,8 +27,8 @@ from server.write_batch import WriteBatch
 logger = logging.getLogger(__name__)
 
 Handler = Callable[[HttpStream], Awaitable[None]]
-# (status, message, the stream whose body or handler failed, if any) -> what ends the connection, and is accounted for
-Refuse = Callable[[int, str, HttpStream | None], tuple[Headers, bytes]]
+# (status, message, client, the stream whose body or handler failed, if any) -> what ends the connection
+Refuse = Callable[[int, str, str, HttpStream | None], tuple[Headers, bytes]]
 
 
 class ConnectionRegistry(Protocol):
@@ -80,6 +80,7 @@ class Connection(asyncio.Protocol):
         self._protocol = Http1Protocol(context.limits.head, context.date)
         self._timer = DeadlineTimer(context.loop, self._next_due, self._on_due)
         self._transport: asyncio.Transport
+        self.client = ""  # the peer's address, once there is one
         self._is_admitted = False
         self._stream: HttpStream | None = None
         self._task: asyncio.Task[None] | None = None  # of the stream's handler
@@ -104,6 +105,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        self.client = _shown_address(transport.get_extra_info("peername"))
         self._is_admitted = self._context.registry.admit(self)
         if not self._is_admitted:
             self.abort()
@@ -207,7 +209,7 @@ class Connection(asyncio.Protocol):
             self.abort()
             return
         self._protocol.stop_reading()
-        headers, body = self._context.refuse(status, message, stream)
+        headers, body = self._context.refuse(status, message, self.client, stream)
         self._append(self._protocol.send_head(ResponseHead(status, headers)))
         self._append(self._protocol.send_data(body))
         self._closing = _Closing.REFUSED
@@ -381,3 +383,11 @@ class Connection(asyncio.Protocol):
             self._close()
         else:
             self._refuse(408, f"The request's head took longer than {self._limits.head_s:g} s.")
+
+
+def _shown_address(address: Any) -> str:
+    """`192.0.2.1:5000` or `[::1]:5000`; nothing where the peer has none that could be told."""
+    if not isinstance(address, tuple):
+        return ""
+    host, port = address[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

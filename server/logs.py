@@ -26,6 +26,7 @@ class AccessRecord(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         status: as sent; 499 when the client left first.
         finish_reason: of a generation, over all its sequences.
+        client: the peer's address and port.
     """
 
     request_id: str
@@ -34,7 +35,6 @@ class AccessRecord(msgspec.Struct, frozen=True, kw_only=True):
     status: int
     duration_ms: float
     ttft_ms: float | None = None
-    queue_ms: float | None = None
     num_prompt_tokens: int | None = None
     num_cached_tokens: int | None = None
     num_completion_tokens: int | None = None
@@ -46,8 +46,8 @@ class AccessRecord(msgspec.Struct, frozen=True, kw_only=True):
 def access_line(record: AccessRecord) -> str:
     """`POST /v1/chat/completions 200 1234.5ms ttft=45.1ms prompt=12 completion=34 stop`; what is None is left out."""
     parts = [escape(record.method), escape(record.path), str(record.status), f"{record.duration_ms:.1f}ms"]
-    times = (("ttft", record.ttft_ms), ("queue", record.queue_ms))
-    parts += [f"{name}={value:.1f}ms" for name, value in times if value is not None]
+    if record.ttft_ms is not None:
+        parts.append(f"ttft={record.ttft_ms:.1f}ms")
     counts = (
         ("prompt", record.num_prompt_tokens),
         ("cached", record.num_cached_tokens),

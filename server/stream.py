@@ -17,7 +17,13 @@ class ClientDisconnected(Exception):
 
 
 class StreamCarrier(Protocol):
-    """What a stream asks of its connection."""
+    """What a stream asks of its connection.
+
+    Attributes:
+        client: the peer's address and port.
+    """
+
+    client: str
 
     def start_body(self, stream: "HttpStream") -> None:
         """The body is wanted from now on: its clock starts, and a peer that waits for 100 Continue gets it."""
@@ -81,6 +87,10 @@ class HttpStream:
         self._body_error: ServiceError | None = None
         self._is_reading = False
         self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def client(self) -> str:
+        return self._carrier.client
 
     @property
     def head_sent(self) -> bool:

@@ -12,6 +12,8 @@ from server.messages import Headers
 from server.stream import HttpStream
 from tests.server.virtual_loop import VirtualTimeLoop
 
+PEER = ("192.0.2.7", 4242)
+
 
 class MemoryTransport(asyncio.Transport):
     """The server's end of a connection. What the peer has not read stays in its buffer, with water marks.
@@ -23,7 +25,7 @@ class MemoryTransport(asyncio.Transport):
     """
 
     def __init__(self, loop: VirtualTimeLoop, protocol: asyncio.Protocol, peer_reads: bool = True) -> None:
-        super().__init__()
+        super().__init__({"peername": PEER})
         self.writes: list[bytes] = []
         self.received = bytearray()
         self.peer_reads = peer_reads
@@ -133,7 +135,7 @@ class MemoryTransport(asyncio.Transport):
             self._protocol.connection_lost(error)
 
 
-def refuse(status: int, message: str, stream: HttpStream | None) -> tuple[Headers, bytes]:
+def refuse(status: int, message: str, client: str, stream: HttpStream | None) -> tuple[Headers, bytes]:
     """What a connection answers by itself where no app accounts for it."""
     body = protocol_error_body(status, message)
     return content_headers(body), body

@@ -179,7 +179,7 @@ def test_refusals_of_the_protocol_are_accounted_for_like_others(
     assert (answer.status, error["type"], error["code"], answer.headers["x-request-id"]) == expected
     assert "total;dur=" in answer.headers["server-timing"]
     assert answer.headers["cache-control"] == "no-store"
-    assert [record.getMessage() for record in caplog.records] == [f"{line} error={code}"]
+    assert [record.getMessage() for record in caplog.records] == [f"{line} error={code} client=192.0.2.7:4242"]
     assert server.metrics.responses == {status: 1}
     server.close()
 
@@ -408,9 +408,11 @@ def test_access_lines_say_how_it_ended(caplog: pytest.LogCaptureFixture) -> None
     server.ask(chat(**STREAM))
     lines = [record.getMessage() for record in caplog.records if record.name == "server.access"]
     assert re.fullmatch(
-        r"POST /v1/chat/completions 200 \S+ms ttft=\S+ms prompt=18 cached=0 completion=1 finish=length", lines[0]
+        r"POST /v1/chat/completions 200 \S+ms ttft=\S+ms prompt=18 cached=0 completion=1 finish=length"
+        r" client=192.0.2.7:4242",
+        lines[0],
     )
-    assert re.search(r" 200 .* completion=1 finish=error error=engine_error$", lines[1])
+    assert re.search(r" 200 .* completion=1 finish=error error=engine_error client=192.0.2.7:4242$", lines[1])
     server.close()
 
 

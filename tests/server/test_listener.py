@@ -138,13 +138,14 @@ def test_drain_aborts_what_outlives_its_grace() -> None:
     run(scenario)
 
 
-def test_client_that_closes_is_noticed() -> None:
+def test_client_is_known_by_its_address_and_noticed_when_it_closes() -> None:
     async def scenario() -> None:
         hold = Hold()
         listener = await start(hold)
         _, writer = await connect(listener)
         writer.write(GET)
         stream = await hold.started
+        assert stream.client == "127.0.0.1:{}".format(writer.get_extra_info("sockname")[1])
         await close(writer)
         await hold.gone
         assert not stream.is_open

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 
 import pytest
+from msgspec.structs import replace
 
 from server.logs import OUR_LOGGERS, AccessRecord, access_line, configure_logging, current_request_id, log_access
 
@@ -81,7 +82,7 @@ def test_json_access_record_has_fields_beside_the_line() -> None:
     assert record["logger"] == "server.access"
     assert record["message"] == access_line(ACCESS)
     assert (record["request_id"], record["status"], record["ttft_ms"]) == ("req-1", 200, 45.12)
-    assert "queue_ms" not in record
+    assert "num_cached_tokens" not in record
 
 
 def test_access_line_leaves_out_what_never_came() -> None:
@@ -89,6 +90,7 @@ def test_access_line_leaves_out_what_never_came() -> None:
         "POST /v1/chat/completions 200 1234.6ms ttft=45.1ms prompt=12 completion=34 finish=stop"
     )
     refused = AccessRecord(request_id="r", method="GET", path="/x", status=404, duration_ms=0.2, error_code="not_found")
+    assert access_line(replace(refused, client="[::1]:5000")).endswith(" error=not_found client=[::1]:5000")
     assert access_line(refused) == "GET /x 404 0.2ms error=not_found"
 
 
