@@ -67,6 +67,16 @@ def test_refusals_have_their_status_and_code(data: bytes, expected: tuple[int, s
     assert refusal(data) == expected
 
 
+@pytest.mark.parametrize("fields", [{}, STREAM, {"max_tokens": 500}])
+def test_more_min_tokens_than_the_context_leaves_are_refused(fields: dict[str, Any]) -> None:
+    fields = {"max_tokens": None, **fields}  # the prompt has 18 tokens, the context 200
+    answer = ask(chat(min_tokens=183, **fields))
+    error = answer.json["error"]
+    assert (answer.status, error["param"], error["code"]) == (400, "min_tokens", "context_length_exceeded")
+    assert "leaves 182" in error["message"]
+    assert ask(chat(min_tokens=182, **fields)).finish_reason() == "length"
+
+
 def test_wrong_method_names_the_right_ones() -> None:
     assert ask(request("PUT", "/v1/completions", {})).headers["allow"] == "POST"
     assert ask(request("PUT", "/v1/models/small")).headers["allow"] == "GET, HEAD"
