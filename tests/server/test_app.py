@@ -399,6 +399,19 @@ def test_metrics_add_up() -> None:
     server.close()
 
 
+def test_unknown_field_has_one_debug_line_whose_name_cannot_break_out(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG", "server.metrics")
+    server = SimulatedServer()
+    for _ in range(2):
+        server.ask(request("POST", "/tokenize", {"prompt": "a", "mood\nforged": 1, "tone": 2}))
+    lines = [record.getMessage() for record in caplog.records if record.name == "server.metrics"]
+    assert sorted(line.split(" is ignored")[0] for line in lines) == [
+        r"the unknown field mood\nforged",
+        "the unknown field tone",
+    ]
+    server.close()
+
+
 def test_unknown_fields_of_any_number_take_bounded_room() -> None:
     server = SimulatedServer()
     for i in range(10):
