@@ -110,6 +110,7 @@ class App:
     ) -> None:
         self.readiness = readiness
         self.lifecycle: Lifecycle | None = None  # once the model is loaded
+        self.card: models.ServerCard | None = None  # likewise
         self.listener: Listener | None = None  # for /metrics
         self._authenticator = authenticator
         self._metrics = metrics
@@ -213,6 +214,8 @@ class App:
             "/v1/responses": {"POST": Route(self._generating(ResponsesSurface()))},
             "/v1/responses/input_tokens": {"POST": Route(self._count_input_tokens)},
             "/v1/models": {"GET": Route(self._list_models)},
+            "/model_info": {"GET": Route(self._show_model_info)},
+            "/server_info": {"GET": Route(self._show_server_info)},
             "/tokenize": {"POST": Route(self._tokenize)},
             "/detokenize": {"POST": Route(self._detokenize)},
             "/health": {"GET": Route(self._health, is_public=True, needs_model=False)},
@@ -251,6 +254,19 @@ class App:
 
     async def _list_models(self, exchange: Exchange) -> None:
         self._send(exchange, models.list_reply(self._served.reader.cards))
+
+    async def _show_model_info(self, exchange: Exchange) -> None:
+        """For routers that probe it: model_path, tokenizer_path, served_model_name, is_generation, model_type,
+        architectures, max_model_len, and that it understands neither images nor audio."""
+        assert self.card is not None
+        self._send(exchange, models.model_info_reply(self.card))
+
+    async def _show_server_info(self, exchange: Exchange) -> None:
+        """For routers that probe it: model_path, served_model_name, version, the context (context_length,
+        max_model_len), sequences at once (max_num_reqs, max_running_requests), tokens of a step (max_prefill_tokens)
+        and of the KV cache (max_total_tokens), and that it is one process (tp_size, dp_size, pp_size)."""
+        assert self.card is not None
+        self._send(exchange, models.server_info_reply(self.card))
 
     async def _get_model(self, exchange: Exchange) -> None:
         self._send(exchange, models.model_reply(models.find_model(self._served.reader.cards, exchange.argument)))
