@@ -115,6 +115,14 @@ class MemoryRun(msgspec.Struct, frozen=True):
     anonymous: int
 
 
+class EngineRuns(msgspec.Struct, frozen=True):
+    """All that was measured of one engine."""
+
+    prefills: tuple[PrefillRun, ...]
+    decodes: tuple[DecodeRun, ...]
+    memory: MemoryRun
+
+
 class EngineBench:
     """An engine over a model, stepped by hand."""
 
@@ -220,48 +228,44 @@ def memory_bytes(line: str) -> int:
 
 
 def result_tables(
-    prefills: Sequence[PrefillRun],
-    decodes: Sequence[DecodeRun],
-    memory: MemoryRun,
-    work: ModelWork,
-    speed: Speed,
-    number_bytes: int,
-    layer_bytes: float | None = None,
+    runs: EngineRuns, work: ModelWork, speed: Speed, number_bytes: int, layer_bytes: float | None = None
 ) -> list[Table]:
-    """Speeds beside their limits, and memory beside its plan. layer_bytes: see ModelWork.bytes_read."""
-    prefill_rows = []
-    for prefill in prefills:
+    """Speeds beside their limits, and memory beside its plan.
+
+    Args:
+        number_bytes: of a weight, as it is computed with.
+        layer_bytes: see ModelWork.bytes_read.
+    """
+    prefills = []
+    for prefill in runs.prefills:
         limit_s = prefill_limit_s(work, speed, prefill.num_tokens, number_bytes)
         tokens = prefill.num_tokens
-        prefill_rows.append((tokens, tokens / prefill.seconds, tokens / limit_s, limit_s / prefill.seconds))
-    decode_rows = []
-    for run in decodes:
+        prefills.append((tokens, tokens / prefill.seconds, tokens / limit_s, limit_s / prefill.seconds))
+    decodes = []
+    for run in runs.decodes:
         limit_s = decode_limit_s(work, speed, run.num_rows, run.context, number_bytes, layer_bytes)
         speeds = (run.num_rows / run.step_s, run.num_rows / limit_s, limit_s / run.step_s)
-        decode_rows.append((run.num_rows, round(run.context), run.step_s * 1e3, *speeds))
-    planned = memory.weights + memory.kv
-    memory_row = (
-        *(size / MIB for size in (memory.weights, memory.kv, memory.activations, memory.before)),
-        *(size / MIB for size in (memory.peak, memory.peak - planned, memory.anonymous - planned)),
-    )
+        decodes.append((run.num_rows, round(run.context), run.step_s * 1e3, *speeds))
     columns = ("batch", "context", "step ms", "tokens/s", "limit tokens/s", "share of limit")
     return [
-        Table("Prefill of one prompt", ("tokens", "tokens/s", "limit tokens/s", "share of limit"), tuple(prefill_rows)),
-        Table("Decode", columns, tuple(decode_rows), Plot("context", "share of limit", "batch")),
-        Table(
-            "Memory, MiB",
-            (
-                "weights",
-                "KV",
-                "activations at most",
-                "before loading",
-                "peak",
-                "peak - weights - KV",
-                "end, no files, - both",
-            ),
-            (memory_row,),
-        ),
+        Table("Prefill of one prompt", ("tokens", "tokens/s", "limit tokens/s", "share of limit"), tuple(prefills)),
+        Table("Decode", columns, tuple(decodes), Plot("context", "share of limit", "batch")),
+        _memory_table(runs.memory),
     ]
+
+
+def _memory_table(memory: MemoryRun) -> Table:
+    planned = memory.weights + memory.kv
+    sizes = {
+        "weights": memory.weights,
+        "KV": memory.kv,
+        "activations at most": memory.activations,
+        "before loading": memory.before,
+        "peak": memory.peak,
+        "peak - weights - KV": memory.peak - planned,
+        "end, no files, - both": memory.anonymous - planned,
+    }
+    return Table("Memory, MiB", tuple(sizes), (tuple(size / MIB for size in sizes.values()),))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -289,7 +293,11 @@ def _cases_of(arguments: argparse.Namespace) -> Cases:
     )
 
 
-def _measure(runner: ModelRunner, cases: Cases) -> tuple[list[PrefillRun], list[DecodeRun]]:
+def _measure(runner: ModelRunner, cases: Cases, before: int) -> EngineRuns:
+    """
+    Args:
+        before: bytes that the process had before anything was loaded.
+    """
     bench = EngineBench(runner)
     prefills = []
     for num_tokens in cases.prompts:
@@ -301,7 +309,7 @@ def _measure(runner: ModelRunner, cases: Cases) -> tuple[list[PrefillRun], list[
         run = bench.decode(num_rows, context, cases.num_steps)
         decodes.append(run)
         print(f"decode {num_rows} x {context}: {num_rows / run.step_s:,.1f} tokens/s", file=sys.stderr)
-    return prefills, decodes
+    return EngineRuns(tuple(prefills), tuple(decodes), _memory_of(runner.memory, before))
 
 
 def _memory_of(plan: MemoryPlan, before: int) -> MemoryRun:
@@ -329,12 +337,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return 2
     device = runner.memory.device
-    prefills, decodes = _measure(runner, cases)
-    memory = _memory_of(runner.memory, before)
+    runs = _measure(runner, cases, before)
     limits = measure_limits(dtype=device.dtype, is_quick=arguments.quick)
     speed = Speed(limits.read_bytes_per_s, limits.flops)
     layer_bytes = _layer_bytes(config, work, device.dtype, arguments.quantize)
-    tables = result_tables(prefills, decodes, memory, work, speed, device.dtype.itemsize, layer_bytes)
+    tables = result_tables(runs, work, speed, device.dtype.itemsize, layer_bytes)
     tables += limit_tables(limits, has_probes=False)
     print_tables(tables)
     path = arguments.json or (None if arguments.quick else RESULTS_DIR / f"engine-{_name(arguments)}.json")
@@ -345,10 +352,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             "quantize": arguments.quantize or "none",
             "threads": device.threads,
         }
-        details = _details(prefills, decodes, memory, limits)
+        details = _details(runs, limits)
         write_result(path, "engine", command_line("python -m bench.engine", argv), tables, shown, details)
         print(f"written to {path}")
     return 0
+
+
+def _details(runs: EngineRuns, limits: Limits) -> dict[str, Any]:
+    parts = {"prefill": runs.prefills, "decode": runs.decodes, "memory": runs.memory, "limits": limits}
+    return {name: msgspec.to_builtins(value) for name, value in parts.items()}
 
 
 def _name(arguments: argparse.Namespace) -> str:
@@ -360,15 +372,6 @@ def _layer_bytes(config: ModelConfig, work: ModelWork, dtype: torch.dtype, quant
     """Of a number in the layers' matrices."""
     saved = weights_size_bytes(config, dtype, None) - weights_size_bytes(config, dtype, quantize)
     return dtype.itemsize - saved / (work.body + work.experts)
-
-
-def _details(
-    prefills: Sequence[PrefillRun], decodes: Sequence[DecodeRun], memory: MemoryRun, limits: Limits
-) -> dict[str, Any]:
-    return {
-        name: msgspec.to_builtins(value)
-        for name, value in (("prefill", prefills), ("decode", decodes), ("memory", memory), ("limits", limits))
-    }
 
 
 if __name__ == "__main__":

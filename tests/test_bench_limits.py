@@ -7,7 +7,17 @@ import msgspec
 import pytest
 import torch
 
-from bench.engine import Cases, DecodeRun, EngineBench, MemoryRun, PrefillRun, main, open_engine, result_tables
+from bench.engine import (
+    Cases,
+    DecodeRun,
+    EngineBench,
+    EngineRuns,
+    MemoryRun,
+    PrefillRun,
+    main,
+    open_engine,
+    result_tables,
+)
 from bench.limits import Limits, Probe, best_of, limit_tables
 from bench.make_model import make_model
 from bench.model_presets import MOE_1B, QWEN2_05B, num_parameters, tensor_shapes
@@ -125,9 +135,8 @@ def test_the_engine_bench_decodes_all_rows_in_each_step_it_times(tiny_directory:
 def test_shares_are_of_the_limits_given() -> None:
     memory = MemoryRun(weights=2**20, kv=2**20, activations=0, before=0, peak=5 * 2**20, anonymous=4 * 2**20)
     speed = Speed(1000.0, 1e9)
-    prefill, decode, sizes = result_tables(
-        [PrefillRun(3, 4.0)], [DecodeRun(5, 50, 8.0)], memory, DENSE, speed, number_bytes=2
-    )
+    runs = EngineRuns((PrefillRun(3, 4.0),), (DecodeRun(5, 50, 8.0),), memory)
+    prefill, decode, sizes = result_tables(runs, DENSE, speed, number_bytes=2)
     assert prefill.rows == ((3, 0.75, 1.5, 0.5),)
     assert decode.rows == ((5, 50, 8000.0, 0.625, 1.25, 0.5),)
     assert sizes.rows[0][-2:] == (3.0, 2.0)
