@@ -146,7 +146,7 @@ class TensorSource:
     """
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, progress: Progress) -> None:
-        self._checkpoint = checkpoint
+        self.checkpoint = checkpoint
         self._dtype = dtype
         self._progress = progress
         self._done_bytes = 0
@@ -154,7 +154,7 @@ class TensorSource:
         self._open_readers = contextlib.ExitStack()
 
     def __enter__(self) -> "TensorSource":
-        self._progress(0, self._checkpoint.size_bytes)
+        self._progress(0, self.checkpoint.size_bytes)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -163,10 +163,10 @@ class TensorSource:
     def fill(self, wanted: dict[str, Target]) -> None:
         """Scales follow all that they multiply."""
         for name in sorted(wanted, key=lambda name: wanted[name].is_scale):
-            header = self._checkpoint.tensors[name]
+            header = self.checkpoint.tensors[name]
             wanted[name].fill(self.unpacked(name).floats() if header.parts else self.tensor(name))
             self._done_bytes += header.size_bytes
-            self._progress(self._done_bytes, self._checkpoint.size_bytes)
+            self._progress(self._done_bytes, self.checkpoint.size_bytes)
 
     def fill_parts(self, wanted: Sequence[dict[str, Target]]) -> None:
         """Of packed matrices: values, scales and zeros, each with targets of its own by the same names."""
@@ -174,26 +174,26 @@ class TensorSource:
             unpacked = self.unpacked(name)
             for part, targets in zip(("values", "scales", "zeros"), wanted, strict=True):
                 targets[name].fill(unpacked.part(part))
-            self._done_bytes += self._checkpoint.tensors[name].size_bytes
-            self._progress(self._done_bytes, self._checkpoint.size_bytes)
+            self._done_bytes += self.checkpoint.tensors[name].size_bytes
+            self._progress(self._done_bytes, self.checkpoint.size_bytes)
 
     def tensor(self, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._reader(self._checkpoint.tensors[name].file).get_tensor(name)
+        tensor: torch.Tensor = self._reader(self.checkpoint.tensors[name].file).get_tensor(name)
         return tensor
 
     def unpacked(self, name: str) -> UnpackedWeight:
         """A matrix that has parts."""
-        assert self._checkpoint.packing is not None
+        assert self.checkpoint.packing is not None
         module = name.removesuffix(".weight")
         parts = {
             part: self._reader(header.file).get_tensor(f"{module}.{part}")
-            for part, header in self._checkpoint.tensors[name].parts.items()
+            for part, header in self.checkpoint.tensors[name].parts.items()
         }
-        return unpack(self._checkpoint.packing, parts, module)
+        return unpack(self.checkpoint.packing, parts, module)
 
     def finish(self) -> None:
         """Tensors that nobody wanted count as done, too."""
-        self._progress(self._checkpoint.size_bytes, self._checkpoint.size_bytes)
+        self._progress(self.checkpoint.size_bytes, self.checkpoint.size_bytes)
 
     def _reader(self, file: Path) -> Any:
         if file not in self._readers:
