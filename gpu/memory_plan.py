@@ -1,4 +1,7 @@
-"""How the device's memory is divided, computed from headers and configuration, before anything is loaded."""
+"""How the device's memory is divided, computed from headers and configuration, before anything is loaded.
+
+Thread: engine, at start, or main, for an estimate.
+"""
 
 from bisect import bisect_left
 from dataclasses import dataclass, replace

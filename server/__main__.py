@@ -1,4 +1,7 @@
-"""The wiring: the one place where the server meets the engine that gpu/ computes. Also `python -m server`."""
+"""The wiring: the one place where the server meets the engine that gpu/ computes. Also `python -m server`.
+
+Thread: main, which then runs the loop.
+"""
 
 import asyncio
 import contextlib

@@ -1,6 +1,7 @@
 """The `steploop` command: what was typed → what runs. Wiring: the only file here that imports both server and gpu.
 
 Everything heavy is imported by the command that needs it: --help and --version load neither torch nor rich.
+Thread: main.
 """
 
 import argparse

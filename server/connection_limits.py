@@ -1,4 +1,4 @@
-"""What one connection may take of the server: the defaults of every limit on sockets and heads."""
+"""What one connection may take of the server: the defaults of every limit on sockets and heads. Frozen; any thread."""
 
 from dataclasses import dataclass, field
 

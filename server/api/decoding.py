@@ -1,9 +1,11 @@
 """Bodies to structs: strict JSON (RFC 8259 without its liberties), types checked, the wrong field named by its path.
 
 Duplicate keys, NaN, lone surrogates and deep nesting are refused: two parsers may read them in two ways.
+Thread: loop, or wherever a long body is offloaded to.
 """
 
 import json
+import logging
 import re
 from collections.abc import Mapping
 from itertools import accumulate
@@ -13,10 +15,14 @@ import msgspec
 import orjson
 
 from core.errors import InvalidRequest
+from server.logs import escape
+
+logger = logging.getLogger(__name__)
 
 MAX_DEPTH = 64
 MAX_CONTAINERS = 100_000  # arrays and objects in one body: each costs some 60 bytes of memory for two on the wire
-MAX_SHOWN_KEY = 32  # characters of a client's own key, in a refusal
+MAX_SHOWN_KEY = 32  # characters of a client's own word, in a refusal or a warning
+MAX_SHOWN_KINDS = 8  # of tools, in one warning
 MAX_UNKNOWN_FIELDS = 16  # reported per request
 
 # Fields that are known but not supported, each with the values that ask for nothing. null always asks for nothing.
@@ -51,6 +57,7 @@ def decode(
         InvalidRequest: not JSON, a wrong type, or an unsupported field with a value that asks for something.
     """
     fields = parse_object(body)
+    _drop_foreign_tools(fields)
     _refuse_unsupported(fields, unsupported)
     try:
         value = msgspec.convert(fields, shape)
@@ -130,13 +137,29 @@ def _bad_json(cause: str) -> InvalidRequest:
     return InvalidRequest(f"The body is not valid JSON: {cause}.", code="invalid_json")
 
 
+def _drop_foreign_tools(fields: dict[str, Any]) -> None:
+    """Leave functions alone among the tools. The others (web_search, ...) only widen what an answer may use."""
+    tools = fields.get("tools")
+    if not isinstance(tools, list):
+        return
+    kept = [tool for tool in tools if not _is_foreign(tool)]
+    if len(kept) < len(tools):
+        kinds = list(dict.fromkeys(escape(tool["type"][:MAX_SHOWN_KEY]) for tool in tools if _is_foreign(tool)))
+        logger.warning("tools that are not functions were dropped: %s", ", ".join(kinds[:MAX_SHOWN_KINDS]))
+        fields["tools"] = kept
+
+
+def _is_foreign(tool: object) -> bool:
+    return isinstance(tool, dict) and isinstance(kind := tool.get("type"), str) and kind != "function"
+
+
 def _refuse_unsupported(fields: dict[str, Any], unsupported: Unsupported) -> None:
     for name, harmless in unsupported.items():
         value = fields.get(name)
         if value is not None and value not in harmless:
-            raise InvalidRequest(
-                f"{name} is not supported by this server with this value. Leave it out.", name, "unsupported_parameter"
-            )
+            supported = "".join(f", or send {json.dumps(one)}" for one in harmless)
+            message = f"{name} is not supported by this server with this value. Leave it out{supported}."
+            raise InvalidRequest(message, name, "unsupported_parameter")
 
 
 def _field_error(message: str, fields: dict[str, Any]) -> InvalidRequest:

@@ -1,4 +1,7 @@
-"""Errors as OpenAI's surfaces write them: kind to status and type, the envelope, the event that breaks a stream off."""
+"""Errors as OpenAI's surfaces write them: kind to status and type, the envelope, the event that breaks a stream off.
+
+Thread: loop.
+"""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""/v1/models: what is served. Wire only."""
+"""/v1/models: what is served. Wire only. Thread: loop."""
 
 from collections.abc import Sequence
 from typing import Any
