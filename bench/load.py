@@ -27,7 +27,7 @@ from bench.measures import Distribution
 from bench.prompts import DEFAULT_PROMPT
 from bench.results import Table, command_line, print_tables, write_result
 from core.errors import ExitCode
-from server.cli import CommandParser
+from server.command_line import CommandParser
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 
