@@ -1,4 +1,4 @@
-"""The `steploop` command: what was typed → what runs. Wiring, with __main__.py: what it asks of gpu, doctor and models show.
+"""The `steploop` command: what was typed → what runs. With __main__.py the wiring: gpu's facts for doctor and models.
 
 Everything heavy is imported by the command that needs it: --help and --version load neither torch nor rich.
 Thread: main.
@@ -8,6 +8,7 @@ import argparse
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Sequence
 from dataclasses import replace
@@ -197,7 +198,8 @@ def _converse(backend: "HttpChatBackend", question: str | None) -> int:
 
 def _take_interrupts() -> None:
     """From here on Ctrl-C raises KeyboardInterrupt: what runs now knows what to do with it."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if threading.current_thread() is threading.main_thread():  # Python lets no other set it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _report(text: str) -> None:
