@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core.config import LayerConfig, ModelConfig
-from gpu.attention import paged_attention
+from gpu.attention import DecodeKernel, paged_attention
 from gpu.batch import DeviceBatch
 from gpu.expert_weights import ExpertWeights
 from gpu.kv_cache import KVCache, LayerKV
@@ -44,9 +44,14 @@ class Layer:
 
 
 class Model:
-    """Takes the weights over: its list of layers is empty afterwards, so that a packed copy replaces the plain one."""
+    """Takes the weights over: its list of layers is empty afterwards, so that a packed copy replaces the plain one.
 
-    def __init__(self, config: ModelConfig, weights: ModelWeights) -> None:
+    Args:
+        decode_kernel: attends for rows of one new token; None: torch does.
+    """
+
+    def __init__(self, config: ModelConfig, weights: ModelWeights, decode_kernel: DecodeKernel | None = None) -> None:
+        self._decode_kernel = decode_kernel
         dtype, device = weights.embedding.dtype, weights.embedding.device
         is_packed = can_pack(dtype, device)
         self.config = config
@@ -100,7 +105,7 @@ class Model:
         kv.keys.index_copy_(0, batch.kv_slots, query_key[:, config.num_heads :])
         kv.values.index_copy_(0, batch.kv_slots, qkv[:, num_rotated:])
         query, groups = query_key[:, : config.num_heads], batch.groups[layer.window]
-        return layer.output(paged_attention(query, kv, groups, layer.scores))
+        return layer.output(paged_attention(query, kv, groups, layer.scores, self._decode_kernel))
 
     def _logits(self, x: Tensor) -> Tensor:
         """x: [sampled, hidden]; returns [sampled, vocab], float32."""

@@ -17,7 +17,9 @@ from torch import Tensor
 from core.config import BLOCK_SIZE, EngineConfig, ModelConfig
 from core.plan import DeviceError, RunnerLimits, SequenceStart, StepOutput, StepPlan
 from core.types import SamplingParams, TokenLogprobs
+from gpu.attention import DecodeKernel
 from gpu.batch import BatchBuilder, DeviceBatch
+from gpu.cpu_kernels.choice import find_decode_kernel
 from gpu.device import apply_threads, choose_device, free_memory_bytes
 from gpu.kv_cache import KVCache
 from gpu.memory_plan import MemoryPlan, plan_memory
@@ -44,9 +46,17 @@ class ModelRunner:
     Args:
         memory: what was planned, and for which device.
         weights: taken over: see Model.
+        decode_kernel: see Model.
     """
 
-    def __init__(self, config: ModelConfig, engine: EngineConfig, memory: MemoryPlan, weights: ModelWeights) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        engine: EngineConfig,
+        memory: MemoryPlan,
+        weights: ModelWeights,
+        decode_kernel: DecodeKernel | None = None,
+    ) -> None:
         device, dtype = memory.device.device, memory.device.dtype
         self.config = config
         self.memory = memory
@@ -59,11 +69,17 @@ class ModelRunner:
             vocab_size=config.vocab_size,
         )
         with torch.inference_mode():
-            self._model = Model(config, weights)
+            self._model = Model(config, weights, decode_kernel)
             self._cache = KVCache(config, memory.num_blocks, dtype, device)
             self._sampler = Sampler(engine.max_sequences, config.vocab_size, device)
         self._builder = BatchBuilder(
-            engine.max_sequences, memory.max_model_len, self._cache.scratch_block, dtype, device, config.windows
+            engine.max_sequences,
+            memory.max_model_len,
+            self._cache.scratch_block,
+            dtype,
+            device,
+            config.windows,
+            has_decode_kernel=decode_kernel is not None,
         )
 
     def forward(self, plan: StepPlan) -> StepTicket:
@@ -135,7 +151,7 @@ def load_runner(directory: Path, config: ModelConfig, engine: EngineConfig, prog
     memory = plan_memory(config, engine, choice, checkpoint.size_bytes, free_memory_bytes(choice.device))
     with torch.inference_mode():
         weights = load_weights(checkpoint, config, choice.dtype, choice.device, progress)
-    runner = ModelRunner(config, engine, memory, weights)
+    runner = ModelRunner(config, engine, memory, weights, find_decode_kernel(config, choice))
     runner.warm_up()
     return runner
 
