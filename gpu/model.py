@@ -91,6 +91,27 @@ class Model:
             return x.new_empty((0, self.config.vocab_size), dtype=torch.float32)
         return self._logits(x.index_select(0, batch.sampled_tokens))
 
+    def probes(self, size_bytes: int) -> list[tuple[Linear, int]]:
+        """Products of the first layers with the width of what goes in: at least so many bytes of weights, if it has."""
+        config = self.config
+        found: list[tuple[Linear, int]] = []
+        size = 0
+        for layer in self.layers:
+            mlps = layer.mlp.experts if isinstance(layer.mlp, Experts) else [layer.mlp]
+            width = config.intermediate_size
+            if isinstance(layer.mlp, Experts) and config.experts is not None:
+                width = config.experts.intermediate_size
+            found += [(layer.qkv, config.hidden_size), (layer.output, config.query_size)]
+            for mlp in mlps:
+                found += [(mlp.gate_up, config.hidden_size), (mlp.down, width)]
+            size += (
+                2 * (config.query_size + config.kv_size) * config.hidden_size
+                + 3 * len(mlps) * width * config.hidden_size
+            )
+            if size * self.embedding.element_size() >= size_bytes:
+                break
+        return found
+
     def _attention(self, layer: Layer, x: Tensor, rotations: list[Tensor], batch: DeviceBatch, kv: LayerKV) -> Tensor:
         """x: [tokens, hidden], normed; also returned so."""
         config = self.config

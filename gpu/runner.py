@@ -25,10 +25,12 @@ from gpu.kv_cache import KVCache
 from gpu.memory_plan import MemoryPlan, plan_memory
 from gpu.model import Model
 from gpu.sampler import Drawn, RowLogprobs, Sampler
+from gpu.threads import choose_threads
 from gpu.weights import ModelWeights, Progress, load_weights, open_checkpoint
 
 NOT_FINITE = "The model computed values that are not finite numbers."
 WARM_UP_TOKENS = 8
+PROBE_BYTES = 80 * 1024**2  # of weights: more than a last-level cache keeps from one round to the next
 
 
 @dataclass(slots=True)
@@ -72,6 +74,7 @@ class ModelRunner:
             self._model = Model(config, weights, decode_kernel)
             self._cache = KVCache(config, memory.num_blocks, dtype, device)
             self._sampler = Sampler(engine.max_sequences, config.vocab_size, device)
+            self.threads = choose_threads(config, memory.device, self._model.probes(PROBE_BYTES))
         self._builder = BatchBuilder(
             engine.max_sequences,
             memory.max_model_len,
@@ -84,6 +87,9 @@ class ModelRunner:
 
     def forward(self, plan: StepPlan) -> StepTicket:
         """Reset slots, copy and clear blocks, write KV, compute the logits of the rows that sample."""
+        threads = self.threads.of(plan.num_tokens)
+        if threads != torch.get_num_threads():  # not for nothing: torch forgets what it has prepared
+            torch.set_num_threads(threads)
         with _device_errors(), torch.inference_mode():
             for start in plan.sequence_starts:
                 self._sampler.start(start)

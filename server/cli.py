@@ -320,6 +320,7 @@ def find_machine(config: ServerConfig) -> "MachineFacts":
     import torch
 
     from gpu.device import apply_threads, choose_device, free_memory_bytes, measure_bandwidth, num_physical_cores
+    from gpu.threads import measured_here
     from server.doctor import MachineFacts
 
     choice = choose_device(config.to_engine_config())
@@ -337,6 +338,7 @@ def find_machine(config: ServerConfig) -> "MachineFacts":
         memory_bytes=torch.cuda.mem_get_info(choice.device)[1] if is_cuda else host_bytes,
         free_bytes=free_memory_bytes(choice.device),
         bandwidth_bytes_per_s=measure_bandwidth(choice.device),
+        measured_threads=tuple((shape, str(found)) for shape, found in measured_here(choice).items()),
     )
 
 

@@ -173,7 +173,7 @@ class ServerConfig:
             "threads",
             count_between(1, 4096),
             "COUNT",
-            "compute threads on a CPU (default: all physical cores but one)",
+            "compute threads on a CPU (default: measured, by the tokens of a step)",
             group="engine",
         ),
     )

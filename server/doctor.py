@@ -35,7 +35,8 @@ class MachineFacts:
     """What would compute, and why.
 
     Args:
-        threads: compute threads on a CPU.
+        threads: compute threads on a CPU, at most.
+        measured_threads: of each shape of model served here before, what its steps compute with.
         bandwidth_bytes_per_s: read from the device's memory; every decode step reads all weights once.
     """
 
@@ -49,6 +50,7 @@ class MachineFacts:
     memory_bytes: int
     free_bytes: int
     bandwidth_bytes_per_s: float
+    measured_threads: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +127,7 @@ def machine_section(find: Callable[[], MachineFacts]) -> Section:
             Fact("number format", f"{machine.dtype}: {machine.dtype_reason}"),
             Fact("cores", f"{machine.num_cores} physical, {os.cpu_count()} logical"),
             Fact("compute threads", f"{machine.threads}: {machine.threads_reason}"),
+            *(Fact("  measured", f"{threads}: {shape}") for shape, threads in machine.measured_threads),
             Fact("memory", f"{format_size(machine.memory_bytes)}, {format_size(machine.free_bytes)} free"),
             Fact("memory bandwidth", bandwidth),
         ),

@@ -1,5 +1,6 @@
 """The report: facts, what stands in the way, and the exit code that follows."""
 
+import dataclasses
 import io
 import socket
 
@@ -25,7 +26,7 @@ MACHINE = MachineFacts(
     dtype="bfloat16",
     dtype_reason="the CPU has avx512_bf16",
     threads=1,
-    threads_reason="2 physical cores, one left to the event loop",
+    threads_reason="2 physical cores; fewer for steps of few tokens",
     num_cores=2,
     memory_bytes=24 * 2**30,
     free_bytes=20 * 2**30,
@@ -125,3 +126,9 @@ def test_a_host_that_is_not_ours_is_told() -> None:
     with pytest.raises(StartupError) as caught:
         try_address("192.0.2.1", 0)  # TEST-NET-1, RFC 5737: nobody's
     assert caught.value.exit_code == ExitCode.PORT
+
+
+def test_threads_measured_before_are_shown() -> None:
+    machine = dataclasses.replace(MACHINE, measured_threads=(("896 x 4864, bfloat16", "1, 2 from 8 tokens a step"),))
+    facts = [(fact.name.strip(), fact.value) for fact in machine_section(lambda: machine).facts]
+    assert ("measured", "1, 2 from 8 tokens a step: 896 x 4864, bfloat16") in facts
