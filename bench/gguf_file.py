@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from gpu.checkpoint import Checkpoint, open_checkpoint
 from gpu.targets import interleave_halves
-from gpu.weights import Checkpoint, open_checkpoint
 
 ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
 REORDERED = ("self_attn.q_proj.weight", "self_attn.k_proj.weight")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpu.weights import open_checkpoint
+from gpu.checkpoint import open_checkpoint
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"

@@ -12,13 +12,15 @@ from typing import Any
 from core.config_fields import bad_field, positive_float, positive_int, read_bool, token_ids, unsupported_field
 from core.errors import UnsupportedModel
 from core.families import FAMILIES, Family
-from core.layer_config import LAYER_TYPES, parse_experts, parse_layers
+from core.layer_config import LAYER_TYPES, is_mxfp4, parse_experts, parse_layers
 from core.layer_config import ExpertsConfig as ExpertsConfig
 from core.layer_config import LayerConfig as LayerConfig
+from core.packed_config import PackedConfig, parse_packed, refuse_other_methods
 from core.rope_config import RopeConfig as RopeConfig
 from core.rope_config import parse_rope
 
 BLOCK_SIZE = 16  # tokens per KV block
+QUANTIZE_SCHEMES = ("int8", "int4")
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 
 # Fields that change the output, and the values under which they do not.
@@ -26,7 +28,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False, None),
     "mlp_bias": (False, None),
     "partial_rotary_factor": (1, 1.0, None),
-    "quantization_config": (None,),
     "is_encoder_decoder": (False, None),
     "add_cross_attention": (False, None),
     "use_bidirectional_attention": (False, None),
@@ -45,6 +46,8 @@ class EngineConfig:
         max_batch_tokens: computed in one step.
         max_sequences: that run at once.
         threads: compute threads on a CPU.
+        quantize: the layers' matrices to "int8" or "int4" while they load; None: as they are.
+        quantize_cache_bytes: how much of what was quantised is kept on disk; 0: nothing.
     """
 
     device: str = "auto"
@@ -54,6 +57,8 @@ class EngineConfig:
     max_batch_tokens: int = 512
     max_sequences: int = 64
     threads: int | None = None
+    quantize: str | None = None
+    quantize_cache_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +73,7 @@ class ModelConfig:
         attention_cap, logits_cap: scores, and logits, are cap * tanh(value / cap).
         embedding_scale, residual_scale, logits_scale: what embeddings, what each block adds, and logits are
             multiplied by.
+        packed: how the checkpoint's matrices are quantised; None: they are floats (or mxfp4, see experts).
         dtype: of the checkpoint, e.g. "bfloat16"; None when config.json does not say.
         eos_token_ids: from config.json (generation_config.json may name more).
 
@@ -104,6 +110,7 @@ class ModelConfig:
     residual_scale: float = 1.0
     logits_scale: float = 1.0
     tie_embeddings: bool = False
+    packed: PackedConfig | None = None
     dtype: str | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -206,6 +213,7 @@ def parse_model_config(config: Mapping[str, Any]) -> ModelConfig:
         activation=_activation(config, family),
         **_scales(config, family),
         tie_embeddings=read_bool(config, "tie_word_embeddings"),
+        packed=parse_packed(config),
         dtype=_dtype(config),
         bos_token_id=next(iter(token_ids(config, "bos_token_id")), None),
         eos_token_ids=token_ids(config, "eos_token_id"),
@@ -237,16 +245,11 @@ def _refuse_output_changing_fields(config: Mapping[str, Any], family: Family) ->
         neutral["attn_logit_softcapping"] = (None,)  # transformers reads it and does not apply it
     if family.model_type == "gpt_oss":
         neutral |= {"swiglu_alpha": (1.702, None), "swiglu_limit": (7, 7.0, None)}
-        if _quant_method(config) == "mxfp4":
-            del neutral["quantization_config"]
     for name, values in neutral.items():
         if config.get(name) not in values:
             raise unsupported_field(name, config[name], values)
-
-
-def _quant_method(config: Mapping[str, Any]) -> object:
-    given = config.get("quantization_config")
-    return given.get("quant_method") if isinstance(given, Mapping) else None
+    if not is_mxfp4(config, family):
+        refuse_other_methods(config)
 
 
 def _activation(config: Mapping[str, Any], family: Family) -> str:

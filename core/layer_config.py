@@ -141,9 +141,15 @@ def parse_experts(config: Mapping[str, Any], family: Family) -> ExpertsConfig | 
         layout=family.model_type,
         is_normalized=family.model_type != "qwen3_moe" or read_bool(config, "norm_topk_prob"),
         has_bias=family.model_type == "gpt_oss",
-        is_mxfp4=config.get("quantization_config") is not None,  # any other is refused
+        is_mxfp4=is_mxfp4(config, family),
     )
     widths = (positive_int(config, "hidden_size"), experts.intermediate_size)
     if experts.is_mxfp4 and any(width % 32 for width in widths):
         raise bad_field(f"mxfp4 blocks of 32 do not divide hidden_size and intermediate_size={widths}.")
     return experts
+
+
+def is_mxfp4(config: Mapping[str, Any], family: Family) -> bool:
+    """Of gpt-oss's experts only."""
+    given = config.get("quantization_config")
+    return family.model_type == "gpt_oss" and isinstance(given, Mapping) and given.get("quant_method") == "mxfp4"

@@ -7,6 +7,7 @@ from functools import partial
 from torch import Tensor
 
 from core.config import ExpertsConfig
+from gpu.quantize import Weight, floats
 from gpu.targets import (
     MXFP4_BLOCK,
     Target,
@@ -34,9 +35,9 @@ class ExpertWeights:
 
     router: Tensor  # [experts, hidden]
     router_bias: Tensor | None  # [experts]
-    gate_up: Tensor  # [experts, 2 * width, hidden]
+    gate_up: Weight  # [experts, 2 * width, hidden]
     gate_up_bias: Tensor | None  # [experts, 2 * width]
-    down: Tensor  # [experts, hidden, width]
+    down: Weight  # [experts, hidden, width]
     down_bias: Tensor | None  # [experts, hidden]
 
 
@@ -58,9 +59,10 @@ def expert_targets(config: ExpertsConfig, weights: ExpertWeights) -> Iterator[tu
         yield from _gpt_oss_targets(config, weights)
         return
     router, names = _NAMES[config.layout]
+    gate_up, down = floats(weights.gate_up), floats(weights.down)
     yield f"{router}.weight", Target(weights.router)
     for expert in range(config.num_experts):
-        for name, rows in zip(names, (*weights.gate_up[expert].chunk(2), weights.down[expert]), strict=True):
+        for name, rows in zip(names, (*gate_up[expert].chunk(2), down[expert]), strict=True):
             yield f"{name.format(expert)}.weight", Target(rows)
 
 
@@ -71,7 +73,7 @@ def _gpt_oss_targets(config: ExpertsConfig, weights: ExpertWeights) -> Iterator[
         yield "mlp.router.bias", Target(weights.router_bias)
         yield "mlp.experts.gate_up_proj_bias", Target(weights.gate_up_bias, write=write_paired)
         yield "mlp.experts.down_proj_bias", Target(weights.down_bias)
-    for name, into, are_pairs in (("gate_up", weights.gate_up, True), ("down", weights.down, False)):
+    for name, into, are_pairs in (("gate_up", floats(weights.gate_up), True), ("down", floats(weights.down), False)):
         prefix, (num_experts, num_out, num_in) = f"mlp.experts.{name}_proj", into.shape
         if not config.is_mxfp4:
             write = partial(write_transposed, are_pairs=are_pairs)

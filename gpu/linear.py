@@ -13,15 +13,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gpu.quantize import QuantizedWeight, Weight
+from gpu.quantized_linear import make_quantized_linear
+
 Linear = Callable[[Tensor], Tensor]
 """[tokens, in] -> [tokens, out]"""
 
 
-def make_linear(weight: Tensor, bias: Tensor | None, is_packed: bool) -> Linear:
+def make_linear(weight: Weight, bias: Tensor | None, is_packed: bool) -> Linear:
     """A product with weight [out, in], plus bias [out] or None. Packed, it keeps a copy of the weight, not itself."""
+    if isinstance(weight, QuantizedWeight):
+        return make_quantized_linear(weight, bias)
     if not is_packed:
         return partial(F.linear, weight=weight, bias=bias)
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
+    return packed_linear(pack(weight), bias)
+
+
+def pack(weight: Tensor) -> Tensor:
+    """A weight [out, in] as oneDNN's kernels read it: an opaque tensor."""
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
+    return packed
+
+
+def packed_linear(packed: Tensor, bias: Tensor | None) -> Linear:
     product: Any = torch.ops.mkldnn._linear_pointwise.default
 
     def linear(x: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """How the device's memory is divided, computed from headers and configuration, before anything is loaded."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -7,10 +8,15 @@ import torch
 
 from core.config import BLOCK_SIZE, EngineConfig, ModelConfig
 from core.errors import NotEnoughMemory, StartupError
+from gpu.checkpoint import open_checkpoint
 from gpu.device import DeviceChoice, choose_device, free_memory_bytes
 from gpu.kv_cache import bytes_per_block, bytes_per_token, num_blocks_for, num_blocks_within
+from gpu.linear import can_pack
+from gpu.quantize import can_quantize, floats, operator_group_size, stored_bytes
+from gpu.quantized_linear import SLAB_BYTES
 from gpu.scores import MAX_SCORES
-from gpu.weights import open_checkpoint
+from gpu.tied_head import can_gather
+from gpu.weights import empty_weights, keeps_packed, matrices
 
 GIB = 1024**3
 ROUNDING_TOKENS = 100  # of a proposed --max-model-len
@@ -21,7 +27,7 @@ class MemoryPlan:
     """Who gets how much, in bytes unless said otherwise.
 
     Args:
-        checkpoint_bytes: of the files' tensors; weights_bytes: of the same in memory, as dtype.
+        checkpoint_bytes: of the files' tensors; weights_bytes: of the same in memory, as dtype or quantised.
         activation_bytes: of the largest step: an upper bound.
         num_blocks: for sequences; the cache holds one more.
         free_bytes: on the device, before anything is loaded.
@@ -56,7 +62,7 @@ def estimate(directory: Path, model: ModelConfig, engine: EngineConfig) -> Memor
         NotEnoughMemory: the weights, or the KV cache of one sequence of max_model_len, do not fit.
     """
     device = choose_device(engine)
-    checkpoint_bytes = open_checkpoint(directory).size_bytes
+    checkpoint_bytes = open_checkpoint(directory, model.packed).size_bytes
     return plan_memory(model, engine, device, checkpoint_bytes, free_memory_bytes(device.device))
 
 
@@ -65,14 +71,14 @@ def plan_memory(
 ) -> MemoryPlan:
     """Divide free_bytes: weights first, then the largest step, then as much KV as is useful; see estimate."""
     max_model_len = _max_model_len(model, engine)
-    weights_bytes = model.num_parameters * device.dtype.itemsize
+    weights_bytes = weights_size_bytes(model, device.dtype, engine.quantize, device.device)
     activation_bytes = _activation_bytes(model, engine, max_model_len, device.dtype)
     room = free_bytes - weights_bytes - activation_bytes
     if room <= 0:
         raise NotEnoughMemory(
             f"Weights and activations need {_size(weights_bytes + activation_bytes)} as {device.dtype_name}, "
             f"{_size(free_bytes)} free.",
-            "a smaller model" + (", or --dtype bfloat16" if device.dtype == torch.float32 else ""),
+            _smaller(engine, device.dtype),
         )
     num_blocks = _num_blocks(model, engine, max_model_len, device.dtype, room)
     return MemoryPlan(
@@ -94,7 +100,40 @@ def memory_needed(model: ModelConfig, engine: EngineConfig, device: DeviceChoice
     max_model_len = _max_model_len(model, engine)
     kv_bytes = (num_blocks_for(max_model_len) + 1) * bytes_per_block(model, device.dtype)
     activation_bytes = _activation_bytes(model, engine, max_model_len, device.dtype)
-    return model.num_parameters * device.dtype.itemsize + activation_bytes + kv_bytes
+    return weights_size_bytes(model, device.dtype, engine.quantize, device.device) + activation_bytes + kv_bytes
+
+
+def weights_size_bytes(model: ModelConfig, dtype: torch.dtype, quantize: str | None, device: torch.device) -> int:
+    """Of all parameters in memory, ready to compute: in dtype, the layers' matrices quantised where they can be.
+
+    A tied head that is prepacked is one more copy, unless the embedding's rows can be read from it.
+    """
+    size_bytes = model.num_parameters * dtype.itemsize
+    ends = (model.vocab_size, model.hidden_size)
+    if model.tie_embeddings and can_pack(dtype, device) and not can_gather(ends):
+        size_bytes += math.prod(ends) * dtype.itemsize
+    is_kept = keeps_packed(model, quantize)
+    scheme = "int4" if is_kept else quantize
+    if scheme is None:
+        return size_bytes
+    for layer in empty_weights(model, dtype, torch.device("meta")).layers:
+        for owner, name in matrices(layer):
+            matrix = floats(getattr(owner, name))
+            num_in = matrix.shape[-1]
+            group_size = operator_group_size(model.packed.group_size or num_in) if is_kept and model.packed else None
+            if is_kept or can_quantize(scheme, num_in):
+                stored = stored_bytes(tuple(matrix.shape), scheme, dtype, group_size)
+                size_bytes += stored - matrix.numel() * dtype.itemsize
+    return size_bytes
+
+
+def _smaller(engine: EngineConfig, dtype: torch.dtype) -> str:
+    ways = ["a smaller model"]
+    if dtype == torch.float32:
+        ways.append("--dtype bfloat16")
+    if engine.quantize != "int4":
+        ways.append("--quantize int4")
+    return ", or ".join(ways)
 
 
 def _max_model_len(model: ModelConfig, engine: EngineConfig) -> int:
@@ -153,7 +192,8 @@ def _activation_bytes(model: ModelConfig, engine: EngineConfig, max_model_len: i
     logits = engine.max_sequences * model.vocab_size * 4 * 4  # float32: raw, adjusted, scaled, noise
     is_written_out = model.attention_cap is not None or model.has_sinks
     written_out = 3 * 4 * MAX_SCORES * is_written_out  # float32: products, and two steps on
-    return one_layer + mask + gathered + logits + written_out + _expert_activation_bytes(model, engine, dtype)
+    slabs = 4 * SLAB_BYTES if engine.quantize or model.packed else 0  # a part of a weight: bits, integers, floats
+    return one_layer + mask + gathered + logits + written_out + slabs + _expert_activation_bytes(model, engine, dtype)
 
 
 def _expert_activation_bytes(model: ModelConfig, engine: EngineConfig, dtype: torch.dtype) -> int:

@@ -22,6 +22,7 @@ from gpu.linear import Linear, can_pack, make_linear
 from gpu.mlp import GATED, Experts, Mlp
 from gpu.rope import Rope, apply_rope
 from gpu.scores import Scores
+from gpu.tied_head import Embed, make_tied
 from gpu.weights import LayerWeights, ModelWeights
 
 
@@ -44,7 +45,7 @@ class Layer:
 
 
 class Model:
-    """Takes the weights over: its list of layers is empty afterwards, so that a packed copy replaces the plain one.
+    """Takes the weights over: layers and a tied embedding are gone afterwards, so that packed copies replace them.
 
     Args:
         decode_kernel: attends for rows of one new token; None: torch does.
@@ -55,9 +56,8 @@ class Model:
         dtype, device = weights.embedding.dtype, weights.embedding.device
         is_packed = can_pack(dtype, device)
         self.config = config
-        self.embedding = weights.embedding  # [vocab, hidden]
         self.norm = weights.norm  # [hidden]
-        self.lm_head = make_linear(weights.lm_head, None, is_packed)
+        self._embed, self.lm_head = _ends(weights, is_packed)
         turning = dict.fromkeys(config.layer(index).rope for index in range(config.num_layers))
         used = [rope for rope in turning if rope is not None]
         self.ropes = [Rope(rope, config.head_dim, device) for rope in used]
@@ -72,7 +72,7 @@ class Model:
 
     def forward(self, batch: DeviceBatch, cache: KVCache) -> Tensor:
         """Compute the batch's tokens, and the logits of the rows that sample: [sampled, vocab], float32."""
-        x = F.embedding(batch.token_ids, self.embedding)  # [tokens, hidden]
+        x = self._embed(batch.token_ids)  # [tokens, hidden]
         if self._embedding_scale != 1:
             x = x.mul_(self._embedding_scale)
         rotations = [rope.rotation(batch.positions) for rope in self.ropes]  # [tokens, 1, head_dim / 2] each
@@ -108,7 +108,7 @@ class Model:
                 2 * (config.query_size + config.kv_size) * config.hidden_size
                 + 3 * len(mlps) * width * config.hidden_size
             )
-            if size * self.embedding.element_size() >= size_bytes:
+            if size * self.norm.element_size() >= size_bytes:
                 break
         return found
 
@@ -142,6 +142,15 @@ class Model:
         if weight.dtype != x.dtype:  # see LayerWeights
             return F.rms_norm(x.float(), weight.shape, weight.float(), self.config.rms_norm_eps).to(x.dtype)
         return F.rms_norm(x, weight.shape, weight, self.config.rms_norm_eps)
+
+
+def _ends(weights: ModelWeights, is_packed: bool) -> tuple[Embed, Linear]:
+    """Embedding and head; a tied one is let go of where it is read from the head."""
+    embedding, lm_head = weights.embedding, weights.lm_head
+    if lm_head is embedding:
+        del weights.embedding, weights.lm_head
+        return make_tied(embedding, is_packed)
+    return partial(F.embedding, weight=embedding), make_linear(lm_head, None, is_packed)
 
 
 def _layer(config: ModelConfig, weights: LayerWeights, layer: LayerConfig, rope: int | None, is_packed: bool) -> Layer:

@@ -19,14 +19,16 @@ from core.plan import DeviceError, RunnerLimits, SequenceStart, StepOutput, Step
 from core.types import SamplingParams, TokenLogprobs
 from gpu.attention import DecodeKernel
 from gpu.batch import BatchBuilder, DeviceBatch
+from gpu.checkpoint import Progress, open_checkpoint
 from gpu.cpu_kernels.choice import find_decode_kernel
 from gpu.device import apply_threads, choose_device, free_memory_bytes
 from gpu.kv_cache import KVCache
 from gpu.memory_plan import MemoryPlan, plan_memory
 from gpu.model import Model
+from gpu.quantize_cache import quantizing
 from gpu.sampler import Drawn, RowLogprobs, Sampler
 from gpu.threads import choose_threads
-from gpu.weights import ModelWeights, Progress, load_weights, open_checkpoint
+from gpu.weights import ModelWeights, keeps_packed, load_weights
 
 NOT_FINITE = "The model computed values that are not finite numbers."
 WARM_UP_TOKENS = 8
@@ -100,6 +102,13 @@ class ModelRunner:
                 self._cache.clear_blocks(batch.cleared_blocks)
             return StepTicket(batch, self._model.forward(batch, self._cache))
 
+    def logits(self, plan: StepPlan) -> Tensor:
+        """Those of every token of a plan's row, not of the last alone: [tokens, vocab], float32. Draws nothing."""
+        with _device_errors(), torch.inference_mode():
+            batch = self._builder.build(plan)
+            batch.sampled_tokens = torch.arange(len(plan.token_ids), device=batch.token_ids.device)
+            return self._model.forward(batch, self._cache)
+
     def sample(self, ticket: StepTicket) -> None:
         """Draw a token per sampling row; they stay on the device until collect."""
         batch = ticket.batch
@@ -153,10 +162,11 @@ def load_runner(directory: Path, config: ModelConfig, engine: EngineConfig, prog
     """
     choice = choose_device(engine)
     apply_threads(choice)
-    checkpoint = open_checkpoint(directory)
+    checkpoint = open_checkpoint(directory, config.packed)
     memory = plan_memory(config, engine, choice, checkpoint.size_bytes, free_memory_bytes(choice.device))
-    with torch.inference_mode():
-        weights = load_weights(checkpoint, config, choice.dtype, choice.device, progress)
+    is_packed_kept = keeps_packed(config, engine.quantize)
+    with torch.inference_mode(), quantizing(engine) as convert:
+        weights = load_weights(checkpoint, config, choice.dtype, choice.device, progress, convert, is_packed_kept)
     runner = ModelRunner(config, engine, memory, weights, find_decode_kernel(config, choice))
     runner.warm_up()
     return runner

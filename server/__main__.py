@@ -127,7 +127,7 @@ def engine_loader(config: ServerConfig) -> LoadEngine:
             device=str(memory.device.device),
             device_reason=memory.device.device_reason,
             kv_size_bytes=memory.kv_bytes,
-            context_origin="the model's own" if config.max_model_len is None else "--max-model-len",
+            context_origin=config.context_origin,
             limits=runner.limits,
         )
         return LoadedEngine(Engine(scheduler, runner, time.monotonic, inbox, deliver), files, facts)

@@ -17,10 +17,11 @@ class BannerFacts:
 
     Args:
         device_reason: why this device and number format, e.g. "no CUDA device found".
-        context_origin: where max_model_len comes from: "the model's own", "--max-model-len".
+        context_origin: where max_model_len comes from: "the model's own", "STEPLOOP_MAX_MODEL_LEN".
         num_kv_tokens: that the KV cache holds, over all sequences.
         num_api_keys: 0: anyone may ask.
         port: as bound, never 0.
+        has_tls: it is https.
     """
 
     version: str
@@ -37,6 +38,7 @@ class BannerFacts:
     num_api_keys: int
     host: str
     port: int
+    has_tls: bool = False
 
 
 def banner_lines(facts: BannerFacts) -> list[str]:
@@ -53,23 +55,25 @@ def banner_lines(facts: BannerFacts) -> list[str]:
         f" ({format_size(facts.kv_size_bytes)})",
         f"  context  {facts.max_model_len:,} tokens: {facts.context_origin}",
         f"  auth     {_auth(facts)}",
-        f"  URL      {base_url(facts.host, facts.port)}  {SURFACES}",
+        f"  URL      {base_url(facts.host, facts.port, facts.has_tls)}  {SURFACES}",
         f"  try      {sample_curl(facts)}",
     ]
 
 
-def base_url(host: str, port: int) -> str:
+def base_url(host: str, port: int, has_tls: bool = False) -> str:
     """Where this machine reaches a server that listens there: wildcard addresses become loopback ones."""
     host = WILDCARD_HOSTS.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "https" if has_tls else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def sample_curl(facts: BannerFacts) -> str:
     """A command that gets an answer when pasted; with keys, it takes one from STEPLOOP_API_KEY and never shows it."""
     question = {"model": facts.model_name, "messages": [{"role": "user", "content": SAMPLE_QUESTION}]}
-    url = shlex.quote(base_url(facts.host, facts.port) + "/v1/chat/completions")
+    url = shlex.quote(base_url(facts.host, facts.port, facts.has_tls) + "/v1/chat/completions")
     key = ' -H "authorization: Bearer ${STEPLOOP_API_KEY%%,*}"' if facts.num_api_keys else ""
-    return f"curl {url} -H 'content-type: application/json'{key} -d {shlex.quote(json.dumps(question))}"
+    insecure = " --insecure" if facts.has_tls else ""  # the certificate is for another name than this machine's own
+    return f"curl{insecure} {url} -H 'content-type: application/json'{key} -d {shlex.quote(json.dumps(question))}"
 
 
 def _auth(facts: BannerFacts) -> str:

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, NoReturn
 
 from core.errors import ExitCode, StartupError
 from server import __version__
-from server.config import OPTIONS, Option, ServerConfig, load_config
+from server.config import OPTIONS, Option, ServerConfig
+from server.config_sources import load_config
 from server.values import BadValueError, did_you_mean, format_size
 
 if TYPE_CHECKING:
     from server.chat_client import HttpChatBackend
-    from server.doctor import MachineFacts, PlanFacts
+    from server.doctor import MachineFacts, PlanFacts, QualityFacts
     from server.model_list import ModelFacts
 
 INTERRUPTED = 130  # as shells report SIGINT
@@ -41,7 +42,7 @@ examples:
   steploop serve --model Qwen/Qwen3-0.6B          fetched from the hub, where it is not here yet
   steploop serve --model Qwen3-0.6B-Q8_0.gguf     a GGUF file
   steploop serve --model DIR --estimate           the memory plan, without loading anything
-  STEPLOOP_API_KEY=secret steploop serve --host 0.0.0.0
+  STEPLOOP_API_KEY=secret steploop serve --host 0.0.0.0 --tls-cert chain.pem --tls-key key.pem
   steploop serve --config steploop.toml --max-model-len 8192""",
     "chat": """\
 examples:
@@ -53,7 +54,8 @@ examples:
     "doctor": """\
 examples:
   steploop doctor
-  steploop doctor --model DIR --device cuda       would this be served?""",
+  steploop doctor --model DIR --device cuda       would this be served?
+  steploop doctor --model DIR --quality           what would --quantize cost?""",
     "models": """\
 examples:
   steploop models                                 the embedded one, and those of the Hugging Face cache
@@ -160,7 +162,7 @@ def build_parsers() -> tuple[CommandParser, dict[str, CommandParser]]:
     }
     _add_serve(by_command["serve"])
     _add_chat(by_command["chat"])
-    _add_options(by_command["doctor"], OPTIONS)
+    _add_doctor(by_command["doctor"])
     _add_models(by_command["models"])
     by_command["bench"].add_argument(
         "what", choices=["serve"], nargs="?", help="the load generator: see its own --help"
@@ -170,6 +172,15 @@ def build_parsers() -> tuple[CommandParser, dict[str, CommandParser]]:
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--estimate", action="store_true", help="print the memory plan and exit; loads no weights")
+    _add_options(parser, OPTIONS)
+
+
+def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--quality",
+        action="store_true",
+        help="load the model, plain and quantised (--quantize SCHEME, or both), and compare what they say of a text",
+    )
     _add_options(parser, OPTIONS)
 
 
@@ -252,13 +263,22 @@ def _serve(arguments: argparse.Namespace, config: ServerConfig) -> int:
 
 
 def _doctor(arguments: argparse.Namespace, config: ServerConfig) -> int:
-    from server.doctor import exit_code, machine_section, print_report, serving_section, version_section
+    from server.doctor import (
+        exit_code,
+        machine_section,
+        print_report,
+        quality_section,
+        serving_section,
+        version_section,
+    )
 
     sections = [
         version_section(),
         machine_section(lambda: find_machine(config)),
         serving_section(lambda: find_plan(config), config.host, config.port),
     ]
+    if arguments.quality:
+        sections.append(quality_section(lambda: measure_quality(config)))
     print_report(sections, sys.stdout)
     return exit_code(sections)
 
@@ -271,7 +291,8 @@ def _models(arguments: argparse.Namespace, config: ServerConfig) -> int:
     try:
         directories = [existing_directory(text) for text in arguments.dir]
     except BadValueError as error:
-        raise StartupError(f"--dir must be {error.expected}", "name a directory of models", ExitCode.USAGE) from error
+        fix = "name a directory of models" if error.proposal is None else f"--dir {error.proposal}"
+        raise StartupError(f"--dir must be {error.expected}", fix, ExitCode.USAGE) from error
     found = find_models(directories, environment_hub(is_offline=True))
     listed = describe_models([("", None), *found], config)
     (print_json if arguments.json else print_table)(listed, sys.stdout)
@@ -286,12 +307,13 @@ def _chat(arguments: argparse.Namespace, config: ServerConfig) -> int:
     if arguments.url is not None and arguments.model is not None:
         raise StartupError("--url and --model are two different models", "give one of them", ExitCode.USAGE)
     if arguments.model is None:
-        url = arguments.url or base_url(config.host, config.port)
+        url = arguments.url or base_url(config.host, config.port, config.tls_cert is not None)
         backend = HttpChatBackend(url, config.api_keys[0] if config.api_keys else None)
         if arguments.url is not None or (config.port and backend.is_up()):
             backend.wait_ready(_report)
             return _converse(backend, arguments.question)
-    with serve_and_chat(config, start_in_thread, _report) as backend:
+    own = replace(config, tls_cert=None, tls_key=None)  # nobody else is to reach it
+    with serve_and_chat(own, start_in_thread, _report) as backend:
         return _converse(backend, arguments.question)
 
 
@@ -352,9 +374,9 @@ def describe_models(found: Sequence[tuple[str, Path | None]], config: ServerConf
         StartupError: the device asked for is not there.
     """
     from core.config import parse_model_config
+    from gpu.checkpoint import open_checkpoint
     from gpu.device import choose_device, free_memory_bytes
     from gpu.memory_plan import memory_needed
-    from gpu.weights import open_checkpoint
     from server.__main__ import DEMO_DIRECTORY, DEMO_NAME
     from server.model_files import read_model_config
     from server.model_list import ModelFacts
@@ -368,7 +390,7 @@ def describe_models(found: Sequence[tuple[str, Path | None]], config: ServerConf
         facts = ModelFacts(name or DEMO_NAME, path)
         try:
             model = parse_model_config(read_model_config(path))
-            checkpoint = open_checkpoint(path)
+            checkpoint = open_checkpoint(path, model.packed)
             needed_bytes = memory_needed(model, engine, choice)
         except StartupError as error:
             listed.append(replace(facts, reason=error.cause))
@@ -386,6 +408,41 @@ def describe_models(found: Sequence[tuple[str, Path | None]], config: ServerConf
             )
         )
     return listed
+
+
+def measure_quality(config: ServerConfig) -> "list[QualityFacts]":
+    """Ask gpu what the model says of the held text: as it is, then quantised as asked, or in both ways.
+
+    Raises:
+        StartupError: the model is missing or not understood, or it does not fit.
+    """
+    from core.config import QUANTIZE_SCHEMES, parse_model_config
+    from gpu.quality import HELD_TEXT, Predictions, held_tokens, predict
+    from gpu.runner import load_runner
+    from server.__main__ import model_path
+    from server.doctor import QualityFacts
+    from server.model_files import read_model_files
+
+    files = read_model_files(model_path(config, is_offline=True), config.max_model_len, config.chat_template)
+    model = parse_model_config(files.config)
+    context = config.max_model_len or model.max_position
+    tokens = held_tokens(files.tokenizer.encode(HELD_TEXT.read_text(encoding="utf-8")), context)
+    if len(tokens) < 2:
+        raise StartupError(f"A context of {context} tokens leaves nothing to predict", "--max-model-len 2048")
+    engine = replace(config.to_engine_config(), max_model_len=len(tokens) + 1, max_sequences=1)
+    plain: Predictions | None = None
+    found = []
+    for scheme in (None, config.quantize) if config.quantize is not None else (None, *QUANTIZE_SCHEMES):
+        _report(f"measuring {scheme or 'the model as it is'} over {len(tokens):,} tokens")
+        runner = load_runner(files.path, model, replace(engine, quantize=scheme), lambda done, total: None)
+        made = predict(runner, tokens)
+        plain = plain or made
+        memory = runner.memory
+        del runner  # before the next is loaded
+        dtype = memory.device.dtype_name
+        agreement = made.agreement(plain)
+        found.append(QualityFacts(scheme, dtype, len(tokens), made.perplexity, agreement, memory.weights_bytes))
+    return found
 
 
 def find_plan(config: ServerConfig) -> "PlanFacts":
@@ -408,7 +465,9 @@ def find_plan(config: ServerConfig) -> "PlanFacts":
         architecture=model.architecture,
         is_demonstration=config.model is None,
         num_parameters=plan.num_parameters,
-        dtype=plan.device.dtype_name,
+        dtype=plan.device.dtype_name
+        if config.quantize is None
+        else f"{plan.device.dtype_name}, layers {config.quantize}",
         device=str(plan.device.device),
         device_reason=plan.device.device_reason,
         weights_bytes=plan.weights_bytes,
@@ -416,7 +475,7 @@ def find_plan(config: ServerConfig) -> "PlanFacts":
         kv_bytes=plan.kv_bytes,
         num_kv_tokens=plan.kv_tokens,
         max_model_len=plan.max_model_len,
-        context_origin="the model's own" if config.max_model_len is None else "--max-model-len",
+        context_origin=config.context_origin,
         free_bytes=plan.free_bytes,
     )
 

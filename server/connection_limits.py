@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from server.http1_prefilter import HeadLimits
+from server.http2 import Http2Limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,4 +20,9 @@ class ConnectionLimits:
     linger_bytes: int = 256 * 1024
     unsent_bytes: int = 16 * 1024  # high mark of our own unsent bytes; a quarter of it is the low mark
     unread_body_bytes: int = 64 * 1024  # held for a handler that does not read yet
-    num_requests: int = 1000
+    num_requests: int = 1000  # of an HTTP/1.1 connection
+    http2: Http2Limits = field(default_factory=Http2Limits)
+    num_streams: int = 10_000  # of an HTTP/2 connection, one after the other
+    control_bytes: int = 256 * 1024  # unread by an HTTP/2 peer: then it is not read from either
+    max_control_bytes: int = 1024 * 1024
+    drain_round_trip_s: float = 1.0  # for an HTTP/2 peer to hear that the connection ends

@@ -77,6 +77,47 @@ class PlanFacts:
         return self.weights_bytes + self.activation_bytes + self.kv_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class QualityFacts:
+    """What a model says of the held text, plain or quantised.
+
+    Args:
+        scheme: of --quantize; None: the model as it is, which the others are held against.
+        agreement: how often the greedy choice is that of the model as it is, from 0 to 1.
+    """
+
+    scheme: str | None
+    dtype: str
+    num_tokens: int
+    perplexity: float
+    agreement: float
+    weights_bytes: int
+
+
+def quality_section(find: Callable[[], Sequence[QualityFacts]]) -> Section:
+    """What quantising costs.
+
+    Args:
+        find: the model as it is first; raises StartupError where it cannot be served.
+    """
+    try:
+        plain, *others = find()
+    except StartupError as error:
+        return Section("Quality", (Fact("quality", "not measured", error),))
+    text = Fact("held text", f"{plain.num_tokens:,} tokens of prose, speech and code")
+    facts = [Fact(plain.dtype, f"perplexity {plain.perplexity:.3f}, weights {format_size(plain.weights_bytes)}")]
+    for found in others:
+        change = found.perplexity / plain.perplexity
+        facts.append(
+            Fact(
+                found.scheme or "",
+                f"perplexity {found.perplexity:.3f} (x {change:.4f}), same greedy token {found.agreement:.1%}, "
+                f"weights {format_size(found.weights_bytes)}",
+            )
+        )
+    return Section("Quality", (text, *facts))
+
+
 def plan_facts(plan: PlanFacts) -> tuple[Fact, ...]:
     """The memory plan, as `serve --estimate` and `doctor` show it."""
     demonstration = " (demonstration model)" if plan.is_demonstration else ""

@@ -4,7 +4,6 @@ One exchange at a time: bytes of a next, pipelined request stay in the buffer un
 strict gate of http1_prefilter and then h11; response heads are written and streamed bodies framed by hand.
 """
 
-import email.utils
 import enum
 import http
 import re
@@ -12,6 +11,7 @@ from collections.abc import Callable
 
 import h11
 
+from server.frame_gate import PREFACE
 from server.http1_body import BodyDecoder, ChunkedBody, CountedBody
 from server.http1_prefilter import Framing, HeadLimits, HeadRefused, LineScanner, check_head, is_authority
 from server.messages import (
@@ -19,43 +19,19 @@ from server.messages import (
     BodyEnd,
     Event,
     Headers,
+    Http2Preface,
     HttpRequest,
     ProtocolViolation,
     ResponseHead,
     StreamReset,
 )
+from server.response_fields import ResponseError, check_fields
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 LAST_CHUNK = b"0\r\n\r\n"
 
 _STATUS_LINES = {s.value: f"HTTP/1.1 {s.value} {s.phrase}\r\n".encode() for s in http.HTTPStatus}
-_NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9a-z-]+")
-_VALUE = re.compile(rb"[\t\x20-\x7e\x80-\xff]*")
 _ABSOLUTE = re.compile(rb"https?://([^/?#]*)([/?].*)?", re.IGNORECASE)
-
-
-class ResponseError(Exception):
-    """The answer given to the protocol is not one it can send: our own bug, never the peer's."""
-
-
-class HttpDate:
-    """The Date field's value, made once a second. RFC 9110 §6.6.1: an origin server with a clock sends it.
-
-    Args:
-        wall_clock: seconds since the epoch.
-    """
-
-    def __init__(self, wall_clock: Callable[[], float]) -> None:
-        self._wall_clock = wall_clock
-        self._second = -1
-        self._value = b""
-
-    def __call__(self) -> bytes:
-        second = int(self._wall_clock())
-        if second != self._second:
-            self._second = second
-            self._value = email.utils.formatdate(second, usegmt=True).encode()
-        return self._value
 
 
 class _Reading(enum.Enum):
@@ -156,6 +132,11 @@ class Http1Protocol:
         self._buffer.clear()
 
     def _read_head(self, events: list[Event]) -> None:
+        if self.num_requests == 0 and PREFACE.startswith(self._buffer[: len(PREFACE)]):
+            if len(self._buffer) >= len(PREFACE):
+                events.append(Http2Preface(bytes(self._buffer)))
+                self.stop_reading()
+            return
         if self._may_skip_line:
             if b"\r\n".startswith(self._buffer) and len(self._buffer) < 2:
                 return
@@ -242,21 +223,10 @@ class Http1Protocol:
         return _status_line(head.status) + b"".join(b"%b: %b\r\n" % field for field in head.headers) + b"\r\n"
 
     def _check_fields(self, head: ResponseHead) -> int | None:
-        """Refuse what would break the framing or split the response; return the content-length."""
-        length: int | None = None
-        for name, value in head.headers:
-            if _NAME.fullmatch(name) is None or _VALUE.fullmatch(value) is None:
-                raise ResponseError(f"The header {name!r} cannot be sent: its name or its value has bytes it must not.")
-            if name == b"transfer-encoding":
-                raise ResponseError("How a body is framed is the protocol's to choose.")
-            if name == b"content-length":
-                # RFC 9110 §8.6: none in 1xx and 204
-                if length is not None or not value.isdigit() or head.status < 200 or head.status == 204:
-                    raise ResponseError("This content-length cannot be sent.")
-                length = int(value)
-            elif name == b"connection" and value.lower() == b"close":
-                self.keep_alive = False
-        return length
+        """The content-length; the application's `connection: close` is heeded."""
+        if any(name == b"connection" and value.lower() == b"close" for name, value in head.headers):
+            self.keep_alive = False
+        return check_fields(head)
 
     def _choose_framing(self, status: int, length: int | None) -> None:
         """RFC 9112 §6.3, from the sender's side."""

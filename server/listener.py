@@ -8,9 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from core.errors import ExitCode, StartupError
-from server.connection import Connection, ConnectionContext, Handler
+from server.connection import Connection
 from server.connection_limits import ConnectionLimits
-from server.http1 import HttpDate
+from server.exchanges import ConnectionContext, Handler
+from server.response_fields import HttpDate
+from server.tls import HANDSHAKE_S, ServerTls
 from server.write_batch import WriteBatch
 
 _NOTSENT_LOWAT_BYTES = 16 * 1024  # without it a loopback's kernel takes 4 MB before a slow reader is noticed
@@ -27,6 +29,7 @@ class ListenerConfig:
         port: 0 lets the system choose.
         backlog: connections the kernel holds before they are accepted.
         max_connections: open at once; one more is closed at once and counted as refused.
+        tls: None: in the clear.
     """
 
     host: str = "127.0.0.1"
@@ -34,6 +37,7 @@ class ListenerConfig:
     backlog: int = 1024
     max_connections: int = 4096
     connection: ConnectionLimits = field(default_factory=ConnectionLimits)
+    tls: ServerTls | None = None
 
 
 class Listener:
@@ -86,8 +90,15 @@ class Listener:
         Raises:
             StartupError: the address cannot be had.
         """
+        tls = self._config.tls
         for listening in await self._bind():
-            server = await self._loop.create_server(self.new_connection, sock=listening, backlog=self._config.backlog)
+            server = await self._loop.create_server(
+                self.new_connection,
+                sock=listening,
+                backlog=self._config.backlog,
+                ssl=tls.context if tls is not None else None,
+                ssl_handshake_timeout=HANDSHAKE_S if tls is not None else None,
+            )
             self._servers.append(server)
 
     async def _bind(self) -> list[socket.socket]:

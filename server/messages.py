@@ -43,14 +43,27 @@ class StreamReset(msgspec.Struct, frozen=True):
 
 
 class ProtocolViolation(msgspec.Struct, frozen=True):
-    """The peer broke the protocol or a limit on heads. The connection answers `status`, if it can, and closes."""
+    """The peer broke the protocol or a limit on heads: the stream is answered with `status`, if it can be.
+
+    On HTTP/1.1 the connection ends with that answer; on HTTP/2 the stream does.
+    """
 
     stream_id: int
     status: int
     message: str
 
 
-Event = HttpRequest | BodyChunk | BodyEnd | StreamReset | ProtocolViolation
+class Http2Preface(msgspec.Struct, frozen=True):
+    """A connection that began as HTTP/1.1 is HTTP/2, by prior knowledge (RFC 9113 §3.3).
+
+    Args:
+        data: all that was received.
+    """
+
+    data: bytes
+
+
+Event = HttpRequest | BodyChunk | BodyEnd | StreamReset | ProtocolViolation | Http2Preface
 
 
 class ResponseHead(msgspec.Struct, frozen=True):

@@ -34,6 +34,7 @@ from server.lifecycle import Clock, Lifecycle, PromptReader
 from server.listener import Listener, ListenerConfig
 from server.metrics import Metrics
 from server.model_files import ModelFiles
+from server.tls import ServerTls, server_tls
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +92,8 @@ class Server:
         self._app = App(
             self._readiness, KeyAuthenticator(config.api_keys), self._metrics, self._clock, lambda: uuid.uuid4().hex
         )
-        self.listener = Listener(self._app.handle, _listener_config(config))
+        self._tls = server_tls(config.tls_cert, config.tls_key)
+        self.listener = Listener(self._app.handle, _listener_config(config, self._tls))
         self._app.listener = self.listener
         self._engine_thread = EngineThread(
             lambda inbox, deliver: load(inbox, deliver, self._report_stage), self, self._loop
@@ -132,9 +134,23 @@ class Server:
         await asyncio.shield(self._ready)
 
     def install_signal_handlers(self) -> None:
-        """SIGTERM drains, SIGINT ends streams with an error event at once; so does any second signal."""
+        """SIGTERM drains, SIGINT ends streams with an error event at once; so does any second one of them.
+
+        SIGHUP reads the certificate again, where there is one.
+        """
         self._loop.add_signal_handler(signal.SIGTERM, self.stop, self._config.drain_timeout_s)
         self._loop.add_signal_handler(signal.SIGINT, self.stop, 0.0)
+        if self._tls is not None:
+            self._loop.add_signal_handler(signal.SIGHUP, self._reload, self._tls)
+
+    def _reload(self, tls: ServerTls) -> None:
+        """Read the certificate again. One that is not fit is told of, and the old one stays."""
+        try:
+            tls.reload()
+        except StartupError as error:
+            logger.error("the certificate stays as it was: %s", error.cause)
+        else:
+            logger.info("the certificate is reloaded")
 
     def stop(self, grace_s: float) -> None:
         """Take no new requests, give those in progress grace_s. A second call gives them no more time."""
@@ -212,6 +228,7 @@ class Server:
             num_api_keys=len(self._config.api_keys),
             host=self._config.host,
             port=self.listener.port,
+            has_tls=self._tls is not None,
         )
 
     # The end.
@@ -248,8 +265,9 @@ async def serve(config: ServerConfig, load: LoadEngine) -> ExitCode:
     return await server.run()
 
 
-def _listener_config(config: ServerConfig) -> ListenerConfig:
+def _listener_config(config: ServerConfig, tls: ServerTls | None) -> ListenerConfig:
     return ListenerConfig(
+        tls=tls,
         host=config.host,
         port=config.port,
         max_connections=config.max_connections,

@@ -2,6 +2,7 @@
 
 import difflib
 import math
+import os
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ SIZE_UNITS = {
     "GiB": 2**30,
     "TiB": 2**40,
 }
+LEAST_SIMILARITY = 0.65  # of a path's name to the one that may have been meant: of four letters, three are the same
 DURATION_UNITS = {"ms": 0.001, "s": 1.0, "min": 60.0, "h": 3600.0}
 _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 
@@ -135,7 +137,8 @@ def model_source(text: str) -> Path | HubId:
         return path
     if path.exists():
         raise MissingPathError(
-            f"a directory or a {GGUF_SUFFIX} file, and this is a file of another kind", str(path.parent)
+            f"a directory or a {GGUF_SUFFIX} file, and this is a file of another kind",
+            str(path.parent) if _may_be_model(path.parent) else None,
         )
     match = _HUB_ID.fullmatch(text)
     is_path = match is None or Path(path.parts[0]).exists() or path.suffix == GGUF_SUFFIX
@@ -145,13 +148,13 @@ def model_source(text: str) -> Path | HubId:
 
 
 def _may_be_model(path: Path) -> bool:
-    return path.is_dir() or path.suffix == GGUF_SUFFIX
+    return os.path.isfile(path / "config.json") or (path.suffix == GGUF_SUFFIX and os.path.isfile(path))
 
 
 def existing_directory(text: str) -> Path:
     path = Path(text_value(text)).expanduser()
     if not path.exists():
-        raise _missing("a directory", path, names_near(path, Path.is_dir))
+        raise _missing("a directory", path, names_near(path, os.path.isdir))
     if not path.is_dir():
         raise MissingPathError("a directory, and this is a file", str(path.parent))
     return path
@@ -160,7 +163,7 @@ def existing_directory(text: str) -> Path:
 def existing_file(text: str) -> Path:
     path = Path(text_value(text)).expanduser()
     if not path.exists():
-        raise _missing("a file", path, names_near(path, Path.exists))
+        raise _missing("a file", path, names_near(path, os.path.isfile))
     if not path.is_file():
         raise MissingPathError("a file, and this is a directory")
     return path
@@ -182,14 +185,19 @@ def _where_it_ends(path: Path) -> Path:
 
 
 def names_near(path: Path, is_wanted: Callable[[Path], bool]) -> list[Path]:
-    """What lies where a missing path ends and is called something like it, the likeliest first."""
+    """The wanted paths that are this missing one with another name where it ends, the likeliest first.
+
+    Args:
+        is_wanted: never raises (os.path's functions rather than Path's).
+    """
     missing = _where_it_ends(path)
+    rest = path.relative_to(missing)
     try:
-        names = sorted(child.name for child in missing.parent.iterdir() if is_wanted(child))
+        names = sorted(child.name for child in missing.parent.iterdir() if is_wanted(child / rest))
     except OSError:
         return []
-    close = difflib.get_close_matches(missing.name, names, n=3, cutoff=0.5)
-    return [missing.parent / name for name in close]
+    close = difflib.get_close_matches(missing.name, names, n=3, cutoff=LEAST_SIMILARITY)
+    return [missing.parent / name / rest for name in close]
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:

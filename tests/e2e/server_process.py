@@ -103,12 +103,19 @@ class ServerProcess:
         return self.process.poll() is not None
 
 
-def start_server(directory: Path, model: Path, *flags: str) -> ServerProcess:
-    """Start one; its output goes to files in `directory`. Whoever starts it ends it."""
+SMALL = ("--dtype", "float32", "--device", "cpu", "--threads", "1", "--kv-memory", "64MiB")
+
+
+def start_server(directory: Path, model: Path | None, *flags: str) -> ServerProcess:
+    """Start one; its output goes to files in `directory`. Whoever starts it ends it.
+
+    Args:
+        model: a small one, computed exactly; None: the embedded one, as users get it.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     stdout, stderr = directory / "stdout", directory / "stderr"
-    arguments = ["serve", "--model", str(model), "--port", "0", "--dtype", "float32", "--device", "cpu"]
-    arguments += ["--threads", "1", "--kv-memory", "64MiB", *flags]  # argparse takes the last of a flag
+    chosen = () if model is None else ("--model", str(model), *SMALL)
+    arguments = ["serve", "--port", "0", *chosen, *flags]  # argparse takes the last of a flag
     environment = {name: value for name, value in os.environ.items() if not name.startswith("STEPLOOP_")}
     with stdout.open("wb") as out, stderr.open("wb") as err:
         process = subprocess.Popen(

@@ -1,6 +1,7 @@
 """Memory is divided by computed figures, and what does not fit is told with a figure that does."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ MODEL = ModelConfig(
 BF16 = DeviceChoice(torch.device("cpu"), "", torch.bfloat16, "", 1, "")
 
 
-def plan(free_gib: float, device: DeviceChoice = BF16, **engine: int) -> MemoryPlan:
+def plan(free_gib: float, device: DeviceChoice = BF16, **engine: Any) -> MemoryPlan:
     return plan_memory(MODEL, EngineConfig(**{"max_model_len": 8192, **engine}), device, 0, int(free_gib * GIB))
 
 
@@ -38,6 +39,15 @@ def test_figures_of_a_known_model() -> None:
     assert made.kv_bytes_per_token == 131_072
     assert made.kv_tokens == 16 * made.num_blocks
     assert made.total_bytes == made.weights_bytes + made.activation_bytes + made.kv_bytes < made.free_bytes
+
+
+@pytest.mark.parametrize(("scheme", "bits"), [("int8", 8.0), ("int4", 4.5)])
+def test_quantised_weights_are_counted_as_they_are_stored(scheme: str, bits: float) -> None:
+    made = plan(100, quantize=scheme)
+    embeddings = 2 * 128_256 * 4096
+    layers = made.num_parameters - embeddings
+    assert made.weights_bytes == pytest.approx(2 * embeddings + bits / 8 * layers, rel=0.003)
+    assert made.checkpoint_bytes == 0
 
 
 def test_kv_is_no_more_than_all_sequences_can_use() -> None:

@@ -78,3 +78,9 @@ def test_the_command_survives_the_shell_with_model_and_port(name: str) -> None:
 
 def test_with_keys_the_command_takes_the_first_from_the_environment() -> None:
     assert "authorization: Bearer ${STEPLOOP_API_KEY%%,*}" in sample_curl(dataclasses.replace(FACTS, num_api_keys=1))
+
+
+def test_tls_is_seen_in_the_url_and_the_command() -> None:
+    facts = dataclasses.replace(FACTS, has_tls=True)
+    assert line(facts, "URL").split()[1] == "https://127.0.0.1:8000"
+    assert sample_curl(facts).startswith("curl --insecure https://127.0.0.1:8000/v1/chat/completions ")

@@ -136,6 +136,14 @@ def test_estimate_prints_the_plan_without_loading(model_path: Path, capsys: pyte
     assert lines[6].endswith("512 tokens = 4.0 x 128")
 
 
+def test_estimate_names_the_variable_that_cut_the_context(
+    model_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STEPLOOP_MAX_MODEL_LEN", "128")
+    assert main(["serve", "--estimate", "--model", str(model_path), "--device", "cpu"]) == ExitCode.OK
+    assert "128 tokens: STEPLOOP_MAX_MODEL_LEN" in capsys.readouterr().out
+
+
 def test_a_plan_that_does_not_fit_is_refused_with_figures(model_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["serve", "--estimate", "--model", str(model_path), "--device", "cpu", "--kv-memory", "8TiB"]
     assert main(words) == ExitCode.MEMORY
@@ -250,6 +258,19 @@ def test_doctor_says_what_would_be_served_and_that_it_would(
     text = capsys.readouterr().out
     assert all(word in text for word in ("h11", "memory bandwidth", "tiny-llama, LlamaForCausalLM", "KV cache"))
     assert text.splitlines()[-1] == "serve would start"
+
+
+def test_doctor_measures_what_quantising_costs(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert main(["doctor", "--model", str(model_path), "--device", "cpu", "--port", "0", "--quality"]) == ExitCode.OK
+    text = capsys.readouterr().out
+    assert "held text" in text
+    assert text.count("same greedy token") == 2
+    asked = ["doctor", "--model", str(model_path), "--device", "cpu", "--port", "0", "--quality", "--quantize", "int8"]
+    assert main([*asked, "--quantize-cache", "0"]) == ExitCode.OK
+    assert capsys.readouterr().out.count("same greedy token") == 1
 
 
 def test_doctor_exits_as_serve_would(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

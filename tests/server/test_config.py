@@ -7,7 +7,8 @@ import pytest
 
 from core.config import EngineConfig
 from core.errors import ExitCode, StartupError
-from server.config import OPTIONS, Option, ServerConfig, load_config
+from server.config import OPTIONS, Option, ServerConfig
+from server.config_sources import load_config
 from server.values import HubId
 
 
@@ -39,6 +40,15 @@ def test_the_file_can_be_named_by_the_environment(tmp_path: Path) -> None:
     assert load_config({}, {"STEPLOOP_CONFIG": path}).log_format == "json"
 
 
+def test_the_contexts_origin_is_what_the_operator_wrote(tmp_path: Path) -> None:
+    file = toml_flag(tmp_path, "max_model_len = 100")
+    environ = {"STEPLOOP_MAX_MODEL_LEN": "200"}
+    assert load_config({}, {}).context_origin == "the model's own"
+    assert load_config(file, {}).context_origin == f"max_model_len in {file['config_file']}"
+    assert load_config(file, environ).context_origin == "STEPLOOP_MAX_MODEL_LEN"
+    assert load_config(file | {"max_model_len": "300"}, environ).context_origin == "--max-model-len"
+
+
 SAMPLES = {
     "config": None,  # names the file itself
     "model": "{directory}",
@@ -48,6 +58,8 @@ SAMPLES = {
     "dtype": "float32",
     "kv-memory": "2GiB",
     "host": "::1",
+    "tls-cert": "{file}",
+    "tls-key": "{file}",
     "api-key": "secret",
     "log-level": "debug",
     "log-format": "json",
@@ -57,6 +69,7 @@ SAMPLES = {
     "idle-timeout": "2min",
     "stall-timeout": "1.5s",
     "drain-timeout": "1h",
+    "quantize": "int8",
 }
 
 
@@ -121,6 +134,12 @@ def test_unknown_toml_key_names_the_nearest(key: str, near: str, tmp_path: Path)
     assert f"did you mean {near}?" in error.cause
 
 
+def test_a_toml_table_is_told_to_go_not_taken_for_a_misspelt_key(tmp_path: Path) -> None:
+    error = refusal(toml_flag(tmp_path, "[server]\nport = 1"), {})
+    assert error.cause.endswith("has a table, [server]")
+    assert "remove the line [server]" in error.fix
+
+
 @pytest.mark.parametrize("text", ["port = ", "port = true", "port = [1]", "[port]\nx = 1", 'api_key = [1, "b"]'])
 def test_a_file_that_says_no_setting_is_refused(text: str, tmp_path: Path) -> None:
     assert refusal(toml_flag(tmp_path, text), {}).exit_code == ExitCode.CONFIGURATION
@@ -163,6 +182,9 @@ def test_near_misses_of_choices_and_units_are_named() -> None:
 def test_a_missing_model_names_what_lies_near(tmp_path: Path) -> None:
     (tmp_path / "Llama-3.2-1B").mkdir()
     error = refusal({"model": str(tmp_path / "llama-3.2-1b")}, {})
+    assert error.fix.startswith("--model MODEL, ")  # an empty directory cannot be served
+    (tmp_path / "Llama-3.2-1B" / "config.json").touch()
+    error = refusal({"model": str(tmp_path / "llama-3.2-1b")}, {})
     assert error.exit_code == ExitCode.MODEL
     assert str(tmp_path / "Llama-3.2-1B") in error.cause
     assert error.fix == f"--model {tmp_path / 'Llama-3.2-1B'}"
@@ -179,6 +201,14 @@ def test_a_file_for_a_directory_is_refused(tmp_path: Path) -> None:
     error = refusal({"model": str(tmp_path / "config.json")}, {})
     assert "this is a file" in error.cause
     assert error.fix == f"--model {tmp_path}"
+    (tmp_path / "config.json").rename(tmp_path / "notes.txt")
+    assert refusal({"model": str(tmp_path / "notes.txt")}, {}).fix.startswith("--model MODEL, ")
+
+
+def test_the_fix_names_the_ways_that_there_are(tmp_path: Path) -> None:
+    assert refusal({"port": "x"}, {}).fix.startswith("--port PORT, STEPLOOP_PORT=PORT or port in the TOML file: ")
+    error = refusal({"config_file": str(tmp_path / "none.toml")}, {})
+    assert error.fix.startswith("--config FILE or STEPLOOP_CONFIG=FILE: ")
 
 
 def test_engine_config_carries_what_the_operator_asked() -> None:
@@ -190,19 +220,23 @@ def test_engine_config_carries_what_the_operator_asked() -> None:
         "max_batch_tokens": "256",
         "max_sequences": "8",
         "threads": "2",
+        "quantize": "int4",
+        "quantize_cache_bytes": "1GiB",
     }
-    assert load_config(flags, {}).to_engine_config() == EngineConfig("cpu", "float32", 1024, 64 * 2**20, 256, 8, 2)
+    want = EngineConfig("cpu", "float32", 1024, 64 * 2**20, 256, 8, 2, "int4", 2**30)
+    assert load_config(flags, {}).to_engine_config() == want
 
 
 def test_model_is_a_directory_a_gguf_file_or_a_hubs_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models" / "tiny").mkdir(parents=True)
+    (tmp_path / "models" / "tiny" / "config.json").touch()
     (tmp_path / "tiny.gguf").touch()
     assert load_config({"model": "models/tiny"}, {}).model == Path("models/tiny")
     assert load_config({"model": "tiny.gguf"}, {}).model == Path("tiny.gguf")
     assert load_config({"model": "Qwen/Qwen3-0.6B"}, {}).model == HubId("Qwen/Qwen3-0.6B")
     assert load_config({"model": "Qwen/Qwen3-0.6B@refs/pr/1"}, {}).model == HubId("Qwen/Qwen3-0.6B", "refs/pr/1")
-    for text in ("models/tyni", "tiny", "org/tiny.gguf", "./org/tiny", "org/..", "org/a@../b", "a/b/c", "org/a--b"):
+    for text in ("models/tinny", "tiny", "org/tiny.gguf", "./org/tiny", "org/..", "org/a@../b", "a/b/c", "org/a--b"):
         assert refusal({"model": text}, {}).exit_code == ExitCode.MODEL
-    assert "models/tiny" in refusal({"model": "models/tyni"}, {}).cause
+    assert "models/tiny" in refusal({"model": "models/tinny"}, {}).cause
     assert "tiny.gguf" in refusal({"model": "tyni.gguf"}, {}).cause

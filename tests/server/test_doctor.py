@@ -10,11 +10,13 @@ from core.errors import DeviceUnavailable, ExitCode, NotEnoughMemory, StartupErr
 from server.doctor import (
     MachineFacts,
     PlanFacts,
+    QualityFacts,
     Section,
     exit_code,
     machine_section,
     plan_lines,
     print_report,
+    quality_section,
     serving_section,
     try_address,
     version_section,
@@ -132,3 +134,21 @@ def test_threads_measured_before_are_shown() -> None:
     machine = dataclasses.replace(MACHINE, measured_threads=(("896 x 4864, bfloat16", "1, 2 from 8 tokens a step"),))
     facts = [(fact.name.strip(), fact.value) for fact in machine_section(lambda: machine).facts]
     assert ("measured", "1, 2 from 8 tokens a step: 896 x 4864, bfloat16") in facts
+
+
+def test_quality_is_told_against_the_model_as_it_is() -> None:
+    plain = QualityFacts(None, "bfloat16", 900, 10.0, 1.0, 100 * 2**20)
+    int8 = QualityFacts("int8", "bfloat16", 900, 10.02, 0.993, 50 * 2**20)
+    lines = report(quality_section(lambda: [plain, int8]))
+    assert "900 tokens" in lines
+    assert "perplexity 10.000, weights 100 MiB" in lines
+    assert "perplexity 10.020 (x 1.0020), same greedy token 99.3%, weights 50 MiB" in lines
+
+
+def test_quality_that_cannot_be_measured_says_why() -> None:
+    def find() -> list[QualityFacts]:
+        raise NotEnoughMemory("Too little.", "a smaller model")
+
+    section = quality_section(find)
+    assert exit_code([section]) == ExitCode.MEMORY
+    assert "Too little." in report(section)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.http1 import Http1Protocol, HttpDate, ResponseError
+from server.http1 import Http1Protocol
 from server.http1_prefilter import HeadLimits
 from server.messages import (
     BodyChunk,
@@ -18,6 +18,7 @@ from server.messages import (
     ResponseHead,
     StreamReset,
 )
+from server.response_fields import HttpDate, ResponseError
 
 HOST = b"Host: a\r\n"
 GET = b"GET /v1/models?limit=2 HTTP/1.1\r\n" + HOST + b"\r\n"

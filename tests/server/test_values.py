@@ -1,5 +1,7 @@
 """Sizes, durations and counts: as operators write them, and as they read them."""
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ from server.values import (
     BadValueError,
     count_between,
     duration_between,
+    existing_directory,
     existing_file,
     format_count,
     format_duration,
@@ -104,6 +107,31 @@ def test_a_directory_is_no_file(tmp_path: Path) -> None:
 
 def test_near_a_missing_path_lies_what_looks_like_it(tmp_path: Path) -> None:
     (tmp_path / "steploop.toml").touch()
-    assert names_near(tmp_path / "stepploop.toml", Path.exists) == [tmp_path / "steploop.toml"]
-    assert names_near(tmp_path / "stepploop.toml", Path.is_dir) == []
-    assert names_near(tmp_path / "zzz", Path.exists) == []
+    assert names_near(tmp_path / "stepploop.toml", os.path.isfile) == [tmp_path / "steploop.toml"]
+    assert names_near(tmp_path / "stepploop.toml", os.path.isdir) == []
+    assert names_near(tmp_path / "zzz", os.path.isfile) == []
+
+
+def test_near_a_path_that_goes_wrong_early_lies_the_same_path_with_one_name_changed(tmp_path: Path) -> None:
+    (tmp_path / "templates").mkdir()
+    missing = tmp_path / "template" / "chat.jinja"
+    assert names_near(missing, os.path.isfile) == []
+    (tmp_path / "templates" / "chat.jinja").touch()
+    assert names_near(missing, os.path.isfile) == [tmp_path / "templates" / "chat.jinja"]
+
+
+@pytest.mark.parametrize(("parse", "is_directory"), [(existing_file, True), (existing_directory, False)])
+def test_what_is_proposed_is_of_the_kind_asked_for(
+    parse: Callable[[str], Path], is_directory: bool, tmp_path: Path
+) -> None:
+    near = tmp_path / "models"
+    near.mkdir() if is_directory else near.touch()
+    with pytest.raises(BadValueError) as caught:
+        parse(str(tmp_path / "model"))
+    assert caught.value.proposal is None
+
+
+@pytest.mark.parametrize(("name", "other"), [("nope", "opt"), ("nope", "home"), ("abc", "abcdefgh")])
+def test_names_with_little_in_common_are_not_near(name: str, other: str, tmp_path: Path) -> None:
+    (tmp_path / other).mkdir()
+    assert names_near(tmp_path / name, os.path.isdir) == []

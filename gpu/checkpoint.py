@@ -1,0 +1,271 @@
+"""A model's tensors in files: safetensors of a Hugging Face directory, or a GGUF file. Thread: engine (at start).
+
+Reads these only: no pickle, no code from the directory, no file outside it.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from core.errors import BadCheckpoint
+from core.gguf import SUFFIX as GGUF_SUFFIX
+from core.packed_config import PackedConfig
+from gpu.gguf import GgufReader
+from gpu.packed_weights import NEEDED_PARTS, PARTS, UnpackedWeight, matrix_shape, part_shapes, unpack
+from gpu.targets import Target
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+# safetensors' names of the formats that convert to ours without loss of meaning
+FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+BYTES = "U8"
+INTEGERS = "I32"
+PACKED_SUFFIXES = ("_blocks", "_scales")  # mxfp4
+# A buffer that old Llama checkpoints carry; computed here instead.
+IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
+# Pages of a mapped file count as resident until it is let go: at most so many are held beside the parameters, and
+# those of one tensor.
+RELEASE_BYTES = 64 * 1024**2
+NAMED_AT_MOST = 5  # tensors in one error message
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes done, bytes total), as loading goes."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorHeader:
+    """What a file's header says of one tensor.
+
+    Args:
+        parts: of a matrix that is packed: what it is made of, by the ends of their names; it lies in all their files.
+    """
+
+    file: Path
+    shape: tuple[int, ...]
+    format: str
+    size_bytes: int
+    parts: Mapping[str, "TensorHeader"] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A directory's tensors, or a GGUF file's, by Hugging Face's names; nothing of their data read yet.
+
+    Args:
+        packing: of those that have parts.
+    """
+
+    path: Path
+    tensors: dict[str, TensorHeader] = field(default_factory=dict)
+    packing: PackedConfig | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(tensor.size_bytes for tensor in self.tensors.values())
+
+    @property
+    def main_format(self) -> str:
+        """What most of the bytes are stored as."""
+        sizes: Counter[str] = Counter()
+        for tensor in self.tensors.values():
+            sizes[tensor.format] += tensor.size_bytes
+        return sizes.most_common(1)[0][0] if sizes else "nothing"
+
+
+def open_checkpoint(path: Path, packing: PackedConfig | None = None) -> Checkpoint:
+    """Read the headers of a directory's safetensors, or of a GGUF file: names, shapes, formats, sizes.
+
+    Args:
+        packing: as config.json says: what packed matrices are made of appears as the matrix.
+
+    Raises:
+        BadCheckpoint: no safetensors, a bad index, a file that is missing or malformed, a format that is not a float.
+        UnsupportedModel: a GGUF file in a format that is not read.
+    """
+    checkpoint = _open_gguf(path) if path.is_file() else _open_directory(path)
+    return checkpoint if packing is None else _with_matrices(checkpoint, packing)
+
+
+def _with_matrices(checkpoint: Checkpoint, packing: PackedConfig) -> Checkpoint:
+    tensors = dict(checkpoint.tensors)
+    for module in [name.removesuffix(".qweight") for name in checkpoint.tensors if name.endswith(".qweight")]:
+        parts = {part: tensors.pop(f"{module}.{part}") for part in PARTS if f"{module}.{part}" in tensors}
+        missing = [f"{module}.{part}" for part in NEEDED_PARTS if part not in parts]
+        if missing:
+            raise bad_checkpoint(f"{module} is packed, but without {named_tensors(missing)}.")
+        tensors[f"{module}.weight"] = _matrix(packing, module, parts)
+    return Checkpoint(checkpoint.path, tensors, packing)
+
+
+def _matrix(packing: PackedConfig, module: str, parts: dict[str, TensorHeader]) -> TensorHeader:
+    qweight = parts["qweight"]
+    if len(qweight.shape) != 2:
+        raise bad_checkpoint(f"{module}.qweight has the shape {list(qweight.shape)}, which no matrix has.")
+    shape = matrix_shape(packing, qweight.shape)
+    expected = part_shapes(packing, *shape)
+    for name, header in parts.items():
+        if header.shape != expected[name] or header.format not in PARTS[name]:
+            found = f"{list(header.shape)} as {header.format}"
+            raise bad_checkpoint(f"{module}.{name} is {found}; its qweight asks for {list(expected[name])}.")
+    size_bytes = sum(header.size_bytes for header in parts.values())
+    return TensorHeader(qweight.file, shape, f"{packing.method.upper()} {packing.bits} bit", size_bytes, parts)
+
+
+def _open_gguf(file: Path) -> Checkpoint:
+    with GgufReader(file) as reader:
+        headers = {
+            name: TensorHeader(file, found.shape, found.format, found.size_bytes)
+            for name, found in reader.tensors.items()
+        }
+    return Checkpoint(file, headers)
+
+
+def _open_directory(directory: Path) -> Checkpoint:
+    listed = _listed_tensors(directory)
+    tensors: dict[str, TensorHeader] = {}
+    for file in sorted(set(listed.values())) if listed else [directory / SINGLE_FILE]:
+        with open_safetensors(file) as reader:
+            for name in reader.keys():  # noqa: SIM118  (not a dict)
+                if listed.get(name, file) == file:
+                    tensors[name] = _header(reader, name, file)
+    missing = sorted(listed.keys() - tensors.keys())
+    if missing:
+        raise bad_checkpoint(f"{INDEX_FILE} lists tensors that their files do not hold: {named_tensors(missing)}.")
+    return Checkpoint(directory, tensors)
+
+
+class TensorSource:
+    """Reads tensors into their targets, and tells how far it is; a context manager.
+
+    Args:
+        dtype: what numbers become that are not stored as floats.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, progress: Progress) -> None:
+        self._checkpoint = checkpoint
+        self._dtype = dtype
+        self._progress = progress
+        self._done_bytes = 0
+        self._held_bytes = 0
+        self._readers: dict[Path, Any] = {}
+
+    def __enter__(self) -> "TensorSource":
+        self._progress(0, self._checkpoint.size_bytes)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for reader in self._readers.values():
+            reader.__exit__(None, None, None)
+
+    def fill(self, wanted: dict[str, Target]) -> None:
+        """Scales follow all that they multiply."""
+        for name in sorted(wanted, key=lambda name: wanted[name].is_scale):
+            header = self._checkpoint.tensors[name]
+            wanted[name].fill(self.unpacked(name).floats() if header.parts else self.tensor(name))
+            self._advance(header)
+
+    def fill_parts(self, wanted: Sequence[dict[str, Target]]) -> None:
+        """Of packed matrices: values, scales and zeros, each with targets of its own by the same names."""
+        for name in wanted[0]:
+            unpacked = self.unpacked(name)
+            for part, targets in zip(("values", "scales", "zeros"), wanted, strict=True):
+                targets[name].fill(unpacked.part(part))
+            self._advance(self._checkpoint.tensors[name])
+
+    def tensor(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._reader(self._checkpoint.tensors[name].file).get_tensor(name)
+        return tensor
+
+    def unpacked(self, name: str) -> UnpackedWeight:
+        """A matrix that has parts."""
+        assert self._checkpoint.packing is not None
+        module = name.removesuffix(".weight")
+        parts = {
+            part: self._reader(header.file).get_tensor(f"{module}.{part}")
+            for part, header in self._checkpoint.tensors[name].parts.items()
+        }
+        return unpack(self._checkpoint.packing, parts, module)
+
+    def finish(self) -> None:
+        """Tensors that nobody wanted count as done, too."""
+        self._progress(self._checkpoint.size_bytes, self._checkpoint.size_bytes)
+
+    def _advance(self, header: TensorHeader) -> None:
+        """A tensor was read: let its pages go with those before it, now and then."""
+        self._done_bytes += header.size_bytes
+        self._progress(self._done_bytes, self._checkpoint.size_bytes)
+        self._held_bytes += header.size_bytes
+        if self._held_bytes >= RELEASE_BYTES:
+            self._held_bytes = 0
+            for file, reader in list(self._readers.items()):
+                if isinstance(reader, GgufReader):
+                    reader.release()
+                else:
+                    self._readers.pop(file).__exit__(None, None, None)
+
+    def _reader(self, file: Path) -> Any:
+        if file not in self._readers:
+            reader = GgufReader(file, self._dtype) if file.suffix == GGUF_SUFFIX else open_safetensors(file)
+            self._readers[file] = reader.__enter__()
+        return self._readers[file]
+
+
+def _listed_tensors(directory: Path) -> dict[str, Path]:
+    """The index's tensors and their files; empty when the directory has the single file instead."""
+    index_file = directory / INDEX_FILE
+    if (directory / SINGLE_FILE).exists():
+        return {}
+    if not index_file.exists():
+        others = sorted(path.name for path in directory.glob("*.safetensors")) + sorted(
+            path.name for path in directory.glob("*.bin")
+        )
+        near = f"; it holds {named_tensors(others)}" if others else ""
+        raise bad_checkpoint(f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}{near}.")
+    try:
+        weight_map = json.loads(index_file.read_bytes())["weight_map"]
+        listed = {str(name): str(file) for name, file in weight_map.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise bad_checkpoint(f"{INDEX_FILE} is not an index with a weight_map ({error}).") from error
+    for file in set(listed.values()):
+        # A plain name: an index may not lead out of its directory.
+        if file != Path(file).name or file in ("", ".", "..") or "\\" in file or not file.endswith(".safetensors"):
+            raise bad_checkpoint(f"{INDEX_FILE} names {file!r}, which is not a safetensors file of its own directory.")
+    if not listed:
+        raise bad_checkpoint(f"{INDEX_FILE} lists no tensors.")
+    return {name: directory / file for name, file in listed.items()}
+
+
+def open_safetensors(file: Path) -> Any:  # safetensors ships no types
+    try:
+        return safe_open(file, framework="pt")
+    except FileNotFoundError as error:
+        raise bad_checkpoint(f"{file} is missing.") from error
+    except (SafetensorError, OSError) as error:
+        raise bad_checkpoint(f"{file} is not a whole safetensors file ({error}).") from error
+
+
+def _header(reader: Any, name: str, file: Path) -> TensorHeader:
+    part = reader.get_slice(name)
+    shape, number_format = tuple(part.get_shape()), str(part.get_dtype())
+    is_packed = number_format == BYTES and name.endswith(PACKED_SUFFIXES)
+    is_packed = is_packed or (number_format == INTEGERS and name.endswith(tuple(f".{part}" for part in PARTS)))
+    if number_format not in FLOAT_BYTES and not is_packed and not name.endswith(IGNORED_SUFFIXES):
+        raise bad_checkpoint(f"{name} is stored as {number_format}; supported are {', '.join(FLOAT_BYTES)}.")
+    number_bytes = {**FLOAT_BYTES, BYTES: 1, INTEGERS: 4}.get(number_format, 0)
+    size_bytes = number_bytes * int(torch.Size(shape).numel())
+    return TensorHeader(file, shape, number_format, size_bytes)
+
+
+def named_tensors(names: list[str]) -> str:
+    more = f" and {len(names) - NAMED_AT_MOST} more" if len(names) > NAMED_AT_MOST else ""
+    return ", ".join(names[:NAMED_AT_MOST]) + more
+
+
+def bad_checkpoint(cause: str) -> BadCheckpoint:
+    return BadCheckpoint(cause, "download the model's directory again, or name another with --model.")

@@ -1,0 +1,90 @@
+"""How much worse a model says a held text when its weights are quantised. Thread: engine (the doctor's).
+
+The text is this project's own, so that no model was trained on it: prose, speech, a recipe, code, minutes. Each token
+is predicted from all before it; the model itself, in the serving format, is the measure.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from core.config import BLOCK_SIZE
+from core.plan import SequenceStart, StepPlan
+from core.types import SamplingParams
+from gpu.runner import ModelRunner
+
+HELD_TEXT = Path(__file__).parent / "held_text.txt"
+CHUNK_TOKENS = 32  # computed at once: few enough for the operators that decode
+MAX_TOKENS = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Predictions:
+    """Of every token of a text but the first.
+
+    Args:
+        surprises: [tokens - 1], float32, nats: how unlikely the token was.
+        choices: [tokens - 1]: what greedy decoding would have said instead.
+    """
+
+    surprises: Tensor
+    choices: Tensor
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(float(self.surprises.double().mean()))
+
+    def agreement(self, other: "Predictions") -> float:
+        """How often both choose the same token, from 0 to 1."""
+        return float((self.choices == other.choices).double().mean())
+
+
+def held_tokens(token_ids: Sequence[int], max_model_len: int) -> list[int]:
+    """As many of the text's tokens as are measured."""
+    return list(token_ids[: min(MAX_TOKENS, max_model_len - 1)])
+
+
+def predict(runner: ModelRunner, token_ids: Sequence[int]) -> Predictions:
+    """Compute a text in slot 0 of a runner that computes nothing else.
+
+    Args:
+        token_ids: at least two, and less than the runner's max_model_len.
+    """
+    surprises, choices = [], []
+    for start in range(0, len(token_ids) - 1, CHUNK_TOKENS):
+        chunk = token_ids[start : min(start + CHUNK_TOKENS, len(token_ids) - 1)]
+        logits = runner.logits(_plan(chunk, start)).cpu()  # [tokens, vocab], float32
+        wanted = torch.tensor(token_ids[start + 1 : start + 1 + len(chunk)])
+        surprises.append(torch.nn.functional.cross_entropy(logits, wanted, reduction="none"))
+        choices.append(logits.argmax(-1))
+    return Predictions(torch.cat(surprises), torch.cat(choices))
+
+
+def _plan(chunk: Sequence[int], start: int) -> StepPlan:
+    """The next tokens of slot 0, whose blocks are 0, 1, 2 and so on."""
+
+    def column(values: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+        return np.array(values, dtype=np.int32)
+
+    first = -(-start // BLOCK_SIZE)
+    blocks = range(first, -(-(start + len(chunk)) // BLOCK_SIZE))
+    params = SamplingParams(max_tokens=1, temperature=0.0)
+    starts = [SequenceStart(0, tuple(chunk), len(chunk), params, seed=0, stop_ids=())] if start == 0 else []
+    return StepPlan(
+        slots=column([0]),
+        starts=column([start]),
+        lengths=column([len(chunk)]),
+        samples=np.array([True]),
+        token_ids=column(chunk),
+        table_slots=column([0] * len(blocks)),
+        table_positions=column(blocks),
+        table_blocks=column(blocks),
+        copy_sources=column([]),
+        copy_targets=column([]),
+        sequence_starts=starts,
+    )

@@ -1,0 +1,130 @@
+"""Where settings come from, and what is said of those that cannot be taken.
+
+Flags win over the environment, the environment over the file, the file over the defaults. Read once, at start.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from core.errors import ExitCode, StartupError
+from server.config import ENVIRONMENT_PREFIX, OPTIONS, Option, ServerConfig
+from server.values import BadValueError, MissingPathError, did_you_mean
+
+_BY_FIELD = {option.field_name: option for option in OPTIONS}
+
+
+class Given(NamedTuple):
+    """A value, and the flag, the variable, or the key of the file that gave it."""
+
+    value: Any
+    origin: str
+
+
+def load_config(flags: Mapping[str, str | list[str]], environ: Mapping[str, str]) -> ServerConfig:
+    """Merge the sources into one configuration.
+
+    Args:
+        flags: by field name, only those given; text as typed.
+        environ: of the process; names without STEPLOOP_ are ignored.
+
+    Raises:
+        StartupError: a setting is unknown, malformed or out of range, or the file cannot be read.
+    """
+    given = _from_environment(environ) | _from_flags(flags)
+    config_file = given.get("config_file")
+    if config_file is not None:
+        given = _from_file(config_file.value) | given
+    values = {name: one.value for name, one in given.items()}
+    return ServerConfig(**values, origins=tuple((name, one.origin) for name, one in given.items()))
+
+
+def _from_flags(flags: Mapping[str, str | list[str]]) -> dict[str, Given]:
+    return {name: _parse(_BY_FIELD[name], text, _BY_FIELD[name].flag) for name, text in flags.items()}
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, Given]:
+    by_variable = {option.variable: option for option in OPTIONS}
+    values = {}
+    for variable in sorted(environ):
+        if not variable.startswith(ENVIRONMENT_PREFIX):
+            continue
+        option = by_variable.get(variable)
+        if option is None:
+            raise _unknown("environment variable", variable, by_variable, f"or unset it: unset {variable}")
+        text = environ[variable]
+        values[option.field_name] = _parse(option, text.split(",") if option.is_list else text, variable)
+    return values
+
+
+def _from_file(path: Path) -> dict[str, Given]:
+    by_key = {option.toml_key: option for option in OPTIONS if option.in_file}
+    values = {}
+    for key, value in _read_toml(path).items():
+        option = by_key.get(key)
+        if option is None and isinstance(value, dict):
+            fix = f"remove the line [{key}]: settings stand at the top level, such as port = 8080"
+            raise StartupError(f"{path} has a table, [{key}]", fix, ExitCode.CONFIGURATION)
+        if option is None:
+            raise _unknown(f"key in {path}", key, by_key, "or remove it")
+        values[option.field_name] = _parse(option, _toml_text(option, value, path), f"{key} in {path}")
+    return values
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    import tomllib  # 7 ms, which --help need not pay
+
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise StartupError(
+            f"{path} is not TOML: {error}",
+            'write settings as key = value, text in quotes: port = 8080, kv_memory = "2GiB"',
+            ExitCode.CONFIGURATION,
+        ) from error
+    except OSError as error:
+        cause = f"{path} cannot be read: {error.strerror}"
+        raise StartupError(cause, f"make it readable: chmod u+r {path}", ExitCode.CONFIGURATION) from error
+
+
+def _toml_text(option: Option, value: Any, path: Path) -> str | list[str]:
+    """A TOML value as the text that the other sources would hold; what is no setting's kind is refused."""
+    if isinstance(value, (str, int, float)) and not isinstance(value, bool):
+        return [str(value)] if option.is_list else str(value)
+    if option.is_list and isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return value
+    wanted = "a list of texts" if option.is_list else "a text or a number"
+    raise StartupError(
+        f"{option.toml_key} in {path} is {type(value).__name__}: it must be {wanted}",
+        f"{option.toml_key} = ...  ({option.help})",
+        ExitCode.CONFIGURATION,
+    )
+
+
+def _parse(option: Option, text: str | list[str], origin: str) -> Given:
+    try:
+        if isinstance(text, list):
+            return Given(tuple(option.parse(item) for item in text), origin)
+        return Given(option.parse(text), origin)
+    except BadValueError as error:
+        is_model = option.field_name == "model" and isinstance(error, MissingPathError)
+        shown = "a value that is not shown" if option.is_secret else f"{text!r}"
+        raise StartupError(
+            f"{origin} is {shown}: it must be {error.expected}",
+            _fix(option, error.proposal),
+            ExitCode.MODEL if is_model else ExitCode.CONFIGURATION,
+        ) from error
+
+
+def _fix(option: Option, proposal: str | None) -> str:
+    if proposal is not None:
+        return f"{option.flag} {proposal}"
+    ways = [f"{option.flag} {option.metavar}", f"{option.variable}={option.metavar}"]
+    if option.in_file:
+        ways.append(f"{option.toml_key} in the TOML file")
+    return f"{', '.join(ways[:-1])} or {ways[-1]}: {option.help}"
+
+
+def _unknown(kind: str, name: str, known: Mapping[str, Option], alternative: str) -> StartupError:
+    cause = f"unknown {kind}: {name}{did_you_mean(name, known)}"
+    return StartupError(cause, f"use a name that `steploop serve --help` lists, {alternative}", ExitCode.CONFIGURATION)

@@ -1,0 +1,112 @@
+"""What a connection and the exchanges on it ask of each other, whichever protocol they speak. Thread: loop.
+
+The connection has the transport, its end and its clock; the exchanges have the protocol, the streams and their rules.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import orjson
+
+from server.connection_limits import ConnectionLimits
+from server.messages import Headers, ResponseHead
+from server.stream import HttpStream
+from server.write_batch import Flushable, WriteBatch
+
+if TYPE_CHECKING:
+    from server.connection import Connection
+
+Handler = Callable[[HttpStream], Awaitable[None]]
+
+SERVER_FAULT = "The server failed to answer. The fault is not in the request; try again later."
+SLOW_BODY = "The body came too slowly. Send it again, faster."
+
+_ERROR_CODES = {
+    400: "malformed_request",
+    408: "request_timeout",
+    414: "request_line_too_long",
+    431: "headers_too_large",
+    500: "internal_error",
+    501: "not_implemented",
+}
+
+
+class ConnectionRegistry(Protocol):
+    """Who knows all connections, and all handlers."""
+
+    def admit(self, connection: "Connection") -> bool:
+        """Count the connection in; False refuses it, and it is closed at once."""
+        ...
+
+    def forget(self, connection: "Connection") -> None:
+        """An admitted connection is lost."""
+        ...
+
+    def keep_task(self, task: asyncio.Task[None]) -> None:
+        """Hold the handler's task until it is done: it may outlive its connection."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionContext:
+    """What all connections of a listener share."""
+
+    handler: Handler
+    limits: ConnectionLimits
+    registry: ConnectionRegistry
+    loop: asyncio.AbstractEventLoop
+    batch: WriteBatch
+    date: Callable[[], bytes]
+
+
+class Exchanges(Flushable, Protocol):
+    """The requests and responses of one connection. `flush` writes what there is, at once."""
+
+    @property
+    def has_streams(self) -> bool:
+        """Somebody would miss the peer."""
+        ...
+
+    @property
+    def holds_enough(self) -> bool:
+        """No further byte is to be read from the peer for now."""
+        ...
+
+    def receive(self, data: bytes) -> None: ...
+
+    def set_blocked(self, is_blocked: bool) -> None:
+        """The transport takes nothing more for now, or takes again."""
+        ...
+
+    def end_of_peer(self) -> None:
+        """There is nobody to answer any more: tell the streams, or cancel their handlers. Idempotent."""
+        ...
+
+    def drain(self) -> None:
+        """Take no further request; close when those under way are answered."""
+        ...
+
+    def next_due(self) -> float | None:
+        """The next deadline of a connection that is not about to end, in the loop's seconds."""
+        ...
+
+    def on_due(self) -> None: ...
+
+    def fail(self, stream: HttpStream) -> None:
+        """The stream's handler is done, and has left the response open."""
+        ...
+
+    def break_off(self, stream: HttpStream) -> None:
+        """The stream's handler has been cancelled, by nobody here."""
+        ...
+
+
+def error_answer(status: int, message: str) -> tuple[ResponseHead, bytes]:
+    """Head and body of an answer that no handler gives."""
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    error = {"message": message, "type": kind, "param": None, "code": _ERROR_CODES[status]}
+    body = orjson.dumps({"error": error})
+    headers: Headers = ((b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)))
+    return ResponseHead(status, headers), body

@@ -1,0 +1,186 @@
+"""HTTP/1.1 on a connection: one exchange at a time. Thread: loop.
+
+While more than a head's worth of pipelined bytes waits, or a body nobody reads, reading is paused. The end of such a
+peer is seen at the next write.
+"""
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from core.errors import ErrorKind, ServiceError
+from server.exchanges import SERVER_FAULT, SLOW_BODY, ConnectionContext, error_answer
+from server.http1 import CONTINUE, Http1Protocol
+from server.messages import BodyChunk, BodyEnd, Event, Http2Preface, HttpRequest, ProtocolViolation, ResponseHead
+from server.stream import HttpStream
+
+if TYPE_CHECKING:
+    from server.connection import Connection
+
+
+class Http1Exchanges:
+    """The exchanges of one connection (Exchanges), and the carrier of their streams (StreamCarrier)."""
+
+    def __init__(self, connection: "Connection", context: ConnectionContext) -> None:
+        self._connection = connection
+        self._limits = context.limits
+        self._loop = context.loop
+        self._batch = context.batch
+        self._out = connection.out
+        self._protocol = Http1Protocol(context.limits.head, context.date)
+        self._stream: HttpStream | None = None
+        self._task: asyncio.Task[None] | None = None  # of the stream's handler
+        self._is_dirty = False
+        self._body_is_awaited = False
+        self._exchange_is_over = False  # and the next one has not begun
+        self._waiting_since = context.loop.time()  # for a request, its head or its body, whichever it is now
+
+    @property
+    def has_streams(self) -> bool:
+        return self._stream is not None
+
+    @property
+    def holds_enough(self) -> bool:
+        stream = self._stream
+        return self._protocol.num_buffered > self._limits.head.head_bytes or (
+            stream is not None
+            and not self._protocol.has_read_request
+            and not stream.is_reading_body
+            and stream.num_body_bytes > self._limits.unread_body_bytes
+        )
+
+    def receive(self, data: bytes) -> None:
+        if self._protocol.is_idle:
+            self._waiting_since = self._loop.time()
+        self._handle_events(self._protocol.receive(data))
+
+    def set_blocked(self, is_blocked: bool) -> None:
+        if self._stream is not None:
+            self._stream.set_blocked(is_blocked)
+        elif not is_blocked:
+            self._go_on()
+
+    def end_of_peer(self) -> None:
+        self._protocol.receive_eof()
+        stream, task = self._stream, self._task
+        self._stream = self._task = None
+        if stream is not None and not stream.disconnect() and task is not None:
+            task.cancel()
+
+    # What the protocol says.
+
+    def _handle_events(self, events: list[Event]) -> None:
+        for event in events:
+            if type(event) is HttpRequest:
+                self._start_stream(event)
+            elif type(event) is BodyChunk:
+                if self._stream is not None:
+                    self._stream.receive_body(event.data)
+            elif type(event) is BodyEnd:
+                if self._stream is not None:
+                    self._stream.complete_body()
+            elif type(event) is ProtocolViolation:
+                self._refuse(event.status, event.message)
+            elif type(event) is Http2Preface:
+                self._connection.speak_http2(event.data)
+
+    def _start_stream(self, request: HttpRequest) -> None:
+        if request.stream_id >= self._limits.num_requests:
+            self._protocol.keep_alive = False
+        self._body_is_awaited = False
+        stream = self._stream = HttpStream(request, self)
+        self._task = self._connection.serve(stream)
+
+    def fail(self, stream: HttpStream) -> None:
+        self._task = None  # it ends by itself
+        self._refuse(500, SERVER_FAULT)
+
+    def break_off(self, stream: HttpStream) -> None:
+        self._connection.abort()
+
+    def _refuse(self, status: int, message: str) -> None:
+        """End the connection with an error; without one where another head has gone out already."""
+        if self._stream is not None and self._stream.head_sent:
+            self._connection.abort()
+            return
+        self._protocol.stop_reading()
+        head, body = error_answer(status, message)
+        self._append(self._protocol.send_head(head))
+        self._append(self._protocol.send_data(body))
+        self._connection.end_after_output()
+        self.end_of_peer()
+
+    # What the stream asks (StreamCarrier).
+
+    def start_body(self, stream: HttpStream) -> None:
+        self._body_is_awaited = True
+        self._waiting_since = self._loop.time()
+        # RFC 9110 §10.1.1: 100 may be left out once content has come
+        if stream.request.expects_continue and not stream.num_body_bytes and not self._protocol.has_read_request:
+            self._append(CONTINUE)
+        self._connection.adjust()
+
+    def write_head(self, stream: HttpStream, head: ResponseHead) -> None:
+        self._append(self._protocol.send_head(head))
+
+    def write_data(self, stream: HttpStream, data: bytes) -> None:
+        self._out.append(self._protocol.send_data(data))
+        if not self._is_dirty:
+            self._is_dirty = True
+            self._batch.add(self)
+
+    def write_end(self, stream: HttpStream) -> None:
+        self._append(self._protocol.send_end())
+        self._stream = self._task = None
+        self._exchange_is_over = True
+        self._waiting_since = self._loop.time()
+
+    def _append(self, data: bytes) -> None:
+        self._out.append(data)
+        if not self._is_dirty:
+            self._is_dirty = True
+            self._batch.add(self)
+
+    def flush(self) -> None:
+        """Write what has been sent, at once. Then the next request, or the end."""
+        self._is_dirty = False
+        self._connection.write_out()
+        if self._stream is None:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """No exchange is under way: serve the next request, or end the connection."""
+        connection = self._connection
+        if not connection.is_open or not self._exchange_is_over or self._out:
+            return
+        if not self._protocol.keep_alive:
+            has_read_all = self._protocol.has_read_request and not self._protocol.num_buffered
+            connection.close() if has_read_all else connection.linger()
+        elif not connection.is_writing_paused:
+            # A peer that pipelines and does not read gets no further answers to hold for it
+            self._exchange_is_over = False
+            self._handle_events(self._protocol.next_request())
+            connection.adjust()
+
+    def drain(self) -> None:
+        self._protocol.keep_alive = False
+        if self._stream is None and not self._out and self._protocol.is_idle:
+            self._connection.close()
+
+    # The clocks.
+
+    def next_due(self) -> float | None:
+        limits = self._limits
+        if self._stream is not None:
+            if not self._body_is_awaited or self._protocol.has_read_request:
+                return None
+            return self._waiting_since + limits.body_s + self._stream.num_body_bytes / limits.body_bytes_per_s
+        return self._waiting_since + (limits.idle_s if self._protocol.is_idle else limits.head_s)
+
+    def on_due(self) -> None:
+        if self._stream is not None:
+            self._body_is_awaited = False
+            self._stream.fail_body(ServiceError(ErrorKind.REQUEST_TIMEOUT, SLOW_BODY, "request_timeout"))
+        elif self._protocol.is_idle:
+            self._connection.close()
+        else:
+            self._refuse(408, f"The request's head took longer than {self._limits.head_s:g} s.")

@@ -1,0 +1,472 @@
+"""HTTP/2 without I/O: bytes to events, response heads and bodies to bytes. Thread: loop.
+
+Raw frames pass the gate of frame_gate, then h2 understands them; heads are judged by http2_head, DATA is framed by
+http2_data, GOAWAY is written by hand. Of streams that have ended nothing is kept here; h2 keeps how they ended.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import h2.events
+from h2.config import H2Configuration
+from h2.connection import H2Connection
+from h2.errors import ErrorCodes
+from h2.exceptions import ProtocolError
+from h2.settings import SettingCodes, Settings
+from h2.stream import H2Stream
+from hpack import HeaderTuple, NeverIndexedHeaderTuple
+
+from server.frame_gate import FRAME_HEADER, GOAWAY, HEADER_BYTES, RST_STREAM, SETTINGS, FrameGate, FrameLimits
+from server.http1_prefilter import HeadLimits, HeadRefused
+from server.http2_data import OutgoingBody, frame_data, h2_is_as_known, sendable
+from server.http2_head import Malformed, check_trailers, read_request
+from server.messages import BodyChunk, BodyEnd, Event, ProtocolViolation, ResponseHead, StreamReset
+from server.response_fields import ResponseError, check_fields
+
+MAX_STREAM_ID = 2**31 - 1
+DRAIN_PING = b"steploop"
+
+_DEFAULT_WINDOW = 65_535  # RFC 9113 §6.9.2
+_TABLE_BYTES = 4096  # RFC 9113 §6.5.2, the initial value: a peer may lower it, not raise it
+_NUM_REMEMBERED_STREAMS = 1024
+# Their values differ from answer to answer: in the peer's table they would only push out the others
+_NEVER_INDEXED = frozenset((b"x-request-id", b"server-timing", b"content-length"))
+
+
+@dataclass(frozen=True, slots=True)
+class Http2Limits:
+    """What one HTTP/2 connection may take.
+
+    Args:
+        num_streams: at once, as advertised; more are refused, up to num_refused in a row.
+        window_bytes: of a connection's request bodies, that the peer may send before they are read.
+        list_bytes: of a header list, decoded, before it is taken for an attack; head limits answer 431 below that.
+    """
+
+    frames: FrameLimits = field(default_factory=FrameLimits)
+    num_streams: int = 256
+    num_refused: int = 256
+    window_bytes: int = 1024 * 1024
+    list_bytes: int = 64 * 1024
+
+
+class _H2(H2Connection):
+    MAX_CLOSED_STREAMS = _NUM_REMEMBERED_STREAMS
+
+
+class _Stream:
+    """The response of one stream."""
+
+    __slots__ = ("body", "h2", "has_read_request", "is_head_request", "is_head_sent", "remaining", "sends_body")
+
+    def __init__(self, stream: H2Stream, is_head_request: bool, has_read_request: bool) -> None:
+        self.h2 = stream
+        self.body = OutgoingBody()
+        self.is_head_request = is_head_request
+        self.has_read_request = has_read_request
+        self.is_head_sent = False
+        self.sends_body = True
+        self.remaining: int | None = None  # of a counted body, not yet given to send_data
+
+
+@dataclass(slots=True)
+class DataOutput:
+    """What take_data gives.
+
+    Args:
+        sent: ids of the streams whose frames these are; an id may be there twice.
+        held: ids of those that have bytes, but no window.
+        has_more: the limit has cut it short.
+    """
+
+    frames: list[bytes]
+    sent: list[int]
+    held: list[int]
+    has_more: bool
+
+
+class Http2Protocol:
+    """One connection's protocol. What is to be written is taken with take_control, then take_data.
+
+    Attributes:
+        has_failed: the connection ends with the GOAWAY that take_control gives; no event comes any more.
+        num_requests: whose heads have been taken.
+    """
+
+    def __init__(self, head: HeadLimits, limits: Http2Limits, date: Callable[[], bytes]) -> None:
+        self.has_failed = False
+        self.num_requests = 0
+        self._head_limits = head
+        self._limits = limits
+        self._date = date
+        self._gate = FrameGate(limits.frames)
+        self._by_hand = h2_is_as_known()
+        self._streams: dict[int, _Stream] = {}
+        self._ready: OrderedDict[int, _Stream] = OrderedDict()  # may have something to send, in their turn
+        self._ended_early: OrderedDict[int, None] = OrderedDict()  # streams that we, not the peer's fault, reset
+        self._out: list[bytes] = []
+        self._num_refused = 0
+        self._last_stream_id = 0  # whose request was taken
+        self._is_draining = False
+        self._goaway_id = MAX_STREAM_ID  # above which streams are refused
+        self._now = 0.0
+        self._h2 = self._start()
+
+    def _start(self) -> H2Connection:
+        connection = _H2(
+            H2Configuration(
+                client_side=False,
+                validate_inbound_headers=False,
+                normalize_inbound_headers=False,
+                validate_outbound_headers=False,
+                normalize_outbound_headers=False,
+            )
+        )
+        limits = self._limits
+        advertised = {
+            SettingCodes.MAX_CONCURRENT_STREAMS: limits.num_streams,
+            SettingCodes.MAX_HEADER_LIST_SIZE: self._head_limits.head_bytes,
+        }
+        # h2 would end the connection over one stream too many; refusing it is ours
+        local = Settings(client=False, initial_values={SettingCodes.MAX_CONCURRENT_STREAMS: 2**31})
+        connection.local_settings = local
+        connection.decoder.max_header_list_size = limits.list_bytes
+        connection.initiate_connection()
+        connection.clear_outbound_data_buffer()
+        payload = b"".join(code.to_bytes(2, "big") + value.to_bytes(4, "big") for code, value in advertised.items())
+        self._out.append(FRAME_HEADER.pack(0, len(payload), SETTINGS, 0, 0) + payload)
+        connection.increment_flow_control_window(limits.window_bytes - _DEFAULT_WINDOW)
+        self._out.append(connection.data_to_send())
+        return connection
+
+    @property
+    def has_output(self) -> bool:
+        """take_control or take_data may have something."""
+        return bool(self._out or self._ready)
+
+    @property
+    def num_streams(self) -> int:
+        """Whose responses have not been sent to their end."""
+        return len(self._streams)
+
+    @property
+    def pending_head(self) -> int | None:
+        """The preface (0), or a request's head (from 1), that has begun and is not complete."""
+        return self._gate.pending_head
+
+    @property
+    def has_peer_left(self) -> bool:
+        """The client sent a GOAWAY that is an error: it wants no answer any more."""
+        return bool(self._gate.goaway_code)
+
+    def num_unsent(self, stream_id: int) -> int:
+        """Bytes of the stream's body that take_data has not given; 0 when it is gone."""
+        stream = self._streams.get(stream_id)
+        return 0 if stream is None else stream.body.num_unsent
+
+    def receive(self, data: bytes, now: float) -> list[Event]:
+        """What the bytes mean. Of those with which the connection fails, nothing is told.
+
+        Args:
+            now: in seconds, never less than before.
+        """
+        if self.has_failed:
+            return []
+        self._now = now
+        events: list[Event] = []
+        passed = self._gate.receive(data, now)
+        try:
+            for event in self._h2.receive_data(passed):
+                self._take_event(event, events)
+        except ProtocolError as error:
+            self._collect()
+            self.fail(error.error_code, goaway_is_written=True)
+            return []
+        self._clamp_encoder()
+        self._collect()
+        if self._gate.refusal is not None:
+            self.fail(self._gate.refusal.code)
+            return []
+        return events
+
+    def _clamp_encoder(self) -> None:
+        """The peer's SETTINGS_HEADER_TABLE_SIZE is how much we may use of its memory, and of ours.
+
+        RFC 7541 §4.2: of several changes the smallest and the last are signalled. hpack 4.2 signals all of them, also
+        such as the last one forbids, and none when the last one is said twice.
+        """
+        encoder = self._h2.encoder
+        changes = encoder.table_size_changes
+        if changes:
+            size = min(encoder.header_table_size, _TABLE_BYTES)
+            least = min(*changes, size)
+            encoder.header_table_size = size
+            encoder.table_size_changes = [least, size] if least < size else [size]
+            encoder.header_table.resized = True
+
+    def fail(self, code: ErrorCodes, goaway_is_written: bool = False) -> None:
+        """End the connection, and all its streams."""
+        self.has_failed = True
+        self._streams.clear()
+        self._ready.clear()
+        if not goaway_is_written:
+            self._write_goaway(self._last_stream_id, code)
+
+    def _collect(self) -> None:
+        """Take what h2 has to say, and count the resets in it: they are the peer's doing."""
+        data = self._h2.data_to_send()
+        if not data:
+            return
+        self._out.append(data)
+        position = 0
+        while position < len(data):
+            high, low, kind, _, stream_id = FRAME_HEADER.unpack_from(data, position)
+            if kind == RST_STREAM and stream_id not in self._ended_early:
+                self._gate.count_reset(self._now)
+            position += HEADER_BYTES + (high << 16 | low)
+
+    # What h2 says.
+
+    def _take_event(self, event: h2.events.Event, events: list[Event]) -> None:
+        if isinstance(event, h2.events.DataReceived):
+            self._take_data(event, events)
+        elif isinstance(event, h2.events.RequestReceived):
+            self._take_request(event, events)
+        elif isinstance(event, h2.events.StreamEnded):
+            stream = self._streams.get(event.stream_id)
+            if stream is not None and not stream.has_read_request:
+                stream.has_read_request = True
+                events.append(BodyEnd(event.stream_id))
+        elif isinstance(event, h2.events.StreamReset):
+            self._forget(event.stream_id, events)
+        elif isinstance(event, h2.events.WindowUpdated):
+            stream = self._streams.get(event.stream_id)
+            if stream is not None:
+                self._ready[event.stream_id] = stream
+        elif isinstance(event, h2.events.RemoteSettingsChanged):
+            self._ready.update(self._streams)
+        elif isinstance(event, h2.events.TrailersReceived):
+            self._take_trailers(event, events)
+        elif isinstance(event, h2.events.PingAckReceived) and event.ping_data == DRAIN_PING:
+            self.finish_drain()
+
+    def _take_request(self, event: h2.events.RequestReceived, events: list[Event]) -> None:
+        stream_id = event.stream_id
+        assert stream_id is not None
+        h2_stream = self._h2.streams.get(stream_id)
+        if h2_stream is None or h2_stream.closed:
+            return  # it was reset by a later frame of the same read
+        if len(self._streams) >= self._limits.num_streams or stream_id > self._goaway_id:
+            self._refuse(stream_id)
+            return
+        self._num_refused = 0
+        has_body = event.stream_ended is None
+        fields = [(bytes(name), bytes(value)) for name, value in event.headers or ()]
+        stream = _Stream(h2_stream, (b":method", b"HEAD") in fields, not has_body)
+        try:
+            request = read_request(stream_id, fields, has_body, self._head_limits)
+        except Malformed:
+            self.reset(stream_id, ErrorCodes.PROTOCOL_ERROR, is_their_fault=True)
+            return
+        except HeadRefused as refusal:
+            events.append(ProtocolViolation(stream_id, refusal.status, refusal.message))
+        else:
+            events.append(request)
+        self._streams[stream_id] = stream
+        self._last_stream_id = stream_id
+        self.num_requests += 1
+
+    def _refuse(self, stream_id: int) -> None:
+        """RFC 9113 §5.1.2 and §8.7: nothing has been done with it, and it may be tried again."""
+        self.reset(stream_id, ErrorCodes.REFUSED_STREAM)
+        self._num_refused += 1
+        if self._num_refused > self._limits.num_refused and self._gate.refusal is None:
+            self._gate.refuse_flood("streams")
+
+    def _take_data(self, event: h2.events.DataReceived, events: list[Event]) -> None:
+        assert event.stream_id is not None
+        data = event.data or b""
+        padding = (event.flow_controlled_length or 0) - len(data)
+        if event.stream_id not in self._streams:
+            padding += len(data)
+        elif data:
+            events.append(BodyChunk(event.stream_id, data))
+        if padding:
+            self.acknowledge(event.stream_id, padding)
+
+    def _take_trailers(self, event: h2.events.TrailersReceived, events: list[Event]) -> None:
+        assert event.stream_id is not None
+        try:
+            check_trailers((bytes(name), bytes(value)) for name, value in event.headers or ())
+        except Malformed:
+            self._forget(event.stream_id, events)
+            self.reset(event.stream_id, ErrorCodes.PROTOCOL_ERROR, is_their_fault=True)
+
+    def _forget(self, stream_id: int | None, events: list[Event]) -> None:
+        assert stream_id is not None
+        if self._streams.pop(stream_id, None) is not None:
+            self._ready.pop(stream_id, None)
+            events.append(StreamReset(stream_id))
+
+    # What the connection says.
+
+    def acknowledge(self, stream_id: int, num_bytes: int) -> None:
+        """So much of the stream's body has been read: the peer may send as much again."""
+        if not self.has_failed:
+            self._h2.acknowledge_received_data(num_bytes, stream_id)
+            self._collect()
+
+    def reset(self, stream_id: int, code: ErrorCodes, is_their_fault: bool = False) -> None:
+        """End the stream, both ways. What is unsent is lost."""
+        self._streams.pop(stream_id, None)
+        self._ready.pop(stream_id, None)
+        stream = self._h2.streams.get(stream_id)
+        if self.has_failed or stream is None or stream.closed:
+            return
+        if not is_their_fault:
+            self._remember_early_end(stream_id)
+        self._h2.reset_stream(stream_id, code)
+        self._collect()
+
+    def send_head(self, stream_id: int, head: ResponseHead) -> None:
+        """Send the head. A status below 200 is informational, and the head is still to come.
+
+        Raises:
+            ResponseError: fields that are not the application's to send, or a head already sent.
+        """
+        stream = self._streams[stream_id]
+        if stream.is_head_sent or head.status == 101 or head.status < 100:
+            raise ResponseError(f"A head with status {head.status} cannot be sent here and now.")
+        length = check_fields(head)
+        is_final = head.status >= 200
+        stream.is_head_sent = is_final
+        stream.sends_body = not (is_final and (stream.is_head_request or head.status in (204, 304)))
+        stream.remaining = length if stream.sends_body else None
+        fields = [HeaderTuple(b":status", b"%d" % head.status)]
+        if is_final:
+            fields.append(HeaderTuple(b"date", self._date()))
+        # RFC 9113 §8.2.2: no connection-specific fields
+        fields += [
+            NeverIndexedHeaderTuple(*pair) if pair[0] in _NEVER_INDEXED else HeaderTuple(*pair)
+            for pair in head.headers
+            if pair[0] != b"connection"
+        ]
+        self._h2.send_headers(stream_id, fields)
+        self._collect()
+
+    def send_data(self, stream_id: int, data: bytes) -> int:
+        """The body's next bytes; they wait for take_data, and for the peer's windows. Returns num_unsent.
+
+        Raises:
+            ResponseError: before the head, after the end, or beyond the content-length.
+        """
+        stream = self._streams[stream_id]
+        if not stream.is_head_sent or stream.body.is_ending:
+            raise ResponseError("A body is sent after its head and before its end.")
+        if not stream.sends_body or not data:
+            return stream.body.num_unsent
+        if stream.remaining is not None:
+            stream.remaining -= len(data)
+            if stream.remaining < 0:
+                raise ResponseError("The body is longer than its content-length.")
+        stream.body.append(data)
+        self._ready[stream_id] = stream
+        return stream.body.num_unsent
+
+    def send_end(self, stream_id: int) -> None:
+        """Nothing follows in this body.
+
+        Raises:
+            ResponseError: before the head, twice, or short of the content-length.
+        """
+        stream = self._streams[stream_id]
+        if not stream.is_head_sent or stream.body.is_ending:
+            raise ResponseError("A response ends once, after its head.")
+        if stream.remaining:
+            raise ResponseError(f"The body is {stream.remaining} bytes shorter than its content-length.")
+        stream.body.is_ending = True
+        self._ready[stream_id] = stream
+
+    # Drain.
+
+    def start_drain(self) -> None:
+        """Tell the client to open no more streams, and find out when it has heard (RFC 9113 §6.8). Idempotent."""
+        if self._is_draining or self.has_failed:
+            return
+        self._is_draining = True
+        self._write_goaway(MAX_STREAM_ID, ErrorCodes.NO_ERROR)
+        self._h2.ping(DRAIN_PING)
+        self._collect()
+
+    def finish_drain(self) -> None:
+        """Streams above the last one taken are refused from now on. Idempotent."""
+        if self._is_draining and self._goaway_id == MAX_STREAM_ID and not self.has_failed:
+            self._goaway_id = self._last_stream_id
+            self._write_goaway(self._goaway_id, ErrorCodes.NO_ERROR)
+
+    @property
+    def has_drained(self) -> bool:
+        """The last GOAWAY is written, and no stream is left."""
+        return self._goaway_id != MAX_STREAM_ID and not self._streams
+
+    def _write_goaway(self, last_stream_id: int, code: ErrorCodes) -> None:
+        """By hand: h2 would let nothing follow it."""
+        payload = last_stream_id.to_bytes(4, "big") + code.to_bytes(4, "big")
+        self._out.append(FRAME_HEADER.pack(0, len(payload), GOAWAY, 0, 0) + payload)
+
+    # What goes out.
+
+    def take_control(self) -> list[bytes]:
+        """What is to be written before any DATA: heads, answers to the peer's frames."""
+        out, self._out = self._out, []
+        return out
+
+    def take_data(self, limit_bytes: int) -> DataOutput:
+        """DATA frames of all streams that have some and whose windows let them, one frame each in turn.
+
+        Args:
+            limit_bytes: no further frame begins past it.
+        """
+        output = DataOutput([], [], [], False)
+        shut_out: list[int] = []  # by the connection's window: their turn is kept
+        num_bytes = 0
+        ready = self._ready
+        while ready and num_bytes < limit_bytes:
+            stream_id, stream = ready.popitem(last=False)
+            body = stream.body
+            size = sendable(self._h2, stream.h2)
+            if body.is_ending and body.num_unsent <= size:
+                num_bytes += body.num_unsent
+                output.frames.append(self._end_stream(stream_id, stream))
+                output.sent.append(stream_id)
+            elif size and body.num_unsent:
+                data = body.take(size)
+                num_bytes += len(data)
+                output.frames.append(frame_data(self._h2, stream.h2, data, self._by_hand))
+                output.sent.append(stream_id)
+                if body.num_unsent or body.is_ending:
+                    ready[stream_id] = stream
+            elif body.num_unsent:
+                output.held.append(stream_id)
+                if stream.h2.outbound_flow_control_window > 0:
+                    shut_out.append(stream_id)
+        output.has_more = bool(ready)
+        ready.update((stream_id, self._streams[stream_id]) for stream_id in shut_out)
+        self._gate.count_content(num_bytes)
+        return output
+
+    def _end_stream(self, stream_id: int, stream: _Stream) -> bytes:
+        """The last frame. A request that has not been read to its end is broken off (RFC 9113 §8.1)."""
+        del self._streams[stream_id]
+        data = stream.body.take(stream.body.num_unsent)
+        self._h2.send_data(stream_id, data, end_stream=True)
+        if not stream.has_read_request:
+            self._remember_early_end(stream_id)
+            self._h2.reset_stream(stream_id, ErrorCodes.NO_ERROR)
+        return self._h2.data_to_send()
+
+    def _remember_early_end(self, stream_id: int) -> None:
+        self._ended_early[stream_id] = None
+        if len(self._ended_early) > _NUM_REMEMBERED_STREAMS:
+            self._ended_early.popitem(last=False)

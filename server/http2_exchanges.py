@@ -1,0 +1,325 @@
+"""HTTP/2 on a connection: many exchanges at once. Thread: loop.
+
+Decisions a reader may look for:
+- A stream is blocked while more of it is unsent than its share (the peer's windows are shut), or while the transport
+  takes nothing; the other streams go on. One that gets rid of no byte for stall_s is reset.
+- What a handler does not read is not acknowledged: the peer's windows shut, and nothing but them holds it back.
+- The client's GOAWAY says only that it takes no pushed streams; its requests go on. With an error, it has left.
+"""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING
+
+from h2.errors import ErrorCodes
+
+from core.errors import ErrorKind, ServiceError
+from server.exchanges import SERVER_FAULT, SLOW_BODY, ConnectionContext, error_answer
+from server.http2 import Http2Protocol
+from server.messages import BodyChunk, BodyEnd, Event, HttpRequest, ProtocolViolation, ResponseHead, StreamReset
+from server.stream import HttpStream
+
+if TYPE_CHECKING:
+    from server.connection import Connection
+
+_FLUSH_BYTES = 64 * 1024  # of bodies, in one write
+_UNSENT_BYTES = 512 * 1024  # of all streams: each may have its share, down to _LEAST_UNSENT_BYTES
+_LEAST_UNSENT_BYTES = 1024
+_CONTINUE = ResponseHead(100, ())
+
+
+class _Exchange:
+    """One stream, as long as its handler may write to it."""
+
+    __slots__ = ("body_is_complete", "num_unread", "stream", "task")
+
+    def __init__(self, stream: HttpStream) -> None:
+        self.stream = stream
+        self.task: asyncio.Task[None] | None = None
+        self.num_unread = 0  # bytes of the body not acknowledged
+        self.body_is_complete = not stream.request.has_body
+
+
+class Http2Exchanges:
+    """The exchanges of one connection (Exchanges), and the carrier of their streams (StreamCarrier)."""
+
+    def __init__(self, connection: "Connection", context: ConnectionContext) -> None:
+        self._connection = connection
+        self._limits = context.limits
+        self._loop = context.loop
+        self._batch = context.batch
+        self._protocol = Http2Protocol(context.limits.head, context.limits.http2, context.date)
+        self._exchanges: dict[int, _Exchange] = {}
+        self._bodies: dict[int, float] = {}  # streams whose handlers wait for a body -> since when
+        self._unsent: OrderedDict[int, float] = OrderedDict()  # streams -> when their last byte went, oldest first
+        self._over: set[int] = set()  # streams that have, or had, more unsent than their share
+        self._is_dirty = False
+        self._pending_head: int | None = 0
+        self._head_since = self._idle_since = context.loop.time()
+        self._drain_due: float | None = None  # when the second GOAWAY goes, heard or not
+        self._is_draining = False
+
+    @property
+    def has_streams(self) -> bool:
+        return bool(self._exchanges)
+
+    @property
+    def holds_enough(self) -> bool:
+        """The peer does not read what its frames make us send."""
+        return self._connection.is_writing_paused and self._connection.num_unwritten > self._limits.control_bytes
+
+    def receive(self, data: bytes) -> None:
+        now = self._loop.time()
+        protocol = self._protocol
+        self._handle_events(protocol.receive(data, now))
+        if protocol.has_failed:
+            self._end()
+            return
+        if protocol.has_peer_left or self._connection.num_unwritten > self._limits.max_control_bytes:
+            self._connection.abort()
+            self.end_of_peer()
+            return
+        if protocol.pending_head != self._pending_head:
+            self._pending_head = protocol.pending_head
+            self._head_since = now
+        self._mark_dirty()
+
+    def _end(self) -> None:
+        """The protocol's GOAWAY is the last that is written."""
+        self.end_of_peer()
+        self._connection.out += self._protocol.take_control()
+        self._connection.end_after_output()
+        self._mark_dirty()
+
+    def set_blocked(self, is_blocked: bool) -> None:
+        """While the transport takes nothing, its own clock runs, and those of the streams stand still."""
+        for exchange in tuple(self._exchanges.values()):
+            if is_blocked or exchange.stream.request.stream_id not in self._over:
+                exchange.stream.set_blocked(is_blocked)
+        if not is_blocked:
+            now = self._loop.time()
+            self._unsent = OrderedDict.fromkeys(self._unsent, now)
+            self.flush()
+
+    def end_of_peer(self) -> None:
+        for stream_id in tuple(self._exchanges):
+            self._drop(stream_id)
+
+    def _drop(self, stream_id: int) -> None:
+        """The stream has no peer any more: tell its handler, or cancel it."""
+        exchange = self._exchanges.get(stream_id)
+        if exchange is not None:
+            self._forget(stream_id)
+            if not exchange.stream.disconnect() and exchange.task is not None:
+                exchange.task.cancel()
+
+    def _forget(self, stream_id: int) -> None:
+        exchange = self._exchanges.pop(stream_id)
+        self._bodies.pop(stream_id, None)
+        if exchange.num_unread:
+            self._protocol.acknowledge(stream_id, exchange.num_unread)
+        if not self._exchanges:
+            self._idle_since = self._loop.time()
+
+    # What the protocol says.
+
+    def _handle_events(self, events: list[Event]) -> None:
+        for event in events:
+            if type(event) is HttpRequest:
+                self._start_stream(event)
+            elif type(event) is BodyChunk:
+                self._take_body(event)
+            elif type(event) is BodyEnd:
+                exchange = self._exchanges.get(event.stream_id)
+                if exchange is not None:
+                    exchange.body_is_complete = True
+                    self._bodies.pop(event.stream_id, None)
+                    exchange.stream.complete_body()
+            elif type(event) is StreamReset:
+                self._unsent.pop(event.stream_id, None)
+                self._over.discard(event.stream_id)
+                self._drop(event.stream_id)
+            elif type(event) is ProtocolViolation:
+                self._answer_error(event.stream_id, event.status, event.message)
+
+    def _start_stream(self, request: HttpRequest) -> None:
+        stream = HttpStream(request, self)
+        exchange = self._exchanges[request.stream_id] = _Exchange(stream)
+        exchange.task = self._connection.serve(stream)
+        if self._protocol.num_requests >= self._limits.num_streams:
+            self.drain()
+
+    def _take_body(self, event: BodyChunk) -> None:
+        exchange = self._exchanges.get(event.stream_id)
+        if exchange is None:
+            self._protocol.acknowledge(event.stream_id, len(event.data))
+            return
+        exchange.stream.receive_body(event.data)
+        if exchange.stream.is_reading_body:
+            self._protocol.acknowledge(event.stream_id, len(event.data))
+        else:
+            exchange.num_unread += len(event.data)
+
+    def _answer_error(self, stream_id: int, status: int, message: str) -> None:
+        head, body = error_answer(status, message)
+        self._protocol.send_head(stream_id, head)
+        self._protocol.send_data(stream_id, body)
+        self._protocol.send_end(stream_id)
+        self._mark_dirty()
+
+    def fail(self, stream: HttpStream) -> None:
+        stream_id = stream.request.stream_id
+        self._exchanges[stream_id].task = None  # it ends by itself
+        if stream.head_sent:
+            self._protocol.reset(stream_id, ErrorCodes.INTERNAL_ERROR)
+            self._mark_dirty()
+        else:
+            self._answer_error(stream_id, 500, SERVER_FAULT)
+        self._drop(stream_id)
+
+    def break_off(self, stream: HttpStream) -> None:
+        stream_id = stream.request.stream_id
+        self._protocol.reset(stream_id, ErrorCodes.INTERNAL_ERROR)
+        self._mark_dirty()
+        self._exchanges[stream_id].task = None
+        self._drop(stream_id)
+
+    # What the stream asks (StreamCarrier).
+
+    def start_body(self, stream: HttpStream) -> None:
+        stream_id = stream.request.stream_id
+        exchange = self._exchanges[stream_id]
+        if exchange.body_is_complete:
+            return
+        self._bodies[stream_id] = self._loop.time()
+        if exchange.num_unread:
+            self._protocol.acknowledge(stream_id, exchange.num_unread)
+            exchange.num_unread = 0
+        elif stream.request.expects_continue and not stream.num_body_bytes:
+            self._protocol.send_head(stream_id, _CONTINUE)
+        self._mark_dirty()
+        self._connection.adjust()
+
+    def write_head(self, stream: HttpStream, head: ResponseHead) -> None:
+        self._protocol.send_head(stream.request.stream_id, head)
+        self._mark_dirty()
+
+    def write_data(self, stream: HttpStream, data: bytes) -> None:
+        stream_id = stream.request.stream_id
+        if self._protocol.send_data(stream_id, data) > _LEAST_UNSENT_BYTES:
+            self._over.add(stream_id)
+        if not self._is_dirty:
+            self._is_dirty = True
+            self._batch.add(self)
+
+    def write_end(self, stream: HttpStream) -> None:
+        self._protocol.send_end(stream.request.stream_id)
+        self._forget(stream.request.stream_id)
+        self._mark_dirty()
+
+    def _mark_dirty(self) -> None:
+        if not self._is_dirty and (self._protocol.has_output or self._connection.out):
+            self._is_dirty = True
+            self._batch.add(self)
+
+    def flush(self) -> None:
+        """Write what has been sent and what the windows let through, at once."""
+        self._is_dirty = False
+        connection, protocol = self._connection, self._protocol
+        out = connection.out
+        out += protocol.take_control()
+        has_more = False
+        if not connection.is_writing_paused and connection.is_open:
+            output = protocol.take_data(_FLUSH_BYTES)
+            out += output.frames
+            has_more = output.has_more
+            if self._unsent or output.held or has_more:
+                self._watch_progress(output.sent, output.held)
+        connection.write_out()
+        if self._over:
+            self._judge_shares()
+        if protocol.has_drained and not self._unsent and connection.is_open:
+            connection.linger()
+        elif has_more:
+            self._mark_dirty()
+
+    def _watch_progress(self, sent: list[int], held: list[int]) -> None:
+        now = self._loop.time()
+        for stream_id in sent:
+            self._unsent.pop(stream_id, None)
+            if self._protocol.num_unsent(stream_id):
+                self._unsent[stream_id] = now
+        for stream_id in held:
+            self._unsent.setdefault(stream_id, now)
+        self._connection.adjust()
+
+    def _judge_shares(self) -> None:
+        """Block the streams that have more than their share unsent, and let go of those that have got rid of it."""
+        share = _UNSENT_BYTES // max(1, self._protocol.num_streams)
+        high = max(_LEAST_UNSENT_BYTES, min(self._limits.unsent_bytes, share))
+        for stream_id in tuple(self._over):
+            num_unsent = self._protocol.num_unsent(stream_id)
+            exchange = self._exchanges.get(stream_id)
+            if exchange is None:
+                self._over.discard(stream_id)
+                continue
+            is_over = num_unsent > (high // 4 if exchange.stream.is_blocked else high)
+            if not is_over and num_unsent <= _LEAST_UNSENT_BYTES:
+                self._over.discard(stream_id)
+            exchange.stream.set_blocked(is_over or self._connection.is_writing_paused)
+
+    # The end, and the clocks.
+
+    def drain(self) -> None:
+        """Two GOAWAYs: what is under way when the first arrives is still taken (RFC 9113 §6.8)."""
+        if not self._is_draining:
+            self._is_draining = True
+            self._protocol.start_drain()
+            self._drain_due = self._loop.time() + self._limits.drain_round_trip_s
+            self._mark_dirty()
+            self._connection.adjust()
+
+    def next_due(self) -> float | None:
+        return min((due for due, _ in self._deadlines()), default=None)
+
+    def on_due(self) -> None:
+        _, act = min(self._deadlines(), key=lambda deadline: deadline[0])
+        act()
+        self._mark_dirty()
+
+    def _deadlines(self) -> Iterator[tuple[float, Callable[[], None]]]:
+        """What is awaited of the peer: until when, and what then."""
+        limits = self._limits
+        if self._pending_head is not None:
+            yield self._head_since + limits.head_s, self._end_slow_head
+        if self._drain_due is not None:
+            yield self._drain_due, self._finish_drain
+        elif not self._is_draining and not self._exchanges and not self._unsent:
+            yield self._idle_since + limits.idle_s, self.drain
+        for stream_id, since in self._bodies.items():
+            num_bytes = self._exchanges[stream_id].stream.num_body_bytes
+            yield since + limits.body_s + num_bytes / limits.body_bytes_per_s, partial(self._end_slow_body, stream_id)
+        if self._unsent:
+            stream_id, since = next(iter(self._unsent.items()))
+            yield since + limits.stall_s, partial(self._end_stalled, stream_id)
+
+    def _end_slow_head(self) -> None:
+        self._protocol.fail(ErrorCodes.ENHANCE_YOUR_CALM)
+        self._end()
+
+    def _finish_drain(self) -> None:
+        self._drain_due = None
+        self._protocol.finish_drain()
+
+    def _end_slow_body(self, stream_id: int) -> None:
+        del self._bodies[stream_id]
+        self._exchanges[stream_id].stream.fail_body(
+            ServiceError(ErrorKind.REQUEST_TIMEOUT, SLOW_BODY, "request_timeout")
+        )
+
+    def _end_stalled(self, stream_id: int) -> None:
+        del self._unsent[stream_id]
+        self._protocol.reset(stream_id, ErrorCodes.CANCEL)
+        self._drop(stream_id)

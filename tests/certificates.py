@@ -1,0 +1,20 @@
+"""Self-signed certificates, made by openssl: none lies in the repository."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl: apt-get install openssl")
+
+
+def make_certificate(directory: Path, name: str = "localhost") -> tuple[Path, Path]:
+    """Write a certificate for `name` and 127.0.0.1, and its key; both are replaced where they exist."""
+    directory.mkdir(parents=True, exist_ok=True)
+    certificate, key = directory / "certificate.pem", directory / "key.pem"
+    command = ["openssl", "req", "-x509", "-nodes", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
+    command += ["-days", "2", "-subj", f"/CN={name}", "-addext", f"subjectAltName=DNS:{name},IP:127.0.0.1"]
+    command += ["-out", str(certificate), "-keyout", str(key)]
+    subprocess.run(command, check=True, capture_output=True)
+    return certificate, key

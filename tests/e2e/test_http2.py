@@ -1,0 +1,308 @@
+"""HTTP/2 as real clients speak it, in the clear and over TLS."""
+
+import json
+import re
+import shutil
+import signal
+import ssl
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from h2 import events
+from h2.config import H2Configuration
+from h2.connection import H2Connection
+from h2.errors import ErrorCodes
+from h2.settings import SettingCodes
+
+from core.errors import ExitCode
+from tests.certificates import make_certificate, needs_openssl
+from tests.e2e.conftest import MODEL
+from tests.e2e.polling import wait_for
+from tests.e2e.raw_http import TIMEOUT_S, connected
+from tests.e2e.server_process import ServerProcess
+
+CHAT = {"model": MODEL, "max_tokens": 5, "temperature": 0, "messages": [{"role": "user", "content": "What is a step?"}]}
+ENDLESS = CHAT | {"stream": True, "ignore_eos": True, "max_tokens": 1500}
+needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl: apt-get install curl")
+needs_nghttp = pytest.mark.skipif(
+    shutil.which("nghttp") is None or shutil.which("h2load") is None,
+    reason="needs nghttp and h2load: apt-get install nghttp2-client",
+)
+
+
+def run(*command: str, content: object = None) -> str:
+    text = None if content is None else json.dumps(content)
+    result = subprocess.run(command, input=text, capture_output=True, text=True, check=False, timeout=120)
+    assert result.returncode == 0, (result.stdout, result.stderr)
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def tls_server(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServerProcess, Path]]:
+    from tests.e2e.server_process import start_server
+
+    directory = tmp_path_factory.mktemp("tls")
+    certificate, key = make_certificate(directory)
+    flags = ("--tls-cert", str(certificate), "--tls-key", str(key))
+    server = start_server(directory / "server", small_model, *flags)
+    try:
+        server.wait_ready()
+        yield server, certificate
+    finally:
+        server.kill()
+
+
+class RealClient:
+    """h2 over a real socket.
+
+    Args:
+        window: that each response may fill, unread.
+    """
+
+    def __init__(self, port: int, window: int = 65_535) -> None:
+        self.h2 = H2Connection(H2Configuration(client_side=True, header_encoding="utf-8"))
+        self.h2.local_settings.update({SettingCodes.INITIAL_WINDOW_SIZE: window})
+        self.h2.local_settings.acknowledge()
+        self.h2.initiate_connection()
+        self.bodies: dict[int, bytes] = {}
+        self.ended: set[int] = set()
+        self.resets: dict[int, ErrorCodes | int] = {}
+        self._connected = connected(port)
+        self._socket = self._connected.__enter__()._socket
+        self.flush()
+
+    def __enter__(self) -> "RealClient":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._connected.__exit__(None, None, None)
+
+    def chat(self, content: dict[str, object]) -> int:
+        stream_id = self.h2.get_next_available_stream_id()
+        head = [(":method", "POST"), (":scheme", "http"), (":authority", "a"), (":path", "/v1/chat/completions")]
+        self.h2.send_headers(stream_id, [*head, ("content-type", "application/json")])
+        self.h2.send_data(stream_id, json.dumps(content).encode(), end_stream=True)
+        self.bodies[stream_id] = b""
+        self.flush()
+        return stream_id
+
+    def flush(self) -> None:
+        self._socket.sendall(self.h2.data_to_send())
+
+    def read_until(self, condition: Callable[[], bool], acknowledges: bool = True) -> None:
+        self._socket.settimeout(TIMEOUT_S)
+        while not condition():
+            data = self._socket.recv(65_536)
+            assert data, "the connection has ended"
+            for event in self.h2.receive_data(data):
+                if isinstance(event, events.DataReceived) and event.stream_id is not None:
+                    self.bodies[event.stream_id] += event.data or b""
+                    if acknowledges and event.flow_controlled_length:
+                        self.h2.acknowledge_received_data(event.flow_controlled_length, event.stream_id)
+                elif isinstance(event, events.StreamEnded) and event.stream_id is not None:
+                    self.ended.add(event.stream_id)
+                elif isinstance(event, events.StreamReset) and event.stream_id is not None:
+                    self.resets[event.stream_id] = event.error_code or 0
+            self.flush()
+
+
+def text_of(body: bytes) -> str:
+    """What the events of a chat say."""
+    parts = [json.loads(line[6:]) for line in body.decode().splitlines() if line.startswith("data: {")]
+    return "".join(part["choices"][0]["delta"].get("content") or "" for part in parts)
+
+
+# Clients.
+
+
+@needs_curl
+def test_curl_asks_with_prior_knowledge(server: ServerProcess) -> None:
+    url = f"{server.url}/v1/chat/completions"
+    command = ("curl", "-sS", "-H", "content-type: application/json", "-d", "@-", "-w", "%{http_version}", url)
+    old = run(*command, "--http1.1", content=CHAT)
+    new = run(*command, "--http2-prior-knowledge", content=CHAT)
+    assert new.endswith("}2")
+    answers = [json.loads(text[: text.rindex("}") + 1]) for text in (old, new)]
+    assert answers[0]["choices"] == answers[1]["choices"]
+
+
+@needs_curl
+def test_curl_streams(server: ServerProcess) -> None:
+    command = ("curl", "-sS", "--no-buffer", "--http2-prior-knowledge", "-H", "content-type: application/json")
+    text = run(*command, "-d", "@-", f"{server.url}/v1/chat/completions", content=CHAT | {"stream": True})
+    events_ = text.strip().split("\n\n")
+    assert events_[-1] == "data: [DONE]"
+    assert all(event.startswith("data: ") for event in events_)
+
+
+@needs_nghttp
+def test_nghttp_and_its_priorities(server: ServerProcess) -> None:
+    output = run("nghttp", "-nv", "-m", "10", f"{server.url}/health")
+    assert output.count(":status: 200") == 10
+    assert "RST_STREAM" not in output
+
+
+@needs_nghttp
+@pytest.mark.parametrize("num_streams", [1, 16, 256])
+def test_h2load_loses_nothing(server: ServerProcess, num_streams: int) -> None:
+    output = run("h2load", "-n", "1000", "-c", "2", "-m", str(num_streams), f"{server.url}/health")
+    assert "1000 succeeded, 0 failed, 0 errored, 0 timeout" in output, output
+
+
+def test_httpx_asks_many_at_once(server: ServerProcess) -> None:
+    with httpx.Client(http1=False, http2=True, timeout=TIMEOUT_S) as client:
+        replies = [client.post(f"{server.url}/v1/chat/completions", json=CHAT) for _ in range(3)]
+        assert {reply.http_version for reply in replies} == {"HTTP/2"}
+        assert len({reply.json()["choices"][0]["message"]["content"] for reply in replies}) == 1
+
+
+# Streams on one connection.
+
+
+def test_streams_on_one_connection_say_what_each_says_alone(server: ServerProcess) -> None:
+    content: dict[str, object] = CHAT | {"stream": True, "max_tokens": 40}
+    with RealClient(server.port) as client:
+        alone = client.chat(content)
+        client.read_until(lambda: alone in client.ended)
+        together = [client.chat(content) for _ in range(8)]
+        client.read_until(lambda: client.ended.issuperset(together))
+        assert {text_of(client.bodies[stream_id]) for stream_id in together} == {text_of(client.bodies[alone])}
+
+
+def test_reset_stream_frees_its_blocks_and_leaves_its_neighbour(server: ServerProcess) -> None:
+    with RealClient(server.port) as client:
+        gone, stays = client.chat(ENDLESS), client.chat(CHAT | {"stream": True, "max_tokens": 60})
+        client.read_until(lambda: bool(client.bodies[gone]))
+        client.h2.reset_stream(gone, ErrorCodes.CANCEL)
+        client.flush()
+        client.read_until(lambda: stays in client.ended)
+        server.wait_running(0)
+        assert client.bodies[stays].endswith(b"data: [DONE]\n\n")
+
+
+def test_reader_that_stops_is_paused_and_reads_on_to_the_same_text(server: ServerProcess) -> None:
+    content: dict[str, object] = ENDLESS | {"max_tokens": 400}
+    with RealClient(server.port) as client:
+        whole = client.chat(content)
+        client.read_until(lambda: whole in client.ended)
+        expected = text_of(client.bodies[whole])
+    with RealClient(server.port, window=1000) as client:
+        slow = client.chat(content)
+        client.read_until(lambda: len(client.bodies[slow]) == 1000, acknowledges=False)
+        counted: list[float] = []
+
+        def stands_still() -> bool:
+            counted.append(server.metrics()["vllm:generation_tokens_total"])
+            return len(counted) > 5 and len(set(counted[-5:])) == 1
+
+        wait_for(stands_still, lambda: f"a pause, with {counted[-5:]} tokens")
+        assert server.metrics()["vllm:num_requests_running"] == 1
+        client.h2.increment_flow_control_window(2**20, slow)
+        client.h2.increment_flow_control_window(2**20)
+        client.flush()
+        client.read_until(lambda: slow in client.ended, acknowledges=False)
+        assert text_of(client.bodies[slow]) == expected
+
+
+def test_stalled_stream_is_reset_and_its_blocks_are_free(spawn: Callable[..., ServerProcess]) -> None:
+    server = spawn("--stall-timeout", "500ms")
+    server.wait_ready()
+    with RealClient(server.port, window=100) as client:
+        stalled = client.chat(ENDLESS)
+        client.read_until(lambda: stalled in client.resets, acknowledges=False)
+        assert client.resets[stalled] == ErrorCodes.CANCEL
+        server.wait_running(0)
+        assert server.metrics()["steploop_kv_blocks_used"] == 0
+
+
+def test_sigterm_lets_streams_end_and_takes_no_more(spawn: Callable[..., ServerProcess]) -> None:
+    server = spawn()
+    server.wait_ready()
+    with RealClient(server.port) as client:
+        stream_id = client.chat(ENDLESS | {"max_tokens": 100})
+        client.read_until(lambda: bool(client.bodies[stream_id]))
+        server.send_signal(signal.SIGTERM)
+        received = b""
+        while data := client._socket.recv(65_536):
+            received += data
+            if received.count(b"\0\0\x08\x06\0\0\0\0\0steploop"):
+                client._socket.sendall(b"\0\0\x08\x06\x01\0\0\0\0steploop")
+                received = received.replace(b"\0\0\x08\x06\0\0\0\0\0steploop", b"")
+        assert b"data: [DONE]" in received
+        assert received.count(b"\0\0\x08\x07\0\0\0\0\0") == 2, "two GOAWAYs"
+    assert server.wait_exit() == 0
+
+
+# TLS.
+
+
+@needs_openssl
+@needs_curl
+@pytest.mark.parametrize(("flag", "version"), [("--http2", "2"), ("--http1.1", "1.1")])
+def test_curl_over_tls(tls_server: tuple[ServerProcess, Path], flag: str, version: str) -> None:
+    server, certificate = tls_server
+    url = f"https://localhost:{server.port}/health"
+    text = run("curl", "-sS", flag, "--cacert", str(certificate), "-w", "%{http_version}", url)
+    assert text == '{"status":"ok"}' + version
+
+
+@needs_openssl
+@needs_curl
+def test_banner_has_a_command_that_answers_over_tls(tls_server: tuple[ServerProcess, Path]) -> None:
+    server, _ = tls_server
+    command = server.stdout.read_text().split("try ", 1)[1].strip()
+    output = run("sh", "-c", command.replace("curl ", "curl -sS ", 1).replace('{"model"', '{"max_tokens": 3, "model"'))
+    assert json.loads(output)["usage"]["completion_tokens"] in (1, 2, 3)
+
+
+@needs_openssl
+def test_openai_sdk_over_tls(tls_server: tuple[ServerProcess, Path]) -> None:
+    import openai
+
+    server, certificate = tls_server
+    context = ssl.create_default_context(cafile=str(certificate))
+    with httpx.Client(http2=True, verify=context, timeout=TIMEOUT_S) as transport:
+        client = openai.OpenAI(
+            base_url=f"https://localhost:{server.port}/v1", api_key="none", http_client=transport, max_retries=0
+        )
+        stream = client.chat.completions.create(stream=True, **CHAT)  # type: ignore[call-overload]
+        assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length"
+
+
+@needs_openssl
+@needs_curl
+def test_sighup_replaces_the_certificate_and_keeps_connections(
+    spawn: Callable[..., ServerProcess], tmp_path: Path
+) -> None:
+    certificate, key = make_certificate(tmp_path / "tls")
+    server = spawn("--tls-cert", str(certificate), "--tls-key", str(key))
+    server.wait_ready()
+    url = f"https://localhost:{server.port}/health"
+    context = ssl.create_default_context(cafile=str(certificate))
+    with httpx.Client(http2=True, verify=context, timeout=TIMEOUT_S) as client:
+        assert client.get(url).status_code == 200
+        key_text = key.read_text()
+        make_certificate(tmp_path / "tls")
+        new_key = key.read_text()
+        key.write_text(key_text)  # of the old certificate: they do not fit
+        server.send_signal(signal.SIGHUP)
+        server.wait_log("the certificate stays as it was")
+        key.write_text(new_key)
+        server.send_signal(signal.SIGHUP)
+        server.wait_log("the certificate is reloaded")
+        assert client.get(url).status_code == 200
+    assert run("curl", "-sS", "--cacert", str(certificate), url) == '{"status":"ok"}'
+
+
+@needs_openssl
+def test_certificate_that_cannot_be_served_with_is_refused_at_start(
+    spawn: Callable[..., ServerProcess], tmp_path: Path
+) -> None:
+    _, key = make_certificate(tmp_path / "tls")
+    server = spawn("--tls-cert", str(key), "--tls-key", str(key))
+    assert server.wait_exit() == ExitCode.CONFIGURATION
+    assert re.search(r"^error: .*key.pem .*cannot be served with", server.log, re.MULTILINE)
+    assert "Traceback" not in server.log

@@ -1,0 +1,184 @@
+"""Every limit on raw frames, at it and one past it; whole input = byte by byte."""
+
+import pytest
+from h2.errors import ErrorCodes
+from hypothesis import given
+from hypothesis import strategies as st
+
+from server.frame_gate import (
+    CONTINUATION,
+    DATA,
+    GOAWAY,
+    HEADERS,
+    PING,
+    PREFACE,
+    PRIORITY,
+    PUSH_PROMISE,
+    RST_STREAM,
+    SETTINGS,
+    WINDOW_UPDATE,
+    FrameGate,
+    FrameLimits,
+)
+from tests.server.http2_frames import frame
+
+START = PREFACE + frame(SETTINGS)
+END_HEADERS = 0x4
+PADDED = 0x8
+UNKNOWN = 0x42
+
+
+def gate_after(data: bytes, now: float = 0.0) -> FrameGate:
+    gate = FrameGate(FrameLimits())
+    assert gate.receive(START, now) == START
+    gate.receive(data, now)
+    return gate
+
+
+def code_after(data: bytes) -> ErrorCodes | None:
+    refusal = gate_after(data).refusal
+    return None if refusal is None else refusal.code
+
+
+CALM = ErrorCodes.ENHANCE_YOUR_CALM
+PROTOCOL = ErrorCodes.PROTOCOL_ERROR
+SIZE = ErrorCodes.FRAME_SIZE_ERROR
+
+
+@pytest.mark.parametrize(
+    ("within", "past", "code"),
+    [
+        (frame(DATA, b"x" * 16_384, stream_id=1), frame(DATA, b"x" * 16_385, stream_id=1), SIZE),
+        (frame(RST_STREAM, bytes(4), stream_id=1) * 200, frame(RST_STREAM, bytes(4), stream_id=1) * 201, CALM),
+        (frame(PING, bytes(8)) * 100, frame(PING, bytes(8)) * 101, CALM),
+        (frame(SETTINGS) * 99, frame(SETTINGS) * 100, CALM),
+        (frame(SETTINGS, bytes(6 * 32)), frame(SETTINGS, bytes(6 * 33)), CALM),
+        (frame(DATA, stream_id=1) * 1000, frame(DATA, stream_id=1) * 1001, CALM),
+        (frame(DATA, b"x", stream_id=1) * 1000, frame(DATA, b"x", stream_id=1) * 1017, CALM),
+        (frame(DATA, bytes(200), PADDED, 1) * 1000, frame(DATA, bytes(200), PADDED, 1) * 1001, CALM),
+        (frame(PRIORITY, bytes(5), stream_id=1) * 1000, frame(PRIORITY, bytes(5), stream_id=1) * 1001, CALM),
+        (frame(WINDOW_UPDATE, bytes(4)) * 1000, frame(WINDOW_UPDATE, bytes(4)) * 1001, CALM),
+        (frame(UNKNOWN, bytes(100)) * 1000, frame(UNKNOWN, bytes(100)) * 1001, CALM),
+        (frame(GOAWAY, bytes(8)) * 1000, frame(GOAWAY, bytes(8)) * 1001, CALM),
+        (frame(GOAWAY, bytes(8)), frame(GOAWAY, bytes(7)), SIZE),
+        (frame(GOAWAY, bytes(8)), frame(GOAWAY, bytes(8), stream_id=1), PROTOCOL),
+        (
+            frame(HEADERS, stream_id=1) + frame(CONTINUATION, b"x", stream_id=1) * 8,
+            frame(HEADERS, stream_id=1) + frame(CONTINUATION, b"x", stream_id=1) * 9,
+            CALM,
+        ),
+        (
+            frame(HEADERS, bytes(16_384), stream_id=1) + frame(CONTINUATION, bytes(16_384), stream_id=1),
+            frame(HEADERS, bytes(16_384), stream_id=1)
+            + frame(CONTINUATION, bytes(16_384), stream_id=1)
+            + frame(CONTINUATION, b"x", stream_id=1),
+            CALM,
+        ),
+        (frame(HEADERS, stream_id=1), frame(HEADERS, stream_id=1) + frame(PING, bytes(8)), PROTOCOL),
+        (b"", frame(HEADERS, stream_id=1) + frame(CONTINUATION, stream_id=3), PROTOCOL),
+        (b"", frame(PUSH_PROMISE, bytes(4), END_HEADERS, 1), PROTOCOL),
+    ],
+)
+def test_limit_holds_at_and_one_past(within: bytes, past: bytes, code: ErrorCodes) -> None:
+    assert code_after(within) is None
+    assert code_after(past) is code
+
+
+def test_frame_is_refused_by_its_header_before_its_payload() -> None:
+    gate = gate_after(b"")
+    assert gate.receive(frame(DATA, bytes(2**20), stream_id=1)[:9], 0.0) == b""
+    assert gate.refusal is not None
+    assert gate.receive(b"anything", 0.0) == b""
+
+
+def test_rates_fill_up_again_with_time() -> None:
+    gate = gate_after(frame(PING, bytes(8)) * 100)
+    gate.receive(frame(PING, bytes(8)) * 10, 1.0)
+    assert gate.refusal is None
+    gate.receive(frame(PING, bytes(8)), 1.0)
+    assert gate.refusal is not None
+
+
+def test_resets_that_we_are_made_to_send_count_as_the_peers() -> None:
+    gate = gate_after(frame(RST_STREAM, bytes(4), stream_id=1) * 199)
+    gate.count_reset(0.0)
+    assert gate.refusal is None
+    gate.count_reset(0.0)
+    assert gate.refusal is not None
+    assert gate.refusal.code is CALM
+
+
+def test_content_in_either_direction_pays_for_overhead() -> None:
+    update = frame(WINDOW_UPDATE, bytes(4), stream_id=1)
+    gate = gate_after(update * 1000)
+    gate.count_content(640)
+    gate.receive(update * 10, 0.0)
+    assert gate.refusal is None
+    gate.receive(frame(DATA, bytes(128), stream_id=1) + update, 0.0)
+    assert gate.refusal is None
+    gate.receive(update, 0.0)
+    assert gate.refusal is not None
+
+
+def test_content_is_not_saved_up_without_bound() -> None:
+    gate = gate_after(b"")
+    gate.count_content(2**40)
+    gate.receive(frame(PRIORITY, bytes(5), stream_id=1) * 1001, 0.0)
+    assert gate.refusal is not None
+
+
+def test_goaway_is_kept_from_h2_and_its_code_told() -> None:
+    gate = gate_after(b"")
+    ping = frame(PING, bytes(8))
+    goaway = frame(GOAWAY, bytes(4) + b"\0\0\0\x0b" + b"debug data")
+    assert gate.receive(ping + goaway + ping, 0.0) == ping * 2
+    assert gate.goaway_code == CALM
+
+
+@pytest.mark.parametrize("first", [frame(PING, bytes(8)), frame(SETTINGS, flags=1)])
+def test_first_frame_must_be_settings(first: bytes) -> None:
+    gate = FrameGate(FrameLimits())
+    assert gate.receive(PREFACE + first, 0.0) == PREFACE
+    assert gate.refusal is not None
+    assert gate.refusal.code is PROTOCOL
+
+
+def test_preface_must_be_the_preface() -> None:
+    gate = FrameGate(FrameLimits())
+    gate.receive(PREFACE[:10] + b"?", 0.0)
+    assert gate.refusal is not None
+    assert gate.refusal.code is PROTOCOL
+
+
+def test_head_is_pending_until_its_block_is_complete() -> None:
+    gate = FrameGate(FrameLimits())
+    assert gate.pending_head == 0
+    gate.receive(START, 0.0)
+    assert gate.pending_head is None
+    for number in (1, 2):
+        headers = frame(HEADERS, b"abc", stream_id=1)
+        for piece in (headers[:-1], headers[-1:]):
+            gate.receive(piece, 0.0)
+            assert gate.pending_head == number
+        gate.receive(frame(CONTINUATION, b"abc", END_HEADERS, 1), 0.0)
+        assert gate.pending_head is None
+
+
+FRAMES = st.builds(
+    frame,
+    st.integers(0, 11),
+    st.binary(max_size=40),
+    st.sampled_from([0, 1, END_HEADERS, PADDED]),
+    st.integers(0, 3),
+)
+
+
+@given(st.lists(FRAMES, max_size=30), st.binary(max_size=20))
+def test_whole_input_is_byte_by_byte_input(frames: list[bytes], rest: bytes) -> None:
+    data = START + b"".join(frames) + rest
+    limits = FrameLimits(num_overhead_frames=8)
+    whole, bytewise = FrameGate(limits), FrameGate(limits)
+    passed = whole.receive(data, 0.0)
+    assert b"".join(bytewise.receive(data[i : i + 1], 0.0) for i in range(len(data))) == passed
+    assert str(bytewise.refusal) == str(whole.refusal)
+    assert bytewise.goaway_code == whole.goaway_code

@@ -1,0 +1,194 @@
+"""Certificates that are served with, refused, and replaced; over real sockets."""
+
+import asyncio
+import os
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import h11
+import pytest
+import uvloop
+from h2 import events
+from h2.config import H2Configuration
+from h2.connection import H2Connection
+
+from core.errors import ExitCode, StartupError
+from server.listener import Listener, ListenerConfig
+from server.stream import HttpStream
+from server.tls import ServerTls, server_tls
+from tests.certificates import make_certificate, needs_openssl
+from tests.server.http2_client import fields
+from tests.server.test_connection import answer
+
+pytestmark = needs_openssl
+
+
+async def say_path(stream: HttpStream) -> None:
+    answer(stream, 200, stream.request.path.encode())
+
+
+@asynccontextmanager
+async def listening(tls: ServerTls) -> AsyncIterator[int]:
+    listener = Listener(say_path, ListenerConfig(port=0, tls=tls))
+    await listener.start()
+    try:
+        yield listener.port
+    finally:
+        await listener.drain(0.0)
+
+
+def trusting(certificate: Path, *alpn: str) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=str(certificate))
+    context.set_alpn_protocols(list(alpn))
+    return context
+
+
+async def connect(port: int, context: ssl.SSLContext) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.open_connection("127.0.0.1", port, ssl=context, server_hostname="127.0.0.1")
+
+
+async def get_http2(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, client: H2Connection) -> bytes:
+    stream_id = client.get_next_available_stream_id()
+    client.send_headers(stream_id, fields(scheme="https"), end_stream=True)
+    writer.write(client.data_to_send())
+    body = b""
+    while True:
+        for event in client.receive_data(await reader.read(65_536)):
+            if isinstance(event, events.DataReceived):
+                body += event.data or b""
+            elif isinstance(event, events.StreamEnded):
+                return body
+
+
+def new_client() -> H2Connection:
+    client = H2Connection(H2Configuration(client_side=True))
+    client.initiate_connection()
+    return client
+
+
+def test_alpn_chooses_the_protocol(tmp_path: Path) -> None:
+    certificate, key = make_certificate(tmp_path)
+
+    async def main() -> None:
+        async with listening(ServerTls(certificate, key)) as port:
+            reader, writer = await connect(port, trusting(certificate, "h2", "http/1.1"))
+            assert writer.get_extra_info("ssl_object").selected_alpn_protocol() == "h2"
+            assert await get_http2(reader, writer, new_client()) == b"/"
+            writer.close()
+            for alpn in (("http/1.1",), ()):
+                reader, writer = await connect(port, trusting(certificate, *alpn))
+                writer.write(b"GET /old HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+                client = h11.Connection(h11.CLIENT)
+                client.send(h11.Request(method="GET", target="/", headers=[("host", "a")]))
+                client.receive_data(await reader.read())
+                response = client.next_event()
+                assert isinstance(response, h11.Response)
+                assert response.status_code == 200
+                writer.close()
+
+    uvloop.run(main())
+
+
+def test_nothing_older_than_tls_12_is_spoken(tmp_path: Path) -> None:
+    certificate, key = make_certificate(tmp_path)
+
+    async def main(port_of: ServerTls) -> None:
+        async with listening(port_of) as port:
+            modern = trusting(certificate, "h2")
+            modern.minimum_version = modern.maximum_version = ssl.TLSVersion.TLSv1_2
+            _, writer = await connect(port, modern)
+            assert writer.get_extra_info("cipher")[0].startswith("ECDHE-")
+            writer.close()
+            weak = trusting(certificate, "h2")
+            weak.maximum_version = ssl.TLSVersion.TLSv1_2
+            weak.set_ciphers("AES128-SHA")
+            with pytest.raises((ssl.SSLError, ConnectionError)):
+                await connect(port, weak)
+
+    tls = ServerTls(certificate, key)
+    assert tls.context.minimum_version is ssl.TLSVersion.TLSv1_2
+    uvloop.run(main(tls))
+
+
+def test_new_connections_get_the_new_certificate_and_old_ones_go_on(tmp_path: Path) -> None:
+    certificate, key = make_certificate(tmp_path)
+    tls = ServerTls(certificate, key)
+
+    async def main() -> None:
+        async with listening(tls) as port:
+            old = trusting(certificate, "h2")
+            reader, writer = await connect(port, old)
+            client = new_client()
+            assert await get_http2(reader, writer, client) == b"/"
+            make_certificate(tmp_path)
+            tls.reload()
+            assert await get_http2(reader, writer, client) == b"/"
+            with pytest.raises(ssl.SSLCertVerificationError):
+                await connect(port, old)
+            _, new_writer = await connect(port, trusting(certificate, "h2"))
+            new_writer.close()
+            writer.close()
+
+    uvloop.run(main())
+
+
+def test_files_that_do_not_fit_are_refused_and_the_old_ones_stay(tmp_path: Path) -> None:
+    certificate, key = make_certificate(tmp_path)
+    tls = ServerTls(certificate, key)
+    trusted = trusting(certificate, "h2")
+    key.write_text("not a key")
+
+    async def main() -> None:
+        with pytest.raises(StartupError) as caught:
+            tls.reload()
+        assert caught.value.exit_code is ExitCode.CONFIGURATION
+        assert str(key) in caught.value.cause
+        async with listening(tls) as port:
+            _, writer = await connect(port, trusted)
+            writer.close()
+
+    uvloop.run(main())
+
+
+def test_key_of_another_certificate_is_refused(tmp_path: Path) -> None:
+    certificate, _ = make_certificate(tmp_path / "one")
+    _, key = make_certificate(tmp_path / "two")
+    with pytest.raises(StartupError, match="KEY_VALUES_MISMATCH"):
+        ServerTls(certificate, key)
+
+
+def test_key_alone_is_refused(tmp_path: Path) -> None:
+    assert server_tls(None, None) is None
+    with pytest.raises(StartupError, match="no certificate"):
+        server_tls(None, tmp_path / "key.pem")
+
+
+def test_encrypted_key_is_refused_without_a_question(tmp_path: Path) -> None:
+    certificate, key = make_certificate(tmp_path)
+    encrypted = tmp_path / "encrypted.pem"
+    os.spawnlp(os.P_WAIT, "openssl", "openssl", "ec", "-in", key, "-aes128", "-passout", "pass:x", "-out", encrypted)
+    with pytest.raises(StartupError, match="encrypted"):
+        ServerTls(certificate, encrypted)
+
+
+def test_certificate_and_key_may_be_one_file(tmp_path: Path) -> None:
+    certificate, key = make_certificate(tmp_path)
+    both = tmp_path / "both.pem"
+    both.write_text(key.read_text() + certificate.read_text())
+    assert ServerTls(both, None).context.get_ca_certs() == []
+
+
+def test_peer_that_does_not_shake_hands_is_closed(tmp_path: Path) -> None:
+    certificate, key = make_certificate(tmp_path)
+
+    async def main() -> None:
+        async with listening(ServerTls(certificate, key)) as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+            answer = await reader.read()
+            assert not answer.startswith(b"HTTP")
+            writer.close()
+
+    uvloop.run(main())
