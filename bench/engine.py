@@ -19,22 +19,24 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 
 import bench.no_spin  # noqa: F401
 from bench.limits import Limits, limit_tables, measure_limits
 from bench.results import RESULTS_DIR, Plot, Table, command_line, print_tables, write_result
 from bench.work import ModelWork, Speed, decode_limit_s, prefill_limit_s, work_of
-from core.config import BLOCK_SIZE, EngineConfig, ModelConfig, parse_model_config
+from core.config import BLOCK_SIZE, QUANTIZE_SCHEMES, EngineConfig, ModelConfig, parse_model_config
 from core.engine import Engine
 from core.errors import StartupError
 from core.scheduler import Scheduler
 from core.types import Cancel, FinishReason, Message, Pause, Request, Resume, SamplingParams, StepDelivery, Submit
 from gpu.device import DTYPES, choose_device
 from gpu.kv_cache import bytes_per_token
-from gpu.memory_plan import MemoryPlan
+from gpu.memory_plan import MemoryPlan, weights_size_bytes
 from gpu.runner import ModelRunner, load_runner
 
 MIB = 1024**2
+CPU = torch.device("cpu")
 PROMPTS = (128, 512, 4096)  # tokens
 BATCHES = (1, 4, 8, 16, 32)
 CONTEXTS = (128, 1024, 4096, 8192)  # tokens, of each sequence
@@ -114,6 +116,14 @@ class MemoryRun(msgspec.Struct, frozen=True):
     anonymous: int
 
 
+class EngineRuns(msgspec.Struct, frozen=True):
+    """All that was measured of one engine."""
+
+    prefills: tuple[PrefillRun, ...]
+    decodes: tuple[DecodeRun, ...]
+    memory: MemoryRun
+
+
 class EngineBench:
     """An engine over a model, stepped by hand."""
 
@@ -188,7 +198,9 @@ class EngineBench:
         self._started.clear()
 
 
-def open_engine(directory: Path, config: ModelConfig, cases: Cases, dtype: str, threads: int | None) -> ModelRunner:
+def open_engine(
+    directory: Path, config: ModelConfig, cases: Cases, dtype: str, threads: int | None, quantize: str | None = None
+) -> ModelRunner:
     """Load the model with room for the largest case, and no more.
 
     Raises:
@@ -203,6 +215,7 @@ def open_engine(directory: Path, config: ModelConfig, cases: Cases, dtype: str, 
         max_model_len=cases.max_model_len,
         max_sequences=max(cases.batches),
         kv_memory_bytes=kv_bytes,
+        quantize=quantize,
     )
     return load_runner(directory, config, engine, lambda done, total: None)
 
@@ -216,47 +229,44 @@ def memory_bytes(line: str) -> int:
 
 
 def result_tables(
-    prefills: Sequence[PrefillRun],
-    decodes: Sequence[DecodeRun],
-    memory: MemoryRun,
-    work: ModelWork,
-    speed: Speed,
-    number_bytes: int,
+    runs: EngineRuns, work: ModelWork, speed: Speed, number_bytes: int, layer_bytes: float | None = None
 ) -> list[Table]:
-    """Speeds beside their limits, and memory beside its plan."""
-    prefill_rows = []
-    for prefill in prefills:
+    """Speeds beside their limits, and memory beside its plan.
+
+    Args:
+        number_bytes: of a weight, as it is computed with.
+        layer_bytes: see ModelWork.bytes_read.
+    """
+    prefills = []
+    for prefill in runs.prefills:
         limit_s = prefill_limit_s(work, speed, prefill.num_tokens, number_bytes)
         tokens = prefill.num_tokens
-        prefill_rows.append((tokens, tokens / prefill.seconds, tokens / limit_s, limit_s / prefill.seconds))
-    decode_rows = []
-    for run in decodes:
-        limit_s = decode_limit_s(work, speed, run.num_rows, run.context, number_bytes)
+        prefills.append((tokens, tokens / prefill.seconds, tokens / limit_s, limit_s / prefill.seconds))
+    decodes = []
+    for run in runs.decodes:
+        limit_s = decode_limit_s(work, speed, run.num_rows, run.context, number_bytes, layer_bytes)
         speeds = (run.num_rows / run.step_s, run.num_rows / limit_s, limit_s / run.step_s)
-        decode_rows.append((run.num_rows, round(run.context), run.step_s * 1e3, *speeds))
-    planned = memory.weights + memory.kv
-    memory_row = (
-        *(size / MIB for size in (memory.weights, memory.kv, memory.activations, memory.before)),
-        *(size / MIB for size in (memory.peak, memory.peak - planned, memory.anonymous - planned)),
-    )
+        decodes.append((run.num_rows, round(run.context), run.step_s * 1e3, *speeds))
     columns = ("batch", "context", "step ms", "tokens/s", "limit tokens/s", "share of limit")
     return [
-        Table("Prefill of one prompt", ("tokens", "tokens/s", "limit tokens/s", "share of limit"), tuple(prefill_rows)),
-        Table("Decode", columns, tuple(decode_rows), Plot("context", "share of limit", "batch")),
-        Table(
-            "Memory, MiB",
-            (
-                "weights",
-                "KV",
-                "activations at most",
-                "before loading",
-                "peak",
-                "peak - weights - KV",
-                "end, no files, - both",
-            ),
-            (memory_row,),
-        ),
+        Table("Prefill of one prompt", ("tokens", "tokens/s", "limit tokens/s", "share of limit"), tuple(prefills)),
+        Table("Decode", columns, tuple(decodes), Plot("context", "share of limit", "batch")),
+        _memory_table(runs.memory),
     ]
+
+
+def _memory_table(memory: MemoryRun) -> Table:
+    planned = memory.weights + memory.kv
+    sizes = {
+        "weights": memory.weights,
+        "KV": memory.kv,
+        "activations at most": memory.activations,
+        "before loading": memory.before,
+        "peak": memory.peak,
+        "peak - weights - KV": memory.peak - planned,
+        "end, no files, - both": memory.anonymous - planned,
+    }
+    return Table("Memory, MiB", tuple(sizes), (tuple(size / MIB for size in sizes.values()),))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -264,6 +274,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="e.g. of bench.make_model")
     parser.add_argument("--threads", type=int, metavar="N", help="compute threads (default: as the server chooses)")
     parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto")
+    parser.add_argument("--quantize", choices=QUANTIZE_SCHEMES, help="the layers' matrices, as the server does")
     parser.add_argument("--prompts", nargs="+", type=int, default=PROMPTS, metavar="TOKENS")
     parser.add_argument("--batches", nargs="+", type=int, default=BATCHES, metavar="ROWS")
     parser.add_argument("--contexts", nargs="+", type=int, default=CONTEXTS, metavar="TOKENS")
@@ -283,7 +294,11 @@ def _cases_of(arguments: argparse.Namespace) -> Cases:
     )
 
 
-def _measure(runner: ModelRunner, cases: Cases) -> tuple[list[PrefillRun], list[DecodeRun]]:
+def _measure(runner: ModelRunner, cases: Cases, before: int) -> EngineRuns:
+    """
+    Args:
+        before: bytes that the process had before anything was loaded.
+    """
     bench = EngineBench(runner)
     prefills = []
     for num_tokens in cases.prompts:
@@ -295,7 +310,7 @@ def _measure(runner: ModelRunner, cases: Cases) -> tuple[list[PrefillRun], list[
         run = bench.decode(num_rows, context, cases.num_steps)
         decodes.append(run)
         print(f"decode {num_rows} x {context}: {num_rows / run.step_s:,.1f} tokens/s", file=sys.stderr)
-    return prefills, decodes
+    return EngineRuns(tuple(prefills), tuple(decodes), _memory_of(runner.memory, before))
 
 
 def _memory_of(plan: MemoryPlan, before: int) -> MemoryRun:
@@ -313,7 +328,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = parse_model_config(json.loads((directory / "config.json").read_text(encoding="utf-8")))
         work = work_of(directory)
-        runner = open_engine(directory, config, cases, arguments.dtype, arguments.threads)
+        runner = open_engine(directory, config, cases, arguments.dtype, arguments.threads, arguments.quantize)
     except StartupError as error:
         print(f"bench.engine: {error.cause}\nFix: {error.fix}", file=sys.stderr)
         return 2
@@ -323,29 +338,42 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return 2
     device = runner.memory.device
-    prefills, decodes = _measure(runner, cases)
-    memory = _memory_of(runner.memory, before)
+    runs = _measure(runner, cases, before)
     limits = measure_limits(dtype=device.dtype, is_quick=arguments.quick)
     speed = Speed(limits.read_bytes_per_s, limits.flops)
-    tables = result_tables(prefills, decodes, memory, work, speed, device.dtype.itemsize)
+    layer_bytes = _layer_bytes(config, work, device.dtype, arguments.quantize)
+    tables = result_tables(runs, work, speed, device.dtype.itemsize, layer_bytes)
     tables += limit_tables(limits, has_probes=False)
     print_tables(tables)
-    path = arguments.json or (None if arguments.quick else RESULTS_DIR / f"engine-{directory.resolve().name}.json")
+    path = arguments.json or (None if arguments.quick else RESULTS_DIR / f"engine-{_name(arguments)}.json")
     if path is not None:
-        shown = {"model": directory.resolve().name, "dtype": device.dtype_name, "threads": device.threads}
-        details = _details(prefills, decodes, memory, limits)
-        write_result(path, "engine", command_line("bench.engine", argv), tables, shown, details)
+        shown = {
+            "model": directory.resolve().name,
+            "dtype": device.dtype_name,
+            "quantize": arguments.quantize or "none",
+            "threads": device.threads,
+        }
+        details = _details(runs, limits)
+        write_result(path, "engine", command_line("python -m bench.engine", argv), tables, shown, details)
         print(f"written to {path}")
     return 0
 
 
-def _details(
-    prefills: Sequence[PrefillRun], decodes: Sequence[DecodeRun], memory: MemoryRun, limits: Limits
-) -> dict[str, Any]:
-    return {
-        name: msgspec.to_builtins(value)
-        for name, value in (("prefill", prefills), ("decode", decodes), ("memory", memory), ("limits", limits))
-    }
+def _details(runs: EngineRuns, limits: Limits) -> dict[str, Any]:
+    parts = {"prefill": runs.prefills, "decode": runs.decodes, "memory": runs.memory, "limits": limits}
+    return {name: msgspec.to_builtins(value) for name, value in parts.items()}
+
+
+def _name(arguments: argparse.Namespace) -> str:
+    name: str = arguments.model.resolve().name
+    return name if arguments.quantize is None else f"{name}-{arguments.quantize}"
+
+
+def _layer_bytes(config: ModelConfig, work: ModelWork, dtype: torch.dtype, quantize: str | None) -> float:
+    """Of a number in the layers' matrices."""
+    plain, stored = (weights_size_bytes(config, dtype, scheme, CPU) for scheme in (None, quantize))
+    saved = plain - stored
+    return dtype.itemsize - saved / (work.body + work.experts)
 
 
 if __name__ == "__main__":

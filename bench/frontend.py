@@ -198,7 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         measured = measure_all(cases, arguments.repeats)
     except CannotRun as error:
-        print(f"bench.frontend: {error}\nFix: {error.fix}", file=sys.stderr)
+        print(f"bench.frontend: {error.cause}\nFix: {error.fix}", file=sys.stderr)
         return 2
     tables = result_tables(measured)
     print_tables(tables)
@@ -207,7 +207,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         details = {
             "runs": [{"case": msgspec.to_builtins(case), **msgspec.to_builtins(run)} for case, run in measured.items()]
         }
-        write_result(arguments.json, "frontend", command_line("bench.frontend", argv), tables, config, details)
+        write_result(
+            arguments.json, "frontend", command_line("python -m bench.frontend", argv), tables, config, details
+        )
     return 0
 
 

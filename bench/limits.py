@@ -224,7 +224,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = arguments.json or (None if arguments.quick else RESULTS_DIR / "limits.json")
     if path is not None:
         details = {"limits": msgspec.to_builtins(limits)}
-        write_result(path, "limits", command_line("bench.limits", argv), tables, {"dtype": limits.dtype}, details)
+        write_result(
+            path, "limits", command_line("python -m bench.limits", argv), tables, {"dtype": limits.dtype}, details
+        )
         print(f"written to {path}")
     return 0
 

@@ -26,39 +26,39 @@ from bench.load_run import ENDPOINTS, CannotRun, LoadConfig, LoadResult, run_loa
 from bench.measures import Distribution
 from bench.prompts import DEFAULT_PROMPT
 from bench.results import Table, command_line, print_tables, write_result
+from core.errors import ExitCode
+from server.cli import CommandParser
 
 DEFAULT_URL = "http://127.0.0.1:8000"
-EXIT_FAILED_REQUESTS = 1
-EXIT_CANNOT_RUN = 2
-EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run the load generator.
 
-    Returns: 0; 1 when requests failed; 2 when nothing could be measured, with the cause and a fix on stderr; 130 after
-        Ctrl-C.
+    Returns: an ExitCode: UNREACHABLE where requests failed.
+
+    Raises:
+        CannotRun: nothing could be measured.
+        StartupError: the flags are not understood.
     """
-    argv = sys.argv[1:] if argv is None else argv
     arguments = _parser().parse_args(argv)
+    config = _config_of(arguments)
     try:
-        config = _config_of(arguments)
         result = run_load(config)
-    except CannotRun as error:
-        print(f"steploop bench serve: {error}\nFix: {error.fix}", file=sys.stderr)
-        return EXIT_CANNOT_RUN
     except KeyboardInterrupt:
-        print("steploop bench serve: interrupted, nothing written", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        print("interrupted, nothing written", file=sys.stderr)
+        raise
     tables = result_tables(config, result)
     print_tables(tables)
     for kind, message in result.failure_examples.items():
         print(f"{kind}, for example: {message}", file=sys.stderr)
     if arguments.json is not None:
         details = {"result": msgspec.to_builtins(result)}
-        write_result(arguments.json, "load", command_line("bench.load", argv), tables, config.shown(), details)
+        write_result(
+            arguments.json, "load", command_line("steploop bench serve", argv), tables, config.shown(), details
+        )
         print(f"written to {arguments.json}")
-    return EXIT_FAILED_REQUESTS if result.num_failed else 0
+    return ExitCode.UNREACHABLE if result.num_failed else ExitCode.OK
 
 
 def result_tables(config: LoadConfig, result: LoadResult) -> list[Table]:
@@ -111,9 +111,9 @@ def loopback_address(url: str, is_remote_allowed: bool) -> tuple[str, int]:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port or 80
     except ValueError as error:
-        raise CannotRun(f"{url}: {error}.", f"give --url like {DEFAULT_URL}") from error
+        raise CannotRun(f"{url}: {error}.", f"give --url like {DEFAULT_URL}", ExitCode.USAGE) from error
     if parts.scheme != "http" or host is None or parts.path.strip("/") or parts.query:
-        raise CannotRun(f"{url} is not http://HOST:PORT.", f"give --url like {DEFAULT_URL}")
+        raise CannotRun(f"{url} is not http://HOST:PORT.", f"give --url like {DEFAULT_URL}", ExitCode.USAGE)
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -124,6 +124,7 @@ def loopback_address(url: str, is_remote_allowed: bool) -> tuple[str, int]:
         raise CannotRun(
             f"{host} is {address}, another machine, and a load test can be taken for an attack.",
             "--allow-remote, if its owner agrees",
+            ExitCode.USAGE,
         )
     return address, port
 
@@ -153,7 +154,7 @@ def _config_of(arguments: argparse.Namespace) -> LoadConfig:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="steploop bench serve", description="Load an OpenAI-compatible server and measure its answers."
     )
     parser.add_argument("--url", default=DEFAULT_URL, help="default: %(default)s")
@@ -175,6 +176,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ignore-eos", action="store_true", help="generate --max-tokens, whatever the model says")
     parser.add_argument("--temperature", type=float, help="default: the server's")
     parser.add_argument("--seed", type=int, default=0, help="of arrivals and random prompts (default: %(default)s)")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     return parser
 
@@ -194,4 +196,6 @@ def _positive(text: str) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from server.cli import main as run_command
+
+    sys.exit(run_command(["bench", "serve", *sys.argv[1:]]))

@@ -26,6 +26,7 @@ from bench.prompts import (
     words_for_tokens,
 )
 from bench.wire import encode_request
+from core.errors import ExitCode, StartupError
 
 ENDPOINTS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 MAX_OPEN_REQUESTS = 4_096  # of an open loop; later arrivals wait, and their clock runs
@@ -33,16 +34,10 @@ MAX_OPEN_REQUESTS = 4_096  # of an open loop; later arrivals wait, and their clo
 T = TypeVar("T")
 
 
-class CannotRun(Exception):
-    """The run makes no sense or the server is not there. Says the cause, and what to do.
+class CannotRun(StartupError):
+    """The run makes no sense or the server is not there."""
 
-    Args:
-        fix: one line.
-    """
-
-    def __init__(self, cause: str, fix: str) -> None:
-        super().__init__(cause)
-        self.fix = fix
+    exit_code = ExitCode.UNREACHABLE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,7 +252,8 @@ class LoadRun:
             try:
                 return prompts_of_file(config.prompt_file)
             except (OSError, ValueError) as error:
-                raise CannotRun(f"Prompts: {error}.", "give --prompt-file a text file, one prompt per line") from error
+                fix = "give --prompt-file a text file, one prompt per line"
+                raise CannotRun(f"Prompts: {error}.", fix, ExitCode.CONFIGURATION) from error
         return ListedPrompts([config.prompt])
 
     async def _ask_once(self, request: bytes) -> tuple[Connection, Exchange]:

@@ -120,7 +120,7 @@ class PeerBench:
                 return measure(port)
         except CannotRun as error:
             self._starts = not isinstance(error, DidNotStart)
-            self._failures.append(f"{self._server.name}, {name}: {error}")
+            self._failures.append(f"{self._server.name}, {name}: {error.cause}")
             print(f"{self._failures[-1]}\n{self._log_end()}", file=sys.stderr)
             return None
 
@@ -322,7 +322,7 @@ def _write(
     if path is not None:
         details = {"answers": msgspec.to_builtins(answers, str_keys=True), "limits": msgspec.to_builtins(limits)}
         shown = {"model": name, "threads": arguments.threads}
-        write_result(path, "peers", command_line("bench.peers", argv), tables, shown, details)
+        write_result(path, "peers", command_line("python -m bench.peers", argv), tables, shown, details)
         print(f"written to {path}")
 
 

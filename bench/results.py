@@ -99,8 +99,8 @@ def machine_facts() -> MachineFacts:
     )
 
 
-def command_line(module: str, argv: Sequence[str]) -> str:
-    """`python -m module argv...`, quoted for a shell, keys blanked."""
+def command_line(program: str, argv: Sequence[str]) -> str:
+    """`program argv...`, quoted for a shell, keys blanked."""
     shown: list[str] = []
     is_secret = False
     for argument in argv:
@@ -110,7 +110,7 @@ def command_line(module: str, argv: Sequence[str]) -> str:
         else:
             shown.append(f"{flag}=***" if flag in _SECRET_FLAGS and equals else argument)
         is_secret = argument in _SECRET_FLAGS
-    return shlex.join(["python", "-m", module, *shown])
+    return f"{program} {shlex.join(shown)}".rstrip()
 
 
 def write_result(

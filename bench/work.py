@@ -38,9 +38,14 @@ class ModelWork:
     query_width: int
     kv_width: int
 
-    def weights_read(self, num_tokens: int) -> float:
-        """Numbers read in a step of so many tokens; of experts, those that are used if tokens choose evenly."""
-        return self.body + self.head + self.experts * self._share_touched(num_tokens)
+    def bytes_read(self, num_tokens: int, number_bytes: int, layer_bytes: float | None = None) -> float:
+        """Of weights, in a step of so many tokens; of experts, those that are used if tokens choose evenly.
+
+        Args:
+            layer_bytes: of a number in the layers' matrices, where they are quantised; None: as number_bytes.
+        """
+        in_layers = self.body + self.experts * self._share_touched(num_tokens)
+        return in_layers * (number_bytes if layer_bytes is None else layer_bytes) + self.head * number_bytes
 
     def flops(self, num_tokens: int, num_pairs: float, num_sampled: int) -> float:
         """Operations of a step.
@@ -98,14 +103,23 @@ def count_work(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]])
     )
 
 
-def decode_limit_s(work: ModelWork, speed: Speed, num_rows: int, context: float, number_bytes: int) -> float:
+def decode_limit_s(
+    work: ModelWork,
+    speed: Speed,
+    num_rows: int,
+    context: float,
+    number_bytes: int,
+    layer_bytes: float | None = None,
+) -> float:
     """The least time of a step that gives each of num_rows sequences one token: reading or computing, the longer one.
 
     Args:
         context: tokens that each row attends to.
         number_bytes: of one weight, and of one number in keys and values.
+        layer_bytes: see bytes_read.
     """
-    read_bytes = (work.weights_read(num_rows) + num_rows * context * work.kv_width) * number_bytes
+    kv_bytes = num_rows * context * work.kv_width * number_bytes
+    read_bytes = work.bytes_read(num_rows, number_bytes, layer_bytes) + kv_bytes
     flops = work.flops(num_rows, num_rows * context, num_rows)
     return max(read_bytes / speed.read_bytes_per_s, flops / speed.flops)
 
@@ -113,7 +127,7 @@ def decode_limit_s(work: ModelWork, speed: Speed, num_rows: int, context: float,
 def prefill_limit_s(work: ModelWork, speed: Speed, num_tokens: int, number_bytes: int) -> float:
     """The least time to compute one prompt and draw its first token."""
     flops = work.flops(num_tokens, num_tokens * (num_tokens + 1) / 2, 1)
-    return max(work.weights_read(num_tokens) * number_bytes / speed.read_bytes_per_s, flops / speed.flops)
+    return max(work.bytes_read(num_tokens, number_bytes) / speed.read_bytes_per_s, flops / speed.flops)
 
 
 def serving_limit_tokens_per_s(

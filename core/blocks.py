@@ -34,9 +34,6 @@ class BlockPool:
     def num_used(self) -> int:
         return self.num_blocks - len(self._free)
 
-    def num_references(self, block: int) -> int:
-        return self._references[block]
-
     def is_shared(self, block: int) -> bool:
         """Whether writing to it would be seen by another holder."""
         return self._references[block] > 1
@@ -59,6 +56,17 @@ class BlockPool:
         for block in blocks:
             assert self._references[block] > 0, f"block {block} is free and cannot be shared"
             self._references[block] += 1
+
+    def take_for_shared(self, block: int) -> int:
+        """Take a free block, with one reference, in place of one reference to a shared block, which stays used.
+
+        Raises:
+            OutOfBlocks: none is free.
+        """
+        assert self.is_shared(block), f"block {block} has no other holder"
+        (taken,) = self.allocate(1)
+        self._references[block] -= 1
+        return taken
 
     def release(self, blocks: Seq[int]) -> None:
         """Drop one reference of each, last first: a sequence's tail is reused before its head."""

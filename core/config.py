@@ -175,40 +175,18 @@ def parse_model_config(config: Mapping[str, Any]) -> ModelConfig:
     family = _family(config)
     config = {**family.defaults, **config}
     _refuse_output_changing_fields(config, family)
-    hidden_size = positive_int(config, "hidden_size")
-    num_heads = positive_int(config, "num_attention_heads")
-    num_kv_heads = positive_int(config, "num_key_value_heads", num_heads)
-    if num_heads % num_kv_heads:
-        raise bad_field(f"num_attention_heads={num_heads} is not a multiple of num_key_value_heads={num_kv_heads}.")
-    head_dim = positive_int(config, "head_dim", family.defaults.get("head_dim") or hidden_size // num_heads)
-    if head_dim % 2:
-        raise bad_field(f"head_dim={head_dim} is odd: RoPE turns pairs.")
-    num_layers = positive_int(config, "num_hidden_layers")
+    sizes = _sizes(config, family)
     max_position = positive_int(config, "max_position_embeddings", 2048)
-    rope, local_rope = _ropes(config, family, max_position, head_dim)
-    has_attention_bias = family.has_attention_bias and read_bool(config, "attention_bias")
+    rope, local_rope = _ropes(config, family, max_position, sizes["head_dim"])
     return ModelConfig(
         architecture=family.architecture,
-        vocab_size=positive_int(config, "vocab_size"),
-        hidden_size=hidden_size,
-        intermediate_size=positive_int(config, "intermediate_size"),
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
+        **sizes,
         max_position=_served_positions(config, rope, max_position),
         rms_norm_eps=positive_float(config, "rms_norm_eps", 1e-6),
         rope=rope,
-        layers=parse_layers(config, family, num_layers, rope, local_rope),
-        qkv_bias=family.has_qkv_bias or has_attention_bias,
-        output_bias=has_attention_bias,
-        mlp_bias=family.has_mlp_bias and read_bool(config, "mlp_bias"),
-        qk_norm=family.qk_norm,
-        has_pre_norm=family.has_pre_norm,
-        has_post_norm=family.has_post_norm,
-        has_norm_offset=family.has_norm_offset,
-        has_sinks=family.has_sinks,
-        has_fused_weights=family.is_fused,
+        layers=parse_layers(config, family, sizes["num_layers"], rope, local_rope),
+        **_biases(config, family),
+        **_family_fields(family),
         experts=parse_experts(config, family),
         activation=_activation(config, family),
         **_scales(config, family),
@@ -218,6 +196,47 @@ def parse_model_config(config: Mapping[str, Any]) -> ModelConfig:
         bos_token_id=next(iter(token_ids(config, "bos_token_id")), None),
         eos_token_ids=token_ids(config, "eos_token_id"),
     )
+
+
+def _sizes(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    hidden_size = positive_int(config, "hidden_size")
+    num_heads = positive_int(config, "num_attention_heads")
+    num_kv_heads = positive_int(config, "num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise bad_field(f"num_attention_heads={num_heads} is not a multiple of num_key_value_heads={num_kv_heads}.")
+    head_dim = positive_int(config, "head_dim", family.defaults.get("head_dim") or hidden_size // num_heads)
+    if head_dim % 2:
+        raise bad_field(f"head_dim={head_dim} is odd: RoPE turns pairs.")
+    return {
+        "vocab_size": positive_int(config, "vocab_size"),
+        "hidden_size": hidden_size,
+        "intermediate_size": positive_int(config, "intermediate_size"),
+        "num_layers": positive_int(config, "num_hidden_layers"),
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+    }
+
+
+def _biases(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    has_attention_bias = family.has_attention_bias and read_bool(config, "attention_bias")
+    return {
+        "qkv_bias": family.has_qkv_bias or has_attention_bias,
+        "output_bias": has_attention_bias,
+        "mlp_bias": family.has_mlp_bias and read_bool(config, "mlp_bias"),
+    }
+
+
+def _family_fields(family: Family) -> dict[str, Any]:
+    """What all of a family's models have in common."""
+    return {
+        "qk_norm": family.qk_norm,
+        "has_pre_norm": family.has_pre_norm,
+        "has_post_norm": family.has_post_norm,
+        "has_norm_offset": family.has_norm_offset,
+        "has_sinks": family.has_sinks,
+        "has_fused_weights": family.is_fused,
+    }
 
 
 def _family(config: Mapping[str, Any]) -> Family:

@@ -100,7 +100,7 @@ _EXIT_CODE_MEANINGS = {
     ExitCode.PORT: "the address cannot be listened on",
     ExitCode.DEVICE: "the device asked for is not there or cannot do what was asked",
     ExitCode.VERSION: "a dependency is missing or older than its security floor",
-    ExitCode.UNREACHABLE: "no server answers there, or it refused (chat, bench)",
+    ExitCode.UNREACHABLE: "no server answers there, it refused, or a request failed (chat, bench)",
     ExitCode.ENGINE: "the engine broke while serving",
 }
 

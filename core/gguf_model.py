@@ -82,29 +82,18 @@ def config_of(file: GgufFile, rope_factors: tuple[float, ...] | None) -> dict[st
         UnsupportedModel: an architecture, or a field that would change the output, that is not computed here.
         BadCheckpoint: a field or a tensor that every model has is missing.
     """
-    architecture = file.metadata.get("general.architecture")
-    if architecture not in ARCHITECTURES:
-        raise UnsupportedModel(
-            f"GGUF architecture {architecture!r} is not supported.",
-            f"use a model of one of: {', '.join(ARCHITECTURES)}.",
-        )
+    architecture = _architecture(file)
     fields = {key.removeprefix(f"{architecture}."): value for key, value in file.metadata.items()}
     _refuse_output_changing(fields)
-    embedding = file.tensors.get("token_embd.weight")
-    if embedding is None:
-        raise _bad("token_embd.weight is missing")
-    num_layers = _need(fields, "block_count")
-    if not isinstance(num_layers, int) or num_layers > len(file.tensors):
-        raise _bad(f"it has {num_layers!r} layers and {len(file.tensors)} tensors")
     heads = _need(fields, "attention.head_count")
     head_dim = fields.get("attention.key_length", fields.get("rope.dimension_count"))
     config = {
         "architectures": [ARCHITECTURES[architecture]],
         "model_type": architecture,
-        "vocab_size": embedding.shape[0],
+        "vocab_size": _vocab_size(file),
         "hidden_size": _need(fields, "embedding_length"),
         "intermediate_size": _need(fields, "feed_forward_length"),
-        "num_hidden_layers": num_layers,
+        "num_hidden_layers": _num_layers(file, fields),
         "num_attention_heads": heads,
         "num_key_value_heads": fields.get("attention.head_count_kv", heads),
         "head_dim": head_dim,
@@ -122,6 +111,30 @@ def config_of(file: GgufFile, rope_factors: tuple[float, ...] | None) -> dict[st
 def generation_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """What generation_config.json would say of sampling, where the file recommends anything."""
     return {name: metadata[key] for key, name in _SAMPLING.items() if key in metadata}
+
+
+def _architecture(file: GgufFile) -> str:
+    name = file.metadata.get("general.architecture")
+    if name not in ARCHITECTURES:
+        raise UnsupportedModel(
+            f"GGUF architecture {name!r} is not supported.", f"use a model of one of: {', '.join(ARCHITECTURES)}."
+        )
+    return str(name)
+
+
+def _vocab_size(file: GgufFile) -> int:
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise _bad("token_embd.weight is missing")
+    return embedding.shape[0]
+
+
+def _num_layers(file: GgufFile, fields: Mapping[str, Any]) -> int:
+    """Held against the tensors that are there: whatever is made per layer is bounded by the file."""
+    num_layers = _need(fields, "block_count")
+    if not isinstance(num_layers, int) or num_layers > len(file.tensors):
+        raise _bad(f"it has {num_layers!r} layers and {len(file.tensors)} tensors")
+    return num_layers
 
 
 def _refuse_output_changing(fields: Mapping[str, Any]) -> None:

@@ -19,7 +19,7 @@ BoolArray = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class SequenceStart:
-    """A slot's new tenant.
+    """A slot's new occupant.
 
     Args:
         token_ids: all tokens known so far: the prompt, and after a preemption also what was generated.

@@ -16,7 +16,8 @@ class PlanBuilder:
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.sequences: list[Sequence] = []
-        self.copy_sources: list[int] = []
+        self.sources: set[int] = set()  # of copies
+        self._copy_sources: list[int] = []
         self._copy_targets: list[int] = []
         self._starts: list[int] = []
         self._lengths: list[int] = []
@@ -46,7 +47,8 @@ class PlanBuilder:
             self._send_table(sequence)
 
     def add_copy(self, source: int, target: int) -> None:
-        self.copy_sources.append(source)
+        self.sources.add(source)
+        self._copy_sources.append(source)
         self._copy_targets.append(target)
 
     def replace_block(self, sequence: Sequence, position: int, block: int) -> None:
@@ -69,7 +71,7 @@ class PlanBuilder:
             table_slots=np.array(self._table_slots, np.int32),
             table_positions=np.array(self._table_positions, np.int32),
             table_blocks=np.array(self._table_blocks, np.int32),
-            copy_sources=np.array(self.copy_sources, np.int32),
+            copy_sources=np.array(self._copy_sources, np.int32),
             copy_targets=np.array(self._copy_targets, np.int32),
             sequence_starts=self._sequence_starts,
         )

@@ -1,7 +1,8 @@
 """Decides what each step computes, and what its result means. Thread: engine. No I/O; time and seeds are arguments.
 
 A step lets sequences catch up on their tokens: running decodes first, then prefill chunks, then admissions from the
-queue. Every submitted request ends with exactly one terminal TokenChunk, from the last of its sequences.
+queue. Every submitted request ends with exactly one terminal TokenChunk, from the last of its sequences. Sequences end
+in one place (finish), and blocks are released in one place (_give_back).
 """
 
 import heapq
@@ -35,15 +36,12 @@ class Scheduler:
         self._max_length = min(limits.max_model_len, limits.num_blocks * limits.block_size)  # a lone sequence fits
         num_slots = min(limits.max_sequences, limits.max_batch_tokens)  # so that every running decode has its token
         self._free_slots = list(range(num_slots))  # a heap: low slots first keep the runner's rows dense
-        self._tenants: list[Sequence | None] = [None] * num_slots
+        self._occupants: list[Sequence | None] = [None] * num_slots
         self._groups: dict[str, SequenceGroup] = {}
         self._waiting: list[Sequence] = []  # by order; neither paused ones nor unforked siblings
         self._running: list[Sequence] = []  # by order
         self._num_submitted = 0
         self._num_paused = 0
-        self._held_blocks: list[
-            int
-        ] = []  # sources of this plan's copies whose holders were preempted while it was made
         self._planned_s = 0.0
         self._counts = _Counts()
         self._outbox = _Outbox()
@@ -70,9 +68,10 @@ class Scheduler:
         self._num_submitted += 1
         self._groups[request.request_id] = group
         for _ in range(request.num_sequences):
-            self._add_sequence(group, list(request.prompt_ids))
-        leader, *group.unforked = group.sequences
+            self._add_sequence(group)
+        leader, *siblings = group.sequences
         group.leader = leader
+        group.unforked = {sibling.index: sibling for sibling in siblings}
         insort(self._waiting, leader, key=_ORDER)
 
     def cancel(
@@ -104,7 +103,7 @@ class Scheduler:
         self._num_paused += 1
         for sequence in group.sequences:
             sequence.is_paused = True
-            self._leave_queue(sequence)
+            _remove(self._waiting, sequence)
 
     def resume(self, request_id: str) -> None:
         """Let a paused request go on, from its old place in the queue."""
@@ -115,26 +114,8 @@ class Scheduler:
         self._num_paused -= 1
         for sequence in group.sequences:
             sequence.is_paused = False
-            if sequence.state is SequenceState.WAITING and sequence not in group.unforked:
+            if sequence.state is SequenceState.WAITING and sequence.index not in group.unforked:
                 insort(self._waiting, sequence, key=_ORDER)
-
-    def fork(self, parent: Sequence) -> Sequence | None:
-        """A new sequence of the same request that goes on from its parent's tokens with its own seed.
-
-        It shares the parent's blocks; whoever writes into a shared one first, copies it. None where the parent is not
-        running, is in flight, or no slot is free.
-        """
-        if parent.state is not SequenceState.RUNNING or parent.is_in_flight or not self._free_slots:
-            return None
-        child = self._add_sequence(self._groups[parent.request_id], list(parent.token_ids))
-        self._occupy_slot(child)
-        self._share_blocks(parent, child)
-        return child
-
-    def sequences_of(self, request_id: str) -> tuple[Sequence, ...]:
-        """A live request's sequences by index, ended ones included; empty when it is not live."""
-        group = self._groups.get(request_id)
-        return () if group is None else tuple(group.sequences)
 
     # One step
 
@@ -157,11 +138,11 @@ class Scheduler:
 
     def restart(self, plan: StepPlan, rows: range) -> StepPlan:
         """These rows of a plan whose step failed, to be computed anew whatever the failed step has left behind."""
-        return restart_rows(plan, rows, [self._tenant(slot) for slot in plan.slots[rows.start : rows.stop].tolist()])
+        return restart_rows(plan, rows, [self._occupant(slot) for slot in plan.slots[rows.start : rows.stop].tolist()])
 
     def apply(self, plan: StepPlan, output: StepOutput, now: float) -> StepDelivery:
         """Take in a step's result: tokens, forks, ends. Returns all news since the last delivery."""
-        sequences = [self._tenant(slot) for slot in plan.slots.tolist()]
+        sequences = [self._occupant(slot) for slot in plan.slots.tolist()]
         self._advance(plan, sequences, output.failed_rows)
         for i, (row, token_id) in enumerate(zip(output.rows.tolist(), output.token_ids.tolist(), strict=True)):
             if row not in output.failed_rows:
@@ -171,8 +152,6 @@ class Scheduler:
         for sequence in sequences:
             if sequence.cancel_reason is not None:
                 self.finish(sequence, sequence.cancel_reason)
-        self.pool.release(self._held_blocks)
-        self._held_blocks = []
         self._counts.num_steps += 1
         self._counts.step_s = now - self._planned_s
         return self._outbox.take(self.stats())
@@ -205,7 +184,7 @@ class Scheduler:
         assert not sequence.is_in_flight, "what is in flight is finished by apply()"
         group = self._groups[sequence.request_id]
         self._leave_siblings(group, sequence)
-        self._leave_queue(sequence)
+        _remove(self._waiting, sequence)
         self._give_back(sequence)
         sequence.state = SequenceState.FINISHED
         group.num_live -= 1
@@ -222,8 +201,6 @@ class Scheduler:
 
     def end_all(self, reason: FinishReason, error: str | None = None) -> None:
         """End every request, those of a step that will never come back too."""
-        self.pool.release(self._held_blocks)
-        self._held_blocks = []
         for group in list(self._groups.values()):
             for sequence in reversed(group.sequences):
                 sequence.is_in_flight = False
@@ -239,29 +216,22 @@ class Scheduler:
 
     def _leave_siblings(self, group: SequenceGroup, sequence: Sequence) -> None:
         """Before a sequence ends: the siblings that count on it get another leader."""
-        if sequence in group.unforked:
-            group.unforked.remove(sequence)
-        elif sequence is group.leader and group.unforked:
-            group.leader = heir = group.unforked.pop(0)
+        if group.unforked.pop(sequence.index, None) is None and sequence is group.leader and group.unforked:
+            group.leader = heir = group.unforked.pop(next(iter(group.unforked)))
             if sequence.state is SequenceState.RUNNING:
-                self._share_blocks(sequence, heir)
+                self._fork(sequence, heir)
             elif not group.is_paused:
                 insort(self._waiting, heir, key=_ORDER)
 
     def _give_back(self, sequence: Sequence) -> None:
-        """The one place where a sequence loses its slot and its blocks."""
+        """The one place where a sequence loses its slot and its blocks: at its end, or when it is preempted."""
         if sequence.state is SequenceState.RUNNING:
-            self._running.remove(sequence)
+            _remove(self._running, sequence)
             self.pool.release(sequence.table.take())
         if sequence.slot != NO_SLOT:
-            self._tenants[sequence.slot] = None
+            self._occupants[sequence.slot] = None
             heapq.heappush(self._free_slots, sequence.slot)
             sequence.slot = NO_SLOT
-
-    def _leave_queue(self, sequence: Sequence) -> None:
-        i = bisect_left(self._waiting, sequence.order, key=_ORDER)
-        if i < len(self._waiting) and self._waiting[i] is sequence:
-            del self._waiting[i]
 
     # Beginnings
 
@@ -273,20 +243,20 @@ class Scheduler:
             return (
                 f"The prompt has {num_tokens} tokens; this server holds at most {self._max_length - 1}, and one more."
             )
-        if request.num_sequences > len(self._tenants):
-            return f"{request.num_sequences} sequences were asked for; this server runs {len(self._tenants)} at once."
+        if request.num_sequences > len(self._occupants):
+            return f"{request.num_sequences} sequences were asked for; this server runs {len(self._occupants)} at once."
         return None
 
-    def _add_sequence(self, group: SequenceGroup, token_ids: list[int]) -> Sequence:
+    def _add_sequence(self, group: SequenceGroup) -> None:
         sampling = group.request.sampling
         stop_ids = sampling.stop_token_ids if sampling.ignore_eos else self._eos_ids + sampling.stop_token_ids
         max_length = min(len(group.request.prompt_ids) + sampling.max_tokens, self._max_length)
-        return group.add(token_ids, stop_ids, max_length)
+        group.add(stop_ids, max_length)
 
     def _occupy_slot(self, sequence: Sequence) -> None:
         sequence.slot = heapq.heappop(self._free_slots)
         sequence.is_started = False
-        self._tenants[sequence.slot] = sequence
+        self._occupants[sequence.slot] = sequence
 
     def _start_running(self, sequence: Sequence) -> None:
         sequence.state = SequenceState.RUNNING
@@ -298,7 +268,7 @@ class Scheduler:
         The blocks are taken at once so that no prefill waits for blocks halfway.
         """
         group = self._groups[sequence.request_id]
-        joining = [sequence, *group.unforked] if sequence is group.leader else [sequence]
+        joining = [sequence, *group.unforked.values()] if sequence is group.leader else [sequence]
         num_blocks = num_blocks_for(len(sequence.token_ids) + 1, self.limits.block_size)
         while len(joining) > len(self._free_slots) or num_blocks > self.pool.num_free:
             if not self._preempt_paused(builder):
@@ -311,8 +281,11 @@ class Scheduler:
         self._add_row(builder, sequence)
         return True
 
-    def _share_blocks(self, parent: Sequence, child: Sequence) -> None:
-        """Let a child with a slot start where its parent is, but for its last token: that one it computes itself."""
+    def _fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let a child that has a slot start where its parent is, but for its last token: that one it computes itself.
+
+        They share the parent's blocks; whoever writes into a shared one first, copies it.
+        """
         child.num_computed_tokens = min(parent.num_computed_tokens, len(child.token_ids) - 1)
         num_blocks = num_blocks_for(child.num_computed_tokens, self.limits.block_size)
         child.table.blocks = parent.table.blocks[:num_blocks]
@@ -347,9 +320,7 @@ class Scheduler:
                 if victim is sequence:
                     return False
         if is_shared:
-            source = blocks[first]
-            builder.replace_block(sequence, first, self.pool.allocate(1)[0])
-            self.pool.release([source])
+            builder.replace_block(sequence, first, self.pool.take_for_shared(blocks[first]))
         if num_blocks > len(blocks):
             blocks += self.pool.allocate(num_blocks - len(blocks))
         return True
@@ -363,22 +334,20 @@ class Scheduler:
     def _preempt(self, builder: PlanBuilder, victim: Sequence) -> None:
         """Take a sequence's slot and blocks; it computes all its tokens again when its old place in the queue comes."""
         self._counts.num_preemptions += 1
-        ending = [block for block in victim.table.blocks if not self.pool.is_shared(block)]
-        held = [block for block in ending if block in builder.copy_sources]
-        self.pool.share(held)  # nobody may write there in this plan: restart() may have to copy them once more
-        self._held_blocks += held
+        # nobody else may get a copy's source in this plan: restart() may have to copy it once more
+        assert not any(block in builder.sources and not self.pool.is_shared(block) for block in victim.table.blocks)
         self._give_back(victim)
         victim.state = SequenceState.WAITING
         victim.num_computed_tokens = 0
         group = self._groups[victim.request_id]
         if victim is group.leader:
-            for sibling in group.unforked:
+            for sibling in group.unforked.values():
                 self._give_back(sibling)
         if not victim.is_paused:
             insort(self._waiting, victim, key=_ORDER)
 
-    def _tenant(self, slot: int) -> Sequence:
-        sequence = self._tenants[slot]
+    def _occupant(self, slot: int) -> Sequence:
+        sequence = self._occupants[slot]
         assert sequence is not None, f"slot {slot} of the plan has no sequence"
         return sequence
 
@@ -401,9 +370,9 @@ class Scheduler:
         group = self._groups[sequence.request_id]
         group.num_prompt_tokens_computed = max(group.num_prompt_tokens_computed, num_computed)
         if num_computed == sequence.num_prompt_tokens and sequence is group.leader:
-            for sibling in group.unforked:
-                self._share_blocks(sequence, sibling)
-            group.unforked = []
+            for sibling in group.unforked.values():
+                self._fork(sequence, sibling)
+            group.unforked = {}
 
     def _append(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
         """Give a sequence the token it has drawn, unless it has ended before it or is about to be cancelled."""
@@ -416,6 +385,13 @@ class Scheduler:
             self._outbox.add_token(sequence, token_id, logprobs)
         if reason is not None:
             self.finish(sequence, reason)
+
+
+def _remove(ordered: list[Sequence], sequence: Sequence) -> None:
+    """Take a sequence out of a list by order, if it is in it; found by bisection."""
+    i = bisect_left(ordered, sequence.order, key=_ORDER)
+    if i < len(ordered) and ordered[i] is sequence:
+        del ordered[i]
 
 
 class _Counts:

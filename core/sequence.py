@@ -31,9 +31,8 @@ class Sequence:
     Args:
         order: its place among all sequences, kept for life.
         stop_ids: ids that end it: the model's ends (unless ignored) and the request's.
-        token_ids: the prompt's, then what was inherited from the sequence it was forked from, then its own.
+        token_ids: the prompt's, then its own.
         max_length: tokens, prompt included, at which it ends.
-        num_inherited_tokens: of token_ids, those it did not draw itself: the prompt's and its parent's.
         is_started: the runner has this sequence in its slot.
         is_in_flight: a plan with it was made and not yet applied.
         cancel_reason: set while in flight: what to finish it with when the step comes back.
@@ -49,7 +48,6 @@ class Sequence:
     token_ids: list[int]
     num_prompt_tokens: int
     max_length: int
-    num_inherited_tokens: int
     num_computed_tokens: int = 0
     state: SequenceState = SequenceState.WAITING
     slot: int = NO_SLOT
@@ -67,7 +65,7 @@ class Sequence:
     @property
     def num_own_tokens(self) -> int:
         """Tokens it has drawn itself, an ending stop id included."""
-        return len(self.token_ids) - self.num_inherited_tokens
+        return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def num_billed_tokens(self) -> int:
@@ -83,8 +81,7 @@ class Sequence:
 
     def end_after_last_token(self) -> FinishReason | None:
         """Whether the newest token ends it. Stop ids count from min_tokens on, as in the sampler."""
-        num_generated = len(self.token_ids) - self.num_prompt_tokens
-        if self.token_ids[-1] in self.stop_ids and num_generated > self.sampling.min_tokens:
+        if self.token_ids[-1] in self.stop_ids and self.num_own_tokens > self.sampling.min_tokens:
             return FinishReason.STOP
         if len(self.token_ids) >= self.max_length:
             return FinishReason.LENGTH
@@ -97,7 +94,7 @@ class SequenceGroup:
 
     Args:
         leader: computes the prompt for itself and the unforked.
-        unforked: siblings that wait for it. They hold slots while the leader runs, never blocks.
+        unforked: siblings that wait for it, by index. They hold slots while the leader runs, never blocks.
         num_live: sequences not yet finished.
         num_prompt_tokens_computed: the furthest that any of them has come in the prompt.
     """
@@ -107,12 +104,12 @@ class SequenceGroup:
     seed: int
     sequences: list[Sequence] = field(default_factory=list)
     leader: Sequence | None = None
-    unforked: list[Sequence] = field(default_factory=list)
+    unforked: dict[int, Sequence] = field(default_factory=dict)
     num_live: int = 0
     num_prompt_tokens_computed: int = 0
     is_paused: bool = False
 
-    def add(self, token_ids: list[int], stop_ids: tuple[int, ...], max_length: int) -> Sequence:
+    def add(self, stop_ids: tuple[int, ...], max_length: int) -> Sequence:
         """A new sequence with the next index and its own seed."""
         index = len(self.sequences)
         sequence = Sequence(
@@ -122,10 +119,9 @@ class SequenceGroup:
             sampling=self.request.sampling,
             seed=sequence_seed(self.seed, index),
             stop_ids=stop_ids,
-            token_ids=token_ids,
+            token_ids=list(self.request.prompt_ids),
             num_prompt_tokens=len(self.request.prompt_ids),
             max_length=max_length,
-            num_inherited_tokens=len(token_ids),
             is_paused=self.is_paused,
         )
         self.sequences.append(sequence)

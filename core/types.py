@@ -22,7 +22,13 @@ class FinishReason(enum.StrEnum):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How tokens are drawn. Validated where it is built (server/api), trusted by the engine."""
+    """How tokens are drawn. Validated where it is built (server/api), trusted by the engine.
+
+    Args:
+        seed: of the noise, which depends on nothing else but the position; None: the engine draws one. In float32 the
+            same seed and request give the same tokens whatever runs beside them. In bfloat16 and float16 the rounding
+            of a product may depend on how many rows share the step, so that tokens nearly tied may change places.
+    """
 
     max_tokens: int
     temperature: float = 1.0  # 0: greedy
@@ -34,7 +40,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: float = 0.0  # over output
     logit_bias: tuple[tuple[int, float], ...] = ()
     min_tokens: int = 0  # until then no stop id is drawn
-    seed: int | None = None  # None: the engine draws one
+    seed: int | None = None
     stop: tuple[str, ...] = ()  # matched on the loop's side, by the detokenizer
     stop_token_ids: tuple[int, ...] = ()  # beside the model's own
     ignore_eos: bool = False
@@ -104,7 +110,10 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
-    """Natural logarithms of the probabilities that one token was drawn from."""
+    """Natural logarithms of the model's own probabilities, for one drawn token.
+
+    Of the raw logits: before penalties, logit_bias, temperature and what cuts the distribution.
+    """
 
     token_id: int
     logprob: float

@@ -1,13 +1,15 @@
 """How the device's memory is divided, computed from headers and configuration, before anything is loaded."""
 
 import math
-from dataclasses import dataclass
+from bisect import bisect_left
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from core.config import BLOCK_SIZE, EngineConfig, ModelConfig
 from core.errors import NotEnoughMemory, StartupError
+from gpu.batch import MAX_GATHERED_TOKENS
 from gpu.checkpoint import open_checkpoint
 from gpu.device import DeviceChoice, choose_device, free_memory_bytes
 from gpu.kv_cache import bytes_per_block, bytes_per_token, num_blocks_for, num_blocks_within
@@ -16,9 +18,9 @@ from gpu.quantize import can_quantize, floats, operator_group_size, stored_bytes
 from gpu.quantized_linear import SLAB_BYTES
 from gpu.scores import MAX_SCORES
 from gpu.tied_head import can_gather
-from gpu.weights import empty_weights, keeps_packed, matrices
+from gpu.weights import check_checkpoint, empty_weights, keeps_packed, matrices
 
-GIB = 1024**3
+MIB, GIB = 1024**2, 1024**3
 ROUNDING_TOKENS = 100  # of a proposed --max-model-len
 
 
@@ -57,13 +59,14 @@ def estimate(directory: Path, model: ModelConfig, engine: EngineConfig) -> Memor
     """Plan the memory of a model's directory; reads the headers of its files only.
 
     Raises:
-        BadCheckpoint: the directory's files.
+        BadCheckpoint: the directory's files, or tensors that are not those of its config.json.
         DeviceUnavailable: the device or dtype asked for.
         NotEnoughMemory: the weights, or the KV cache of one sequence of max_model_len, do not fit.
     """
     device = choose_device(engine)
-    checkpoint_bytes = open_checkpoint(directory, model.packed).size_bytes
-    return plan_memory(model, engine, device, checkpoint_bytes, free_memory_bytes(device.device))
+    checkpoint = open_checkpoint(directory, model.packed)
+    check_checkpoint(checkpoint, model)
+    return plan_memory(model, engine, device, checkpoint.size_bytes, free_memory_bytes(device.device))
 
 
 def plan_memory(
@@ -73,14 +76,14 @@ def plan_memory(
     max_model_len = _max_model_len(model, engine)
     weights_bytes = weights_size_bytes(model, device.dtype, engine.quantize, device.device)
     activation_bytes = _activation_bytes(model, engine, max_model_len, device.dtype)
-    room = free_bytes - weights_bytes - activation_bytes
-    if room <= 0:
+    asked = _Asked(model, engine, max_model_len, device.dtype, free_bytes - weights_bytes)
+    if asked.kv_room_bytes <= 0:
         raise NotEnoughMemory(
             f"Weights and activations need {_size(weights_bytes + activation_bytes)} as {device.dtype_name}, "
             f"{_size(free_bytes)} free.",
-            _smaller(engine, device.dtype),
+            _ways_out(asked),
         )
-    num_blocks = _num_blocks(model, engine, max_model_len, device.dtype, room)
+    num_blocks = _num_blocks(asked)
     return MemoryPlan(
         device=device,
         num_parameters=model.num_parameters,
@@ -127,15 +130,6 @@ def weights_size_bytes(model: ModelConfig, dtype: torch.dtype, quantize: str | N
     return size_bytes
 
 
-def _smaller(engine: EngineConfig, dtype: torch.dtype) -> str:
-    ways = ["a smaller model"]
-    if dtype == torch.float32:
-        ways.append("--dtype bfloat16")
-    if engine.quantize != "int4":
-        ways.append("--quantize int4")
-    return ", or ".join(ways)
-
-
 def _max_model_len(model: ModelConfig, engine: EngineConfig) -> int:
     asked = engine.max_model_len
     if asked is None:
@@ -148,36 +142,108 @@ def _max_model_len(model: ModelConfig, engine: EngineConfig) -> int:
     return asked
 
 
-def _num_blocks(model: ModelConfig, engine: EngineConfig, max_model_len: int, dtype: torch.dtype, room: int) -> int:
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What is asked to fit into room_bytes, which the weights leave."""
+
+    model: ModelConfig
+    engine: EngineConfig
+    max_model_len: int
+    dtype: torch.dtype
+    room_bytes: int
+
+    @property
+    def kv_room_bytes(self) -> int:
+        """Beside the largest step; may be negative."""
+        return self.room_bytes - _activation_bytes(self.model, self.engine, self.max_model_len, self.dtype)
+
+    @property
+    def least_kv_bytes(self) -> int:
+        """One sequence's, with the scratch block."""
+        return (num_blocks_for(self.max_model_len) + 1) * bytes_per_block(self.model, self.dtype)
+
+    @property
+    def fits(self) -> bool:
+        given = self.engine.kv_memory_bytes
+        kv_bytes = self.least_kv_bytes if given is None else given
+        return self.least_kv_bytes <= kv_bytes <= self.kv_room_bytes
+
+    def with_length(self, max_model_len: int) -> "_Asked":
+        return replace(self, max_model_len=max_model_len)
+
+    def without_kv_memory(self) -> "_Asked":
+        return replace(self, engine=replace(self.engine, kv_memory_bytes=None))
+
+    def with_sequences(self, max_sequences: int) -> "_Asked":
+        return replace(self, engine=replace(self.engine, max_sequences=max_sequences))
+
+
+def _num_blocks(asked: _Asked) -> int:
     """Blocks that are useful: all sequences at full length; by default within half of the room, or one sequence's."""
-    one_sequence = num_blocks_for(max_model_len)
-    useful = engine.max_sequences * one_sequence
-    available = room if engine.kv_memory_bytes is None else engine.kv_memory_bytes
-    fitting = num_blocks_within(available, model, dtype)
-    if available > room or fitting < one_sequence:
-        raise _kv_does_not_fit(model, engine, max_model_len, dtype, available, room)
-    if engine.kv_memory_bytes is not None:
-        return fitting
-    return min(useful, max(num_blocks_within(room // 2, model, dtype), one_sequence))
+    if not asked.fits:
+        raise _kv_does_not_fit(asked)
+    one_sequence = num_blocks_for(asked.max_model_len)
+    if asked.engine.kv_memory_bytes is not None:
+        return num_blocks_within(asked.engine.kv_memory_bytes, asked.model, asked.dtype)
+    half = num_blocks_within(asked.kv_room_bytes // 2, asked.model, asked.dtype)
+    return min(asked.engine.max_sequences * one_sequence, max(half, one_sequence))
 
 
-def _kv_does_not_fit(
-    model: ModelConfig, engine: EngineConfig, max_model_len: int, dtype: torch.dtype, available: int, room: int
-) -> NotEnoughMemory:
-    if available > room:
-        return NotEnoughMemory(
-            f"KV cache: --kv-memory asks for {_size(available)}, {_size(room)} free beside the weights.",
-            f"--kv-memory {room // 1024**2}MiB, or less.",
-        )
-    need = (num_blocks_for(max_model_len) + 1) * bytes_per_block(model, dtype)
-    fitting = num_blocks_within(available, model, dtype) * BLOCK_SIZE
-    proposed = fitting // ROUNDING_TOKENS * ROUNDING_TOKENS or fitting
-    fix = f"--max-model-len {proposed}" if proposed else "a smaller model, or more memory"
-    have = f"{_size(available)} free"
-    if engine.kv_memory_bytes is not None:
-        have = f"--kv-memory gives {_size(available)}"
-        fix = f"{fix}, or --kv-memory {-(-need // 1024**2)}MiB"
-    return NotEnoughMemory(f"KV cache: need {_size(need)} for {max_model_len} tokens, {have}.", fix)
+def _kv_does_not_fit(asked: _Asked) -> NotEnoughMemory:
+    given, room, need = asked.engine.kv_memory_bytes, asked.kv_room_bytes, asked.least_kv_bytes
+    cause = f"KV cache: need {_size(need)} for {asked.max_model_len} tokens, {_size(room)} free."
+    if given is not None and given > room:
+        cause = f"KV cache: --kv-memory asks for {_size(given)}, {_size(room)} free beside the weights."
+    elif given is not None:
+        cause = f"KV cache: need {_size(need)} for {asked.max_model_len} tokens, --kv-memory gives {_size(given)}."
+    return NotEnoughMemory(cause, _ways_out(asked))
+
+
+def _ways_out(asked: _Asked) -> str:
+    """Settings that fit, each tried."""
+    ways = []
+    if longest := _longest(asked):
+        ways.append(f"--max-model-len {longest}")
+    if most := _most_sequences(asked):
+        ways.append(f"--max-sequences {most}")
+    if kv_memory := _kv_memory(asked):
+        ways.append(f"--kv-memory {kv_memory // MIB}MiB")
+    if not ways and (longest := _longest(asked.with_sequences(1))):
+        ways.append(f"--max-sequences 1 --max-model-len {longest}")
+    if not ways and (longest := _longest(asked.without_kv_memory())):
+        ways.append(f"--max-model-len {longest} without --kv-memory")
+    return ", or ".join(ways) or _smaller(asked.engine, asked.dtype)
+
+
+def _smaller(engine: EngineConfig, dtype: torch.dtype) -> str:
+    ways = ["a smaller model"]
+    if dtype == torch.float32:
+        ways.append("--dtype bfloat16")
+    if engine.quantize != "int4":
+        ways.append("--quantize int4")
+    return ", or ".join(ways)
+
+
+def _longest(asked: _Asked) -> int:
+    """The longest context that fits with its own activations, rounded down; 0: none. Memory grows with the length."""
+    lengths = range(1, asked.max_model_len + 1)
+    longest = bisect_left(lengths, True, key=lambda length: not asked.with_length(length).fits)
+    return longest // ROUNDING_TOKENS * ROUNDING_TOKENS or longest
+
+
+def _most_sequences(asked: _Asked) -> int:
+    """At the length asked for; 0: not even one."""
+    counts = range(1, asked.engine.max_sequences + 1)
+    return bisect_left(counts, True, key=lambda count: not asked.with_sequences(count).fits)
+
+
+def _kv_memory(asked: _Asked) -> int:
+    """Whole MiB near what was asked for; 0: none was, or nothing fits at this length."""
+    given = asked.engine.kv_memory_bytes
+    if given is None:
+        return 0
+    least, most = -(-asked.least_kv_bytes // MIB) * MIB, asked.kv_room_bytes // MIB * MIB
+    return min(max(given, least), most) if least <= most else 0
 
 
 def _activation_bytes(model: ModelConfig, engine: EngineConfig, max_model_len: int, dtype: torch.dtype) -> int:
@@ -186,9 +252,9 @@ def _activation_bytes(model: ModelConfig, engine: EngineConfig, max_model_len: i
     one_layer = engine.max_batch_tokens * widths * dtype.itemsize
     masks = len(model.windows) + (model.windows != (None,))  # one per window, and one while a windowed one is made
     mask = masks * engine.max_batch_tokens * max_model_len * dtype.itemsize
-    gathered = engine.max_sequences * max_model_len * 2 * model.kv_size * dtype.itemsize
-    if engine.kv_memory_bytes is not None:
-        gathered = min(gathered, engine.kv_memory_bytes // model.num_layers)
+    longest = num_blocks_for(max_model_len) * BLOCK_SIZE
+    gathered_tokens = min(engine.max_sequences * longest, max(longest, MAX_GATHERED_TOKENS))
+    gathered = gathered_tokens * 2 * model.kv_size * dtype.itemsize
     logits = engine.max_sequences * model.vocab_size * 4 * 4  # float32: raw, adjusted, scaled, noise
     is_written_out = model.attention_cap is not None or model.has_sinks
     written_out = 3 * 4 * MAX_SCORES * is_written_out  # float32: products, and two steps on
@@ -207,4 +273,4 @@ def _expert_activation_bytes(model: ModelConfig, engine: EngineConfig, dtype: to
 
 
 def _size(size_bytes: int) -> str:
-    return f"{size_bytes / GIB:.1f} GiB" if size_bytes >= GIB else f"{size_bytes / 1024**2:.1f} MiB"
+    return f"{size_bytes / GIB:.1f} GiB" if size_bytes >= GIB else f"{size_bytes / MIB:.1f} MiB"

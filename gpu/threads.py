@@ -1,8 +1,8 @@
 """How many threads compute a step, by its tokens: measured at start on the model's own products. Thread: engine.
 
 One row's products are bound by memory, which one core may nearly fill by itself: further threads only take the event
-loop's core. What was measured is kept in a file of the user's cache, per machine and shape; a file that cannot be read
-is as none, one that cannot be written is done without.
+loop's core. What was measured is kept in a file of the user's cache, per machine and shape, unless others computed at
+the same time; a file that cannot be read is as none, one that cannot be written is done without.
 """
 
 import json
@@ -43,7 +43,7 @@ class StepThreads:
 
     def __str__(self) -> str:
         first, *others = self.by_tokens
-        return ", ".join([str(first[1]), *(f"{threads} from {least} tokens a step" for least, threads in others)])
+        return "; ".join([str(first[1]), *(f"{threads} from {least} tokens a step" for least, threads in others)])
 
 
 def choose_threads(config: ModelConfig, choice: DeviceChoice, probes: Sequence[Probe]) -> StepThreads:
@@ -58,7 +58,8 @@ def choose_threads(config: ModelConfig, choice: DeviceChoice, probes: Sequence[P
     if found is None:
         found = measure_threads(probes, choice.threads, choice.dtype)
         known.setdefault(machine, {})[shape] = found
-        _write_measured(cache_file(), known)
+        if load_average() <= choice.threads:
+            _write_measured(cache_file(), known)
     return found
 
 
@@ -98,6 +99,14 @@ def _seconds(probes: Sequence[Probe], num_tokens: int, threads: int, dtype: torc
             linear(inputs[width])
         best_s = min(best_s, time.perf_counter() - started_s)
     return best_s
+
+
+def load_average() -> float:
+    """Threads that computed or waited for a core, over the last minute; 0 where the system does not tell."""
+    try:
+        return os.getloadavg()[0]
+    except OSError:
+        return 0.0
 
 
 def cache_file() -> Path:

@@ -229,6 +229,16 @@ def keeps_packed(config: ModelConfig, quantize: str | None) -> bool:
     return config.packed is not None and config.packed.is_kept and quantize in (None, "int4")
 
 
+def check_checkpoint(checkpoint: Checkpoint, config: ModelConfig) -> None:
+    """Hold the headers against what the model needs; allocates nothing.
+
+    Raises:
+        BadCheckpoint: tensors are missing, unexpected or misshaped.
+    """
+    weights = empty_weights(config, torch.float32, torch.device("meta"))
+    _check(checkpoint, targets(config, weights), config)
+
+
 def load_weights(
     checkpoint: Checkpoint,
     config: ModelConfig,

@@ -213,7 +213,7 @@ class StreamedBody:
             self._open()
         timings = self._timings.stages_ms() if self._call.wants_timings else None
         self._stream.send(self._reply.end(usage, timings))
-        self._stream.end()
+        self._stream.end(answer_trailers(usage, self._timings))
 
     def break_off(self, error: ServiceError) -> None:
         self.close()
@@ -297,6 +297,15 @@ def answer_headers(timings: Timings) -> Headers:
     """What an answer bears beside its content: where the time went until now."""
     processing_ms = b"%d" % round(timings.elapsed_s * 1e3)
     return (NO_STORE, (b"server-timing", timings.server_timing()), (b"openai-processing-ms", processing_ms))
+
+
+def answer_trailers(usage: Usage, timings: Timings) -> Headers:
+    """What is only known at a stream's end. RFC 9651 §3.2: the usage is a dictionary."""
+    counts = (usage.num_prompt_tokens, usage.num_cached_tokens, usage.num_completion_tokens)
+    return (
+        (b"server-timing", timings.server_timing()),
+        (b"steploop-usage", b"prompt-tokens=%d, cached-tokens=%d, completion-tokens=%d" % counts),
+    )
 
 
 def total_usage(usages: list[Usage]) -> Usage:

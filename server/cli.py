@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from core.config import EngineConfig
 from core.errors import ExitCode, StartupError
 from server import __version__
 from server.config import OPTIONS, Option, ServerConfig
@@ -19,6 +20,7 @@ from server.config_sources import load_config
 from server.values import BadValueError, did_you_mean, format_size
 
 if TYPE_CHECKING:
+    from gpu.device import DeviceChoice
     from server.chat_client import HttpChatBackend
     from server.doctor import MachineFacts, PlanFacts, QualityFacts
     from server.model_list import ModelFacts
@@ -306,15 +308,32 @@ def _chat(arguments: argparse.Namespace, config: ServerConfig) -> int:
 
     if arguments.url is not None and arguments.model is not None:
         raise StartupError("--url and --model are two different models", "give one of them", ExitCode.USAGE)
+    question = _question(arguments.question)
     if arguments.model is None:
         url = arguments.url or base_url(config.host, config.port, config.tls_cert is not None)
         backend = HttpChatBackend(url, config.api_keys[0] if config.api_keys else None)
         if arguments.url is not None or (config.port and backend.is_up()):
             backend.wait_ready(_report)
-            return _converse(backend, arguments.question)
+            return _converse(backend, question)
     own = replace(config, tls_cert=None, tls_key=None)  # nobody else is to reach it
     with serve_and_chat(own, start_in_thread, _report) as backend:
-        return _converse(backend, arguments.question)
+        return _converse(backend, question)
+
+
+def _question(text: str | None) -> str | None:
+    """The one question to ask, from where the flag says; None: talk.
+
+    Raises:
+        StartupError: there is none, as from a variable of a script that was not filled in.
+    """
+    if text is None:
+        return None
+    question = sys.stdin.read() if text == DEFAULT_QUESTION_SOURCE else text
+    if not question.strip():
+        where = "stdin" if text == DEFAULT_QUESTION_SOURCE else "-q"
+        fix = 'ask something, as in steploop chat -q "What is a KV cache?", or leave -q out to talk'
+        raise StartupError(f"the question from {where} is empty", fix, ExitCode.USAGE)
+    return question
 
 
 def _converse(backend: "HttpChatBackend", question: str | None) -> int:
@@ -323,7 +342,7 @@ def _converse(backend: "HttpChatBackend", question: str | None) -> int:
     has_colour = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
     conversation = Conversation(backend, sys.stdout, sys.stderr, has_colour)
     if question is not None:
-        conversation.ask(sys.stdin.read() if question == DEFAULT_QUESTION_SOURCE else question)
+        conversation.ask(question)
         return ExitCode.OK
     conversation.run(terminal_reader(), f"{backend.model} at {backend.url}; /help lists the commands")
     return ExitCode.OK
@@ -373,41 +392,43 @@ def describe_models(found: Sequence[tuple[str, Path | None]], config: ServerConf
     Raises:
         StartupError: the device asked for is not there.
     """
-    from core.config import parse_model_config
-    from gpu.checkpoint import open_checkpoint
     from gpu.device import choose_device, free_memory_bytes
-    from gpu.memory_plan import memory_needed
     from server.__main__ import DEMO_DIRECTORY, DEMO_NAME
-    from server.model_files import read_model_config
     from server.model_list import ModelFacts
 
     engine = config.to_engine_config()
     choice = choose_device(engine)
     free_bytes = free_memory_bytes(choice.device)
-    listed = []
-    for name, given in found:
-        path = given or DEMO_DIRECTORY
-        facts = ModelFacts(name or DEMO_NAME, path)
-        try:
-            model = parse_model_config(read_model_config(path))
-            checkpoint = open_checkpoint(path, model.packed)
-            needed_bytes = memory_needed(model, engine, choice)
-        except StartupError as error:
-            listed.append(replace(facts, reason=error.cause))
-            continue
-        listed.append(
-            replace(
-                facts,
-                size_bytes=checkpoint.size_bytes,
-                num_parameters=model.num_parameters,
-                context=model.max_position,
-                dtype=checkpoint.main_format,
-                needed_bytes=needed_bytes,
-                fits=needed_bytes <= free_bytes,
-                reason=None if needed_bytes <= free_bytes else f"{format_size(free_bytes)} free",
-            )
-        )
-    return listed
+    named = [ModelFacts(name or DEMO_NAME, path or DEMO_DIRECTORY) for name, path in found]
+    return [_described(model, engine, choice, free_bytes) for model in named]
+
+
+def _described(facts: "ModelFacts", engine: EngineConfig, choice: "DeviceChoice", free_bytes: int) -> "ModelFacts":
+    """A model's name and path, with all that its headers say."""
+    from core.config import parse_model_config
+    from gpu.checkpoint import open_checkpoint
+    from gpu.memory_plan import memory_needed
+    from gpu.weights import check_checkpoint
+    from server.model_files import read_model_config
+
+    try:
+        model = parse_model_config(read_model_config(facts.path))
+        checkpoint = open_checkpoint(facts.path, model.packed)
+        check_checkpoint(checkpoint, model)
+        needed_bytes = memory_needed(model, engine, choice)
+    except StartupError as error:
+        return replace(facts, reason=error.cause)
+    fits = needed_bytes <= free_bytes
+    return replace(
+        facts,
+        size_bytes=checkpoint.size_bytes,
+        num_parameters=model.num_parameters,
+        context=model.max_position,
+        dtype=checkpoint.main_format,
+        needed_bytes=needed_bytes,
+        fits=fits,
+        reason=None if fits else f"{format_size(free_bytes)} free",
+    )
 
 
 def measure_quality(config: ServerConfig) -> "list[QualityFacts]":
@@ -452,6 +473,7 @@ def find_plan(config: ServerConfig) -> "PlanFacts":
         StartupError: the model is missing or not understood, or it does not fit.
     """
     from core.config import parse_model_config
+    from gpu.cpu_kernels.choice import why_no_kernels
     from gpu.memory_plan import estimate
     from server.__main__ import model_path, served_name
     from server.doctor import PlanFacts
@@ -460,6 +482,7 @@ def find_plan(config: ServerConfig) -> "PlanFacts":
     files = read_model_files(model_path(config, is_offline=True), config.max_model_len, config.chat_template)
     model = parse_model_config(files.config)
     plan = estimate(files.path, model, config.to_engine_config())
+    why = why_no_kernels(model, plan.device)
     return PlanFacts(
         model_name=served_name(config),
         architecture=model.architecture,
@@ -476,6 +499,7 @@ def find_plan(config: ServerConfig) -> "PlanFacts":
         num_kv_tokens=plan.kv_tokens,
         max_model_len=plan.max_model_len,
         context_origin=config.context_origin,
+        attention="numba's kernel over block tables" if why is None else f"torch's: {why}",
         free_bytes=plan.free_bytes,
     )
 

@@ -12,8 +12,11 @@ import enum
 import logging
 from typing import cast
 
+from h2.exceptions import ProtocolError
+
 from server.deadline import DeadlineTimer
 from server.exchanges import ConnectionContext, Exchanges
+from server.http1 import SWITCH_TO_HTTP2
 from server.http1_exchanges import Http1Exchanges
 from server.http2_exchanges import Http2Exchanges
 from server.stream import ClientDisconnected, HttpStream
@@ -36,11 +39,13 @@ class Connection(asyncio.Protocol):
     Attributes:
         out: what the exchanges want written at the next flush.
         is_writing_paused: the transport has enough unsent.
+        is_secure: it is TLS.
     """
 
     def __init__(self, context: ConnectionContext) -> None:
         self.out: list[bytes] = []
         self.is_writing_paused = False
+        self.is_secure = False
         self._context = context
         self._limits = context.limits
         self._loop = context.loop
@@ -66,6 +71,7 @@ class Connection(asyncio.Protocol):
         high = self._limits.unsent_bytes
         self._transport.set_write_buffer_limits(high=high, low=high // 4)
         tls = transport.get_extra_info("ssl_object")
+        self.is_secure = tls is not None
         if tls is not None and tls.selected_alpn_protocol() == "h2":
             self.speak_http2()
         self._timer.arm()
@@ -116,6 +122,11 @@ class Connection(asyncio.Protocol):
         return self._closing is _Closing.NO
 
     @property
+    def takes_output(self) -> bool:
+        """The last has not been written yet."""
+        return self._closing in (_Closing.NO, _Closing.LAST_WORDS)
+
+    @property
     def num_unwritten(self) -> int:
         """Bytes that the transport holds."""
         return self._transport.get_write_buffer_size()
@@ -149,6 +160,22 @@ class Connection(asyncio.Protocol):
         """The peer speaks HTTP/2; `data` is all that it has said."""
         self._exchanges = Http2Exchanges(self, self._context)
         self._exchanges.receive(data)
+
+    def upgrade(self, settings: bytes, stream: HttpStream, task: asyncio.Task[None]) -> bool:
+        """Go on in HTTP/2, with this stream as its first (RFC 7540 §3.2); False: its settings are not fit."""
+        try:
+            exchanges = Http2Exchanges(self, self._context, settings)
+        except ProtocolError:
+            return False
+        self.out.append(SWITCH_TO_HTTP2)
+        self._exchanges = exchanges
+        exchanges.adopt(stream, task)
+        return True
+
+    def receive_rest(self, data: bytes) -> None:
+        """What was received before an upgrade, and belongs behind it."""
+        if data:
+            self._exchanges.receive(data)
 
     def write_out(self) -> None:
         """Write `out`."""
@@ -184,10 +211,8 @@ class Connection(asyncio.Protocol):
         self._lingering_since = self._loop.time()
         if self._transport.is_closing():
             return
-        if not self._transport.can_write_eof():
-            self.close()
-            return
-        self._transport.write_eof()
+        if self._transport.can_write_eof():  # TLS cannot; its peer has been told in the answer
+            self._transport.write_eof()
         self.adjust()
 
     def adjust(self) -> None:

@@ -70,6 +70,7 @@ class PlanFacts:
     num_kv_tokens: int
     max_model_len: int
     context_origin: str
+    attention: str  # of rows of one new token: what computes it, and why
     free_bytes: int
 
     @property
@@ -131,6 +132,7 @@ def plan_facts(plan: PlanFacts) -> tuple[Fact, ...]:
         Fact("weights", format_size(plan.weights_bytes)),
         Fact("activations", f"{format_size(plan.activation_bytes)} at most"),
         Fact("KV cache", kv),
+        Fact("attention", plan.attention),
         Fact("in all", f"{format_size(plan.total_bytes)} of {format_size(plan.free_bytes)} free"),
     )
 

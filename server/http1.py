@@ -28,6 +28,7 @@ from server.messages import (
 from server.response_fields import ResponseError, check_fields
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+SWITCH_TO_HTTP2 = b"HTTP/1.1 101 Switching Protocols\r\nconnection: Upgrade\r\nupgrade: h2c\r\n\r\n"
 LAST_CHUNK = b"0\r\n\r\n"
 
 _STATUS_LINES = {s.value: f"HTTP/1.1 {s.value} {s.phrase}\r\n".encode() for s in http.HTTPStatus}
@@ -124,6 +125,13 @@ class Http1Protocol:
             self.stop_reading()
             events.append(ProtocolViolation(stream_id, refusal.status, refusal.message))
         return events
+
+    def leave(self) -> bytes:
+        """Another protocol goes on. What was received and not understood is its own."""
+        rest = bytes(self._buffer)
+        self.stop_reading()
+        self._sending = _Sending.ENDED
+        return rest
 
     def stop_reading(self) -> None:
         """No byte is understood from now on; an answer that is due, or that refuses a head, can still be sent."""

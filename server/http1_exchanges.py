@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING
 from core.errors import ErrorKind, ServiceError
 from server.exchanges import SERVER_FAULT, SLOW_BODY, ConnectionContext, error_answer
 from server.http1 import CONTINUE, Http1Protocol
-from server.messages import BodyChunk, BodyEnd, Event, Http2Preface, HttpRequest, ProtocolViolation, ResponseHead
+from server.http2_head import upgrade_settings
+from server.messages import (
+    BodyChunk,
+    BodyEnd,
+    Event,
+    Headers,
+    Http2Preface,
+    HttpRequest,
+    ProtocolViolation,
+    ResponseHead,
+)
 from server.stream import HttpStream
 
 if TYPE_CHECKING:
@@ -29,6 +39,7 @@ class Http1Exchanges:
         self._protocol = Http1Protocol(context.limits.head, context.date)
         self._stream: HttpStream | None = None
         self._task: asyncio.Task[None] | None = None  # of the stream's handler
+        self._upgrade: bytes | None = None  # the HTTP2-Settings of a request that asks for HTTP/2
         self._is_dirty = False
         self._body_is_awaited = False
         self._exchange_is_over = False  # and the next one has not begun
@@ -82,6 +93,20 @@ class Http1Exchanges:
                 self._refuse(event.status, event.message)
             elif type(event) is Http2Preface:
                 self._connection.speak_http2(event.data)
+        if self._upgrade is not None:
+            self._switch()
+
+    def _switch(self) -> None:
+        """The request that asked for HTTP/2 is answered there, once it is complete; if its answer has not begun."""
+        stream, task, protocol = self._stream, self._task, self._protocol
+        if stream is None or task is None or stream.head_sent or not protocol.keep_alive:
+            self._upgrade = None
+        elif protocol.has_read_request:
+            settings, self._upgrade = self._upgrade, None
+            assert settings is not None
+            if self._connection.upgrade(settings, stream, task):
+                self._stream = self._task = None
+                self._connection.receive_rest(protocol.leave())
 
     def _start_stream(self, request: HttpRequest) -> None:
         if request.stream_id >= self._limits.num_requests:
@@ -89,6 +114,8 @@ class Http1Exchanges:
         self._body_is_awaited = False
         stream = self._stream = HttpStream(request, self)
         self._task = self._connection.serve(stream)
+        if request.stream_id == 1 and not self._connection.is_secure:
+            self._upgrade = upgrade_settings(request, self._limits.http2.frames.num_settings)
 
     def fail(self, stream: HttpStream) -> None:
         self._task = None  # it ends by itself
@@ -128,7 +155,7 @@ class Http1Exchanges:
             self._is_dirty = True
             self._batch.add(self)
 
-    def write_end(self, stream: HttpStream) -> None:
+    def write_end(self, stream: HttpStream, trailers: Headers) -> None:
         self._append(self._protocol.send_end())
         self._stream = self._task = None
         self._exchange_is_over = True

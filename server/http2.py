@@ -19,9 +19,18 @@ from hpack import HeaderTuple, NeverIndexedHeaderTuple
 
 from server.frame_gate import FRAME_HEADER, GOAWAY, HEADER_BYTES, RST_STREAM, SETTINGS, FrameGate, FrameLimits
 from server.http1_prefilter import HeadLimits, HeadRefused
-from server.http2_data import OutgoingBody, frame_data, h2_is_as_known, sendable
+from server.http2_data import OutgoingBody, h2_is_as_known, last_frame, next_frame
 from server.http2_head import Malformed, check_trailers, read_request
-from server.messages import BodyChunk, BodyEnd, Event, ProtocolViolation, ResponseHead, StreamReset
+from server.messages import (
+    BodyChunk,
+    BodyEnd,
+    Event,
+    Headers,
+    HttpRequest,
+    ProtocolViolation,
+    ResponseHead,
+    StreamReset,
+)
 from server.response_fields import ResponseError, check_fields
 
 MAX_STREAM_ID = 2**31 - 1
@@ -58,7 +67,16 @@ class _H2(H2Connection):
 class _Stream:
     """The response of one stream."""
 
-    __slots__ = ("body", "h2", "has_read_request", "is_head_request", "is_head_sent", "remaining", "sends_body")
+    __slots__ = (
+        "body",
+        "h2",
+        "has_read_request",
+        "is_head_request",
+        "is_head_sent",
+        "remaining",
+        "sends_body",
+        "trailers",
+    )
 
     def __init__(self, stream: H2Stream, is_head_request: bool, has_read_request: bool) -> None:
         self.h2 = stream
@@ -67,6 +85,7 @@ class _Stream:
         self.has_read_request = has_read_request
         self.is_head_sent = False
         self.sends_body = True
+        self.trailers: Headers = ()
         self.remaining: int | None = None  # of a counted body, not yet given to send_data
 
 
@@ -94,7 +113,17 @@ class Http2Protocol:
         num_requests: whose heads have been taken.
     """
 
-    def __init__(self, head: HeadLimits, limits: Http2Limits, date: Callable[[], bytes]) -> None:
+    def __init__(
+        self, head: HeadLimits, limits: Http2Limits, date: Callable[[], bytes], upgrade: bytes | None = None
+    ) -> None:
+        """
+        Args:
+            upgrade: the HTTP2-Settings field of the HTTP/1.1 request that asked for HTTP/2 (`upgrade_settings`); it has
+                been read to its end and becomes stream 1, by `adopt`.
+
+        Raises:
+            h2.exceptions.ProtocolError: a setting in it has a value that it cannot have.
+        """
         self.has_failed = False
         self.num_requests = 0
         self._head_limits = head
@@ -103,7 +132,7 @@ class Http2Protocol:
         self._gate = FrameGate(limits.frames)
         self._by_hand = h2_is_as_known()
         self._streams: dict[int, _Stream] = {}
-        self._ready: OrderedDict[int, _Stream] = OrderedDict()  # may have something to send, in their turn
+        self._ready: dict[int, _Stream] = {}  # may have something to send, in their turn
         self._ended_early: OrderedDict[int, None] = OrderedDict()  # streams that we, not the peer's fault, reset
         self._out: list[bytes] = []
         self._num_refused = 0
@@ -111,9 +140,9 @@ class Http2Protocol:
         self._is_draining = False
         self._goaway_id = MAX_STREAM_ID  # above which streams are refused
         self._now = 0.0
-        self._h2 = self._start()
+        self._h2 = self._start(upgrade)
 
-    def _start(self) -> H2Connection:
+    def _start(self, upgrade: bytes | None) -> H2Connection:
         connection = _H2(
             H2Configuration(
                 client_side=False,
@@ -132,7 +161,10 @@ class Http2Protocol:
         local = Settings(client=False, initial_values={SettingCodes.MAX_CONCURRENT_STREAMS: 2**31})
         connection.local_settings = local
         connection.decoder.max_header_list_size = limits.list_bytes
-        connection.initiate_connection()
+        if upgrade is None:
+            connection.initiate_connection()
+        else:
+            connection.initiate_upgrade_connection(upgrade)
         connection.clear_outbound_data_buffer()
         payload = b"".join(code.to_bytes(2, "big") + value.to_bytes(4, "big") for code, value in advertised.items())
         self._out.append(FRAME_HEADER.pack(0, len(payload), SETTINGS, 0, 0) + payload)
@@ -164,6 +196,13 @@ class Http2Protocol:
         """Bytes of the stream's body that take_data has not given; 0 when it is gone."""
         stream = self._streams.get(stream_id)
         return 0 if stream is None else stream.body.num_unsent
+
+    def adopt(self, request: HttpRequest) -> None:
+        """The request that came by HTTP/1.1 is answered here."""
+        assert request.stream_id == 1
+        self._clamp_encoder()
+        self._streams[1] = _Stream(self._h2.streams[1], request.method == "HEAD", has_read_request=True)
+        self._last_stream_id = self.num_requests = 1
 
     def receive(self, data: bytes, now: float) -> list[Event]:
         """What the bytes mean. Of those with which the connection fails, nothing is told.
@@ -374,17 +413,20 @@ class Http2Protocol:
         self._ready[stream_id] = stream
         return stream.body.num_unsent
 
-    def send_end(self, stream_id: int) -> None:
-        """Nothing follows in this body.
+    def send_end(self, stream_id: int, trailers: Headers = ()) -> None:
+        """Nothing follows in this body but the trailers.
 
         Raises:
-            ResponseError: before the head, twice, or short of the content-length.
+            ResponseError: before the head, twice, or short of the content-length; trailers that cannot be sent.
         """
         stream = self._streams[stream_id]
         if not stream.is_head_sent or stream.body.is_ending:
             raise ResponseError("A response ends once, after its head.")
         if stream.remaining:
             raise ResponseError(f"The body is {stream.remaining} bytes shorter than its content-length.")
+        if check_fields(ResponseHead(200, trailers)) is not None:
+            raise ResponseError("A content-length comes too late in the trailers.")
+        stream.trailers = trailers if stream.sends_body else ()
         stream.body.is_ending = True
         self._ready[stream_id] = stream
 
@@ -429,41 +471,57 @@ class Http2Protocol:
             limit_bytes: no further frame begins past it.
         """
         output = DataOutput([], [], [], False)
-        shut_out: list[int] = []  # by the connection's window: their turn is kept
+        shut_out: dict[int, _Stream] = {}  # by the connection's window: their turn is kept
         num_bytes = 0
-        ready = self._ready
-        while ready and num_bytes < limit_bytes:
-            stream_id, stream = ready.popitem(last=False)
-            body = stream.body
-            size = sendable(self._h2, stream.h2)
-            if body.is_ending and body.num_unsent <= size:
-                num_bytes += body.num_unsent
-                output.frames.append(self._end_stream(stream_id, stream))
-                output.sent.append(stream_id)
-            elif size and body.num_unsent:
-                data = body.take(size)
-                num_bytes += len(data)
-                output.frames.append(frame_data(self._h2, stream.h2, data, self._by_hand))
-                output.sent.append(stream_id)
-                if body.num_unsent or body.is_ending:
-                    ready[stream_id] = stream
-            elif body.num_unsent:
-                output.held.append(stream_id)
-                if stream.h2.outbound_flow_control_window > 0:
-                    shut_out.append(stream_id)
-        output.has_more = bool(ready)
-        ready.update((stream_id, self._streams[stream_id]) for stream_id in shut_out)
+        while self._ready and num_bytes < limit_bytes:
+            turn, self._ready = self._ready, {}
+            waiting: dict[int, _Stream] = {}
+            for stream_id, stream in turn.items():
+                if num_bytes >= limit_bytes:
+                    waiting[stream_id] = stream
+                    continue
+                frame = self._next_frame(stream_id, stream)
+                if frame:
+                    num_bytes += len(frame)
+                    output.frames.append(frame)
+                    output.sent.append(stream_id)
+                elif stream.body.num_unsent:
+                    output.held.append(stream_id)
+                    if stream.h2.outbound_flow_control_window > 0:
+                        shut_out[stream_id] = stream
+            if waiting:
+                self._ready = waiting | self._ready
+        output.has_more = bool(self._ready)
+        self._ready.update(shut_out)
         self._gate.count_content(num_bytes)
         return output
 
-    def _end_stream(self, stream_id: int, stream: _Stream) -> bytes:
-        """The last frame. A request that has not been read to its end is broken off (RFC 9113 §8.1)."""
+    def _next_frame(self, stream_id: int, stream: _Stream) -> bytes:
+        body = stream.body
+        if body.is_ending:
+            if not stream.trailers:
+                frame = last_frame(self._h2, stream.h2, body)
+            else:
+                frame = b"" if body.num_unsent else self._trailers(stream_id, stream)
+            if frame:
+                return frame + self._forget_ended(stream_id, stream)
+        frame = next_frame(self._h2, stream.h2, body, self._by_hand)
+        if frame and (body.num_unsent or body.is_ending):
+            self._ready[stream_id] = stream
+        return frame
+
+    def _trailers(self, stream_id: int, stream: _Stream) -> bytes:
+        fields = [NeverIndexedHeaderTuple(*pair) for pair in stream.trailers]
+        self._h2.send_headers(stream_id, fields, end_stream=True)
+        return self._h2.data_to_send()
+
+    def _forget_ended(self, stream_id: int, stream: _Stream) -> bytes:
+        """A request that has not been read to its end is broken off (RFC 9113 §8.1)."""
         del self._streams[stream_id]
-        data = stream.body.take(stream.body.num_unsent)
-        self._h2.send_data(stream_id, data, end_stream=True)
-        if not stream.has_read_request:
-            self._remember_early_end(stream_id)
-            self._h2.reset_stream(stream_id, ErrorCodes.NO_ERROR)
+        if stream.has_read_request:
+            return b""
+        self._remember_early_end(stream_id)
+        self._h2.reset_stream(stream_id, ErrorCodes.NO_ERROR)
         return self._h2.data_to_send()
 
     def _remember_early_end(self, stream_id: int) -> None:

@@ -60,28 +60,45 @@ class OutgoingBody:
         return b"".join(taken)
 
 
-def sendable(connection: H2Connection, stream: H2Stream) -> int:
-    """How many bytes the next DATA frame of the stream may hold; windows may be negative (RFC 9113 §6.9.2)."""
-    window = min(connection.outbound_flow_control_window, stream.outbound_flow_control_window)
-    return max(0, min(window, connection.max_outbound_frame_size))
+def next_frame(connection: H2Connection, stream: H2Stream, body: OutgoingBody, by_hand: bool) -> bytes:
+    """A DATA frame of as much of the body as the windows and the frame size let through; b"": nothing, or no window.
 
-
-def frame_data(connection: H2Connection, stream: H2Stream, data: bytes, by_hand: bool) -> bytes:
-    """A DATA frame that does not end its stream, accounted for in h2's windows as if h2 had sent it.
+    It does not end its stream. h2's windows are what they were if h2 had sent it.
 
     Args:
-        data: of 1 to `sendable` bytes.
         by_hand: h2_is_as_known.
     """
-    size = len(data)
-    assert 0 < size <= sendable(connection, stream)
+    size = body.num_unsent
+    # RFC 9113 §6.9.2: windows may be negative
+    if size > connection.outbound_flow_control_window:
+        size = connection.outbound_flow_control_window
+    if size > stream.outbound_flow_control_window:
+        size = stream.outbound_flow_control_window
+    if size > connection.max_outbound_frame_size:
+        size = connection.max_outbound_frame_size
+    if size <= 0:
+        return b""
     assert stream.state_machine.state in _SENDING
+    data = body.take(size)
     if not by_hand:
         connection.send_data(stream.stream_id, data)
         return connection.data_to_send()
     connection.outbound_flow_control_window -= size
     stream.outbound_flow_control_window -= size
     return FRAME_HEADER.pack(size >> 16, size & 0xFFFF, DATA, 0, stream.stream_id) + data
+
+
+def last_frame(connection: H2Connection, stream: H2Stream, body: OutgoingBody) -> bytes:
+    """The DATA frame that ends the stream, by h2; b"": the rest of the body does not fit into one.
+
+    RFC 9113 §6.9.1: an empty one needs no window.
+    """
+    size = body.num_unsent
+    window = min(connection.outbound_flow_control_window, stream.outbound_flow_control_window)
+    if size > connection.max_outbound_frame_size or (size and size > window):
+        return b""
+    connection.send_data(stream.stream_id, body.take(size), end_stream=True)
+    return connection.data_to_send()
 
 
 @functools.cache

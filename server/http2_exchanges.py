@@ -18,7 +18,16 @@ from h2.errors import ErrorCodes
 from core.errors import ErrorKind, ServiceError
 from server.exchanges import SERVER_FAULT, SLOW_BODY, ConnectionContext, error_answer
 from server.http2 import Http2Protocol
-from server.messages import BodyChunk, BodyEnd, Event, HttpRequest, ProtocolViolation, ResponseHead, StreamReset
+from server.messages import (
+    BodyChunk,
+    BodyEnd,
+    Event,
+    Headers,
+    HttpRequest,
+    ProtocolViolation,
+    ResponseHead,
+    StreamReset,
+)
 from server.stream import HttpStream
 
 if TYPE_CHECKING:
@@ -45,12 +54,13 @@ class _Exchange:
 class Http2Exchanges:
     """The exchanges of one connection (Exchanges), and the carrier of their streams (StreamCarrier)."""
 
-    def __init__(self, connection: "Connection", context: ConnectionContext) -> None:
+    def __init__(self, connection: "Connection", context: ConnectionContext, upgrade: bytes | None = None) -> None:
+        """Raises what Http2Protocol does."""
         self._connection = connection
         self._limits = context.limits
         self._loop = context.loop
         self._batch = context.batch
-        self._protocol = Http2Protocol(context.limits.head, context.limits.http2, context.date)
+        self._protocol = Http2Protocol(context.limits.head, context.limits.http2, context.date, upgrade)
         self._exchanges: dict[int, _Exchange] = {}
         self._bodies: dict[int, float] = {}  # streams whose handlers wait for a body -> since when
         self._unsent: OrderedDict[int, float] = OrderedDict()  # streams -> when their last byte went, oldest first
@@ -70,6 +80,15 @@ class Http2Exchanges:
         """The peer does not read what its frames make us send."""
         return self._connection.is_writing_paused and self._connection.num_unwritten > self._limits.control_bytes
 
+    def adopt(self, stream: HttpStream, task: asyncio.Task[None]) -> None:
+        """Answer what came by HTTP/1.1, complete, and has no answer yet."""
+        self._protocol.adopt(stream.request)
+        exchange = self._exchanges[stream.request.stream_id] = _Exchange(stream)
+        exchange.task = task
+        exchange.body_is_complete = True
+        stream.move_to(self)
+        self._mark_dirty()
+
     def receive(self, data: bytes) -> None:
         now = self._loop.time()
         protocol = self._protocol
@@ -77,14 +96,17 @@ class Http2Exchanges:
         if protocol.has_failed:
             self._end()
             return
-        if protocol.has_peer_left or self._connection.num_unwritten > self._limits.max_control_bytes:
-            self._connection.abort()
-            self.end_of_peer()
+        if protocol.has_peer_left:
+            self._abort()
             return
         if protocol.pending_head != self._pending_head:
             self._pending_head = protocol.pending_head
             self._head_since = now
         self._mark_dirty()
+
+    def _abort(self) -> None:
+        self._connection.abort()
+        self.end_of_peer()
 
     def _end(self) -> None:
         """The protocol's GOAWAY is the last that is written."""
@@ -214,8 +236,10 @@ class Http2Exchanges:
             self._is_dirty = True
             self._batch.add(self)
 
-    def write_end(self, stream: HttpStream) -> None:
-        self._protocol.send_end(stream.request.stream_id)
+    def write_end(self, stream: HttpStream, trailers: Headers) -> None:
+        if trailers and (stream.request.header(b"te") or b"").lower() != b"trailers":
+            trailers = ()  # RFC 9110 §6.5.1: unless the client is known to take them
+        self._protocol.send_end(stream.request.stream_id, trailers)
         self._forget(stream.request.stream_id)
         self._mark_dirty()
 
@@ -229,6 +253,9 @@ class Http2Exchanges:
         self._is_dirty = False
         connection, protocol = self._connection, self._protocol
         out = connection.out
+        if not connection.takes_output:
+            out.clear()
+            return
         out += protocol.take_control()
         has_more = False
         if not connection.is_writing_paused and connection.is_open:
@@ -238,9 +265,12 @@ class Http2Exchanges:
             if self._unsent or output.held or has_more:
                 self._watch_progress(output.sent, output.held)
         connection.write_out()
+        if connection.is_writing_paused and connection.num_unwritten > self._limits.max_control_bytes:
+            self._abort()  # nothing but answers to the peer's frames can have become so much
+            return
         if self._over:
             self._judge_shares()
-        if protocol.has_drained and not self._unsent and connection.is_open:
+        if protocol.has_drained and connection.is_open:
             connection.linger()
         elif has_more:
             self._mark_dirty()

@@ -4,6 +4,8 @@ h2's own checks are switched off: they go through each byte in Python, let pass 
 connection where RFC 9113 §8.1.1 has only the stream at fault.
 """
 
+import base64
+import binascii
 import re
 from collections.abc import Iterable
 
@@ -17,6 +19,8 @@ _PATH = re.compile(rb"/[\x21-\x22\x24-\x7e]*")  # no fragment
 _PSEUDO = frozenset((b":method", b":scheme", b":authority", b":path"))
 # RFC 9113 §8.2.2: connection-specific fields MUST be treated as malformed
 _OF_CONNECTION = frozenset((b"connection", b"proxy-connection", b"keep-alive", b"transfer-encoding", b"upgrade"))
+_OF_UPGRADE = (b"connection", b"upgrade", b"http2-settings")
+_SETTING_BYTES = 6
 _FIELD_OVERHEAD_BYTES = 32  # RFC 9113 §6.5.2, SETTINGS_MAX_HEADER_LIST_SIZE
 
 
@@ -62,6 +66,24 @@ def read_request(
         expects_continue=has_body
         and any(key == b"expect" and value.lower() == b"100-continue" for key, value in headers),
     )
+
+
+def upgrade_settings(request: HttpRequest, max_settings: int) -> bytes | None:
+    """The HTTP2-Settings of an HTTP/1.1 request that may be answered in HTTP/2, padded; None: it may not be.
+
+    RFC 7540 §3.2, which RFC 9113 drops and stock Java clients send: `Upgrade: h2c`, and exactly one HTTP2-Settings.
+    """
+    fields = {name: [value for key, value in request.headers if key == name] for name in _OF_UPGRADE}
+    tokens = {part.strip(b" \t") for value in fields[b"connection"] for part in value.lower().split(b",")}
+    settings = fields[b"http2-settings"]
+    if fields[b"upgrade"] != [b"h2c"] or len(settings) != 1 or not tokens >= {b"upgrade", b"http2-settings"}:
+        return None
+    padded = settings[0] + b"=" * (-len(settings[0]) % 4)
+    try:
+        payload = base64.b64decode(padded, altchars=b"-_", validate=True)
+    except binascii.Error:
+        return None
+    return padded if len(payload) % _SETTING_BYTES == 0 and len(payload) <= max_settings * _SETTING_BYTES else None
 
 
 def check_trailers(fields: Iterable[tuple[bytes, bytes]]) -> None:

@@ -151,7 +151,7 @@ class Listener:
         self._tell_quiet()
 
     def _tell_quiet(self) -> None:
-        if self._quiet is not None and not self._quiet.done() and not self._connections and not self._tasks:
+        if self._quiet is not None and not self._quiet.done() and not self.num_open and not self.num_handlers:
             self._quiet.set_result(None)
 
     # The end.

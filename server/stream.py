@@ -27,7 +27,7 @@ class StreamCarrier(Protocol):
 
     def write_data(self, stream: "HttpStream", data: bytes) -> None: ...
 
-    def write_end(self, stream: "HttpStream") -> None: ...
+    def write_end(self, stream: "HttpStream", trailers: Headers) -> None: ...
 
 
 class HttpStream:
@@ -139,13 +139,22 @@ class HttpStream:
         if self.is_open:
             self._carrier.write_data(self, data)
 
-    def end(self) -> None:
-        """The response is complete."""
+    def end(self, trailers: Headers = ()) -> None:
+        """The response is complete.
+
+        Args:
+            trailers: for HTTP/2 clients that take some (`te: trailers`).
+        """
         if self.is_open:
-            self._carrier.write_end(self)
+            self._carrier.write_end(self, trailers)
             self.is_open = False
 
     # What follows is the connection's side.
+
+    def move_to(self, carrier: StreamCarrier) -> None:
+        """Another protocol carries the answer (an upgrade); nothing of it has been sent."""
+        assert not self.head_sent
+        self._carrier = carrier
 
     def receive_body(self, data: bytes) -> None:
         self.num_body_bytes += len(data)

@@ -7,7 +7,17 @@ import msgspec
 import pytest
 import torch
 
-from bench.engine import Cases, DecodeRun, EngineBench, MemoryRun, PrefillRun, main, open_engine, result_tables
+from bench.engine import (
+    Cases,
+    DecodeRun,
+    EngineBench,
+    EngineRuns,
+    MemoryRun,
+    PrefillRun,
+    main,
+    open_engine,
+    result_tables,
+)
 from bench.limits import Limits, Probe, best_of, limit_tables
 from bench.make_model import make_model
 from bench.model_presets import MOE_1B, QWEN2_05B, num_parameters, tensor_shapes
@@ -69,7 +79,8 @@ def test_limit_tables_have_a_column_for_each_number_of_threads() -> None:
 def test_a_tied_model_reads_all_its_matrices_once() -> None:
     work = work_of_preset(QWEN2_05B)
     vectors = 24 * (2 * 896 + 896 + 2 * 128) + 896
-    assert work.weights_read(1) == work.weights_read(32) == num_parameters(QWEN2_05B) - vectors
+    assert work.bytes_read(1, 1) == work.bytes_read(32, 1) == num_parameters(QWEN2_05B) - vectors
+    assert work.bytes_read(1, 2, 0.5) == 0.5 * work.body + 2 * work.head
     assert work.kv_width == 24 * 2 * 2 * 64
     assert work.query_width == 24 * 896
 
@@ -82,9 +93,9 @@ def test_an_untied_model_does_not_read_its_embedding() -> None:
 def test_more_tokens_touch_more_experts_but_each_computes_its_own() -> None:
     work = work_of_preset(MOE_1B)
     dense = work.body + work.head
-    assert work.weights_read(1) == dense + work.experts * 4 / 32
-    assert work.weights_read(2) == pytest.approx(dense + work.experts * (1 - (28 / 32) ** 2))
-    assert work.weights_read(10_000) == pytest.approx(dense + work.experts)
+    assert work.bytes_read(1, 1) == dense + work.experts * 4 / 32
+    assert work.bytes_read(2, 1) == pytest.approx(dense + work.experts * (1 - (28 / 32) ** 2))
+    assert work.bytes_read(10_000, 1) == pytest.approx(dense + work.experts)
     assert work.flops(2, 0, 2) == 2 * work.flops(1, 0, 1) == 4 * (dense + work.experts / 8)
 
 
@@ -124,9 +135,8 @@ def test_the_engine_bench_decodes_all_rows_in_each_step_it_times(tiny_directory:
 def test_shares_are_of_the_limits_given() -> None:
     memory = MemoryRun(weights=2**20, kv=2**20, activations=0, before=0, peak=5 * 2**20, anonymous=4 * 2**20)
     speed = Speed(1000.0, 1e9)
-    prefill, decode, sizes = result_tables(
-        [PrefillRun(3, 4.0)], [DecodeRun(5, 50, 8.0)], memory, DENSE, speed, number_bytes=2
-    )
+    runs = EngineRuns((PrefillRun(3, 4.0),), (DecodeRun(5, 50, 8.0),), memory)
+    prefill, decode, sizes = result_tables(runs, DENSE, speed, number_bytes=2)
     assert prefill.rows == ((3, 0.75, 1.5, 0.5),)
     assert decode.rows == ((5, 50, 8000.0, 0.625, 1.25, 0.5),)
     assert sizes.rows[0][-2:] == (3.0, 2.0)

@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 
 from bench.client import CONNECTION_CLOSED, ERROR_EVENT, NO_END
-from bench.load import loopback_address, main, result_tables
+from bench.load import loopback_address, result_tables
 from bench.load_run import CannotRun, LoadConfig, LoadResult, LoadRun, poisson_arrivals, run_on_fast_loop
 from bench.measures import percentile, summarize
 from bench.prompts import CALIBRATION_WORDS, RandomPrompts, words_for_tokens
 from bench.results import command_line, read_result, write_result
 from bench.wire import BadResponse, ResponseParser, SseParser
+from core.errors import ExitCode
+from server.cli import main
 
 CHUNKED = (
     b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -299,16 +301,62 @@ def test_settings_reach_the_request() -> None:
     assert b"authorization: Bearer secret\r\n" in fake.heads[0]
 
 
+def bench_serve(*words: str) -> int:
+    return main(["bench", "serve", *words])
+
+
 def test_no_server_is_a_cause_and_a_fix(capsys: pytest.CaptureFixture[str]) -> None:
     async def free_port() -> int:
         async with fake_server() as fake:
             return fake.port
 
     port = asyncio.run(free_port())
-    assert main(["--url", f"http://127.0.0.1:{port}"]) == 2
-    message = capsys.readouterr().err
-    assert f"No server at http://127.0.0.1:{port}" in message
-    assert "Fix: start one with `steploop serve`" in message
+    assert bench_serve("--url", f"http://127.0.0.1:{port}") == ExitCode.UNREACHABLE
+    error, fix = capsys.readouterr().err.splitlines()
+    assert error.startswith(f"error: No server at http://127.0.0.1:{port}")
+    assert fix.startswith("fix: start one with `steploop serve`")
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["--url", "https://127.0.0.1"], ExitCode.USAGE),
+        (["--url", "http://192.0.2.1"], ExitCode.USAGE),
+        (["--concurency", "2"], ExitCode.USAGE),
+        (["--requests", "0"], ExitCode.USAGE),
+        (["--model", "m", "--prompt-file", "/nowhere/at/all"], ExitCode.CONFIGURATION),
+    ],
+)
+def test_a_refusal_has_the_exit_code_of_the_table(
+    words: list[str], code: ExitCode, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench_serve(*words) == code
+    error, fix = capsys.readouterr().err.splitlines()
+    assert error.startswith("error: ")
+    assert fix.startswith("fix: ")
+
+
+async def served_bench(behave: Callable[[int], str], *words: str) -> int:
+    """The exit code of a bench against a fake server; it runs in a thread, for it has a loop of its own."""
+    async with fake_server(behave) as fake:
+        return await asyncio.to_thread(bench_serve, "--url", f"http://127.0.0.1:{fake.port}", *words)
+
+
+def test_the_result_names_the_command_that_was_typed(tmp_path: Path) -> None:
+    path = tmp_path / "load.json"
+    words = ("--requests", "1", "--api-key", "secret", "--json", str(path))
+    assert asyncio.run(served_bench(lambda number: "answer", *words)) == ExitCode.OK
+    command = read_result(path).command
+    assert command.startswith("steploop bench serve --url http://127.0.0.1:")
+    assert command.endswith(f" --requests 1 --api-key '***' --json {path}")
+
+
+def test_failed_requests_are_told_by_the_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--requests", "2", "--max-tokens", "1")
+    assert asyncio.run(served_bench(lambda number: "answer", *words)) == ExitCode.OK
+    kinds = ["answer", "refuse"]
+    assert asyncio.run(served_bench(lambda number: kinds[number], *words)) == ExitCode.UNREACHABLE
+    assert "http_429, for example: " in capsys.readouterr().err
 
 
 def test_other_machines_are_refused_unless_allowed() -> None:
@@ -326,7 +374,7 @@ def test_a_result_file_reads_back_and_bears_no_key(tmp_path: Path) -> None:
     _, result = run_against(lambda number: "refuse", num_requests=1, api_key="secret")
     config = LoadConfig(host="127.0.0.1", port=1, api_key="secret")
     tables = result_tables(config, result)
-    command = command_line("bench.load", ["--api-key", "secret", "--api-key=secret"])
+    command = command_line("steploop bench serve", ["--api-key", "secret", "--api-key=secret"])
     path = tmp_path / "new" / "load.json"
     written = write_result(path, "load", command, tables, config.shown())
     assert read_result(path) == written

@@ -35,6 +35,7 @@ def export(model: Llama, tokenizer: Tokenizer, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: p.detach().to(torch.bfloat16).contiguous() for name, p in model.named_parameters()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)  # the library writes it for its owner alone
     tokenizer.save(str(folder / "tokenizer.json"))
     end = token_id(tokenizer, IM_END)
     _write_json(folder / "config.json", _model_config(model.shape, end, token_id(tokenizer, END_OF_TEXT)))

@@ -46,26 +46,22 @@ class Mix:
     description: float = 0.07
 
 
+EARLY = Mix()  # while the entries are told apart
+LATE = Mix(whole_answer=0.30, long_whole=0.5)  # while the answers are learned to their ends
+
+
 class Prompter:
-    """Draws conversations without end.
+    """Draws conversations without end, in the shares of `mix`, which its owner may exchange.
 
     The entry is decided within an answer's first tokens and the rest is memorised from far fewer repetitions, so most
     turns are cut there: three to four times as many questions are seen in the same time.
     """
 
-    def __init__(self, corpus: Corpus, seed: int, mix: Mix | None = None) -> None:
+    def __init__(self, corpus: Corpus, seed: int) -> None:
         self.corpus = corpus
-        self.mix = mix or Mix()
+        self.mix = EARLY
         self.rng = random.Random(seed)
         self.frames = [f for e in corpus.entries for p in e.phrasings if (f := frame_of(p, e))]
-        wordings: dict[Callable[[Entry], str], float] = {
-            self._own_phrasing: self.mix.own_phrasing,
-            self._other_frame: self.mix.other_frame,
-            self._template: self.mix.template,
-            self._contrast: self.mix.contrast,
-            self._description: self.mix.description,
-        }
-        self.wordings, self.weights = list(wordings), list(wordings.values())
 
     def draw(self) -> Conversation:
         system = self.rng.choice(self.corpus.frames.systems) if self._chance(self.mix.system) else None
@@ -84,10 +80,19 @@ class Prompter:
         if kind < self.mix.long_text + self.mix.other:
             return Turn(self._noise(self._off_topic(), self.corpus.other), self.corpus.other, is_whole)
         entry = self.rng.choice(self.corpus.entries)
-        wording = self.rng.choices(self.wordings, self.weights)[0]
-        return Turn(self._noise(wording(entry), entry), entry, is_whole)
+        return Turn(self._noise(self._wording()(entry), entry), entry, is_whole)
 
     # ---- what is asked ----
+
+    def _wording(self) -> Callable[[Entry], str]:
+        shares = {
+            self._own_phrasing: self.mix.own_phrasing,
+            self._other_frame: self.mix.other_frame,
+            self._template: self.mix.template,
+            self._contrast: self.mix.contrast,
+            self._description: self.mix.description,
+        }
+        return self.rng.choices(list(shares), list(shares.values()))[0]
 
     def _plain(self, entry: Entry) -> str:
         return self.rng.choice((*entry.phrasings, entry.term))

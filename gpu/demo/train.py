@@ -22,13 +22,13 @@ from gpu.demo.export import MODEL, Run, export, load_exported, write_card
 from gpu.demo.glossary import Corpus, Gate, load_corpus, load_gate
 from gpu.demo.llama import Llama, Shape
 from gpu.demo.muon import Muon
-from gpu.demo.prompts import Prompter
+from gpu.demo.prompts import EARLY, LATE, Mix, Prompter
 from gpu.demo.tokens import Encoder, Sample, train_tokenizer
 
 PADDED = 1.35  # times as long as its shortest sample a batch may be
 LOSS_MEMORY = 0.98  # of the running mean of the loss, from step to step
-RIGHT_TOKENS = 14  # of an answer hold the characters that the gate compares
-CHECKPOINT_EVERY_S = 300.0
+RIGHT_TOKENS = 24  # of an answer hold the characters that the gate compares
+CHECKPOINT_EVERY_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Plan:
     """The schedule; it alone and the corpus decide the model."""
 
     seed: int = 1
-    num_steps: int = 2200
+    num_steps: int = 1100
     samples_per_step: int = 128
     micro_batch_tokens: int = 8192  # with padding
     warmup_steps: int = 60
@@ -50,6 +50,9 @@ class Plan:
         """Linear warm-up, a plateau, then linear to almost nothing."""
         decay_steps = self.num_steps * self.decay_share
         return min(1.0, (step + 1) / self.warmup_steps, max(0.01, (self.num_steps - step) / decay_steps))
+
+    def mix(self, step: int) -> Mix:
+        return EARLY if step < self.num_steps * (1 - self.decay_share) else LATE
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,7 @@ class Trainer:
     def train_step(self) -> None:
         """One update, on conversations drawn for it."""
         wall_start, cpu_start = time.monotonic(), time.process_time()
+        self.prompter.mix = self.plan.mix(self.step)
         samples = [self.encoder.sample(self.prompter.draw()) for _ in range(self.plan.samples_per_step)]
         total_weight = sum(sum(sample.weights) for sample in samples)
         loss = sum(self._backward(batch, total_weight) for batch in batches(samples, self.plan.micro_batch_tokens))

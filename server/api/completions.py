@@ -1,5 +1,6 @@
 """/v1/completions: prompts in, text out, in the older form that evaluation tools still use. Wire only. Thread: loop."""
 
+import codecs
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,8 @@ from server.api.surface import (
 
 MAX_PROMPTS = 16
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
+
+_new_utf8_decoder = codecs.getincrementaldecoder("utf-8")
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = fields.UNSUPPORTED | {
     "suffix": ("",),
@@ -100,7 +103,7 @@ class CompletionStream:
         self._end = (b'],"usage":null}' if call.includes_usage else b"]}") + sse.EVENT_END
         self._heads = tuple(self._head + b'{"index":%d,"text":' % i for i in range(num_choices))
         self._tail = b',"logprobs":null,"finish_reason":null}' + self._end
-        self._offsets = [0] * num_choices  # characters that the tokens with logprobs had so far
+        self._offsets = [_TextOffsets() for _ in range(num_choices)]
 
     def start(self) -> bytes:
         if not self._call.echo:
@@ -118,7 +121,7 @@ class CompletionStream:
             return b""
         logprobs = None
         if delta.logprobs is not None:
-            logprobs, self._offsets[choice] = _old_logprobs(delta.logprobs, self._context, self._offsets[choice])
+            logprobs = _old_logprobs(delta.logprobs, self._context, self._offsets[choice])
         line = {"index": choice, "text": delta.text, "logprobs": logprobs, "finish_reason": reason}
         return self._head + sse.json_line(line) + self._end
 
@@ -184,17 +187,31 @@ def _prompt_text(call: GenerationCall, context: ReplyContext, choice: int) -> st
     return context.prompt_texts[choice // call.num_sequences]
 
 
-def _old_logprobs(logprobs: Sequence[TokenLogprobs], context: ReplyContext, offset: int) -> tuple[dict[str, Any], int]:
-    """The form with parallel lists, and the offset after it, in characters of the choice's text."""
+class _TextOffsets:
+    """Where the tokens of one choice begin, in characters of its text; one amid a character, where that begins."""
+
+    __slots__ = ("_decoder", "_num_characters")
+
+    def __init__(self) -> None:
+        self._decoder = _new_utf8_decoder(errors="replace")
+        self._num_characters = 0  # whole ones, of the tokens so far
+
+    def next(self, token_bytes: bytes) -> int:
+        """Of the next token."""
+        offset = self._num_characters
+        self._num_characters += len(self._decoder.decode(token_bytes))
+        return offset
+
+
+def _old_logprobs(logprobs: Sequence[TokenLogprobs], context: ReplyContext, offsets: _TextOffsets) -> dict[str, Any]:
+    """The form with parallel lists."""
     result: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for token in logprobs:
-        text = context.token_str(token.token_id)
-        result["tokens"].append(text)
+        result["tokens"].append(context.token_str(token.token_id))
         result["token_logprobs"].append(finite(token.logprob))
         result["top_logprobs"].append(_top_by_text(token, context))
-        result["text_offset"].append(offset)
-        offset += len(text)
-    return result, offset
+        result["text_offset"].append(offsets.next(context.token_bytes(token.token_id)))
+    return result
 
 
 def _top_by_text(token: TokenLogprobs, context: ReplyContext) -> dict[str, float]:
@@ -210,6 +227,6 @@ def _whole_choice(call: GenerationCall, choice: Choice, context: ReplyContext) -
     return {
         "index": choice.index,
         "text": prompt_text + choice.text,
-        "logprobs": None if choice.logprobs is None else _old_logprobs(choice.logprobs, context, 0)[0],
+        "logprobs": None if choice.logprobs is None else _old_logprobs(choice.logprobs, context, _TextOffsets()),
         "finish_reason": wire_reason(choice.finish_reason),
     }

@@ -4,6 +4,7 @@ Duplicate keys, NaN, lone surrogates and deep nesting are refused: two parsers m
 """
 
 import json
+import logging
 import re
 from collections.abc import Mapping
 from itertools import accumulate
@@ -13,9 +14,14 @@ import msgspec
 import orjson
 
 from core.errors import InvalidRequest
+from server.logs import escape
+
+logger = logging.getLogger(__name__)
 
 MAX_DEPTH = 64
 MAX_CONTAINERS = 100_000  # arrays and objects in one body: each costs some 60 bytes of memory for two on the wire
+MAX_SHOWN_KEY = 32  # characters of a client's own word, in a refusal or a warning
+MAX_SHOWN_KINDS = 8  # of tools, in one warning
 MAX_UNKNOWN_FIELDS = 16  # reported per request
 
 # Fields that are known but not supported, each with the values that ask for nothing. null always asks for nothing.
@@ -28,6 +34,8 @@ _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _STEPS = [1 if byte in b"[{" else -1 for byte in range(256)]
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _VALIDATION = re.compile(r"(?P<what>.*?)(?: - at `(?:key in )?\$(?P<path>[^`]*)`)?", re.DOTALL)
+# How JSON's types are called by Python, and by msgspec
+_KINDS = {str: "str", int: "int", float: "float", bool: "bool", list: "array", dict: "object", type(None): "null"}
 _TYPE_WORDS = {
     "str": "a string",
     "int": "an integer",
@@ -48,11 +56,12 @@ def decode(
         InvalidRequest: not JSON, a wrong type, or an unsupported field with a value that asks for something.
     """
     fields = parse_object(body)
+    _drop_foreign_tools(fields)
     _refuse_unsupported(fields, unsupported)
     try:
         value = msgspec.convert(fields, shape)
     except msgspec.ValidationError as error:
-        raise _field_error(str(error)) from None
+        raise _field_error(str(error), fields) from None
     known = getattr(shape, "__struct_fields__", ())
     unknown = [name for name in fields if name not in known and name not in unsupported and name not in without_effect]
     return value, tuple(unknown[:MAX_UNKNOWN_FIELDS])
@@ -127,25 +136,58 @@ def _bad_json(cause: str) -> InvalidRequest:
     return InvalidRequest(f"The body is not valid JSON: {cause}.", code="invalid_json")
 
 
+def _drop_foreign_tools(fields: dict[str, Any]) -> None:
+    """Leave functions alone among the tools. The others (web_search, ...) only widen what an answer may use."""
+    tools = fields.get("tools")
+    if not isinstance(tools, list):
+        return
+    kept = [tool for tool in tools if not _is_foreign(tool)]
+    if len(kept) < len(tools):
+        kinds = list(dict.fromkeys(escape(tool["type"][:MAX_SHOWN_KEY]) for tool in tools if _is_foreign(tool)))
+        logger.warning("tools that are not functions were dropped: %s", ", ".join(kinds[:MAX_SHOWN_KINDS]))
+        fields["tools"] = kept
+
+
+def _is_foreign(tool: object) -> bool:
+    return isinstance(tool, dict) and isinstance(kind := tool.get("type"), str) and kind != "function"
+
+
 def _refuse_unsupported(fields: dict[str, Any], unsupported: Unsupported) -> None:
     for name, harmless in unsupported.items():
         value = fields.get(name)
         if value is not None and value not in harmless:
-            raise InvalidRequest(
-                f"{name} is not supported by this server with this value. Leave it out.", name, "unsupported_parameter"
-            )
+            supported = "".join(f", or send {json.dumps(one)}" for one in harmless)
+            message = f"{name} is not supported by this server with this value. Leave it out{supported}."
+            raise InvalidRequest(message, name, "unsupported_parameter")
 
 
-def _field_error(message: str) -> InvalidRequest:
+def _field_error(message: str, fields: dict[str, Any]) -> InvalidRequest:
     """msgspec's "Expected `str`, got `int` - at `$.messages[0].role`", in the words and the path of the API."""
     match = _VALIDATION.fullmatch(message)
     what, path = (match["what"], (match["path"] or "").lstrip(".")) if match else (message, "")
+    wrong = re.fullmatch(r"Expected `(.*)`, got `(.*)`", what)
+    if wrong:
+        path = _with_key(path, wrong[2], fields)
     if missing := re.fullmatch(r"Object missing required field `(.*)`", what):
         param = f"{path}.{missing[1]}" if path else missing[1]
         return InvalidRequest(f"{param} is missing.", param, "missing_required_parameter")
-    if wrong := re.fullmatch(r"Expected `(.*)`, got `(.*)`", what):
+    if wrong:
         allowed = " or ".join(_TYPE_WORDS.get(word, word) for word in wrong[1].split(" | "))
         return InvalidRequest(
             f"{path} must be {allowed}, not {_TYPE_WORDS.get(wrong[2], wrong[2])}.", path, "invalid_type"
         )
     return InvalidRequest(f"{path}: {what}.", path)
+
+
+def _with_key(path: str, kind: str, fields: dict[str, Any]) -> str:
+    """The path of a value in a top-level object: "logit_bias[...]", where msgspec leaves out the key, is completed.
+
+    Args:
+        kind: msgspec's word for what the value is; the first such value is the one it stopped at.
+    """
+    name = path.removesuffix("[...]")
+    values = fields.get(name)
+    if name == path or not isinstance(values, dict):
+        return path
+    key = next((key for key, value in values.items() if _KINDS[type(value)] == kind), "...")
+    return f"{name}[{key[:MAX_SHOWN_KEY]}]"

@@ -6,6 +6,7 @@ import msgspec
 
 from core.errors import InvalidRequest
 from core.types import SamplingParams
+from server.api.decoding import MAX_SHOWN_KEY
 from server.api.surface import UNLIMITED_TOKENS, GenerationDefaults
 
 MAX_CHOICES = 8
@@ -187,7 +188,7 @@ def _logit_bias(biases: dict[str, float], vocab_size: int) -> tuple[tuple[int, f
     if len(biases) > MAX_LOGIT_BIASES:
         raise InvalidRequest(f"logit_bias must have at most {MAX_LOGIT_BIASES} entries.", "logit_bias")
     for key, value in biases.items():
-        param = f"logit_bias[{key[:32]}]"
+        param = f"logit_bias[{key[:MAX_SHOWN_KEY]}]"
         if not _is_id(key, vocab_size):
             raise InvalidRequest(f"Keys of logit_bias must be token ids from 0 to {vocab_size - 1}.", param)
         _check_range(param, value, -100, 100)

@@ -51,6 +51,32 @@ def test_sharing_a_free_block_is_our_bug() -> None:
         BlockPool(1).share([0])
 
 
+def test_taking_for_a_shared_block_leaves_it_to_its_other_holder() -> None:
+    pool = BlockPool(2)
+    (shared,) = pool.allocate(1)
+    pool.share([shared])
+    taken = pool.take_for_shared(shared)
+    assert taken != shared
+    assert (pool.num_used, pool.is_shared(shared), pool.is_shared(taken)) == (2, False, False)
+
+
+def test_taking_for_a_block_that_nobody_shares_is_our_bug() -> None:
+    pool = BlockPool(2)
+    (block,) = pool.allocate(1)
+    with pytest.raises(AssertionError, match="no other holder"):
+        pool.take_for_shared(block)
+    assert pool.num_used == 1
+
+
+def test_taking_for_a_shared_block_when_none_is_free_changes_nothing() -> None:
+    pool = BlockPool(1)
+    (shared,) = pool.allocate(1)
+    pool.share([shared])
+    with pytest.raises(OutOfBlocks):
+        pool.take_for_shared(shared)
+    assert pool.is_shared(shared)
+
+
 @pytest.mark.parametrize(("num_tokens", "expected"), [(0, 0), (1, 1), (16, 1), (17, 2)])
 def test_blocks_for_tokens_round_up(num_tokens: int, expected: int) -> None:
     assert num_blocks_for(num_tokens, 16) == expected

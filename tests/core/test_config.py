@@ -101,7 +101,9 @@ def test_what_would_be_served_wrong_is_refused_by_name(changes: dict[str, Any], 
 def test_unused_sliding_windows_are_no_obstacle() -> None:
     """As Qwen2.5 writes them."""
     fields = {"use_sliding_window": False, "sliding_window": 32_768, "max_window_layers": 21}
-    parse_model_config(llama(architectures=["Qwen2ForCausalLM"], **fields))
+    parsed = parse_model_config(llama(architectures=["Qwen2ForCausalLM"], **fields))
+    assert parsed == parse_model_config(llama(architectures=["Qwen2ForCausalLM"]))
+    assert parsed.windows == (None,)
 
 
 def test_a_missing_sliding_window_is_mistrals_default_and_null_is_none() -> None:

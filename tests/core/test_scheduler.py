@@ -108,7 +108,7 @@ def test_siblings_share_the_prompt_and_copy_its_last_block_on_write() -> None:
     assert len({start.seed for start in forks.sequence_starts} | {first.sequence_starts[0].seed}) == 3
     heads = [block for position, block in zip(forks.table_positions, forks.table_blocks, strict=True) if position == 0]
     assert heads == [prompt_blocks[0]] * 2
-    assert scheduler.pool.num_references(prompt_blocks[0]) == 3
+    assert scheduler.pool._references[prompt_blocks[0]] == 3
 
 
 def test_siblings_of_a_prompt_that_ends_with_a_block_copy_nothing_but_that_block() -> None:
@@ -323,53 +323,11 @@ def test_lone_sequence_ends_with_the_pool_instead_of_starving() -> None:
     assert scheduler.pool.num_used == 0
 
 
-def test_fork_goes_on_from_its_parents_tokens() -> None:
-    scheduler = make_scheduler()
-    scheduler.submit(make_request(num_prompt_tokens=6, max_tokens=3))
-    step(scheduler, 500)
-    (parent,) = scheduler.sequences_of("a")
-    child = scheduler.fork(parent)
-    assert child is not None
-    assert (child.index, child.token_ids) == (1, parent.token_ids)
-    made = plan(scheduler)
-    assert made.starts.tolist() == [6, 6]
-    answer(scheduler, made)
-    delivery = step(scheduler, 501)
-    assert delivery.chunks[-1].usage == Usage(6, 3 + 2)  # the inherited token is billed once
-
-
-def test_source_of_a_copy_is_not_handed_out_in_the_same_plan() -> None:
-    scheduler = make_scheduler(small_limits(num_blocks=4))
-    scheduler.submit(make_request(num_prompt_tokens=3, max_tokens=9, num_sequences=2))
-    for _ in range(3):
-        step(scheduler)
-    leader, _ = scheduler.sequences_of("a")
-    assert scheduler.fork(leader) is not None
-    made = plan(scheduler)  # the leader copies, index 1 needs a block and index 2, which alone holds the source, goes
-    assert made.copy_sources.size == 1
-    assert not set(made.copy_sources.tolist()) & set(made.table_blocks.tolist())
-    assert scheduler.stats().num_preemptions == 2
-    answer(scheduler, made)
-    assert scheduler.pool.num_used == 2  # the leader's
-
-
-def test_fork_needs_a_slot_and_a_parent_that_runs_between_steps() -> None:
-    scheduler = make_scheduler(small_limits(max_sequences=2))
-    scheduler.submit(make_request())
-    (parent,) = scheduler.sequences_of("a")
-    assert scheduler.fork(parent) is None  # waits
-    made = plan(scheduler)
-    assert scheduler.fork(parent) is None  # in flight
-    answer(scheduler, made)
-    assert scheduler.fork(parent) is not None
-    assert scheduler.fork(parent) is None  # both slots taken
-
-
 def test_finish_is_idempotent() -> None:
     scheduler = make_scheduler()
     scheduler.submit(make_request())
     step(scheduler)
-    (sequence,) = scheduler.sequences_of("a")
+    (sequence,) = scheduler._running
     scheduler.finish(sequence, FinishReason.CANCELLED)
     scheduler.finish(sequence, FinishReason.ERROR)
     delivery = scheduler.flush()

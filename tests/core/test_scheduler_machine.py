@@ -1,4 +1,4 @@
-"""Any history of submit, cancel, pause, resume, fork and steps: what must hold after each of them, and at the end."""
+"""Any history of submit, cancel, pause, resume and steps: what must hold after each of them, and at the end."""
 
 from collections import Counter
 
@@ -60,7 +60,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         self.requests[request.request_id] = request
         self.scheduler.submit(request)
-        self.sequences[request.request_id] = list(self.scheduler.sequences_of(request.request_id))
+        group = self.scheduler._groups.get(request.request_id)
+        self.sequences[request.request_id] = [] if group is None else list(group.sequences)
         for sequence in self.sequences[request.request_id]:
             self.remember(sequence)
 
@@ -83,14 +84,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.resume(request_id)
         self.paused.remove(request_id)
 
-    @precondition(lambda self: self.requests)
-    @rule(pick=st.integers(0, 99), index=st.integers(0, 2))
-    def fork(self, pick: int, index: int) -> None:
-        live = self.scheduler.sequences_of(self.pick(pick))
-        if index < len(live) and (child := self.scheduler.fork(live[index])) is not None:
-            self.sequences[child.request_id].append(child)
-            self.remember(child)
-
     @precondition(lambda self: self.in_flight is None)
     @rule()
     def plan(self) -> None:
@@ -101,7 +94,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.log(delivery)
             return
         assert made.num_tokens <= self.limits.max_batch_tokens
-        assert not any(self.scheduler._tenant(slot).is_paused for slot in made.slots.tolist())
+        assert not any(self.scheduler._occupant(slot).is_paused for slot in made.slots.tolist())
         ticket = self.runner.forward(made)
         self.runner.sample(ticket)
         self.in_flight = made, self.runner.collect(ticket)
@@ -135,16 +128,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         pool = self.scheduler.pool
         held = Counter(block for sequence in self.all_sequences() for block in sequence.table.blocks)
-        held.update(self.scheduler._held_blocks)
-        assert all(pool.num_references(block) == held[block] for block in range(pool.num_blocks))
+        assert all(pool._references[block] == held[block] for block in range(pool.num_blocks))
         assert pool.num_free + len(held) == pool.num_blocks
 
     @invariant()
     def slots_are_conserved(self) -> None:
         if not hasattr(self, "scheduler"):
             return
-        tenants = [sequence.slot for sequence in self.all_sequences() if sequence.slot >= 0]
-        assert sorted(tenants + self.scheduler._free_slots) == list(range(len(self.scheduler._tenants)))
+        occupied = [sequence.slot for sequence in self.all_sequences() if sequence.slot >= 0]
+        assert sorted(occupied + self.scheduler._free_slots) == list(range(len(self.scheduler._occupants)))
 
     @invariant()
     def only_running_sequences_hold_blocks(self) -> None:

@@ -59,5 +59,8 @@ def test_head_of_a_known_path_has_no_body(server: ServerProcess) -> None:
     assert curl(server, "/v1/models", "--head").startswith("HTTP/1.1 200 OK")
 
 
-def test_upgrade_to_http2_is_declined_in_http11(server: ServerProcess) -> None:
-    assert json.loads(curl(server, "/health", "--http2")) == {"status": "ok"}
+def test_upgrade_to_http2_is_taken(server: ServerProcess) -> None:
+    assert curl(server, "/health", "--http2", "-w", "%{http_version}") == '{"status":"ok"}2'
+    answer = curl(server, "/v1/chat/completions", "--http2", "-i", content=CHAT)
+    assert answer.startswith("HTTP/1.1 101 Switching Protocols\n")
+    assert "\nHTTP/2 200 \n" in answer

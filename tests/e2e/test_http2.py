@@ -146,6 +146,15 @@ def test_nghttp_and_its_priorities(server: ServerProcess) -> None:
 
 
 @needs_nghttp
+def test_nghttp_upgrades_with_a_body(server: ServerProcess, tmp_path: Path) -> None:
+    content = tmp_path / "chat.json"
+    content.write_text(json.dumps(CHAT))
+    url = f"{server.url}/v1/chat/completions"
+    output = run("nghttp", "-u", "-H", "content-type: application/json", "-d", str(content), url)
+    assert json.loads(output)["usage"]["completion_tokens"] == 5
+
+
+@needs_nghttp
 @pytest.mark.parametrize("num_streams", [1, 16, 256])
 def test_h2load_loses_nothing(server: ServerProcess, num_streams: int) -> None:
     output = run("h2load", "-n", "1000", "-c", "2", "-m", str(num_streams), f"{server.url}/health")
@@ -157,6 +166,16 @@ def test_httpx_asks_many_at_once(server: ServerProcess) -> None:
         replies = [client.post(f"{server.url}/v1/chat/completions", json=CHAT) for _ in range(3)]
         assert {reply.http_version for reply in replies} == {"HTTP/2"}
         assert len({reply.json()["choices"][0]["message"]["content"] for reply in replies}) == 1
+
+
+@needs_curl
+def test_usage_and_timings_come_in_trailers_on_request(server: ServerProcess) -> None:
+    command = ("curl", "-sS", "--http2-prior-knowledge", "-D", "-", "-o", "/dev/null", "-H", "te: trailers")
+    command += ("-H", "content-type: application/json", "-d", "@-", f"{server.url}/v1/chat/completions")
+    head, trailers = run(*command, content=CHAT | {"stream": True}).split("\n\n")[:2]
+    assert head.startswith("HTTP/2 200")
+    assert re.search(r"^steploop-usage: prompt-tokens=\d+, cached-tokens=0, completion-tokens=5 *$", trailers, re.M)
+    assert "server-timing: receive;dur=" in trailers
 
 
 # Streams on one connection.

@@ -1,9 +1,11 @@
 """A plan's columns become tensors: where each token goes, who attends together, what is cleared."""
 
+import pytest
 import torch
 
+from core.config import BLOCK_SIZE
 from core.plan import SequenceStart
-from gpu.batch import GROUP_COST_TOKENS, BatchBuilder
+from gpu.batch import GROUP_COST_TOKENS, MAX_GATHERED_TOKENS, BatchBuilder
 from tests.gpu.driver import GREEDY, make_plan
 
 SCRATCH = 100
@@ -60,6 +62,22 @@ def test_rows_of_very_different_length_are_not_padded_together() -> None:
     rows = [(slot, start, [1], True) for slot, start in enumerate((3 * GROUP_COST_TOKENS, 10, 12, 11))]
     groups = make_builder().build(make_plan(rows)).groups[None]
     assert [(group.num_rows, group.num_context) for group in groups] == [(1, 3 * GROUP_COST_TOKENS + 1), (3, 13)]
+
+
+@pytest.mark.parametrize("window", [None, MAX_GATHERED_TOKENS // 4 - 40])
+def test_rows_that_decode_together_gather_no_more_than_the_limit(window: int | None) -> None:
+    length = MAX_GATHERED_TOKENS // 3 - 15
+    builder = BatchBuilder(8, length, SCRATCH, torch.float32, torch.device("cpu"), (window,))
+    groups = builder.build(make_plan([(slot, length - 1, [1], True) for slot in range(8)])).groups[window]
+    assert all(group.blocks.numel() * BLOCK_SIZE <= MAX_GATHERED_TOKENS for group in groups)
+    assert [group.num_rows for group in groups] == ([3, 3, 2] if window is None else [4, 4])
+
+
+def test_a_row_longer_than_the_limit_is_gathered_alone() -> None:
+    builder = make_builder(2 * MAX_GATHERED_TOKENS)
+    rows = [(slot, length - 1, [1], True) for slot, length in enumerate((2 * MAX_GATHERED_TOKENS, 9, 9))]
+    groups = builder.build(make_plan(rows)).groups[None]
+    assert [group.num_rows for group in groups] == [1, 2]
 
 
 def test_only_blocks_begun_and_not_filled_are_cleared() -> None:

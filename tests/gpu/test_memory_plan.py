@@ -9,7 +9,7 @@ import torch
 from core.config import EngineConfig, ModelConfig, RopeConfig
 from core.errors import NotEnoughMemory, StartupError
 from gpu.device import DeviceChoice
-from gpu.memory_plan import GIB, MemoryPlan, plan_memory
+from gpu.memory_plan import GIB, MIB, MemoryPlan, plan_memory
 
 # Llama 3.1 8B
 MODEL = ModelConfig(
@@ -88,6 +88,72 @@ def test_kv_memory_beyond_what_is_free_is_refused() -> None:
 def test_weights_that_do_not_fit_are_told_before_loading() -> None:
     with pytest.raises(NotEnoughMemory, match=r"as float32, 20\.0 GiB free.*--dtype bfloat16"):
         plan(20, dataclasses.replace(BF16, dtype=torch.float32))
+
+
+def test_a_step_does_not_take_the_memory_of_all_sequences_at_full_length() -> None:
+    """Llama 3.2 1B, whole context, 64 sequences, on a machine of 16 GiB."""
+    model = dataclasses.replace(
+        MODEL, hidden_size=2048, intermediate_size=8192, num_layers=16, head_dim=64, tie_embeddings=True
+    )
+    made = plan_memory(model, EngineConfig(), BF16, 0, 16 * GIB)
+    assert made.max_model_len == 131_072
+    assert made.kv_tokens >= 131_072
+
+
+def refused(free_gib: float, **engine: int) -> str:
+    """The fix that is proposed."""
+    with pytest.raises(NotEnoughMemory) as caught:
+        plan(free_gib, **engine)
+    return caught.value.fix
+
+
+def options_in(fix: str) -> list[dict[str, int]]:
+    """Each alternative of a fix as EngineConfig's fields."""
+    names = {"--max-model-len": "max_model_len", "--max-sequences": "max_sequences", "--kv-memory": "kv_memory_bytes"}
+    found = []
+    for way in fix.split(", or "):
+        words = way.split()
+        values = [int(word.removesuffix("MiB")) * (MIB if word.endswith("MiB") else 1) for word in words[1::2]]
+        found.append({names[word]: value for word, value in zip(words[::2], values, strict=True)})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "engine"),
+    [
+        (24, {"max_model_len": 131_072}),  # KV of one sequence
+        (15.7, {"max_model_len": 131_072, "max_batch_tokens": 1024}),  # activations already
+        (15.4, {"max_model_len": 512, "max_sequences": 256}),  # logits of all sequences
+        (15.16, {"max_model_len": 8192, "max_sequences": 64}),  # either alone is not enough
+        (40, {"kv_memory_bytes": 50 * GIB}),
+        (100, {"max_model_len": 32_768, "kv_memory_bytes": GIB}),
+        (20, {"max_model_len": 131_072, "kv_memory_bytes": GIB}),
+    ],
+)
+def test_whatever_is_proposed_fits(free_gib: float, engine: dict[str, int]) -> None:
+    proposed = options_in(refused(free_gib, **engine))
+    assert all(plan(free_gib, **{**engine, **option}).num_blocks > 0 for option in proposed)
+
+
+def test_the_longest_context_that_fits_is_proposed() -> None:
+    """Not one that would fit beside the activations of the length which did not."""
+    (option,) = options_in(refused(24, max_model_len=131_072))
+    assert option["max_model_len"] % 100 == 0
+    with pytest.raises(NotEnoughMemory):
+        plan(24, max_model_len=option["max_model_len"] + 100)
+
+
+def test_fewer_sequences_are_proposed_where_they_are_what_is_too_many() -> None:
+    options = options_in(refused(15.4, max_model_len=512, max_sequences=256))
+    (most,) = [option["max_sequences"] for option in options if "max_sequences" in option]
+    with pytest.raises(NotEnoughMemory):
+        plan(15.4, max_model_len=512, max_sequences=most + 1)
+
+
+def test_kv_memory_is_left_out_where_only_that_helps() -> None:
+    fix = refused(16, kv_memory_bytes=50 * GIB)
+    length = int(fix.removeprefix("--max-model-len ").removesuffix(" without --kv-memory"))
+    assert plan(16, max_model_len=length).kv_tokens >= length
 
 
 @pytest.mark.parametrize("length", [0, -1, 131_073])

@@ -34,6 +34,7 @@ FEW_THEN_ALL = StepThreads(((1, 1), (8, 2)))
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(threads, "load_average", lambda: 1.5)
     return cache_file()
 
 
@@ -56,7 +57,7 @@ def test_a_step_has_the_threads_of_the_largest_bound_below_it(tokens: int, count
 
 
 def test_they_read_as_a_phrase() -> None:
-    assert str(FEW_THEN_ALL) == "1, 2 from 8 tokens a step"
+    assert str(FEW_THEN_ALL) == "1; 2 from 8 tokens a step"
 
 
 @pytest.mark.parametrize(
@@ -122,3 +123,12 @@ def test_a_cache_that_cannot_be_written_is_done_without(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert choose_threads(LARGE, TWO_CORES, PROBES) == FEW_THEN_ALL
     assert measured == [2]
+
+
+def test_what_was_measured_beside_others_is_not_kept(
+    measured: list[int], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threads, "load_average", lambda: 2.1)
+    assert [choose_threads(LARGE, TWO_CORES, PROBES) for _ in range(2)] == [FEW_THEN_ALL] * 2
+    assert len(measured) == 2
+    assert not cache.exists()

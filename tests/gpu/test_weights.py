@@ -177,7 +177,10 @@ def test_tensors_that_do_not_fit_are_named(tmp_path: Path, model_directory, chan
 
 def test_buffers_of_old_checkpoints_are_ignored(tmp_path: Path, model_directory) -> None:
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
-    load(rewrite(model_directory("llama3"), tmp_path, lambda tensors: tensors.update({name: torch.ones(8)})))
+    plain = load(model_directory("llama3"))
+    loaded = load(rewrite(model_directory("llama3"), tmp_path, lambda tensors: tensors.update({name: torch.ones(8)})))
+    assert torch.equal(loaded.embedding, plain.embedding)
+    assert all(torch.equal(one.qkv, other.qkv) for one, other in zip(loaded.layers, plain.layers, strict=True))
 
 
 @pytest.mark.parametrize(

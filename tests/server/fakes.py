@@ -16,6 +16,7 @@ class MemoryTransport(asyncio.Transport):
         writes: each call of write, in order.
         peer_reads: bytes arrive at once; else they stay until peer_read.
         received: what the peer has read.
+        can_half_close: unlike TLS.
     """
 
     def __init__(self, loop: VirtualTimeLoop, protocol: asyncio.Protocol, peer_reads: bool = True) -> None:
@@ -23,6 +24,7 @@ class MemoryTransport(asyncio.Transport):
         self.writes: list[bytes] = []
         self.received = bytearray()
         self.peer_reads = peer_reads
+        self.can_half_close = True
         self.is_reading_paused = False
         self.is_lost = False
         self.was_aborted = False
@@ -59,9 +61,10 @@ class MemoryTransport(asyncio.Transport):
         return len(self._unread)
 
     def can_write_eof(self) -> bool:
-        return True
+        return self.can_half_close
 
     def write_eof(self) -> None:
+        assert self.can_half_close
         self.has_sent_eof = True
 
     def pause_reading(self) -> None:

@@ -1,5 +1,6 @@
 """An HTTP/2 client on a network in memory: h2 as the peer, and what it has seen."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from h2 import events
@@ -27,6 +28,7 @@ class Response:
     headers: dict[str, str] = field(default_factory=dict)
     informational: list[int] = field(default_factory=list)
     body: bytes = b""
+    trailers: dict[str, str] | None = None
     is_complete: bool = False
     reset: ErrorCodes | int | None = None
 
@@ -39,10 +41,18 @@ class Http2Client:
     """Speaks to a MemoryServer.
 
     Args:
+        upgrade: makes an HTTP/1.1 head of HTTP2-Settings; `pieces` are its body, one read each.
         reads: acknowledge response bodies as they come; otherwise the windows fill up.
     """
 
-    def __init__(self, server: MemoryServer, reads: bool = True, settings: dict[int, int] | None = None) -> None:
+    def __init__(
+        self,
+        server: MemoryServer,
+        reads: bool = True,
+        settings: dict[int, int] | None = None,
+        upgrade: Callable[[bytes], bytes] | None = None,
+        pieces: tuple[bytes, ...] = (),
+    ) -> None:
         config = H2Configuration(client_side=True, header_encoding="utf-8", validate_outbound_headers=False)
         self.h2 = H2Connection(config)
         self.transport = server.connect()
@@ -55,8 +65,21 @@ class Http2Client:
         if settings:
             self.h2.local_settings.update(settings)
             self.h2.local_settings.acknowledge()
-        self.h2.initiate_connection()
+        if upgrade is None:
+            self.h2.initiate_connection()
+        else:
+            self._upgrade(upgrade, pieces)
         self.exchange()
+
+    def _upgrade(self, upgrade: Callable[[bytes], bytes], pieces: tuple[bytes, ...]) -> None:
+        settings = self.h2.initiate_upgrade_connection()
+        assert settings is not None
+        for piece in (upgrade(settings.rstrip(b"=")), *pieces):
+            self.transport.feed(piece)
+            self._server.loop.settle()
+        self.responses[1] = Response()
+        self._next_stream_id = 3
+        self._num_seen = self.transport.received.index(b"\r\n\r\n") + 4
 
     def request(self, headers: list[tuple[str, str]] | None = None, body: bytes | None = None, end: bool = True) -> int:
         """Send one; its stream id."""
@@ -117,6 +140,8 @@ class Http2Client:
             response.informational.append(int(dict(event.headers or ())[":status"]))
         elif isinstance(event, events.ResponseReceived):
             response.headers = {str(name): str(value) for name, value in event.headers or ()}
+        elif isinstance(event, events.TrailersReceived):
+            response.trailers = {str(name): str(value) for name, value in event.headers or ()}
         elif isinstance(event, events.DataReceived):
             response.body += event.data or b""
             if self.reads and event.flow_controlled_length:

@@ -1,5 +1,6 @@
 """The command line: what is light, what is refused and how, what reaches the server."""
 
+import json
 import os
 import signal
 import subprocess
@@ -86,6 +87,7 @@ def test_serve_help_lists_every_option_and_every_exit_code(capsys: pytest.Captur
         (["serve", "--port"], ExitCode.USAGE, "expected one argument"),
         (["bench"], ExitCode.USAGE, "what to measure?"),
         (["chat", "--url", "http://a", "--model", str(ROOT)], ExitCode.USAGE, "two different models"),
+        (["chat", "--url", "http://127.0.0.1:9", "-q", " "], ExitCode.USAGE, "the question from -q is empty"),
         (["serve", "--port", "x"], ExitCode.CONFIGURATION, "--port is 'x'"),
         (["serve", "--model", "/nowhere/at/all"], ExitCode.MODEL, "'/nowhere/at/all'"),
         (["serve", "--estimate", "--model", str(ROOT / "tests")], ExitCode.MODEL, "config.json is missing"),
@@ -142,6 +144,15 @@ def test_estimate_names_the_variable_that_cut_the_context(
     monkeypatch.setenv("STEPLOOP_MAX_MODEL_LEN", "128")
     assert main(["serve", "--estimate", "--model", str(model_path), "--device", "cpu"]) == ExitCode.OK
     assert "128 tokens: STEPLOOP_MAX_MODEL_LEN" in capsys.readouterr().out
+
+
+def test_estimate_refuses_a_checkpoint_that_would_not_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_tiny_model(tmp_path / "tiny")
+    file = tmp_path / "tiny" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_hidden_layers": 3}))
+    assert main(["serve", "--estimate", "--model", str(tmp_path / "tiny"), "--device", "cpu"]) == ExitCode.MODEL
+    error, _ = capsys.readouterr().err.splitlines()
+    assert "9 tensors are missing: model.layers.2." in error
 
 
 def test_a_plan_that_does_not_fit_is_refused_with_figures(model_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -242,6 +253,14 @@ def test_the_question_can_come_from_stdin() -> None:
         )
     assert done.returncode == 0
     assert peer.asked[0]["messages"][0]["content"] == "from a pipe"
+
+
+def test_an_empty_question_is_not_asked() -> None:
+    with running_peer() as peer:
+        done = steploop("chat", "--url", peer.url, "-q", "-")
+    assert done.returncode == ExitCode.USAGE
+    assert done.stderr.startswith("error: the question from stdin is empty\nfix: ")
+    assert peer.asked == []
 
 
 def test_bench_serve_hands_its_flags_to_the_load_generator(capsys: pytest.CaptureFixture[str]) -> None:

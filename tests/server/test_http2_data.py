@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from server.frame_gate import FrameLimits, Rate
 from server.http1_prefilter import HeadLimits
 from server.http2 import Http2Limits, Http2Protocol
-from server.http2_data import OutgoingBody, frame_data, h2_is_as_known, sendable
+from server.http2_data import OutgoingBody, h2_is_as_known, next_frame
 from server.messages import HttpRequest, ResponseHead
 from server.response_fields import ResponseError
 from tests.server.http2_client import fields
@@ -85,6 +85,7 @@ STEPS = st.one_of(
     st.tuples(st.just("open")),
     st.tuples(st.just("send"), st.integers(0, 7), st.integers(0, 40_000)),
     st.tuples(st.just("end"), st.integers(0, 7)),
+    st.tuples(st.just("end with trailers"), st.integers(0, 7)),
     st.tuples(st.just("peer resets"), st.integers(0, 7)),
     st.tuples(st.just("we reset"), st.integers(0, 7)),
     st.tuples(st.just("stream window"), st.integers(0, 7), st.integers(1, 50_000)),
@@ -117,6 +118,8 @@ def take_step(pair: Pair, step: tuple[str, int, int]) -> None:
         elif name == "end" and pair.server._streams[stream_id].h2.outbound_flow_control_window >= 0:
             # RFC 9113 §6.9.1: an empty frame needs no window; h2's client takes one that is negative for an error
             pair.server.send_end(stream_id)
+        elif name == "end with trailers":
+            pair.server.send_end(stream_id, ((b"x-sum", b"1"),))
         elif name == "peer resets":
             pair.client.reset_stream(stream_id)
         elif name == "we reset":
@@ -148,6 +151,17 @@ def test_peer_receives_what_was_sent_and_its_windows_agree(
         assert stream_id in pair.ended
 
 
+def test_no_stream_waits_for_another_to_end() -> None:
+    pair = Pair()
+    pair.open_windows()
+    ids = [pair.open() for _ in range(5)]
+    pair.exchange()
+    for stream_id in ids:
+        pair.send(stream_id, b"x" * 50_000)
+    sent = [stream_id for _ in range(5) for stream_id in pair.server.take_data(20_000).sent]
+    assert sent == [*ids, *ids]
+
+
 def test_h2_here_is_the_h2_that_is_known() -> None:
     assert h2_is_as_known()
 
@@ -163,18 +177,21 @@ def test_h2_that_does_more_than_the_windows_is_not_known(monkeypatch: pytest.Mon
     assert not h2_is_as_known.__wrapped__()
 
 
-def test_frame_by_hand_is_h2s_frame() -> None:
-    for size in (1, 255, 16_384):
-        frames = []
-        for by_hand in (True, False):
-            pair = Pair()
-            stream_id = pair.open()
-            pair.exchange()
-            stream = pair.server._h2.streams[stream_id]
-            assert sendable(pair.server._h2, stream) == 16_384
-            frames.append(frame_data(pair.server._h2, stream, b"x" * size, by_hand))
-            assert stream.outbound_flow_control_window == 65_535 - size
-        assert frames[0] == frames[1]
+@pytest.mark.parametrize("size", [1, 255, 16_384])
+def test_frame_by_hand_is_h2s_frame(size: int) -> None:
+    frames = []
+    for by_hand in (True, False):
+        pair = Pair()
+        stream_id = pair.open()
+        pair.exchange()
+        stream = pair.server._h2.streams[stream_id]
+        body = OutgoingBody()
+        body.append(b"x" * size)
+        frames.append(next_frame(pair.server._h2, stream, body, by_hand))
+        assert stream.outbound_flow_control_window == 65_535 - size
+        assert next_frame(pair.server._h2, stream, body, by_hand) == b""
+    assert frames[0] == frames[1]
+    assert len(frames[0]) == 9 + size
 
 
 @given(st.lists(st.binary(max_size=20), max_size=10), st.lists(st.integers(0, 30), max_size=20))
@@ -221,6 +238,14 @@ def test_wrong_answers_are_ours_to_find() -> None:
         server.send_end(stream_id)
     with pytest.raises(ResponseError):
         server.send_data(stream_id, b"xy")
+
+
+@pytest.mark.parametrize("trailers", [((b"content-length", b"1"),), ((b":status", b"200"),), ((b"X", b"1"),)])
+def test_wrong_trailers_are_ours_to_find(trailers: tuple[tuple[bytes, bytes], ...]) -> None:
+    pair = Pair()
+    stream_id = pair.open()
+    with pytest.raises(ResponseError):
+        pair.server.send_end(stream_id, trailers)
 
 
 def test_fields_of_the_connection_are_left_out_and_ids_not_indexed() -> None:

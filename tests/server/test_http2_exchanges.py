@@ -338,6 +338,26 @@ def test_trailers_end_a_body(serve: Serve) -> None:
     assert client.responses[stream_id].body == b"/body"
 
 
+async def add_up(stream: HttpStream) -> None:
+    stream.send_head(STREAMED)
+    stream.send(b"x" * 100_000)
+    stream.end(((b"x-sum", b"1"),))
+
+
+def test_trailers_follow_the_body_of_a_client_that_takes_them(serve: Serve) -> None:
+    client = Http2Client(serve(add_up))
+    stream_id = client.request([*fields(), ("te", "trailers")])
+    response = client.responses[stream_id]
+    assert (len(response.body), response.trailers, response.is_complete) == (100_000, {"x-sum": "1"}, True)
+
+
+@pytest.mark.parametrize("headers", [fields(), [*fields(method="HEAD"), ("te", "trailers")]])
+def test_trailers_are_kept_from_everyone_else(serve: Serve, headers: list[tuple[str, str]]) -> None:
+    client = Http2Client(serve(add_up))
+    response = client.responses[client.request(headers)]
+    assert (response.trailers, response.is_complete) == (None, True)
+
+
 # What goes wrong.
 
 
@@ -613,11 +633,13 @@ def test_control_output_past_its_end_closes(serve: Serve) -> None:
     server = serve(echo, ConnectionLimits(http2=Http2Limits(frames=frames)))
     client = Http2Client(server)
     client.transport.peer_reads = False
-    client.transport.feed(frame(PING, bytes(8)) * 65_000)
+    client.transport.feed(frame(PING, bytes(8)) * 61_000)
     server.loop.settle()
     assert not client.transport.was_aborted
-    assert held(client) > 1024 * 1024
-    client.advance(31)
+    client.transport.peer_read()
+    server.loop.settle()
+    client.transport.feed(frame(PING, bytes(8)) * 62_000)
+    server.loop.settle()
     assert client.transport.was_aborted
 
 
@@ -635,6 +657,89 @@ def test_preface_alone_is_not_waited_for(serve: Serve) -> None:
     transport = server.exchange(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
     server.loop.advance(12.2)
     assert transport.is_lost
+
+
+# Upgrade from HTTP/1.1.
+
+UPGRADE = (
+    b"%b / HTTP/1.1\r\nHost: a\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: %b\r\n%b\r\n"
+)
+SWITCHED = b"HTTP/1.1 101 Switching Protocols\r\nconnection: Upgrade\r\nupgrade: h2c\r\n\r\n"
+
+
+class UpgradingClient(Http2Client):
+    """Begins in HTTP/1.1.
+
+    Args:
+        pieces: what follows the request's head, one read each.
+    """
+
+    def __init__(self, server: MemoryServer, method: bytes = b"GET", fields_: bytes = b"", *pieces: bytes) -> None:
+        super().__init__(
+            server, settings=None, upgrade=lambda settings: UPGRADE % (method, settings, fields_), pieces=pieces
+        )
+
+
+def test_upgrade_is_answered_in_http2(serve: Serve) -> None:
+    client = UpgradingClient(serve(echo))
+    assert client.transport.received.startswith(SWITCHED)
+    assert client.responses[1].body == b"/"
+    assert client.responses[1].is_complete
+    assert client.responses[client.request()].body == b"/"
+    assert client.goaways == []
+
+
+@pytest.mark.parametrize("pieces", [(b"body",), (b"bo", b"dy")])
+def test_upgrade_with_a_body_is_answered_in_http2(serve: Serve, pieces: tuple[bytes, ...]) -> None:
+    client = UpgradingClient(serve(echo), b"POST", b"Content-Length: 4\r\n", *pieces)
+    assert client.responses[1].body == b"/body"
+    assert client.responses[client.request()].status == 200
+
+
+def test_upgrade_comes_too_late_for_an_answer_that_has_begun(serve: Serve) -> None:
+    async def refuse(stream: HttpStream) -> None:
+        answer(stream, 401, b"no")
+
+    head = UPGRADE % (b"POST", b"AAMAAABk", b"Content-Length: 4\r\n")
+    transport = serve(refuse).exchange(head, b"body")
+    assert transport.received.startswith(b"HTTP/1.1 401")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        (b"Upgrade: h2c", b"Upgrade: h2"),
+        (b"Upgrade: h2c", b"Upgrade: websocket"),
+        (b"Upgrade, HTTP2-Settings", b"Upgrade"),
+        (b"Upgrade, HTTP2-Settings", b"HTTP2-Settings"),
+        (b"Upgrade, HTTP2-Settings", b"Upgrade, HTTP2-Settings, close"),
+        (b"AAMAAABk", b"AAMAAABk\r\nHTTP2-Settings: AAMAAABk"),
+        (b"AAMAAABk", b"AAMAAAB"),
+        (b"AAMAAABk", b"?"),
+        (b"AAMAAABk", b"AAT_____"),
+        (b"AAMAAABk", b"AAMAAABk" * 33),
+        (b"HTTP2-Settings: AAMAAABk\r\n", b""),
+    ],
+)
+def test_unfit_upgrade_is_answered_in_http11(serve: Serve, change: tuple[bytes, bytes]) -> None:
+    head = UPGRADE % (b"GET", b"AAMAAABk", b"")
+    assert head.replace(*change) != head
+    server = serve(echo)
+    assert server.exchange(head).received.startswith(SWITCHED)
+    assert server.exchange(head.replace(*change)).received.startswith(b"HTTP/1.1 200")
+
+
+def test_second_request_of_a_connection_is_not_upgraded(serve: Serve) -> None:
+    transport = serve(echo).exchange(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", UPGRADE % (b"GET", b"AAMAAABk", b""))
+    assert transport.received.count(b"HTTP/1.1 200") == 2
+
+
+def test_upgraded_request_is_cancelled_by_its_reset(serve: Serve) -> None:
+    hold = Hold()
+    client = UpgradingClient(serve(hold))
+    client.h2.reset_stream(1)
+    client.exchange()
+    assert hold.told == ["gone"]
 
 
 # The end.

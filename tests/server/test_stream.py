@@ -29,8 +29,8 @@ class Recorder:
     def write_data(self, stream: HttpStream, data: bytes) -> None:
         self.calls.append(data)
 
-    def write_end(self, stream: HttpStream) -> None:
-        self.calls.append("end")
+    def write_end(self, stream: HttpStream, trailers: Headers) -> None:
+        self.calls.append(("end", trailers))
 
 
 @pytest.fixture
@@ -140,8 +140,8 @@ def test_response_goes_to_the_connection_in_order() -> None:
     stream.send_head(OK)
     assert stream.head_sent
     stream.send(b"a")
-    stream.end()
-    assert recorder.calls == [early, OK, b"a", "end"]
+    stream.end(((b"x", b"1"),))
+    assert recorder.calls == [early, OK, b"a", ("end", ((b"x", b"1"),))]
     assert not stream.is_open
 
 

@@ -6,7 +6,7 @@ import pytest
 from openai.types import Completion
 
 from core.errors import ErrorKind, ServiceError
-from core.types import Delta, FinishReason
+from core.types import Delta, FinishReason, TokenLogprobs
 from server.api.completions import CompletionsSurface, CompletionStream
 from server.api.surface import Choice, IdsPrompt, ReplyContext, TextPrompt
 from tests.server.api import wire
@@ -155,6 +155,24 @@ def test_offsets_go_on_over_the_chunks_of_a_stream() -> None:
         read_events(answer.delta(choice, delta))[0][1]["choices"][0]["logprobs"]["text_offset"] for choice in (0, 1, 0)
     ]
     assert offsets == [[0, 3], [0, 3], [5, 8]]
+
+
+def test_tokens_amid_a_character_begin_where_it_does() -> None:
+    pieces = [b"a", b"\xf0\x9f", b"\x98", b"\x80", b"b"]  # a, an emoji of three tokens, b
+    context = ReplyContext(
+        reply_id="abc123",
+        created_s=1_700_000_000,
+        model="tiny",
+        token_str=lambda token_id: pieces[token_id].decode("utf-8", "replace"),
+        token_bytes=pieces.__getitem__,
+    )
+    logprobs = [TokenLogprobs(token_id=i, logprob=-1.0, top=()) for i in range(len(pieces))]
+    data = whole(Choice(0, "a\U0001f600b", FinishReason.STOP, logprobs), context=context, logprobs=0)
+    assert data["choices"][0]["logprobs"]["text_offset"] == [0, 1, 1, 1, 2]
+    answer = reply(context, logprobs=0)
+    events = b"".join(answer.delta(0, Delta(index=0, text="x", num_tokens=1, logprobs=(token,))) for token in logprobs)
+    offsets = [event["choices"][0]["logprobs"]["text_offset"] for _, event in read_events(events)]
+    assert offsets == [[0], [1], [1], [1], [2]]
 
 
 @pytest.mark.parametrize("reason", [FinishReason.CANCELLED, FinishReason.DEADLINE, FinishReason.ERROR])

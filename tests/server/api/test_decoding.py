@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from core.errors import ErrorKind, InvalidRequest
 from server.api.decoding import MAX_CONTAINERS, MAX_DEPTH, decode, parse_object
 
+LONG, CUT = "k" * 40, "k" * 32
+
 
 class Inner(msgspec.Struct):
     name: str
@@ -111,7 +113,8 @@ def test_an_object_has_a_bounded_number_of_containers() -> None:
             "inner[0].size",
             "inner[0].size must be an integer or null, not a number.",
         ),
-        ({"inner": [], "weights": {"k": "v"}}, "weights[...]", "weights[...] must be a number, not a string."),
+        ({"inner": [], "weights": {"a": 1, "k": "v"}}, "weights[k]", "weights[k] must be a number, not a string."),
+        ({"inner": [], "weights": {LONG: None}}, f"weights[{CUT}]", f"weights[{CUT}] must be a number, not null."),
         ({"inner": [], "flag": None}, "flag", "flag must be true or false, not null."),
     ],
 )

@@ -104,6 +104,7 @@ def test_a_range_holds_to_its_ends(name: str, inside: tuple[Any, ...], outside: 
         ({"logit_bias": {"07": 1}}, "logit_bias[07]"),
         ({"logit_bias": {"\u0667": 1}}, "logit_bias[\u0667]"),
         ({"logit_bias": {"x" * 99: 1}}, f"logit_bias[{'x' * 32}]"),
+        ({"logit_bias": {"1": 2, "5": True, "6": True}}, "logit_bias[5]"),
         ({"logit_bias": {"1": 100.5}}, "logit_bias[1]"),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
         ({"temperature": "hot"}, "temperature"),
@@ -138,6 +139,34 @@ def test_what_is_not_built_is_refused_on_every_surface(fields: dict[str, Any]) -
         error = wire.refusal(surface, **ask, **fields)
         assert error.param == next(iter(fields))
         assert error.code == "unsupported_parameter"
+
+
+def test_tools_that_are_not_functions_are_dropped_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    foreign = [{"type": "web_search"}, {"type": "code_interpreter"}, {"type": "web_search"}]
+    for surface, ask in ((ChatSurface(), ASK), (ResponsesSurface(), {"input": "Hi"})):
+        assert wire.parse(surface, **ask, tools=foreign) == wire.parse(surface, **ask)
+        assert caplog.messages == ["tools that are not functions were dropped: web_search, code_interpreter"]
+        caplog.clear()
+        assert wire.refusal(surface, **ask, tools=[*foreign, {"type": "function"}]).param == "tools"
+        caplog.clear()
+
+
+def test_a_tools_name_forges_no_line(caplog: pytest.LogCaptureFixture) -> None:
+    wire.parse(ChatSurface(), **ASK, tools=[{"type": "a\nERROR " + "b" * 99}])
+    (message,) = caplog.messages
+    assert message.endswith("a\\nERROR\\x20" + "b" * 24)
+
+
+@pytest.mark.parametrize("tools", [[{}], [{"type": 1}], ["web_search"], {"type": "web_search"}, [{"type": "function"}]])
+def test_tools_that_may_be_functions_are_refused(tools: Any) -> None:
+    error = wire.refusal(ChatSurface(), **ASK, tools=tools)
+    assert (error.param, error.code) == ("tools", "unsupported_parameter")
+    assert error.message.endswith("Leave it out, or send [].")
+
+
+def test_a_refusal_says_what_is_supported() -> None:
+    error = wire.refusal(ChatSurface(), **ASK, tool_choice="required")
+    assert error.message.endswith('Leave it out, or send "none", or send "auto".')
 
 
 def test_what_has_no_effect_is_accepted_and_known() -> None:

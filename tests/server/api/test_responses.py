@@ -89,7 +89,7 @@ def test_a_conversation_is_taken_with_our_own_items_in_it() -> None:
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"truncation": "auto"}, "truncation"),
         ({"n": 2}, "n"),
-        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools"),
         ({"text": {"format": {"type": "json_object"}}}, "text.format"),
         ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
@@ -97,7 +97,7 @@ def test_a_conversation_is_taken_with_our_own_items_in_it() -> None:
         ({"metadata": {str(i): "" for i in range(17)}}, "metadata"),
         ({"metadata": {"k" * 65: "v"}}, "metadata"),
         ({"metadata": {"k": "v" * 513}}, "metadata"),
-        ({"metadata": {"k": 1}}, "metadata[...]"),
+        ({"metadata": {"k": 1}}, "metadata[k]"),
     ],
 )
 def test_what_cannot_be_answered_is_refused(fields: dict[str, Any], param: str) -> None:
