@@ -198,16 +198,20 @@ class TensorSource:
 
     def _advance(self, header: TensorHeader) -> None:
         """A tensor was read: let its pages go with those before it, now and then."""
-        self._done_bytes += header.size_bytes
-        self._progress(self._done_bytes, self._checkpoint.size_bytes)
         self._held_bytes += header.size_bytes
         if self._held_bytes >= RELEASE_BYTES:
-            self._held_bytes = 0
-            for file, reader in list(self._readers.items()):
-                if isinstance(reader, GgufReader):
-                    reader.release()
-                else:
-                    self._readers.pop(file).__exit__(None, None, None)
+            self._release()
+        self._done_bytes += header.size_bytes
+        self._progress(self._done_bytes, self._checkpoint.size_bytes)
+
+    def _release(self) -> None:
+        """A GGUF file stays open: its header takes long to parse."""
+        self._held_bytes = 0
+        for file, reader in list(self._readers.items()):
+            if isinstance(reader, GgufReader):
+                reader.release()
+            else:
+                self._readers.pop(file).__exit__(None, None, None)
 
     def _reader(self, file: Path) -> Any:
         if file not in self._readers:

@@ -247,4 +247,4 @@ def test_pages_of_the_file_are_let_go_while_loading(
     file = directory / SINGLE_FILE
     seen: list[int] = []
     load(directory, progress=lambda done, total: seen.append(mapped_bytes(file)))
-    assert max(seen[-5:]) < file.stat().st_size / 2  # the kernel maps some pages around the one that is asked for
+    assert seen[1:].count(0) >= 5
