@@ -1,4 +1,4 @@
-"""The families of models that are computed here, as data: what each differs in, and its defaults.
+"""The families of models that are computed here, as data: what each differs in, and its defaults. Any thread.
 
 `defaults` are fields of config.json that a file may leave out: as transformers' configuration classes fill them in.
 """

@@ -1,4 +1,4 @@
-"""GGUF files: the bytes → metadata and a table of tensors. No I/O: the caller maps the file.
+"""GGUF files: the bytes → metadata and a table of tensors. No I/O: the caller maps the file. Any thread.
 
 Every count, length and offset is held against the bytes that are there before anything is read or allocated, so that a
 truncated or hostile file is an error that says where. The `gguf` package reads the same, but takes counts at their

@@ -1,4 +1,4 @@
-"""A GGUF file's model in Hugging Face's words: config.json's fields, and the names of tensors.
+"""A GGUF file's model in Hugging Face's words: config.json's fields, and the names of tensors. Any thread.
 
 Source: llama.cpp's convert_hf_to_gguf.py, read backwards.
 """

@@ -1,4 +1,4 @@
-"""A GGUF file's tokenizer as Hugging Face's files would hold it: tokenizer.json and tokenizer_config.json.
+"""A GGUF file's tokenizer as Hugging Face's files would hold it: tokenizer.json and tokenizer_config.json. Any thread.
 
 Source: llama.cpp's src/llama-vocab.cpp (names of pre-tokenizers, defaults), and the tokenizers that models came with.
 """

@@ -1,4 +1,4 @@
-"""What the layers of one model differ in: which turn q and k, which have a window, which hold experts."""
+"""What the layers of one model differ in: which turn q and k, which have a window, which hold experts. Any thread."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,4 +1,7 @@
-"""config.json's quantization_config of GPTQ and AWQ checkpoints: understood completely, or refused by name."""
+"""config.json's quantization_config of GPTQ and AWQ checkpoints: understood completely, or refused by name.
+
+Any thread.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

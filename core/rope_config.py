@@ -3,7 +3,7 @@
 Here the angle of a token is a function of its position alone: what was computed for it stays right as its sequence
 grows. Two kinds of transformers choose their frequencies by the length of the whole sequence, anew at every step;
 of these is served what agrees with a fixed choice: "dynamic" is the plain embedding up to max_position_embeddings,
-and "longrope" uses its short factors up to original_max_position_embeddings, where the context then ends.
+and "longrope" uses its short factors up to original_max_position_embeddings, where the context then ends. Any thread.
 """
 
 import math

@@ -2,6 +2,7 @@
 
 The simulated runner keeps its KV in blocks like a real one, and what it draws is a hash of what it finds there. So a
 wrong table, a lost copy or a block reused too early gives other tokens than the reference, which sees the tokens alone.
+Thread: its caller's.
 """
 
 import sys

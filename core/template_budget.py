@@ -4,7 +4,7 @@ jinja2's own sandbox keeps templates from Python's insides, not from looping or 
 template is instrumented before it is compiled (each turn of a loop or macro, each literal list, each `~`), and calls,
 filters and operators are intercepted. What could grow by a product (`*`, replace, join, format, indent) is measured
 before it is done; the rest grows by a sum and is counted after. So neither time nor memory outgrows the budget by more
-than a factor; it is not a clock.
+than a factor; it is not a clock. Thread: whichever renders; renders may run side by side.
 """
 
 import re

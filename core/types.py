@@ -1,4 +1,4 @@
-"""What crosses between the loop and the engine thread. All of it frozen; tuples inside.
+"""What crosses between the loop and the engine thread. All of it frozen; tuples inside. Any thread.
 
 Loop to engine, through the inbox: Submit, Cancel, Pause, Resume.
 Engine to loop, through the outbox, once a step: StepDelivery (columns of tokens, TokenChunks, EngineStats).

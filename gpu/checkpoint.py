@@ -148,7 +148,7 @@ class TensorSource:
     """
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, progress: Progress) -> None:
-        self._checkpoint = checkpoint
+        self.checkpoint = checkpoint
         self._dtype = dtype
         self._progress = progress
         self._done_bytes = 0
@@ -156,7 +156,7 @@ class TensorSource:
         self._readers: dict[Path, Any] = {}
 
     def __enter__(self) -> "TensorSource":
-        self._progress(0, self._checkpoint.size_bytes)
+        self._progress(0, self.checkpoint.size_bytes)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -166,7 +166,7 @@ class TensorSource:
     def fill(self, wanted: dict[str, Target]) -> None:
         """Scales follow all that they multiply."""
         for name in sorted(wanted, key=lambda name: wanted[name].is_scale):
-            header = self._checkpoint.tensors[name]
+            header = self.checkpoint.tensors[name]
             wanted[name].fill(self.unpacked(name).floats() if header.parts else self.tensor(name))
             self._advance(header)
 
@@ -176,25 +176,25 @@ class TensorSource:
             unpacked = self.unpacked(name)
             for part, targets in zip(("values", "scales", "zeros"), wanted, strict=True):
                 targets[name].fill(unpacked.part(part))
-            self._advance(self._checkpoint.tensors[name])
+            self._advance(self.checkpoint.tensors[name])
 
     def tensor(self, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._reader(self._checkpoint.tensors[name].file).get_tensor(name)
+        tensor: torch.Tensor = self._reader(self.checkpoint.tensors[name].file).get_tensor(name)
         return tensor
 
     def unpacked(self, name: str) -> UnpackedWeight:
         """A matrix that has parts."""
-        assert self._checkpoint.packing is not None
+        assert self.checkpoint.packing is not None
         module = name.removesuffix(".weight")
         parts = {
             part: self._reader(header.file).get_tensor(f"{module}.{part}")
-            for part, header in self._checkpoint.tensors[name].parts.items()
+            for part, header in self.checkpoint.tensors[name].parts.items()
         }
-        return unpack(self._checkpoint.packing, parts, module)
+        return unpack(self.checkpoint.packing, parts, module)
 
     def finish(self) -> None:
         """Tensors that nobody wanted count as done, too."""
-        self._progress(self._checkpoint.size_bytes, self._checkpoint.size_bytes)
+        self._progress(self.checkpoint.size_bytes, self.checkpoint.size_bytes)
 
     def _advance(self, header: TensorHeader) -> None:
         """A tensor was read: let its pages go with those before it, now and then."""
@@ -202,7 +202,7 @@ class TensorSource:
         if self._held_bytes >= RELEASE_BYTES:
             self._release()
         self._done_bytes += header.size_bytes
-        self._progress(self._done_bytes, self._checkpoint.size_bytes)
+        self._progress(self._done_bytes, self.checkpoint.size_bytes)
 
     def _release(self) -> None:
         """A GGUF file stays open: its header takes long to parse."""

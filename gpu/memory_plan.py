@@ -1,7 +1,11 @@
-"""How the device's memory is divided, computed from headers and configuration, before anything is loaded."""
+"""How the device's memory is divided, computed from headers and configuration, before anything is loaded.
+
+Thread: engine, at start, or main, for an estimate.
+"""
 
 import math
 from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -115,19 +119,27 @@ def weights_size_bytes(model: ModelConfig, dtype: torch.dtype, quantize: str | N
     ends = (model.vocab_size, model.hidden_size)
     if model.tie_embeddings and can_pack(dtype, device) and not can_gather(ends):
         size_bytes += math.prod(ends) * dtype.itemsize
-    is_kept = keeps_packed(model, quantize)
-    scheme = "int4" if is_kept else quantize
-    if scheme is None:
+    if quantize is None and not keeps_packed(model, quantize):
         return size_bytes
     for layer in empty_weights(model, dtype, torch.device("meta")).layers:
-        for owner, name in matrices(layer):
-            matrix = floats(getattr(owner, name))
-            num_in = matrix.shape[-1]
-            group_size = operator_group_size(model.packed.group_size or num_in) if is_kept and model.packed else None
-            if is_kept or can_quantize(scheme, num_in):
-                stored = stored_bytes(tuple(matrix.shape), scheme, dtype, group_size)
-                size_bytes += stored - matrix.numel() * dtype.itemsize
+        shapes = [tuple(floats(getattr(owner, name)).shape) for owner, name in matrices(layer)]
+        size_bytes += sum(_added_bytes(shapes, model, dtype, quantize))
     return size_bytes
+
+
+def _added_bytes(
+    shapes: list[tuple[int, ...]], model: ModelConfig, dtype: torch.dtype, quantize: str | None
+) -> Iterator[int]:
+    """Of a layer's matrices, what storing each as integers adds: a negative number."""
+    packed = model.packed if keeps_packed(model, quantize) else None
+    is_kept = packed is not None and all(shape[-1] % (packed.group_size or 1) == 0 for shape in shapes)
+    for shape in shapes:
+        plain_bytes = math.prod(shape) * dtype.itemsize
+        if packed is not None and is_kept:
+            group_size = operator_group_size(packed.group_size or shape[-1])
+            yield stored_bytes(shape, "int4", dtype, group_size) - plain_bytes
+        elif quantize is not None and can_quantize(quantize, shape[-1]):
+            yield stored_bytes(shape, quantize, dtype) - plain_bytes
 
 
 def _max_model_len(model: ModelConfig, engine: EngineConfig) -> int:

@@ -1,7 +1,7 @@
 """Matrices of GPTQ and AWQ checkpoints: several tensors of packed integers for each, to values, scales and zeros.
 
 Pure tensor maths; which tensors belong together is checkpoint.py's. Sources: AutoGPTQ, nn_modules/qlinear, pack();
-AutoAWQ, modules/linear/gemm.py, WQLinear_GEMM.from_linear.
+AutoAWQ, modules/linear/gemm.py, WQLinear_GEMM.from_linear. Thread: engine (at start).
 """
 
 from collections.abc import Mapping

@@ -3,7 +3,10 @@
 int8: one scale per row (output channel), symmetric. int4: a scale and a zero per group of neighbours in a row,
 asymmetric. Scales and zeros are bfloat16, and the integers are chosen for the rounded ones. Only matrices of layers are
 quantised: embedding and head stay in the serving format. They are read by row or share their numbers (tied), and an
-error in the head goes into every logit; norms, biases and routers are too small to matter.
+error in the head goes into every logit; norms, biases and routers are too small to matter. Thread: engine.
+
+Greedy agreement of the demonstration model with itself in bfloat16, over the held text: int8 98.4 %; int4 in groups of
+32, 64 and 128: 79.0, 77.7 and 73.4 %; with the head quantised too 98.0 and 76.6 %.
 """
 
 import math

@@ -28,7 +28,7 @@ from gpu.model import Model
 from gpu.quantize_cache import quantizing
 from gpu.sampler import Drawn, RowLogprobs, Sampler
 from gpu.threads import choose_threads
-from gpu.weights import ModelWeights, keeps_packed, load_weights
+from gpu.weights import MatrixForm, ModelWeights, keeps_packed, load_weights
 
 NOT_FINITE = "The model computed values that are not finite numbers."
 WARM_UP_TOKENS = 8
@@ -164,9 +164,9 @@ def load_runner(directory: Path, config: ModelConfig, engine: EngineConfig, prog
     apply_threads(choice)
     checkpoint = open_checkpoint(directory, config.packed)
     memory = plan_memory(config, engine, choice, checkpoint.size_bytes, free_memory_bytes(choice.device))
-    is_packed_kept = keeps_packed(config, engine.quantize)
     with torch.inference_mode(), quantizing(engine) as convert:
-        weights = load_weights(checkpoint, config, choice.dtype, choice.device, progress, convert, is_packed_kept)
+        form = MatrixForm(convert, keeps_packed(config, engine.quantize))
+        weights = load_weights(checkpoint, config, choice.dtype, choice.device, progress, form)
     runner = ModelRunner(config, engine, memory, weights, find_decode_kernel(config, choice))
     runner.warm_up()
     return runner

@@ -70,6 +70,22 @@ class ModelWeights:
     lm_head: Tensor  # [vocab, hidden]; the embedding itself when tied
 
 
+@dataclass(frozen=True, slots=True)
+class MatrixForm:
+    """How the layers' matrices are kept.
+
+    Args:
+        convert: a matrix to what is kept of it, as soon as its layer is full; None: the matrix.
+        is_packed_kept: a layer whose matrices are all packed in the way PackedConfig.is_kept says stays so.
+    """
+
+    convert: Callable[[Tensor], Weight] | None = None
+    is_packed_kept: bool = False
+
+
+AS_THEY_ARE = MatrixForm()
+
+
 def empty_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> ModelWeights:
     """Allocate all parameters."""
     weights = _empty_ends(config, dtype, device)
@@ -245,14 +261,9 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device,
     progress: Progress,
-    convert: Callable[[Tensor], Weight] | None = None,
-    is_packed_kept: bool = False,
+    form: MatrixForm = AS_THEY_ARE,
 ) -> ModelWeights:
     """Fill the model's parameters from the checkpoint, one layer at a time, converting to dtype.
-
-    Args:
-        convert: a layer's matrix to what is kept of it, as soon as the layer is full; None: the matrix.
-        is_packed_kept: a layer whose matrices are all packed in the way PackedConfig.is_kept says stays so.
 
     Raises:
         BadCheckpoint: tensors are missing, unexpected or misshaped, told before any is read; or a stored head
@@ -268,19 +279,24 @@ def load_weights(
         source.fill(_end_targets(config, weights))
         for index in range(config.num_layers):
             layer = _empty_layer(config, index, dtype, device)
-            wanted = _layer_targets(config, index, layer)
-            packed = _packed_names(checkpoint, wanted)
-            is_kept = is_packed_kept and _are_all_matrices(wanted, packed, layer)
-            source.fill({name: target for name, target in wanted.items() if not (is_kept and name in packed)})
-            if is_kept:
-                _keep_packed(config, index, layer, packed, source)
-            elif convert is not None:
-                for owner, name in matrices(layer):
-                    setattr(owner, name, convert(floats(getattr(owner, name))))
+            _load_layer(config, index, layer, source, form)
             weights.layers.append(layer)
         source.finish()
     _check_tied(checkpoint, config)
     return weights
+
+
+def _load_layer(config: ModelConfig, index: int, layer: LayerWeights, source: TensorSource, form: MatrixForm) -> None:
+    wanted = _layer_targets(config, index, layer)
+    packed = _packed_names(source.checkpoint, wanted)
+    if form.is_packed_kept and _are_all_matrices(wanted, packed, layer):
+        source.fill({name: target for name, target in wanted.items() if name not in packed})
+        _keep_packed(config, index, layer, packed, source)
+        return
+    source.fill(wanted)
+    if form.convert is not None:
+        for owner, name in matrices(layer):
+            setattr(owner, name, form.convert(floats(getattr(owner, name))))
 
 
 def matrices(layer: LayerWeights) -> list[tuple[LayerWeights | MlpWeights | ExpertWeights, str]]:

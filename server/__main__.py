@@ -1,34 +1,61 @@
-"""The wiring: the one place where the server meets the engine that gpu/ computes. Also `python -m server`."""
+"""The process from its first line to its last, and the wiring: where the server meets the engine that gpu/ computes.
 
-import asyncio
-import contextlib
-import random
+Also `python -m server`. Imported before anything is known of the command: whatever is heavy, each function imports.
+"""
+
+import os
+import signal
 import sys
-import threading
-import time
-from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
-from core.config import parse_model_config
-from core.engine import Engine
-from core.errors import ExitCode
-from core.scheduler import Scheduler
-from core.types import StepDelivery
-from server.banner import base_url
-from server.config import ServerConfig
-from server.engine_thread import Inbox
-from server.hub import environment_hub, fetch
-from server.model_files import is_gguf, read_model_files
-from server.process import EngineFacts, LoadedEngine, LoadEngine, Server, serve
-from server.progress import MIN_FETCHED_BYTES, MIN_LOADED_BYTES, byte_progress
-from server.values import HubId
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable
+    from concurrent.futures import Future
 
+    from core.errors import ExitCode
+    from core.types import StepDelivery
+    from server.config import ServerConfig
+    from server.engine_thread import Inbox
+    from server.process import LoadEngine, Server
+
+    Started = Future[tuple[asyncio.AbstractEventLoop, Server]]
+
+INTERRUPTED = 130  # as shells report SIGINT
 DEMO_DIRECTORY = Path(__file__).parent.parent / "gpu" / "demo" / "model"
 DEMO_NAME = "steploop-demo"
 
 
-def run_server(config: ServerConfig) -> ExitCode:
+def run_process() -> NoReturn:
+    """The `steploop` command: run what was typed, and end the process with its exit code.
+
+    Until a command takes Ctrl-C for itself, it ends the process on the spot: a KeyboardInterrupt in the middle of an
+    import may be swallowed there, or shown with a traceback.
+    """
+    signal.signal(signal.SIGINT, lambda number, frame: os._exit(INTERRUPTED))
+    from server.cli import main
+
+    try:
+        exit_code = main()
+    except KeyboardInterrupt:  # while main() was already returning
+        exit_code = INTERRUPTED
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_process(exit_code)
+
+
+def end_process(exit_code: int) -> NoReturn:
+    """Leave, also when threads are still at work: the interpreter's own end under a thread in torch's C++ aborts."""
+    import threading
+
+    if threading.active_count() == 1:
+        sys.exit(exit_code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
+
+
+def run_server(config: "ServerConfig") -> "ExitCode":
     """Serve until told to stop.
 
     Raises:
@@ -36,13 +63,12 @@ def run_server(config: ServerConfig) -> ExitCode:
     """
     import uvloop
 
+    from server.process import serve
+
     return uvloop.run(serve(config, engine_loader(config)))
 
 
-Started = Future[tuple[asyncio.AbstractEventLoop, Server]]
-
-
-def start_in_thread(config: ServerConfig) -> tuple[str, Callable[[], None]]:
+def start_in_thread(config: "ServerConfig") -> "tuple[str, Callable[[], None]]":
     """Serve in a thread of this process, for what runs in this one. Returns when the model is loaded.
 
     Returns: the server's URL, and what stops it and waits for its end.
@@ -50,7 +76,13 @@ def start_in_thread(config: ServerConfig) -> tuple[str, Callable[[], None]]:
     Raises:
         StartupError: what is wrong, and what to do.
     """
+    import contextlib
+    import threading
+    from concurrent.futures import Future
+
     import uvloop
+
+    from server.banner import base_url
 
     started: Started = Future()
     # daemon: Ctrl-C while it loads must not have to wait for it
@@ -68,8 +100,12 @@ def start_in_thread(config: ServerConfig) -> tuple[str, Callable[[], None]]:
     return base_url(config.host, server.listener.port), stop
 
 
-async def _serve_until_stopped(config: ServerConfig, started: Started) -> None:
+async def _serve_until_stopped(config: "ServerConfig", started: "Started") -> None:
     """Tells `started` of the server, or of why there is none."""
+    import asyncio
+
+    from server.process import Server
+
     try:
         server = Server(config, engine_loader(config), lambda lines: None)
         await server.start()
@@ -85,7 +121,7 @@ async def _serve_until_stopped(config: ServerConfig, started: Started) -> None:
     await server.wait_stopped()
 
 
-def model_path(config: ServerConfig, is_offline: bool = False) -> Path:
+def model_path(config: "ServerConfig", is_offline: bool = False) -> Path:
     """The directory or GGUF file to serve, fetched where it is on a hub and not yet here.
 
     Args:
@@ -94,17 +130,30 @@ def model_path(config: ServerConfig, is_offline: bool = False) -> Path:
     Raises:
         StartupError: see server.hub.fetch.
     """
+    from server.hub import environment_hub, fetch
+    from server.progress import MIN_FETCHED_BYTES, byte_progress
+    from server.values import HubId
+
     if isinstance(config.model, HubId):
         with byte_progress(sys.stderr, f"fetching {config.model}", MIN_FETCHED_BYTES) as report_bytes:
             return fetch(environment_hub(is_offline), config.model, report_bytes)
     return config.model or DEMO_DIRECTORY
 
 
-def engine_loader(config: ServerConfig) -> LoadEngine:
+def engine_loader(config: "ServerConfig") -> "LoadEngine":
     """What the engine thread runs first: files, weights, KV cache, scheduler."""
+    import random
+    import time
+
+    from core.config import parse_model_config
+    from core.engine import Engine
+    from core.scheduler import Scheduler
+    from server.model_files import read_model_files
+    from server.process import EngineFacts, LoadedEngine
+    from server.progress import MIN_LOADED_BYTES, byte_progress
 
     def load(
-        inbox: Inbox, deliver: Callable[[StepDelivery], None], report_stage: Callable[[str], None]
+        inbox: "Inbox", deliver: "Callable[[StepDelivery], None]", report_stage: "Callable[[str], None]"
     ) -> LoadedEngine:
         report_stage("finding the model's files")
         path = model_path(config)
@@ -135,7 +184,10 @@ def engine_loader(config: ServerConfig) -> LoadEngine:
     return load
 
 
-def served_name(config: ServerConfig) -> str:
+def served_name(config: "ServerConfig") -> str:
+    from server.model_files import is_gguf
+    from server.values import HubId
+
     if config.served_model_name is not None:
         return config.served_model_name
     match config.model:
@@ -148,6 +200,4 @@ def served_name(config: ServerConfig) -> str:
 
 
 if __name__ == "__main__":
-    from server.cli import main
-
-    sys.exit(main())
+    run_process()

@@ -20,7 +20,7 @@ from server.timing import Timings
 
 KEEP_ALIVE_S = 15.0  # of silence on a stream before a comment goes out (DESIGN, Answers)
 
-JSON_TYPE = (b"content-type", b"application/json")
+JSON_TYPE = b"application/json"
 NO_STORE = (b"cache-control", b"no-store")
 
 
@@ -121,10 +121,14 @@ class Answer:
 
     def on_prompt_end(self, usage: Usage, error: str | None) -> None:
         self._usages.append(usage)
-        if error is not None:
-            self.fail(ServiceError(ErrorKind.ENGINE, error, "engine_error"))
-        if len(self._usages) == len(self._handles):
-            self._finish()
+        try:
+            if error is not None:
+                self.fail(ServiceError(ErrorKind.ENGINE, error, "engine_error"))
+            if len(self._usages) == len(self._handles):
+                self._finish()
+        except Exception as fault:  # whatever a surface can raise: the request's task must not wait for ever
+            if not self._finished.done():
+                self._finished.set_exception(fault)
 
     def fail(self, error: ServiceError) -> None:
         """Break the answer off: an error event where the head is out, otherwise an error answer at the end."""
@@ -161,14 +165,10 @@ class Answer:
             self.fail(cut_short(broken[0]))
         if self._finished.done():
             return  # the task that waited was cancelled
-        try:
-            if self._is_open:
-                self._is_open = False
-                self._body.complete(usage)
-        except Exception as error:  # whatever a surface can raise: the request's task must not wait for ever
-            self._finished.set_exception(error)
-        else:
-            self._finished.set_result(usage)
+        if self._is_open:
+            self._is_open = False
+            self._body.complete(usage)
+        self._finished.set_result(usage)
 
 
 class AnswerBody(Protocol):
@@ -276,7 +276,7 @@ class WholeBody:
         ]
         timings = self._timings.stages_ms() if self._call.wants_timings else None
         body = self._surface.whole_reply(self._call, self._context, choices, usage, timings)
-        send_json(self._stream, 200, body, answer_headers(self._timings))
+        send_document(self._stream, 200, body, answer_headers(self._timings))
 
     def break_off(self, error: ServiceError) -> None:
         """Nothing has been sent: the error becomes the answer, in wait_finished()."""
@@ -285,12 +285,17 @@ class WholeBody:
         """Nothing is held."""
 
 
-def send_json(stream: HttpStream, status: int, body: bytes, headers: Headers = ()) -> None:
-    """Answer with one JSON document."""
-    length = (b"content-length", b"%d" % len(body))
-    stream.send_head(ResponseHead(status, (JSON_TYPE, length, *headers)))
+def send_document(
+    stream: HttpStream, status: int, body: bytes, headers: Headers = (), media_type: bytes = JSON_TYPE
+) -> None:
+    """Answer with one document, whole."""
+    stream.send_head(ResponseHead(status, (*content_headers(body, media_type), *headers)))
     stream.send(body)
     stream.end()
+
+
+def content_headers(body: bytes, media_type: bytes = JSON_TYPE) -> Headers:
+    return ((b"content-type", media_type), (b"content-length", b"%d" % len(body)))
 
 
 def answer_headers(timings: Timings) -> Headers:

@@ -3,6 +3,7 @@
 Every request passes here once: route, authentication, readiness, handler, access line.
 """
 
+import logging
 import math
 import re
 from collections.abc import Awaitable, Callable, Iterable
@@ -11,40 +12,52 @@ from urllib.parse import unquote
 
 from core.errors import ErrorKind, ServiceError
 from core.types import EngineStats
-from server.answer import Outcome, answer_headers, send_json
+from server.answer import JSON_TYPE, Outcome, answer_headers, content_headers, send_document
 from server.api import models, tokenize
 from server.api.chat import ChatSurface
 from server.api.completions import CompletionsSurface
-from server.api.envelope import error_body, status_of
+from server.api.envelope import PROTOCOL_CODES, error_body, protocol_error_body, status_of
 from server.api.responses import ResponsesSurface, input_tokens_reply
 from server.api.surface import Surface
 from server.auth import KeyAuthenticator
 from server.lifecycle import Clock, Lifecycle
 from server.listener import Listener
 from server.logs import AccessRecord, current_request_id, log_access
-from server.messages import Headers, HttpRequest, ResponseHead
+from server.messages import Headers, HttpRequest
 from server.metrics import CONTENT_TYPE, Metrics
 from server.stream import ClientDisconnected, HttpStream
 from server.timing import Timings
 
+logger = logging.getLogger(__name__)
+
 CLIENT_GONE = 499  # nginx's word for it; in the log only
 SANE_REQUEST_ID = re.compile(rb"[A-Za-z0-9_.:\-]{1,128}")
+# Stands in the access line for what never became a request
+NO_REQUEST = HttpRequest(stream_id=0, method="-", path="-", query="", headers=(), has_body=False)
+INTERNAL = ServiceError(
+    ErrorKind.ENGINE, "The server failed to answer. The fault is not in the request; try again later.", "internal_error"
+)
 REPLY_PREFIXES = ("chatcmpl-", "cmpl-", "resp_")  # DELETE takes an answer's id as it was shown
 
 
-@dataclass(slots=True)
-class Exchange:
+@dataclass(slots=True, kw_only=True)
+class Account:
+    """What the access line tells of a request."""
+
+    request: HttpRequest
+    client: str
+    request_id: str
+    timings: Timings
+    outcome: Outcome | None = None  # of a generation
+    refused_status: int | None = None  # what the connection answered, over the handler's head
+
+
+@dataclass(slots=True, kw_only=True)
+class Exchange(Account):
     """One request on its way through the app."""
 
     stream: HttpStream
-    request_id: str
-    timings: Timings
     argument: str = ""  # what the route's pattern left open, decoded
-    outcome: Outcome | None = None  # of a generation
-
-    @property
-    def request(self) -> HttpRequest:
-        return self.stream.request
 
 
 Handler = Callable[[Exchange], Awaitable[None]]
@@ -97,11 +110,13 @@ class App:
     ) -> None:
         self.readiness = readiness
         self.lifecycle: Lifecycle | None = None  # once the model is loaded
+        self.card: models.ServerCard | None = None  # likewise
         self.listener: Listener | None = None  # for /metrics
         self._authenticator = authenticator
         self._metrics = metrics
         self._clock = clock
         self._new_request_id = new_request_id
+        self._exchanges: dict[HttpStream, Exchange] = {}  # in progress
         self._routes = self._make_routes()
         self._patterns = (
             ("/v1/models/", {"GET": Route(self._get_model)}),
@@ -110,9 +125,17 @@ class App:
 
     async def handle(self, stream: HttpStream) -> None:
         """The connection's handler: exactly one answer, whatever happens."""
-        exchange = Exchange(stream, self._new_request_id(), Timings(head_s=self._clock.monotonic()))
+        timings = Timings(head_s=self._clock.monotonic())
+        exchange = Exchange(
+            request=stream.request,
+            client=stream.client,
+            request_id=self._new_request_id(),
+            timings=timings,
+            stream=stream,
+        )
+        self._exchanges[stream] = exchange
         current_request_id.set(exchange.request_id)
-        stream.common_headers = ((b"x-request-id", _shown_request_id(exchange)),)
+        stream.common_headers = (_request_id_header(exchange),)
         error_code = None
         try:
             await self._dispatch(exchange)
@@ -121,10 +144,44 @@ class App:
             self._answer_error(exchange, error)
         except ClientDisconnected:
             pass
+        except Exception:  # a fault of ours, wherever it is
+            error_code = INTERNAL.code
+            if stream.head_sent:
+                raise  # only the connection's end can tell it now
+            logger.exception("%s %s cannot be answered", stream.request.method, stream.request.path)
+            self._answer_error(exchange, INTERNAL)
         finally:
-            status = stream.status or (500 if stream.is_open else CLIENT_GONE)  # open: the connection answers a fault
-            self._metrics.responses[status] += 1
-            log_access(self._access_record(exchange, status, error_code))
+            del self._exchanges[stream]
+            if exchange.refused_status is not None:
+                error_code = PROTOCOL_CODES[exchange.refused_status]
+            self._account_for(exchange, exchange.refused_status or _status_of(stream), error_code)
+
+    def refuse(self, status: int, message: str, client: str, stream: HttpStream | None) -> tuple[Headers, bytes]:
+        """What the connection answers where no handler can: no request came of the bytes, or its body broke off.
+
+        Args:
+            status: one of PROTOCOL_CODES.
+            client: the peer's address.
+            stream: whose body it was; its handler hears that nobody waits for it any more.
+        """
+        account: Account | None = None if stream is None else self._exchanges.get(stream)
+        now = self._clock.monotonic()
+        if account is not None:
+            account.refused_status = status
+            account.timings.end_s = now
+        else:
+            request = NO_REQUEST if stream is None else stream.request  # whose handler has not begun
+            account = Account(
+                request=request, client=client, request_id=self._new_request_id(), timings=Timings(now, end_s=now)
+            )
+            self._account_for(account, status, PROTOCOL_CODES[status])
+        body = protocol_error_body(status, message)
+        return (*content_headers(body), *answer_headers(account.timings), _request_id_header(account)), body
+
+    def _account_for(self, account: Account, status: int, error_code: str | None) -> None:
+        """Every request passes here once, when it is over."""
+        self._metrics.responses[status] += 1
+        log_access(self._access_record(account, status, error_code))
 
     async def _dispatch(self, exchange: Exchange) -> None:
         route = self._route(exchange)
@@ -157,6 +214,8 @@ class App:
             "/v1/responses": {"POST": Route(self._generating(ResponsesSurface()))},
             "/v1/responses/input_tokens": {"POST": Route(self._count_input_tokens)},
             "/v1/models": {"GET": Route(self._list_models)},
+            "/model_info": {"GET": Route(self._show_model_info)},
+            "/server_info": {"GET": Route(self._show_server_info)},
             "/tokenize": {"POST": Route(self._tokenize)},
             "/detokenize": {"POST": Route(self._detokenize)},
             "/health": {"GET": Route(self._health, is_public=True, needs_model=False)},
@@ -191,13 +250,23 @@ class App:
         stats = self.lifecycle.backend.stats if self.lifecycle is not None else EngineStats()
         listener = self.listener
         body = self._metrics.render(stats, listener.num_open, listener.num_accepted, listener.num_refused)
-        length = (b"content-length", b"%d" % len(body))
-        exchange.stream.send_head(ResponseHead(200, ((b"content-type", CONTENT_TYPE), length)))
-        exchange.stream.send(body)
-        exchange.stream.end()
+        self._send(exchange, body, media_type=CONTENT_TYPE)
 
     async def _list_models(self, exchange: Exchange) -> None:
         self._send(exchange, models.list_reply(self._served.reader.cards))
+
+    async def _show_model_info(self, exchange: Exchange) -> None:
+        """For routers that probe it: model_path, tokenizer_path, served_model_name, is_generation, model_type,
+        architectures, max_model_len, and that it understands neither images nor audio."""
+        assert self.card is not None
+        self._send(exchange, models.model_info_reply(self.card))
+
+    async def _show_server_info(self, exchange: Exchange) -> None:
+        """For routers that probe it: model_path, served_model_name, version, the context (context_length,
+        max_model_len), sequences at once (max_num_reqs, max_running_requests), tokens of a step (max_prefill_tokens)
+        and of the KV cache (max_total_tokens), and that it is one process (tp_size, dp_size, pp_size)."""
+        assert self.card is not None
+        self._send(exchange, models.server_info_reply(self.card))
 
     async def _get_model(self, exchange: Exchange) -> None:
         self._send(exchange, models.model_reply(models.find_model(self._served.reader.cards, exchange.argument)))
@@ -274,18 +343,25 @@ class App:
             headers += _retry_headers(error.retry_after_s)
         self._send(exchange, error_body(error), status_of(error), headers)
 
-    def _send(self, exchange: Exchange, body: bytes, status: int = 200, headers: Headers = ()) -> None:
+    def _send(
+        self,
+        exchange: Exchange,
+        body: bytes,
+        status: int = 200,
+        headers: Headers = (),
+        media_type: bytes = JSON_TYPE,
+    ) -> None:
         """Answer with a document that no generation is told in."""
         exchange.timings.end_s = self._clock.monotonic()
-        send_json(exchange.stream, status, body, (*answer_headers(exchange.timings), *headers))
+        send_document(exchange.stream, status, body, (*answer_headers(exchange.timings), *headers), media_type)
 
-    def _access_record(self, exchange: Exchange, status: int, error_code: str | None) -> AccessRecord:
-        timings, outcome = exchange.timings, exchange.outcome
+    def _access_record(self, account: Account, status: int, error_code: str | None) -> AccessRecord:
+        timings, outcome = account.timings, account.outcome
         usage = None if outcome is None else outcome.usage
         return AccessRecord(
-            request_id=exchange.request_id,
-            method=exchange.request.method,
-            path=exchange.request.path,
+            request_id=account.request_id,
+            method=account.request.method,
+            path=account.request.path,
             status=status,
             duration_ms=(self._clock.monotonic() - timings.head_s) * 1e3,
             ttft_ms=None if timings.ttft_s is None else timings.ttft_s * 1e3,
@@ -294,7 +370,13 @@ class App:
             num_completion_tokens=None if usage is None else usage.num_completion_tokens,
             finish_reason=None if outcome is None else ",".join(outcome.finish_reasons) or None,
             error_code=error_code,
+            client=account.client or None,
         )
+
+
+def _status_of(stream: HttpStream) -> int:
+    """As it is logged and counted: a head that went out is not an answer that arrived."""
+    return CLIENT_GONE if stream.has_lost_peer else stream.status or 500  # without one, the connection answers a fault
 
 
 class MethodNotAllowed(ServiceError):
@@ -309,8 +391,17 @@ class MethodNotAllowed(ServiceError):
 def check_media_type(request: HttpRequest) -> None:
     """
     Raises:
-        ServiceError: the body says that it is something else than JSON. One that says nothing is taken for JSON.
+        ServiceError: the body says that it is something else than JSON, or packed. One that says nothing is taken for
+            JSON.
     """
+    coding = request.header(b"content-encoding")
+    if coding is not None and coding.strip().lower() not in (b"", b"identity"):
+        raise ServiceError(
+            ErrorKind.UNSUPPORTED_MEDIA_TYPE,
+            f"The body's content-encoding is {coding.decode('latin-1')[:64]!r}. Send it unpacked, without that field.",
+            "unsupported_content_encoding",
+            "content-encoding",
+        )
     value = request.header(b"content-type")
     if value is None:
         return
@@ -331,9 +422,9 @@ def _retry_headers(retry_after_s: float) -> Headers:
     )
 
 
-def _shown_request_id(exchange: Exchange) -> bytes:
+def _request_id_header(account: Account) -> tuple[bytes, bytes]:
     """The client's own, if it is sane; ours otherwise."""
-    theirs = exchange.request.header(b"x-request-id")
-    if theirs is not None and SANE_REQUEST_ID.fullmatch(theirs):
-        return theirs
-    return exchange.request_id.encode()
+    theirs = account.request.header(b"x-request-id")
+    if theirs is None or not SANE_REQUEST_ID.fullmatch(theirs):
+        theirs = account.request_id.encode()
+    return (b"x-request-id", theirs)

@@ -1,4 +1,4 @@
-"""What the operator reads when the server is ready: eight lines at most, from facts alone. Pure."""
+"""What the operator reads when the server is ready: eight lines at most, from facts alone. Pure. Any thread."""
 
 import json
 import shlex

@@ -1,4 +1,7 @@
-"""`steploop chat`: a conversation in the terminal, or one question for a pipe. Knows no HTTP; asks a ChatBackend."""
+"""`steploop chat`: a conversation in the terminal, or one question for a pipe. Knows no HTTP; asks a ChatBackend.
+
+Thread: main, blocking.
+"""
 
 import contextlib
 import sys

@@ -1,10 +1,12 @@
 """The `steploop` command: what was typed → what runs. Wiring: the only file here that imports both server and gpu.
 
 Everything heavy is imported by the command that needs it: --help and --version load neither torch nor rich.
+Thread: main.
 """
 
 import argparse
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -15,6 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 from core.config import EngineConfig
 from core.errors import ExitCode, StartupError
 from server import __version__
+from server.__main__ import INTERRUPTED, run_process
 from server.config import OPTIONS, Option, ServerConfig
 from server.config_sources import load_config
 from server.values import BadValueError, did_you_mean, format_size
@@ -25,7 +28,6 @@ if TYPE_CHECKING:
     from server.doctor import MachineFacts, PlanFacts, QualityFacts
     from server.model_list import ModelFacts
 
-INTERRUPTED = 130  # as shells report SIGINT
 BROKEN_PIPE = 141  # as shells report SIGPIPE
 DEFAULT_QUESTION_SOURCE = "-"  # -q -: the question comes from stdin
 
@@ -124,6 +126,7 @@ def _run(argv: list[str]) -> int:
     if argv[:2] == ["bench", "serve"]:  # the load generator parses its own flags
         from bench.load import main as run_load_generator
 
+        _take_interrupts()
         return run_load_generator(argv[2:])
     parser, by_command = build_parsers()
     if not argv:
@@ -341,11 +344,17 @@ def _converse(backend: "HttpChatBackend", question: str | None) -> int:
 
     has_colour = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
     conversation = Conversation(backend, sys.stdout, sys.stderr, has_colour)
+    _take_interrupts()
     if question is not None:
         conversation.ask(question)
         return ExitCode.OK
     conversation.run(terminal_reader(), f"{backend.model} at {backend.url}; /help lists the commands")
     return ExitCode.OK
+
+
+def _take_interrupts() -> None:
+    """From here on Ctrl-C raises KeyboardInterrupt: what runs now knows what to do with it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _report(text: str) -> None:
@@ -505,4 +514,4 @@ def find_plan(config: ServerConfig) -> "PlanFacts":
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_process()

@@ -1,7 +1,7 @@
 """What the operator can set, as one table: the fields of ServerConfig. Flags, environment and TOML all come from it.
 
 A setting called some-name is the flag --some-name, the variable STEPLOOP_SOME_NAME and the TOML key some_name.
-Which of them wins: server/config_sources.py.
+Which of them wins: server/config_sources.py. Thread: main, at start; frozen after that.
 """
 
 from collections.abc import Callable

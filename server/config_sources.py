@@ -1,4 +1,4 @@
-"""Where settings come from, and what is said of those that cannot be taken.
+"""Where settings come from, and what is said of those that cannot be taken. Thread: main, at start.
 
 Flags win over the environment, the environment over the file, the file over the defaults. Read once, at start.
 """

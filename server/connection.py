@@ -10,7 +10,7 @@ What is said on it is the exchanges' (http1_exchanges, http2_exchanges). Decisio
 import asyncio
 import enum
 import logging
-from typing import cast
+from typing import Any, cast
 
 from h2.exceptions import ProtocolError
 
@@ -52,6 +52,7 @@ class Connection(asyncio.Protocol):
         self._exchanges: Exchanges = Http1Exchanges(self, context)
         self._timer = DeadlineTimer(context.loop, self._next_due, self._on_due)
         self._transport: asyncio.Transport
+        self.client = ""  # the peer's address, once there is one
         self._is_admitted = False
         self._closing = _Closing.NO
         self._is_reading_paused = False
@@ -64,6 +65,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        self.client = _shown_address(transport.get_extra_info("peername"))
         self._is_admitted = self._context.registry.admit(self)
         if not self._is_admitted:
             self.abort()
@@ -192,6 +194,10 @@ class Connection(asyncio.Protocol):
         """What is in `out` is the last to be written. Whoever calls sees to it that it is."""
         self._closing = _Closing.LAST_WORDS
 
+    def close_after_answer(self) -> None:
+        """Take one more request at most: the answer under way, or the first to come, is the last."""
+        self._exchanges.close_after_answer()
+
     def abort(self) -> None:
         """Close now; what is unsent is lost."""
         self._closing = _Closing.CLOSED
@@ -267,3 +273,11 @@ class Connection(asyncio.Protocol):
             self.close()
         else:
             self._exchanges.on_due()
+
+
+def _shown_address(address: Any) -> str:
+    """`192.0.2.1:5000` or `[::1]:5000`; nothing where the peer has none that could be told."""
+    if not isinstance(address, tuple):
+        return ""
+    host, port = address[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,9 +1,26 @@
-"""What one connection may take of the server: the defaults of every limit on sockets and heads."""
+"""What one connection may take of the server: the defaults of every limit on sockets and heads. Frozen; any thread."""
 
 from dataclasses import dataclass, field
 
+from server.frame_gate import FrameLimits
 from server.http1_prefilter import HeadLimits
-from server.http2 import Http2Limits
+
+
+@dataclass(frozen=True, slots=True)
+class Http2Limits:
+    """What one HTTP/2 connection may take.
+
+    Args:
+        num_streams: at once, as advertised; more are refused, up to num_refused in a row.
+        window_bytes: of a connection's request bodies, that the peer may send before they are read.
+        list_bytes: of a header list, decoded, before it is taken for an attack; head limits answer 431 below that.
+    """
+
+    frames: FrameLimits = field(default_factory=FrameLimits)
+    num_streams: int = 256
+    num_refused: int = 256
+    window_bytes: int = 1024 * 1024
+    list_bytes: int = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)

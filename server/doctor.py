@@ -1,6 +1,6 @@
 """`steploop doctor`: what is installed, what the machine has, what would be served, and what stands in the way.
 
-Facts come in as they are found (server/cli.py asks gpu for its own); nothing here imports torch.
+Facts come in as they are found (server/cli.py asks gpu for its own); nothing here imports torch. Thread: main.
 """
 
 import os

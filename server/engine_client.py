@@ -118,7 +118,7 @@ class RequestHandle:
         if chunk.error is not None:
             self._error = chunk.error
         if chunk.usage is not None:
-            self._sink.on_end(self._cut(chunk.usage), self._error)
+            self._end(self._cut(chunk.usage), self._error)
 
     def fail(self, message: str) -> None:
         """The engine will not tell its end any more: end it here."""
@@ -127,7 +127,7 @@ class RequestHandle:
         num_kept = self._num_kept
         # Where tokens have come, the prompt was computed; otherwise nobody knows how much of it
         num_prompt = len(self.request.prompt_ids) if num_kept else 0
-        self._sink.on_end(Usage(num_prompt_tokens=num_prompt, num_completion_tokens=num_kept), message)
+        self._end(Usage(num_prompt_tokens=num_prompt, num_completion_tokens=num_kept), message)
 
     def _take_chunk(self, sequence: _Sequence, chunk: TokenChunk) -> None:
         detokenizer = sequence.detokenizer
@@ -154,6 +154,12 @@ class RequestHandle:
     def _finish(self, sequence: _Sequence, reason: FinishReason) -> None:
         sequence.is_finished = True
         self._post(Cancel(self.request.request_id, reason, sequence.index, sequence.num_tokens))
+
+    def _end(self, usage: Usage, error: str | None) -> None:
+        try:
+            self._sink.on_end(usage, error)
+        except Exception:  # it was its last news: there is nothing left to cancel
+            logger.exception("an answer cannot be ended", extra={"request_id": self.request.request_id})
 
     def _break_off(self) -> None:
         logger.exception("an answer cannot be written", extra={"request_id": self.request.request_id})

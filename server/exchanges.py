@@ -8,10 +8,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-import orjson
-
 from server.connection_limits import ConnectionLimits
-from server.messages import Headers, ResponseHead
+from server.messages import Headers
 from server.stream import HttpStream
 from server.write_batch import Flushable, WriteBatch
 
@@ -19,18 +17,11 @@ if TYPE_CHECKING:
     from server.connection import Connection
 
 Handler = Callable[[HttpStream], Awaitable[None]]
+# (status, message, client, the stream whose body or handler failed, if any) -> what ends the exchange
+Refuse = Callable[[int, str, str, HttpStream | None], tuple[Headers, bytes]]
 
 SERVER_FAULT = "The server failed to answer. The fault is not in the request; try again later."
 SLOW_BODY = "The body came too slowly. Send it again, faster."
-
-_ERROR_CODES = {
-    400: "malformed_request",
-    408: "request_timeout",
-    414: "request_line_too_long",
-    431: "headers_too_large",
-    500: "internal_error",
-    501: "not_implemented",
-}
 
 
 class ConnectionRegistry(Protocol):
@@ -54,6 +45,7 @@ class ConnectionContext:
     """What all connections of a listener share."""
 
     handler: Handler
+    refuse: Refuse
     limits: ConnectionLimits
     registry: ConnectionRegistry
     loop: asyncio.AbstractEventLoop
@@ -84,6 +76,10 @@ class Exchanges(Flushable, Protocol):
         """There is nobody to answer any more: tell the streams, or cancel their handlers. Idempotent."""
         ...
 
+    def close_after_answer(self) -> None:
+        """Take one more request at most, where the protocol can say so."""
+        ...
+
     def drain(self) -> None:
         """Take no further request; close when those under way are answered."""
         ...
@@ -101,12 +97,3 @@ class Exchanges(Flushable, Protocol):
     def break_off(self, stream: HttpStream) -> None:
         """The stream's handler has been cancelled, by nobody here."""
         ...
-
-
-def error_answer(status: int, message: str) -> tuple[ResponseHead, bytes]:
-    """Head and body of an answer that no handler gives."""
-    kind = "server_error" if status >= 500 else "invalid_request_error"
-    error = {"message": message, "type": kind, "param": None, "code": _ERROR_CODES[status]}
-    body = orjson.dumps({"error": error})
-    headers: Headers = ((b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)))
-    return ResponseHead(status, headers), body

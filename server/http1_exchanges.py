@@ -8,7 +8,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from core.errors import ErrorKind, ServiceError
-from server.exchanges import SERVER_FAULT, SLOW_BODY, ConnectionContext, error_answer
+from server.exchanges import SERVER_FAULT, SLOW_BODY, ConnectionContext
 from server.http1 import CONTINUE, Http1Protocol
 from server.http2_head import upgrade_settings
 from server.messages import (
@@ -36,6 +36,7 @@ class Http1Exchanges:
         self._loop = context.loop
         self._batch = context.batch
         self._out = connection.out
+        self._refusal = context.refuse
         self._protocol = Http1Protocol(context.limits.head, context.date)
         self._stream: HttpStream | None = None
         self._task: asyncio.Task[None] | None = None  # of the stream's handler
@@ -44,6 +45,10 @@ class Http1Exchanges:
         self._body_is_awaited = False
         self._exchange_is_over = False  # and the next one has not begun
         self._waiting_since = context.loop.time()  # for a request, its head or its body, whichever it is now
+
+    @property
+    def client(self) -> str:
+        return self._connection.client
 
     @property
     def has_streams(self) -> bool:
@@ -130,8 +135,8 @@ class Http1Exchanges:
             self._connection.abort()
             return
         self._protocol.stop_reading()
-        head, body = error_answer(status, message)
-        self._append(self._protocol.send_head(head))
+        headers, body = self._refusal(status, message, self._connection.client, self._stream)
+        self._append(self._protocol.send_head(ResponseHead(status, headers)))
         self._append(self._protocol.send_data(body))
         self._connection.end_after_output()
         self.end_of_peer()
@@ -188,8 +193,11 @@ class Http1Exchanges:
             self._handle_events(self._protocol.next_request())
             connection.adjust()
 
-    def drain(self) -> None:
+    def close_after_answer(self) -> None:
         self._protocol.keep_alive = False
+
+    def drain(self) -> None:
+        self.close_after_answer()
         if self._stream is None and not self._out and self._protocol.is_idle:
             self._connection.close()
 

@@ -6,18 +6,17 @@ http2_data, GOAWAY is written by hand. Of streams that have ended nothing is kep
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import h2.events
-from h2.config import H2Configuration
-from h2.connection import H2Connection
 from h2.errors import ErrorCodes
 from h2.exceptions import ProtocolError
-from h2.settings import SettingCodes, Settings
 from h2.stream import H2Stream
 from hpack import HeaderTuple, NeverIndexedHeaderTuple
 
-from server.frame_gate import FRAME_HEADER, GOAWAY, HEADER_BYTES, RST_STREAM, SETTINGS, FrameGate, FrameLimits
+from server.connection_limits import Http2Limits
+from server.frame_gate import FRAME_HEADER, GOAWAY, HEADER_BYTES, RST_STREAM, FrameGate
+from server.h2_connection import NUM_REMEMBERED_STREAMS, clamp_encoder, new_h2_connection
 from server.http1_prefilter import HeadLimits, HeadRefused
 from server.http2_data import OutgoingBody, h2_is_as_known, last_frame, next_frame
 from server.http2_head import Malformed, check_trailers, read_request
@@ -36,32 +35,8 @@ from server.response_fields import ResponseError, check_fields
 MAX_STREAM_ID = 2**31 - 1
 DRAIN_PING = b"steploop"
 
-_DEFAULT_WINDOW = 65_535  # RFC 9113 §6.9.2
-_TABLE_BYTES = 4096  # RFC 9113 §6.5.2, the initial value: a peer may lower it, not raise it
-_NUM_REMEMBERED_STREAMS = 1024
 # Their values differ from answer to answer: in the peer's table they would only push out the others
 _NEVER_INDEXED = frozenset((b"x-request-id", b"server-timing", b"content-length"))
-
-
-@dataclass(frozen=True, slots=True)
-class Http2Limits:
-    """What one HTTP/2 connection may take.
-
-    Args:
-        num_streams: at once, as advertised; more are refused, up to num_refused in a row.
-        window_bytes: of a connection's request bodies, that the peer may send before they are read.
-        list_bytes: of a header list, decoded, before it is taken for an attack; head limits answer 431 below that.
-    """
-
-    frames: FrameLimits = field(default_factory=FrameLimits)
-    num_streams: int = 256
-    num_refused: int = 256
-    window_bytes: int = 1024 * 1024
-    list_bytes: int = 64 * 1024
-
-
-class _H2(H2Connection):
-    MAX_CLOSED_STREAMS = _NUM_REMEMBERED_STREAMS
 
 
 class _Stream:
@@ -140,37 +115,8 @@ class Http2Protocol:
         self._is_draining = False
         self._goaway_id = MAX_STREAM_ID  # above which streams are refused
         self._now = 0.0
-        self._h2 = self._start(upgrade)
-
-    def _start(self, upgrade: bytes | None) -> H2Connection:
-        connection = _H2(
-            H2Configuration(
-                client_side=False,
-                validate_inbound_headers=False,
-                normalize_inbound_headers=False,
-                validate_outbound_headers=False,
-                normalize_outbound_headers=False,
-            )
-        )
-        limits = self._limits
-        advertised = {
-            SettingCodes.MAX_CONCURRENT_STREAMS: limits.num_streams,
-            SettingCodes.MAX_HEADER_LIST_SIZE: self._head_limits.head_bytes,
-        }
-        # h2 would end the connection over one stream too many; refusing it is ours
-        local = Settings(client=False, initial_values={SettingCodes.MAX_CONCURRENT_STREAMS: 2**31})
-        connection.local_settings = local
-        connection.decoder.max_header_list_size = limits.list_bytes
-        if upgrade is None:
-            connection.initiate_connection()
-        else:
-            connection.initiate_upgrade_connection(upgrade)
-        connection.clear_outbound_data_buffer()
-        payload = b"".join(code.to_bytes(2, "big") + value.to_bytes(4, "big") for code, value in advertised.items())
-        self._out.append(FRAME_HEADER.pack(0, len(payload), SETTINGS, 0, 0) + payload)
-        connection.increment_flow_control_window(limits.window_bytes - _DEFAULT_WINDOW)
-        self._out.append(connection.data_to_send())
-        return connection
+        self._h2, opening = new_h2_connection(head, limits, upgrade)
+        self._out.append(opening)
 
     @property
     def has_output(self) -> bool:
@@ -200,7 +146,7 @@ class Http2Protocol:
     def adopt(self, request: HttpRequest) -> None:
         """The request that came by HTTP/1.1 is answered here."""
         assert request.stream_id == 1
-        self._clamp_encoder()
+        clamp_encoder(self._h2)
         self._streams[1] = _Stream(self._h2.streams[1], request.method == "HEAD", has_read_request=True)
         self._last_stream_id = self.num_requests = 1
 
@@ -222,27 +168,12 @@ class Http2Protocol:
             self._collect()
             self.fail(error.error_code, goaway_is_written=True)
             return []
-        self._clamp_encoder()
+        clamp_encoder(self._h2)
         self._collect()
         if self._gate.refusal is not None:
             self.fail(self._gate.refusal.code)
             return []
         return events
-
-    def _clamp_encoder(self) -> None:
-        """The peer's SETTINGS_HEADER_TABLE_SIZE is how much we may use of its memory, and of ours.
-
-        RFC 7541 §4.2: of several changes the smallest and the last are signalled. hpack 4.2 signals all of them, also
-        such as the last one forbids, and none when the last one is said twice.
-        """
-        encoder = self._h2.encoder
-        changes = encoder.table_size_changes
-        if changes:
-            size = min(encoder.header_table_size, _TABLE_BYTES)
-            least = min(*changes, size)
-            encoder.header_table_size = size
-            encoder.table_size_changes = [least, size] if least < size else [size]
-            encoder.header_table.resized = True
 
     def fail(self, code: ErrorCodes, goaway_is_written: bool = False) -> None:
         """End the connection, and all its streams."""
@@ -526,5 +457,5 @@ class Http2Protocol:
 
     def _remember_early_end(self, stream_id: int) -> None:
         self._ended_early[stream_id] = None
-        if len(self._ended_early) > _NUM_REMEMBERED_STREAMS:
+        if len(self._ended_early) > NUM_REMEMBERED_STREAMS:
             self._ended_early.popitem(last=False)

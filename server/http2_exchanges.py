@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from h2.errors import ErrorCodes
 
 from core.errors import ErrorKind, ServiceError
-from server.exchanges import SERVER_FAULT, SLOW_BODY, ConnectionContext, error_answer
+from server.exchanges import SERVER_FAULT, SLOW_BODY, ConnectionContext
 from server.http2 import Http2Protocol
 from server.messages import (
     BodyChunk,
@@ -57,6 +57,7 @@ class Http2Exchanges:
     def __init__(self, connection: "Connection", context: ConnectionContext, upgrade: bytes | None = None) -> None:
         """Raises what Http2Protocol does."""
         self._connection = connection
+        self._refuse = context.refuse
         self._limits = context.limits
         self._loop = context.loop
         self._batch = context.batch
@@ -70,6 +71,10 @@ class Http2Exchanges:
         self._head_since = self._idle_since = context.loop.time()
         self._drain_due: float | None = None  # when the second GOAWAY goes, heard or not
         self._is_draining = False
+
+    @property
+    def client(self) -> str:
+        return self._connection.client
 
     @property
     def has_streams(self) -> bool:
@@ -164,7 +169,7 @@ class Http2Exchanges:
                 self._over.discard(event.stream_id)
                 self._drop(event.stream_id)
             elif type(event) is ProtocolViolation:
-                self._answer_error(event.stream_id, event.status, event.message)
+                self._answer_error(event.stream_id, event.status, event.message, None)
 
     def _start_stream(self, request: HttpRequest) -> None:
         stream = HttpStream(request, self)
@@ -184,9 +189,9 @@ class Http2Exchanges:
         else:
             exchange.num_unread += len(event.data)
 
-    def _answer_error(self, stream_id: int, status: int, message: str) -> None:
-        head, body = error_answer(status, message)
-        self._protocol.send_head(stream_id, head)
+    def _answer_error(self, stream_id: int, status: int, message: str, stream: HttpStream | None) -> None:
+        headers, body = self._refuse(status, message, self._connection.client, stream)
+        self._protocol.send_head(stream_id, ResponseHead(status, headers))
         self._protocol.send_data(stream_id, body)
         self._protocol.send_end(stream_id)
         self._mark_dirty()
@@ -198,7 +203,7 @@ class Http2Exchanges:
             self._protocol.reset(stream_id, ErrorCodes.INTERNAL_ERROR)
             self._mark_dirty()
         else:
-            self._answer_error(stream_id, 500, SERVER_FAULT)
+            self._answer_error(stream_id, 500, SERVER_FAULT, stream)
         self._drop(stream_id)
 
     def break_off(self, stream: HttpStream) -> None:
@@ -301,6 +306,9 @@ class Http2Exchanges:
             exchange.stream.set_blocked(is_over or self._connection.is_writing_paused)
 
     # The end, and the clocks.
+
+    def close_after_answer(self) -> None:
+        """No limit can be told that would let one request in: every stream is answered until drain()."""
 
     def drain(self) -> None:
         """Two GOAWAYs: what is under way when the first arrives is still taken (RFC 9113 §6.8)."""

@@ -16,7 +16,7 @@ import msgspec
 from core.chat_template import ChatTemplate, max_text_chars
 from core.errors import ContextLengthExceeded, ErrorKind, InvalidRequest, ServiceError
 from core.tokenizer import Tokenizer
-from core.types import Request
+from core.types import Request, SamplingParams
 from server.answer import Answer, Outcome, StreamedBody, WholeBody
 from server.api.models import ServedModel, find_model
 from server.api.surface import (
@@ -191,6 +191,22 @@ class Lifecycle:
             return work()
         return await self.offload(work)
 
+    def _sampling(self, call: GenerationCall, num_prompt_tokens: int) -> SamplingParams:
+        """The call's, with max_tokens cut to what the context leaves.
+
+        Raises:
+            InvalidRequest: min_tokens is more than that.
+        """
+        context, min_tokens = self.reader.max_model_len, call.sampling.min_tokens
+        max_tokens = min(call.sampling.max_tokens, context - num_prompt_tokens)
+        if min_tokens > max_tokens:
+            message = (
+                f"min_tokens is {min_tokens}, but the context of {context} tokens leaves {max_tokens} after a prompt of"
+                f" {num_prompt_tokens}. Ask for fewer, or shorten the prompt."
+            )
+            raise InvalidRequest(message, "min_tokens", "context_length_exceeded")
+        return msgspec.structs.replace(call.sampling, max_tokens=max_tokens)
+
     def _requests(
         self, call: GenerationCall, prompts: list[tuple[int, ...]], request_id: str, timings: Timings
     ) -> list[Request]:
@@ -198,9 +214,7 @@ class Lifecycle:
             Request(
                 request_id=f"{request_id}-{i}" if i else request_id,
                 prompt_ids=ids,
-                sampling=msgspec.structs.replace(
-                    call.sampling, max_tokens=min(call.sampling.max_tokens, self.reader.max_model_len - len(ids))
-                ),
+                sampling=self._sampling(call, len(ids)),
                 arrival_s=timings.head_s,
                 num_sequences=call.num_sequences,
             )

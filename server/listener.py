@@ -10,13 +10,14 @@ from dataclasses import dataclass, field
 from core.errors import ExitCode, StartupError
 from server.connection import Connection
 from server.connection_limits import ConnectionLimits
-from server.exchanges import ConnectionContext, Handler
+from server.exchanges import ConnectionContext, Handler, Refuse
 from server.response_fields import HttpDate
 from server.tls import HANDSHAKE_S, ServerTls
 from server.write_batch import WriteBatch
 
 _NOTSENT_LOWAT_BYTES = 16 * 1024  # without it a loopback's kernel takes 4 MB before a slow reader is noticed
 _MISSING = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # e.g. ::1 where IPv6 is switched off
+_LATE_GRACE_S = 1.0  # for answers to connections that came while others were waited for
 _ABORT_GRACE_S = 1.0  # for handlers to settle what they hold, once their connections are gone
 
 
@@ -52,6 +53,7 @@ class Listener:
     def __init__(
         self,
         handler: Handler,
+        refuse: Refuse,
         config: ListenerConfig,
         loop: asyncio.AbstractEventLoop | None = None,
         wall_clock: Callable[[], float] = time.time,
@@ -64,11 +66,15 @@ class Listener:
         self.batch = WriteBatch(loop)
         self._config = config
         self._loop = loop
-        self._context = ConnectionContext(handler, config.connection, self, loop, self.batch, HttpDate(wall_clock))
+        self._context = ConnectionContext(
+            handler, refuse, config.connection, self, loop, self.batch, HttpDate(wall_clock)
+        )
         self._servers: list[asyncio.AbstractServer] = []
         self._connections: set[Connection] = set()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._awaited: set[Connection] = self._connections  # whose end drain() waits for
         self._is_draining = False
+        self._is_closed = False
         self._quiet: asyncio.Future[None] | None = None
 
     @property
@@ -132,14 +138,17 @@ class Listener:
 
     def admit(self, connection: Connection) -> bool:
         self.num_accepted += 1
-        if self._is_draining or len(self._connections) >= self._config.max_connections:
+        if self._is_closed or len(self._connections) >= self._config.max_connections:
             self.num_refused += 1
             return False
         self._connections.add(connection)
+        if self._is_draining:
+            connection.close_after_answer()
         return True
 
     def forget(self, connection: Connection) -> None:
         self._connections.discard(connection)
+        self._awaited.discard(connection)
         self._tell_quiet()
 
     def keep_task(self, task: asyncio.Task[None]) -> None:
@@ -151,22 +160,24 @@ class Listener:
         self._tell_quiet()
 
     def _tell_quiet(self) -> None:
-        if self._quiet is not None and not self._quiet.done() and not self.num_open and not self.num_handlers:
+        if self._quiet is not None and not self._quiet.done() and not self._awaited and not self.num_handlers:
             self._quiet.set_result(None)
 
     # The end.
 
     async def drain(self, grace_s: float) -> None:
-        """Stop listening, close idle connections, let the others finish for grace_s, then abort what is left.
+        """Close idle connections, let the others finish for grace_s, stop listening, abort what is left.
 
-        When it returns, no connection is open and no handler runs.
+        Who connects meanwhile gets one answer, so that the handler can say why there will be no more; the drain lasts
+        no longer for it. When it returns, no connection is open and no handler runs.
         """
         self._is_draining = True
-        for server in self._servers:
-            server.close()
+        self._awaited = set(self._connections)
         for connection in tuple(self._connections):
             connection.drain()
-        if await self._wait_quiet(grace_s):
+        is_in_time = await self._wait_quiet(grace_s)
+        self._stop_listening()
+        if is_in_time and await self._wait_quiet(_LATE_GRACE_S):
             return
         self.abort()
         if await self._wait_quiet(_ABORT_GRACE_S):
@@ -174,6 +185,14 @@ class Listener:
         for task in tuple(self._tasks):
             task.cancel()
         await asyncio.wait(tuple(self._tasks))
+
+    def _stop_listening(self) -> None:
+        self._is_closed = True
+        for server in self._servers:
+            server.close()
+        self._awaited = self._connections
+        for connection in tuple(self._connections):
+            connection.drain()
 
     def abort(self) -> None:
         """Close all connections now. Their handlers are told, or cancelled, as when a client leaves."""

@@ -16,6 +16,7 @@ NO_REQUEST = "-"
 # Set where a request's task starts; records of code that knows its request better pass extra={"request_id": ...}.
 current_request_id: ContextVar[str] = ContextVar("request_id", default=NO_REQUEST)
 
+OUR_LOGGERS = ("server", "core", "gpu", "bench")
 access_logger = logging.getLogger("server.access")
 
 
@@ -25,6 +26,7 @@ class AccessRecord(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         status: as sent; 499 when the client left first.
         finish_reason: of a generation, over all its sequences.
+        client: the peer's address and port.
     """
 
     request_id: str
@@ -33,7 +35,6 @@ class AccessRecord(msgspec.Struct, frozen=True, kw_only=True):
     status: int
     duration_ms: float
     ttft_ms: float | None = None
-    queue_ms: float | None = None
     num_prompt_tokens: int | None = None
     num_cached_tokens: int | None = None
     num_completion_tokens: int | None = None
@@ -45,8 +46,8 @@ class AccessRecord(msgspec.Struct, frozen=True, kw_only=True):
 def access_line(record: AccessRecord) -> str:
     """`POST /v1/chat/completions 200 1234.5ms ttft=45.1ms prompt=12 completion=34 stop`; what is None is left out."""
     parts = [escape(record.method), escape(record.path), str(record.status), f"{record.duration_ms:.1f}ms"]
-    times = (("ttft", record.ttft_ms), ("queue", record.queue_ms))
-    parts += [f"{name}={value:.1f}ms" for name, value in times if value is not None]
+    if record.ttft_ms is not None:
+        parts.append(f"ttft={record.ttft_ms:.1f}ms")
     counts = (
         ("prompt", record.num_prompt_tokens),
         ("cached", record.num_cached_tokens),
@@ -102,15 +103,20 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure_logging(level: str, log_format: str, stream: TextIO | None = None) -> None:
-    """Send every logger's records of this level and above to the stream (default: stderr), replacing what was set."""
+    """Send our loggers' records of this level and above to the stream (default: stderr), replacing what was set.
+
+    Of other packages' records only warnings and worse: what torch has to say at "info" is nobody's here.
+    """
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     root = logging.getLogger()
     for former in root.handlers[:]:
         root.removeHandler(former)
     root.addHandler(handler)
-    root.setLevel(level.upper())
-    logging.getLogger("asyncio").setLevel(logging.WARNING)
+    ours = logging.getLevelNamesMapping()[level.upper()]
+    root.setLevel(max(ours, logging.WARNING))
+    for name in OUR_LOGGERS:
+        logging.getLogger(name).setLevel(ours)
 
 
 def _utc(record: logging.LogRecord) -> str:

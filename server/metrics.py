@@ -3,12 +3,16 @@
 Own names are steploop_*; beside them stands the subset of vllm:* that routers and dashboards already read (API.md).
 """
 
+import logging
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable
 
 from core.types import EngineStats, Usage
+from server.logs import escape
 from server.timing import Timings
+
+logger = logging.getLogger(__name__)
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
@@ -59,10 +63,14 @@ class Metrics:
             self.e2e.observe(timings.end_s - timings.head_s)
 
     def count_unknown_fields(self, names: Iterable[str]) -> None:
+        """Of each told apart, the first is told in a debug line."""
         for name in names:
             shown = name[:MAX_FIELD_NAME_CHARS]
             is_told_apart = shown in self.unknown_fields or len(self.unknown_fields) < MAX_UNKNOWN_FIELDS
-            self.unknown_fields[shown if is_told_apart else OTHER_FIELDS] += 1
+            key = shown if is_told_apart else OTHER_FIELDS
+            if key not in self.unknown_fields:
+                logger.debug("the unknown field %s is ignored, here and from now on", escape(key))
+            self.unknown_fields[key] += 1
 
     def render(self, stats: EngineStats, num_connections: int, num_accepted: int, num_refused: int) -> bytes:
         page = _Page(f'model_name="{_escape(self.model_name)}"')

@@ -85,8 +85,9 @@ def read_model_files(path: Path, context_limit: int | None = None, template_file
     try:
         tokenizer = Tokenizer(contents.tokenizer_json, contents.tokenizer_config)
     except UnsupportedTokenizer as error:
+        where = path if is_gguf(path) else path / "tokenizer.json"
         raise StartupError(
-            f"{path}: {error}", "download it again, or serve a model with a supported tokenizer", ExitCode.MODEL
+            f"{where}: {error}", "download it again, or serve a model with a supported tokenizer", ExitCode.MODEL
         ) from error
     limit = context_limit or _context_of(contents.config, path)
     sources = contents.template_sources if template_file is None else {"default": _read_text(template_file)}

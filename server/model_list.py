@@ -1,4 +1,4 @@
-"""`steploop models`: which models are here, what they need, and whether they fit.
+"""`steploop models`: which models are here, what they need, and whether they fit. Thread: main.
 
 Facts come in as they are found (server/cli.py asks gpu for its own); nothing here imports torch.
 """

@@ -18,9 +18,9 @@ from typing import TypeVar
 from core.engine import Engine
 from core.errors import ErrorKind, ExitCode, ServiceError, StartupError
 from core.plan import RunnerLimits
-from core.types import StepDelivery
+from core.types import EngineStats, StepDelivery
 from server import __version__
-from server.api.models import ServedModel
+from server.api.models import ServedModel, ServerCard
 from server.api.surface import GenerationDefaults
 from server.app import App, Readiness
 from server.auth import KeyAuthenticator
@@ -93,7 +93,7 @@ class Server:
             self._readiness, KeyAuthenticator(config.api_keys), self._metrics, self._clock, lambda: uuid.uuid4().hex
         )
         self._tls = server_tls(config.tls_cert, config.tls_key)
-        self.listener = Listener(self._app.handle, _listener_config(config, self._tls))
+        self.listener = Listener(self._app.handle, self._app.refuse, _listener_config(config, self._tls))
         self._app.listener = self.listener
         self._engine_thread = EngineThread(
             lambda inbox, deliver: load(inbox, deliver, self._report_stage), self, self._loop
@@ -167,10 +167,13 @@ class Server:
         client = EngineClient(
             self._engine_thread.post, loaded.files.tokenizer.table, self.listener.batch.flush_all, self._loop.call_soon
         )
+        client.stats = EngineStats(num_blocks=loaded.facts.limits.num_blocks)  # until the first delivery
         self._client = client
         self._metrics.model_name = loaded.facts.model_name
+        reader = _prompt_reader(loaded, self._clock)
+        self._app.card = _server_card(reader.cards[0], loaded)
         self._app.lifecycle = Lifecycle(
-            reader=_prompt_reader(loaded, self._clock),
+            reader=reader,
             defaults=_generation_defaults(loaded),
             backend=client,
             clock=self._clock,
@@ -290,6 +293,19 @@ def _prompt_reader(loaded: LoadedEngine, clock: Clock) -> PromptReader:
         description=DEMONSTRATION if facts.is_demonstration else None,
     )
     return PromptReader((card,), files.tokenizer, files.chat_template, facts.limits.max_model_len, clock.unix)
+
+
+def _server_card(model: ServedModel, loaded: LoadedEngine) -> ServerCard:
+    limits, config = loaded.facts.limits, loaded.files.config
+    return ServerCard(
+        model=model,
+        model_type=config.get("model_type"),
+        architectures=tuple(config.get("architectures") or ()),
+        version=__version__,
+        max_sequences=limits.max_sequences,
+        max_batch_tokens=limits.max_batch_tokens,
+        num_kv_tokens=limits.num_blocks * limits.block_size,
+    )
 
 
 DEMONSTRATION = "demonstration model: it has memorised a glossary of LLM serving and knows nothing else"

@@ -17,7 +17,14 @@ class ClientDisconnected(Exception):
 
 
 class StreamCarrier(Protocol):
-    """What a stream asks of its connection."""
+    """What a stream asks of its connection.
+
+    Attributes:
+        client: the peer's address and port.
+    """
+
+    @property
+    def client(self) -> str: ...
 
     def start_body(self, stream: "HttpStream") -> None:
         """The body is wanted from now on: its clock starts, and a peer that waits for 100 Continue gets it."""
@@ -36,6 +43,7 @@ class HttpStream:
     Attributes:
         request: its head.
         is_open: the response has not ended and the peer has not gone: what is sent now is on its way.
+        has_lost_peer: it went before the response had ended.
         status: of the head, once it is sent: too late for another.
         common_headers: added to the head, whatever it is.
         is_blocked: the peer does not keep up: more than the high mark of this stream is unsent. `send` stays legal.
@@ -52,6 +60,7 @@ class HttpStream:
         "_is_reading",
         "_waiter",
         "common_headers",
+        "has_lost_peer",
         "is_blocked",
         "is_open",
         "num_body_bytes",
@@ -65,6 +74,7 @@ class HttpStream:
     def __init__(self, request: HttpRequest, carrier: StreamCarrier) -> None:
         self.request = request
         self.is_open = True
+        self.has_lost_peer = False
         self.status: int | None = None
         self.common_headers: Headers = ()
         self.is_blocked = False
@@ -78,6 +88,10 @@ class HttpStream:
         self._body_error: ServiceError | None = None
         self._is_reading = False
         self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def client(self) -> str:
+        return self._carrier.client
 
     @property
     def head_sent(self) -> bool:
@@ -180,6 +194,7 @@ class HttpStream:
 
     def disconnect(self) -> bool:
         """The peer has gone. Returns whether somebody was there to be told; if not, the handler is to be cancelled."""
+        self.has_lost_peer |= self.is_open
         self.is_open = False
         is_told = self._waiter is not None or self.on_disconnect is not None
         self._wake()

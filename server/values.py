@@ -1,4 +1,7 @@
-"""Text to values and back: sizes, durations, counts, paths, as an operator writes them. Knows no option by name."""
+"""Text to values and back: sizes, durations, counts, paths, as an operator writes them. Knows no option by name.
+
+Any thread.
+"""
 
 import difflib
 import math

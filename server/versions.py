@@ -1,4 +1,7 @@
-"""Which versions of others' code run here, and below which ones we refuse to: known holes, not taste. Runs at start."""
+"""Which versions of others' code run here, and below which ones we refuse to: known holes, not taste. Runs at start.
+
+Thread: main.
+"""
 
 import platform
 import re

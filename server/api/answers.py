@@ -1,4 +1,7 @@
-"""What the answers of several surfaces have in common: usage, logprobs, and the refusal of a broken generation."""
+"""What the answers of several surfaces have in common: usage, logprobs, and the refusal of a broken generation.
+
+Thread: loop.
+"""
 
 from collections.abc import Iterable, Sequence
 from typing import Any

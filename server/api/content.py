@@ -1,4 +1,4 @@
-"""Messages of a conversation, as chat, responses and tokenize take them: flattened to one string each."""
+"""Messages of a conversation, as chat, responses and tokenize take them: flattened to one string each. Thread: loop."""
 
 from typing import Any
 

@@ -1,6 +1,7 @@
 """Bodies to structs: strict JSON (RFC 8259 without its liberties), types checked, the wrong field named by its path.
 
 Duplicate keys, NaN, lone surrogates and deep nesting are refused: two parsers may read them in two ways.
+Thread: loop, or wherever a long body is offloaded to.
 """
 
 import json

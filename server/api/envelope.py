@@ -1,4 +1,7 @@
-"""Errors as OpenAI's surfaces write them: kind to status and type, the envelope, the event that breaks a stream off."""
+"""Errors as OpenAI's surfaces write them: kind to status and type, the envelope, the event that breaks a stream off.
+
+Thread: loop.
+"""
 
 from typing import Any
 
@@ -24,6 +27,17 @@ STATUSES: dict[ErrorKind, tuple[int, str]] = {
     ErrorKind.DEADLINE_EXCEEDED: (504, "timeout_error"),
 }
 
+# What is refused below any kind, before there is a request: status -> code
+PROTOCOL_CODES = {
+    400: "malformed_request",
+    408: "request_timeout",
+    414: "request_line_too_long",
+    431: "headers_too_large",
+    500: "internal_error",
+    501: "not_implemented",
+}
+_TYPES = dict(STATUSES.values())
+
 # The finish reasons that the wire knows; the others end a request as errors.
 WIRE_REASONS = frozenset({FinishReason.STOP, FinishReason.LENGTH, FinishReason.TOOL_CALLS, FinishReason.CONTENT_FILTER})
 
@@ -34,12 +48,21 @@ def status_of(error: ServiceError) -> int:
 
 def error_object(error: ServiceError) -> dict[str, Any]:
     """{"error": {message, type, param, code}}."""
-    _, error_type = STATUSES[error.kind]
-    return {"error": {"message": error.message, "type": error_type, "param": error.param, "code": error.code}}
+    return _envelope(error.message, STATUSES[error.kind][1], error.param, error.code)
 
 
 def error_body(error: ServiceError) -> bytes:
     return sse.json_line(error_object(error))
+
+
+def protocol_error_body(status: int, message: str) -> bytes:
+    """For a status of PROTOCOL_CODES, some of which no kind of error has."""
+    error_type = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    return sse.json_line(_envelope(message, error_type, None, PROTOCOL_CODES[status]))
+
+
+def _envelope(message: str, error_type: str, param: str | None, code: str | None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": error_type, "param": param, "code": code}}
 
 
 def error_event(error: ServiceError) -> bytes:

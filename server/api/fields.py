@@ -1,4 +1,4 @@
-"""The sampling fields that all surfaces share, their ranges, and the SamplingParams made of them."""
+"""The sampling fields that all surfaces share, their ranges, and the SamplingParams made of them. Thread: loop."""
 
 from typing import Any
 

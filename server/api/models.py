@@ -1,4 +1,4 @@
-"""/v1/models: what is served. Wire only."""
+"""/v1/models, /model_info and /server_info: what is served, and by what. Wire only. Thread: loop."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,6 +22,69 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     created_s: int
     max_model_len: int
     description: str | None = None
+
+
+class ServerCard(msgspec.Struct, frozen=True, kw_only=True):
+    """The server as routers see it.
+
+    Args:
+        model_type, architectures: as config.json has them.
+        max_sequences: run at once; more wait.
+        max_batch_tokens: computed in one step.
+        num_kv_tokens: that the KV cache holds, over all sequences.
+    """
+
+    model: ServedModel
+    model_type: str | None
+    architectures: tuple[str, ...]
+    version: str
+    max_sequences: int
+    max_batch_tokens: int
+    num_kv_tokens: int
+
+
+def model_info_reply(card: ServerCard) -> bytes:
+    """What SGLang's /model_info says, as far as its router reads it.
+
+    A router fetches the tokenizer by these paths: they are the served name, which is a hub's where the model is from
+    one, and never a path of this machine.
+    """
+    name = card.model.id
+    return sse.json_line(
+        {
+            "model_path": name,
+            "tokenizer_path": name,
+            "served_model_name": name,
+            "is_generation": True,
+            "has_image_understanding": False,
+            "has_audio_understanding": False,
+            "model_type": card.model_type,
+            "architectures": card.architectures,
+            "max_model_len": card.model.max_model_len,
+        }
+    )
+
+
+def server_info_reply(card: ServerCard) -> bytes:
+    """What SGLang's /server_info says, as far as its router and vLLM's read it; names of both where they differ."""
+    name = card.model.id
+    return sse.json_line(
+        {
+            "model_path": name,
+            "served_model_name": name,
+            "version": card.version,
+            "is_embedding": False,
+            "context_length": card.model.max_model_len,
+            "max_model_len": card.model.max_model_len,
+            "max_num_reqs": card.max_sequences,
+            "max_running_requests": card.max_sequences,
+            "max_prefill_tokens": card.max_batch_tokens,
+            "max_total_tokens": card.num_kv_tokens,
+            "tp_size": 1,
+            "dp_size": 1,
+            "pp_size": 1,
+        }
+    )
 
 
 def list_reply(models: Sequence[ServedModel]) -> bytes:

@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize: how the model reads a prompt. Wire only."""
+"""/tokenize and /detokenize: how the model reads a prompt. Wire only. Thread: loop."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import signal
+import socket
 import ssl
 import subprocess
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ from core.errors import ExitCode
 from tests.certificates import make_certificate, needs_openssl
 from tests.e2e.conftest import MODEL
 from tests.e2e.polling import wait_for
-from tests.e2e.raw_http import TIMEOUT_S, connected
+from tests.e2e.raw_http import TIMEOUT_S
 from tests.e2e.server_process import ServerProcess
 
 CHAT = {"model": MODEL, "max_tokens": 5, "temperature": 0, "messages": [{"role": "user", "content": "What is a step?"}]}
@@ -60,9 +61,17 @@ class RealClient:
 
     Args:
         window: that each response may fill, unread.
+        receive_buffer_bytes: what the kernel takes unread; None: what it likes.
+        certificate: to trust, where the server speaks TLS.
     """
 
-    def __init__(self, port: int, window: int = 65_535) -> None:
+    def __init__(
+        self,
+        port: int,
+        window: int = 65_535,
+        receive_buffer_bytes: int | None = None,
+        certificate: Path | None = None,
+    ) -> None:
         self.h2 = H2Connection(H2Configuration(client_side=True, header_encoding="utf-8"))
         self.h2.local_settings.update({SettingCodes.INITIAL_WINDOW_SIZE: window})
         self.h2.local_settings.acknowledge()
@@ -70,15 +79,22 @@ class RealClient:
         self.bodies: dict[int, bytes] = {}
         self.ended: set[int] = set()
         self.resets: dict[int, ErrorCodes | int] = {}
-        self._connected = connected(port)
-        self._socket = self._connected.__enter__()._socket
+        self._socket = socket.socket()
+        self._socket.settimeout(TIMEOUT_S)
+        if receive_buffer_bytes is not None:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer_bytes)
+        self._socket.connect(("127.0.0.1", port))
+        if certificate is not None:
+            context = ssl.create_default_context(cafile=str(certificate))
+            context.set_alpn_protocols(["h2"])
+            self._socket = context.wrap_socket(self._socket, server_hostname="127.0.0.1")
         self.flush()
 
     def __enter__(self) -> "RealClient":
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._connected.__exit__(None, None, None)
+        self._socket.close()
 
     def chat(self, content: dict[str, object]) -> int:
         stream_id = self.h2.get_next_available_stream_id()
@@ -93,7 +109,6 @@ class RealClient:
         self._socket.sendall(self.h2.data_to_send())
 
     def read_until(self, condition: Callable[[], bool], acknowledges: bool = True) -> None:
-        self._socket.settimeout(TIMEOUT_S)
         while not condition():
             data = self._socket.recv(65_536)
             assert data, "the connection has ended"
@@ -211,19 +226,55 @@ def test_reader_that_stops_is_paused_and_reads_on_to_the_same_text(server: Serve
     with RealClient(server.port, window=1000) as client:
         slow = client.chat(content)
         client.read_until(lambda: len(client.bodies[slow]) == 1000, acknowledges=False)
-        counted: list[float] = []
-
-        def stands_still() -> bool:
-            counted.append(server.metrics()["vllm:generation_tokens_total"])
-            return len(counted) > 5 and len(set(counted[-5:])) == 1
-
-        wait_for(stands_still, lambda: f"a pause, with {counted[-5:]} tokens")
-        assert server.metrics()["vllm:num_requests_running"] == 1
+        wait_paused(server)
         client.h2.increment_flow_control_window(2**20, slow)
         client.h2.increment_flow_control_window(2**20)
         client.flush()
         client.read_until(lambda: slow in client.ended, acknowledges=False)
         assert text_of(client.bodies[slow]) == expected
+
+
+def metric(server: ServerProcess, name: str, certificate: Path | None) -> float:
+    scheme = "http" if certificate is None else "https"
+    verify = True if certificate is None else ssl.create_default_context(cafile=str(certificate))
+    page = httpx.get(f"{scheme}://127.0.0.1:{server.port}/metrics", verify=verify, timeout=TIMEOUT_S).text
+    return float(re.findall(rf"^{name}\{{[^}}]*\}} (\S+)$", page, re.MULTILINE)[0])
+
+
+def wait_paused(server: ServerProcess, certificate: Path | None = None) -> None:
+    """A request runs, and generates nothing."""
+    counted: list[float] = []
+
+    def stands_still() -> bool:
+        counted.append(metric(server, "vllm:generation_tokens_total", certificate))
+        return len(counted) > 5 and len(set(counted[-5:])) == 1
+
+    wait_for(stands_still, lambda: f"a pause, with {counted[-5:]} tokens")
+    assert metric(server, "vllm:num_requests_running", certificate) == 1
+
+
+@pytest.mark.slow
+@needs_openssl
+@pytest.mark.parametrize("is_secure", [False, True], ids=["in the clear", "TLS"])
+def test_socket_that_is_not_read_pauses_its_streams(
+    server: ServerProcess, spawn: Callable[..., ServerProcess], tmp_path: Path, is_secure: bool
+) -> None:
+    content: dict[str, object] = ENDLESS | {"max_tokens": 700}
+    certificate = None
+    if is_secure:
+        certificate, key = make_certificate(tmp_path)
+        server = spawn("--tls-cert", str(certificate), "--tls-key", str(key))
+        server.wait_ready()
+    with RealClient(server.port, 2**24, 4096, certificate) as client:
+        client.h2.increment_flow_control_window(2**24)
+        stream_id = client.chat(content)
+        client.read_until(lambda: bool(client.bodies[stream_id]), acknowledges=False)
+        wait_paused(server, certificate)
+        client.read_until(lambda: stream_id in client.ended, acknowledges=False)
+        slow = text_of(client.bodies[stream_id])
+        again = client.chat(content)
+        client.read_until(lambda: again in client.ended)
+        assert slow == text_of(client.bodies[again])
 
 
 def test_stalled_stream_is_reset_and_its_blocks_are_free(spawn: Callable[..., ServerProcess]) -> None:

@@ -26,14 +26,6 @@ def begin_stream(client: RawClient, num_tokens: int = 2000) -> None:
     assert status == 200
 
 
-def is_refused(port: int) -> bool:
-    try:
-        with connected(port) as client:
-            return not client.is_kept_open()
-    except ConnectionRefusedError:
-        return True
-
-
 def refusal(server: ServerProcess, exit_code: ExitCode) -> tuple[str, str]:
     """The cause and the fix that a server which did not start has told, in two lines and nothing else."""
     assert server.wait_exit() == exit_code, server.log
@@ -65,21 +57,26 @@ def test_sigint_ends_streams_with_an_error_event_and_exits_clean(spawn: Spawn) -
     assert "ERROR" not in server.log
 
 
-def test_sigterm_lets_streams_end_and_takes_no_more(spawn: Spawn) -> None:
+def test_sigterm_lets_streams_end_and_says_draining_to_others(spawn: Spawn) -> None:
     server = spawn()
     server.wait_ready()
     with connected(server.port) as client, connected(server.port) as idle:
-        begin_stream(client, num_tokens=400)
+        begin_stream(client, num_tokens=1000)
         server.send_signal(signal.SIGTERM)
         server.wait_log("shutting down")
         assert not idle.is_kept_open()
-        assert is_refused(server.port)
+        for late in (ask(server.port, "GET", "/ready"), post(server.port, COMPLETIONS, STREAM)):
+            assert (late.status, late.code, late.headers["connection"]) == (503, "draining", "close")
+            assert int(late.headers["retry-after"]) >= 1
+        assert ask(server.port, "GET", "/health").status == 200
         rest = client.read_until(b"0\r\n\r\n")
-        assert rest.count(b"data: ") >= 300
+        assert rest.count(b"data: ") >= 800
         assert b"data: [DONE]" in rest
         assert client.read_to_end() == b""
     assert server.wait_exit() == ExitCode.OK
     assert "Traceback" not in server.log
+    with pytest.raises(ConnectionRefusedError):
+        ask(server.port, "GET", "/health")
 
 
 @pytest.mark.slow
@@ -108,6 +105,7 @@ def test_signal_while_the_model_loads_ends_the_server(spawn: Spawn) -> None:
     server.send_signal(signal.SIGINT)
     assert server.wait_exit() == ExitCode.OK
     assert "Traceback" not in server.log
+    assert all(" server." in line for line in server.log.splitlines())
 
 
 def test_taken_port_is_named_with_another_that_may_be_free(spawn: Spawn) -> None:

@@ -15,7 +15,7 @@ from core.errors import BadCheckpoint
 from gpu.checkpoint import open_checkpoint
 from gpu.memory_plan import estimate, weights_size_bytes
 from gpu.quantize import QuantizedWeight, dequantize
-from gpu.weights import ModelWeights, keeps_packed, load_weights, matrices
+from gpu.weights import MatrixForm, ModelWeights, keeps_packed, load_weights, matrices
 from tests.gpu.conftest import ENGINE, no_progress, open_runner
 from tests.gpu.driver import Driver
 from tests.oracle import read_config
@@ -43,8 +43,8 @@ AS_FLOATS: dict[str, dict[str, Any]] = {
 def load(directory: Path) -> ModelWeights:
     config = parse_model_config(read_config(directory))
     checkpoint = open_checkpoint(directory, config.packed)
-    kept = keeps_packed(config, None)
-    return load_weights(checkpoint, config, torch.float32, CPU, no_progress, is_packed_kept=kept)
+    form = MatrixForm(is_packed_kept=keeps_packed(config, None))
+    return load_weights(checkpoint, config, torch.float32, CPU, no_progress, form)
 
 
 def tokens_of(directory: Path, **engine: Any) -> list[list[int]]:

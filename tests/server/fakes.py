@@ -3,10 +3,16 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 
+from server.answer import content_headers
+from server.api.envelope import protocol_error_body
 from server.connection_limits import ConnectionLimits
+from server.exchanges import Refuse
 from server.listener import Listener, ListenerConfig
+from server.messages import Headers
 from server.stream import HttpStream
 from tests.server.virtual_loop import VirtualTimeLoop
+
+PEER = ("192.0.2.7", 4242)
 
 
 class MemoryTransport(asyncio.Transport):
@@ -20,7 +26,7 @@ class MemoryTransport(asyncio.Transport):
     """
 
     def __init__(self, loop: VirtualTimeLoop, protocol: asyncio.Protocol, peer_reads: bool = True) -> None:
-        super().__init__()
+        super().__init__({"peername": PEER})
         self.writes: list[bytes] = []
         self.received = bytearray()
         self.peer_reads = peer_reads
@@ -132,6 +138,12 @@ class MemoryTransport(asyncio.Transport):
             self._protocol.connection_lost(error)
 
 
+def refuse(status: int, message: str, client: str, stream: HttpStream | None) -> tuple[Headers, bytes]:
+    """What a connection answers by itself where no app accounts for it."""
+    body = protocol_error_body(status, message)
+    return content_headers(body), body
+
+
 class MemoryServer:
     """The real listener and its connections on a virtual-time loop, with peers in memory instead of sockets."""
 
@@ -140,10 +152,11 @@ class MemoryServer:
         handler: Callable[[HttpStream], Awaitable[None]],
         limits: ConnectionLimits | None = None,
         loop: VirtualTimeLoop | None = None,
+        refuse: Refuse = refuse,
     ) -> None:
         self.loop = VirtualTimeLoop() if loop is None else loop
         config = ListenerConfig(connection=limits or ConnectionLimits())
-        self.listener = Listener(handler, config, self.loop, lambda: 0.0)
+        self.listener = Listener(handler, refuse, config, self.loop, lambda: 0.0)
 
     def connect(self, peer_reads: bool = True) -> MemoryTransport:
         transport = MemoryTransport(self.loop, self.listener.new_connection(), peer_reads)

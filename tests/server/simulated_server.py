@@ -231,7 +231,7 @@ class SimulatedServer:
         clock = Clock(time, lambda: UNIX_S + time())
         numbers = itertools.count(1)
         self.app = App(self.readiness, KeyAuthenticator(keys), self.metrics, clock, lambda: f"r{next(numbers)}")
-        self.network = MemoryServer(self.app.handle, connection_limits, self.loop)
+        self.network = MemoryServer(self.app.handle, connection_limits, self.loop, self.app.refuse)
         self.app.listener = self.network.listener
         self.client = EngineClient(
             self._post, TOKENIZER.table, self.network.listener.batch.flush_all, self.loop.call_soon

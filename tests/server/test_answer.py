@@ -267,7 +267,25 @@ def test_fault_in_writing_a_whole_answer_is_a_500(
     server.run()
     (answer,) = answers(bytes(transport.received))
     assert (answer.status, answer.json["error"]["code"]) == (500, "internal_error")
+    assert answer.headers["x-request-id"] == "r1"
+    assert "total;dur=" in answer.headers["server-timing"]
     assert server.metrics.responses == {500: 1}
+    assert "ZeroDivisionError" in caplog.text
+    server.close()
+
+
+def test_fault_in_writing_the_engines_error_breaks_the_stream_off(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ChatStream, "error", lambda *args: 1 / 0)
+    server = SimulatedServer()
+    faulty, sound = server.send(chat(**STREAM)), server.send(completion())
+    for _ in range(4):
+        server.step()
+    server.shut_engine_down(FinishReason.ERROR, "gone")
+    assert not answers(bytes(faulty.received))[0].is_complete
+    assert faulty.is_lost
+    assert answers(bytes(sound.received))[0].json["error"]["message"] == "gone"
     assert "ZeroDivisionError" in caplog.text
     server.close()
 

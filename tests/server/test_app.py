@@ -67,6 +67,16 @@ def test_refusals_have_their_status_and_code(data: bytes, expected: tuple[int, s
     assert refusal(data) == expected
 
 
+@pytest.mark.parametrize("fields", [{}, STREAM, {"max_tokens": 500}])
+def test_more_min_tokens_than_the_context_leaves_are_refused(fields: dict[str, Any]) -> None:
+    fields = {"max_tokens": None, **fields}  # the prompt has 18 tokens, the context 200
+    answer = ask(chat(min_tokens=183, **fields))
+    error = answer.json["error"]
+    assert (answer.status, error["param"], error["code"]) == (400, "min_tokens", "context_length_exceeded")
+    assert "leaves 182" in error["message"]
+    assert ask(chat(min_tokens=182, **fields)).finish_reason() == "length"
+
+
 def test_wrong_method_names_the_right_ones() -> None:
     assert ask(request("PUT", "/v1/completions", {})).headers["allow"] == "POST"
     assert ask(request("PUT", "/v1/models/small")).headers["allow"] == "GET, HEAD"
@@ -77,6 +87,18 @@ def test_more_choices_than_the_engine_has_room_for_are_refused() -> None:
     answer = ask(chat(n=3), limits=limits)
     assert (answer.status, answer.json["error"]["param"]) == (400, "n")
     assert ask(chat(n=2), limits=limits).status == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize"])
+@pytest.mark.parametrize("coding", ["gzip", "GZIP", "br, identity"])
+def test_packed_body_is_refused_by_the_field_that_says_so(path: str, coding: str) -> None:
+    answer = ask(request("POST", path, b"\x1f\x8b", f"Content-Encoding: {coding}"))
+    error = answer.json["error"]
+    assert (answer.status, error["code"], error["param"]) == (415, "unsupported_content_encoding", "content-encoding")
+
+
+def test_body_that_says_it_is_not_packed_is_taken() -> None:
+    assert ask(request("POST", "/tokenize", {"prompt": "a"}, "Content-Encoding: identity")).status == 200
 
 
 def test_bodies_with_a_json_type_or_none_are_taken() -> None:
@@ -119,11 +141,81 @@ def test_insane_request_id_is_replaced_by_ours(theirs: str) -> None:
     assert ask(data, "GET").headers["x-request-id"] == "r1"
 
 
+BROKEN_CHUNK = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nX-Request-Id: theirs\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("pieces", "delay_s", "expected", "line"),
+    [
+        ([b"G" * 9000], 0, (414, "invalid_request_error", "request_line_too_long", "r1"), "- - 414 0.0ms"),
+        ([b"GET / HTTP/1.1\r\n\r\n"], 0, (400, "invalid_request_error", "malformed_request", "r1"), "- - 400 0.0ms"),
+        (
+            [b"CONNECT a:1 HTTP/1.1\r\nHost: a\r\n\r\n"],
+            0,
+            (501, "server_error", "not_implemented", "r1"),
+            "- - 501 0.0ms",
+        ),
+        ([b"GET / HT"], 11, (408, "timeout_error", "request_timeout", "r1"), "- - 408 0.0ms"),
+        (
+            [BROKEN_CHUNK, b"x\r\n"],
+            0,
+            (400, "invalid_request_error", "malformed_request", "theirs"),
+            "POST /v1/completions 400 0.0ms",
+        ),
+        (
+            [BROKEN_CHUNK + b"x\r\n"],
+            0,
+            (400, "invalid_request_error", "malformed_request", "theirs"),
+            "POST /v1/completions 400 0.0ms",
+        ),
+    ],
+)
+def test_refusals_of_the_protocol_are_accounted_for_like_others(
+    pieces: list[bytes],
+    delay_s: float,
+    expected: tuple[int, str, str, str],
+    line: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "server.access")
+    server = SimulatedServer()
+    transport = server.send(pieces[0])
+    for piece in pieces[1:]:
+        transport.feed(piece)
+    server.run_for(delay_s)
+    (answer,) = answers(bytes(transport.received))
+    error = answer.json["error"]
+    status, _, code, _ = expected
+    assert (answer.status, error["type"], error["code"], answer.headers["x-request-id"]) == expected
+    assert "total;dur=" in answer.headers["server-timing"]
+    assert answer.headers["cache-control"] == "no-store"
+    assert [record.getMessage() for record in caplog.records] == [f"{line} error={code} client=192.0.2.7:4242"]
+    assert server.metrics.responses == {status: 1}
+    server.close()
+
+
+def test_slow_body_and_slow_head_are_the_same_error() -> None:
+    server = SimulatedServer()
+    slow = [server.send(b"GET / HT"), server.send(b"POST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n")]
+    server.run_for(31)
+    errors = [answers(bytes(transport.received))[0].json["error"] for transport in slow]
+    assert errors[0]["type"] == errors[1]["type"] == "timeout_error"
+    assert errors[0]["code"] == errors[1]["code"] == "request_timeout"
+    server.close()
+
+
 def test_every_refusal_bears_a_request_id_and_where_time_went_if_any_did() -> None:
     for data in (request("GET", "/nothing"), chat(n=9), request("PUT", "/health")):
         headers = ask(data).headers
         assert headers["x-request-id"] == "r1"
         assert "total;dur=" in headers["server-timing"]
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/health", "/ready", "/v1/models"])
+def test_every_document_says_where_time_went_and_is_not_to_be_kept(path: str) -> None:
+    headers = ask(request("GET", path), "GET").headers
+    assert "total;dur=" in headers["server-timing"]
+    assert headers["cache-control"] == "no-store"
 
 
 def test_head_request_gets_the_head_alone() -> None:
@@ -307,6 +399,19 @@ def test_metrics_add_up() -> None:
     server.close()
 
 
+def test_unknown_field_has_one_debug_line_whose_name_cannot_break_out(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG", "server.metrics")
+    server = SimulatedServer()
+    for _ in range(2):
+        server.ask(request("POST", "/tokenize", {"prompt": "a", "mood\nforged": 1, "tone": 2}))
+    lines = [record.getMessage() for record in caplog.records if record.name == "server.metrics"]
+    assert sorted(line.split(" is ignored")[0] for line in lines) == [
+        r"the unknown field mood\nforged",
+        "the unknown field tone",
+    ]
+    server.close()
+
+
 def test_unknown_fields_of_any_number_take_bounded_room() -> None:
     server = SimulatedServer()
     for i in range(10):
@@ -326,9 +431,36 @@ def test_access_lines_say_how_it_ended(caplog: pytest.LogCaptureFixture) -> None
     server.ask(chat(**STREAM))
     lines = [record.getMessage() for record in caplog.records if record.name == "server.access"]
     assert re.fullmatch(
-        r"POST /v1/chat/completions 200 \S+ms ttft=\S+ms prompt=18 cached=0 completion=1 finish=length", lines[0]
+        r"POST /v1/chat/completions 200 \S+ms ttft=\S+ms prompt=18 cached=0 completion=1 finish=length"
+        r" client=192.0.2.7:4242",
+        lines[0],
     )
-    assert re.search(r" 200 .* completion=1 finish=error error=engine_error$", lines[1])
+    assert re.search(r" 200 .* completion=1 finish=error error=engine_error client=192.0.2.7:4242$", lines[1])
+    server.close()
+
+
+@pytest.mark.parametrize("fields", [{}, STREAM])
+@pytest.mark.parametrize("num_steps", [0, 1, 4])
+def test_client_that_leaves_is_logged_and_counted_as_499(
+    fields: dict[str, Any], num_steps: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "server.access")
+    server = SimulatedServer()
+    transport = server.send(chat(**fields))
+    for _ in range(num_steps):
+        server.step()
+    transport.feed_eof()
+    server.run()
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("POST /v1/chat/completions 499 ")
+    assert server.metrics.responses == {499: 1}
+    server.close()
+
+
+def test_client_that_leaves_after_the_last_byte_has_had_its_answer() -> None:
+    server = SimulatedServer()
+    server.ask(chat(**STREAM))
+    assert server.metrics.responses == {200: 1}
     server.close()
 
 

@@ -275,3 +275,37 @@ def test_sink_that_raises_ends_its_request_alone(caplog: pytest.LogCaptureFixtur
     ((_, error),) = bench.sinks["r"].ends
     assert error is not None
     assert "ZeroDivisionError" in caplog.text
+
+
+class SinkThatCannotEnd(Sink):
+    """A bug of ours in the last thing a request is told."""
+
+    def on_end(self, usage: Usage, error: str | None) -> None:
+        super().on_end(usage, error)
+        raise ZeroDivisionError
+
+
+def bench_with_a_sink_that_cannot_end() -> Bench:
+    bench = Bench()
+    bench.submit("s")
+    bench.sinks["r"] = SinkThatCannotEnd()
+    request = Request(request_id="r", prompt_ids=(1,), sampling=SamplingParams(max_tokens=9), arrival_s=0.0)
+    bench.client.submit(request, bench.sinks["r"], continues_text=True)
+    return bench
+
+
+def test_sink_that_raises_at_its_end_leaves_the_deliveries_going(caplog: pytest.LogCaptureFixture) -> None:
+    bench = bench_with_a_sink_that_cannot_end()
+    bench.deliver(("s", 0, 0), chunks=(end(num_tokens=0), end(request_id="s", num_tokens=1)))
+    assert [len(sink.ends) for sink in bench.sinks.values()] == [1, 1]
+    bench.submit("t")
+    bench.deliver(("t", 0, 1))
+    assert bench.sinks["t"].text == "b"
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_failure_ends_the_neighbours_of_a_sink_that_raises_at_its_end() -> None:
+    bench = bench_with_a_sink_that_cannot_end()
+    bench.client.fail("The engine failed.")
+    assert [len(sink.ends) for sink in bench.sinks.values()] == [1, 1]
+    assert bench.journal[-1] == "/"

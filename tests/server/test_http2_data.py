@@ -8,9 +8,10 @@ from h2.settings import SettingCodes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from server.connection_limits import Http2Limits
 from server.frame_gate import FrameLimits, Rate
 from server.http1_prefilter import HeadLimits
-from server.http2 import Http2Limits, Http2Protocol
+from server.http2 import Http2Protocol
 from server.http2_data import OutgoingBody, h2_is_as_known, next_frame
 from server.messages import HttpRequest, ResponseHead
 from server.response_fields import ResponseError

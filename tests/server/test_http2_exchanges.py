@@ -11,9 +11,8 @@ from h2.errors import ErrorCodes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.connection_limits import ConnectionLimits
+from server.connection_limits import ConnectionLimits, Http2Limits
 from server.frame_gate import FrameLimits, Rate
-from server.http2 import Http2Limits
 from server.stream import HttpStream
 from tests.server.fakes import MemoryServer
 from tests.server.http2_client import INITIAL_WINDOW, Http2Client, fields

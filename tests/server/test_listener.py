@@ -14,6 +14,7 @@ from server.connection_limits import ConnectionLimits
 from server.listener import Listener, ListenerConfig
 from server.messages import ResponseHead
 from server.stream import HttpStream
+from tests.server.fakes import refuse
 
 T = TypeVar("T")
 GET = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
@@ -54,7 +55,7 @@ async def start(
     handler: Callable[[HttpStream], Awaitable[None]], max_connections: int = 100, host: str = "127.0.0.1"
 ) -> Listener:
     limits = ConnectionLimits()
-    listener = Listener(handler, ListenerConfig(host, 0, max_connections=max_connections, connection=limits))
+    listener = Listener(handler, refuse, ListenerConfig(host, 0, max_connections=max_connections, connection=limits))
     await listener.start()
     return listener
 
@@ -137,13 +138,14 @@ def test_drain_aborts_what_outlives_its_grace() -> None:
     run(scenario)
 
 
-def test_client_that_closes_is_noticed() -> None:
+def test_client_is_known_by_its_address_and_noticed_when_it_closes() -> None:
     async def scenario() -> None:
         hold = Hold()
         listener = await start(hold)
         _, writer = await connect(listener)
         writer.write(GET)
         stream = await hold.started
+        assert stream.client == "127.0.0.1:{}".format(writer.get_extra_info("sockname")[1])
         await close(writer)
         await hold.gone
         assert not stream.is_open
@@ -176,7 +178,7 @@ def test_slow_reader_is_noticed_within_a_bounded_amount() -> None:
 
 def failure_of(config: ListenerConfig) -> StartupError:
     async def scenario() -> None:
-        await Listener(hello, config).start()
+        await Listener(hello, refuse, config).start()
 
     with pytest.raises(StartupError) as caught:
         run(scenario)

@@ -6,8 +6,9 @@ import logging
 from collections.abc import Iterator
 
 import pytest
+from msgspec.structs import replace
 
-from server.logs import AccessRecord, access_line, configure_logging, current_request_id, log_access
+from server.logs import OUR_LOGGERS, AccessRecord, access_line, configure_logging, current_request_id, log_access
 
 ACCESS = AccessRecord(
     request_id="req-1",
@@ -23,12 +24,15 @@ ACCESS = AccessRecord(
 
 
 @pytest.fixture(autouse=True)
-def _root_logger_restored() -> Iterator[None]:
+def _loggers_restored() -> Iterator[None]:
     root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
+    handlers = root.handlers[:]
+    loggers = [root, *map(logging.getLogger, OUR_LOGGERS)]
+    levels = [logger.level for logger in loggers]
     yield
     root.handlers[:] = handlers
-    root.setLevel(level)
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
 
 
 def test_text_records_bear_the_request_id_of_their_context() -> None:
@@ -78,7 +82,7 @@ def test_json_access_record_has_fields_beside_the_line() -> None:
     assert record["logger"] == "server.access"
     assert record["message"] == access_line(ACCESS)
     assert (record["request_id"], record["status"], record["ttft_ms"]) == ("req-1", 200, 45.12)
-    assert "queue_ms" not in record
+    assert "num_cached_tokens" not in record
 
 
 def test_access_line_leaves_out_what_never_came() -> None:
@@ -86,6 +90,7 @@ def test_access_line_leaves_out_what_never_came() -> None:
         "POST /v1/chat/completions 200 1234.6ms ttft=45.1ms prompt=12 completion=34 finish=stop"
     )
     refused = AccessRecord(request_id="r", method="GET", path="/x", status=404, duration_ms=0.2, error_code="not_found")
+    assert access_line(replace(refused, client="[::1]:5000")).endswith(" error=not_found client=[::1]:5000")
     assert access_line(refused) == "GET /x 404 0.2ms error=not_found"
 
 
@@ -104,3 +109,15 @@ def test_level_silences_what_is_below() -> None:
     log_access(ACCESS)
     logging.getLogger("server.some").info("quiet")
     assert stream.getvalue() == ""
+
+
+@pytest.mark.parametrize(("level", "told"), [("debug", "iw"), ("info", "iw"), ("warning", "w"), ("error", "")])
+def test_level_is_for_our_loggers_and_others_only_warn(level: str, told: str) -> None:
+    stream = io.StringIO()
+    configure_logging(level, "text", stream)
+    for name in ("elsewhere.connection", "gpu.runner"):
+        logging.getLogger(name).info("i")
+        logging.getLogger(name).warning("w")
+    lines = [line.split(" ")[2:] for line in stream.getvalue().splitlines()]
+    assert [word for name, _, word in lines if name == "gpu.runner"] == list(told)
+    assert [word for name, _, word in lines if name != "gpu.runner"] == list(told)[-1:]

@@ -21,16 +21,18 @@ from core.plan import DeviceError, RunnerLimits, StepOutput, StepPlan
 from core.scheduler import Scheduler
 from core.simulation import CostModel, SimulatedClock, SimulatedRunner
 from core.types import StepDelivery
-from server import process
+from server import __version__, process
 from server.config import ServerConfig
 from server.engine_thread import Inbox
 from server.model_files import GenerationDefaults, ModelFiles
 from server.process import EngineFacts, LoadedEngine, LoadEngine, Server
 from tests.core.chat_templates import CHATML
 from tests.server.simulated_server import EOS_ID, MODEL, STREAM, TOKENIZER, Answer, answers, chat, request
+from tests.server.test_metrics import samples_of
 
 LIMIT_S = 60  # for what hangs; nothing waits so long
 LIMITS = RunnerLimits(1024, 16, 8, 64, 10_000, TOKENIZER.vocab_size)
+CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
 FOREVER = {"max_tokens": 9_000, **STREAM}
 
 
@@ -82,7 +84,7 @@ def load_with(
         clock = SimulatedClock()
         runner = runner_type(LIMITS, CostModel(), clock)
         template = ChatTemplate({"default": CHATML}, {}, LIMITS.max_model_len)
-        files = ModelFiles(Path("/"), {}, TOKENIZER, template, GenerationDefaults(temperature=0.5), (EOS_ID,))
+        files = ModelFiles(Path("/"), CONFIG, TOKENIZER, template, GenerationDefaults(temperature=0.5), (EOS_ID,))
         facts = EngineFacts(MODEL, True, 1000, "float32", "cpu", "simulated", 4096, "the model's own", LIMITS)
         return LoadedEngine(
             engine_type(Scheduler(LIMITS, (EOS_ID,), lambda: 1), runner, clock, inbox, deliver), files, facts
@@ -204,12 +206,9 @@ def test_second_stop_ends_what_the_first_gave_time() -> None:
         reader, writer = await open_with(running.server, chat(**FOREVER))
         begun = await reader.readuntil(b"data: ")
         running.server.stop(1000)
-        while True:  # until it no longer listens
-            try:
-                _, late = await open_with(running.server, b"")
-            except ConnectionRefusedError:
-                break
-            late.close()
+        while (late := await ask(running.server, closing(request("GET", "/ready")))).status == 200:
+            pass  # until the stop has begun
+        assert (late.status, late.json["error"]["code"]) == (503, "draining")
         assert not running.exit.done()
         running.server.stop(1000)
         (answer,) = answers(begun + await reader.read())
@@ -342,12 +341,60 @@ def test_signals_stop_a_server() -> None:
     run(scenario)
 
 
-def test_page_of_metrics_names_the_model() -> None:
+def test_routers_are_told_what_is_served_and_how_much_of_it() -> None:
+    async def scenario() -> None:
+        running = Running(load_with())
+        await running.server.wait_ready()
+        model = (await ask(running.server, closing(request("GET", "/model_info")))).json
+        server = (await ask(running.server, closing(request("GET", "/server_info")))).json
+        running.server.stop(0)
+        await running.exit
+        assert (model["model_path"], model["tokenizer_path"], model["served_model_name"]) == (MODEL, MODEL, MODEL)
+        assert (model["model_type"], model["architectures"]) == ("llama", ["LlamaForCausalLM"])
+        assert (model["is_generation"], model["has_image_understanding"]) == (True, False)
+        assert (server["served_model_name"], server["version"]) == (MODEL, __version__)
+        assert model["max_model_len"] == server["max_model_len"] == server["context_length"] == LIMITS.max_model_len
+        assert server["max_num_reqs"] == server["max_running_requests"] == LIMITS.max_sequences
+        assert server["max_total_tokens"] == LIMITS.num_blocks * LIMITS.block_size
+        assert server["max_prefill_tokens"] == LIMITS.max_batch_tokens
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("path", ["/model_info", "/server_info"])
+def test_routers_need_the_key_and_a_model_that_is_loaded(path: str) -> None:
+    async def scenario() -> None:
+        may_load = threading.Event()
+
+        def load(*args: Any) -> LoadedEngine:
+            may_load.wait()
+            return load_with()(*args)
+
+        running = Running(load, api_keys=("s3cret",))
+        await asyncio.sleep(0)  # until it listens
+        while not running.server.listener.port:
+            await asyncio.sleep(0)
+        assert (await ask(running.server, closing(request("GET", path)))).status == 401
+        key = "Authorization: Bearer s3cret"
+        assert (await ask(running.server, closing(request("GET", path, None, key)))).status == 503
+        may_load.set()
+        await running.server.wait_ready()
+        assert (await ask(running.server, closing(request("GET", path, None, key)))).status == 200
+        running.server.stop(0)
+        await running.exit
+
+    run(scenario)
+
+
+def test_page_of_metrics_knows_the_model_and_its_blocks_from_the_start() -> None:
     async def scenario() -> None:
         running = Running(load_with())
         await running.server.wait_ready()
         page = await ask(running.server, closing(request("GET", "/metrics")))
-        assert f'model_name="{MODEL}"'.encode() in page.body
+        samples = samples_of(page.body)
+        label = f'model_name="{MODEL}"'
+        assert samples[f"steploop_kv_blocks{{{label}}}"] == LIMITS.num_blocks  # before anything was computed
+        assert samples[f"steploop_steps_total{{{label}}}"] == 0
         assert json.loads((await ask(running.server, closing(request("GET", "/health")))).body) == {"status": "ok"}
         running.server.stop(0)
         await running.exit

@@ -17,6 +17,8 @@ OK = ResponseHead(200, ())
 class Recorder:
     """A connection that writes nothing."""
 
+    client = "192.0.2.7:4242"
+
     def __init__(self) -> None:
         self.calls: list[object] = []
 

@@ -19,6 +19,7 @@ from server.listener import Listener, ListenerConfig
 from server.stream import HttpStream
 from server.tls import ServerTls, server_tls
 from tests.certificates import make_certificate, needs_openssl
+from tests.server.fakes import refuse
 from tests.server.http2_client import fields
 from tests.server.test_connection import answer
 
@@ -31,7 +32,7 @@ async def say_path(stream: HttpStream) -> None:
 
 @asynccontextmanager
 async def listening(tls: ServerTls) -> AsyncIterator[int]:
-    listener = Listener(say_path, ListenerConfig(port=0, tls=tls))
+    listener = Listener(say_path, refuse, ListenerConfig(port=0, tls=tls))
     await listener.start()
     try:
         yield listener.port
