@@ -36,6 +36,7 @@ from gpu.memory_plan import MemoryPlan, weights_size_bytes
 from gpu.runner import ModelRunner, load_runner
 
 MIB = 1024**2
+CPU = torch.device("cpu")
 PROMPTS = (128, 512, 4096)  # tokens
 BATCHES = (1, 4, 8, 16, 32)
 CONTEXTS = (128, 1024, 4096, 8192)  # tokens, of each sequence
@@ -370,7 +371,8 @@ def _name(arguments: argparse.Namespace) -> str:
 
 def _layer_bytes(config: ModelConfig, work: ModelWork, dtype: torch.dtype, quantize: str | None) -> float:
     """Of a number in the layers' matrices."""
-    saved = weights_size_bytes(config, dtype, None) - weights_size_bytes(config, dtype, quantize)
+    plain, stored = (weights_size_bytes(config, dtype, scheme, CPU) for scheme in (None, quantize))
+    saved = plain - stored
     return dtype.itemsize - saved / (work.body + work.experts)
 
 

@@ -1,8 +1,10 @@
-"""Attention over block tables, in torch: rows of one new token together, longer rows each on its own. Thread: engine.
+"""Attention over block tables: rows of one new token together, longer rows each on its own. Thread: engine.
 
-Which rows go together, and their masks, is decided once a step (batch.py), not here, once a layer.
+In torch, or for rows of one new token by a kernel where there is one (cpu_kernels/). Which rows go together, and their
+masks, is decided once a step (batch.py), not here, once a layer.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +13,19 @@ from torch import Tensor
 
 from gpu.kv_cache import LayerKV
 from gpu.scores import PLAIN, Scores, attend
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRows:
+    """Rows of one new token each, as a kernel reads them: all int64."""
+
+    tables: Tensor  # [rows, blocks of the longest]
+    firsts: Tensor  # [rows]: the first position that is seen
+    ends: Tensor  # [rows]: one past the last
+
+
+DecodeKernel = Callable[[Tensor, LayerKV, DecodeRows, float | None], Tensor]
+"""(query [rows, heads, head_dim], cache, rows, scale of the scores) -> [rows, heads * head_dim]"""
 
 
 @dataclass(slots=True)
@@ -25,6 +40,7 @@ class AttentionGroup:
         mask: added to the scores, 0 or -inf. Of several rows [rows, 1, 1, context]; of one row with several tokens
             [tokens, context]. None: nothing is hidden, or is_causal says what.
         is_causal: the row's context is its new tokens alone.
+        rows: for the kernel, which needs neither blocks nor mask; None: torch attends.
     """
 
     first_token: int
@@ -34,27 +50,43 @@ class AttentionGroup:
     blocks: Tensor
     mask: Tensor | None
     is_causal: bool = False
+    rows: DecodeRows | None = None
 
     @property
     def is_decode(self) -> bool:
         return self.end_token - self.first_token == self.num_rows
 
 
-def paged_attention(query: Tensor, kv: LayerKV, groups: list[AttentionGroup], scores: Scores = PLAIN) -> Tensor:
+def paged_attention(
+    query: Tensor,
+    kv: LayerKV,
+    groups: list[AttentionGroup],
+    scores: Scores = PLAIN,
+    decode_kernel: DecodeKernel | None = None,
+) -> Tensor:
     """Attend each new token to its sequence's context, itself included; keys and values are written already.
 
     Args:
         query: [tokens, heads, head_dim], rotated.
         groups: cover the tokens in order, without gaps.
         scores: what the family does with them.
+        decode_kernel: for the groups that have rows.
     Returns:
         [tokens, heads * head_dim]
     """
     outputs = [
-        (_decode if group.is_decode else _prefill)(query[group.first_token : group.end_token], kv, group, scores)
-        for group in groups
+        _attend_group(query[group.first_token : group.end_token], kv, group, scores, decode_kernel) for group in groups
     ]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _attend_group(
+    query: Tensor, kv: LayerKV, group: AttentionGroup, scores: Scores, decode_kernel: DecodeKernel | None
+) -> Tensor:
+    if group.rows is not None:
+        assert decode_kernel is not None
+        return decode_kernel(query, kv, group.rows, scores.scale)
+    return (_decode if group.is_decode else _prefill)(query, kv, group, scores)
 
 
 def _gather(kv: LayerKV, group: AttentionGroup) -> tuple[Tensor, Tensor]:

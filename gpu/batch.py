@@ -14,7 +14,7 @@ from torch import Tensor
 
 from core.config import BLOCK_SIZE
 from core.plan import StepPlan
-from gpu.attention import AttentionGroup
+from gpu.attention import AttentionGroup, DecodeRows
 from gpu.kv_cache import num_blocks_for
 
 IntArray = npt.NDArray[np.signedinteger[Any]]
@@ -50,6 +50,7 @@ class BatchBuilder:
         scratch_block: pads tables.
         dtype: of the masks: the model's.
         windows: of the model's layers: how many tokens one sees, itself counted in; None: all before it.
+        has_decode_kernel: decodes are one group, as DecodeRows.
     """
 
     def __init__(
@@ -60,7 +61,9 @@ class BatchBuilder:
         dtype: torch.dtype,
         device: torch.device,
         windows: tuple[int | None, ...] = (None,),
+        has_decode_kernel: bool = False,
     ) -> None:
+        self._has_decode_kernel = has_decode_kernel
         self._windows = windows
         self._scratch_block = scratch_block
         self._dtype = dtype
@@ -121,6 +124,8 @@ class BatchBuilder:
         self, slots: IntArray, ends: IntArray, num_decodes: int, window: int | None
     ) -> list[AttentionGroup]:
         """Rows [0, num_decodes), longest first, cut where padding would cost more than another group, or memory."""
+        if self._has_decode_kernel:
+            return [self._kernel_group(slots[:num_decodes], ends[:num_decodes], window)] if num_decodes else []
         groups: list[AttentionGroup] = []
         lengths = ends if window is None else np.minimum(ends, window)
         first = padding = 0
@@ -134,6 +139,14 @@ class BatchBuilder:
             groups.append(self._decode_group(first, row, slots[first:row], ends[first:row], window))
             first, padding = row, 0
         return groups
+
+    def _kernel_group(self, slots: IntArray, ends: IntArray, window: int | None) -> AttentionGroup:
+        longest = int(ends[0])
+        firsts = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
+        tables = self._to_device(self._tables[slots, : num_blocks_for(longest)])
+        bounds = (self._to_device(bound.astype(np.int64)) for bound in (firsts, ends))
+        rows = DecodeRows(tables, *bounds)
+        return AttentionGroup(0, len(slots), len(slots), longest, tables, None, rows=rows)
 
     def _decode_group(
         self, first: int, end: int, slots: IntArray, ends: IntArray, window: int | None

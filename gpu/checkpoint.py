@@ -3,7 +3,6 @@
 Reads these only: no pickle, no code from the directory, no file outside it.
 """
 
-import contextlib
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +29,9 @@ INTEGERS = "I32"
 PACKED_SUFFIXES = ("_blocks", "_scales")  # mxfp4
 # A buffer that old Llama checkpoints carry; computed here instead.
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
+# Pages of a mapped file count as resident until it is let go: at most so many are held beside the parameters, and
+# those of one tensor.
+RELEASE_BYTES = 64 * 1024**2
 NAMED_AT_MOST = 5  # tensors in one error message
 
 Progress = Callable[[int, int], None]
@@ -150,23 +152,23 @@ class TensorSource:
         self._dtype = dtype
         self._progress = progress
         self._done_bytes = 0
+        self._held_bytes = 0
         self._readers: dict[Path, Any] = {}
-        self._open_readers = contextlib.ExitStack()
 
     def __enter__(self) -> "TensorSource":
         self._progress(0, self.checkpoint.size_bytes)
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._open_readers.close()
+        for reader in self._readers.values():
+            reader.__exit__(None, None, None)
 
     def fill(self, wanted: dict[str, Target]) -> None:
         """Scales follow all that they multiply."""
         for name in sorted(wanted, key=lambda name: wanted[name].is_scale):
             header = self.checkpoint.tensors[name]
             wanted[name].fill(self.unpacked(name).floats() if header.parts else self.tensor(name))
-            self._done_bytes += header.size_bytes
-            self._progress(self._done_bytes, self.checkpoint.size_bytes)
+            self._advance(header)
 
     def fill_parts(self, wanted: Sequence[dict[str, Target]]) -> None:
         """Of packed matrices: values, scales and zeros, each with targets of its own by the same names."""
@@ -174,8 +176,7 @@ class TensorSource:
             unpacked = self.unpacked(name)
             for part, targets in zip(("values", "scales", "zeros"), wanted, strict=True):
                 targets[name].fill(unpacked.part(part))
-            self._done_bytes += self.checkpoint.tensors[name].size_bytes
-            self._progress(self._done_bytes, self.checkpoint.size_bytes)
+            self._advance(self.checkpoint.tensors[name])
 
     def tensor(self, name: str) -> torch.Tensor:
         tensor: torch.Tensor = self._reader(self.checkpoint.tensors[name].file).get_tensor(name)
@@ -195,10 +196,27 @@ class TensorSource:
         """Tensors that nobody wanted count as done, too."""
         self._progress(self.checkpoint.size_bytes, self.checkpoint.size_bytes)
 
+    def _advance(self, header: TensorHeader) -> None:
+        """A tensor was read: let its pages go with those before it, now and then."""
+        self._held_bytes += header.size_bytes
+        if self._held_bytes >= RELEASE_BYTES:
+            self._release()
+        self._done_bytes += header.size_bytes
+        self._progress(self._done_bytes, self.checkpoint.size_bytes)
+
+    def _release(self) -> None:
+        """A GGUF file stays open: its header takes long to parse."""
+        self._held_bytes = 0
+        for file, reader in list(self._readers.items()):
+            if isinstance(reader, GgufReader):
+                reader.release()
+            else:
+                self._readers.pop(file).__exit__(None, None, None)
+
     def _reader(self, file: Path) -> Any:
         if file not in self._readers:
             reader = GgufReader(file, self._dtype) if file.suffix == GGUF_SUFFIX else open_safetensors(file)
-            self._readers[file] = self._open_readers.enter_context(reader)
+            self._readers[file] = reader.__enter__()
         return self._readers[file]
 
 

@@ -30,7 +30,8 @@ class DeviceChoice:
 
     Args:
         device: "cpu" or "cuda:0".
-        threads: compute threads on a CPU; on CUDA, torch's for the little that stays on the host.
+        threads: compute threads on a CPU at most (gpu/threads.py says when); on CUDA, torch's for the little that
+            stays on the host.
     """
 
     device: torch.device
@@ -39,6 +40,7 @@ class DeviceChoice:
     dtype_reason: str
     threads: int
     threads_reason: str
+    are_threads_asked: bool = False
 
     @property
     def dtype_name(self) -> str:
@@ -46,7 +48,7 @@ class DeviceChoice:
 
 
 def choose_device(config: EngineConfig) -> DeviceChoice:
-    """Decide device, dtype and threads. Changes nothing: see apply_threads.
+    """Decide device, dtype and threads at most. Changes nothing: see apply_threads.
 
     Raises:
         DeviceUnavailable: what was asked for by name is not there.
@@ -54,7 +56,8 @@ def choose_device(config: EngineConfig) -> DeviceChoice:
     device, device_reason = _device(config.device)
     dtype, dtype_reason = _dtype(config.dtype, device)
     threads, threads_reason = _threads(config.threads)
-    return DeviceChoice(device, device_reason, dtype, dtype_reason, threads, threads_reason)
+    is_asked = config.threads is not None
+    return DeviceChoice(device, device_reason, dtype, dtype_reason, threads, threads_reason, is_asked)
 
 
 def apply_threads(choice: DeviceChoice) -> None:
@@ -97,7 +100,7 @@ def _threads(asked: int | None) -> tuple[int, str]:
         if asked < 1:
             raise DeviceUnavailable(f"{asked} compute threads cannot compute.", f"--threads {max(1, cores - 1)}")
         return asked, "asked for"
-    return max(1, cores - 1), f"{cores} physical cores, one left to the event loop"
+    return cores, f"{cores} physical cores; fewer for steps of few tokens"
 
 
 def cpu_flags() -> frozenset[str]:
@@ -107,6 +110,15 @@ def cpu_flags() -> frozenset[str]:
     except OSError:
         return frozenset()
     return frozenset(next((line.split(":", 1)[1].split() for line in lines if line.startswith("flags")), ()))
+
+
+def cpu_model() -> str:
+    """The first CPU's name; empty where the kernel does not tell."""
+    try:
+        lines = CPU_INFO.read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
 
 
 def num_physical_cores() -> int:

@@ -5,6 +5,7 @@ is in memory beside the parameters. Parsing the header is core's.
 """
 
 import math
+import mmap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,9 +33,11 @@ class GgufReader:
 
     def __init__(self, file: Path, dtype: torch.dtype = torch.float32) -> None:
         try:
-            self._bytes = torch.from_numpy(np.memmap(file, np.uint8, "c"))  # private: torch wants what it may write
+            with file.open("rb") as opened:  # private: torch wants what it may write
+                self._map = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
         except (OSError, ValueError) as error:
             raise BadCheckpoint(f"{file} cannot be read: {error}.", "download it again, or name another.") from error
+        self._bytes = torch.from_numpy(np.frombuffer(self._map, np.uint8))
         header = parse_gguf(self._bytes.numpy().data, str(file))
         self._dtype = dtype
         self._metadata = header.metadata
@@ -46,7 +49,11 @@ class GgufReader:
         return self
 
     def __exit__(self, *_: object) -> None:
-        del self._bytes
+        del self._bytes, self._map
+
+    def release(self) -> None:
+        """Give back the pages that were read: they come again from the file when they are asked for."""
+        self._map.madvise(mmap.MADV_DONTNEED)
 
     def get_tensor(self, name: str) -> Tensor:
         """One tensor, of the shape that `tensors` says."""

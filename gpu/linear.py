@@ -26,7 +26,16 @@ def make_linear(weight: Weight, bias: Tensor | None, is_packed: bool) -> Linear:
         return make_quantized_linear(weight, bias)
     if not is_packed:
         return partial(F.linear, weight=weight, bias=bias)
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
+    return packed_linear(pack(weight), bias)
+
+
+def pack(weight: Tensor) -> Tensor:
+    """A weight [out, in] as oneDNN's kernels read it: an opaque tensor."""
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
+    return packed
+
+
+def packed_linear(packed: Tensor, bias: Tensor | None) -> Linear:
     product: Any = torch.ops.mkldnn._linear_pointwise.default
 
     def linear(x: Tensor) -> Tensor:

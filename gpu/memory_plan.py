@@ -17,9 +17,11 @@ from gpu.batch import MAX_GATHERED_TOKENS
 from gpu.checkpoint import open_checkpoint
 from gpu.device import DeviceChoice, choose_device, free_memory_bytes
 from gpu.kv_cache import bytes_per_block, bytes_per_token, num_blocks_for, num_blocks_within
+from gpu.linear import can_pack
 from gpu.quantize import can_quantize, floats, operator_group_size, stored_bytes
 from gpu.quantized_linear import SLAB_BYTES
 from gpu.scores import MAX_SCORES
+from gpu.tied_head import can_gather
 from gpu.weights import check_checkpoint, empty_weights, keeps_packed, matrices
 
 MIB, GIB = 1024**2, 1024**3
@@ -76,7 +78,7 @@ def plan_memory(
 ) -> MemoryPlan:
     """Divide free_bytes: weights first, then the largest step, then as much KV as is useful; see estimate."""
     max_model_len = _max_model_len(model, engine)
-    weights_bytes = weights_size_bytes(model, device.dtype, engine.quantize)
+    weights_bytes = weights_size_bytes(model, device.dtype, engine.quantize, device.device)
     activation_bytes = _activation_bytes(model, engine, max_model_len, device.dtype)
     asked = _Asked(model, engine, max_model_len, device.dtype, free_bytes - weights_bytes)
     if asked.kv_room_bytes <= 0:
@@ -105,12 +107,18 @@ def memory_needed(model: ModelConfig, engine: EngineConfig, device: DeviceChoice
     max_model_len = _max_model_len(model, engine)
     kv_bytes = (num_blocks_for(max_model_len) + 1) * bytes_per_block(model, device.dtype)
     activation_bytes = _activation_bytes(model, engine, max_model_len, device.dtype)
-    return weights_size_bytes(model, device.dtype, engine.quantize) + activation_bytes + kv_bytes
+    return weights_size_bytes(model, device.dtype, engine.quantize, device.device) + activation_bytes + kv_bytes
 
 
-def weights_size_bytes(model: ModelConfig, dtype: torch.dtype, quantize: str | None) -> int:
-    """Of all parameters in memory, ready to compute: in dtype, the layers' matrices quantised where they can be."""
+def weights_size_bytes(model: ModelConfig, dtype: torch.dtype, quantize: str | None, device: torch.device) -> int:
+    """Of all parameters in memory, ready to compute: in dtype, the layers' matrices quantised where they can be.
+
+    A tied head that is prepacked is one more copy, unless the embedding's rows can be read from it.
+    """
     size_bytes = model.num_parameters * dtype.itemsize
+    ends = (model.vocab_size, model.hidden_size)
+    if model.tie_embeddings and can_pack(dtype, device) and not can_gather(ends):
+        size_bytes += math.prod(ends) * dtype.itemsize
     if quantize is None and not keeps_packed(model, quantize):
         return size_bytes
     for layer in empty_weights(model, dtype, torch.device("meta")).layers:

@@ -51,14 +51,14 @@ class Mlp:
     """
 
     def __init__(self, gate_up: Linear, down: Linear, gated: Gated) -> None:
-        self._gate_up = gate_up
-        self._down = down
+        self.gate_up = gate_up
+        self.down = down
         self._gated = gated
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [tokens, hidden], normed; also returned so."""
-        gate, up = self._gate_up(x).chunk(2, -1)  # [tokens, intermediate] each
-        return self._down(self._gated(gate, up))
+        gate, up = self.gate_up(x).chunk(2, -1)  # [tokens, intermediate] each
+        return self.down(self._gated(gate, up))
 
 
 class Experts:
@@ -68,7 +68,7 @@ class Experts:
         self._num_active = config.num_active
         self._is_normalized = config.is_normalized
         self._router = make_linear(weights.router, weights.router_bias, is_packed=False)
-        self._experts = [
+        self.experts = [
             Mlp(
                 make_linear(weights.gate_up[index], _row(weights.gate_up_bias, index), is_packed),
                 make_linear(weights.down[index], _row(weights.down_bias, index), is_packed),
@@ -86,7 +86,7 @@ class Experts:
         order = pairs.argsort(stable=True)  # by expert
         inputs = x.index_select(0, order // self._num_active)  # [tokens * active, hidden]
         outputs, first = [], 0
-        for expert, count in zip(self._experts, pairs.bincount(minlength=len(self._experts)).tolist(), strict=True):
+        for expert, count in zip(self.experts, pairs.bincount(minlength=len(self.experts)).tolist(), strict=True):
             if count:
                 outputs.append(expert(inputs[first : first + count]))
                 first += count

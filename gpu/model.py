@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core.config import LayerConfig, ModelConfig
-from gpu.attention import paged_attention
+from gpu.attention import DecodeKernel, paged_attention
 from gpu.batch import DeviceBatch
 from gpu.expert_weights import ExpertWeights
 from gpu.kv_cache import KVCache, LayerKV
@@ -22,6 +22,7 @@ from gpu.linear import Linear, can_pack, make_linear
 from gpu.mlp import GATED, Experts, Mlp
 from gpu.rope import Rope, apply_rope
 from gpu.scores import Scores
+from gpu.tied_head import Embed, make_tied
 from gpu.weights import LayerWeights, ModelWeights
 
 
@@ -44,15 +45,19 @@ class Layer:
 
 
 class Model:
-    """Takes the weights over: its list of layers is empty afterwards, so that a packed copy replaces the plain one."""
+    """Takes the weights over: layers and a tied embedding are gone afterwards, so that packed copies replace them.
 
-    def __init__(self, config: ModelConfig, weights: ModelWeights) -> None:
+    Args:
+        decode_kernel: attends for rows of one new token; None: torch does.
+    """
+
+    def __init__(self, config: ModelConfig, weights: ModelWeights, decode_kernel: DecodeKernel | None = None) -> None:
+        self._decode_kernel = decode_kernel
         dtype, device = weights.embedding.dtype, weights.embedding.device
         is_packed = can_pack(dtype, device)
         self.config = config
-        self.embedding = weights.embedding  # [vocab, hidden]
         self.norm = weights.norm  # [hidden]
-        self.lm_head = make_linear(weights.lm_head, None, is_packed)
+        self._embed, self.lm_head = _ends(weights, is_packed)
         turning = dict.fromkeys(config.layer(index).rope for index in range(config.num_layers))
         used = [rope for rope in turning if rope is not None]
         self.ropes = [Rope(rope, config.head_dim, device) for rope in used]
@@ -67,7 +72,7 @@ class Model:
 
     def forward(self, batch: DeviceBatch, cache: KVCache) -> Tensor:
         """Compute the batch's tokens, and the logits of the rows that sample: [sampled, vocab], float32."""
-        x = F.embedding(batch.token_ids, self.embedding)  # [tokens, hidden]
+        x = self._embed(batch.token_ids)  # [tokens, hidden]
         if self._embedding_scale != 1:
             x = x.mul_(self._embedding_scale)
         rotations = [rope.rotation(batch.positions) for rope in self.ropes]  # [tokens, 1, head_dim / 2] each
@@ -86,6 +91,27 @@ class Model:
             return x.new_empty((0, self.config.vocab_size), dtype=torch.float32)
         return self._logits(x.index_select(0, batch.sampled_tokens))
 
+    def probes(self, size_bytes: int) -> list[tuple[Linear, int]]:
+        """Products of the first layers with the width of what goes in: at least so many bytes of weights, if it has."""
+        config = self.config
+        found: list[tuple[Linear, int]] = []
+        size = 0
+        for layer in self.layers:
+            mlps = layer.mlp.experts if isinstance(layer.mlp, Experts) else [layer.mlp]
+            width = config.intermediate_size
+            if isinstance(layer.mlp, Experts) and config.experts is not None:
+                width = config.experts.intermediate_size
+            found += [(layer.qkv, config.hidden_size), (layer.output, config.query_size)]
+            for mlp in mlps:
+                found += [(mlp.gate_up, config.hidden_size), (mlp.down, width)]
+            size += (
+                2 * (config.query_size + config.kv_size) * config.hidden_size
+                + 3 * len(mlps) * width * config.hidden_size
+            )
+            if size * self.norm.element_size() >= size_bytes:
+                break
+        return found
+
     def _attention(self, layer: Layer, x: Tensor, rotations: list[Tensor], batch: DeviceBatch, kv: LayerKV) -> Tensor:
         """x: [tokens, hidden], normed; also returned so."""
         config = self.config
@@ -100,7 +126,7 @@ class Model:
         kv.keys.index_copy_(0, batch.kv_slots, query_key[:, config.num_heads :])
         kv.values.index_copy_(0, batch.kv_slots, qkv[:, num_rotated:])
         query, groups = query_key[:, : config.num_heads], batch.groups[layer.window]
-        return layer.output(paged_attention(query, kv, groups, layer.scores))
+        return layer.output(paged_attention(query, kv, groups, layer.scores, self._decode_kernel))
 
     def _logits(self, x: Tensor) -> Tensor:
         """x: [sampled, hidden]; returns [sampled, vocab], float32."""
@@ -116,6 +142,15 @@ class Model:
         if weight.dtype != x.dtype:  # see LayerWeights
             return F.rms_norm(x.float(), weight.shape, weight.float(), self.config.rms_norm_eps).to(x.dtype)
         return F.rms_norm(x, weight.shape, weight, self.config.rms_norm_eps)
+
+
+def _ends(weights: ModelWeights, is_packed: bool) -> tuple[Embed, Linear]:
+    """Embedding and head; a tied one is let go of where it is read from the head."""
+    embedding, lm_head = weights.embedding, weights.lm_head
+    if lm_head is embedding:
+        del weights.embedding, weights.lm_head
+        return make_tied(embedding, is_packed)
+    return partial(F.embedding, weight=embedding), make_linear(lm_head, None, is_packed)
 
 
 def _layer(config: ModelConfig, weights: LayerWeights, layer: LayerConfig, rope: int | None, is_packed: bool) -> Layer:

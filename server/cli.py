@@ -215,6 +215,7 @@ def find_machine(config: ServerConfig) -> "MachineFacts":
     import torch
 
     from gpu.device import apply_threads, choose_device, free_memory_bytes, measure_bandwidth, num_physical_cores
+    from gpu.threads import measured_here
     from server.doctor import MachineFacts
 
     choice = choose_device(config.to_engine_config())
@@ -232,6 +233,7 @@ def find_machine(config: ServerConfig) -> "MachineFacts":
         memory_bytes=torch.cuda.mem_get_info(choice.device)[1] if is_cuda else host_bytes,
         free_bytes=free_memory_bytes(choice.device),
         bandwidth_bytes_per_s=measure_bandwidth(choice.device),
+        measured_threads=tuple((shape, str(found)) for shape, found in measured_here(choice).items()),
     )
 
 
@@ -325,6 +327,7 @@ def find_plan(config: ServerConfig) -> "PlanFacts":
         StartupError: the model is missing or not understood, or it does not fit.
     """
     from core.config import parse_model_config
+    from gpu.cpu_kernels.choice import why_no_kernels
     from gpu.memory_plan import estimate
     from server.__main__ import model_path, served_name
     from server.doctor import PlanFacts
@@ -333,6 +336,7 @@ def find_plan(config: ServerConfig) -> "PlanFacts":
     files = read_model_files(model_path(config, is_offline=True), config.max_model_len, config.chat_template)
     model = parse_model_config(files.config)
     plan = estimate(files.path, model, config.to_engine_config())
+    why = why_no_kernels(model, plan.device)
     return PlanFacts(
         model_name=served_name(config),
         architecture=model.architecture,
@@ -349,6 +353,7 @@ def find_plan(config: ServerConfig) -> "PlanFacts":
         num_kv_tokens=plan.kv_tokens,
         max_model_len=plan.max_model_len,
         context_origin=config.context_origin,
+        attention="numba's kernel over block tables" if why is None else f"torch's: {why}",
         free_bytes=plan.free_bytes,
     )
 

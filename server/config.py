@@ -185,7 +185,7 @@ class ServerConfig:
             name="threads",
             parse=count_between(1, 4096),
             metavar="COUNT",
-            help="compute threads on a CPU (default: all physical cores but one)",
+            help="compute threads on a CPU (default: measured, by the tokens of a step)",
             group="engine",
         ),
     )

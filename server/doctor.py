@@ -35,7 +35,8 @@ class MachineFacts:
     """What would compute, and why.
 
     Args:
-        threads: compute threads on a CPU.
+        threads: compute threads on a CPU, at most.
+        measured_threads: of each shape of model served here before, what its steps compute with.
         bandwidth_bytes_per_s: read from the device's memory; every decode step reads all weights once.
     """
 
@@ -49,6 +50,7 @@ class MachineFacts:
     memory_bytes: int
     free_bytes: int
     bandwidth_bytes_per_s: float
+    measured_threads: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,7 @@ class PlanFacts:
     num_kv_tokens: int
     max_model_len: int
     context_origin: str
+    attention: str  # of rows of one new token: what computes it, and why
     free_bytes: int
 
     @property
@@ -129,6 +132,7 @@ def plan_facts(plan: PlanFacts) -> tuple[Fact, ...]:
         Fact("weights", format_size(plan.weights_bytes)),
         Fact("activations", f"{format_size(plan.activation_bytes)} at most"),
         Fact("KV cache", kv),
+        Fact("attention", plan.attention),
         Fact("in all", f"{format_size(plan.total_bytes)} of {format_size(plan.free_bytes)} free"),
     )
 
@@ -166,6 +170,7 @@ def machine_section(find: Callable[[], MachineFacts]) -> Section:
             Fact("number format", f"{machine.dtype}: {machine.dtype_reason}"),
             Fact("cores", f"{machine.num_cores} physical, {os.cpu_count()} logical"),
             Fact("compute threads", f"{machine.threads}: {machine.threads_reason}"),
+            *(Fact("  measured", f"{threads}: {shape}") for shape, threads in machine.measured_threads),
             Fact("memory", f"{format_size(machine.memory_bytes)}, {format_size(machine.free_bytes)} free"),
             Fact("memory bandwidth", bandwidth),
         ),

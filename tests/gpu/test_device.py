@@ -60,10 +60,10 @@ def test_unknown_choices_are_refused_with_a_fix(fields: dict[str, object]) -> No
     assert caught.value.fix.startswith("--")
 
 
-@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 1), (8, 7)])
-def test_one_core_is_left_to_the_event_loop(monkeypatch: pytest.MonkeyPatch, cores: int, threads: int) -> None:
-    monkeypatch.setattr(device, "num_physical_cores", lambda: cores)
-    assert choose().threads == threads
+def test_threads_are_physical_cores_at_most_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "num_physical_cores", lambda: 8)
+    assert (choose().threads, choose().are_threads_asked) == (8, False)
+    assert (choose(threads=3).threads, choose(threads=3).are_threads_asked) == (3, True)
 
 
 def test_hyper_threads_of_a_core_count_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,9 +79,9 @@ def test_int4_leaves_packed_integers_as_they_are_and_int8_does_not(tmp_path: Pat
 def test_the_plan_knows_packed_matrices(tmp_path: Path) -> None:
     directory, _ = save_pair(tmp_path, GPTQ)
     config = parse_model_config(read_config(directory))
-    kept, int4, int8 = (weights_size_bytes(config, torch.bfloat16, scheme) for scheme in (None, "int4", "int8"))
+    kept, int4, int8 = (weights_size_bytes(config, torch.bfloat16, scheme, CPU) for scheme in (None, "int4", "int8"))
     assert kept == int4 < int8 < 2 * config.num_parameters
-    assert estimate(directory, config, ENGINE).weights_bytes == weights_size_bytes(config, torch.float32, None)
+    assert estimate(directory, config, ENGINE).weights_bytes == weights_size_bytes(config, torch.float32, None, CPU)
 
 
 def test_a_bias_of_zeros_that_the_architecture_has_not_is_left_out(tmp_path: Path) -> None:

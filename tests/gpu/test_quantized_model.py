@@ -79,5 +79,5 @@ def test_the_plan_counts_no_less_than_what_is_loaded(
         return made
 
     load_weights(open_checkpoint(model_directory(family)), config, torch.float32, CPU, no_progress, MatrixForm(convert))
-    planned = weights_size_bytes(config, torch.float32, scheme)
+    planned = weights_size_bytes(config, torch.float32, scheme, CPU)
     assert 4 * config.num_parameters - saved <= planned < 0.7 * 4 * config.num_parameters

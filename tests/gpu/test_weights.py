@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from core.config import parse_model_config
 from core.errors import BadCheckpoint
+from gpu import checkpoint
 from gpu.checkpoint import INDEX_FILE, SINGLE_FILE, open_checkpoint
 from gpu.targets import interleave_halves
 from gpu.weights import ModelWeights, load_weights
@@ -223,3 +225,26 @@ def test_a_truncated_file_is_refused_at_every_length(tmp_path: Path) -> None:
         (tmp_path / SINGLE_FILE).write_bytes(whole[:length])
         with pytest.raises(BadCheckpoint, match="not a whole safetensors file"):
             open_checkpoint(tmp_path)
+
+
+def mapped_bytes(file: Path) -> int:
+    """Of this file's pages, those resident in this process (proc(5), smaps)."""
+    resident, is_of_file = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            is_of_file = line.endswith(str(file))
+        elif is_of_file and line.startswith("Rss:"):
+            resident += int(line.split()[1]) * 1024
+    return resident
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux's /proc")
+def test_pages_of_the_file_are_let_go_while_loading(
+    model_directory: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "RELEASE_BYTES", 16 * 1024)
+    directory = model_directory("llama2")
+    file = directory / SINGLE_FILE
+    seen: list[int] = []
+    load(directory, progress=lambda done, total: seen.append(mapped_bytes(file)))
+    assert seen[1:].count(0) >= 5

@@ -1,5 +1,6 @@
 """The report: facts, what stands in the way, and the exit code that follows."""
 
+import dataclasses
 import io
 import socket
 
@@ -27,7 +28,7 @@ MACHINE = MachineFacts(
     dtype="bfloat16",
     dtype_reason="the CPU has avx512_bf16",
     threads=1,
-    threads_reason="2 physical cores, one left to the event loop",
+    threads_reason="2 physical cores; fewer for steps of few tokens",
     num_cores=2,
     memory_bytes=24 * 2**30,
     free_bytes=20 * 2**30,
@@ -47,6 +48,7 @@ PLAN = PlanFacts(
     num_kv_tokens=33_792,
     max_model_len=2048,
     context_origin="the model's own",
+    attention="torch's: the model is too small to repay loading kernels",
     free_bytes=20 * 2**30,
 )
 
@@ -70,6 +72,7 @@ def test_plan_adds_up_and_says_where_each_figure_is_from() -> None:
         "weights      10 MiB",
         "activations  20 MiB at most",
         "KV cache     64 MiB: 33,792 tokens = 16.5 x 2,048",
+        "attention    torch's: the model is too small to repay loading kernels",
         "in all       94 MiB of 20 GiB free",
     ]
 
@@ -127,6 +130,12 @@ def test_a_host_that_is_not_ours_is_told() -> None:
     with pytest.raises(StartupError) as caught:
         try_address("192.0.2.1", 0)  # TEST-NET-1, RFC 5737: nobody's
     assert caught.value.exit_code == ExitCode.PORT
+
+
+def test_threads_measured_before_are_shown() -> None:
+    machine = dataclasses.replace(MACHINE, measured_threads=(("896 x 4864, bfloat16", "1; 2 from 8 tokens a step"),))
+    facts = [(fact.name.strip(), fact.value) for fact in machine_section(lambda: machine).facts]
+    assert ("measured", "1; 2 from 8 tokens a step: 896 x 4864, bfloat16") in facts
 
 
 def test_quality_is_told_against_the_model_as_it_is() -> None:

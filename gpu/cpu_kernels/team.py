@@ -1,0 +1,49 @@
+"""Runs a compiled kernel on torch's own compute threads, without the GIL. Thread: engine.
+
+One pool of threads, not two: torch's OpenMP runtime is asked for a parallel region, as its own operators do. Where it
+cannot be found, one thread computes.
+"""
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Start = Callable[[int, int, int, int], None]
+
+
+class Kernel:
+    """A compiled function of one address: that of its arguments, which all threads share.
+
+    Args:
+        compiled: numba's cfunc of int64 to nothing; divides the work among whoever calls it.
+    """
+
+    def __init__(self, compiled: Any) -> None:
+        self._compiled = compiled  # keeps the code
+        self._address: int = compiled.address
+        self._call = ctypes.CFUNCTYPE(None, ctypes.c_int64)(self._address)
+        self._start = _find_start()
+
+    def __call__(self, arguments: ctypes.Structure, num_threads: int) -> None:
+        """Returns when every thread has."""
+        address = ctypes.addressof(arguments)
+        if num_threads == 1 or self._start is None:
+            self._call(address)
+        else:
+            self._start(self._address, address, num_threads, 0)
+
+
+@cache
+def _find_start() -> Start | None:
+    """GOMP_parallel(function, argument, num_threads, flags) of the runtime that torch has loaded (libgomp's ABI)."""
+    libraries = Path(torch.__file__).parent / "lib"
+    for path in sorted(libraries.glob("libgomp*.so*")):
+        start: Any = ctypes.CDLL(str(path)).GOMP_parallel
+        start.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+        start.restype = None
+        return start  # type: ignore[no-any-return]
+    return None

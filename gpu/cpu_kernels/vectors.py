@@ -1,0 +1,376 @@
+"""Registers of 64 bytes as numba values: 16 float32 (`Floats`), or 16 pairs of bf16 (`Pairs`), one in each 32 bits.
+
+Addresses are integers. What is here compiles to an instruction or few; only avx512_bf16 has the dot product.
+"""
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic, models, register_model
+
+LANES = 16
+REGISTER_BYTES = 64
+
+_FLOATS = ir.VectorType(ir.FloatType(), LANES)
+_PAIRS = ir.VectorType(ir.IntType(32), LANES)
+_HALVES = ir.VectorType(ir.IntType(16), 2 * LANES)
+_ALIGNMENT = 2  # bytes: nothing is promised but whole numbers
+
+
+class _BFloat(ir.Type):
+    """llvmlite knows no bfloat."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+_BFLOATS = ir.VectorType(_BFloat(), 2 * LANES)
+_HALF_BFLOATS = ir.VectorType(_BFloat(), LANES)
+
+
+class Floats(types.Type):
+    def __init__(self) -> None:
+        super().__init__("Floats")
+
+
+class Pairs(types.Type):
+    def __init__(self) -> None:
+        super().__init__("Pairs")
+
+
+floats, pairs = Floats(), Pairs()
+
+
+@register_model(Floats)
+class _FloatsModel(models.PrimitiveModel):
+    def __init__(self, manager: Any, numba_type: Any) -> None:
+        super().__init__(manager, numba_type, _FLOATS)
+
+
+@register_model(Pairs)
+class _PairsModel(models.PrimitiveModel):
+    def __init__(self, manager: Any, numba_type: Any) -> None:
+        super().__init__(manager, numba_type, _PAIRS)
+
+
+def _load(builder: Any, address: Any, llvm_type: Any) -> Any:
+    return builder.load(builder.inttoptr(address, llvm_type.as_pointer()), align=_ALIGNMENT)
+
+
+def _store(builder: Any, address: Any, value: Any) -> None:
+    builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=_ALIGNMENT)
+
+
+def _spread(builder: Any, value: Any, vector: Any) -> Any:
+    """A scalar in every lane."""
+    first = builder.insert_element(ir.Constant(vector, ir.Undefined), value, ir.Constant(ir.IntType(32), 0))
+    zeros = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
+    return builder.shuffle_vector(first, ir.Constant(vector, ir.Undefined), zeros)
+
+
+def _call(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
+    signature = ir.FunctionType(result, [argument.type for argument in arguments])
+    return builder.call(cgutils.get_or_insert_function(builder.module, signature, name), arguments)
+
+
+def _indexes(values: list[int]) -> Any:
+    return ir.Constant(ir.VectorType(ir.IntType(32), len(values)), values)
+
+
+@intrinsic
+def zeros(typing_context):
+    """Sixteen zeros."""
+    return floats(), lambda context, builder, signature, arguments: ir.Constant(_FLOATS, [0.0] * LANES)
+
+
+@intrinsic
+def load_floats(typing_context, address):
+    """float32 [16]."""
+    return floats(types.int64), lambda context, builder, signature, arguments: _load(builder, arguments[0], _FLOATS)
+
+
+@intrinsic
+def load_pairs(typing_context, address):
+    """bf16 [32]."""
+    return pairs(types.int64), lambda context, builder, signature, arguments: _load(builder, arguments[0], _PAIRS)
+
+
+@intrinsic
+def load_integer(typing_context, address):
+    """int64"""
+
+    def generate(context, builder, signature, arguments):
+        return _load(builder, arguments[0], ir.IntType(64))
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic
+def load_float(typing_context, address):
+    """float32"""
+
+    def generate(context, builder, signature, arguments):
+        return _load(builder, arguments[0], ir.FloatType())
+
+    return types.float32(types.int64), generate
+
+
+@intrinsic
+def spread_pair(typing_context, address):
+    """bf16 [2], in every lane."""
+
+    def generate(context, builder, signature, arguments):
+        return _spread(builder, _load(builder, arguments[0], ir.IntType(32)), _PAIRS)
+
+    return pairs(types.int64), generate
+
+
+@intrinsic
+def spread(typing_context, value):
+    """A float32 in every lane."""
+
+    def generate(context, builder, signature, arguments):
+        return _spread(builder, arguments[0], _FLOATS)
+
+    return floats(types.float32), generate
+
+
+@intrinsic
+def load_widened(typing_context, address):
+    """bf16 [16] as float32."""
+
+    def generate(context, builder, signature, arguments):
+        halves = _load(builder, arguments[0], ir.VectorType(ir.IntType(16), LANES))
+        return builder.bitcast(builder.shl(builder.zext(halves, _PAIRS), _spread_constant(16)), _FLOATS)
+
+    return floats(types.int64), generate
+
+
+@intrinsic
+def store_floats(typing_context, address, value):
+    """float32 [16]."""
+
+    def generate(context, builder, signature, arguments):
+        _store(builder, arguments[0], arguments[1])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, floats), generate
+
+
+@intrinsic
+def store_rounded(typing_context, address, value):
+    """Sixteen float32 as bf16 [16], to the nearest, ties to even."""
+
+    def generate(context, builder, signature, arguments):
+        _store(builder, arguments[0], builder.fptrunc(arguments[1], _HALF_BFLOATS))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, floats), generate
+
+
+@intrinsic
+def add_products(typing_context, sums, x, y):
+    """sums + x[0] * y[0] + x[1] * y[1], lane by lane, of two registers of pairs."""
+
+    def generate(context, builder, signature, arguments):
+        sums, x, y = arguments
+        x, y = builder.bitcast(x, _BFLOATS), builder.bitcast(y, _BFLOATS)
+        return _call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", _FLOATS, sums, x, y)
+
+    return floats(floats, pairs, pairs), generate
+
+
+@intrinsic
+def multiply_add(typing_context, x, y, z):
+    """x * y + z, rounded once."""
+
+    def generate(context, builder, signature, arguments):
+        return _call(builder, "llvm.fma.v16f32", _FLOATS, *arguments)
+
+    return floats(floats, floats, floats), generate
+
+
+@intrinsic
+def add(typing_context, x, y):
+    """x + y"""
+    return floats(floats, floats), lambda context, builder, signature, arguments: builder.fadd(*arguments)
+
+
+@intrinsic
+def subtract(typing_context, x, y):
+    """x - y"""
+    return floats(floats, floats), lambda context, builder, signature, arguments: builder.fsub(*arguments)
+
+
+@intrinsic
+def multiply(typing_context, x, y):
+    """x * y"""
+    return floats(floats, floats), lambda context, builder, signature, arguments: builder.fmul(*arguments)
+
+
+@intrinsic
+def divide(typing_context, x, y):
+    """x / y"""
+    return floats(floats, floats), lambda context, builder, signature, arguments: builder.fdiv(*arguments)
+
+
+@intrinsic
+def larger(typing_context, x, y):
+    """The larger of two, lane by lane; of a NaN and a number the second."""
+
+    def generate(context, builder, signature, arguments):
+        x, y = arguments
+        return builder.select(builder.fcmp_ordered(">", x, y), x, y)
+
+    return floats(floats, floats), generate
+
+
+@intrinsic
+def rounded(typing_context, x):
+    """To the nearest integer, still float32."""
+    return floats(floats), lambda context, builder, signature, arguments: _call(
+        builder, "llvm.rint.v16f32", _FLOATS, *arguments
+    )
+
+
+@intrinsic
+def power_of_two(typing_context, exponents):
+    """2 ** exponents, of integers within -126..127 held as float32: written into the exponent's bits."""
+
+    def generate(context, builder, signature, arguments):
+        whole = builder.add(builder.fptosi(arguments[0], _PAIRS), _spread_constant(127))
+        return builder.bitcast(builder.shl(whole, _spread_constant(23)), _FLOATS)
+
+    return floats(floats), generate
+
+
+@intrinsic
+def largest(typing_context, x):
+    """Of the sixteen."""
+    return types.float32(floats), lambda context, builder, signature, arguments: _call(
+        builder, "llvm.vector.reduce.fmax.v16f32", ir.FloatType(), *arguments
+    )
+
+
+@intrinsic
+def total(typing_context, x):
+    """Of the sixteen, in the order that is fastest."""
+
+    def generate(context, builder, signature, arguments):
+        value = arguments[0]
+        width = LANES
+        while width > 1:  # halves, one on the other
+            width //= 2
+            low, high = (_indexes(list(range(start, start + width))) for start in (0, width))
+            value = builder.fadd(builder.shuffle_vector(value, value, low), builder.shuffle_vector(value, value, high))
+        return builder.extract_element(value, ir.Constant(ir.IntType(32), 0))
+
+    return types.float32(floats), generate
+
+
+@intrinsic
+def hide_outside(typing_context, scores, first, end):
+    """-inf in the lanes before `first` and from `end` on."""
+
+    def generate(context, builder, signature, arguments):
+        scores, first, end = arguments
+        lanes = ir.Constant(ir.VectorType(ir.IntType(64), LANES), list(range(LANES)))
+        first, end = (_spread(builder, bound, lanes.type) for bound in (first, end))
+        is_seen = builder.and_(builder.icmp_signed(">=", lanes, first), builder.icmp_signed("<", lanes, end))
+        return builder.select(is_seen, scores, ir.Constant(_FLOATS, [float("-inf")] * LANES))
+
+    return floats(floats, types.int64, types.int64), generate
+
+
+@intrinsic
+def transpose_pairs(typing_context, source, stride, target):
+    """Sixteen rows of 16 pairs, `stride` bytes apart, to `target`: 16 registers, the i-th has all rows' i-th pairs."""
+
+    def generate(context, builder, signature, arguments):
+        source, stride, target = arguments
+        rows = []
+        for row in range(LANES):
+            offset = builder.mul(stride, ir.Constant(stride.type, row))
+            rows.append(_load(builder, builder.add(source, offset), _PAIRS))
+        width = 1
+        while width < LANES:  # exchange the off-diagonal squares: of 1, 2, 4, 8 pairs
+            rows = _exchanged(builder, rows, width)
+            width *= 2
+        for index, row in enumerate(rows):
+            offset = ir.Constant(target.type, index * REGISTER_BYTES)
+            _store(builder, builder.add(target, offset), row)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
+
+
+def _exchanged(builder: Any, rows: list[Any], width: int) -> list[Any]:
+    found = list(rows)
+    low, high = [], []
+    for lane in range(LANES):
+        is_second = lane // width % 2
+        low.append(lane - width + LANES if is_second else lane)
+        high.append(lane + LANES if is_second else lane + width)
+    for row in range(LANES):
+        if row // width % 2 == 0:
+            upper, lower = rows[row], rows[row + width]
+            found[row] = builder.shuffle_vector(upper, lower, _indexes(low))
+            found[row + width] = builder.shuffle_vector(upper, lower, _indexes(high))
+    return found
+
+
+@intrinsic
+def interleave_low(typing_context, x, y):
+    """Of two rows of bf16 [32], the first sixteen numbers of each as pairs (x, y)."""
+    return pairs(pairs, pairs), _interleaving(0)
+
+
+@intrinsic
+def interleave_high(typing_context, x, y):
+    """Of two rows of bf16 [32], the last sixteen numbers of each as pairs (x, y)."""
+    return pairs(pairs, pairs), _interleaving(LANES)
+
+
+def _interleaving(first: int) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        x, y = (builder.bitcast(argument, _HALVES) for argument in arguments)
+        order = [index for lane in range(first, first + LANES) for index in (lane, lane + 2 * LANES)]
+        return builder.bitcast(builder.shuffle_vector(x, y, _indexes(order)), _PAIRS)
+
+    return generate
+
+
+@intrinsic
+def prefetch(typing_context, address):
+    """Ask for a cache line, and wait for nothing; an address that is not there does no harm."""
+
+    def generate(context, builder, signature, arguments):
+        byte = builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
+        is_read, nearest, is_data = (ir.Constant(ir.IntType(32), value) for value in (0, 2, 1))
+        _call(builder, "llvm.prefetch.p0", ir.VoidType(), byte, is_read, nearest, is_data)
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+@intrinsic
+def take_next(typing_context, address):
+    """The int64 at address, and one more left there: whichever thread asks, each number is given once."""
+
+    def generate(context, builder, signature, arguments):
+        counter = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
+        return builder.atomic_rmw("add", counter, ir.Constant(ir.IntType(64), 1), "monotonic")
+
+    return types.int64(types.int64), generate
+
+
+def _spread_constant(value: int) -> Any:
+    return ir.Constant(_PAIRS, [value] * LANES)

@@ -1,0 +1,101 @@
+"""The kernel's attention against the textbook's: random block tables, lengths, group sizes and windows."""
+
+import random
+
+import pytest
+import torch
+
+from gpu.attention import DecodeRows
+from gpu.device import cpu_flags
+from gpu.kv_cache import LayerKV
+
+pytest.importorskip("numba", reason="needs numba: pip install 'steploop[cpu]'")
+if "avx512_bf16" not in cpu_flags():
+    pytest.skip("needs a CPU with avx512_bf16", allow_module_level=True)
+
+from gpu.cpu_kernels.paged_decode import PagedDecode
+
+NUM_BLOCKS = 220
+
+
+@pytest.fixture(scope="module")
+def kernel() -> PagedDecode:
+    return PagedDecode()
+
+
+def textbook(query: torch.Tensor, kv: LayerKV, rows: DecodeRows, scale: float) -> torch.Tensor:
+    """In float32: query [rows, heads, head_dim]; returns [rows, heads * head_dim]."""
+    per_kv = query.shape[1] // kv.keys.shape[1]
+    out = []
+    for row, vectors in enumerate(query.float()):
+        seen = slice(int(rows.firsts[row]), int(rows.ends[row]))
+        keys, values = kv.both[:, rows.tables[row]].flatten(1, 2)[:, seen].float().repeat_interleave(per_kv, 2)
+        shares = (torch.einsum("hd,chd->hc", vectors, keys) * scale).softmax(1)
+        out.append(torch.einsum("hc,chd->hd", shares, values).flatten())
+    return torch.stack(out)
+
+
+def noise(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).bfloat16()
+
+
+def make_case(
+    lengths: list[int], num_kv_heads: int, per_kv: int, head_dim: int, window: int | None
+) -> tuple[torch.Tensor, LayerKV, DecodeRows]:
+    """Blocks hold noise beyond each row's context, which nobody may see; queries lie beside keys, as in the model."""
+    both = noise(2, NUM_BLOCKS, 16, num_kv_heads, head_dim)
+    longest = -(-max(lengths) // 16)
+    blocks = random.Random(longest).sample(range(NUM_BLOCKS), longest * len(lengths))
+    ends = torch.tensor(lengths)
+    rows = DecodeRows(
+        torch.tensor(blocks).view(len(lengths), longest),
+        torch.zeros_like(ends) if window is None else (ends - window).clamp(min=0),
+        ends,
+    )
+    query = noise(len(lengths), num_kv_heads * (per_kv + 1), head_dim)[:, : num_kv_heads * per_kv]
+    return query, LayerKV(both, both[0].flatten(0, 1), both[1].flatten(0, 1)), rows
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("window", [None, 1, 16, 21, 200])
+@pytest.mark.parametrize(
+    ("lengths", "num_kv_heads", "per_kv", "head_dim"),
+    [
+        ([1], 1, 1, 32),
+        ([40, 17, 16], 2, 7, 64),
+        ([300, 299, 128, 129, 1], 2, 3, 128),
+        ([15] * 9, 8, 1, 64),
+        ([1000], 1, 8, 256),
+        ([77, 3], 3, 5, 96),
+    ],
+    ids=str,
+)
+def test_rows_attend_as_the_textbook_says(
+    kernel: PagedDecode,
+    lengths: list[int],
+    num_kv_heads: int,
+    per_kv: int,
+    head_dim: int,
+    window: int | None,
+    num_threads: int,
+) -> None:
+    torch.set_num_threads(num_threads)
+    query, kv, rows = make_case(lengths, num_kv_heads, per_kv, head_dim, window)
+    got = kernel(query, kv, rows, None)
+    want = textbook(query, kv, rows, head_dim**-0.5)
+    assert got.dtype == torch.bfloat16
+    assert torch.allclose(got.float(), want, atol=0.02, rtol=0.01)
+
+
+def test_scores_are_multiplied_by_the_scale_given(kernel: PagedDecode) -> None:
+    query, kv, rows = make_case([50], 1, 4, 64, None)
+    assert torch.allclose(kernel(query, kv, rows, 0.5).float(), textbook(query, kv, rows, 0.5), atol=0.02, rtol=0.01)
+
+
+def test_one_score_far_above_the_others_takes_its_value_whole(kernel: PagedDecode) -> None:
+    """And those summed before it came are forgotten: the sums are rescaled from chunk to chunk."""
+    query, kv, rows = make_case([400], 1, 4, 64, None)
+    slot = int(rows.tables[0, 390 // 16]) * 16 + 390 % 16
+    kv.keys[slot, 0] = query[0, 0] * 50
+    got = kernel(query, kv, rows, 1.0)
+    assert torch.equal(got[0, :64], kv.values[slot, 0])
