@@ -20,7 +20,8 @@ from core.config import ModelConfig
 from gpu.device import DeviceChoice, cpu_model
 from gpu.linear import Linear
 
-MEASURED_TOKENS = (1, 4, 8, 32)  # of a step; what holds for 32 holds for all longer ones
+MEASURED_TOKENS = (1, 4, 8, 32)  # of a step
+PREFILL_TOKENS = 128  # bound by arithmetic: all threads from here on, whatever disturbed the measurement
 ROUNDS = 3  # the best counts, and the first warms up
 WORTH_A_THREAD = 1.05  # more threads must be so much faster
 # A smaller model's products take about as long as waking a thread: several compute in long prefills only.
@@ -80,6 +81,8 @@ def measure_threads(probes: Sequence[Probe], max_threads: int, dtype: torch.dtyp
                 by_tokens.append((num_tokens, threads))
     finally:
         torch.set_num_threads(before)
+    if by_tokens[-1][1] != max_threads:
+        by_tokens.append((PREFILL_TOKENS, max_threads))
     return StepThreads(tuple(by_tokens))
 
 
