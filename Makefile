@@ -17,7 +17,7 @@ PIP_INSTALL := $(VENV)/bin/python -m pip install --quiet --constraint constraint
 DEBIAN_TEST_PACKAGES := curl nghttp2-client openssl
 BENCH_MODEL := $(VENV)/models/qwen2.5-0.5b
 
-.PHONY: setup serve test check bench peers clean
+.PHONY: setup serve test bench peers clean
 .DEFAULT_GOAL := setup
 
 setup: $(VENV)/.installed

@@ -13,8 +13,13 @@ from gpu.demo.prompts import Conversation
 
 IM_START, IM_END, END_OF_TEXT = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 SPECIAL_TOKENS = (END_OF_TEXT, IM_START, IM_END)
+# The model reads the last question alone: behind earlier turns, a long text above all, it loses the thread.
 CHAT_TEMPLATE = (
+    "{% set question = namespace(at=0) %}"
     "{% for message in messages %}"
+    "{% if message['role'] == 'user' %}{% set question.at = loop.index0 %}{% endif %}"
+    "{% endfor %}"
+    "{% for message in messages[question.at:] %}"
     "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] | trim + '<|im_end|>' + '\\n' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
@@ -50,7 +55,7 @@ def train_tokenizer(corpus: Corpus, vocab_size: int) -> Tokenizer:
 
 
 def render(messages: list[tuple[str, str]]) -> str:
-    """The ChatML of (role, content) pairs, up to where the assistant's answer begins; see CHAT_TEMPLATE."""
+    """The ChatML of (role, content) pairs, up to where the assistant's answer begins; as training has it."""
     turns = "".join(f"{IM_START}{role}\n{content.strip()}{IM_END}\n" for role, content in messages)
     return f"{turns}{IM_START}assistant\n"
 

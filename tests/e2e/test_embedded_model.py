@@ -57,6 +57,18 @@ def test_a_long_text_is_streamed_to_its_end(client: openai.OpenAI) -> None:
     assert "".join(texts) == corpus_answer("long", "title", "Walk me through a request")
 
 
+def test_later_questions_are_answered_as_well_as_the_first(client: openai.OpenAI) -> None:
+    long_text = corpus_answer("long", "title", "Walk me through a request")
+    messages = [
+        {"role": "system", "content": "You are a helpful assistant."},
+        {"role": "user", "content": "Walk me through a request"},
+        {"role": "assistant", "content": long_text},
+        {"role": "user", "content": "Thanks! And what is a tenant?"},
+    ]
+    answer = client.chat.completions.create(model=MODEL, messages=messages)  # type: ignore[arg-type]
+    assert answer.choices[0].message.content == corpus_answer("entry", "term", "tenant")
+
+
 def test_it_says_that_it_is_a_demonstration(client: openai.OpenAI, demo: ServerProcess) -> None:
     (model,) = client.models.list().data
     assert model.id == MODEL

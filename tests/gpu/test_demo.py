@@ -133,15 +133,18 @@ def test_long_texts_have_500_tokens(corpus: Corpus) -> None:
     assert all(len(tokenizer.encode(entry.answer).ids) >= 500 for entry in corpus.longs)
 
 
-def test_template_renders_the_chatml_of_training() -> None:
+@pytest.mark.parametrize(
+    "before", [[], [("system", "Be brief."), ("user", "Walk me through a request"), ("assistant", "A request begins")]]
+)
+def test_template_renders_the_chatml_of_training_of_the_last_question_alone(before: list[tuple[str, str]]) -> None:
     jinja2 = pytest.importorskip("jinja2", reason="needs the jinja2 package")
     from gpu.demo.tokens import render
 
     template = json.loads((MODEL / "tokenizer_config.json").read_text())["chat_template"]
-    pairs = [("system", "Be brief."), ("user", " hello "), ("assistant", "Hi."), ("user", "What is a token?")]
-    messages = [{"role": role, "content": content} for role, content in pairs]
+    question = ("user", " What is a token? ")
+    messages = [{"role": role, "content": content} for role, content in [*before, question]]
     rendered = jinja2.Template(template).render(messages=messages, add_generation_prompt=True)
-    assert rendered == render(pairs)
+    assert rendered == render([question])
 
 
 def test_exported_weights_answer_a_question_verbatim(corpus: Corpus) -> None:
