@@ -112,8 +112,9 @@ def loopback_address(url: str, is_remote_allowed: bool) -> tuple[str, int]:
         host, port = parts.hostname, parts.port or 80
     except ValueError as error:
         raise CannotRun(f"{url}: {error}.", f"give --url like {DEFAULT_URL}", ExitCode.USAGE) from error
-    if parts.scheme != "http" or host is None or parts.path.strip("/") or parts.query:
-        raise CannotRun(f"{url} is not http://HOST:PORT.", f"give --url like {DEFAULT_URL}", ExitCode.USAGE)
+    if parts.scheme != "http" or host is None or parts.path.strip("/") not in ("", "v1") or parts.query:
+        fix = f"give --url like {DEFAULT_URL}, of a server without TLS"
+        raise CannotRun(f"{url} is not http://HOST:PORT.", fix, ExitCode.USAGE)
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:

@@ -200,7 +200,8 @@ class App:
                     methods = candidates
                     exchange.argument = unquote(request.path[len(prefix) :])
         if methods is None:
-            known = ", ".join(sorted(self._routes))
+            patterns = [f"{prefix}{{id}}" for prefix, _ in self._patterns]
+            known = ", ".join(sorted([*self._routes, *patterns]))
             raise ServiceError(ErrorKind.NOT_FOUND, f"There is no {request.path} here. Known: {known}.", "not_found")
         route = methods.get("GET" if request.method == "HEAD" else request.method)
         if route is None:

@@ -20,6 +20,7 @@ class BannerFacts:
         context_origin: where max_model_len comes from: "the model's own", "STEPLOOP_MAX_MODEL_LEN".
         num_kv_tokens: that the KV cache holds, over all sequences.
         num_api_keys: 0: anyone may ask.
+        keys_are_in_environment: they were read from STEPLOOP_API_KEY.
         port: as bound, never 0.
         has_tls: it is https.
     """
@@ -36,6 +37,7 @@ class BannerFacts:
     max_model_len: int
     context_origin: str
     num_api_keys: int
+    keys_are_in_environment: bool
     host: str
     port: int
     has_tls: bool = False
@@ -68,10 +70,11 @@ def base_url(host: str, port: int, has_tls: bool = False) -> str:
 
 
 def sample_curl(facts: BannerFacts) -> str:
-    """A command that gets an answer when pasted; with keys, it takes one from STEPLOOP_API_KEY and never shows it."""
+    """A command that gets an answer when pasted; a key is never shown: it is taken from where it came, or left open."""
     question = {"model": facts.model_name, "messages": [{"role": "user", "content": SAMPLE_QUESTION}]}
     url = shlex.quote(base_url(facts.host, facts.port, facts.has_tls) + "/v1/chat/completions")
-    key = ' -H "authorization: Bearer ${STEPLOOP_API_KEY%%,*}"' if facts.num_api_keys else ""
+    shown_key = "${STEPLOOP_API_KEY%%,*}" if facts.keys_are_in_environment else "YOUR_KEY"
+    key = f' -H "authorization: Bearer {shown_key}"' if facts.num_api_keys else ""
     insecure = " --insecure" if facts.has_tls else ""  # the certificate is for another name than this machine's own
     return f"curl{insecure} {url} -H 'content-type: application/json'{key} -d {shlex.quote(json.dumps(question))}"
 

@@ -149,7 +149,8 @@ def _help(option: Option) -> str:
 def _epilog(command: str) -> str | None:
     if command not in EXAMPLES:
         return None
-    codes = "\n".join(f"  {code:>2}  {code.meaning}" for code in ExitCode)
+    codes = "\n".join(f"  {code:>3}  {code.meaning}" for code in ExitCode)
+    codes += "\n  130  Ctrl-C, before there was anything to stop"
     parts = [EXAMPLES[command], SOURCES] + ([f"exit codes:\n{codes}"] if command == "serve" else [])
     return "\n\n".join(parts)
 

@@ -229,6 +229,7 @@ class Server:
             max_model_len=limits.max_model_len,
             context_origin=facts.context_origin,
             num_api_keys=len(self._config.api_keys),
+            keys_are_in_environment=dict(self._config.origins).get("api_keys") == "STEPLOOP_API_KEY",
             host=self._config.host,
             port=self.listener.port,
             has_tls=self._tls is not None,

@@ -21,6 +21,7 @@ FACTS = BannerFacts(
     max_model_len=2048,
     context_origin="the model's own",
     num_api_keys=0,
+    keys_are_in_environment=False,
     host="127.0.0.1",
     port=8000,
 )
@@ -77,7 +78,10 @@ def test_the_command_survives_the_shell_with_model_and_port(name: str) -> None:
 
 
 def test_with_keys_the_command_takes_the_first_from_the_environment() -> None:
-    assert "authorization: Bearer ${STEPLOOP_API_KEY%%,*}" in sample_curl(dataclasses.replace(FACTS, num_api_keys=1))
+    with_key = dataclasses.replace(FACTS, num_api_keys=1)
+    assert '"authorization: Bearer YOUR_KEY"' in sample_curl(with_key)
+    in_environment = dataclasses.replace(with_key, keys_are_in_environment=True)
+    assert '"authorization: Bearer ${STEPLOOP_API_KEY%%,*}"' in sample_curl(in_environment)
 
 
 def test_tls_is_seen_in_the_url_and_the_command() -> None:
