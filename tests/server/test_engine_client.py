@@ -114,7 +114,7 @@ def test_deliveries_that_come_meanwhile_wait_for_their_turn() -> None:
     bench.submit()
     bench.deliver(*[("r", 0, 0)] * 40, num_steps=1)
     bench.deliver(("r", 0, 1), num_steps=2)
-    assert bench.sinks["r"].text == "a" * 16
+    assert bench.sinks["r"].text == "a" * SLICE_ROWS
     assert bench.client.stats.num_steps == 0
     bench.deliver(("r", 0, 2), chunks=(end(num_tokens=42),), num_steps=3)
     bench.run()
