@@ -7,15 +7,15 @@ ended. It is the kinder form: whoever has ended costs nothing any more, where pa
 """
 
 import argparse
-import json
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
+from bench.results import Plot, Table, command_line, print_tables, write_result
 from core.plan import RunnerLimits
 from core.simulation import CostModel, RequestTrace, Simulation
 from core.types import Request, SamplingParams
@@ -91,16 +91,23 @@ def measure(policy: str, load: Load, cost: CostModel) -> Result:
     )
 
 
-def table(results: list[Result]) -> str:
-    head = (
-        f"{'requests/s':>10} {'policy':>12} {'tokens/s':>9} {'TTFT p50':>9} {'p95':>8} {'latency p50':>12} {'p95':>8}"
-    )
-    rows = [
-        f"{r.requests_per_s:>10.2f} {r.policy:>12} {r.output_tokens_per_s:>9.1f} {r.ttft_p50_s:>8.2f}s "
-        f"{r.ttft_p95_s:>7.2f}s {r.latency_p50_s:>11.2f}s {r.latency_p95_s:>7.2f}s"
+def result_table(results: list[Result]) -> Table:
+    """One row per load and policy; the simulator's time is the cost model's."""
+    columns = ("requests/s", "policy", "tokens/s", "TTFT p50 s", "TTFT p95 s", "latency p50 s", "latency p95 s")
+    rows = tuple(
+        (
+            r.requests_per_s,
+            r.policy,
+            r.output_tokens_per_s,
+            r.ttft_p50_s,
+            r.ttft_p95_s,
+            r.latency_p50_s,
+            r.latency_p95_s,
+        )
         for r in results
-    ]
-    return "\n".join([head, *rows])
+    )
+    plot = Plot("requests/s", "latency p95 s", "policy")
+    return Table("Static against continuous batching, simulated", columns, rows, plot)
 
 
 def _length(rng: random.Random, mean: int) -> int:
@@ -112,24 +119,23 @@ def _since_arrival(trace: RequestTrace, moment_s: float | None) -> float:
     return moment_s - trace.request.arrival_s
 
 
-def main() -> None:
+def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description="Static against continuous batching, simulated.")
     parser.add_argument("--rates", type=float, nargs="+", default=[1.0, 2.0, 3.0, 5.0], help="requests per second")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    arguments = parser.parse_args()
+    parser.add_argument("--json", type=Path, default=RESULTS)
+    arguments = parser.parse_args(argv)
     cost, loads = CostModel(), [Load(rate) for rate in arguments.rates]
     results = [measure(policy, load, cost) for load in loads for policy in POLICIES]
-    print(table(results))
-    record = {
-        "command": "python -m bench.batching",
+    tables = [result_table(results)]
+    print_tables(tables)
+    config = {
         "cost": asdict(cost) | {"source": COST_SOURCE},
         "limits": {name: getattr(LIMITS, name) for name in LIMITS.__dataclass_fields__},
         "loads": [asdict(load) for load in loads],
-        "results": [asdict(result) for result in results],
     }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(record, indent=1) + "\n")
+    write_result(arguments.json, "batching", command_line("python -m bench.batching", argv), tables, config)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

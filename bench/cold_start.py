@@ -128,7 +128,7 @@ def main(argv: Sequence[str]) -> int:
         ),
     )
     print_tables([table])
-    write_result(arguments.json, "cold_start", command_line("bench.cold_start", argv), [table])
+    write_result(arguments.json, "cold_start", command_line("python -m bench.cold_start", argv), [table])
     return 0
 
 
