@@ -168,6 +168,11 @@ def test_a_delta_without_news_writes_nothing() -> None:
     assert reply().delta(0, say("")) == b""
 
 
+def test_logprobs_of_a_token_without_text_yet_are_written() -> None:
+    ((_, data),) = read_events(reply(logprobs=True).delta(0, Delta(index=0, text="", num_tokens=2, logprobs=LOGPROBS)))
+    assert [entry["token"] for entry in data["choices"][0]["logprobs"]["content"]] == ["Hel", " é"]
+
+
 @pytest.mark.parametrize("reason", [FinishReason.CANCELLED, FinishReason.DEADLINE, FinishReason.ERROR])
 def test_a_reason_that_the_wire_lacks_is_not_written(reason: FinishReason) -> None:
     assert reply().delta(0, say("", reason)) == b""

@@ -88,12 +88,12 @@ def test_nesting_ends_at_the_limit() -> None:
 
 
 def test_brackets_within_strings_are_not_nesting() -> None:
-    text = "[{" * 500 + '\\"[' * 100
+    text = "[{" * 500 + '\n"\\' + "[{" * 100
     assert parse_object(json.dumps({"a": text}).encode()) == {"a": text}
 
 
 def test_unclosed_strings_are_refused_in_linear_time() -> None:
-    assert refusal(b'{"a": "' + b"[" * 100 + b'\\"' * 1_000_000).code == "invalid_json"
+    assert refusal(b'{"a": "' + b"[" * 100 + b'\\"' * 100_000).code == "invalid_json"
 
 
 def test_an_object_has_a_bounded_number_of_containers() -> None:

@@ -165,6 +165,14 @@ def test_a_stream_has_the_full_order_of_events() -> None:
     assert response["id"] == events[0][1]["response"]["id"] == "resp_abc123"
 
 
+def test_logprobs_of_all_deltas_are_repeated_at_the_end() -> None:
+    delta = Delta(index=0, text="Hel é", num_tokens=2, logprobs=LOGPROBS)
+    events = [data for _, data in read_events(wire.stream(reply(top_logprobs=2), (0, delta), (0, delta)))]
+    tokens = [[entry["token"] for entry in data["logprobs"]] for data in (events[4], events[6])]
+    assert tokens == [["Hel", " é"], ["Hel", " é"] * 2]
+    assert events[-1]["response"]["output"][0]["content"][0]["logprobs"] == events[6]["logprobs"]
+
+
 @pytest.mark.parametrize("reason", [FinishReason.STOP, FinishReason.LENGTH])
 def test_every_event_is_of_the_sdks_type(reason: FinishReason) -> None:
     answer = reply(top_logprobs=2, timings=True, metadata={"a": "b"}, instructions="Be brief.")
