@@ -25,9 +25,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens are drawn. Validated where it is built (server/api), trusted by the engine.
 
     Args:
-        seed: of the noise, which depends on nothing else but the position; None: the engine draws one. In float32 the
-            same seed and request give the same tokens whatever runs beside them. In bfloat16 and float16 the rounding
-            of a product may depend on how many rows share the step, so that tokens nearly tied may change places.
+        seed: of the noise, which depends on nothing else but the position; None: the engine draws one. The
+            same seed and request give the same tokens whatever runs beside them, where the runner's sums are rounded
+            the same way in any company: on a CPU, but with quantised weights.
     """
 
     max_tokens: int
