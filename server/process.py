@@ -102,7 +102,7 @@ class Server:
         self._app = App(
             self._readiness, KeyAuthenticator(config.api_keys), self._metrics, self._clock, lambda: uuid.uuid4().hex
         )
-        self._tls = server_tls(config.tls_cert, config.tls_key)
+        self._tls = server_tls(config.tls_cert, config.tls_key, config.tls_client_ca, config.tls_client_auth)
         self.listener = Listener(self._app.handle, self._app.refuse, _listener_config(config, self._tls, passed))
         self._app.listener = self.listener
         self._engine_thread = EngineThread(
@@ -285,6 +285,7 @@ def _listener_config(config: ServerConfig, tls: ServerTls | None, passed: Sequen
         unix_mode=config.unix_mode,
         tls=tls,
         max_connections=config.max_connections,
+        clients=config.client_rules,
         connection=ConnectionLimits(
             head=HeadLimits(),
             head_s=config.head_timeout_s,
