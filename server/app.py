@@ -297,7 +297,8 @@ class App:
     async def _show_server_info(self, exchange: Exchange) -> None:
         """For routers that probe it: model_path, served_model_name, version, the context (context_length,
         max_model_len), sequences at once (max_num_reqs, max_running_requests), tokens of a step (max_prefill_tokens)
-        and of the KV cache (max_total_tokens), and that it is one process (tp_size, dp_size, pp_size)."""
+        and of the KV cache (max_total_tokens), that it is one process (tp_size, dp_size, pp_size), and where it
+        listens (binds)."""
         assert self.card is not None
         self._send(exchange, models.server_info_reply(self.card))
 

@@ -25,10 +25,11 @@ from server.api.models import ServedModel, ServerCard
 from server.api.surface import GenerationDefaults
 from server.app import App, Readiness
 from server.auth import KeyAuthenticator
-from server.banner import BannerFacts, banner_lines, places_of
+from server.banner import BannerFacts, Place, banner_lines, is_public, places_of
 from server.binds import shown_addresses
 from server.config import ServerConfig
 from server.connection_limits import ConnectionLimits
+from server.descriptors import allow_connections
 from server.engine_client import EngineClient
 from server.engine_thread import EngineThread, Inbox
 from server.http1_prefilter import HeadLimits
@@ -134,6 +135,8 @@ class Server:
         """Listen, and begin to load."""
         await self.listener.start()
         logger.info("listening on %s, loading the model", shown_addresses(self.listener.sockets))
+        if is_public(self._places) and not self._config.api_keys and not self._needs_certificate:
+            logger.warning("anyone who reaches this port can use it: set STEPLOOP_API_KEY, or --tls-client-ca")
         self._engine_thread.start()
 
     async def wait_ready(self) -> None:
@@ -181,7 +184,7 @@ class Server:
         self._client = client
         self._metrics.model_name = loaded.facts.model_name
         reader = _prompt_reader(loaded, self._clock)
-        self._app.card = _server_card(reader.cards[0], loaded)
+        self._app.card = _server_card(reader.cards[0], loaded, self._places)
         self._app.lifecycle = Lifecycle(
             reader=reader,
             defaults=_generation_defaults(loaded),
@@ -224,6 +227,16 @@ class Server:
         """Thread: engine. A string is handed over, nothing else."""
         self._loop.call_soon_threadsafe(setattr, self._readiness, "stage", stage)
 
+    @property
+    def _places(self) -> tuple[Place, ...]:
+        return places_of(self.listener.sockets, self._tls is not None)
+
+    @property
+    def _needs_certificate(self) -> bool:
+        """Wherever TLS is spoken; a bind in the clear asks nobody."""
+        is_asked = all(place.has_tls or not is_public([place]) for place in self._places)
+        return self._tls is not None and self._tls.needs_certificate and is_asked
+
     def _banner_facts(self, facts: EngineFacts) -> BannerFacts:
         limits = facts.limits
         return BannerFacts(
@@ -240,7 +253,8 @@ class Server:
             context_origin=facts.context_origin,
             num_api_keys=len(self._config.api_keys),
             keys_are_in_environment=dict(self._config.origins).get("api_keys") == "STEPLOOP_API_KEY",
-            places=places_of(self.listener.sockets, self._tls is not None),
+            places=self._places,
+            needs_certificate=self._needs_certificate,
         )
 
     # The end.
@@ -272,6 +286,7 @@ async def serve(config: ServerConfig, load: LoadEngine) -> ExitCode:
         StartupError: see Server.run.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    allow_connections(config.max_connections)
     passed = take_passed_sockets(os.environ, os.getpid())
     server = Server(config, load, lambda lines: print("\n".join(lines), flush=True), passed)
     server.install_signal_handlers()
@@ -307,7 +322,7 @@ def _prompt_reader(loaded: LoadedEngine, clock: Clock) -> PromptReader:
     return PromptReader((card,), files.tokenizer, files.chat_template, facts.limits.max_model_len, clock.unix)
 
 
-def _server_card(model: ServedModel, loaded: LoadedEngine) -> ServerCard:
+def _server_card(model: ServedModel, loaded: LoadedEngine, places: Sequence[Place]) -> ServerCard:
     limits, config = loaded.facts.limits, loaded.files.config
     return ServerCard(
         model=model,
@@ -317,6 +332,7 @@ def _server_card(model: ServedModel, loaded: LoadedEngine) -> ServerCard:
         max_sequences=limits.max_sequences,
         max_batch_tokens=limits.max_batch_tokens,
         num_kv_tokens=limits.num_blocks * limits.block_size,
+        binds=tuple(map(str, places)),
     )
 
 

@@ -113,3 +113,11 @@ def test_the_configured_url_is_of_a_place_where_clients_can_ask() -> None:
     trusted = (IPv6Network("::1"),)
     assert configured_url(ServerConfig(binds=(Bind(UnixAddress("/x")), proxied), trusted_proxies=trusted)) is None
     assert configured_url(ServerConfig(binds=(proxied, plain), trusted_proxies=trusted)) == "http://[::1]:2"
+
+
+def test_client_certificates_are_an_authentication() -> None:
+    public = Place(TcpAddress("0.0.0.0", 8443), has_tls=True)
+    facts = dataclasses.replace(FACTS, places=(public,), needs_certificate=True)
+    assert line(facts, "auth") == "  auth     client certificates"
+    assert line(dataclasses.replace(facts, num_api_keys=1), "auth") == "  auth     1 API key and client certificates"
+    assert sample_curl(facts).startswith("curl --insecure --cert YOUR_CERTIFICATE --key YOUR_")
