@@ -28,6 +28,7 @@ _PLAIN = "plain:"
 _MAX_UNIX_PATH_BYTES = 107  # unix(7): sun_path has 108, and ends with a NUL
 _NOTSENT_LOWAT_BYTES = 16 * 1024  # without it a loopback's kernel takes 4 MB before a slow reader is noticed
 _MISSING = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # e.g. ::1 where IPv6 is switched off
+_SAMPLE_UNIX = f"{_UNIX}/run/steploop/http.sock"
 _EXPECTED = "HOST:PORT, [IPV6]:PORT, unix:PATH or systemd:NAME, behind proxy: or plain: where that is meant"
 
 
@@ -153,10 +154,11 @@ def _tcp_address(text: str) -> TcpAddress:
 def _unix_address(text: str) -> UnixAddress:
     path = os.path.expanduser(text)
     if not path or path.endswith("/"):
-        raise BadValueError(f"{_EXPECTED}; the path of a file is missing", "unix:/run/steploop/http.sock")
+        raise BadValueError(f"{_EXPECTED}; the path of a file is missing", _SAMPLE_UNIX)
     size = len(os.fsencode(path))
     if size > _MAX_UNIX_PATH_BYTES:
-        raise BadValueError(f"a path of at most {_MAX_UNIX_PATH_BYTES} bytes, as the kernel has it; this has {size}")
+        expected = f"a path of at most {_MAX_UNIX_PATH_BYTES} bytes, as the kernel has it; this has {size}"
+        raise BadValueError(expected, _SAMPLE_UNIX)
     return UnixAddress(path)
 
 
@@ -278,19 +280,20 @@ def listening_error(error: OSError | UnicodeError, address: TcpAddress) -> Start
     number = error.errno if isinstance(error, OSError) else None
     port = address.port
     if number == errno.EADDRINUSE:
-        fix = f"--port {port + 1 if port < 65535 else 0}, or stop what listens there (`ss -ltnp 'sport = :{port}'`)"
+        other = port + 1 if port < 65535 else 0
+        fix = f"--port {other} or --bind with another one, or stop what listens there (`ss -ltnp 'sport = :{port}'`)"
         return StartupError(f"{address} is in use by another process", fix, ExitCode.PORT)
     if number in (errno.EACCES, errno.EPERM):
-        fix = "--port with a number from 1024 on"
+        fix = "--port or --bind with a number from 1024 on, or AmbientCapabilities=CAP_NET_BIND_SERVICE in the unit"
         return StartupError(f"this user may not listen on {address}", fix, ExitCode.PORT)
     if isinstance(error, (socket.gaierror, UnicodeError)) or number in _MISSING:
         return StartupError(
             f"{address.host} is not an address of this machine",
-            "--host 127.0.0.1, or --host 0.0.0.0 for all",
+            "--host or --bind with 127.0.0.1, or 0.0.0.0 for all",
             ExitCode.PORT,
         )
     return StartupError(
-        f"cannot listen on {address}: {error.strerror}", "--host and --port of another one", ExitCode.PORT
+        f"cannot listen on {address}: {error.strerror}", "--host and --port, or --bind, with another", ExitCode.PORT
     )
 
 

@@ -182,6 +182,13 @@ def test_key_of_another_certificate_is_refused(tmp_path: Path) -> None:
         ServerTls(TlsFiles(certificate, key))
 
 
+def test_certificate_without_a_key_is_refused_with_the_flag_that_is_missing(tmp_path: Path) -> None:
+    certificate, _ = make_certificate(tmp_path)
+    with pytest.raises(StartupError, match="there is no key in") as caught:
+        ServerTls(TlsFiles(certificate))
+    assert caught.value.fix == "--tls-key FILE"
+
+
 def test_key_alone_is_refused(tmp_path: Path) -> None:
     assert server_tls(None, None) is None
     with pytest.raises(StartupError, match="no certificate"):
