@@ -127,6 +127,23 @@ def test_drain_waits_for_a_stream_and_then_returns() -> None:
     run(scenario)
 
 
+@pytest.mark.parametrize("num_turns", range(6))
+def test_drain_closes_whom_it_finds_on_the_doorstep(num_turns: int) -> None:
+    async def scenario() -> None:
+        listener = await start(hello)
+        clients = [socket.create_connection(("127.0.0.1", listener.port)) for _ in range(5)]
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        await listener.drain(5)
+        assert listener.num_open == 0
+        for client in clients:
+            with contextlib.suppress(ConnectionResetError):
+                assert client.recv(1) == b""
+            client.close()
+
+    run(scenario)
+
+
 def test_drain_aborts_what_outlives_its_grace() -> None:
     async def scenario() -> None:
         hold = Hold()
