@@ -135,18 +135,20 @@ class Listener:
         config = self._config
         self.sockets = open_binds(config.binds, config.passed, config.backlog, config.unix_mode)
         for listening in self.sockets:
-            acceptor = Acceptor(self._loop, listening.sock, partial(self._welcome, listening.bind))
+            acceptor = Acceptor(
+                self._loop, listening.sock, partial(self._welcome, listening.bind, listening.sock.family)
+            )
             acceptor.start()
             self._acceptors.append((listening, acceptor))
 
     # The beginning of a connection.
 
-    def _welcome(self, bind: Bind, accepted: socket.socket, address: Any) -> None:
-        connection = self.admit(socket_peer(accepted.family, address), bind.takes_proxy)
+    def _welcome(self, bind: Bind, family: int, accepted: socket.socket, address: Any) -> None:
+        connection = self.admit(socket_peer(family, address), bind.takes_proxy)
         if connection is None:
             accepted.close()
             return
-        if accepted.family == socket.AF_UNIX:
+        if family == socket.AF_UNIX:
             accepted.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_SEND_BUFFER_BYTES)
         task = self._loop.create_task(self._open(connection, bind, accepted))
         self._opening[connection] = _Opening(task)
