@@ -14,11 +14,12 @@ from functools import partial
 from typing import Any
 
 from server.acceptor import Acceptor
-from server.binds import DEFAULT_UNIX_MODE, Bind, ListeningSocket, TcpAddress, open_binds
+from server.binds import DEFAULT_UNIX_MODE, Bind, TcpAddress
 from server.client_gate import ClientGate, ClientRules
 from server.connection import Connection
 from server.connection_limits import ConnectionLimits
 from server.exchanges import ConnectionContext, Handler, Refuse
+from server.listening_sockets import ListeningSocket, open_binds
 from server.peer import Peer, socket_peer
 from server.proxy_protocol import ProxyHeader, ProxyHeaderParser, ProxyProtocolError
 from server.refusals import HANDSHAKE, MAX_CONNECTIONS, PROXY_HEADER, SHUTDOWN, UNTRUSTED_PROXY, Refusals
