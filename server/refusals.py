@@ -52,4 +52,5 @@ class Refusals:
             return
         self._told[reason] = now, count
         number = "a connection" if count - told == 1 else f"{count - told} connections"
-        logger.warning("%s refused, the last from %s: %s", number, peer, _EXPLANATIONS[reason])
+        level = logging.INFO if reason == HANDSHAKE else logging.WARNING  # health checks by TCP alone end there
+        logger.log(level, "%s refused, the last from %s: %s", number, peer, _EXPLANATIONS[reason])
