@@ -7,11 +7,12 @@ stage. What is loaded, and how, is an argument (server/__main__.py): this file k
 import asyncio
 import gc
 import logging
+import os
 import signal
 import sys
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -24,16 +25,19 @@ from server.api.models import ServedModel, ServerCard
 from server.api.surface import GenerationDefaults
 from server.app import App, Readiness
 from server.auth import KeyAuthenticator
-from server.banner import BannerFacts, banner_lines
+from server.banner import BannerFacts, Place, banner_lines, is_public, places_of
 from server.config import ServerConfig
 from server.connection_limits import ConnectionLimits
+from server.descriptors import allow_connections
 from server.engine_client import EngineClient
 from server.engine_thread import EngineThread, Inbox
 from server.http1_prefilter import HeadLimits
 from server.lifecycle import Clock, Lifecycle, PromptReader
 from server.listener import Listener, ListenerConfig
+from server.listening_sockets import shown_addresses
 from server.metrics import Metrics
 from server.model_files import ModelFiles
+from server.socket_activation import PassedSocket, take_passed_sockets
 from server.tls import ServerTls, server_tls
 
 logger = logging.getLogger(__name__)
@@ -80,9 +84,16 @@ class Server:
     Args:
         load: makes the engine.
         announce: takes the banner's lines when the server is ready.
+        passed: sockets that listen already, of socket activation.
     """
 
-    def __init__(self, config: ServerConfig, load: LoadEngine, announce: Callable[[list[str]], None]) -> None:
+    def __init__(
+        self,
+        config: ServerConfig,
+        load: LoadEngine,
+        announce: Callable[[list[str]], None],
+        passed: Sequence[PassedSocket] = (),
+    ) -> None:
         self._config = config
         self._announce = announce
         self._loop = asyncio.get_running_loop()
@@ -92,8 +103,8 @@ class Server:
         self._app = App(
             self._readiness, KeyAuthenticator(config.api_keys), self._metrics, self._clock, lambda: uuid.uuid4().hex
         )
-        self._tls = server_tls(config.tls_cert, config.tls_key)
-        self.listener = Listener(self._app.handle, self._app.refuse, _listener_config(config, self._tls))
+        self._tls = server_tls(config.tls_cert, config.tls_key, config.tls_client_ca, config.tls_client_auth)
+        self.listener = Listener(self._app.handle, self._app.refuse, _listener_config(config, self._tls, passed))
         self._app.listener = self.listener
         self._engine_thread = EngineThread(
             lambda inbox, deliver: load(inbox, deliver, self._report_stage), self, self._loop
@@ -123,7 +134,9 @@ class Server:
     async def start(self) -> None:
         """Listen, and begin to load."""
         await self.listener.start()
-        logger.info("listening on %s:%d, loading the model", self._config.host, self.listener.port)
+        logger.info("listening on %s, loading the model", shown_addresses(self.listener.sockets))
+        if is_public(self._places) and not self._config.api_keys and not self._needs_certificate:
+            logger.warning("anyone who reaches this port can use it: set STEPLOOP_API_KEY, or --tls-client-ca")
         self._engine_thread.start()
 
     async def wait_ready(self) -> None:
@@ -171,7 +184,7 @@ class Server:
         self._client = client
         self._metrics.model_name = loaded.facts.model_name
         reader = _prompt_reader(loaded, self._clock)
-        self._app.card = _server_card(reader.cards[0], loaded)
+        self._app.card = _server_card(reader.cards[0], loaded, self._places)
         self._app.lifecycle = Lifecycle(
             reader=reader,
             defaults=_generation_defaults(loaded),
@@ -214,6 +227,16 @@ class Server:
         """Thread: engine. A string is handed over, nothing else."""
         self._loop.call_soon_threadsafe(setattr, self._readiness, "stage", stage)
 
+    @property
+    def _places(self) -> tuple[Place, ...]:
+        return places_of(self.listener.sockets, self._tls is not None)
+
+    @property
+    def _needs_certificate(self) -> bool:
+        """Wherever TLS is spoken; a bind in the clear asks nobody."""
+        is_asked = all(place.has_tls or not is_public([place]) for place in self._places)
+        return self._tls is not None and self._tls.needs_certificate and is_asked
+
     def _banner_facts(self, facts: EngineFacts) -> BannerFacts:
         limits = facts.limits
         return BannerFacts(
@@ -230,9 +253,8 @@ class Server:
             context_origin=facts.context_origin,
             num_api_keys=len(self._config.api_keys),
             keys_are_in_environment=dict(self._config.origins).get("api_keys") == "STEPLOOP_API_KEY",
-            host=self._config.host,
-            port=self.listener.port,
-            has_tls=self._tls is not None,
+            places=self._places,
+            needs_certificate=self._needs_certificate,
         )
 
     # The end.
@@ -264,17 +286,21 @@ async def serve(config: ServerConfig, load: LoadEngine) -> ExitCode:
         StartupError: see Server.run.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    server = Server(config, load, lambda lines: print("\n".join(lines), flush=True))
+    allow_connections(config.max_connections)
+    passed = take_passed_sockets(os.environ, os.getpid())
+    server = Server(config, load, lambda lines: print("\n".join(lines), flush=True), passed)
     server.install_signal_handlers()
     return await server.run()
 
 
-def _listener_config(config: ServerConfig, tls: ServerTls | None) -> ListenerConfig:
+def _listener_config(config: ServerConfig, tls: ServerTls | None, passed: Sequence[PassedSocket]) -> ListenerConfig:
     return ListenerConfig(
+        binds=config.all_binds(has_passed=bool(passed)),
+        passed=passed,
+        unix_mode=config.unix_mode,
         tls=tls,
-        host=config.host,
-        port=config.port,
         max_connections=config.max_connections,
+        clients=config.client_rules,
         connection=ConnectionLimits(
             head=HeadLimits(),
             head_s=config.head_timeout_s,
@@ -296,7 +322,7 @@ def _prompt_reader(loaded: LoadedEngine, clock: Clock) -> PromptReader:
     return PromptReader((card,), files.tokenizer, files.chat_template, facts.limits.max_model_len, clock.unix)
 
 
-def _server_card(model: ServedModel, loaded: LoadedEngine) -> ServerCard:
+def _server_card(model: ServedModel, loaded: LoadedEngine, places: Sequence[Place]) -> ServerCard:
     limits, config = loaded.facts.limits, loaded.files.config
     return ServerCard(
         model=model,
@@ -306,6 +332,7 @@ def _server_card(model: ServedModel, loaded: LoadedEngine) -> ServerCard:
         max_sequences=limits.max_sequences,
         max_batch_tokens=limits.max_batch_tokens,
         num_kv_tokens=limits.num_blocks * limits.block_size,
+        binds=tuple(map(str, places)),
     )
 
 

@@ -27,6 +27,7 @@ from server.api.models import ServedModel
 from server.api.surface import GenerationDefaults
 from server.app import App, Readiness
 from server.auth import KeyAuthenticator
+from server.client_gate import ClientRules
 from server.connection_limits import ConnectionLimits
 from server.engine_client import EngineClient
 from server.lifecycle import Clock, Lifecycle, PromptReader
@@ -212,6 +213,7 @@ class SimulatedServer:
         max_requests: int = 100,
         connection_limits: ConnectionLimits | None = None,
         is_ready: bool = True,
+        clients: ClientRules | None = None,
     ) -> None:
         self.loop = VirtualTimeLoop()
         self.limits = limits
@@ -231,7 +233,7 @@ class SimulatedServer:
         clock = Clock(time, lambda: UNIX_S + time())
         numbers = itertools.count(1)
         self.app = App(self.readiness, KeyAuthenticator(keys), self.metrics, clock, lambda: f"r{next(numbers)}")
-        self.network = MemoryServer(self.app.handle, connection_limits, self.loop, self.app.refuse)
+        self.network = MemoryServer(self.app.handle, connection_limits, self.loop, self.app.refuse, clients)
         self.app.listener = self.network.listener
         self.client = EngineClient(
             self._post, TOKENIZER.table, self.network.listener.batch.flush_all, self.loop.call_soon
