@@ -79,6 +79,7 @@ class Readiness:
     stage: str = "starting"
     is_ready: bool = False
     is_draining: bool = False
+    is_stalled: bool = False  # the engine is busy with one step for too long: it may still come back
 
     def check(self) -> None:
         """
@@ -244,6 +245,9 @@ class App:
 
     async def _ready(self, exchange: Exchange) -> None:
         self.readiness.check()
+        if self.readiness.is_stalled:  # requests may still wait for it; a balancer had better look elsewhere
+            message = "The engine has been busy with one step for too long."
+            raise ServiceError(ErrorKind.UNAVAILABLE, message, "stalled", retry_after_s=5)
         self._send(exchange, b'{"status":"ready"}')
 
     async def _show_metrics(self, exchange: Exchange) -> None:

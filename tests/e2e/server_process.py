@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,16 +113,26 @@ def start_server(directory: Path, model: Path | None, *flags: str) -> ServerProc
     Args:
         model: a small one, computed exactly; None: the embedded one, as users get it.
     """
+    chosen = () if model is None else ("--model", str(model), *SMALL)
+    return start_process(directory, "server", "serve", "--port", "0", *chosen, *flags)  # argparse takes the last
+
+
+def start_process(
+    directory: Path, module: str, *arguments: str, environment: Mapping[str, str] | None = None
+) -> ServerProcess:
+    """Run a module that serves, as start_server() does.
+
+    Args:
+        environment: besides our own, which gives it no setting.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     stdout, stderr = directory / "stdout", directory / "stderr"
-    chosen = () if model is None else ("--model", str(model), *SMALL)
-    arguments = ["serve", "--port", "0", *chosen, *flags]  # argparse takes the last of a flag
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("STEPLOOP_")}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("STEPLOOP_")}
     with stdout.open("wb") as out, stderr.open("wb") as err:
         process = subprocess.Popen(
-            [sys.executable, "-m", "server", *arguments],
+            [sys.executable, "-m", module, *arguments],
             cwd=REPOSITORY,
-            env=environment,
+            env=inherited | dict(environment or {}),
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=err,
