@@ -1,8 +1,8 @@
 """`steploop serve` as it is, but for its model: python -m tests.deploy.simulated_process GATES [FLAG...].
 
-The engine's thread stops at a FIFO in the directory GATES: `load` before it is ready, `step` in its first step. It goes
-on when whoever has opened the FIFO for writing closes it. In a directory called `hasty` its silence is soon noticed, and
-in one called `fatal` it is then soon given up.
+The engine's thread stops at a FIFO in the directory GATES: `load` before it is ready, `step` in its first step. It
+goes on when whoever has opened the FIFO for writing closes it. In a directory called `hasty` its silence is soon
+noticed, and in one called `fatal` it is then soon given up.
 """
 
 import sys
