@@ -19,11 +19,20 @@ class Gate:
         self._path = path
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """From when the engine has come to it until it may go on."""
+    def held(self) -> Iterator[Callable[[int], object]]:
+        """From when the engine has come to it until it may go on. Gives a function that lets it take so many steps."""
         fd = wait_for(self._open, lambda: f"the engine at {self._path.name}")
         try:
-            yield
+            yield lambda num_steps: os.write(fd, b"." * num_steps)
+        finally:
+            os.close(fd)
+
+    @contextmanager
+    def opened(self) -> Iterator[Callable[[int], object]]:
+        """From now on the engine goes as far as the function given lets it; without limit after the end."""
+        fd = os.open(self._path, os.O_RDWR)  # which does not wait for the engine
+        try:
+            yield lambda num_steps: os.write(fd, b"." * num_steps)
         finally:
             os.close(fd)
 

@@ -1,13 +1,14 @@
 """`steploop serve` as it is, but for its model: python -m tests.deploy.simulated_process GATES [FLAG...].
 
-The engine's thread stops at a FIFO in the directory GATES: `load` before it is ready, `step` in its first step. It
-goes on when whoever has opened the FIFO for writing closes it. In a directory called `hasty` its silence is soon
-noticed, and in one called `fatal` it is then soon given up.
+The engine's thread stops at a FIFO in the directory GATES: `load` before it is ready, `step` in each step. It takes a
+step for each byte that is written into it, and goes on once whoever has opened it for writing closes it. In a directory
+called `hasty` its silence is soon noticed, and in one called `fatal` it is then soon given up.
 """
 
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 import uvloop
 
@@ -23,24 +24,35 @@ from server.process import LoadedEngine, serve
 from tests.server.test_process import load_with
 
 
-def pass_gate(gate: Path) -> None:
-    """Wait where there is a FIFO."""
-    if gate.exists():
-        gate.read_bytes()
-        gate.unlink()
+class Gate:
+    """The other end of tests.deploy.conftest.Gate; without a FIFO it is open."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: BinaryIO | None = None
+
+    def pass_through(self) -> None:
+        """Wait for a byte, or for the end of the file: from then on the gate is open."""
+        if self._path.exists():
+            self._file = self._file or self._path.open("rb", buffering=0)
+            if not self._file.read(1):
+                self._file.close()
+                self._path.unlink()
 
 
 def main(gates: Path, flags: list[str]) -> int:
+    step_gate = Gate(gates / "step")
+
     class Gated(SimulatedRunner):
         def collect(self, ticket: StepPlan) -> StepOutput:
-            pass_gate(gates / "step")
+            step_gate.pass_through()
             return super().collect(ticket)
 
     def load(
         inbox: Inbox, deliver: Callable[[StepDelivery], None], report_stage: Callable[[str], None]
     ) -> LoadedEngine:
         report_stage("waiting at\nthe gate")
-        pass_gate(gates / "load")
+        Gate(gates / "load").pass_through()
         return load_with(Gated)(inbox, deliver, report_stage)
 
     if gates.name in ("hasty", "fatal"):

@@ -68,7 +68,7 @@ def test_service_is_hardly_exposed(installed: Path, has_gpu: bool) -> None:
 
 @needs_systemd
 def test_user_of_the_service_is_the_one_that_sysusers_makes(tmp_path: Path) -> None:
-    command = ["systemd-sysusers", "--dry-run", f"--root={tmp_path}", DEPLOY / "steploop.sysusers"]
+    command = ["systemd-sysusers", "--dry-run", f"--root={tmp_path}", str(DEPLOY / "steploop.sysusers")]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     assert f"Creating user '{setting('User')}'" in result.stdout + result.stderr
 
