@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Required, TypedDict
 
 from core.config import QUANTIZE_SCHEMES, EngineConfig
+from server.cross_origin import origin_value
 from server.values import (
     HubId,
     choice_of,
@@ -270,6 +271,18 @@ class ServerConfig:
             group="server",
             is_list=True,
             is_secret=True,
+        ),
+    )
+    cors_origins: tuple[str, ...] = field(
+        default=(),
+        metadata=Setting(
+            name="cors-origin",
+            parse=origin_value,
+            metavar="ORIGIN",
+            help="pages of this origin, such as https://app.example.com, may ask from a browser; may be repeated; * for"
+            " any, which lets every page that a user visits ask where no key is needed (default: none)",
+            group="server",
+            is_list=True,
         ),
     )
     log_level: str = field(

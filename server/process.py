@@ -28,6 +28,7 @@ from server.auth import KeyAuthenticator
 from server.banner import BannerFacts, banner_lines
 from server.config import ServerConfig
 from server.connection_limits import ConnectionLimits
+from server.cross_origin import CrossOrigin
 from server.engine_client import EngineClient
 from server.engine_thread import EngineThread, Inbox
 from server.http1_prefilter import HeadLimits
@@ -93,7 +94,12 @@ class Server:
         self._metrics = Metrics()
         self._clock = Clock(time.monotonic, time.time)
         self._app = App(
-            self._readiness, KeyAuthenticator(config.api_keys), self._metrics, self._clock, lambda: uuid.uuid4().hex
+            self._readiness,
+            KeyAuthenticator(config.api_keys),
+            self._metrics,
+            self._clock,
+            lambda: uuid.uuid4().hex,
+            CrossOrigin(config.cors_origins),
         )
         self._tls = server_tls(config.tls_cert, config.tls_key)
         self.listener = Listener(self._app.handle, self._app.refuse, _listener_config(config, self._tls))
