@@ -264,7 +264,7 @@ class App:
         assert self.listener is not None
         stats = self.lifecycle.backend.stats if self.lifecycle is not None else EngineStats()
         listener = self.listener
-        body = self._metrics.render(stats, listener.num_open, listener.num_accepted, listener.num_refused)
+        body = self._metrics.render(stats, listener.num_open, listener.num_accepted, listener.refusals.counts)
         self._send(exchange, body, media_type=CONTENT_TYPE)
 
     async def _list_models(self, exchange: Exchange) -> None:

@@ -10,6 +10,16 @@ from pathlib import Path
 from typing import Any, Required, TypedDict
 
 from core.config import QUANTIZE_SCHEMES, EngineConfig
+from server.binds import (
+    DEFAULT_HOST,
+    DEFAULT_PORT,
+    DEFAULT_UNIX_MODE,
+    Bind,
+    TcpAddress,
+    bind_value,
+    format_unix_mode,
+    unix_mode_value,
+)
 from server.cross_origin import origin_value
 from server.values import (
     HubId,
@@ -224,7 +234,7 @@ class ServerConfig:
         ),
     )
     host: str = field(
-        default="127.0.0.1",
+        default=DEFAULT_HOST,
         metadata=Setting(
             name="host",
             parse=text_value,
@@ -234,9 +244,34 @@ class ServerConfig:
         ),
     )
     port: int = field(
-        default=8000,
+        default=DEFAULT_PORT,
         metadata=Setting(
             name="port", parse=count_between(0, 65_535), metavar="PORT", help="0 takes a free one", group="server"
+        ),
+    )
+    binds: tuple[Bind, ...] = field(
+        default=(),
+        metadata=Setting(
+            name="bind",
+            parse=bind_value,
+            metavar="WHERE",
+            help="listen there, instead of on the default address or beside the --host and --port given; may be"
+            " repeated. HOST:PORT, [IPV6]:PORT, unix:PATH, or systemd:NAME for sockets passed by systemd (which are"
+            " served in any case). With proxy: before it, a PROXY protocol v2 header comes first; with plain:, it is"
+            " in the clear in spite of --tls-cert",
+            group="server",
+            is_list=True,
+        ),
+    )
+    unix_mode: int = field(
+        default=DEFAULT_UNIX_MODE,
+        metadata=Setting(
+            name="unix-mode",
+            parse=unix_mode_value,
+            metavar="MODE",
+            help="permissions of the files of Unix sockets",
+            group="server",
+            show=format_unix_mode,
         ),
     )
     tls_cert: Path | None = field(
@@ -395,6 +430,17 @@ class ServerConfig:
     def context_origin(self) -> str:
         """Where the length of the context comes from, as the operator wrote it."""
         return "the model's own" if self.max_model_len is None else dict(self.origins).get("max_model_len", "as asked")
+
+    def all_binds(self, has_passed: bool = False) -> tuple[Bind, ...]:
+        """What to listen on: the binds, and --host and --port where they are set, or where there is nothing else.
+
+        Args:
+            has_passed: sockets were passed to this process.
+        """
+        is_given = any(name in ("host", "port") for name, _ in self.origins)
+        if is_given or not (self.binds or has_passed):
+            return (Bind(TcpAddress(self.host, self.port)), *self.binds)
+        return self.binds
 
     def to_engine_config(self) -> EngineConfig:
         return EngineConfig(

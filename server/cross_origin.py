@@ -1,6 +1,6 @@
 """What browsers ask before a page of one origin may read answers of another. Thread: loop.
 
-Source: the Fetch standard, HTTP-CORS protocol. Of cookies nothing is said: keys travel in a field that a page sets itself.
+Source: the Fetch standard, HTTP-CORS protocol. Of cookies nothing is said: keys travel in a field of the page's own.
 """
 
 from urllib.parse import urlsplit

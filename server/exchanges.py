@@ -27,12 +27,12 @@ SLOW_BODY = "The body came too slowly. Send it again, faster."
 class ConnectionRegistry(Protocol):
     """Who knows all connections, and all handlers."""
 
-    def admit(self, connection: "Connection") -> bool:
-        """Count the connection in; False refuses it, and it is closed at once."""
+    def opened(self, connection: "Connection") -> None:
+        """The connection has its transport."""
         ...
 
     def forget(self, connection: "Connection") -> None:
-        """An admitted connection is lost."""
+        """The connection is lost."""
         ...
 
     def keep_task(self, task: asyncio.Task[None]) -> None:

@@ -72,12 +72,12 @@ class Metrics:
                 logger.debug("the unknown field %s is ignored, here and from now on", escape(key))
             self.unknown_fields[key] += 1
 
-    def render(self, stats: EngineStats, num_connections: int, num_accepted: int, num_refused: int) -> bytes:
+    def render(self, stats: EngineStats, num_connections: int, num_accepted: int, refused: Counter[str]) -> bytes:
         page = _Page(f'model_name="{_escape(self.model_name)}"')
         self._render_routers_subset(page, stats)
         page.family("steploop_connections", "gauge", "Open connections.", num_connections)
         page.family("steploop_connections_accepted_total", "counter", "Connections accepted.", num_accepted)
-        page.family("steploop_connections_refused_total", "counter", "Connections over the cap.", num_refused)
+        page.labelled("steploop_connections_refused_total", "Connections turned away.", "reason", refused)
         page.labelled("steploop_responses_total", "Responses by status.", "status", self.responses)
         page.labelled("steploop_unknown_fields_total", "Ignored request fields.", "field", self.unknown_fields)
         page.family("steploop_disconnects_total", "counter", "Clients gone before the end.", self.num_disconnects)

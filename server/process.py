@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -25,7 +25,8 @@ from server.api.models import ServedModel, ServerCard
 from server.api.surface import GenerationDefaults
 from server.app import App, Readiness
 from server.auth import KeyAuthenticator
-from server.banner import BannerFacts, banner_lines
+from server.banner import BannerFacts, banner_lines, places_of
+from server.binds import shown_addresses
 from server.config import ServerConfig
 from server.connection_limits import ConnectionLimits
 from server.cross_origin import CrossOrigin
@@ -36,6 +37,7 @@ from server.lifecycle import Clock, Lifecycle, PromptReader
 from server.listener import Listener, ListenerConfig
 from server.metrics import Metrics
 from server.model_files import ModelFiles
+from server.socket_activation import PassedSocket, take_passed_sockets
 from server.supervision import EngineLost, Supervision
 from server.systemd import ServiceManager
 from server.tls import ServerTls, server_tls
@@ -84,9 +86,16 @@ class Server:
     Args:
         load: makes the engine.
         announce: takes the banner's lines when the server is ready.
+        passed: sockets that listen already, of socket activation.
     """
 
-    def __init__(self, config: ServerConfig, load: LoadEngine, announce: Callable[[list[str]], None]) -> None:
+    def __init__(
+        self,
+        config: ServerConfig,
+        load: LoadEngine,
+        announce: Callable[[list[str]], None],
+        passed: Sequence[PassedSocket] = (),
+    ) -> None:
         self._config = config
         self._announce = announce
         self._loop = asyncio.get_running_loop()
@@ -102,7 +111,7 @@ class Server:
             CrossOrigin(config.cors_origins),
         )
         self._tls = server_tls(config.tls_cert, config.tls_key)
-        self.listener = Listener(self._app.handle, self._app.refuse, _listener_config(config, self._tls))
+        self.listener = Listener(self._app.handle, self._app.refuse, _listener_config(config, self._tls, passed))
         self._app.listener = self.listener
         self._engine_thread = EngineThread(
             lambda inbox, deliver: load(inbox, deliver, self._report_stage), self, self._loop
@@ -137,7 +146,7 @@ class Server:
     async def start(self) -> None:
         """Listen, and begin to load."""
         await self.listener.start()
-        logger.info("listening on %s:%d, loading the model", self._config.host, self.listener.port)
+        logger.info("listening on %s, loading the model", shown_addresses(self.listener.sockets))
         self._engine_thread.start()
         self._supervision.start()
 
@@ -271,9 +280,7 @@ class Server:
             context_origin=facts.context_origin,
             num_api_keys=len(self._config.api_keys),
             keys_are_in_environment=dict(self._config.origins).get("api_keys") == "STEPLOOP_API_KEY",
-            host=self._config.host,
-            port=self.listener.port,
-            has_tls=self._tls is not None,
+            places=places_of(self.listener.sockets, self._tls is not None),
         )
 
     # The end.
@@ -306,16 +313,18 @@ async def serve(config: ServerConfig, load: LoadEngine) -> ExitCode:
         StartupError: see Server.run.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    server = Server(config, load, lambda lines: print("\n".join(lines), flush=True))
+    passed = take_passed_sockets(os.environ, os.getpid())
+    server = Server(config, load, lambda lines: print("\n".join(lines), flush=True), passed)
     server.install_signal_handlers()
     return await server.run()
 
 
-def _listener_config(config: ServerConfig, tls: ServerTls | None) -> ListenerConfig:
+def _listener_config(config: ServerConfig, tls: ServerTls | None, passed: Sequence[PassedSocket]) -> ListenerConfig:
     return ListenerConfig(
+        binds=config.all_binds(has_passed=bool(passed)),
+        passed=passed,
+        unix_mode=config.unix_mode,
         tls=tls,
-        host=config.host,
-        port=config.port,
         max_connections=config.max_connections,
         connection=ConnectionLimits(
             head=HeadLimits(),

@@ -58,6 +58,8 @@ SAMPLES = {
     "dtype": "float32",
     "kv-memory": "2GiB",
     "host": "::1",
+    "bind": "[::1]:0",
+    "unix-mode": "600",
     "tls-cert": "{file}",
     "tls-key": "{file}",
     "api-key": "secret",

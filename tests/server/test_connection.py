@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from core.errors import ErrorKind, ServiceError
 from server.connection_limits import ConnectionLimits
 from server.messages import ResponseHead
+from server.refusals import SHUTDOWN
 from server.stream import HttpStream
-from tests.server.fakes import MemoryServer, MemoryTransport
+from tests.server.fakes import PEER, MemoryServer, MemoryTransport
 
 GET = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
 STREAMED = ResponseHead(200, ((b"content-type", b"text/event-stream"),))
@@ -759,9 +760,8 @@ def test_connection_that_comes_during_a_drain_gets_one_answer_and_prolongs_nothi
 def test_connection_accepted_after_the_drain_is_refused(serve: Serve) -> None:
     server = serve(echo)
     assert start_drain(server, 60).done()
-    transport = server.connect()
-    assert transport.is_lost
-    assert (server.listener.num_accepted, server.listener.num_refused) == (1, 1)
+    assert server.listener.admit(PEER) is None
+    assert (server.listener.num_accepted, server.listener.refusals.counts[SHUTDOWN]) == (1, 1)
 
 
 def test_drain_aborts_what_outlives_its_grace_and_tells_the_handler(serve: Serve) -> None:

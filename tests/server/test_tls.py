@@ -3,7 +3,7 @@
 import asyncio
 import os
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -15,7 +15,9 @@ from h2.config import H2Configuration
 from h2.connection import H2Connection
 
 from core.errors import ExitCode, StartupError
+from server.binds import Bind, TcpAddress
 from server.listener import Listener, ListenerConfig
+from server.refusals import HANDSHAKE, MAX_CONNECTIONS
 from server.stream import HttpStream
 from server.tls import ServerTls, server_tls
 from tests.certificates import make_certificate, needs_openssl
@@ -26,16 +28,29 @@ from tests.server.test_connection import answer
 pytestmark = needs_openssl
 
 
+async def wait_until(is_so: Callable[[], bool]) -> None:
+    """What the loop has to do for it is done a turn at a time."""
+    while not is_so():
+        await asyncio.sleep(0)
+
+
 async def say_path(stream: HttpStream) -> None:
     answer(stream, 200, stream.request.path.encode())
 
 
 @asynccontextmanager
 async def listening(tls: ServerTls) -> AsyncIterator[int]:
-    listener = Listener(say_path, refuse, ListenerConfig(port=0, tls=tls))
+    async with serving(tls) as listener:
+        yield listener.port
+
+
+@asynccontextmanager
+async def serving(tls: ServerTls, max_connections: int = 100) -> AsyncIterator[Listener]:
+    config = ListenerConfig((Bind(TcpAddress(port=0)),), max_connections=max_connections, tls=tls)
+    listener = Listener(say_path, refuse, config)
     await listener.start()
     try:
-        yield listener.port
+        yield listener
     finally:
         await listener.drain(0.0)
 
@@ -190,6 +205,44 @@ def test_peer_that_does_not_shake_hands_is_closed(tmp_path: Path) -> None:
             writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
             answer = await reader.read()
             assert not answer.startswith(b"HTTP")
+            writer.close()
+
+    uvloop.run(main())
+
+
+def test_connections_in_their_handshake_count_towards_the_cap(tmp_path: Path) -> None:
+    certificate, key = make_certificate(tmp_path)
+
+    async def main() -> None:
+        async with serving(ServerTls(certificate, key), max_connections=2) as listener:
+            silent = [await asyncio.open_connection("127.0.0.1", listener.port) for _ in range(2)]
+            await wait_until(lambda: listener.num_open == 2)
+            with pytest.raises((ConnectionError, ssl.SSLError)):
+                await connect(listener.port, trusting(certificate))
+            assert (listener.num_accepted, listener.refusals.counts[MAX_CONNECTIONS]) == (3, 1)
+            silent[0][1].close()
+            await wait_until(lambda: listener.num_open == 1)
+            assert listener.refusals.counts[HANDSHAKE] == 1
+            reader, writer = await connect(listener.port, trusting(certificate, "h2"))
+            assert await get_http2(reader, writer, new_client()) == b"/"
+            assert listener.num_open == 2
+            writer.close()
+            silent[1][1].close()
+            await wait_until(lambda: listener.num_open == 0)
+
+    uvloop.run(main())
+
+
+def test_drain_does_not_wait_for_handshakes(tmp_path: Path) -> None:
+    certificate, key = make_certificate(tmp_path)
+
+    async def main() -> None:
+        async with serving(ServerTls(certificate, key)) as listener:
+            reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
+            await wait_until(lambda: listener.num_open == 1)
+            await listener.drain(60)
+            assert listener.num_open == 0
+            assert await reader.read() == b""
             writer.close()
 
     uvloop.run(main())
