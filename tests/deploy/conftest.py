@@ -1,6 +1,7 @@
 """Servers without a model in processes of their own, and gates that hold their engine."""
 
 import os
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -58,10 +59,15 @@ def simulate(gates: Path, tmp_path: Path) -> Iterator[Simulate]:
     """Starts servers that a test may end as it likes; what is left of them is killed."""
     started: list[ServerProcess] = []
 
-    def start(*flags: str, gates: Path = gates, **environment: str) -> ServerProcess:
+    def start(
+        *flags: str, gates: Path = gates, listening: socket.socket | None = None, **environment: str
+    ) -> ServerProcess:
         directory = tmp_path / f"server{len(started)}"
         module = "tests.deploy.simulated_process"
-        started.append(start_process(directory, module, str(gates), *flags, environment=environment))
+        where = ("--port", "0") if listening is None else ()
+        started.append(
+            start_process(directory, module, str(gates), *where, *flags, environment=environment, listening=listening)
+        )
         return started[-1]
 
     yield start

@@ -59,7 +59,7 @@ def main(gates: Path, flags: list[str]) -> int:
         engine_watch.MIN_SILENCE_S = engine_watch.FIRST_STEP_S = 0.1
         engine_watch.NUM_SILENCES_TO_DEATH = 3 if gates.name == "fatal" else 10**6
     parser, _ = build_parsers()
-    config = load_config(flags_given(parser.parse_args(["serve", "--port", "0", *flags])), {})
+    config = load_config(flags_given(parser.parse_args(["serve", *flags])), {})
     configure_logging(config.log_level, config.log_format)
     return uvloop.run(serve(config, load))
 

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -118,19 +119,25 @@ def start_server(directory: Path, model: Path | None, *flags: str) -> ServerProc
 
 
 def start_process(
-    directory: Path, module: str, *arguments: str, environment: Mapping[str, str] | None = None
+    directory: Path,
+    module: str,
+    *arguments: str,
+    environment: Mapping[str, str] | None = None,
+    listening: socket.socket | None = None,
 ) -> ServerProcess:
     """Run a module that serves, as start_server() does.
 
     Args:
         environment: besides our own, which gives it no setting.
+        listening: handed over as systemd does it: as descriptor 3, with LISTEN_FDS and LISTEN_PID.
     """
     directory.mkdir(parents=True, exist_ok=True)
     stdout, stderr = directory / "stdout", directory / "stderr"
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("STEPLOOP_")}
     with stdout.open("wb") as out, stderr.open("wb") as err:
         process = subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
+            [*_activating(listening), sys.executable, "-m", module, *arguments],
+            pass_fds=[] if listening is None else [listening.fileno()],
             cwd=REPOSITORY,
             env=inherited | dict(environment or {}),
             stdin=subprocess.DEVNULL,
@@ -138,3 +145,16 @@ def start_process(
             stderr=err,
         )
     return ServerProcess(process, stdout, stderr)
+
+
+HAND_OVER = """\
+import os, sys
+os.dup2(int(sys.argv[1]), 3)
+os.environ.update(LISTEN_FDS="1", LISTEN_PID=str(os.getpid()))
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+def _activating(listening: socket.socket | None) -> list[str]:
+    """What stands before a command that is to get the socket, and becomes that command."""
+    return [] if listening is None else [sys.executable, "-c", HAND_OVER, str(listening.fileno())]
