@@ -26,6 +26,8 @@ from server.listener import Listener
 from server.logs import AccessRecord, current_request_id, log_access
 from server.messages import Headers, HttpRequest, ResponseHead
 from server.metrics import CONTENT_TYPE, Metrics
+from server.peer import Peer
+from server.refusals import DENIED
 from server.stream import ClientDisconnected, HttpStream
 from server.timing import Timings
 
@@ -43,10 +45,14 @@ REPLY_PREFIXES = ("chatcmpl-", "cmpl-", "resp_")  # DELETE takes an answer's id 
 
 @dataclass(slots=True, kw_only=True)
 class Account:
-    """What the access line tells of a request."""
+    """What the access line tells of a request.
+
+    Args:
+        client: the real one, for whom a trusted proxy may have asked.
+    """
 
     request: HttpRequest
-    client: str
+    client: Peer
     request_id: str
     timings: Timings
     outcome: Outcome | None = None  # of a generation
@@ -133,7 +139,7 @@ class App:
         timings = Timings(head_s=self._clock.monotonic())
         exchange = Exchange(
             request=stream.request,
-            client=stream.client,
+            client=self._client_of(stream),
             request_id=self._new_request_id(),
             timings=timings,
             stream=stream,
@@ -143,7 +149,10 @@ class App:
         stream.common_headers = (_request_id_header(exchange), *self._cross_origin.headers(stream.request))
         error_code = None
         try:
-            await self._dispatch(exchange)
+            if stream.peer.is_proxy:
+                await self._dispatch_proxied(exchange)
+            else:
+                await self._dispatch(exchange)
         except ServiceError as error:
             error_code = error.code
             self._answer_error(exchange, error)
@@ -161,12 +170,12 @@ class App:
                 error_code = PROTOCOL_CODES[exchange.refused_status]
             self._account_for(exchange, exchange.refused_status or _status_of(stream), error_code)
 
-    def refuse(self, status: int, message: str, client: str, stream: HttpStream | None) -> tuple[Headers, bytes]:
+    def refuse(self, status: int, message: str, peer: Peer, stream: HttpStream | None) -> tuple[Headers, bytes]:
         """What the connection answers where no handler can: no request came of the bytes, or its body broke off.
 
         Args:
             status: one of PROTOCOL_CODES.
-            client: the peer's address.
+            peer: of the connection.
             stream: whose body it was; its handler hears that nobody waits for it any more.
         """
         account: Account | None = None if stream is None else self._exchanges.get(stream)
@@ -177,7 +186,7 @@ class App:
         else:
             request = NO_REQUEST if stream is None else stream.request  # whose handler has not begun
             account = Account(
-                request=request, client=client, request_id=self._new_request_id(), timings=Timings(now, end_s=now)
+                request=request, client=peer, request_id=self._new_request_id(), timings=Timings(now, end_s=now)
             )
             self._account_for(account, status, PROTOCOL_CODES[status])
         body = protocol_error_body(status, message)
@@ -188,6 +197,29 @@ class App:
         """Every request passes here once, when it is over."""
         self._metrics.responses[status] += 1
         log_access(self._access_record(account, status, error_code))
+
+    def _client_of(self, stream: HttpStream) -> Peer:
+        if not stream.peer.is_proxy:
+            return stream.peer
+        assert self.listener is not None
+        return self.listener.gate.client_of(stream.peer, stream.request.headers)
+
+    async def _dispatch_proxied(self, exchange: Exchange) -> None:
+        """Judge and count the client that a proxy names, as the listener does those who come themselves."""
+        assert self.listener is not None
+        gate, client = self.listener.gate, exchange.client
+        reason = gate.why_refused(client)
+        if reason == DENIED:
+            message = f"Requests from {client.address} are not taken here. Ask the operator to allow your network."
+            raise ServiceError(ErrorKind.PERMISSION, message, "permission_denied")
+        if reason is not None:
+            message = f"Too many requests from {client.address} are in progress. Wait for one of them to end."
+            raise ServiceError(ErrorKind.RATE_LIMITED, message, "rate_limit_exceeded", retry_after_s=1)
+        gate.enter(client)
+        try:
+            await self._dispatch(exchange)
+        finally:
+            gate.leave(client)
 
     async def _dispatch(self, exchange: Exchange) -> None:
         preflight = self._cross_origin.preflight_headers(exchange.request)
@@ -279,7 +311,8 @@ class App:
     async def _show_server_info(self, exchange: Exchange) -> None:
         """For routers that probe it: model_path, served_model_name, version, the context (context_length,
         max_model_len), sequences at once (max_num_reqs, max_running_requests), tokens of a step (max_prefill_tokens)
-        and of the KV cache (max_total_tokens), and that it is one process (tp_size, dp_size, pp_size)."""
+        and of the KV cache (max_total_tokens), that it is one process (tp_size, dp_size, pp_size), and where it
+        listens (binds)."""
         assert self.card is not None
         self._send(exchange, models.server_info_reply(self.card))
 
@@ -371,7 +404,7 @@ class App:
         send_document(exchange.stream, status, body, (*answer_headers(exchange.timings), *headers), media_type)
 
     def _access_record(self, account: Account, status: int, error_code: str | None) -> AccessRecord:
-        timings, outcome = account.timings, account.outcome
+        timings, outcome, certificate = account.timings, account.outcome, account.client.certificate
         usage = None if outcome is None else outcome.usage
         return AccessRecord(
             request_id=account.request_id,
@@ -385,7 +418,8 @@ class App:
             num_completion_tokens=None if usage is None else usage.num_completion_tokens,
             finish_reason=None if outcome is None else ",".join(outcome.finish_reasons) or None,
             error_code=error_code,
-            client=account.client or None,
+            client=str(account.client),
+            certificate_subject=None if certificate is None else certificate.subject,
         )
 
 

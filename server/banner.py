@@ -26,6 +26,7 @@ class BannerFacts:
         num_api_keys: 0: anyone may ask.
         keys_are_in_environment: they were read from STEPLOOP_API_KEY.
         places: where it listens.
+        needs_certificate: only clients with a certificate are served where others could reach it.
     """
 
     version: str
@@ -42,6 +43,7 @@ class BannerFacts:
     num_api_keys: int
     keys_are_in_environment: bool
     places: tuple["Place", ...]
+    needs_certificate: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +117,11 @@ def sample_curl(facts: BannerFacts) -> str:
     question = {"model": facts.model_name, "messages": [{"role": "user", "content": SAMPLE_QUESTION}]}
     place = min(facts.places, key=lambda place: (place.takes_proxy, isinstance(place.address, UnixAddress)))
     shown_key = "${STEPLOOP_API_KEY%%,*}" if facts.keys_are_in_environment else "YOUR_KEY"
+    shown = " --cert YOUR_CERTIFICATE --key YOUR_CERTIFICATES_KEY" if facts.needs_certificate and place.has_tls else ""
     key = f' -H "authorization: Bearer {shown_key}"' if facts.num_api_keys else ""
     insecure = " --insecure" if place.has_tls else ""  # the certificate is for another name than this machine's own
     body = shlex.quote(json.dumps(question))
-    return f"curl{insecure} {_curl_target(place)} -H 'content-type: application/json'{key} -d {body}"
+    return f"curl{insecure}{shown} {_curl_target(place)} -H 'content-type: application/json'{key} -d {body}"
 
 
 def _curl_target(place: Place) -> str:
@@ -129,8 +132,13 @@ def _curl_target(place: Place) -> str:
 
 
 def _auth(facts: BannerFacts) -> str:
+    required = []
     if facts.num_api_keys:
-        return f"{facts.num_api_keys} API key{'s' if facts.num_api_keys > 1 else ''}"
+        required.append(f"{facts.num_api_keys} API key{'s' if facts.num_api_keys > 1 else ''}")
+    if facts.needs_certificate:
+        required.append("client certificates")
+    if required:
+        return " and ".join(required)
     if not is_public(facts.places):
         return "none (only this machine can reach it)"
     return "none: anyone who reaches this port can use it; set STEPLOOP_API_KEY"

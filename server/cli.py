@@ -162,8 +162,7 @@ def _chat(arguments: argparse.Namespace, config: ServerConfig) -> int:
         if backend is not None and (arguments.url is not None or backend.is_up()):
             backend.wait_ready(_report)
             return _converse(backend, question)
-    own = replace(config, binds=(), tls_cert=None, tls_key=None)  # nobody else is to reach it
-    with serve_and_chat(own, start_in_thread, _report) as backend:
+    with serve_and_chat(config, start_in_thread, _report) as backend:
         return _converse(backend, question)
 
 

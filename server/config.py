@@ -10,17 +10,22 @@ from pathlib import Path
 from typing import Any, Required, TypedDict
 
 from core.config import QUANTIZE_SCHEMES, EngineConfig
+from core.errors import ExitCode, StartupError
 from server.binds import (
     DEFAULT_HOST,
     DEFAULT_PORT,
     DEFAULT_UNIX_MODE,
     Bind,
     TcpAddress,
+    UnixAddress,
     bind_value,
     format_unix_mode,
     unix_mode_value,
 )
+from server.client_gate import ClientRules
 from server.cross_origin import origin_value
+from server.forwarded import FORWARDED, X_FORWARDED_FOR
+from server.networks import UNIX, IpNetwork, network_value, proxy_value
 from server.values import (
     HubId,
     choice_of,
@@ -35,6 +40,7 @@ from server.values import (
     text_value,
 )
 
+NO_HEADER = "none"
 ENVIRONMENT_PREFIX = "STEPLOOP_"
 GiB = 2**30
 MiB = 2**20
@@ -294,6 +300,72 @@ class ServerConfig:
             group="server",
         ),
     )
+    tls_client_ca: Path | None = field(
+        default=None,
+        metadata=Setting(
+            name="tls-client-ca",
+            parse=existing_file,
+            metavar="FILE",
+            help="PEM certificates of those who sign clients' certificates: clients are asked for theirs; read again"
+            " on SIGHUP",
+            group="server",
+        ),
+    )
+    tls_client_auth: str | None = field(
+        default=None,
+        metadata=Setting(
+            name="tls-client-auth",
+            parse=choice_of("optional", "required"),
+            metavar="MODE",
+            help="optional or required: whether clients must show a certificate (default with --tls-client-ca:"
+            " required)",
+            group="server",
+        ),
+    )
+    trusted_proxies: tuple[IpNetwork | str, ...] = field(
+        default=(),
+        metadata=Setting(
+            name="trusted-proxies",
+            parse=proxy_value,
+            metavar="NETWORK",
+            help="proxies that may say for whom they speak; unix: whoever connects to a Unix socket; may be repeated",
+            group="server",
+            is_list=True,
+        ),
+    )
+    forwarded_header: str = field(
+        default=X_FORWARDED_FOR,
+        metadata=Setting(
+            name="forwarded-header",
+            parse=choice_of(X_FORWARDED_FOR, FORWARDED, NO_HEADER),
+            metavar="NAME",
+            help=f"in which they say it, the one that they set themselves: {X_FORWARDED_FOR}, {FORWARDED} or"
+            f" {NO_HEADER}",
+            group="server",
+        ),
+    )
+    allow: tuple[IpNetwork, ...] = field(
+        default=(),
+        metadata=Setting(
+            name="allow",
+            parse=network_value,
+            metavar="NETWORK",
+            help="only clients from there are served; may be repeated",
+            group="server",
+            is_list=True,
+        ),
+    )
+    deny: tuple[IpNetwork, ...] = field(
+        default=(),
+        metadata=Setting(
+            name="deny",
+            parse=network_value,
+            metavar="NETWORK",
+            help="clients from there are not served, allowed or not; may be repeated",
+            group="server",
+            is_list=True,
+        ),
+    )
     api_keys: tuple[str, ...] = field(
         default=(),
         repr=False,
@@ -353,7 +425,18 @@ class ServerConfig:
             name="max-connections",
             parse=count_between(1, 1_000_000),
             metavar="COUNT",
-            help="open at once",
+            help="open at once, TLS handshakes included; one more is closed at once",
+            group="limits",
+        ),
+    )
+    max_connections_per_address: int | None = field(
+        default=None,
+        metadata=Setting(
+            name="max-connections-per-address",
+            parse=count_between(1, 1_000_000),
+            metavar="COUNT",
+            help="open at once from one client, IPv6 by its /64; behind trusted proxies: requests in progress"
+            " (default: seven eighths of --max-connections)",
             group="limits",
         ),
     )
@@ -431,12 +514,29 @@ class ServerConfig:
         """Where the length of the context comes from, as the operator wrote it."""
         return "the model's own" if self.max_model_len is None else dict(self.origins).get("max_model_len", "as asked")
 
+    @property
+    def client_rules(self) -> ClientRules:
+        header = None if self.forwarded_header == NO_HEADER else self.forwarded_header
+        cap = self.max_connections_per_address or max(1, self.max_connections * 7 // 8)  # nobody takes them all alone
+        return ClientRules(self.allow, self.deny, self.trusted_proxies, header, cap)
+
     def all_binds(self, has_passed: bool = False) -> tuple[Bind, ...]:
         """What to listen on: the binds, and --host and --port where they are set, or where there is nothing else.
 
         Args:
             has_passed: sockets were passed to this process.
+
+        Raises:
+            StartupError: a bind is for proxies, and none that could reach it is trusted.
         """
+        for bind in self.binds:
+            is_unix = isinstance(bind.address, UnixAddress)
+            if bind.takes_proxy and not any(is_unix == (proxy == UNIX) for proxy in self.trusted_proxies):
+                raise StartupError(
+                    f"the bind proxy:{bind.address} is for trusted proxies alone, and none that can reach it is named",
+                    f"--trusted-proxies {UNIX if is_unix else '127.0.0.1, or the network that the proxy is in'}",
+                    ExitCode.CONFIGURATION,
+                )
         is_given = any(name in ("host", "port") for name, _ in self.origins)
         if is_given or not (self.binds or has_passed):
             return (Bind(TcpAddress(self.host, self.port)), *self.binds)

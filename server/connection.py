@@ -10,6 +10,7 @@ What is said on it is the exchanges' (http1_exchanges, http2_exchanges). Decisio
 import asyncio
 import enum
 import logging
+from dataclasses import replace
 from typing import cast
 
 from h2.exceptions import ProtocolError
@@ -21,6 +22,7 @@ from server.http1_exchanges import Http1Exchanges
 from server.http2_exchanges import Http2Exchanges
 from server.peer import Peer
 from server.stream import ClientDisconnected, HttpStream
+from server.tls import client_certificate
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +73,10 @@ class Connection(asyncio.Protocol):
         self._transport.set_write_buffer_limits(high=high, low=high // 4)
         tls = transport.get_extra_info("ssl_object")
         self.is_secure = tls is not None
-        if tls is not None and tls.selected_alpn_protocol() == "h2":
-            self.speak_http2()
+        if tls is not None:
+            self.peer = replace(self.peer, certificate=client_certificate(tls.getpeercert()))
+            if tls.selected_alpn_protocol() == "h2":
+                self.speak_http2()
         self._timer.arm()
 
     def data_received(self, data: bytes) -> None:
@@ -113,10 +117,6 @@ class Connection(asyncio.Protocol):
         self.adjust()
 
     # What the exchanges ask.
-
-    @property
-    def client(self) -> str:
-        return str(self.peer)
 
     @property
     def is_open(self) -> bool:

@@ -22,6 +22,7 @@ from server.messages import (
     ProtocolViolation,
     ResponseHead,
 )
+from server.peer import Peer
 from server.stream import HttpStream
 
 if TYPE_CHECKING:
@@ -49,8 +50,8 @@ class Http1Exchanges:
         self._waiting_since = context.loop.time()  # for a request, its head or its body, whichever it is now
 
     @property
-    def client(self) -> str:
-        return self._connection.client
+    def peer(self) -> Peer:
+        return self._connection.peer
 
     @property
     def has_streams(self) -> bool:
@@ -137,7 +138,7 @@ class Http1Exchanges:
             self._connection.abort()
             return
         self._protocol.stop_reading()
-        headers, body = self._refusal(status, message, self._connection.client, self._stream)
+        headers, body = self._refusal(status, message, self._connection.peer, self._stream)
         self._append(self._protocol.send_head(ResponseHead(status, headers)))
         self._append(self._protocol.send_data(body))
         self._connection.end_after_output()

@@ -28,6 +28,7 @@ from server.messages import (
     ResponseHead,
     StreamReset,
 )
+from server.peer import Peer
 from server.stream import HttpStream
 
 if TYPE_CHECKING:
@@ -73,8 +74,8 @@ class Http2Exchanges:
         self._is_draining = False
 
     @property
-    def client(self) -> str:
-        return self._connection.client
+    def peer(self) -> Peer:
+        return self._connection.peer
 
     @property
     def has_streams(self) -> bool:
@@ -190,7 +191,7 @@ class Http2Exchanges:
             exchange.num_unread += len(event.data)
 
     def _answer_error(self, stream_id: int, status: int, message: str, stream: HttpStream | None) -> None:
-        headers, body = self._refuse(status, message, self._connection.client, stream)
+        headers, body = self._refuse(status, message, self._connection.peer, stream)
         self._protocol.send_head(stream_id, ResponseHead(status, headers))
         self._protocol.send_data(stream_id, body)
         self._protocol.send_end(stream_id)

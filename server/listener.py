@@ -4,6 +4,7 @@ A connection counts from the moment it is accepted: its TLS handshake is a part 
 """
 
 import asyncio
+import errno
 import logging
 import socket
 import time
@@ -14,17 +15,21 @@ from typing import Any
 
 from server.acceptor import Acceptor
 from server.binds import DEFAULT_UNIX_MODE, Bind, ListeningSocket, TcpAddress, open_binds
+from server.client_gate import ClientGate, ClientRules
 from server.connection import Connection
 from server.connection_limits import ConnectionLimits
 from server.exchanges import ConnectionContext, Handler, Refuse
 from server.peer import Peer, socket_peer
-from server.refusals import HANDSHAKE, MAX_CONNECTIONS, SHUTDOWN, Refusals
+from server.proxy_protocol import ProxyHeader, ProxyHeaderParser, ProxyProtocolError
+from server.refusals import HANDSHAKE, MAX_CONNECTIONS, PROXY_HEADER, SHUTDOWN, UNTRUSTED_PROXY, Refusals
 from server.response_fields import HttpDate
 from server.socket_activation import PassedSocket
 from server.tls import HANDSHAKE_S, ServerTls
 from server.write_batch import WriteBatch
 
 logger = logging.getLogger(__name__)
+
+PROXY_HEADER_S = 5.0  # from the accept; its sender has it ready
 
 _UNIX_SEND_BUFFER_BYTES = 32 * 1024  # TCP_NOTSENT_LOWAT's part: the kernel's default takes 200 KiB before we notice
 _LATE_GRACE_S = 1.0  # for answers to connections that came while others were waited for
@@ -40,6 +45,7 @@ class ListenerConfig:
         unix_mode: permissions of Unix sockets' files.
         backlog: connections the kernel holds before they are accepted.
         max_connections: open at once; one more is closed at once and counted as refused.
+        clients: who may come, and what proxies may say.
         tls: None: in the clear.
     """
 
@@ -48,6 +54,7 @@ class ListenerConfig:
     unix_mode: int = DEFAULT_UNIX_MODE
     backlog: int = 1024
     max_connections: int = 4096
+    clients: ClientRules = field(default_factory=ClientRules)
     connection: ConnectionLimits = field(default_factory=ConnectionLimits)
     tls: ServerTls | None = None
 
@@ -59,6 +66,7 @@ class Listener:
         sockets: that listen, once started.
         num_accepted: connections since the start, with those that were refused.
         refusals: connections that were turned away.
+        gate: knows who may come.
         batch: whoever sends to many streams at once calls its flush_all at the end.
     """
 
@@ -75,6 +83,7 @@ class Listener:
         self.sockets: list[ListeningSocket] = []
         self.num_accepted = 0
         self.refusals = Refusals(loop.time)
+        self.gate = ClientGate(config.clients)
         self.batch = WriteBatch(loop)
         self._config = config
         self._loop = loop
@@ -125,7 +134,7 @@ class Listener:
     # The beginning of a connection.
 
     def _welcome(self, bind: Bind, accepted: socket.socket, address: Any) -> None:
-        connection = self.admit(socket_peer(accepted.family, address))
+        connection = self.admit(socket_peer(accepted.family, address), bind.takes_proxy)
         if connection is None:
             accepted.close()
             return
@@ -134,40 +143,70 @@ class Listener:
         task = self._opening[connection] = self._loop.create_task(self._open(connection, bind, accepted))
         task.add_done_callback(partial(self._end_opening, connection, accepted))
 
-    def admit(self, peer: Peer) -> Connection | None:
-        """Count a new connection in; None: it is refused."""
+    def admit(self, peer: Peer, takes_proxy: bool = False) -> Connection | None:
+        """Count a new connection in; None: it is refused.
+
+        Args:
+            takes_proxy: the peer is a proxy that will tell first whom it speaks for.
+        """
         self.num_accepted += 1
-        reason = self._why_refused()
+        peer = self.gate.identify(peer)
+        reason = self._why_refused(peer, takes_proxy)
         if reason is not None:
             self.refusals.add(reason, peer)
             return None
         connection = Connection(self._context, peer)
         self._connections.add(connection)
+        self.gate.enter(peer)
         if self._is_draining:
             connection.close_after_answer()
         return connection
 
-    def _why_refused(self) -> str | None:
+    def _why_refused(self, peer: Peer, takes_proxy: bool) -> str | None:
         if self._is_closed:
             return SHUTDOWN
         if len(self._connections) >= self._config.max_connections:
             return MAX_CONNECTIONS
-        return None
+        if peer.is_proxy:
+            return None
+        return UNTRUSTED_PROXY if takes_proxy else self.gate.why_refused(peer)
 
     async def _open(self, connection: Connection, bind: Bind, accepted: socket.socket) -> None:
         """See the connection to its transport, through whatever comes ahead of HTTP."""
+        if bind.takes_proxy and not await self._hear_proxy(connection, accepted):
+            return
         tls = None if bind.is_plain else self._config.tls
         try:
-            if tls is None:
-                await self._loop.connect_accepted_socket(lambda: connection, accepted)
-            else:
-                await self._loop.connect_accepted_socket(
-                    lambda: connection, accepted, ssl=tls.context, ssl_handshake_timeout=HANDSHAKE_S
-                )
+            await self._loop.connect_accepted_socket(
+                lambda: connection,
+                accepted,
+                ssl=None if tls is None else tls.context,
+                ssl_handshake_timeout=None if tls is None else HANDSHAKE_S,
+            )
         except OSError as error:  # ssl.SSLError is one
-            logger.debug("the connection from %s did not open: %s", connection.client, error)
+            logger.debug("the connection from %s did not open: %s", connection.peer, error)
             if connection in self._opening:
                 self.refusals.add(HANDSHAKE, connection.peer)
+
+    async def _hear_proxy(self, connection: Connection, accepted: socket.socket) -> bool:
+        """Whether the client may come that the proxy names; it is the connection's peer from now on."""
+        try:
+            async with asyncio.timeout(PROXY_HEADER_S):
+                header = await _read_proxy_header(self._loop, accepted)
+        except (OSError, ProxyProtocolError) as error:
+            logger.debug("no PROXY header from %s: %s", connection.peer, error)
+            self.refusals.add(PROXY_HEADER, connection.peer)
+            return False
+        if header.source is None:
+            return True
+        client = self.gate.identify(header.source)
+        reason = None if client.is_proxy else self.gate.why_refused(client)
+        if reason is not None:
+            self.refusals.add(reason, client)
+            return False
+        self.gate.enter(client)  # the proxy, which was admitted, is not counted
+        connection.peer = client
+        return True
 
     def _end_opening(self, connection: Connection, accepted: socket.socket, task: asyncio.Task[None]) -> None:
         """Whatever became of it. A task that is cancelled before it began has not run at all."""
@@ -184,7 +223,8 @@ class Listener:
 
     def forget(self, connection: Connection) -> None:
         self._opening.pop(connection, None)
-        self._connections.discard(connection)
+        self._connections.remove(connection)
+        self.gate.leave(connection.peer)
         self._awaited.discard(connection)
         self._tell_quiet()
 
@@ -254,3 +294,20 @@ class Listener:
         self._tell_quiet()
         await asyncio.wait([self._quiet], timeout=timeout_s)
         return self._quiet.done()
+
+
+async def _read_proxy_header(loop: asyncio.AbstractEventLoop, accepted: socket.socket) -> ProxyHeader:
+    """Not a byte more is taken off the socket: the rest is the connection's.
+
+    Raises:
+        ProxyProtocolError: it is malformed.
+        OSError: the connection ended before it.
+    """
+    parser = ProxyHeaderParser()
+    while True:
+        data = await loop.sock_recv(accepted, parser.num_wanted)
+        if not data:
+            raise ConnectionAbortedError(errno.ECONNABORTED, "the connection ended")
+        header = parser.receive(data)
+        if header is not None:
+            return header

@@ -11,15 +11,32 @@ UNIX_CLIENT = "unix"  # as logs show who came over a Unix socket
 
 
 @dataclass(frozen=True, slots=True)
+class ClientCertificate:
+    """What a client's certificate says, once a CA of ours has vouched for it.
+
+    Args:
+        subject: as RFC 4514 writes it: "CN=router,O=Example".
+        names: subjectAltName, kind and value: ("DNS", "router.example"), ("URI", "spiffe://example/router").
+    """
+
+    subject: str
+    names: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Peer:
     """
     Args:
         address: None: it came over a Unix socket, and has none.
         port: 0 where it is not known.
+        is_proxy: a trusted one: each request may name the client that it is from.
+        certificate: None: it showed none.
     """
 
     address: IpAddress | None = None
     port: int = 0
+    is_proxy: bool = False
+    certificate: ClientCertificate | None = None
 
     def __str__(self) -> str:
         """`192.0.2.1:5000` or `[::1]:5000`; without the port where it is not known."""

@@ -25,11 +25,12 @@ from server.api.models import ServedModel, ServerCard
 from server.api.surface import GenerationDefaults
 from server.app import App, Readiness
 from server.auth import KeyAuthenticator
-from server.banner import BannerFacts, banner_lines, places_of
+from server.banner import BannerFacts, Place, banner_lines, is_public, places_of
 from server.binds import shown_addresses
 from server.config import ServerConfig
 from server.connection_limits import ConnectionLimits
 from server.cross_origin import CrossOrigin
+from server.descriptors import allow_connections
 from server.engine_client import EngineClient
 from server.engine_thread import EngineThread, Inbox
 from server.http1_prefilter import HeadLimits
@@ -110,7 +111,7 @@ class Server:
             lambda: uuid.uuid4().hex,
             CrossOrigin(config.cors_origins),
         )
-        self._tls = server_tls(config.tls_cert, config.tls_key)
+        self._tls = server_tls(config.tls_cert, config.tls_key, config.tls_client_ca, config.tls_client_auth)
         self.listener = Listener(self._app.handle, self._app.refuse, _listener_config(config, self._tls, passed))
         self._app.listener = self.listener
         self._engine_thread = EngineThread(
@@ -147,6 +148,8 @@ class Server:
         """Listen, and begin to load."""
         await self.listener.start()
         logger.info("listening on %s, loading the model", shown_addresses(self.listener.sockets))
+        if is_public(self._places) and not self._config.api_keys and not self._needs_certificate:
+            logger.warning("anyone who reaches this port can use it: set STEPLOOP_API_KEY, or --tls-client-ca")
         self._engine_thread.start()
         self._supervision.start()
 
@@ -196,7 +199,7 @@ class Server:
         self._client = client
         self._metrics.model_name = loaded.facts.model_name
         reader = _prompt_reader(loaded, self._clock)
-        self._app.card = _server_card(reader.cards[0], loaded)
+        self._app.card = _server_card(reader.cards[0], loaded, self._places)
         self._app.lifecycle = Lifecycle(
             reader=reader,
             defaults=_generation_defaults(loaded),
@@ -264,6 +267,16 @@ class Server:
     def on_silence(self, is_silent: bool) -> None:
         self._readiness.is_stalled = is_silent
 
+    @property
+    def _places(self) -> tuple[Place, ...]:
+        return places_of(self.listener.sockets, self._tls is not None)
+
+    @property
+    def _needs_certificate(self) -> bool:
+        """Wherever TLS is spoken; a bind in the clear asks nobody."""
+        is_asked = all(place.has_tls or not is_public([place]) for place in self._places)
+        return self._tls is not None and self._tls.needs_certificate and is_asked
+
     def _banner_facts(self, facts: EngineFacts) -> BannerFacts:
         limits = facts.limits
         return BannerFacts(
@@ -280,7 +293,8 @@ class Server:
             context_origin=facts.context_origin,
             num_api_keys=len(self._config.api_keys),
             keys_are_in_environment=dict(self._config.origins).get("api_keys") == "STEPLOOP_API_KEY",
-            places=places_of(self.listener.sockets, self._tls is not None),
+            places=self._places,
+            needs_certificate=self._needs_certificate,
         )
 
     # The end.
@@ -313,6 +327,7 @@ async def serve(config: ServerConfig, load: LoadEngine) -> ExitCode:
         StartupError: see Server.run.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    allow_connections(config.max_connections)
     passed = take_passed_sockets(os.environ, os.getpid())
     server = Server(config, load, lambda lines: print("\n".join(lines), flush=True), passed)
     server.install_signal_handlers()
@@ -326,6 +341,7 @@ def _listener_config(config: ServerConfig, tls: ServerTls | None, passed: Sequen
         unix_mode=config.unix_mode,
         tls=tls,
         max_connections=config.max_connections,
+        clients=config.client_rules,
         connection=ConnectionLimits(
             head=HeadLimits(),
             head_s=config.head_timeout_s,
@@ -347,7 +363,7 @@ def _prompt_reader(loaded: LoadedEngine, clock: Clock) -> PromptReader:
     return PromptReader((card,), files.tokenizer, files.chat_template, facts.limits.max_model_len, clock.unix)
 
 
-def _server_card(model: ServedModel, loaded: LoadedEngine) -> ServerCard:
+def _server_card(model: ServedModel, loaded: LoadedEngine, places: Sequence[Place]) -> ServerCard:
     limits, config = loaded.facts.limits, loaded.files.config
     return ServerCard(
         model=model,
@@ -357,6 +373,7 @@ def _server_card(model: ServedModel, loaded: LoadedEngine) -> ServerCard:
         max_sequences=limits.max_sequences,
         max_batch_tokens=limits.max_batch_tokens,
         num_kv_tokens=limits.num_blocks * limits.block_size,
+        binds=tuple(map(str, places)),
     )
 
 

@@ -11,11 +11,19 @@ logger = logging.getLogger(__name__)
 LOG_INTERVAL_S = 10.0
 
 MAX_CONNECTIONS = "max_connections"
+MAX_PER_ADDRESS = "max_per_address"
+DENIED = "denied"
+UNTRUSTED_PROXY = "untrusted_proxy"
+PROXY_HEADER = "proxy_header"
 HANDSHAKE = "tls_handshake"
 SHUTDOWN = "shutdown"
 
 _EXPLANATIONS = {
     MAX_CONNECTIONS: "--max-connections are open",
+    MAX_PER_ADDRESS: "--max-connections-per-address are open from there",
+    DENIED: "--allow and --deny do not let it come",
+    UNTRUSTED_PROXY: "a bind with proxy: takes connections from --trusted-proxies alone",
+    PROXY_HEADER: "its PROXY protocol header is missing, malformed or late",
     HANDSHAKE: "the TLS handshake failed",
     SHUTDOWN: "the server is shutting down",
 }

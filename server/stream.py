@@ -10,6 +10,7 @@ from typing import Protocol
 
 from core.errors import ErrorKind, ServiceError
 from server.messages import Headers, HttpRequest, ResponseHead
+from server.peer import Peer
 
 
 class ClientDisconnected(Exception):
@@ -20,11 +21,11 @@ class StreamCarrier(Protocol):
     """What a stream asks of its connection.
 
     Attributes:
-        client: the peer's address and port.
+        peer: who is at the other end of it.
     """
 
     @property
-    def client(self) -> str: ...
+    def peer(self) -> Peer: ...
 
     def start_body(self, stream: "HttpStream") -> None:
         """The body is wanted from now on: its clock starts, and a peer that waits for 100 Continue gets it."""
@@ -90,8 +91,9 @@ class HttpStream:
         self._waiter: asyncio.Future[None] | None = None
 
     @property
-    def client(self) -> str:
-        return self._carrier.client
+    def peer(self) -> Peer:
+        """Who is at the other end of the connection; a trusted proxy names whom it speaks for in the head."""
+        return self._carrier.peer
 
     @property
     def head_sent(self) -> bool:

@@ -6,6 +6,7 @@ from ipaddress import IPv4Address
 
 from server.answer import content_headers
 from server.api.envelope import protocol_error_body
+from server.client_gate import ClientRules
 from server.connection_limits import ConnectionLimits
 from server.exchanges import Refuse
 from server.listener import Listener, ListenerConfig
@@ -140,7 +141,7 @@ class MemoryTransport(asyncio.Transport):
             self._protocol.connection_lost(error)
 
 
-def refuse(status: int, message: str, client: str, stream: HttpStream | None) -> tuple[Headers, bytes]:
+def refuse(status: int, message: str, peer: Peer, stream: HttpStream | None) -> tuple[Headers, bytes]:
     """What a connection answers by itself where no app accounts for it."""
     body = protocol_error_body(status, message)
     return content_headers(body), body
@@ -155,9 +156,10 @@ class MemoryServer:
         limits: ConnectionLimits | None = None,
         loop: VirtualTimeLoop | None = None,
         refuse: Refuse = refuse,
+        clients: ClientRules | None = None,
     ) -> None:
         self.loop = VirtualTimeLoop() if loop is None else loop
-        config = ListenerConfig(connection=limits or ConnectionLimits())
+        config = ListenerConfig(connection=limits or ConnectionLimits(), clients=clients or ClientRules())
         self.listener = Listener(handler, refuse, config, self.loop, lambda: 0.0)
 
     def connect(self, peer_reads: bool = True) -> MemoryTransport:
@@ -190,3 +192,4 @@ class MemoryServer:
         is_quiet = self.is_quiet()
         self.loop.close()
         assert is_quiet, "a connection, a handler or a timer is left over"
+        assert not self.listener.gate.num_addresses, "a client is counted that has gone"

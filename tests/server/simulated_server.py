@@ -27,6 +27,7 @@ from server.api.models import ServedModel
 from server.api.surface import GenerationDefaults
 from server.app import App, Readiness
 from server.auth import KeyAuthenticator
+from server.client_gate import ClientRules
 from server.connection_limits import ConnectionLimits
 from server.cross_origin import CrossOrigin
 from server.engine_client import EngineClient
@@ -214,6 +215,7 @@ class SimulatedServer:
         connection_limits: ConnectionLimits | None = None,
         is_ready: bool = True,
         origins: tuple[str, ...] = (),
+        clients: ClientRules | None = None,
     ) -> None:
         self.loop = VirtualTimeLoop()
         self.limits = limits
@@ -240,7 +242,7 @@ class SimulatedServer:
             lambda: f"r{next(numbers)}",
             CrossOrigin(origins),
         )
-        self.network = MemoryServer(self.app.handle, connection_limits, self.loop, self.app.refuse)
+        self.network = MemoryServer(self.app.handle, connection_limits, self.loop, self.app.refuse, clients)
         self.app.listener = self.network.listener
         self.client = EngineClient(
             self._post, TOKENIZER.table, self.network.listener.batch.flush_all, self.loop.call_soon

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shlex
+from ipaddress import IPv6Network
 
 import pytest
 
@@ -109,5 +110,14 @@ def test_the_configured_url_is_of_a_place_where_clients_can_ask() -> None:
     assert configured_url(ServerConfig()) == "http://127.0.0.1:8000"
     assert configured_url(ServerConfig(port=0)) is None
     proxied, plain = Bind(TcpAddress("::1", 1), takes_proxy=True), Bind(TcpAddress("::1", 2))
-    assert configured_url(ServerConfig(binds=(Bind(UnixAddress("/x")), proxied))) is None
-    assert configured_url(ServerConfig(binds=(proxied, plain))) == "http://[::1]:2"
+    trusted = (IPv6Network("::1"),)
+    assert configured_url(ServerConfig(binds=(Bind(UnixAddress("/x")), proxied), trusted_proxies=trusted)) is None
+    assert configured_url(ServerConfig(binds=(proxied, plain), trusted_proxies=trusted)) == "http://[::1]:2"
+
+
+def test_client_certificates_are_an_authentication() -> None:
+    public = Place(TcpAddress("0.0.0.0", 8443), has_tls=True)
+    facts = dataclasses.replace(FACTS, places=(public,), needs_certificate=True)
+    assert line(facts, "auth") == "  auth     client certificates"
+    assert line(dataclasses.replace(facts, num_api_keys=1), "auth") == "  auth     1 API key and client certificates"
+    assert sample_curl(facts).startswith("curl --insecure --cert YOUR_CERTIFICATE --key YOUR_")
