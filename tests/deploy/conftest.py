@@ -64,7 +64,7 @@ def simulate(gates: Path, tmp_path: Path) -> Iterator[Simulate]:
     ) -> ServerProcess:
         directory = tmp_path / f"server{len(started)}"
         module = "tests.deploy.simulated_process"
-        where = ("--port", "0") if listening is None else ()
+        where = ("--port", "0") if listening is None and "--bind" not in flags else ()
         started.append(
             start_process(directory, module, str(gates), *where, *flags, environment=environment, listening=listening)
         )

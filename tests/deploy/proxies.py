@@ -1,5 +1,6 @@
 """The examples for nginx and haproxy, run as they are: only addresses and files are put in their place."""
 
+import os
 import re
 import shutil
 import signal
@@ -9,9 +10,9 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from tests.certificates import make_certificate
 from tests.e2e.polling import wait_for
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -29,14 +30,22 @@ class Proxy:
         return f"https://localhost:{self.port}"
 
 
+def find(program: str) -> str | None:
+    """Where it is, also where the path of a user does not lead."""
+    return shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin")
+
+
 @contextmanager
 def running_proxy(name: str, directory: Path, server_port: int) -> Iterator[Proxy]:
-    """Start nginx or haproxy with its example, and end it."""
-    certificate, key = make_certificate(directory)
-    both = directory / "both.pem"
-    both.write_text(certificate.read_text() + key.read_text())
+    """Start nginx or haproxy with an example, and end it.
+
+    Args:
+        name: of the example.
+        directory: has the certificate and its key, as make_certificate() writes them.
+        server_port: that the example is to ask.
+    """
     port = _free_port()
-    prepare = {"nginx": _nginx_command, "haproxy": _haproxy_command}[name]
+    prepare = _nginx_command if name == "nginx.conf" else partial(_haproxy_command, name)
     log = directory / "log"
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -45,7 +54,7 @@ def running_proxy(name: str, directory: Path, server_port: int) -> Iterator[Prox
     try:
         wait_for(lambda: process.poll() is not None or _answers(port), lambda: f"{name}\n{log.read_text()}")
         assert process.poll() is None, log.read_text()
-        yield Proxy(port, ssl.create_default_context(cafile=str(certificate)))
+        yield Proxy(port, ssl.create_default_context(cafile=str(directory / "certificate.pem")))
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait()
@@ -67,24 +76,28 @@ def _nginx_command(directory: Path, port: int, server_port: int) -> list[str]:
         f"daemon off; worker_processes 1; pid {directory}/pid; error_log stderr;"
         f"events {{}} http {{ access_log off; {paths} include {directory}/site.conf; }}"
     )
-    return [shutil.which("nginx") or "nginx", "-e", "stderr", "-p", str(directory), "-c", str(main)]
+    return [find("nginx") or "nginx", "-e", "stderr", "-p", str(directory), "-c", str(main)]
 
 
-def _haproxy_command(directory: Path, port: int, server_port: int) -> list[str]:
+def _haproxy_command(name: str, directory: Path, port: int, server_port: int) -> list[str]:
     changes = {
         r"127\.0\.0\.1:8000": f"127.0.0.1:{server_port}",
         r"bind :443": f"bind 127.0.0.1:{port}",
         r"/etc/haproxy/llm\.pem": f"{directory}/both.pem",
     }
-    (directory / "haproxy.cfg").write_text(_changed(DEPLOY / "haproxy.cfg", changes))
-    return [shutil.which("haproxy") or "haproxy", "-db", "-f", str(directory / "haproxy.cfg")]
+    if name == "haproxy-tcp.cfg":
+        del changes[r"/etc/haproxy/llm\.pem"]
+    both = directory / "both.pem"
+    both.write_text((directory / "certificate.pem").read_text() + (directory / "key.pem").read_text())
+    (directory / name).write_text(_changed(DEPLOY / name, changes))
+    return [find("haproxy") or "haproxy", "-db", "-f", str(directory / name)]
 
 
 def _changed(path: Path, changes: dict[str, str]) -> str:
     text = path.read_text()
     for pattern, new in changes.items():
         text, num_changes = re.subn(pattern, new, text)
-        assert num_changes == 1, (path, pattern)
+        assert num_changes, (path, pattern)
     return text
 
 

@@ -83,12 +83,14 @@ def test_command_line_and_configuration_are_taken() -> None:
 
 def test_settings_that_are_commented_out_are_known(tmp_path: Path) -> None:
     text = (DEPLOY / "steploop.toml").read_text()
-    for name in re.findall(r"^# (\w+) = ", text, re.MULTILINE):
-        file = tmp_path / "file"
-        file.touch()
-        example = tmp_path / "steploop.toml"
-        example.write_text(f'{name} = "{tmp_path if name == "model" else file}"\n')
-        assert load_config({"config_file": str(example)}, {}).origins
+    file = tmp_path / "file"
+    file.touch()
+    example = tmp_path / "steploop.toml"
+    settings = re.findall(r'^# (\w+ = "[^"]*")', text, re.MULTILINE)
+    assert len(settings) == 5
+    there = [re.sub(r'"/[^"]*"', f'"{tmp_path if line.startswith("model") else file}"', line) for line in settings]
+    example.write_text("\n".join(there))
+    assert len(load_config({"config_file": str(example)}, {}).origins) == 6, "and where the file is"
 
 
 def test_what_does_not_mend_itself_is_not_restarted() -> None:
