@@ -46,7 +46,7 @@ $(VENV)/.installed-bench: $(VENV)/.installed
 test: $(VENV)/.installed-test
 	@(PATH="$$PATH:/usr/sbin"; for program in $(TEST_PROGRAMS); do command -v $$program || exit 1; done) >/dev/null || { \
 		[ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
-		{ apt-get update -qq; apt-get install -qq --yes $(DEBIAN_TEST_PACKAGES); }; } || \
+		{ apt-get update -qq; apt-get install -qq --yes --no-install-recommends $(DEBIAN_TEST_PACKAGES); }; } || \
 		echo "not installed: $(DEBIAN_TEST_PACKAGES) (tests that need it are skipped)"
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
