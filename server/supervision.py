@@ -64,6 +64,7 @@ class Supervision:
         self._pulse = Pulse.BEATING
         self._timer: asyncio.TimerHandle | None = None
         self._is_stopping = False
+        self._cause: StartupError | None = None
 
     def start(self) -> None:
         self._timer = self._loop.call_later(self._tick_s, self._tick)
@@ -108,9 +109,8 @@ class Supervision:
             cause: why the process could not start.
         """
         self._is_stopping = True
+        self._cause = cause
         self._tell_stopping()
-        if cause is not None:
-            self._manager.tell_status(f"Failed: {cause.cause}")
 
     def close(self) -> None:
         if self._timer is not None:
@@ -146,4 +146,5 @@ class Supervision:
 
     def _tell_stopping(self) -> None:
         num = self._process.num_in_progress
-        self._manager.tell_stopping(f"Draining: {num} {'request' if num == 1 else 'requests'} in progress")
+        draining = f"Draining: {num} {'request' if num == 1 else 'requests'} in progress"
+        self._manager.tell_stopping(draining if self._cause is None else f"Failed: {self._cause.cause}")

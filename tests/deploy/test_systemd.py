@@ -11,6 +11,7 @@ from tests.certificates import make_certificate, needs_openssl
 from tests.deploy.conftest import Gate, Simulate
 from tests.deploy.notify_socket import notify_socket
 from tests.e2e.raw_http import ask, connected, post_bytes
+from tests.e2e.server_process import start_process
 
 STREAM = {"model": "small", "prompt": "hi", "stream": True, "max_tokens": 5, "ignore_eos": True}
 WATCHDOG = {"WATCHDOG_USEC": "300000"}
@@ -33,6 +34,20 @@ def test_ready_is_told_after_loading_and_the_stages_before(
         server.send_signal(signal.SIGTERM)
         assert server.wait_exit() == ExitCode.OK
         assert not any("WATCHDOG" in fields for fields in manager.receive_rest()), "nobody has asked for it"
+
+
+def test_model_that_cannot_be_loaded_is_told_to_the_end(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    with notify_socket(tmp_path / "notify") as manager:
+        flags = ("serve", "--port", "0", "--model", str(model))
+        server = start_process(tmp_path, "server", *flags, environment={"NOTIFY_SOCKET": manager.address})
+        assert server.wait_exit() == ExitCode.MODEL
+        *_, last = manager.receive_rest()
+        assert last["STOPPING"] == "1"
+        assert last["STATUS"].startswith(f"Failed: {model}")
+        assert not any("READY" in fields for fields in manager.history)
 
 
 def test_sighup_is_told_as_a_reload_with_its_time(simulate: Simulate, tmp_path: Path) -> None:
