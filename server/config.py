@@ -517,7 +517,8 @@ class ServerConfig:
     @property
     def client_rules(self) -> ClientRules:
         header = None if self.forwarded_header == NO_HEADER else self.forwarded_header
-        cap = self.max_connections_per_address or max(1, self.max_connections * 7 // 8)  # nobody takes them all alone
+        others = self.max_connections // 64 * 8  # an eighth is left to them; of a few connections, nothing
+        cap = self.max_connections_per_address or self.max_connections - others
         return ClientRules(self.allow, self.deny, self.trusted_proxies, header, cap)
 
     def all_binds(self, has_passed: bool = False) -> tuple[Bind, ...]:

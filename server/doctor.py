@@ -10,7 +10,8 @@ from functools import partial
 from typing import TextIO
 
 from core.errors import ExitCode, StartupError
-from server.binds import Bind, PassedAddress, TcpAddress, open_binds
+from server.binds import Bind, PassedAddress, TcpAddress
+from server.listening_sockets import open_binds
 from server.values import format_count, format_size
 from server.versions import LISTED, VersionOf, check_floors, installed_version, versions
 

@@ -14,11 +14,12 @@ from functools import partial
 from typing import Any
 
 from server.acceptor import Acceptor
-from server.binds import DEFAULT_UNIX_MODE, Bind, ListeningSocket, TcpAddress, open_binds
+from server.binds import DEFAULT_UNIX_MODE, Bind, TcpAddress
 from server.client_gate import ClientGate, ClientRules
 from server.connection import Connection
 from server.connection_limits import ConnectionLimits
 from server.exchanges import ConnectionContext, Handler, Refuse
+from server.listening_sockets import ListeningSocket, open_binds
 from server.peer import Peer, socket_peer
 from server.proxy_protocol import ProxyHeader, ProxyHeaderParser, ProxyProtocolError
 from server.refusals import HANDSHAKE, MAX_CONNECTIONS, PROXY_HEADER, SHUTDOWN, UNTRUSTED_PROXY, Refusals
@@ -59,6 +60,14 @@ class ListenerConfig:
     tls: ServerTls | None = None
 
 
+@dataclass(slots=True)
+class _Opening:
+    """A connection on its way to its transport."""
+
+    task: asyncio.Task[None]
+    may_be_cancelled: bool = True
+
+
 class Listener:
     """Accepts connections and knows them all (ConnectionRegistry).
 
@@ -92,7 +101,7 @@ class Listener:
         )
         self._acceptors: list[tuple[ListeningSocket, Acceptor]] = []  # of the sockets that are still open
         self._connections: set[Connection] = set()
-        self._opening: dict[Connection, asyncio.Task[None]] = {}  # of _connections, those without a transport yet
+        self._opening: dict[Connection, _Opening] = {}  # of _connections, those without a transport yet
         self._tasks: set[asyncio.Task[None]] = set()
         self._awaited: set[Connection] = self._connections  # whose end drain() waits for
         self._is_draining = False
@@ -127,20 +136,23 @@ class Listener:
         config = self._config
         self.sockets = open_binds(config.binds, config.passed, config.backlog, config.unix_mode)
         for listening in self.sockets:
-            acceptor = Acceptor(self._loop, listening.sock, partial(self._welcome, listening.bind))
+            acceptor = Acceptor(
+                self._loop, listening.sock, partial(self._welcome, listening.bind, listening.sock.family)
+            )
             acceptor.start()
             self._acceptors.append((listening, acceptor))
 
     # The beginning of a connection.
 
-    def _welcome(self, bind: Bind, accepted: socket.socket, address: Any) -> None:
-        connection = self.admit(socket_peer(accepted.family, address), bind.takes_proxy)
+    def _welcome(self, bind: Bind, family: int, accepted: socket.socket, address: Any) -> None:
+        connection = self.admit(socket_peer(family, address), bind.takes_proxy)
         if connection is None:
             accepted.close()
             return
-        if accepted.family == socket.AF_UNIX:
+        if family == socket.AF_UNIX:
             accepted.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_SEND_BUFFER_BYTES)
-        task = self._opening[connection] = self._loop.create_task(self._open(connection, bind, accepted))
+        task = self._loop.create_task(self._open(connection, bind, accepted))
+        self._opening[connection] = _Opening(task)
         task.add_done_callback(partial(self._end_opening, connection, accepted))
 
     def admit(self, peer: Peer, takes_proxy: bool = False) -> Connection | None:
@@ -176,6 +188,8 @@ class Listener:
         if bind.takes_proxy and not await self._hear_proxy(connection, accepted):
             return
         tls = None if bind.is_plain else self._config.tls
+        if tls is None:  # it is open in a turn of the loop, and uvloop would not tell it of a cancellation
+            self._opening[connection].may_be_cancelled = False
         try:
             await self._loop.connect_accepted_socket(
                 lambda: connection,
@@ -220,6 +234,8 @@ class Listener:
 
     def opened(self, connection: Connection) -> None:
         self._opening.pop(connection, None)
+        if self._is_closed:
+            self._loop.call_soon(connection.drain)
 
     def forget(self, connection: Connection) -> None:
         self._opening.pop(connection, None)
@@ -267,7 +283,8 @@ class Listener:
             return
         for task in tuple(self._tasks):
             task.cancel()
-        await asyncio.wait(tuple(self._tasks))
+        if self._tasks:
+            await asyncio.wait(tuple(self._tasks))
 
     def _stop_listening(self) -> None:
         self._is_closed = True
@@ -278,15 +295,18 @@ class Listener:
         self._awaited = self._connections
         for connection in self._connections - self._opening.keys():
             connection.drain()
-        for task in self._opening.values():
-            task.cancel()
+        self._cancel_opening()
 
     def abort(self) -> None:
         """Close all connections now. Their handlers are told, or cancelled, as when a client leaves."""
         for connection in self._connections - self._opening.keys():
             connection.abort()
-        for task in self._opening.values():
-            task.cancel()
+        self._cancel_opening()
+
+    def _cancel_opening(self) -> None:
+        for opening in self._opening.values():
+            if opening.may_be_cancelled:
+                opening.task.cancel()
 
     async def _wait_quiet(self, timeout_s: float) -> bool:
         """Whether connections and handlers were all gone in time."""

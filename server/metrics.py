@@ -75,7 +75,7 @@ class Metrics:
     def render(self, stats: EngineStats, num_connections: int, num_accepted: int, refused: Counter[str]) -> bytes:
         page = _Page(f'model_name="{_escape(self.model_name)}"')
         self._render_routers_subset(page, stats)
-        page.family("steploop_connections", "gauge", "Open connections.", num_connections)
+        page.family("steploop_connections", "gauge", "Open connections, handshakes included.", num_connections)
         page.family("steploop_connections_accepted_total", "counter", "Connections accepted.", num_accepted)
         page.labelled("steploop_connections_refused_total", "Connections turned away.", "reason", refused)
         page.labelled("steploop_responses_total", "Responses by status.", "status", self.responses)

@@ -26,7 +26,6 @@ from server.api.surface import GenerationDefaults
 from server.app import App, Readiness
 from server.auth import KeyAuthenticator
 from server.banner import BannerFacts, Place, banner_lines, is_public, places_of
-from server.binds import shown_addresses
 from server.config import ServerConfig
 from server.connection_limits import ConnectionLimits
 from server.cross_origin import CrossOrigin
@@ -36,6 +35,7 @@ from server.engine_thread import EngineThread, Inbox
 from server.http1_prefilter import HeadLimits
 from server.lifecycle import Clock, Lifecycle, PromptReader
 from server.listener import Listener, ListenerConfig
+from server.listening_sockets import shown_addresses
 from server.metrics import Metrics
 from server.model_files import ModelFiles
 from server.socket_activation import PassedSocket, take_passed_sockets

@@ -20,6 +20,7 @@ ALPN = ("h2", "http/1.1")
 _CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"  # of TLS 1.2; those of 1.3 are all fit
 
 
+_KEY = b"PRIVATE KEY-----"  # ends the first line of any of PEM's keys (RFC 7468 §10, §11 and before them)
 # RFC 4514 §3: the names that may stand for their types
 _SHORT_NAMES = {
     "commonName": "CN",
@@ -115,6 +116,8 @@ def _ask_for_certificates(context: ssl.SSLContext, client_ca: Path, client_auth:
 
 
 def _certificate_refusal(files: TlsFiles, error: OSError | ValueError) -> StartupError:
+    if files.key is None and isinstance(error, ssl.SSLError) and _KEY not in files.certificate.read_bytes():
+        return StartupError(f"there is no key in {files.certificate}", "--tls-key FILE", ExitCode.CONFIGURATION)
     names = f"{files.certificate}" if files.key is None else f"{files.certificate} and {files.key}"
     return StartupError(
         f"{names} cannot be served with: {_reason(error)}",

@@ -127,6 +127,23 @@ def test_drain_waits_for_a_stream_and_then_returns() -> None:
     run(scenario)
 
 
+@pytest.mark.parametrize("num_turns", range(6))
+def test_drain_closes_whom_it_finds_on_the_doorstep(num_turns: int) -> None:
+    async def scenario() -> None:
+        listener = await start(hello)
+        clients = [socket.create_connection(("127.0.0.1", listener.port)) for _ in range(5)]
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        await listener.drain(5)
+        assert listener.num_open == 0
+        for client in clients:
+            with contextlib.suppress(ConnectionResetError):
+                assert client.recv(1) == b""
+            client.close()
+
+    run(scenario)
+
+
 def test_drain_aborts_what_outlives_its_grace() -> None:
     async def scenario() -> None:
         hold = Hold()
@@ -158,13 +175,20 @@ def test_client_is_known_by_its_address_and_noticed_when_it_closes() -> None:
     run(scenario)
 
 
-def test_slow_reader_is_noticed_within_a_bounded_amount() -> None:
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_UNIX])
+def test_slow_reader_is_noticed_within_a_bounded_amount(
+    family: socket.AddressFamily, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = str(tmp_path_factory.mktemp("s") / "a")
+
     async def scenario() -> None:
         hold = Hold()
-        listener = await start(hold)
-        with socket.socket() as client:
+        binds = (Bind(TcpAddress(port=0)), Bind(UnixAddress(path)))
+        listener = Listener(hold, refuse, ListenerConfig(binds))
+        await listener.start()
+        with socket.socket(family) as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            client.connect(("127.0.0.1", listener.port))
+            client.connect(path if family == socket.AF_UNIX else ("127.0.0.1", listener.port))
             client.sendall(GET)
             stream = await hold.started
             num_sent = 0
@@ -173,7 +197,7 @@ def test_slow_reader_is_noticed_within_a_bounded_amount() -> None:
                 num_sent += 1024
                 listener.batch.flush_all()
                 await asyncio.sleep(0)
-                assert num_sent < 1024 * 1024
+                assert num_sent < 128 * 1024
         await hold.gone
         await listener.drain(5)
 

@@ -182,6 +182,13 @@ def test_key_of_another_certificate_is_refused(tmp_path: Path) -> None:
         ServerTls(TlsFiles(certificate, key))
 
 
+def test_certificate_without_a_key_is_refused_with_the_flag_that_is_missing(tmp_path: Path) -> None:
+    certificate, _ = make_certificate(tmp_path)
+    with pytest.raises(StartupError, match="there is no key in") as caught:
+        ServerTls(TlsFiles(certificate))
+    assert caught.value.fix == "--tls-key FILE"
+
+
 def test_key_alone_is_refused(tmp_path: Path) -> None:
     assert server_tls(None, None) is None
     with pytest.raises(StartupError, match="no certificate"):
@@ -381,3 +388,22 @@ def test_a_subject_is_written_so_that_no_value_looks_like_another_part(value: st
     found = client_certificate({"subject": ((("organizationName", "O"),), (("commonName", value),))})
     assert found == ClientCertificate(f"CN={written},O=O")
     assert client_certificate({}) is client_certificate(None) is None
+
+
+def test_drain_at_any_moment_of_a_handshake_leaves_no_connection(tmp_path: Path) -> None:
+    certificate, key = make_certificate(tmp_path)
+    context = trusting(certificate, "http/1.1")
+
+    async def main() -> None:
+        for num_turns in range(0, 40, 2):
+            async with serving(ServerTls(TlsFiles(certificate, key))) as listener:
+                clients = [asyncio.create_task(connect(listener.port, context)) for _ in range(3)]
+                for _ in range(num_turns):
+                    await asyncio.sleep(0)
+                await listener.drain(5)
+                assert listener.num_open == 0
+                for found in await asyncio.gather(*clients, return_exceptions=True):
+                    if not isinstance(found, BaseException):
+                        found[1].close()
+
+    uvloop.run(main())
