@@ -14,7 +14,8 @@ PYTHON ?= python3
 VENV := .venv
 PIP_INSTALL := $(VENV)/bin/python -m pip install --quiet --constraint constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
-DEBIAN_TEST_PACKAGES := curl nghttp2-client openssl
+DEBIAN_TEST_PACKAGES := chromium curl default-jdk-headless haproxy nghttp2-client nginx nodejs openssl systemd
+TEST_PROGRAMS := chromium curl haproxy java nghttp nginx node openssl systemd-analyze
 BENCH_MODEL := $(VENV)/models/qwen2.5-0.5b
 
 .PHONY: setup serve test bench peers clean
@@ -43,8 +44,9 @@ $(VENV)/.installed-bench: $(VENV)/.installed
 	@touch $@
 
 test: $(VENV)/.installed-test
-	@{ command -v curl && command -v nghttp && command -v openssl; } >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
-		{ apt-get update -qq; apt-get install -qq --yes $(DEBIAN_TEST_PACKAGES); }; } || \
+	@(PATH="$$PATH:/usr/sbin"; for program in $(TEST_PROGRAMS); do command -v $$program || exit 1; done) >/dev/null || { \
+		[ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+		{ apt-get update -qq; apt-get install -qq --yes --no-install-recommends $(DEBIAN_TEST_PACKAGES); }; } || \
 		echo "not installed: $(DEBIAN_TEST_PACKAGES) (tests that need it are skipped)"
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .

@@ -20,10 +20,11 @@ from server.api.envelope import PROTOCOL_CODES, error_body, protocol_error_body,
 from server.api.responses import ResponsesSurface, input_tokens_reply
 from server.api.surface import Surface
 from server.auth import KeyAuthenticator
+from server.cross_origin import CrossOrigin
 from server.lifecycle import Clock, Lifecycle
 from server.listener import Listener
 from server.logs import AccessRecord, current_request_id, log_access
-from server.messages import Headers, HttpRequest
+from server.messages import Headers, HttpRequest, ResponseHead
 from server.metrics import CONTENT_TYPE, Metrics
 from server.peer import Peer
 from server.refusals import DENIED
@@ -85,6 +86,7 @@ class Readiness:
     stage: str = "starting"
     is_ready: bool = False
     is_draining: bool = False
+    is_stalled: bool = False  # the engine is busy with one step for too long: it may still come back
 
     def check(self) -> None:
         """
@@ -104,6 +106,7 @@ class App:
 
     Args:
         new_request_id: unique ids, ours.
+        cross_origin: whose pages may read the answers; None: nobody's else.
     """
 
     def __init__(
@@ -113,6 +116,7 @@ class App:
         metrics: Metrics,
         clock: Clock,
         new_request_id: Callable[[], str],
+        cross_origin: CrossOrigin | None = None,
     ) -> None:
         self.readiness = readiness
         self.lifecycle: Lifecycle | None = None  # once the model is loaded
@@ -122,6 +126,7 @@ class App:
         self._metrics = metrics
         self._clock = clock
         self._new_request_id = new_request_id
+        self._cross_origin = cross_origin or CrossOrigin()
         self._exchanges: dict[HttpStream, Exchange] = {}  # in progress
         self._routes = self._make_routes()
         self._patterns = (
@@ -141,7 +146,7 @@ class App:
         )
         self._exchanges[stream] = exchange
         current_request_id.set(exchange.request_id)
-        stream.common_headers = (_request_id_header(exchange),)
+        stream.common_headers = (_request_id_header(exchange), *self._cross_origin.headers(stream.request))
         error_code = None
         try:
             if stream.peer.is_proxy:
@@ -185,7 +190,8 @@ class App:
             )
             self._account_for(account, status, PROTOCOL_CODES[status])
         body = protocol_error_body(status, message)
-        return (*content_headers(body), *answer_headers(account.timings), _request_id_header(account)), body
+        headers = (*content_headers(body), *answer_headers(account.timings), _request_id_header(account))
+        return (*headers, *self._cross_origin.headers(account.request)), body
 
     def _account_for(self, account: Account, status: int, error_code: str | None) -> None:
         """Every request passes here once, when it is over."""
@@ -216,6 +222,11 @@ class App:
             gate.leave(client)
 
     async def _dispatch(self, exchange: Exchange) -> None:
+        preflight = self._cross_origin.preflight_headers(exchange.request)
+        if preflight is not None:  # it comes without the key, and for any path: the request itself is judged
+            exchange.stream.send_head(ResponseHead(200, ((b"content-length", b"0"), *preflight)))
+            exchange.stream.end()
+            return
         route = self._route(exchange)
         if not route.is_public:
             self._authenticator.check(exchange.request)
@@ -276,6 +287,9 @@ class App:
 
     async def _ready(self, exchange: Exchange) -> None:
         self.readiness.check()
+        if self.readiness.is_stalled:  # requests may still wait for it; a balancer had better look elsewhere
+            message = "The engine has been busy with one step for too long."
+            raise ServiceError(ErrorKind.UNAVAILABLE, message, "stalled", retry_after_s=5)
         self._send(exchange, b'{"status":"ready"}')
 
     async def _show_metrics(self, exchange: Exchange) -> None:

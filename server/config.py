@@ -23,6 +23,7 @@ from server.binds import (
     unix_mode_value,
 )
 from server.client_gate import ClientRules
+from server.cross_origin import origin_value
 from server.forwarded import FORWARDED, X_FORWARDED_FOR
 from server.networks import UNIX, IpNetwork, network_value, proxy_value
 from server.values import (
@@ -377,6 +378,18 @@ class ServerConfig:
             group="server",
             is_list=True,
             is_secret=True,
+        ),
+    )
+    cors_origins: tuple[str, ...] = field(
+        default=(),
+        metadata=Setting(
+            name="cors-origin",
+            parse=origin_value,
+            metavar="ORIGIN",
+            help="pages of this origin, such as https://app.example.com, may ask from a browser; may be repeated; * for"
+            " any, which lets every page that a user visits ask where no key is needed (default: none)",
+            group="server",
+            is_list=True,
         ),
     )
     log_level: str = field(

@@ -227,7 +227,7 @@ class Connection(asyncio.Protocol):
         self._timer.arm()
 
     def drain(self) -> None:
-        """Take no further request: close now when idle, else after the responses that are under way."""
+        """Close now when idle, else after the responses that are under way. A new connection may still ask once."""
         if self._closing is _Closing.NO:
             self._exchanges.drain()
 

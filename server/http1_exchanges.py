@@ -5,6 +5,7 @@ peer is seen at the next write.
 """
 
 import asyncio
+import math
 from typing import TYPE_CHECKING
 
 from core.errors import ErrorKind, ServiceError
@@ -45,6 +46,7 @@ class Http1Exchanges:
         self._is_dirty = False
         self._body_is_awaited = False
         self._exchange_is_over = False  # and the next one has not begun
+        self._drain_due = math.inf  # for a connection that has asked for nothing yet
         self._waiting_since = context.loop.time()  # for a request, its head or its body, whichever it is now
 
     @property
@@ -199,8 +201,13 @@ class Http1Exchanges:
 
     def drain(self) -> None:
         self.close_after_answer()
-        if self._stream is None and not self._out and self._protocol.is_idle:
+        if self._stream is not None or self._out or not self._protocol.is_idle:
+            return
+        if self._protocol.num_requests:
             self._connection.close()
+        else:  # it has been accepted: its first request may be on its way, and is to be answered
+            self._drain_due = self._loop.time() + self._limits.drain_round_trip_s
+            self._connection.adjust()
 
     # The clocks.
 
@@ -210,7 +217,9 @@ class Http1Exchanges:
             if not self._body_is_awaited or self._protocol.has_read_request:
                 return None
             return self._waiting_since + limits.body_s + self._stream.num_body_bytes / limits.body_bytes_per_s
-        return self._waiting_since + (limits.idle_s if self._protocol.is_idle else limits.head_s)
+        if self._protocol.is_idle:
+            return min(self._waiting_since + limits.idle_s, self._drain_due)
+        return self._waiting_since + limits.head_s
 
     def on_due(self) -> None:
         if self._stream is not None:

@@ -28,6 +28,7 @@ from server.auth import KeyAuthenticator
 from server.banner import BannerFacts, Place, banner_lines, is_public, places_of
 from server.config import ServerConfig
 from server.connection_limits import ConnectionLimits
+from server.cross_origin import CrossOrigin
 from server.descriptors import allow_connections
 from server.engine_client import EngineClient
 from server.engine_thread import EngineThread, Inbox
@@ -38,6 +39,8 @@ from server.listening_sockets import shown_addresses
 from server.metrics import Metrics
 from server.model_files import ModelFiles
 from server.socket_activation import PassedSocket, take_passed_sockets
+from server.supervision import EngineLost, Supervision
+from server.systemd import ServiceManager
 from server.tls import ServerTls, server_tls
 
 logger = logging.getLogger(__name__)
@@ -79,7 +82,7 @@ LoadEngine = Callable[[Inbox, Callable[[StepDelivery], None], Callable[[str], No
 
 
 class Server:
-    """One serving process. Implements server.engine_thread.EngineEvents.
+    """One serving process. Implements server.engine_thread.EngineEvents and server.supervision.Supervised.
 
     Args:
         load: makes the engine.
@@ -101,7 +104,12 @@ class Server:
         self._metrics = Metrics()
         self._clock = Clock(time.monotonic, time.time)
         self._app = App(
-            self._readiness, KeyAuthenticator(config.api_keys), self._metrics, self._clock, lambda: uuid.uuid4().hex
+            self._readiness,
+            KeyAuthenticator(config.api_keys),
+            self._metrics,
+            self._clock,
+            lambda: uuid.uuid4().hex,
+            CrossOrigin(config.cors_origins),
         )
         self._tls = server_tls(config.tls_cert, config.tls_key, config.tls_client_ca, config.tls_client_auth)
         self.listener = Listener(self._app.handle, self._app.refuse, _listener_config(config, self._tls, passed))
@@ -109,6 +117,8 @@ class Server:
         self._engine_thread = EngineThread(
             lambda inbox, deliver: load(inbox, deliver, self._report_stage), self, self._loop
         )
+        self._manager = ServiceManager(os.environ, os.getpid())
+        self._supervision = Supervision(self, self._manager, self._loop)
         self._client: EngineClient | None = None
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._stopping: asyncio.Future[float] = self._loop.create_future()  # seconds of grace
@@ -126,7 +136,10 @@ class Server:
     async def wait_stopped(self) -> ExitCode:
         """The rest of run(), for who has called start()."""
         grace_s = await self._stopping
-        await self._shut_down(grace_s)
+        try:
+            await self._shut_down(grace_s)
+        finally:
+            self._supervision.close()
         if isinstance(self._failure, StartupError):
             raise self._failure
         return ExitCode.OK if self._failure is None else ExitCode.ENGINE
@@ -138,6 +151,7 @@ class Server:
         if is_public(self._places) and not self._config.api_keys and not self._needs_certificate:
             logger.warning("anyone who reaches this port can use it: set STEPLOOP_API_KEY, or --tls-client-ca")
         self._engine_thread.start()
+        self._supervision.start()
 
     async def wait_ready(self) -> None:
         """
@@ -149,20 +163,21 @@ class Server:
     def install_signal_handlers(self) -> None:
         """SIGTERM drains, SIGINT ends streams with an error event at once; so does any second one of them.
 
-        SIGHUP reads the certificate again, where there is one.
+        SIGHUP reads the certificate again. Where there is none and nobody supervises, it keeps its meaning: the
+        terminal is gone, and the process ends.
         """
         self._loop.add_signal_handler(signal.SIGTERM, self.stop, self._config.drain_timeout_s)
         self._loop.add_signal_handler(signal.SIGINT, self.stop, 0.0)
-        if self._tls is not None:
-            self._loop.add_signal_handler(signal.SIGHUP, self._reload, self._tls)
+        if self._tls is not None or self._manager.is_there:
+            self._loop.add_signal_handler(signal.SIGHUP, self._supervision.reload, self._reload)
 
-    def _reload(self, tls: ServerTls) -> None:
-        """Read the certificate again. One that is not fit is told of, and the old one stays."""
-        try:
-            tls.reload()
-        except StartupError as error:
-            logger.error("the certificate stays as it was: %s", error.cause)
-        else:
+    def _reload(self) -> None:
+        """
+        Raises:
+            StartupError: the certificate is not fit; the old one stays.
+        """
+        if self._tls is not None:
+            self._tls.reload()
             logger.info("the certificate is reloaded")
 
     def stop(self, grace_s: float) -> None:
@@ -201,11 +216,16 @@ class Server:
         gc.set_threshold(*GC_THRESHOLDS)
         self._readiness.is_ready = True
         self._ready.set_result(None)
+        self._supervision.on_ready(loaded.facts.limits.max_batch_tokens)
         self._announce(banner_lines(self._banner_facts(loaded.facts)))
 
     def on_delivery(self, delivery: StepDelivery) -> None:
         assert self._client is not None, "nothing is delivered before the engine is ready"
+        self._supervision.on_step(delivery.stats)
         self._client.deliver(delivery)
+
+    def on_beat(self) -> None:
+        self._supervision.on_beat()
 
     def on_failed(self, error: BaseException) -> None:
         self._failure = error
@@ -225,7 +245,27 @@ class Server:
 
     def _report_stage(self, stage: str) -> None:
         """Thread: engine. A string is handed over, nothing else."""
-        self._loop.call_soon_threadsafe(setattr, self._readiness, "stage", stage)
+        self._loop.call_soon_threadsafe(self._set_stage, stage)
+
+    def _set_stage(self, stage: str) -> None:
+        self._readiness.stage = stage
+        self._supervision.on_stage()
+
+    # What supervision asks and tells.
+
+    @property
+    def num_in_progress(self) -> int:
+        return self.listener.num_handlers
+
+    @property
+    def stage(self) -> str:
+        return self._readiness.stage
+
+    def ask_for_beat(self) -> None:
+        self._engine_thread.ask_for_beat()
+
+    def on_silence(self, is_silent: bool) -> None:
+        self._readiness.is_stalled = is_silent
 
     @property
     def _places(self) -> tuple[Place, ...]:
@@ -264,12 +304,13 @@ class Server:
             may = f"may take {grace_s:g} s more" if grace_s else "are broken off"
             logger.info("shutting down: requests in progress %s", may)
         self._readiness.is_draining = True
+        self._supervision.on_stopping(self._failure if isinstance(self._failure, StartupError) else None)
         farewell = self._loop.call_later(grace_s, self._say_farewell)
         await self.listener.drain(grace_s + FAREWELL_S)
         farewell.cancel()
         self._engine_thread.stop()
-        if self._client is None:
-            return  # it is still loading, which nothing can interrupt: the process ends without it
+        if self._client is None or isinstance(self._failure, EngineLost):
+            return  # it is still loading, or hangs, which nothing can interrupt: the process ends without it
         if not self._engine_thread.wait_stopped(ENGINE_STOP_S):
             logger.warning("the engine's step has not ended after %g s", ENGINE_STOP_S)
 

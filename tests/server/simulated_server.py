@@ -29,6 +29,7 @@ from server.app import App, Readiness
 from server.auth import KeyAuthenticator
 from server.client_gate import ClientRules
 from server.connection_limits import ConnectionLimits
+from server.cross_origin import CrossOrigin
 from server.engine_client import EngineClient
 from server.lifecycle import Clock, Lifecycle, PromptReader
 from server.metrics import Metrics
@@ -213,6 +214,7 @@ class SimulatedServer:
         max_requests: int = 100,
         connection_limits: ConnectionLimits | None = None,
         is_ready: bool = True,
+        origins: tuple[str, ...] = (),
         clients: ClientRules | None = None,
     ) -> None:
         self.loop = VirtualTimeLoop()
@@ -232,7 +234,14 @@ class SimulatedServer:
         self._engine = Engine(self.scheduler, runner(limits, cost, time), time, self._inbox, self._send_delivery)
         clock = Clock(time, lambda: UNIX_S + time())
         numbers = itertools.count(1)
-        self.app = App(self.readiness, KeyAuthenticator(keys), self.metrics, clock, lambda: f"r{next(numbers)}")
+        self.app = App(
+            self.readiness,
+            KeyAuthenticator(keys),
+            self.metrics,
+            clock,
+            lambda: f"r{next(numbers)}",
+            CrossOrigin(origins),
+        )
         self.network = MemoryServer(self.app.handle, connection_limits, self.loop, self.app.refuse, clients)
         self.app.listener = self.network.listener
         self.client = EngineClient(

@@ -78,6 +78,7 @@ SAMPLES = {
     "stall-timeout": "1.5s",
     "drain-timeout": "1h",
     "quantize": "int8",
+    "cors-origin": "https://app.example.com",
 }
 
 
