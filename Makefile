@@ -14,7 +14,7 @@ PYTHON ?= python3
 VENV := .venv
 PIP_INSTALL := $(VENV)/bin/python -m pip install --quiet --constraint constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
-DEBIAN_TEST_PACKAGES := curl nghttp2-client openssl
+DEBIAN_TEST_PACKAGES := curl haproxy nginx nghttp2-client openssl
 BENCH_MODEL := $(VENV)/models/qwen2.5-0.5b
 
 .PHONY: setup serve test bench peers clean
@@ -43,7 +43,8 @@ $(VENV)/.installed-bench: $(VENV)/.installed
 	@touch $@
 
 test: $(VENV)/.installed-test
-	@{ command -v curl && command -v nghttp && command -v openssl; } >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+	@(PATH="$$PATH:/usr/sbin"; for tool in curl haproxy nginx nghttp openssl; do command -v $$tool || exit 1; done) >/dev/null || { \
+		[ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
 		{ apt-get update -qq; apt-get install -qq --yes $(DEBIAN_TEST_PACKAGES); }; } || \
 		echo "not installed: $(DEBIAN_TEST_PACKAGES) (tests that need it are skipped)"
 	$(VENV)/bin/ruff format --check .

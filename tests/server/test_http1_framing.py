@@ -1,0 +1,121 @@
+"""What HTTP/1.1 bytes mean: our reading of each case in the table, and that no proxy reads it otherwise.
+
+nginx and haproxy run as they are installed. What one of them refuses is no difference: it never comes through.
+"""
+
+import pytest
+import uvloop
+
+from server.http1 import Http1Protocol
+from server.http1_prefilter import HeadLimits
+from server.messages import BodyChunk, Event, HttpRequest, ProtocolViolation, ResponseHead
+from tests.server.framing_cases import LAST, Case, Understood, load_cases, noted
+from tests.server.framing_peers import PROXIES, Forwarded, installed, understood_by_proxy, understood_by_us
+
+CASES = load_cases()
+LEAST_CASES = 300
+
+each_theme = pytest.mark.parametrize("theme", dict.fromkeys(case.theme for case in CASES))
+
+
+def cases_of(theme: str) -> list[Case]:
+    return [case for case in CASES if case.theme == theme]
+
+
+def test_table_is_as_large_as_promised() -> None:
+    assert len({case.sent for case in CASES}) >= LEAST_CASES
+
+
+@pytest.fixture(scope="module")
+def ours() -> dict[str, Understood]:
+    return uvloop.run(understood_by_us(CASES))
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_server_understands_or_refuses(case: Case, ours: dict[str, Understood]) -> None:
+    assert ours[case.name] == case.expected
+
+
+@pytest.fixture(scope="module", params=PROXIES)
+def forwarded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Forwarded]:
+    """What the proxy made of every case, and we behind it."""
+    name: str = request.param
+    if installed(name) is None:
+        pytest.skip(f"{name} is not installed: apt-get install {name}")
+    return uvloop.run(understood_by_proxy(name, CASES, tmp_path_factory.mktemp(name)))
+
+
+@each_theme
+def test_no_proxy_frames_differently_what_we_accept(theme: str, forwarded: dict[str, Forwarded]) -> None:
+    found = {case.name: difference(case.expected, forwarded[case.name].by_proxy) for case in cases_of(theme)}
+    assert not {name: text for name, text in found.items() if text}
+
+
+def difference(ours: Understood, theirs: Understood) -> str:
+    """What of our requests is not theirs; nothing where one of us refuses what the other takes."""
+    num_common = min(len(ours.requests), len(theirs.requests))
+    if theirs.requests[:num_common] != ours.requests[:num_common]:
+        return f"it sees {theirs.requests}, we {ours.requests}"
+    if len(theirs.requests) > num_common and ours.end == "waits":
+        return f"it sees {theirs.requests}, where we wait"
+    if len(ours.requests) > num_common and theirs.end == "waits":
+        return f"it waits, where we see {ours.requests}"
+    return ""
+
+
+@each_theme
+def test_behind_a_proxy_we_understand_what_it_sends(theme: str, forwarded: dict[str, Forwarded]) -> None:
+    """Never another request; and only those are missing that we have refused."""
+    for case in cases_of(theme):
+        sent, understood = forwarded[case.name].by_proxy, forwarded[case.name].understood
+        rest = iter(sent.requests)
+        assert all(request in rest for request in understood), (case.name, sent, understood)
+        if sent.end == "end":
+            assert understood == sent.requests, case.name
+
+
+def test_no_client_of_a_proxy_gets_a_tunnel_through_it(forwarded: dict[str, Forwarded]) -> None:
+    """haproxy hands on an upgrade to h2c; what it then passes, it does not see."""
+    upgrades = [case.name for case in CASES if case.expected.end == "101"]
+    assert upgrades
+    for name in upgrades:
+        assert forwarded[name].by_proxy.end == "end"
+        assert "garbage" not in forwarded[name].by_proxy.requests
+
+
+def read(data: bytes, step: int) -> Understood:
+    """What the protocol alone makes of the bytes, so many in each read."""
+    protocol = Http1Protocol(HeadLimits(), lambda: b"now")
+    requests: list[str] = []
+    begun: list[HttpRequest] = []
+    body = bytearray()
+
+    def take(events: list[Event]) -> str | None:
+        for event in events:
+            if isinstance(event, HttpRequest):
+                begun[:] = [event]
+                body.clear()
+            elif isinstance(event, BodyChunk):
+                body.extend(event.data)
+            elif isinstance(event, ProtocolViolation):
+                return str(event.status)
+        if protocol.has_read_request:
+            requests.append(noted(begun[0].method, f"{begun[0].path}?{begun[0].query}", bytes(body)))
+            protocol.send_head(ResponseHead(200, ((b"content-length", b"0"),)))
+            protocol.send_end()
+            return take(protocol.next_request()) if protocol.keep_alive else "closed"
+        return None
+
+    for start in range(0, len(data), step):
+        end = take(protocol.receive(data[start : start + step]))
+        if end is not None:
+            return Understood(tuple(requests), "end" if requests[-1:] == [LAST] else end)
+    return Understood(tuple(requests), "waits")
+
+
+@each_theme
+@pytest.mark.parametrize("step", [1, 7, 2**20])
+def test_protocol_alone_understands_the_same_however_the_bytes_are_split(theme: str, step: int) -> None:
+    for case in cases_of(theme):
+        if case.expected.end != "101":  # which the connection decides
+            assert read(case.sent, step) == case.expected, case.name
