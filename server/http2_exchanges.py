@@ -168,7 +168,7 @@ class Http2Exchanges:
                 self._unsent.pop(event.stream_id, None)
                 self._over.discard(event.stream_id)
                 self._drop(event.stream_id)
-            elif type(event) is ProtocolViolation:
+            elif type(event) is ProtocolViolation and self._protocol.is_open(event.stream_id):
                 self._answer_error(event.stream_id, event.status, event.message, None)
 
     def _start_stream(self, request: HttpRequest) -> None:
