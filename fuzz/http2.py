@@ -89,7 +89,7 @@ def _answer(said: bytes) -> None:
         for event in protocol.receive(said[start : start + _LARGE_STEP], float(number)):
             if isinstance(event, BodyChunk):
                 protocol.acknowledge(event.stream_id, len(event.data))
-            elif isinstance(event, HttpRequest | ProtocolViolation):
+            elif isinstance(event, HttpRequest | ProtocolViolation) and protocol.is_open(event.stream_id):
                 protocol.send_head(event.stream_id, _ANSWER)
                 protocol.send_data(event.stream_id, b"x" * 1_000)
                 trailers = ((b"x-sum", b"1"),) if event.stream_id % 3 else ()
