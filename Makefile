@@ -1,6 +1,8 @@
 # make serve        set up and serve the embedded model on http://127.0.0.1:8000
 # make test         set up and run every check and test
 # make setup        set up .venv alone
+# make fuzz         look for bytes that break the protocols, FUZZ_SECONDS (60) for each of the targets in fuzz/;
+#                   ARGS=--save keeps what it learns in fuzz/corpus
 # make bench        measure, against peers where they are installed; results under bench/results/
 # make peers        set up the servers that bench.peers compares with: llama.cpp is compiled for minutes (needs a
 #                   C++ compiler), from the source that llama-cpp-python brings
@@ -15,9 +17,10 @@ VENV := .venv
 PIP_INSTALL := $(VENV)/bin/python -m pip install --quiet --constraint constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 DEBIAN_TEST_PACKAGES := curl haproxy nginx nghttp2-client openssl
+FUZZ_SECONDS ?= 60
 BENCH_MODEL := $(VENV)/models/qwen2.5-0.5b
 
-.PHONY: setup serve test bench peers clean
+.PHONY: setup serve test fuzz bench peers clean
 .DEFAULT_GOAL := setup
 
 setup: $(VENV)/.installed
@@ -42,6 +45,10 @@ $(VENV)/.installed-bench: $(VENV)/.installed
 	$(PIP_INSTALL) --editable '.[bench]'
 	@touch $@
 
+$(VENV)/.installed-fuzz: $(VENV)/.installed
+	$(PIP_INSTALL) --editable '.[fuzz]'
+	@touch $@
+
 test: $(VENV)/.installed-test
 	@(PATH="$$PATH:/usr/sbin"; for tool in curl haproxy nginx nghttp openssl; do command -v $$tool || exit 1; done) >/dev/null || { \
 		[ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
@@ -52,6 +59,9 @@ test: $(VENV)/.installed-test
 	$(VENV)/bin/mypy
 	$(VENV)/bin/python -m pytest -q -m "not slow and not gpu" tests
 	$(VENV)/bin/python -m pytest -q -m "slow and not gpu" tests
+
+fuzz: $(VENV)/.installed-fuzz
+	$(VENV)/bin/python -m fuzz --seconds $(FUZZ_SECONDS) $(ARGS)
 
 bench: $(VENV)/.installed-bench
 	$(VENV)/bin/python -m bench.batching

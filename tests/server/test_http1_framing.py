@@ -3,6 +3,8 @@
 nginx and haproxy run as they are installed. What one of them refuses is no difference: it never comes through.
 """
 
+from pathlib import Path
+
 import pytest
 import uvloop
 
@@ -10,6 +12,7 @@ from server.http1 import Http1Protocol
 from server.http1_prefilter import HeadLimits
 from server.messages import BodyChunk, Event, HttpRequest, ProtocolViolation, ResponseHead
 from tests.server.framing_cases import LAST, Case, Understood, load_cases, noted
+from tests.server.framing_mutants import mutants
 from tests.server.framing_peers import PROXIES, Forwarded, installed, understood_by_proxy, understood_by_us
 
 CASES = load_cases()
@@ -37,12 +40,17 @@ def test_server_understands_or_refuses(case: Case, ours: dict[str, Understood]) 
 
 
 @pytest.fixture(scope="module", params=PROXIES)
-def forwarded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Forwarded]:
-    """What the proxy made of every case, and we behind it."""
+def proxy(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     if installed(name) is None:
         pytest.skip(f"{name} is not installed: apt-get install {name}")
-    return uvloop.run(understood_by_proxy(name, CASES, tmp_path_factory.mktemp(name)))
+    return name
+
+
+@pytest.fixture(scope="module")
+def forwarded(proxy: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Forwarded]:
+    """What the proxy made of every case, and we behind it."""
+    return uvloop.run(understood_by_proxy(proxy, CASES, tmp_path_factory.mktemp(proxy)))
 
 
 @each_theme
@@ -67,11 +75,26 @@ def difference(ours: Understood, theirs: Understood) -> str:
 def test_behind_a_proxy_we_understand_what_it_sends(theme: str, forwarded: dict[str, Forwarded]) -> None:
     """Never another request; and only those are missing that we have refused."""
     for case in cases_of(theme):
-        sent, understood = forwarded[case.name].by_proxy, forwarded[case.name].understood
-        rest = iter(sent.requests)
-        assert all(request in rest for request in understood), (case.name, sent, understood)
-        if sent.end == "end":
-            assert understood == sent.requests, case.name
+        check_chain(case, forwarded[case.name])
+
+
+def check_chain(case: Case, forwarded: Forwarded) -> None:
+    sent, understood = forwarded.by_proxy, forwarded.understood
+    rest = iter(sent.requests)
+    assert all(request in rest for request in understood), (case, forwarded)
+    if sent.end == "end":
+        assert understood == sent.requests, (case, forwarded)
+
+
+@pytest.mark.parametrize("count", [2_000, pytest.param(20_000, marks=pytest.mark.slow)])
+def test_no_proxy_frames_mutants_differently(count: int, proxy: str, tmp_path: Path) -> None:
+    cases = mutants(CASES, count, seed=count, read=lambda data: read(data, len(data)))
+    forwarded = uvloop.run(understood_by_proxy(proxy, cases, tmp_path))
+    for case in cases:
+        assert not difference(case.expected, forwarded[case.name].by_proxy), (case, forwarded[case.name])
+        check_chain(case, forwarded[case.name])
+    num_agreed = sum(case.expected == forwarded[case.name].by_proxy for case in cases if case.expected.end == "end")
+    assert num_agreed > count / 20, "most are refused, but not all"
 
 
 def test_no_client_of_a_proxy_gets_a_tunnel_through_it(forwarded: dict[str, Forwarded]) -> None:
