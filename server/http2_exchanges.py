@@ -149,6 +149,7 @@ class Http2Exchanges:
             self._protocol.acknowledge(stream_id, exchange.num_unread)
         if not self._exchanges:
             self._idle_since = self._loop.time()
+            self._connection.adjust()  # its clock runs from now on, whether the peer says anything more or not
 
     # What the protocol says.
 

@@ -769,6 +769,21 @@ def test_idle_connection_is_told_and_closed(serve: Serve) -> None:
     assert not client.transport.was_aborted
 
 
+def test_connection_whose_last_clock_ran_out_is_idle_from_then_on(serve: Serve) -> None:
+    server = serve(echo)
+    client = Http2Client(server)
+    client.request(POST, b"x", end=False)
+    server.loop.advance(30.1)
+    client.read()
+    assert client.responses[1].status == 408
+    server.loop.advance(74.8)
+    client.read()
+    assert client.goaways == []
+    server.loop.advance(0.2)
+    client.read()
+    assert client.goaways == [(ErrorCodes.NO_ERROR, 2**31 - 1)]
+
+
 def test_busy_connection_is_not_idle(serve: Serve) -> None:
     hold = Hold()
     client = Http2Client(serve(hold))
