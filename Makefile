@@ -17,7 +17,6 @@ VENV := .venv
 PIP_INSTALL := $(VENV)/bin/python -m pip install --quiet --constraint constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 DEBIAN_TEST_PACKAGES := curl haproxy nginx nghttp2-client openssl
-FUZZ_SECONDS ?= 60
 BENCH_MODEL := $(VENV)/models/qwen2.5-0.5b
 
 .PHONY: setup serve test fuzz bench peers clean
@@ -60,6 +59,7 @@ test: $(VENV)/.installed-test
 	$(VENV)/bin/python -m pytest -q -m "not slow and not gpu" tests
 	$(VENV)/bin/python -m pytest -q -m "slow and not gpu" tests
 
+FUZZ_SECONDS ?= 60
 fuzz: $(VENV)/.installed-fuzz
 	$(VENV)/bin/python -m fuzz --seconds $(FUZZ_SECONDS) $(ARGS)
 
