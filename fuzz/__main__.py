@@ -28,10 +28,16 @@ def main() -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m fuzz", description="Look for bytes that break a target.")
-    parser.add_argument("target", nargs="*", choices=[*TARGETS, []], help=f"of {', '.join(TARGETS)}; default: all")
+    parser.add_argument("target", nargs="*", type=_target, help=f"of {', '.join(TARGETS)}; default: all")
     parser.add_argument("--seconds", type=int, default=60, help="for each target (default: %(default)s)")
     parser.add_argument("--save", action="store_true", help="keep what reaches new code in fuzz/corpus")
     return parser
+
+
+def _target(name: str) -> str:
+    if name not in TARGETS:
+        raise argparse.ArgumentTypeError(f"{name} is none of {', '.join(TARGETS)}")
+    return name
 
 
 def _fuzz(target: str, seconds: int, keeps: bool) -> bool:

@@ -8,9 +8,7 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from server.http1 import Http1Protocol
-from server.http1_prefilter import HeadLimits
-from server.messages import BodyChunk, Event, HttpRequest, ProtocolViolation, ResponseHead
+from fuzz import http1
 from tests.server.framing_cases import LAST, Case, Understood, load_cases, noted
 from tests.server.framing_mutants import mutants
 from tests.server.framing_peers import PROXIES, Forwarded, installed, understood_by_proxy, understood_by_us
@@ -108,32 +106,14 @@ def test_no_client_of_a_proxy_gets_a_tunnel_through_it(forwarded: dict[str, Forw
 
 def read(data: bytes, step: int) -> Understood:
     """What the protocol alone makes of the bytes, so many in each read."""
-    protocol = Http1Protocol(HeadLimits(), lambda: b"now")
-    requests: list[str] = []
-    begun: list[HttpRequest] = []
-    body = bytearray()
-
-    def take(events: list[Event]) -> str | None:
-        for event in events:
-            if isinstance(event, HttpRequest):
-                begun[:] = [event]
-                body.clear()
-            elif isinstance(event, BodyChunk):
-                body.extend(event.data)
-            elif isinstance(event, ProtocolViolation):
-                return str(event.status)
-        if protocol.has_read_request:
-            requests.append(noted(begun[0].method, f"{begun[0].path}?{begun[0].query}", bytes(body)))
-            protocol.send_head(ResponseHead(200, ((b"content-length", b"0"),)))
-            protocol.send_end()
-            return take(protocol.next_request()) if protocol.keep_alive else "closed"
-        return None
-
-    for start in range(0, len(data), step):
-        end = take(protocol.receive(data[start : start + step]))
-        if end is not None:
-            return Understood(tuple(requests), "end" if requests[-1:] == [LAST] else end)
-    return Understood(tuple(requests), "waits")
+    reading = http1.read(data, step)
+    requests = tuple(
+        noted(message.head.method, f"{message.head.path}?{message.head.query}", message.body)
+        for message in reading.messages
+        if message.is_complete
+    )
+    is_last = requests[-1:] == (LAST,) and reading.end == "closed"
+    return Understood(requests, "end" if is_last else reading.end or "waits")
 
 
 @each_theme
