@@ -1,5 +1,7 @@
 """What the fuzzer has found of interest, tried again without it."""
 
+from pathlib import Path
+
 import pytest
 
 from fuzz import corpus
@@ -24,7 +26,7 @@ def test_target_holds_for_no_input_and_any_byte(target: str) -> None:
         check(data)
 
 
-def test_saved_input_is_what_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: pytest.TempPathFactory) -> None:
+def test_saved_input_is_what_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(corpus, "DIRECTORY", tmp_path)
     inputs = [b"", EVERY_BYTE, b"\\r\\n\r\n\x85\xa0", b"a"]
     corpus.save("any", inputs)
