@@ -1,6 +1,8 @@
 # make serve        set up and serve the embedded model on http://127.0.0.1:8000
 # make test         set up and run every check and test
 # make setup        set up .venv alone
+# make fuzz         look for bytes that break the protocols, FUZZ_SECONDS (60) for each of the targets in fuzz/;
+#                   ARGS=--save keeps what it learns in fuzz/corpus
 # make bench        measure, against peers where they are installed; results under bench/results/
 # make peers        set up the servers that bench.peers compares with: llama.cpp is compiled for minutes (needs a
 #                   C++ compiler), from the source that llama-cpp-python brings
@@ -18,7 +20,7 @@ DEBIAN_TEST_PACKAGES := chromium curl default-jdk-headless haproxy nghttp2-clien
 TEST_PROGRAMS := chromium curl haproxy java nghttp nginx node openssl systemd-analyze
 BENCH_MODEL := $(VENV)/models/qwen2.5-0.5b
 
-.PHONY: setup serve test bench peers clean
+.PHONY: setup serve test fuzz bench peers clean
 .DEFAULT_GOAL := setup
 
 setup: $(VENV)/.installed
@@ -43,6 +45,10 @@ $(VENV)/.installed-bench: $(VENV)/.installed
 	$(PIP_INSTALL) --editable '.[bench]'
 	@touch $@
 
+$(VENV)/.installed-fuzz: $(VENV)/.installed
+	$(PIP_INSTALL) --editable '.[fuzz]'
+	@touch $@
+
 test: $(VENV)/.installed-test
 	@(PATH="$$PATH:/usr/sbin"; for program in $(TEST_PROGRAMS); do command -v $$program || exit 1; done) >/dev/null || { \
 		[ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
@@ -53,6 +59,10 @@ test: $(VENV)/.installed-test
 	$(VENV)/bin/mypy
 	$(VENV)/bin/python -m pytest -q -m "not slow and not gpu" tests
 	$(VENV)/bin/python -m pytest -q -m "slow and not gpu" tests
+
+FUZZ_SECONDS ?= 60
+fuzz: $(VENV)/.installed-fuzz
+	$(VENV)/bin/python -m fuzz --seconds $(FUZZ_SECONDS) $(ARGS)
 
 bench: $(VENV)/.installed-bench
 	$(VENV)/bin/python -m bench.batching

@@ -143,6 +143,10 @@ class Http2Protocol:
         stream = self._streams.get(stream_id)
         return 0 if stream is None else stream.body.num_unsent
 
+    def is_open(self, stream_id: int) -> bool:
+        """Its response can be sent: no later frame, perhaps of the same read, has ended it."""
+        return stream_id in self._streams
+
     def adopt(self, request: HttpRequest) -> None:
         """The request that came by HTTP/1.1 is answered here."""
         assert request.stream_id == 1

@@ -150,6 +150,7 @@ class Http2Exchanges:
             self._protocol.acknowledge(stream_id, exchange.num_unread)
         if not self._exchanges:
             self._idle_since = self._loop.time()
+            self._connection.adjust()  # its clock runs from now on, whether the peer says anything more or not
 
     # What the protocol says.
 
@@ -169,7 +170,7 @@ class Http2Exchanges:
                 self._unsent.pop(event.stream_id, None)
                 self._over.discard(event.stream_id)
                 self._drop(event.stream_id)
-            elif type(event) is ProtocolViolation:
+            elif type(event) is ProtocolViolation and self._protocol.is_open(event.stream_id):
                 self._answer_error(event.stream_id, event.status, event.message, None)
 
     def _start_stream(self, request: HttpRequest) -> None:

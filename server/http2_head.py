@@ -20,6 +20,7 @@ _PSEUDO = frozenset((b":method", b":scheme", b":authority", b":path"))
 # RFC 9113 §8.2.2: connection-specific fields MUST be treated as malformed
 _OF_CONNECTION = frozenset((b"connection", b"proxy-connection", b"keep-alive", b"transfer-encoding", b"upgrade"))
 _OF_UPGRADE = (b"connection", b"upgrade", b"http2-settings")
+_OF_PROXIES = frozenset((b"forwarded", b"via", b"x-forwarded-for"))
 _SETTING_BYTES = 6
 _FIELD_OVERHEAD_BYTES = 32  # RFC 9113 §6.5.2, SETTINGS_MAX_HEADER_LIST_SIZE
 
@@ -72,7 +73,11 @@ def upgrade_settings(request: HttpRequest, max_settings: int) -> bytes | None:
     """The HTTP2-Settings of an HTTP/1.1 request that may be answered in HTTP/2, padded; None: it may not be.
 
     RFC 7540 §3.2, which RFC 9113 drops and stock Java clients send: `Upgrade: h2c`, and exactly one HTTP2-Settings.
+    Not what has come through a proxy: one that hands the upgrade on (haproxy 2.6) would no longer see what its client
+    asks for, and its rules would not hold.
     """
+    if any(name in _OF_PROXIES for name, _ in request.headers):
+        return None
     fields = {name: [value for key, value in request.headers if key == name] for name in _OF_UPGRADE}
     tokens = {part.strip(b" \t") for value in fields[b"connection"] for part in value.lower().split(b",")}
     settings = fields[b"http2-settings"]

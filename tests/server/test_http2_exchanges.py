@@ -463,6 +463,18 @@ def test_wellformed_request_is_taken(serve: Serve, headers: list[tuple[str, str]
     assert client.responses[client.request(headers)].status == 200
 
 
+def test_request_that_is_refused_and_broken_in_one_read_is_reset(serve: Serve) -> None:
+    """Its 431 comes too late."""
+    client = Http2Client(serve(echo))
+    client.h2.config.validate_outbound_headers = False
+    client.h2.config.normalize_outbound_headers = False
+    stream_id = client.begin([*fields(method="POST"), *[("x", "y")] * 97], end=False)
+    client.h2.send_headers(stream_id, [("Connection", "close")], end_stream=True)
+    client.exchange()
+    assert client.responses[stream_id].reset is ErrorCodes.PROTOCOL_ERROR
+    assert client.responses[client.request()].status == 200
+
+
 def test_handler_sees_one_host_and_one_cookie(serve: Serve) -> None:
     async def show(stream: HttpStream) -> None:
         answer(stream, 200, repr(stream.request.headers).encode())
@@ -755,6 +767,21 @@ def test_idle_connection_is_told_and_closed(serve: Serve) -> None:
     client.exchange()
     assert client.transport.is_lost
     assert not client.transport.was_aborted
+
+
+def test_connection_whose_last_clock_ran_out_is_idle_from_then_on(serve: Serve) -> None:
+    server = serve(echo)
+    client = Http2Client(server)
+    client.request(POST, b"x", end=False)
+    server.loop.advance(30.1)
+    client.read()
+    assert client.responses[1].status == 408
+    server.loop.advance(74.8)
+    client.read()
+    assert client.goaways == []
+    server.loop.advance(0.2)
+    client.read()
+    assert client.goaways == [(ErrorCodes.NO_ERROR, 2**31 - 1)]
 
 
 def test_busy_connection_is_not_idle(serve: Serve) -> None:
