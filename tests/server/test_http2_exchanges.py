@@ -534,8 +534,8 @@ ATTACKS = {
     "unknown frames": (frame(0x77, b"x" * 100) * 1100, CALM),
     "window overflow": (frame(WINDOW_UPDATE, b"\x7f\xff\xff\xff"), ErrorCodes.FLOW_CONTROL_ERROR),
     "overlong frame": (frame(0, bytes(16_385), 0, 3)[:9], ErrorCodes.FRAME_SIZE_ERROR),
-    "bad HPACK": (frame(1, b"\x80", 0x5, 3), ErrorCodes.PROTOCOL_ERROR),
-    "table size past the limit": (frame(1, b"\x3f\xe2\x1f" + HEADERS_ONE_FIELD, 0x5, 3), ErrorCodes.PROTOCOL_ERROR),
+    "bad HPACK": (frame(1, b"\x80", 0x5, 3), ErrorCodes.COMPRESSION_ERROR),
+    "table size past the limit": (frame(1, b"\x3f\xe2\x1f" + HEADERS_ONE_FIELD, 0x5, 3), ErrorCodes.COMPRESSION_ERROR),
 }
 
 
