@@ -8,6 +8,7 @@ h2 cannot drain), no PRIORITY and no padding of header blocks, no unknown frames
 
 import struct
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from h2.errors import ErrorCodes
 
@@ -101,8 +102,7 @@ class StreamFault:
     code: ErrorCodes
 
 
-@dataclass(frozen=True, slots=True)
-class _Header:
+class _Header(NamedTuple):
     """RFC 9113 §4.1."""
 
     length: int
@@ -129,7 +129,7 @@ class FrameGate:
         refusal: why the connection is to end; nothing is let through from then on.
         faults: streams to be reset, once what was let through with them has been read; to be taken by whoever reads it.
         goaway_code: of the client's GOAWAY, once it has come.
-        least_table_size: a SETTINGS_HEADER_TABLE_SIZE that its own frame replaced by a larger one.
+        least_table_size: a SETTINGS_HEADER_TABLE_SIZE that its own frame replaced by another.
     """
 
     def __init__(self, limits: FrameLimits, highest_stream_id: int = 0) -> None:
@@ -312,8 +312,9 @@ class FrameGate:
             known, passed_over = read_settings(payload)
         except InvalidSetting as invalid:
             raise Refusal(invalid.code, invalid.message) from None
-        if passed_over:
-            self.least_table_size = min(passed_over)
+        if self.least_table_size is not None:
+            passed_over.append(self.least_table_size)
+        self.least_table_size = min(passed_over, default=None)
         return FRAME_HEADER.pack(0, len(known), SETTINGS, header.flags, 0) + known
 
     def _check_priority(self, header: _Header, payload: bytes) -> None:

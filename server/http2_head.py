@@ -16,7 +16,7 @@ _NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9a-z-]+")  # RFC 9113 §8.2: no upper cas
 _CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 _METHOD = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _PATH = re.compile(rb"/[\x21-\x22\x24-\x7e]*")  # no fragment
-_LENGTH = re.compile(rb"[0-9]{1,18}")
+_LENGTH = re.compile(rb"[0-9]{1,19}")  # 19 digits: below 2**64
 _PSEUDO = frozenset((b":method", b":scheme", b":authority", b":path"))
 # RFC 9113 §8.2.2: connection-specific fields MUST be treated as malformed
 _OF_CONNECTION = frozenset((b"connection", b"proxy-connection", b"keep-alive", b"transfer-encoding", b"upgrade"))

@@ -189,11 +189,14 @@ class Seen:
     _statuses: dict[int, int] = field(default_factory=dict)
 
     def add(self, received: bytes) -> None:
-        self._rest += received
-        while len(self._rest) >= 9 and len(self._rest) >= (end := 9 + int.from_bytes(self._rest[:3], "big")):
-            stream = int.from_bytes(self._rest[5:9], "big")
-            self._take(Frame(self._rest[3], self._rest[9:end], self._rest[4], stream))
-            self._rest = self._rest[end:]
+        data, start = self._rest + received, 0
+        while len(data) >= start + 9 and len(data) >= (
+            end := start + 9 + int.from_bytes(data[start : start + 3], "big")
+        ):
+            stream = int.from_bytes(data[start + 5 : start + 9], "big")
+            self._take(Frame(data[start + 3], data[start + 9 : end], data[start + 4], stream))
+            start = end
+        self._rest = data[start:]
 
     def _take(self, frame: Frame) -> None:
         self.frames.append(frame)

@@ -16,15 +16,13 @@ import pytest
 import uvloop
 from h2.errors import ErrorCodes
 
-from core.errors import ServiceError
 from server.frame_gate import GOAWAY, HEADERS, PING, PREFACE, SETTINGS
 from server.listener import Listener, ListenerConfig
-from server.messages import ResponseHead
 from server.stream import HttpStream
 from server.tls import ServerTls
 from tests.certificates import make_certificate, needs_openssl
 from tests.server import hpack_cases, http2_cases
-from tests.server.fakes import MemoryServer, MemoryTransport, refuse
+from tests.server.fakes import MemoryServer, refuse
 from tests.server.http2_cases import REFUSED, Case
 from tests.server.raw_http2 import (
     ACK,
@@ -41,62 +39,11 @@ from tests.server.raw_http2 import (
     window_update,
     wire,
 )
+from tests.server.raw_peer import MemoryPeer, respond
 from tests.server.simulated_server import MODEL, Answer, SimulatedServer, chat
-from tests.server.test_connection import answer
 
 CASES = (*http2_cases.CASES, *hpack_cases.CASES)
 HANG_S = 20.0  # after which a real server is taken for hung
-
-
-async def respond(stream: HttpStream) -> None:
-    """What the cases ask for, by path."""
-    match stream.request.path:
-        case "/wait":
-            await stream.read_body(2**20)
-            stream.send_head(ResponseHead(200, ()))
-            stream.send(b"begun")
-            await asyncio.get_running_loop().create_future()
-        case "/read":
-            try:
-                answer(stream, 200, b"%d" % len(await stream.read_body(2**20)))
-            except ServiceError:
-                answer(stream, 413, b"")
-        case "/later":
-            await asyncio.get_running_loop().create_future()
-        case "/cookie":
-            answer(stream, 200, stream.request.header(b"cookie") or b"")
-        case _:
-            answer(stream, 200, b"ok")
-
-
-class MemoryPeer:
-    """A client on a network in memory."""
-
-    def __init__(self, server: MemoryServer) -> None:
-        self.seen = Seen()
-        self.server = server
-        self.transport: MemoryTransport = server.connect()
-        self._num_seen = 0
-        self._num_pings = 0
-        self.send(START)
-
-    def send(self, frames: bytes) -> None:
-        self._num_pings += 1
-        self.transport.feed(frames + ping(b"%08d" % self._num_pings).encode(0))
-        self.look()
-
-    def look(self) -> None:
-        self.server.loop.settle()
-        self.seen.add(bytes(self.transport.received[self._num_seen :]))
-        self._num_seen = len(self.transport.received)
-
-    def drain(self) -> None:
-        self._drain = self.server.loop.create_task(self.server.listener.drain(60))
-        self.look()
-
-    @property
-    def goes_on(self) -> bool:
-        return self.seen.has_pong(b"%08d" % self._num_pings) and not self.transport.has_sent_eof
 
 
 def try_case(peer: MemoryPeer, case: Case) -> None:
