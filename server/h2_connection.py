@@ -27,6 +27,7 @@ NUM_REMEMBERED_STREAMS = 1024  # that have ended
 _DEFAULT_WINDOW = 65_535  # RFC 9113 §6.9.2
 _TABLE_BYTES = 4096  # RFC 9113 §6.5.2, the initial value: a peer may lower it, not raise it
 _UNLIMITED = 2**31
+_MAX_CLOSED_STREAMS_KEPT = 64  # as objects, 3 KB each; forgetting them costs a look at all streams
 
 
 class _H2Stream(H2Stream):
@@ -63,6 +64,15 @@ class _H2(H2Connection):
     def __init__(self, config: H2Configuration) -> None:
         super().__init__(config)
         self._reset_streams: OrderedDict[int, None] = OrderedDict()  # by us
+        self._num_streams_kept = 0  # when the closed ones were last forgotten
+
+    @property
+    def open_inbound_streams(self) -> int:
+        """0: http2 counts them. h2 asks before each new stream, and goes through them all to forget the closed."""
+        if len(self.streams) > self._num_streams_kept + _MAX_CLOSED_STREAMS_KEPT:
+            self._open_streams(1)
+            self._num_streams_kept = len(self.streams)
+        return 0
 
     def _begin_new_stream(self, stream_id: int, allowed_ids: AllowedStreamIDs) -> H2Stream:
         stream = super()._begin_new_stream(stream_id, allowed_ids)

@@ -18,6 +18,10 @@ async def respond(stream: HttpStream) -> None:
             stream.send_head(ResponseHead(200, ()))
             stream.send(b"begun")
             await asyncio.get_running_loop().create_future()
+        case "/much":
+            stream.send_head(ResponseHead(200, ()))
+            stream.send(bytes(2**16))
+            await asyncio.get_running_loop().create_future()
         case "/read":
             try:
                 answer(stream, 200, b"%d" % len(await stream.read_body(2**20)))

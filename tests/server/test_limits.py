@@ -436,7 +436,12 @@ TABLE = (
 )
 
 
-@pytest.mark.parametrize("limit", TABLE, ids=str)
+SLOW = "streams of an HTTP/2 connection"  # 20,000 requests
+
+
+@pytest.mark.parametrize(
+    "limit", [pytest.param(limit, marks=pytest.mark.slow if limit.name == SLOW else ()) for limit in TABLE], ids=str
+)
 def test_limit_lets_through_what_is_within_and_nothing_past_it(limit: Row) -> None:
     assert limit.default == limit.limit
     assert limit.probe(limit.within) == limit.at_limit
