@@ -28,9 +28,22 @@ _MAX_PADDING_BYTES = 256
 _SETTING_BYTES = 6
 _PRIORITY_BYTES = 5
 _GOAWAY_BYTES = 8
-_LENGTHS = {RST_STREAM: 4, PING: 8, WINDOW_UPDATE: 4}
-_OF_STREAM = frozenset((DATA, HEADERS, PRIORITY, RST_STREAM, PUSH_PROMISE, CONTINUATION))
-_OF_CONNECTION = frozenset((SETTINGS, PING, GOAWAY))
+_MOST = 2**24 - 1
+# RFC 9113 §6: whether a frame is of a stream (None: of either), and how long it may be. Another length of PRIORITY is a
+# stream error (§6.3).
+_SHAPES = {
+    DATA: (True, 0, _MOST),
+    HEADERS: (True, 0, _MOST),
+    PRIORITY: (True, 0, _MOST),
+    RST_STREAM: (True, 4, 4),
+    SETTINGS: (False, 0, _MOST),
+    PUSH_PROMISE: (True, 0, _MOST),
+    PING: (False, 8, 8),
+    GOAWAY: (False, _GOAWAY_BYTES, _MOST),
+    WINDOW_UPDATE: (None, 4, 4),
+}
+_ANY_SHAPE = (None, 0, _MOST)
+_PASSED_AS_THEY_ARE = frozenset((DATA, RST_STREAM, PING, CONTINUATION))
 _31_BITS = 0x7FFFFFFF  # RFC 9113 §4.1, §6.3, §6.9: the bit before them is reserved
 
 
@@ -109,17 +122,6 @@ class _Header(NamedTuple):
     kind: int
     flags: int
     stream_id: int
-
-    @property
-    def num_judged(self) -> int:
-        """How much of the payload is judged before anything of the frame goes through."""
-        if self.kind == HEADERS:
-            return bool(self.flags & _PADDED) + (_PRIORITY_BYTES if self.flags & _HAS_PRIORITY else 0)
-        if self.kind == GOAWAY:
-            return _GOAWAY_BYTES
-        if self.kind == PRIORITY:
-            return min(self.length, _PRIORITY_BYTES)
-        return self.length if self.kind in (SETTINGS, WINDOW_UPDATE) else 0
 
 
 class FrameGate:
@@ -217,7 +219,8 @@ class FrameGate:
                 high, low, kind, flags, stream_id = FRAME_HEADER.unpack(self._held)
                 header = _Header(high << 16 | low, kind, flags, stream_id & _31_BITS)
                 self._check(header, now)
-                if num_judged := header.num_judged:
+                num_judged = 0 if kind in _PASSED_AS_THEY_ARE else _num_judged(header)
+                if num_judged:
                     self._header = header
                     self._num_held += num_judged
                     return
@@ -266,7 +269,12 @@ class FrameGate:
 
     def _pass_on(self, header: _Header, held: bytes, passed: list[bytes]) -> None:
         """Let a frame through, or part of it, or nothing, after a look at its payload."""
-        kind, payload = header.kind, held[HEADER_BYTES:]
+        kind = header.kind
+        if kind in _PASSED_AS_THEY_ARE:
+            passed.append(held)
+            self._num_passing = header.length
+            return
+        payload = held[HEADER_BYTES:]
         rest = header.length - len(payload)
         if kind == HEADERS:
             self._pass_head(header, payload, passed)
@@ -278,13 +286,10 @@ class FrameGate:
         elif kind == GOAWAY:
             self.goaway_code = int.from_bytes(payload[4:8], "big")
             self._num_dropped = rest
-        elif kind > CONTINUATION:
-            self._num_dropped = rest  # RFC 9113 §5.5: unknown types are ignored
         elif kind == WINDOW_UPDATE:
             self._pass_window_update(header, int.from_bytes(payload, "big") & _31_BITS, passed)
         else:
-            passed.append(held)
-            self._num_passing = rest
+            self._num_dropped = rest  # RFC 9113 §5.5: unknown types are ignored
 
     def _pass_head(self, header: _Header, payload: bytes, passed: list[bytes]) -> None:
         """Of a HEADERS frame the header block alone. h2 is wrong on padding that leaves nothing of it."""
@@ -356,6 +361,8 @@ class FrameGate:
             self._block_stream = 0
 
     def _check_data(self, length: int, flags: int) -> None:
+        if flags & _PADDED and not length:
+            raise Refusal(ErrorCodes.FRAME_SIZE_ERROR, "The frame has no room for its padding's length.")
         self.count_content(max(0, length - _MAX_PADDING_BYTES) if flags & _PADDED else length)
         self._charge_overhead()
 
@@ -370,20 +377,31 @@ class FrameGate:
 
 
 def _check_shape(header: _Header) -> None:
-    """Whether the frame's stream and length are such as its type has (RFC 9113 §6)."""
-    kind, length = header.kind, header.length
-    if (kind in _OF_STREAM and not header.stream_id) or (kind in _OF_CONNECTION and header.stream_id):
-        raise Refusal(ErrorCodes.PROTOCOL_ERROR, f"A frame of type {kind} cannot be of stream {header.stream_id}.")
-    if kind == SETTINGS:
-        is_fit = not length if header.flags & _ACK else length % _SETTING_BYTES == 0
-    elif kind == PRIORITY:
-        is_fit = True  # RFC 9113 §6.3: another length is a stream error
-    else:
-        is_fit = length >= header.num_judged and length == _LENGTHS.get(kind, length)
-    if kind == DATA and header.flags & _PADDED:
-        is_fit = length > 0
+    """Whether the frame's stream and length are such as its type has."""
+    length, kind, flags, stream_id = header
+    is_of_stream, least, most = _SHAPES.get(kind, _ANY_SHAPE)
+    if is_of_stream is not None and is_of_stream != (stream_id > 0):
+        raise Refusal(ErrorCodes.PROTOCOL_ERROR, f"A frame of type {kind} cannot be of stream {stream_id}.")
+    is_fit = least <= length <= most
+    if kind == SETTINGS:  # RFC 9113 §6.5
+        is_fit = not length if flags & _ACK else length % _SETTING_BYTES == 0
     if not is_fit:
         raise Refusal(ErrorCodes.FRAME_SIZE_ERROR, f"A frame of type {kind} cannot be {length} bytes long.")
+
+
+def _num_judged(header: _Header) -> int:
+    """How much of the payload is judged before anything of the frame goes through."""
+    length, kind, flags, _ = header
+    if kind == HEADERS:
+        num_judged = (flags & _PADDED and 1) + (flags & _HAS_PRIORITY and _PRIORITY_BYTES)
+        if num_judged > length:
+            raise Refusal(ErrorCodes.FRAME_SIZE_ERROR, "The frame has no room for what its flags say.")
+        return num_judged
+    if kind == GOAWAY:
+        return _GOAWAY_BYTES
+    if kind == PRIORITY:
+        return min(length, _PRIORITY_BYTES)
+    return length if kind in (SETTINGS, WINDOW_UPDATE) else 0
 
 
 def _depends_on(priority: bytes) -> int:

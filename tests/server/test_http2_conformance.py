@@ -60,6 +60,8 @@ def judge(case: Case, seen: Seen, goes_on: bool, is_drained: bool = False) -> No
     """
     expected = case.expected
     assert seen.goaway is expected.goaway
+    last_streams = [frame.content[:4] for frame in seen.of(GOAWAY)]
+    assert last_streams == sorted(last_streams, reverse=True)  # RFC 9113 §6.8: never increased
     assert goes_on is (expected.goaway is None)
     if expected.goaway is not None:
         return
