@@ -190,6 +190,19 @@ def stall_of(seconds: float) -> str:
         return str(peer.outcome())
 
 
+def drain_of(seconds: float) -> str:
+    """What becomes of a stream that goes on while the server drains."""
+    with connected() as peer:
+        peer.feed(get(b"/wait").encode(0))
+        drain = peer.server.loop.create_task(peer.server.listener.drain(ServerConfig().drain_timeout_s))
+        peer.advance(seconds)
+        is_closed = peer.transport.was_aborted
+        peer.transport.reset()
+        peer.advance(5.0)
+        assert drain.done()
+        return "closed" if is_closed else PASSES
+
+
 def http2_head_of(seconds: float) -> str:
     with connected() as peer:
         peer.feed(headers(block(), END_STREAM).encode(0))
@@ -432,6 +445,8 @@ TABLE = (
     row("n", 8, 8, lambda n: asked(n=n), "400"),
     row("prompts", completions.MAX_PROMPTS, 16, lambda n: asked(prompt=["a"] * n, max_tokens=1), "400"),
     row("stop", fields.MAX_STOPS, 4, lambda n: asked(stop=[f"~{i}" for i in range(n)]), "400"),
+    row("logit_bias", fields.MAX_LOGIT_BIASES, 300, lambda n: asked(logit_bias={str(i): 0 for i in range(n)}), "400"),
+    time("drain", ServerConfig().drain_timeout_s, 60, drain_of, "closed"),
     row("top_logprobs", fields.MAX_TOP_LOGPROBS, 20, lambda n: asked(logprobs=n), "400"),
 )
 
