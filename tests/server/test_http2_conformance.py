@@ -19,7 +19,7 @@ from h2.errors import ErrorCodes
 from server.frame_gate import GOAWAY, HEADERS, PING, PREFACE, SETTINGS
 from server.listener import Listener, ListenerConfig
 from server.stream import HttpStream
-from server.tls import ServerTls
+from server.tls import ServerTls, server_tls
 from tests.certificates import make_certificate, needs_openssl
 from tests.server import hpack_cases, http2_cases
 from tests.server.fakes import MemoryServer, refuse
@@ -205,9 +205,9 @@ class TlsServer:
         self._tls = ssl.create_default_context(cafile=str(certificate))
         self._tls.set_alpn_protocols(["h2"])
         self.loop = uvloop.new_event_loop()
-        self._listener = self.loop.run_until_complete(self._listen(ServerTls(certificate, key)))
+        self._listener = self.loop.run_until_complete(self._listen(server_tls(certificate, key)))
 
-    async def _listen(self, tls: ServerTls) -> Listener:
+    async def _listen(self, tls: ServerTls | None) -> Listener:
         listener = Listener(respond, refuse, ListenerConfig(port=0, tls=tls))
         await listener.start()
         return listener
