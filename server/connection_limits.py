@@ -19,7 +19,7 @@ class Http2Limits:
     frames: FrameLimits = field(default_factory=FrameLimits)
     num_streams: int = 256
     num_refused: int = 256
-    window_bytes: int = 1024 * 1024
+    window_bytes: int = 512 * 1024
     list_bytes: int = 64 * 1024
 
 

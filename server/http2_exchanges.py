@@ -272,9 +272,11 @@ class Http2Exchanges:
             if self._unsent or output.held or has_more:
                 self._watch_progress(output.sent, output.held)
         connection.write_out()
-        if connection.is_writing_paused and connection.num_unwritten > self._limits.max_control_bytes:
-            self._abort()  # nothing but answers to the peer's frames can have become so much
-            return
+        if connection.is_writing_paused:
+            if connection.num_unwritten > self._limits.max_control_bytes:
+                self._abort()  # nothing but answers to the peer's frames can have become so much
+                return
+            connection.adjust()  # holds_enough may be true by now
         if self._over:
             self._judge_shares()
         if protocol.has_drained and connection.is_open:

@@ -16,6 +16,7 @@ _NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9a-z-]+")  # RFC 9113 §8.2: no upper cas
 _CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 _METHOD = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _PATH = re.compile(rb"/[\x21-\x22\x24-\x7e]*")  # no fragment
+_LENGTH = re.compile(rb"[0-9]{1,19}")  # 19 digits: below 2**64
 _PSEUDO = frozenset((b":method", b":scheme", b":authority", b":path"))
 # RFC 9113 §8.2.2: connection-specific fields MUST be treated as malformed
 _OF_CONNECTION = frozenset((b"connection", b"proxy-connection", b"keep-alive", b"transfer-encoding", b"upgrade"))
@@ -42,18 +43,9 @@ def read_request(
     pseudo, headers = _split(fields)
     _check_fields(headers)
     _check_size(fields, limits)
-    method = pseudo.get(b":method")
-    if method is None or _METHOD.fullmatch(method) is None:
-        raise Malformed
-    if method == b"CONNECT":
-        raise HeadRefused(501, "CONNECT is for proxies, and this is none.")
-    path = pseudo.get(b":path")
-    if path is None or not pseudo.get(b":scheme"):
-        raise Malformed
-    if _PATH.fullmatch(path) is None and not (path == b"*" and method == b"OPTIONS"):
-        raise Malformed
-    length = _content_length(headers)
-    if not has_body and length:
+    method, path = _target(pseudo)
+    length = content_length(headers)
+    if length and not has_body:
         raise Malformed  # RFC 9113 §8.1.1: the DATA frames must add up to it
     headers = ((b"host", _authority(pseudo.get(b":authority"), headers)), *_rest(headers))
     route, _, query = path.decode("ascii").partition("?")
@@ -67,6 +59,22 @@ def read_request(
         expects_continue=has_body
         and any(key == b"expect" and value.lower() == b"100-continue" for key, value in headers),
     )
+
+
+def _target(pseudo: dict[bytes, bytes]) -> tuple[bytes, bytes]:
+    """Method and path (RFC 9113 §8.3.1)."""
+    method, path = pseudo.get(b":method"), pseudo.get(b":path")
+    if method is None or _METHOD.fullmatch(method) is None:
+        raise Malformed
+    if method == b"CONNECT":
+        if pseudo.keys() != {b":method", b":authority"}:
+            raise Malformed  # RFC 9113 §8.5
+        raise HeadRefused(501, "CONNECT is for proxies, and this is none.")
+    if path is None or not pseudo.get(b":scheme"):
+        raise Malformed
+    if _PATH.fullmatch(path) is None and not (path == b"*" and method == b"OPTIONS"):
+        raise Malformed
+    return method, path
 
 
 def upgrade_settings(request: HttpRequest, max_settings: int) -> bytes | None:
@@ -135,11 +143,16 @@ def _check_size(fields: list[tuple[bytes, bytes]], limits: HeadLimits) -> None:
         raise HeadRefused(431, f"There are more than {limits.num_fields} header fields.")
 
 
-def _content_length(headers: Headers) -> int | None:
+def content_length(headers: Headers) -> int | None:
+    """How long the body is said to be.
+
+    Raises:
+        Malformed: that is no number, or more than one.
+    """
     lengths = [value for name, value in headers if name == b"content-length"]
     if not lengths:
         return None
-    if len(lengths) > 1 or not lengths[0].isdigit():
+    if len(lengths) > 1 or _LENGTH.fullmatch(lengths[0]) is None:
         raise Malformed
     return int(lengths[0])
 

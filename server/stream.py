@@ -84,7 +84,7 @@ class HttpStream:
         self.on_blocked: Callable[[], None] | None = None
         self.on_unblocked: Callable[[], None] | None = None
         self._carrier = carrier
-        self._body: list[bytes] = []
+        self._body = bytearray()  # not the pieces: many small ones would weigh more than they carry
         self._body_complete = not request.has_body
         self._body_error: ServiceError | None = None
         self._is_reading = False
@@ -126,7 +126,7 @@ class HttpStream:
         finally:
             self._is_reading = False
             self._waiter = None
-        body = b"".join(self._body)
+        body = bytes(self._body)
         self._body.clear()
         return body
 
@@ -174,7 +174,7 @@ class HttpStream:
 
     def receive_body(self, data: bytes) -> None:
         self.num_body_bytes += len(data)
-        self._body.append(data)
+        self._body += data
         self._wake()
 
     def complete_body(self) -> None:
