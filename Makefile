@@ -1,6 +1,7 @@
 # make serve        set up and serve the embedded model on http://127.0.0.1:8000
 # make test         set up and run every check and test
 # make setup        set up .venv alone
+# make storm        a million random cancels against the simulated server (about 20 minutes); nothing may be left of them
 # make bench        measure, against peers where they are installed; results under bench/results/
 # make peers        set up the servers that bench.peers compares with: llama.cpp is compiled for minutes (needs a
 #                   C++ compiler), from the source that llama-cpp-python brings
@@ -17,7 +18,7 @@ PIP_INSTALL := $(VENV)/bin/python -m pip install --quiet --constraint constraint
 DEBIAN_TEST_PACKAGES := curl nghttp2-client openssl
 BENCH_MODEL := $(VENV)/models/qwen2.5-0.5b
 
-.PHONY: setup serve test bench peers clean
+.PHONY: setup serve test storm bench peers clean
 .DEFAULT_GOAL := setup
 
 setup: $(VENV)/.installed
@@ -51,6 +52,9 @@ test: $(VENV)/.installed-test
 	$(VENV)/bin/mypy
 	$(VENV)/bin/python -m pytest -q -m "not slow and not gpu" tests
 	$(VENV)/bin/python -m pytest -q -m "slow and not gpu" tests
+
+storm: $(VENV)/.installed-test
+	$(VENV)/bin/python -m tests.server.cancel_storm 1000000
 
 bench: $(VENV)/.installed-bench
 	$(VENV)/bin/python -m bench.batching

@@ -273,12 +273,11 @@ def main(argv: Sequence[str]) -> int:
             print(f"{storm.num_called_off} called off, {time.monotonic() - start_s:.0f} s", flush=True)
     for way, count in storm.called_off.most_common():
         print(f"{count:9} {way}")
-    print(
-        f"{storm.num_called_off:9} in {len(peaks_kb)} rounds, {storm.server.stats.num_steps} steps, {storm.num_pauses} pauses, nothing left"
-    )
-    print(
-        f"peak memory after the first tenth {peaks_kb[len(peaks_kb) // 10] >> 10} MiB, at the end {peaks_kb[-1] >> 10}"
-    )
+    num_steps = storm.server.stats.num_steps
+    print(f"{storm.num_called_off:9} in {len(peaks_kb)} rounds, {num_steps} steps and {storm.num_pauses} pauses")
+    first, last = peaks_kb[len(peaks_kb) // 10] >> 10, peaks_kb[-1] >> 10
+    print(f"nothing is left; peak memory {first} MiB after the first tenth, {last} MiB at the end")
+    storm.server.close()
     return 0
 
 

@@ -24,6 +24,7 @@ def test_two_thousand_cancels_of_every_kind_leave_nothing() -> None:
     assert {way for way, count in storm.called_off.items() if count} == WAYS
     assert storm.num_pauses
     assert storm.server.stats.num_preemptions
+    storm.server.close()
 
 
 @pytest.mark.slow
@@ -31,3 +32,4 @@ def test_twenty_thousand_cancels_leave_nothing() -> None:
     storm = CancelStorm(seed=2)
     while storm.num_called_off < 20_000:
         storm.run_round()
+    storm.server.close()
