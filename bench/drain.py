@@ -32,6 +32,7 @@ NUM_HTTP1 = 4  # clients, one request at a time each
 NUM_HTTP2 = 2  # connections
 NUM_STREAMS = 6  # at once on each
 ROUND_TIMEOUT_S = 30.0
+ENDLESS_TOKENS = 15_000
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
@@ -116,9 +117,12 @@ def serve_in_child(pipe: Connection, plan: RoundPlan) -> None:
     sys.exit(uvloop.run(main()))
 
 
-def body_of(chance: random.Random, is_stream: bool) -> bytes:
-    fields = {"model": MODEL, "prompt": [5, 6], "ignore_eos": True, "max_tokens": chance.randint(1, 120)}
-    return json.dumps(fields | {"stream": is_stream}).encode()
+def body_of(chance: random.Random, plan: RoundPlan) -> bytes:
+    """A completion, streamed or whole; where the grace is short, many outlast it and the farewell after it."""
+    outlasts = plan.grace_s < 1 and chance.random() < 0.5
+    num_tokens = ENDLESS_TOKENS if outlasts else chance.randint(1, 120)
+    fields = {"model": MODEL, "prompt": [5, 6], "ignore_eos": True, "max_tokens": num_tokens}
+    return json.dumps(fields | {"stream": chance.random() < 0.7}).encode()
 
 
 class Http1Client:
@@ -149,7 +153,7 @@ class Http1Client:
     async def _use(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """Ask until the connection ends; whether there was a refusal."""
         while True:
-            body = body_of(self._chance, self._chance.random() < 0.7)
+            body = body_of(self._chance, self._round.plan)
             head = f"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: {len(body)}\r\n\r\n".encode()
             was_signalled = self._round.is_signalled
             writer.write(head + body)
@@ -227,7 +231,7 @@ class Http2Client:
         """Also after the first GOAWAY, which says only that another will follow; not after that."""
         while len(self._streams) < NUM_STREAMS and len(self._goaways) < 2:
             stream_id, self._next_stream_id = self._next_stream_id, self._next_stream_id + 2
-            body = body_of(self._chance, self._chance.random() < 0.7)
+            body = body_of(self._chance, self._round.plan)
             self._streams[stream_id] = b""
             if self._round.is_signalled:
                 self._sent_late.add(stream_id)
