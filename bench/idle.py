@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ NUM_FURTHER = 300  # connections that are timed while the others are held
 NUM_REFUSED = 100
 NUM_FILLERS = 16  # up to the cap; before, room for those that come and go
 SPARE_DESCRIPTORS = 100
+NUM_OPENERS = 8  # at once
 NUM_SOURCES = 8  # 127.0.0.2 and on: one address has 28,000 ports at most
 IDLE_S = 3.0
 TIMEOUT_S = 30.0
@@ -161,8 +163,9 @@ def measure(kind: str, num_held: int, tls_flags: Sequence[str], tls: ssl.SSLCont
         alone = time_further(opener)
         before_kib = rss_kib(process.pid)
         start_s = time.monotonic()
-        for number in range(num_held):
-            stack.enter_context(opener(number))
+        with ThreadPoolExecutor(NUM_OPENERS) as pool:
+            for connection in pool.map(opener, range(num_held)):
+                stack.enter_context(connection)
         opened_s = time.monotonic() - start_s
         per_connection = (rss_kib(process.pid) - before_kib) / num_held
         further = time_further(opener)
@@ -283,15 +286,19 @@ def tables_of(runs: Sequence[Held]) -> list[Table]:
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.idle", description=__doc__)
-    parser.add_argument("--http1", type=int, default=NUM_HTTP1, help="HTTP/1.1 connections")
-    parser.add_argument("--http2", type=int, default=NUM_HTTP2, help="TLS connections with HTTP/2")
+    parser.add_argument("--http1", type=int, default=NUM_HTTP1, help="HTTP/1.1 connections; 0: leave out")
+    parser.add_argument("--http2", type=int, default=NUM_HTTP2, help="TLS connections with HTTP/2; 0: leave out")
     parser.add_argument("--json", type=Path, default=RESULTS_DIR / "idle.json")
     arguments = parser.parse_args(argv)
     try:
         raise_descriptor_limit(max(arguments.http1, arguments.http2))
         with tempfile.TemporaryDirectory() as directory:
             flags, tls = make_certificate(Path(directory))
-            runs = [measure("HTTP/1.1", arguments.http1, [], None), measure("TLS, HTTP/2", arguments.http2, flags, tls)]
+            runs = []
+            if arguments.http1:
+                runs.append(measure("HTTP/1.1", arguments.http1, [], None))
+            if arguments.http2:
+                runs.append(measure("TLS, HTTP/2", arguments.http2, flags, tls))
     except CannotRun as error:
         print(f"error: {error.cause}\nfix: {error.fix}", file=sys.stderr)
         return 1
