@@ -27,7 +27,6 @@ from server.auth import KeyAuthenticator
 from server.banner import BannerFacts, banner_lines
 from server.config import ServerConfig
 from server.connection_limits import ConnectionLimits
-from server.descriptors import make_room_for_connections
 from server.engine_client import EngineClient
 from server.engine_thread import EngineThread, Inbox
 from server.http1_prefilter import HeadLimits
@@ -265,7 +264,6 @@ async def serve(config: ServerConfig, load: LoadEngine) -> ExitCode:
         StartupError: see Server.run.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    make_room_for_connections(config.max_connections)
     server = Server(config, load, lambda lines: print("\n".join(lines), flush=True))
     server.install_signal_handlers()
     return await server.run()
