@@ -49,12 +49,17 @@ Opener = Callable[[int], socket.socket]  # number -> a connection that has had i
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What holding so many connections was like."""
+    """What holding so many connections was like.
+
+    Args:
+        kib_per_connection: of the server's resident memory, by the second half of them.
+    """
 
     kind: str
     num_held: int
     opened_s: float
     kib_per_connection: float
+    opening_ms: Distribution
     further_ms: Distribution
     further_alone_ms: Distribution
     idle_cpu: float  # share of a core
@@ -157,17 +162,26 @@ def measure(kind: str, num_held: int, tls_flags: Sequence[str], tls: ssl.SSLCont
     def opener(number: int) -> socket.socket:
         return open_http1(port, number) if tls is None else open_http2(port, number, tls)
 
+    def timed(number: int) -> tuple[socket.socket, float]:
+        begin_s = time.monotonic()
+        return opener(number), (time.monotonic() - begin_s) * 1e3
+
     with ExitStack() as stack:
         stack.callback(_end, process)
         _wait_ready(process, port, tls)
         alone = time_further(opener)
-        before_kib = rss_kib(process.pid)
         start_s = time.monotonic()
+        halves = range(num_held // 2), range(num_held // 2, num_held)
+        sizes_kib, opening_ms = [], []
         with ThreadPoolExecutor(NUM_OPENERS) as pool:
-            for connection in pool.map(opener, range(num_held)):
-                stack.enter_context(connection)
+            for half in halves:
+                for connection, time_ms in pool.map(timed, half):
+                    stack.enter_context(connection)
+                    opening_ms.append(time_ms)
+                sizes_kib.append(rss_kib(process.pid))
         opened_s = time.monotonic() - start_s
-        per_connection = (rss_kib(process.pid) - before_kib) / num_held
+        # The first half fills what loading has left free, and would look cheaper than it is
+        per_connection = (sizes_kib[1] - sizes_kib[0]) / len(halves[1])
         further = time_further(opener)
         cpu_s = cpu_times(process.pid).total_s
         time.sleep(IDLE_S)
@@ -182,6 +196,7 @@ def measure(kind: str, num_held: int, tls_flags: Sequence[str], tls: ssl.SSLCont
             num_held,
             opened_s,
             per_connection,
+            summarize(opening_ms),
             further,
             alone,
             idle_cpu,
@@ -268,9 +283,13 @@ def tables_of(runs: Sequence[Held]) -> list[Table]:
         title="One connection more: from connect to its answer, ms",
         columns=("connections", "held", "p50", "p99", "max"),
         rows=tuple(
-            (run.kind, num_held, times.p50, times.p99, times.max)
+            (run.kind, held, times.p50, times.p99, times.max)
             for run in runs
-            for num_held, times in ((0, run.further_alone_ms), (run.num_held, run.further_ms))
+            for held, times in (
+                ("none", run.further_alone_ms),
+                (f"while {run.num_held} come, {NUM_OPENERS} at once", run.opening_ms),
+                (f"{run.num_held}", run.further_ms),
+            )
         ),
     )
     refused = Table(

@@ -19,7 +19,7 @@ def test_held_connections_let_others_in_up_to_the_cap_and_none_past_it(tmp_path:
     for run in runs:
         assert run.num_refused == run.num_counted == NUM_REFUSED
         assert run.further_ms.count == run.further_alone_ms.count == NUM_FURTHER
-    assert [len(table.rows) for table in tables_of(runs)] == [2, 4, 2]
+    assert [len(table.rows) for table in tables_of(runs)] == [2, 6, 2]
 
 
 def test_more_connections_than_files_may_be_open_is_told_before_anything_starts() -> None:
