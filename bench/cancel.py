@@ -21,8 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
-from hpack import Encoder, NeverIndexedHeaderTuple
 
+from bench import http2_frames
+from bench.http2_frames import CANCEL, GOAWAY, OPENING, RST_STREAM, frame
 from bench.load_run import run_on_fast_loop
 from bench.measures import summarize
 from bench.peer import MODEL
@@ -38,21 +39,8 @@ SLACK_S = 0.050
 MAX_WASTED_TOKENS = 2
 PATH = "/v1/completions"
 
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-DATA, HEADERS, RST_STREAM, SETTINGS, GOAWAY, WINDOW_UPDATE = 0, 1, 3, 4, 7, 8
-END_STREAM, END_HEADERS = 0x1, 0x4
-CANCEL_CODE = (8).to_bytes(4, "big")
-HTTP2_HEAD = Encoder().encode(  # the same bytes on every connection: nothing is put into its table
-    [
-        NeverIndexedHeaderTuple(name, value)
-        for name, value in ((":method", "POST"), (":scheme", "http"), (":authority", "a"), (":path", PATH))
-    ]
-)
-
-
-def frame(kind: int, payload: bytes = b"", flags: int = 0, stream_id: int = 0) -> bytes:
-    """One HTTP/2 frame (RFC 9113 §4.1)."""
-    return len(payload).to_bytes(3, "big") + bytes((kind, flags)) + stream_id.to_bytes(4, "big") + payload
+HTTP2_HEAD = http2_frames.request_head("POST", PATH)
+CANCEL_CODE = CANCEL.to_bytes(4, "big")
 
 
 @dataclass
@@ -160,10 +148,8 @@ class Clients:
 
     async def _leave_http2(self, kind: str) -> None:
         reader, writer = await self._connect()
-        windows = (4).to_bytes(2, "big") + (2**30).to_bytes(4, "big")
-        writer.write(PREFACE + frame(SETTINGS, windows) + frame(WINDOW_UPDATE, (2**30).to_bytes(4, "big")))
         seed, body = self._request()
-        writer.write(frame(HEADERS, HTTP2_HEAD, END_HEADERS, 1) + frame(DATA, body, END_STREAM, 1))
+        writer.write(OPENING + http2_frames.request(1, HTTP2_HEAD, body))
         await self._wait_moment(reader)
         self._note(kind, seed)
         if kind.endswith("RST_STREAM"):

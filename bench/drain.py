@@ -21,8 +21,21 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from hpack import Encoder, NeverIndexedHeaderTuple
-
+from bench import http2_frames
+from bench.http2_frames import (
+    ACK,
+    DATA,
+    END_STREAM,
+    FRAME_HEADER_BYTES,
+    GOAWAY,
+    HEADERS,
+    MAX_STREAM_ID,
+    OPENING,
+    PING,
+    REFUSED_STREAM,
+    RST_STREAM,
+    frame,
+)
 from bench.load_run import run_on_fast_loop
 from bench.peer import MODEL
 from bench.results import RESULTS_DIR, Cell, Table, command_line, print_tables, write_result
@@ -32,25 +45,10 @@ NUM_HTTP1 = 4  # clients, one request at a time each
 NUM_HTTP2 = 2  # connections
 NUM_STREAMS = 6  # at once on each
 ROUND_TIMEOUT_S = 30.0
+PATH = "/v1/completions"
 ENDLESS_TOKENS = 15_000
 
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
-END_STREAM, END_HEADERS, ACK = 0x1, 0x4, 0x1
-FRAME_HEADER_BYTES = 9
-MAX_STREAM_ID = 2**31 - 1
-REFUSED_STREAM = 7
-HTTP2_HEAD = Encoder().encode(
-    [
-        NeverIndexedHeaderTuple(name, value)
-        for name, value in (
-            (":method", "POST"),
-            (":scheme", "http"),
-            (":authority", "a"),
-            (":path", "/v1/completions"),
-        )
-    ]
-)
+HTTP2_HEAD = http2_frames.request_head("POST", PATH)
 
 DONE = "whole"
 TOLD = "error event or 503"
@@ -154,7 +152,7 @@ class Http1Client:
         """Ask until the connection ends; whether there was a refusal."""
         while True:
             body = body_of(self._chance, self._round.plan)
-            head = f"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+            head = f"POST {PATH} HTTP/1.1\r\nhost: a\r\ncontent-length: {len(body)}\r\n\r\n".encode()
             was_signalled = self._round.is_signalled
             writer.write(head + body)
             received = b""
@@ -209,8 +207,7 @@ class Http2Client:
 
     async def run(self) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
-        windows = (4).to_bytes(2, "big") + (2**30).to_bytes(4, "big")
-        writer.write(PREFACE + _frame(SETTINGS, windows) + _frame(WINDOW_UPDATE, (2**30).to_bytes(4, "big")))
+        writer.write(OPENING)
         received = bytearray()
         try:
             while True:
@@ -235,8 +232,7 @@ class Http2Client:
             self._streams[stream_id] = b""
             if self._round.is_signalled:
                 self._sent_late.add(stream_id)
-            head = _frame(HEADERS, HTTP2_HEAD, END_HEADERS, stream_id)
-            writer.write(head + _frame(DATA, body, END_STREAM, stream_id))
+            writer.write(http2_frames.request(stream_id, HTTP2_HEAD, body))
 
     def _take_frames(self, received: bytearray, writer: asyncio.StreamWriter) -> None:
         while len(received) >= FRAME_HEADER_BYTES:
@@ -247,7 +243,7 @@ class Http2Client:
             payload = bytes(received[FRAME_HEADER_BYTES:end])
             del received[:end]
             if kind == PING and not flags & ACK:
-                writer.write(_frame(PING, payload, ACK))
+                writer.write(frame(PING, payload, ACK))
             elif kind == GOAWAY:
                 self._take_goaway(int.from_bytes(payload[:4], "big"), int.from_bytes(payload[4:8], "big"))
             elif kind == RST_STREAM:
@@ -277,10 +273,6 @@ class Http2Client:
             self._round.end(BROKEN, f"HTTP/2: the connection ended in stream {stream_id} after {content[-200:]!r}")
         if len(self._goaways) != 2 or self._goaways[0] != MAX_STREAM_ID or self._goaways[1] == MAX_STREAM_ID:
             self._round.end(BROKEN, f"HTTP/2: GOAWAYs for {self._goaways} instead of {MAX_STREAM_ID} and the last one")
-
-
-def _frame(kind: int, payload: bytes = b"", flags: int = 0, stream_id: int = 0) -> bytes:
-    return len(payload).to_bytes(3, "big") + bytes((kind, flags)) + stream_id.to_bytes(4, "big") + payload
 
 
 async def run_round(plan: RoundPlan) -> Round:

@@ -14,12 +14,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench import http2_frames
+from bench.http2_frames import OPENING
 from bench.load_run import CannotRun
 from bench.measures import Distribution, summarize
 from bench.process_cpu import cpu_times
@@ -37,11 +39,7 @@ NUM_SOURCES = 8  # 127.0.0.2 and on: one address has 28,000 ports at most
 IDLE_S = 3.0
 TIMEOUT_S = 30.0
 START_TIMEOUT_S = 60.0
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-SETTINGS_FRAME = b"\0\0\0\4\0\0\0\0\0"
-# GET https a /health: indexes of RFC 7541's static table, and a literal path
-HTTP2_HEAD = b"\x82\x87\x41\x01a\x04\x07/health"
-HTTP2_GET = len(HTTP2_HEAD).to_bytes(3, "big") + b"\1\5\0\0\0\1" + HTTP2_HEAD
+HTTP2_GET = OPENING + http2_frames.request(1, http2_frames.request_head("GET", "/health", "https"))
 HTTP1_GET = b"GET %s HTTP/1.1\r\nhost: a\r\n\r\n"
 
 Opener = Callable[[int], socket.socket]  # number -> a connection that has had its answer
@@ -70,17 +68,17 @@ class Held:
 
 def connect(port: int, number: int) -> socket.socket:
     """A TCP connection from one of several loopback addresses."""
-    sock = socket.socket()
-    sock.settimeout(TIMEOUT_S)
-    sock.bind((f"127.0.0.{2 + number % NUM_SOURCES}", 0))
-    sock.connect(("127.0.0.1", port))
-    return sock
+    with _closed_on_failure(socket.socket()) as sock:
+        sock.settimeout(TIMEOUT_S)
+        sock.bind((f"127.0.0.{2 + number % NUM_SOURCES}", 0))
+        sock.connect(("127.0.0.1", port))
+        return sock
 
 
 def open_http1(port: int, number: int) -> socket.socket:
-    sock = connect(port, number)
-    ask_http1(sock, b"/health")
-    return sock
+    with _closed_on_failure(connect(port, number)) as sock:
+        ask_http1(sock, b"/health")
+        return sock
 
 
 def ask_http1(sock: socket.socket, path: bytes) -> bytes:
@@ -97,12 +95,23 @@ def ask_http1(sock: socket.socket, path: bytes) -> bytes:
 
 
 def open_http2(port: int, number: int, tls: ssl.SSLContext) -> socket.socket:
-    sock = tls.wrap_socket(connect(port, number), server_hostname="127.0.0.1")
-    sock.sendall(PREFACE + SETTINGS_FRAME + HTTP2_GET)
-    received = b""
-    while b'"status":"ok"' not in received:
-        received += _receive(sock)
-    return sock
+    with _closed_on_failure(connect(port, number)) as plain:
+        secure = tls.wrap_socket(plain, server_hostname="127.0.0.1")  # it owns the socket from here on
+    with _closed_on_failure(secure) as sock:
+        sock.sendall(HTTP2_GET)
+        received = b""
+        while b'"status":"ok"' not in received:
+            received += _receive(sock)
+        return sock
+
+
+@contextmanager
+def _closed_on_failure(sock: socket.socket) -> Iterator[socket.socket]:
+    try:
+        yield sock
+    except BaseException:
+        sock.close()
+        raise
 
 
 def _receive(sock: socket.socket) -> bytes:
