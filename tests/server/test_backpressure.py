@@ -211,6 +211,19 @@ def test_reader_without_progress_is_cut_off_and_its_blocks_are_free(make: Any) -
         server.check_idle()
 
 
+@every_reader
+def test_drain_waits_for_a_reader_that_stopped_no_longer_than_its_grace(make: Any) -> None:
+    with serving() as server:
+        make(server)
+        steps_until_paused(server)
+        drain = server.loop.create_task(server.network.listener.drain(grace_s=5))
+        server.run_for(4.9)
+        assert not drain.done()
+        server.run_for(1.2)
+        assert drain.done()
+        server.check_idle()
+
+
 def test_stalled_stream_leaves_the_others_of_its_connection_alone() -> None:
     with serving() as server:
         reader = zero_window(server)
