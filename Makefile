@@ -1,10 +1,10 @@
 # make serve        set up and serve the embedded model on http://127.0.0.1:8000
 # make test         set up and run every check and test
 # make setup        set up .venv alone
-# make storm        a million random cancels against the simulated server (about 20 minutes); nothing may be left of them
 # make bench        measure, against peers where they are installed; results under bench/results/
 # make peers        set up the servers that bench.peers compares with: llama.cpp is compiled for minutes (needs a
 #                   C++ compiler), from the source that llama-cpp-python brings
+# make storm        a million random cancels against the simulated server (10 minutes); nothing may be left of them
 #
 # TORCH_INDEX=URL   where torch comes from, when not from your default index: for the CPU build
 #                   https://download.pytorch.org/whl/cpu, for CUDA builds https://download.pytorch.org/whl/cu130
@@ -18,7 +18,7 @@ PIP_INSTALL := $(VENV)/bin/python -m pip install --quiet --constraint constraint
 DEBIAN_TEST_PACKAGES := curl nghttp2-client openssl
 BENCH_MODEL := $(VENV)/models/qwen2.5-0.5b
 
-.PHONY: setup serve test storm bench peers clean
+.PHONY: setup serve test bench peers clean
 .DEFAULT_GOAL := setup
 
 setup: $(VENV)/.installed
@@ -53,16 +53,12 @@ test: $(VENV)/.installed-test
 	$(VENV)/bin/python -m pytest -q -m "not slow and not gpu" tests
 	$(VENV)/bin/python -m pytest -q -m "slow and not gpu" tests
 
-storm: $(VENV)/.installed-test
-	$(VENV)/bin/python -m tests.server.cancel_storm 1000000
-
 bench: $(VENV)/.installed-bench
 	$(VENV)/bin/python -m bench.batching
 	$(VENV)/bin/python -m bench.cancel
 	$(VENV)/bin/python -m bench.cold_start
 	$(VENV)/bin/python -m bench.drain
 	$(VENV)/bin/python -m bench.frontend
-	$(VENV)/bin/python -m bench.idle
 	$(VENV)/bin/python -m bench.limits
 	test -d $(BENCH_MODEL) || $(VENV)/bin/python -m bench.make_model qwen2.5-0.5b $(BENCH_MODEL)
 	$(VENV)/bin/python -m bench.engine --model $(BENCH_MODEL)
@@ -85,3 +81,7 @@ $(VENV)/bin/llama-server: | $(VENV)/.installed-bench
 
 clean:
 	rm -rf $(VENV) *.egg-info
+
+.PHONY: storm
+storm: $(VENV)/.installed-test
+	$(VENV)/bin/python -m tests.server.cancel_storm 1000000
