@@ -21,14 +21,12 @@ def frame(kind: int, payload: bytes = b"", flags: int = 0, stream_id: int = 0) -
 OPENING = PREFACE + frame(SETTINGS, _INITIAL_WINDOW_SIZE.to_bytes(2, "big") + _WINDOW) + frame(WINDOW_UPDATE, _WINDOW)
 
 
-def request_head(method: str, path: str, scheme: str = "http") -> bytes:
+def request_head(method: str, path: str) -> bytes:
     """A header block that is the same on every connection: it puts nothing into its table."""
-    fields = ((":method", method), (":scheme", scheme), (":authority", "a"), (":path", path))
+    fields = ((":method", method), (":scheme", "http"), (":authority", "a"), (":path", path))
     return Encoder().encode([NeverIndexedHeaderTuple(name, value) for name, value in fields])
 
 
-def request(stream_id: int, head: bytes, body: bytes = b"") -> bytes:
+def request(stream_id: int, head: bytes, body: bytes) -> bytes:
     """A whole request: the head from request_head, the body in one frame."""
-    if not body:
-        return frame(HEADERS, head, END_HEADERS | END_STREAM, stream_id)
     return frame(HEADERS, head, END_HEADERS, stream_id) + frame(DATA, body, END_STREAM, stream_id)
