@@ -30,8 +30,8 @@ class Asked:
     """A completion that was asked for, and the hands to call it off with."""
 
     def __init__(self, server: SimulatedServer, **fields: Any) -> None:
-        self.server = server
         self.data = completion(**fields)
+        self.other = server.connect()
         self.transport: MemoryTransport
         self.client: Http2Client
 
@@ -73,8 +73,7 @@ def goaway(code: ErrorCodes) -> bytes:
 
 
 def delete(asked: Asked) -> None:
-    peer = MemoryTransport(asked.server.loop, asked.server.network.listener.new_connection())
-    peer.feed(request("DELETE", "/v1/requests/r1"))
+    asked.other.feed(request("DELETE", "/v1/requests/r1"))
 
 
 WAYS = {
