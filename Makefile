@@ -6,6 +6,7 @@
 # make bench        measure, against peers where they are installed; results under bench/results/
 # make peers        set up the servers that bench.peers compares with: llama.cpp is compiled for minutes (needs a
 #                   C++ compiler), from the source that llama-cpp-python brings
+# make storm        a million random cancels against the simulated server (10 minutes); nothing may be left of them
 #
 # TORCH_INDEX=URL   where torch comes from, when not from your default index: for the CPU build
 #                   https://download.pytorch.org/whl/cpu, for CUDA builds https://download.pytorch.org/whl/cu130
@@ -66,7 +67,9 @@ fuzz: $(VENV)/.installed-fuzz
 
 bench: $(VENV)/.installed-bench
 	$(VENV)/bin/python -m bench.batching
+	$(VENV)/bin/python -m bench.cancel
 	$(VENV)/bin/python -m bench.cold_start
+	$(VENV)/bin/python -m bench.drain
 	$(VENV)/bin/python -m bench.frontend
 	$(VENV)/bin/python -m bench.idle
 	$(VENV)/bin/python -m bench.limits
@@ -91,3 +94,7 @@ $(VENV)/bin/llama-server: | $(VENV)/.installed-bench
 
 clean:
 	rm -rf $(VENV) *.egg-info
+
+.PHONY: storm
+storm: $(VENV)/.installed-test
+	$(VENV)/bin/python -m tests.server.cancel_storm 1000000

@@ -9,7 +9,7 @@ model says, connections are served, and what they post is found by the step's se
 
 import itertools
 import json
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -336,8 +336,11 @@ class SimulatedServer:
 
     def terminals(self, request_id: str) -> int:
         """How many terminal chunks the engine has told of a request."""
-        chunks = [chunk for delivery in self.delivered for chunk in delivery.chunks]
-        return sum(chunk.is_terminal and chunk.request_id == request_id for chunk in chunks)
+        return self._terminals()[request_id]
+
+    def _terminals(self) -> Counter[str]:
+        chunks = (chunk for delivery in self.delivered for chunk in delivery.chunks)
+        return Counter(chunk.request_id for chunk in chunks if chunk.is_terminal)
 
     def check_idle(self) -> None:
         """Nothing is held for anybody: no block, handle, answer, handler; each submit had its one terminal chunk."""
@@ -349,7 +352,12 @@ class SimulatedServer:
         assert self.network.listener.num_handlers == 0
         submitted = [message.request.request_id for message in self.posted if hasattr(message, "request")]
         assert len(set(submitted)) == len(submitted)
-        assert [self.terminals(request_id) for request_id in submitted] == [1] * len(submitted)
+        assert self._terminals() == Counter(submitted)
+
+    def forget_history(self) -> None:
+        """Of what was posted and delivered, when all is quiet: a long run would keep it all."""
+        self.posted.clear()
+        self.delivered.clear()
 
     def close(self) -> None:
         """Run on to the end, then all peers leave, and nothing may be left of them."""
