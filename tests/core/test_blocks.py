@@ -47,7 +47,7 @@ def test_double_release_is_our_bug() -> None:
 
 
 def test_sharing_a_free_block_is_our_bug() -> None:
-    with pytest.raises(AssertionError, match="is free"):
+    with pytest.raises(AssertionError, match="is empty"):
         BlockPool(1).share([0])
 
 
