@@ -92,6 +92,33 @@ def test_prompt_that_runs_behind_another_takes_over_what_that_one_computes() -> 
     assert under_test.log.tokens("b") == under_test.log.tokens("a")
 
 
+def test_prompt_under_way_takes_over_blocks_that_another_has_computed_in_the_meantime() -> None:
+    under_test = make_engine(max_batch_tokens=7)
+    long = tuple(range(200, 260))
+    under_test.send(ask("slow", long))
+    under_test.step()
+    under_test.send(ask("fast", long, priority=1))
+    request = ask("slow", long).request
+    under_test.run()
+    assert num_computed(under_test) <= 60 + 7
+    assert under_test.log.tokens("slow") == under_test.reference(request)
+
+
+def test_sibling_of_a_failed_leader_starts_from_nothing() -> None:
+    under_test = make_engine()
+    scheduler = under_test.scheduler
+    scheduler.submit(ask("a", num_sequences=2).request)
+    under_test.step()
+    made = scheduler.plan(0.0)
+    assert made is not None
+    output = under_test.runner.collect(under_test.runner.forward(made))
+    output.failed_rows[0] = "lost"
+    scheduler.apply(made, output, 0.0)
+    made = scheduler.plan(0.0)
+    assert made is not None
+    assert made.starts.tolist() == [0]
+
+
 def test_two_salts_never_share() -> None:
     under_test = make_engine()
     salts = ("", "s", "t")
