@@ -1,4 +1,4 @@
-"""The prefix cache: `python -m bench.prefix --model DIR`. What it costs where nothing is found, what it saves elsewhere.
+"""The prefix cache: `python -m bench.prefix --model DIR`. What it costs where nothing is found, and what it saves.
 
 Requests go through core.engine.Engine and the model's runner, in this process, without HTTP. With and without the cache
 are run in turn, so that what else the machine does disturbs both alike.
@@ -26,6 +26,8 @@ from gpu.device import DTYPES, choose_device
 from gpu.kv_cache import bytes_per_token
 from gpu.runner import ModelRunner, load_runner
 
+NUM_PAIRS = 6
+
 
 @dataclass(frozen=True, slots=True)
 class Cases:
@@ -38,7 +40,7 @@ class Cases:
         num_turns: of a chat; each adds a question and its answer to the prompt.
     """
 
-    num_pairs: int = 6
+    num_pairs: int = NUM_PAIRS
     num_streams: int = 8
     prompt: int = 128
     output: int = 32
@@ -78,7 +80,10 @@ QUICK = Cases(
 
 
 class PrefixBench:
-    """A scheduler and an engine over a loaded runner, stepped by hand. The runner may be lent to several in turn."""
+    """A scheduler and an engine over a loaded runner, stepped by hand.
+
+    Several may use a runner in turn, as long as none of them counts on what it has cached before another's turn.
+    """
 
     def __init__(self, runner: ModelRunner, has_prefix_cache: bool) -> None:
         self._inbox: deque[Message] = deque()
@@ -170,11 +175,12 @@ def measure_ttft(runner: ModelRunner, cases: Cases, rng: random.Random) -> Table
     return Table(f"Time to the first token of a prompt of {cases.long_prompt}", columns, rows)
 
 
-def measure_chats(runner: ModelRunner, cases: Cases, seed: int) -> Table:
+def measure_chats(runner: ModelRunner, cases: Cases, rng: random.Random) -> Table:
     """Chats over one system prompt, turn by turn, one chat's turn after another's."""
     rows = []
+    before = rng.getstate()
     for has_cache in (False, True):
-        rng = random.Random(seed)  # the same questions
+        rng.setstate(before)  # the same questions
         bench = PrefixBench(runner, has_cache)
         system = _random_ids(runner, cases.system, rng)
         chats = [list(system) for _ in range(cases.num_chats)]
@@ -191,6 +197,9 @@ def measure_chats(runner: ModelRunner, cases: Cases, seed: int) -> Table:
         rows.append((name, stats.num_prompt_tokens, stats.num_cache_hits, statistics.mean(ttfts_s) * 1e3, last_s * 1e3))
     columns = ("cache", "tokens computed", "tokens cached", "mean TTFT ms", "last turn ms")
     return Table(f"{cases.num_chats} chats of {cases.num_turns} turns", columns, tuple(rows))
+
+
+PARTS = {"no-hits": measure_no_hits, "ttft": measure_ttft, "chats": measure_chats}
 
 
 def _random_ids(runner: ModelRunner, count: int, rng: random.Random) -> list[int]:
@@ -216,7 +225,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="e.g. of bench.make_model")
     parser.add_argument("--threads", type=int, metavar="N", help="compute threads (default: as the server chooses)")
     parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto")
-    parser.add_argument("--pairs", type=int, default=Cases.num_pairs, help="runs without hits (default: %(default)s)")
+    parser.add_argument("--pairs", type=int, default=NUM_PAIRS, help="runs without hits (default: %(default)s)")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all of them")
     parser.add_argument("--quick", action="store_true", help="see that it works; writes nothing unless --json")
     parser.add_argument("--json", type=Path, metavar="FILE", help="default: bench/results/prefix.json")
     return parser
@@ -236,13 +246,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         fix = "name a model directory; python -m bench.make_model makes one"
         print(f"bench.prefix: {error}\nFix: {fix}", file=sys.stderr)
         return 2
-    tables = [
-        measure_no_hits(runner, cases, random.Random(0)),
-        measure_ttft(runner, cases, random.Random(1)),
-        measure_chats(runner, cases, seed=2),
-    ]
+    tables = [PARTS[part](runner, cases, random.Random(0)) for part in arguments.parts]
     print_tables(tables)
-    path = arguments.json or (None if arguments.quick else RESULTS_DIR / "prefix.json")
+    name = "-".join(["prefix", *arguments.parts] if len(tables) < len(PARTS) else ["prefix"])
+    path = arguments.json or (None if arguments.quick else RESULTS_DIR / f"{name}.json")
     if path is not None:
         device = runner.memory.device
         shown = {
