@@ -11,6 +11,7 @@ from collections.abc import Callable
 from operator import attrgetter
 
 from core.blocks import num_blocks_for
+from core.outbox import Outbox
 from core.plan import RunnerLimits, StepOutput, StepPlan
 from core.plan_builder import PlanBuilder, restart_rows, rows_misled
 from core.prefix_cache import PrefixCache
@@ -53,7 +54,7 @@ class Scheduler:
         self._num_paused = 0
         self._planned_s = 0.0
         self._counts = _Counts()
-        self._outbox = _Outbox()
+        self._outbox = Outbox()
 
     # What the loop asks
 
@@ -465,30 +466,3 @@ class _Counts:
         self.num_cache_queries = 0
         self.num_cache_hits = 0
         self.step_s = 0.0
-
-
-class _Outbox:
-    """News for the loop, until the next delivery."""
-
-    def __init__(self) -> None:
-        self._request_ids: list[str] = []
-        self._indexes: list[int] = []
-        self._token_ids: list[int] = []
-        self.chunks: list[TokenChunk] = []
-
-    def add_token(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
-        if logprobs is None:
-            self._request_ids.append(sequence.request_id)
-            self._indexes.append(sequence.index)
-            self._token_ids.append(token_id)
-        else:
-            self.chunks.append(
-                TokenChunk(
-                    request_id=sequence.request_id, index=sequence.index, token_ids=(token_id,), logprobs=(logprobs,)
-                )
-            )
-
-    def take(self, stats: EngineStats) -> StepDelivery:
-        delivery = StepDelivery(self._request_ids, self._indexes, self._token_ids, self.chunks, stats)
-        self._request_ids, self._indexes, self._token_ids, self.chunks = [], [], [], []
-        return delivery

@@ -1,6 +1,6 @@
 """What crosses between the loop and the engine thread. All of it frozen; tuples inside. Any thread.
 
-Loop to engine, through the inbox: Submit, Cancel, Pause, Resume.
+Loop to engine, through the inbox: Submit, Cancel, Pause, Resume, ClearCache.
 Engine to loop, through the outbox, once a step: StepDelivery (columns of tokens, TokenChunks, EngineStats).
 """
 
@@ -99,7 +99,11 @@ class Resume(msgspec.Struct, frozen=True):
     request_id: str
 
 
-Message = Submit | Cancel | Pause | Resume
+class ClearCache(msgspec.Struct, frozen=True):
+    """Let no request find what was computed before now. Those that run keep what they hold."""
+
+
+Message = Submit | Cancel | Pause | Resume | ClearCache
 
 
 class Usage(msgspec.Struct, frozen=True):
