@@ -39,6 +39,10 @@ class PrefixCache:
         self._serials = [_UNPUBLISHED] * num_blocks  # by block
         self._last_serial = _UNPUBLISHED
 
+    def is_behind(self, table: BlockTable, num_tokens: int) -> bool:
+        """Whether some of the table's blocks that are full with its first num_tokens are not published."""
+        return self.is_enabled and table.num_published < num_tokens // self._block_size
+
     def extend(self, table: BlockTable, token_ids: Seq[int]) -> int:
         """Let a table go on, from its last published block, with as many blocks as others have published.
 
@@ -68,8 +72,6 @@ class PrefixCache:
 
         It stops at a block whose content another one is published for: extend() puts that one in its place.
         """
-        if not self.is_enabled:
-            return
         while table.num_published < num_tokens // self._block_size:
             if table.num_published and self._serials[table.blocks[table.num_published - 1]] == _UNPUBLISHED:
                 return  # forgotten

@@ -153,7 +153,9 @@ class Scheduler:
     def apply(self, plan: StepPlan, output: StepOutput, now: float) -> StepDelivery:
         """Take in a step's result: tokens, forks, ends. Returns all news since the last delivery."""
         sequences = [self._occupant(slot) for slot in plan.slots.tolist()]
-        misled = rows_misled(plan, sequences, output.failed_rows, self.limits.block_size)
+        misled = set[int]()
+        if output.failed_rows:
+            misled = rows_misled(plan, sequences, output.failed_rows, self.limits.block_size)
         lost = misled.union(output.failed_rows)
         self._advance(plan, sequences, lost)
         for i, (row, token_id) in enumerate(zip(output.rows.tolist(), output.token_ids.tolist(), strict=True)):
@@ -332,15 +334,16 @@ class Scheduler:
     def _add_row(self, builder: PlanBuilder, sequence: Sequence) -> None:
         if sequence.state is not SequenceState.RUNNING:  # preempted while this plan was made
             return
-        table, num_full_blocks = sequence.table, sequence.num_computed_tokens // self.limits.block_size
-        if sequence.num_uncomputed_tokens > 1 or table.num_published < num_full_blocks:
-            num_cached_tokens = self.cache.extend(table, sequence.token_ids)
-            sequence.num_computed_tokens = max(sequence.num_computed_tokens, num_cached_tokens)
+        table, cache = sequence.table, self.cache
         start = sequence.num_computed_tokens
+        if start < len(sequence.token_ids) - 1 or cache.is_behind(table, start):
+            start = sequence.num_computed_tokens = max(start, cache.extend(table, sequence.token_ids))
         length = min(len(sequence.token_ids) - start, builder.budget)
-        if self._secure_blocks(builder, sequence, start + length):
+        end = start + length
+        if self._secure_blocks(builder, sequence, end):
             builder.add_row(sequence, start, length)
-            self.cache.publish(table, sequence.token_ids, start + length)
+            if cache.is_behind(table, end):
+                cache.publish(table, sequence.token_ids, end)
 
     def _secure_blocks(self, builder: PlanBuilder, sequence: Sequence, end: int) -> bool:
         """Let the sequence own all blocks it writes up to position `end`; False if it had to give up its own."""
