@@ -132,6 +132,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.in_flight = None
         self.log(self.scheduler.apply(made, output, self.clock()))
 
+    @precondition(lambda self: self.in_flight is None)
+    @rule(prompt=st.sampled_from(PROMPTS), num_prompt_tokens=st.integers(2, 8), failing=st.integers(0, 2))
+    def lose_a_row_beside_others_that_share_its_prompt(
+        self, prompt: tuple[int, ...], num_prompt_tokens: int, failing: int
+    ) -> None:
+        for _ in range(3):
+            self.submit(num_prompt_tokens, 3, 1, 1, 0, prompt, "")
+        self.plan()
+        if self.in_flight is not None:
+            self.apply(computed_again=False, failing=failing)
+
     @rule()
     def clear_cache(self) -> None:
         self.scheduler.cache.clear()
