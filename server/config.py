@@ -38,6 +38,7 @@ from server.values import (
     secret_value,
     size_between,
     text_value,
+    yes_or_no,
 )
 
 NO_HEADER = "none"
@@ -58,6 +59,7 @@ class Setting(TypedDict, total=False):
     show: Callable[[Any], str]
     is_list: bool
     is_secret: bool
+    is_switch: bool
     in_file: bool
 
 
@@ -73,6 +75,7 @@ class Option:
         show: the default, as the help says it.
         is_list: the flag may be repeated, the variable holds commas, the TOML value is a list.
         is_secret: its value is never printed.
+        is_switch: the flag has no value; the variable and the TOML key say true or false.
         in_file: may stand in the TOML file.
     """
 
@@ -86,6 +89,7 @@ class Option:
     show: Callable[[Any], str] = str
     is_list: bool = False
     is_secret: bool = False
+    is_switch: bool = False
     in_file: bool = True
 
     @property
@@ -226,6 +230,17 @@ class ServerConfig:
             help="what was quantised is kept in ~/.cache/steploop, up to so much, last used longest; 0 keeps nothing",
             group="engine",
             show=format_size,
+        ),
+    )
+    no_prefix_cache: bool = field(
+        default=False,
+        metadata=Setting(
+            name="no-prefix-cache",
+            parse=yes_or_no,
+            metavar="BOOL",
+            help="compute every prompt whole, even where an earlier one began the same",
+            group="engine",
+            is_switch=True,
         ),
     )
     config_file: Path | None = field(
@@ -554,6 +569,7 @@ class ServerConfig:
             threads=self.threads,
             quantize=self.quantize,
             quantize_cache_bytes=self.quantize_cache_bytes,
+            has_prefix_cache=not self.no_prefix_cache,
         )
 
 

@@ -83,10 +83,19 @@ class Metrics:
         page.family("steploop_disconnects_total", "counter", "Clients gone before the end.", self.num_disconnects)
         page.family("steploop_kv_blocks", "gauge", "KV blocks.", stats.num_blocks)
         page.family("steploop_kv_blocks_used", "gauge", "KV blocks in use.", stats.num_used_blocks)
+        page.family("steploop_kv_blocks_cached", "gauge", "Free KV blocks that are kept.", stats.num_cached_blocks)
+        self._render_prefix_cache(page, "steploop_", stats)
+        evictions = stats.num_cache_evictions
+        page.family("steploop_prefix_cache_evictions_total", "counter", "Cached KV blocks reused.", evictions)
         page.family("steploop_requests_paused", "gauge", "Sequences paused by slow readers.", stats.num_paused)
         page.family("steploop_steps_total", "counter", "Engine steps.", stats.num_steps)
         page.family("steploop_step_seconds", "gauge", "Duration of the last step.", stats.step_s)
         return page.encode()
+
+    def _render_prefix_cache(self, page: "_Page", prefix: str, stats: EngineStats) -> None:
+        queries, hits = stats.num_cache_queries, stats.num_cache_hits
+        page.family(f"{prefix}prefix_cache_queries_total", "counter", "Prompt tokens looked up.", queries)
+        page.family(f"{prefix}prefix_cache_hits_total", "counter", "Prompt tokens found.", hits)
 
     def _render_routers_subset(self, page: "_Page", stats: EngineStats) -> None:
         usage = stats.num_used_blocks / stats.num_blocks if stats.num_blocks else 0.0
@@ -96,6 +105,7 @@ class Metrics:
         page.family("vllm:prompt_tokens_total", "counter", "Prompt tokens.", self.num_prompt_tokens)
         page.family("vllm:generation_tokens_total", "counter", "Generated tokens.", self.num_generation_tokens)
         page.family("vllm:num_preemptions_total", "counter", "Preemptions.", stats.num_preemptions)
+        self._render_prefix_cache(page, "vllm:", stats)
         page.labelled("vllm:request_success_total", "Finished sequences.", "finished_reason", self.finished)
         page.histogram("vllm:time_to_first_token_seconds", "Head to first token.", self.ttft)
         page.histogram("vllm:inter_token_latency_seconds", "Token to token.", self.inter_token)

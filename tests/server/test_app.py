@@ -390,15 +390,23 @@ def test_metrics_add_up() -> None:
     assert found[f"steploop_disconnects_total{{{label}}}"] == 1
     assert found[f'steploop_unknown_fields_total{{{label},field="fast_mode"}}'] == 1
     assert found[f'steploop_unknown_fields_total{{{label},field="mood"}}'] == 1
-    num_tokens = sum(usage["completion_tokens"] for usage in usages) + 12
+    num_tokens = sum(usage["completion_tokens"] for usage in usages) + 12 + 1  # that of the client that left
     assert found[f"vllm:generation_tokens_total{{{label}}}"] == num_tokens
     assert found[f'vllm:request_success_total{{{label},finished_reason="length"}}'] == 6
-    assert found[f"vllm:time_to_first_token_seconds_count{{{label}}}"] == 4
+    assert found[f"vllm:time_to_first_token_seconds_count{{{label}}}"] == 5
     assert found[f"vllm:e2e_request_latency_seconds_count{{{label}}}"] == 5
-    num_first = 1 + 2 + 2 + 1  # of each choice, all of which have said something
+    num_first = 1 + 2 + 2 + 1 + 1  # of each choice, all of which have said something
     assert found[f"vllm:inter_token_latency_seconds_count{{{label}}}"] <= num_tokens - num_first
     assert found[f"vllm:kv_cache_usage_perc{{{label}}}"] == 0
     assert found[f"steploop_steps_total{{{label}}}"] == server.stats.num_steps
+    hits = (
+        sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)
+        + 2 * usages[1]["prompt_tokens_details"]["cached_tokens"]
+    )
+    assert hits > 0
+    for prefix in ("vllm:", "steploop_"):
+        assert found[f"{prefix}prefix_cache_hits_total{{{label}}}"] == hits
+        assert found[f"{prefix}prefix_cache_queries_total{{{label}}}"] == server.stats.num_cache_queries
     server.close()
 
 
@@ -438,7 +446,7 @@ def test_access_lines_say_how_it_ended(caplog: pytest.LogCaptureFixture) -> None
         r" client=192.0.2.7:4242",
         lines[0],
     )
-    assert re.search(r" 200 .* completion=1 finish=error error=engine_error client=192.0.2.7:4242$", lines[1])
+    assert re.search(r" 200 .* cached=16 completion=2 finish=error error=engine_error client=192.0.2.7:4242$", lines[1])
     server.close()
 
 

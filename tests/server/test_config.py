@@ -7,6 +7,7 @@ import pytest
 
 from core.config import EngineConfig
 from core.errors import ExitCode, StartupError
+from server.command_line import build_parsers, flags_given
 from server.config import OPTIONS, Option, ServerConfig
 from server.config_sources import load_config
 from server.values import HubId
@@ -79,6 +80,7 @@ SAMPLES = {
     "drain-timeout": "1h",
     "quantize": "int8",
     "cors-origin": "https://app.example.com",
+    "no-prefix-cache": "true",
 }
 
 
@@ -109,6 +111,28 @@ def test_names_follow_one_rule() -> None:
 def test_toml_numbers_need_no_quotes(tmp_path: Path) -> None:
     config = load_config(toml_flag(tmp_path, "port = 9\nhead_timeout = 2.5\nkv_memory = 2097152"), {})
     assert (config.port, config.head_timeout_s, config.kv_memory_bytes) == (9, 2.5, 2**21)
+
+
+@pytest.mark.parametrize(("text", "is_off"), [("true", True), ("1", True), ("off", False), ("No", False)])
+def test_a_switch_takes_the_words_for_yes_and_no(text: str, is_off: bool) -> None:
+    config = load_config({}, {"STEPLOOP_NO_PREFIX_CACHE": text})
+    assert config.no_prefix_cache is is_off
+    assert config.to_engine_config().has_prefix_cache is not is_off
+
+
+def test_a_switch_in_the_file_is_true_or_false(tmp_path: Path) -> None:
+    assert load_config(toml_flag(tmp_path, "no_prefix_cache = true"), {}).no_prefix_cache
+    assert not load_config(toml_flag(tmp_path, "no_prefix_cache = false"), {}).no_prefix_cache
+    error = refusal(toml_flag(tmp_path, "no_prefix_cache = []"), {})
+    assert error.cause.endswith("is list: it must be true or false")
+    error = refusal({}, {"STEPLOOP_NO_PREFIX_CACHE": "maybe"})
+    assert error.fix.startswith("--no-prefix-cache, STEPLOOP_NO_PREFIX_CACHE=BOOL or no_prefix_cache in the TOML file")
+
+
+def test_a_switch_on_the_command_line_takes_no_value() -> None:
+    parser, _ = build_parsers()
+    assert flags_given(parser.parse_args(["serve", "--no-prefix-cache"])) == {"no_prefix_cache": "true"}
+    assert flags_given(parser.parse_args(["serve"])) == {}
 
 
 def test_api_keys_come_as_repeated_flags_commas_or_a_list(tmp_path: Path) -> None:
