@@ -29,15 +29,20 @@ OTHER_FIELDS = "(other)"
 class Histogram:
     """Counts per bucket, their sum and number."""
 
-    __slots__ = ("bounds", "counts", "total")
+    __slots__ = ("_bucket", "_value", "bounds", "counts", "total")
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
         self.total = 0.0
+        self._value = 0.0
+        self._bucket = 0
 
     def observe(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
+        if value != self._value:  # neighbours of one step often have the same
+            self._value = value
+            self._bucket = bisect_left(self.bounds, value)
+        self.counts[self._bucket] += 1
         self.total += value
 
 
