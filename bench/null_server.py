@@ -19,11 +19,11 @@ from bench.null_runner import NullRunner, Pace
 from bench.peer import MODEL, PIECES, peer_arguments
 from core.chat_template import ChatTemplate
 from core.engine import Engine
+from core.errors import ExitCode
 from core.plan import RunnerLimits
 from core.scheduler import Scheduler
 from core.tokenizer import Tokenizer
 from core.types import StepDelivery
-from core.errors import ExitCode
 from server.config import ServerConfig
 from server.engine_client import SLICE_ROWS
 from server.engine_thread import Inbox
