@@ -64,22 +64,22 @@ class Came(msgspec.Struct, frozen=True):
 class _Stream:
     """One stream's events."""
 
-    __slots__ = ("_tail", "is_complete", "num_events")
+    __slots__ = ("is_complete", "num_events", "tail")
 
     def __init__(self) -> None:
         self.num_events = 0
         self.is_complete = False
-        self._tail = b""
+        self.tail = b""
 
     def feed(self, data: bytes) -> None:
-        if self._tail[-1:] == b"\n" and data[:1] == b"\n":
+        if self.tail[-1:] == b"\n" and data[:1] == b"\n":
             self.num_events += 1  # its end was cut in two
         self.num_events += data.count(_EVENT_END)
-        self._tail = data[-64:] if len(data) >= 64 else (self._tail + data)[-64:]
+        self.tail = data[-64:] if len(data) >= 64 else (self.tail + data)[-64:]
 
     @property
     def has_end_mark(self) -> bool:
-        return _END_MARK in self._tail
+        return _END_MARK in self.tail
 
 
 class Client(Protocol):
@@ -113,7 +113,7 @@ class Http1Client:
     def receive(self, data: bytes) -> bytes:
         stream = self._stream
         stream.feed(data)
-        if data.endswith(_LAST_CHUNK) or stream._tail.endswith(_LAST_CHUNK):
+        if data.endswith(_LAST_CHUNK) or stream.tail.endswith(_LAST_CHUNK):
             stream.is_complete = stream.has_end_mark
         return b""
 

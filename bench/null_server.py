@@ -69,6 +69,10 @@ class LockStep:
         self._deliver(delivery)
         self._loop.call_soon_threadsafe(self._pass_slice, len(delivery.request_ids))
 
+    @property
+    def is_delivered(self) -> bool:
+        return self._is_delivered.is_set()
+
     def wait(self) -> None:
         """Thread: engine."""
         self._is_delivered.wait()

@@ -135,7 +135,7 @@ class _Http2(_Connection):
         position = 0
         for kind, flags, stream_id, start, end in frames(data):
             position = end
-            if kind == HEADERS and dict(self._decoder.decode(data[start:end]))[":status"] != "200":
+            if kind == HEADERS and dict(self._decoder.decode(data[start:end], raw=True))[b":status"] != b"200":
                 self._failed.append(stream_id)
             if kind == GOAWAY:
                 self._num_begun = NUM_PER_CONNECTION

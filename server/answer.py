@@ -53,6 +53,7 @@ class Answer:
         self._timings = timings
         self._clock = clock
         self._metrics = metrics
+        self._observe_gap = metrics.inter_token.observe
         self._handles: list[GenerationHandle] = []
         self._usages: list[Usage] = []  # of the handles whose terminal news has come
         self._error: ServiceError | None = None
@@ -103,7 +104,7 @@ class Answer:
         last_s = self._last_token_s[choice]
         self._last_token_s[choice] = now_s
         if last_s is not None:
-            self._metrics.inter_token.observe(now_s - last_s)
+            self._observe_gap(now_s - last_s)
         elif self._timings.first_token_s is None:
             self._timings.first_token_s = now_s
             self._metrics.ttft.observe(now_s - self._timings.head_s)

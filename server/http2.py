@@ -332,17 +332,17 @@ class Http2Protocol:
             ResponseError: before the head, after the end, or beyond the content-length.
         """
         stream = self._streams[stream_id]
-        if not stream.is_head_sent or stream.body.is_ending:
+        body = stream.body
+        if not stream.is_head_sent or body.is_ending:
             raise ResponseError("A body is sent after its head and before its end.")
-        if not stream.sends_body or not data:
-            return stream.body.num_unsent
-        if stream.remaining is not None:
-            stream.remaining -= len(data)
-            if stream.remaining < 0:
-                raise ResponseError("The body is longer than its content-length.")
-        stream.body.append(data)
-        self._ready[stream_id] = stream
-        return stream.body.num_unsent
+        if data and stream.sends_body:
+            if stream.remaining is not None:
+                stream.remaining -= len(data)
+                if stream.remaining < 0:
+                    raise ResponseError("The body is longer than its content-length.")
+            body.append(data)
+            self._ready[stream_id] = stream
+        return body.num_unsent
 
     def send_end(self, stream_id: int, trailers: Headers = ()) -> None:
         """Nothing follows in this body but the trailers.
