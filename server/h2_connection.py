@@ -1,8 +1,12 @@
 """h2's connection, set up as a server's; what it must not decide is taken from it. Thread: loop. Sans-io."""
 
+from collections.abc import Iterable
+from typing import Any
+
 from h2.config import H2Configuration
 from h2.connection import H2Connection
 from h2.settings import SettingCodes, Settings
+from hpack import Encoder
 
 from server.connection_limits import Http2Limits
 from server.frame_gate import FRAME_HEADER, SETTINGS
@@ -17,6 +21,13 @@ _UNLIMITED = 2**31
 
 class _H2(H2Connection):
     MAX_CLOSED_STREAMS = NUM_REMEMBERED_STREAMS
+
+
+class _PlainEncoder(Encoder):
+    """Writes literals as they are: Huffman's code (RFC 7541 §5.2, optional) saves 30 bytes for a tenth of an answer."""
+
+    def encode(self, headers: Iterable[Any], huffman: bool = False) -> bytes:
+        return super().encode(headers, huffman)
 
 
 def new_h2_connection(head: HeadLimits, limits: Http2Limits, upgrade: bytes | None) -> tuple[H2Connection, bytes]:
@@ -44,6 +55,7 @@ def new_h2_connection(head: HeadLimits, limits: Http2Limits, upgrade: bytes | No
     # h2 would end the connection over one stream too many; refusing it is ours
     local = Settings(client=False, initial_values={SettingCodes.MAX_CONCURRENT_STREAMS: _UNLIMITED})
     connection.local_settings = local
+    connection.encoder = _PlainEncoder()
     connection.decoder.max_header_list_size = limits.list_bytes
     if upgrade is None:
         connection.initiate_connection()
