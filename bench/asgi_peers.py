@@ -4,6 +4,7 @@ For plain requests the application is not measured: /health is answered below it
 """
 
 import argparse
+import os
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from bench.fastapi_peer import make_app
 from bench.peer import add_peer_arguments
 
 NUM_STREAMS = 256  # on one connection, at least
+_STEP_RATE = "BENCH_STEP_RATE"
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Any]]
@@ -58,21 +60,32 @@ async def serve_hypercorn(app: Any, port: int) -> None:
     await serve(app, config)
 
 
-async def serve_granian(app: Any, port: int) -> None:
-    from granian.constants import Interfaces
+def serve_granian(port: int, step_rate: float) -> None:
+    """In a worker process, which makes the application: inside a loop of ours, granian loses wake-ups."""
+    from granian.constants import Interfaces, Loops
     from granian.http import HTTP2Settings
-    from granian.server.embed import Server
+    from granian.server import Server
 
-    settings = HTTP2Settings(max_concurrent_streams=NUM_STREAMS)
-    server = Server(
-        app,
+    os.environ[_STEP_RATE] = str(step_rate)
+    Server(
+        "bench.asgi_peers:make_served_app",
+        factory=True,
         address="127.0.0.1",
         port=port,
         interface=Interfaces.ASGI,
-        http2_settings=settings,
+        loop=Loops.uvloop,
+        http2_settings=HTTP2Settings(max_concurrent_streams=NUM_STREAMS),
         log_enabled=False,
-    )
-    await server.serve()
+    ).serve()
+
+
+def make_served_app() -> Application:
+    """The application of granian's worker."""
+    return _app(float(os.environ[_STEP_RATE]))
+
+
+def _app(step_rate: float) -> Application:
+    return with_health(make_app(1 / step_rate if step_rate else 0.0))
 
 
 def main() -> None:
@@ -80,13 +93,14 @@ def main() -> None:
     add_peer_arguments(parser)
     parser.add_argument("--server", choices=("uvicorn", "uvicorn-h11", "hypercorn", "granian"), required=True)
     arguments = parser.parse_args()
-    app = with_health(make_app(1 / arguments.step_rate if arguments.step_rate else 0.0))
     if arguments.server == "hypercorn":
-        uvloop.run(serve_hypercorn(app, arguments.port))
+        uvloop.run(serve_hypercorn(_app(arguments.step_rate), arguments.port))
     elif arguments.server == "granian":
-        uvloop.run(serve_granian(app, arguments.port))
+        serve_granian(arguments.port, arguments.step_rate)
     else:
-        serve_uvicorn(app, arguments.port, "h11" if arguments.server == "uvicorn-h11" else "httptools")
+        serve_uvicorn(
+            _app(arguments.step_rate), arguments.port, "h11" if arguments.server == "uvicorn-h11" else "httptools"
+        )
 
 
 if __name__ == "__main__":
