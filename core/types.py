@@ -189,12 +189,13 @@ class StepDelivery(msgspec.Struct, frozen=True):
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
     """What a sequence newly says, as text: the loop makes it of tokens, and holds back what may yet be a stop string.
 
+    Text of new tokens that come with nothing else needs none.
+
     Args:
         logprobs: of the tokens whose text this is, when asked for.
         finish_reason: set on the sequence's last delta.
     """
 
-    index: int
     text: str
     num_tokens: int
     logprobs: tuple[TokenLogprobs, ...] | None = None

@@ -36,6 +36,9 @@ class _Closing(enum.Enum):
     CLOSED = enum.auto()  # by us; the transport may still have bytes to write
 
 
+_LAST_WORDS = _Closing.LAST_WORDS  # looked up at every write: a member of an enum costs 70 ns, a global 7
+
+
 class Connection(asyncio.Protocol):
     """Serves one transport.
 
@@ -187,7 +190,7 @@ class Connection(asyncio.Protocol):
             out.clear()
             if data and not self._transport.is_closing():
                 self._transport.write(data)
-        if self._closing is _Closing.LAST_WORDS:
+        if self._closing is _LAST_WORDS:
             self.linger()
 
     def end_after_output(self) -> None:

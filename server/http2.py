@@ -359,17 +359,17 @@ class Http2Protocol:
             ResponseError: before the head, after the end, or beyond the content-length.
         """
         stream = self._streams[stream_id]
-        if not stream.is_head_sent or stream.body.is_ending:
+        body = stream.body
+        if not stream.is_head_sent or body.is_ending:
             raise ResponseError("A body is sent after its head and before its end.")
-        if not stream.sends_body or not data:
-            return stream.body.num_unsent
-        if stream.remaining is not None:
-            stream.remaining -= len(data)
-            if stream.remaining < 0:
-                raise ResponseError("The body is longer than its content-length.")
-        stream.body.append(data)
-        self._ready[stream_id] = stream
-        return stream.body.num_unsent
+        if data and stream.sends_body:
+            if stream.remaining is not None:
+                stream.remaining -= len(data)
+                if stream.remaining < 0:
+                    raise ResponseError("The body is longer than its content-length.")
+            body.append(data)
+            self._ready[stream_id] = stream
+        return body.num_unsent
 
     def send_end(self, stream_id: int, trailers: Headers = ()) -> None:
         """Nothing follows in this body but the trailers.
@@ -438,12 +438,18 @@ class Http2Protocol:
                 if num_bytes >= limit_bytes:
                     waiting[stream_id] = stream
                     continue
-                frame = self._next_frame(stream_id, stream)
+                body = stream.body
+                if body.is_ending:
+                    frame = self._ending_frame(stream_id, stream)
+                else:
+                    frame = next_frame(self._h2, stream.h2, body, self._by_hand)
+                    if frame and body.num_unsent:
+                        self._ready[stream_id] = stream
                 if frame:
                     num_bytes += len(frame)
                     output.frames.append(frame)
                     output.sent.append(stream_id)
-                elif stream.body.num_unsent:
+                elif body.num_unsent:
                     output.held.append(stream_id)
                     if stream.h2.outbound_flow_control_window > 0:
                         shut_out[stream_id] = stream
@@ -454,17 +460,17 @@ class Http2Protocol:
         self._gate.count_content(num_bytes)
         return output
 
-    def _next_frame(self, stream_id: int, stream: _Stream) -> bytes:
+    def _ending_frame(self, stream_id: int, stream: _Stream) -> bytes:
+        """Of a body to which nothing will be added: the last frame, or, where that has to wait, one more before it."""
         body = stream.body
-        if body.is_ending:
-            if not stream.trailers:
-                frame = last_frame(self._h2, stream.h2, body)
-            else:
-                frame = b"" if body.num_unsent else self._trailers(stream_id, stream)
-            if frame:
-                return frame + self._forget_ended(stream_id, stream)
+        if not stream.trailers:
+            frame = last_frame(self._h2, stream.h2, body)
+        else:
+            frame = b"" if body.num_unsent else self._trailers(stream_id, stream)
+        if frame:
+            return frame + self._forget_ended(stream_id, stream)
         frame = next_frame(self._h2, stream.h2, body, self._by_hand)
-        if frame and (body.num_unsent or body.is_ending):
+        if frame:
             self._ready[stream_id] = stream
         return frame
 

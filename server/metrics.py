@@ -27,18 +27,40 @@ OTHER_FIELDS = "(other)"
 
 
 class Histogram:
-    """Counts per bucket, their sum and number."""
+    """Counts per bucket, their sum and number. Neighbours of a step often have one value: a run is counted at once."""
 
-    __slots__ = ("bounds", "counts", "total")
+    __slots__ = ("_counts", "_num_in_run", "_run_value", "_total", "bounds")
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.total = 0.0
+        self._counts = [0] * (len(bounds) + 1)
+        self._total = 0.0
+        self._run_value = 0.0
+        self._num_in_run = 0  # not yet among the counts
 
     def observe(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.total += value
+        if value != self._run_value:
+            self._end_run()
+            self._run_value = value
+        self._num_in_run += 1
+
+    @property
+    def counts(self) -> list[int]:
+        """By bucket, the last one without a bound."""
+        self._end_run()
+        return self._counts
+
+    @property
+    def total(self) -> float:
+        """The sum of what was observed."""
+        self._end_run()
+        return self._total
+
+    def _end_run(self) -> None:
+        if self._num_in_run:
+            self._counts[bisect_left(self.bounds, self._run_value)] += self._num_in_run
+            self._total += self._run_value * self._num_in_run
+            self._num_in_run = 0
 
 
 class Metrics:

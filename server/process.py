@@ -193,7 +193,11 @@ class Server:
         if self._stopping.done():
             return  # too late: nobody is to be served any more
         client = EngineClient(
-            self._engine_thread.post, loaded.files.tokenizer.table, self.listener.batch.flush_all, self._loop.call_soon
+            self._engine_thread.post,
+            loaded.files.tokenizer.table,
+            self.listener.batch.flush_all,
+            self._loop.call_soon,
+            self._clock.monotonic,
         )
         client.stats = EngineStats(num_blocks=loaded.facts.limits.num_blocks)  # until the first delivery
         self._client = client

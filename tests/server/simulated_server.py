@@ -245,7 +245,7 @@ class SimulatedServer:
         self.network = MemoryServer(self.app.handle, connection_limits, self.loop, self.app.refuse, clients)
         self.app.listener = self.network.listener
         self.client = EngineClient(
-            self._post, TOKENIZER.table, self.network.listener.batch.flush_all, self.loop.call_soon
+            self._post, TOKENIZER.table, self.network.listener.batch.flush_all, self.loop.call_soon, time
         )
         self.lifecycle = Lifecycle(
             reader=_reader(limits, clock),

@@ -42,6 +42,12 @@ def test_request_is_answered(serve: Serve) -> None:
     assert client.goaways == []
 
 
+def test_field_values_are_written_as_they_are(serve: Serve) -> None:
+    client = Http2Client(serve(echo))
+    client.request(fields(path="/one"))
+    assert b"Thu, 01 Jan 1970 00:00:00 GMT" in client.transport.received
+
+
 def test_preface_is_recognised_byte_by_byte(serve: Serve) -> None:
     server = serve(echo)
     client = Http2Client(server)

@@ -85,3 +85,13 @@ def test_unknown_fields_beyond_the_first_names_are_counted_together() -> None:
     assert sum(metrics.unknown_fields.values()) == 3 * (MAX_UNKNOWN_FIELDS + 5)
     assert metrics.unknown_fields["field0"] == MAX_UNKNOWN_FIELDS + 6
     assert max(map(len, metrics.unknown_fields)) == 64
+
+
+def test_values_are_counted_one_by_one_whatever_their_neighbours_are() -> None:
+    histogram = Histogram((1.0, 2.0))
+    for value in (0.5, 0.5, 0.0, 1.5, 1.5, 1.5, 9.0):
+        histogram.observe(value)
+    assert (histogram.counts, histogram.total) == ([3, 3, 1], 14.5)
+    histogram.observe(9.0)
+    histogram.observe(1.0)
+    assert (histogram.counts, histogram.total) == ([4, 3, 2], 24.5)
