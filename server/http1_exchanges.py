@@ -122,7 +122,7 @@ class Http1Exchanges:
         self._body_is_awaited = False
         stream = self._stream = HttpStream(request, self)
         self._task = self._connection.serve(stream)
-        if request.stream_id == 1 and not self._connection.is_secure:
+        if request.stream_id == 1 and not self._connection.is_secure and not self.peer.is_proxy:
             self._upgrade = upgrade_settings(request, self._limits.http2.frames.num_settings)
 
     def fail(self, stream: HttpStream) -> None:

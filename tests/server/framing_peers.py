@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from server.binds import Bind, TcpAddress
 from server.listener import Listener, ListenerConfig
 from server.messages import ResponseHead
 from server.stream import HttpStream
@@ -87,12 +88,12 @@ class Steploop:
     def __init__(self, is_behind_proxy: bool) -> None:
         self._is_behind_proxy = is_behind_proxy
         self.requests: dict[str, list[str]] = defaultdict(list)  # by the client's address
-        self._listener = Listener(self._serve, refuse, ListenerConfig(_HOST, 0))
+        self._listener = Listener(self._serve, refuse, ListenerConfig((Bind(TcpAddress(_HOST, 0)),)))
 
     async def _serve(self, stream: HttpStream) -> None:
         request = stream.request
         body = await stream.read_body(_NO_LIMIT)
-        client = stream.client.partition(":")[0]
+        client = str(stream.peer).partition(":")[0]
         if self._is_behind_proxy:
             client = (request.header(b"x-forwarded-for") or b"").decode()
         self.requests[client].append(noted(request.method, f"{request.path}?{request.query}", body))

@@ -5,12 +5,14 @@ import contextlib
 import itertools
 import json
 from collections.abc import Callable
+from ipaddress import ip_network
 
 import pytest
 from h2.errors import ErrorCodes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from server.client_gate import ClientRules
 from server.connection_limits import ConnectionLimits, Http2Limits
 from server.frame_gate import FrameLimits, Rate
 from server.stream import HttpStream
@@ -665,6 +667,13 @@ def test_upgrade_with_a_body_is_answered_in_http2(serve: Serve, pieces: tuple[by
     client = UpgradingClient(serve(echo), b"POST", b"Content-Length: 4\r\n", *pieces)
     assert client.responses[1].body == b"/body"
     assert client.responses[client.request()].status == 200
+
+
+def test_upgrade_that_a_trusted_proxy_hands_on_is_left() -> None:
+    """Its client would speak to us unseen."""
+    server = MemoryServer(echo, clients=ClientRules(trusted_proxies=(ip_network("192.0.2.0/24"),)))
+    assert server.exchange(UPGRADE % (b"GET", b"AAMAAABk", b"")).received.startswith(b"HTTP/1.1 200")
+    server.close()
 
 
 def test_upgrade_comes_too_late_for_an_answer_that_has_begun(serve: Serve) -> None:
