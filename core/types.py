@@ -25,9 +25,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens are drawn. Validated where it is built (server/api), trusted by the engine.
 
     Args:
-        seed: of the noise, which depends on nothing else but the position; None: the engine draws one. In float32 the
-            same seed and request give the same tokens whatever runs beside them. In bfloat16 and float16 the rounding
-            of a product may depend on how many rows share the step, so that tokens nearly tied may change places.
+        seed: of the noise, which depends on nothing else but the position; None: the engine draws one. The
+            same seed and request give the same tokens whatever runs beside them, where the runner's sums are rounded
+            the same way in any company: on a CPU, but with quantised weights.
     """
 
     max_tokens: int
@@ -189,12 +189,13 @@ class StepDelivery(msgspec.Struct, frozen=True):
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
     """What a sequence newly says, as text: the loop makes it of tokens, and holds back what may yet be a stop string.
 
+    Text of new tokens that come with nothing else needs none.
+
     Args:
         logprobs: of the tokens whose text this is, when asked for.
         finish_reason: set on the sequence's last delta.
     """
 
-    index: int
     text: str
     num_tokens: int
     logprobs: tuple[TokenLogprobs, ...] | None = None

@@ -61,10 +61,13 @@ def run_server(config: "ServerConfig") -> "ExitCode":
     Raises:
         StartupError: what is wrong, and what to do.
     """
+    import faulthandler
+
     import uvloop
 
     from server.process import serve
 
+    faulthandler.enable()  # a watchdog ends what hangs by SIGABRT: the log has the stacks
     return uvloop.run(serve(config, engine_loader(config)))
 
 

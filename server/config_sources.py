@@ -104,10 +104,14 @@ def _toml_text(option: Option, value: Any, path: Path) -> str | list[str]:
 
 
 def _parse(option: Option, text: str | list[str], origin: str) -> Given:
+    if isinstance(text, list):
+        return Given(tuple(_parse_one(option, item, origin) for item in text), origin)
+    return Given(_parse_one(option, text, origin), origin)
+
+
+def _parse_one(option: Option, text: str, origin: str) -> Any:
     try:
-        if isinstance(text, list):
-            return Given(tuple(option.parse(item) for item in text), origin)
-        return Given(option.parse(text), origin)
+        return option.parse(text)
     except BadValueError as error:
         is_model = option.field_name == "model" and isinstance(error, MissingPathError)
         shown = "a value that is not shown" if option.is_secret else f"{text!r}"

@@ -27,18 +27,40 @@ OTHER_FIELDS = "(other)"
 
 
 class Histogram:
-    """Counts per bucket, their sum and number."""
+    """Counts per bucket, their sum and number. Neighbours of a step often have one value: a run is counted at once."""
 
-    __slots__ = ("bounds", "counts", "total")
+    __slots__ = ("_counts", "_num_in_run", "_run_value", "_total", "bounds")
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.total = 0.0
+        self._counts = [0] * (len(bounds) + 1)
+        self._total = 0.0
+        self._run_value = 0.0
+        self._num_in_run = 0  # not yet among the counts
 
     def observe(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.total += value
+        if value != self._run_value:
+            self._end_run()
+            self._run_value = value
+        self._num_in_run += 1
+
+    @property
+    def counts(self) -> list[int]:
+        """By bucket, the last one without a bound."""
+        self._end_run()
+        return self._counts
+
+    @property
+    def total(self) -> float:
+        """The sum of what was observed."""
+        self._end_run()
+        return self._total
+
+    def _end_run(self) -> None:
+        if self._num_in_run:
+            self._counts[bisect_left(self.bounds, self._run_value)] += self._num_in_run
+            self._total += self._run_value * self._num_in_run
+            self._num_in_run = 0
 
 
 class Metrics:
@@ -72,12 +94,12 @@ class Metrics:
                 logger.debug("the unknown field %s is ignored, here and from now on", escape(key))
             self.unknown_fields[key] += 1
 
-    def render(self, stats: EngineStats, num_connections: int, num_accepted: int, num_refused: int) -> bytes:
+    def render(self, stats: EngineStats, num_connections: int, num_accepted: int, refused: Counter[str]) -> bytes:
         page = _Page(f'model_name="{_escape(self.model_name)}"')
         self._render_routers_subset(page, stats)
-        page.family("steploop_connections", "gauge", "Open connections.", num_connections)
+        page.family("steploop_connections", "gauge", "Open connections, handshakes included.", num_connections)
         page.family("steploop_connections_accepted_total", "counter", "Connections accepted.", num_accepted)
-        page.family("steploop_connections_refused_total", "counter", "Connections over the cap.", num_refused)
+        page.labelled("steploop_connections_refused_total", "Connections turned away.", "reason", refused)
         page.labelled("steploop_responses_total", "Responses by status.", "status", self.responses)
         page.labelled("steploop_unknown_fields_total", "Ignored request fields.", "field", self.unknown_fields)
         page.family("steploop_disconnects_total", "counter", "Clients gone before the end.", self.num_disconnects)

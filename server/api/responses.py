@@ -137,9 +137,9 @@ class ResponseStream:
             self._reason = delta.finish_reason
         if delta.logprobs:
             return self._delta_with_logprobs(delta.text, delta.logprobs)
-        text = delta.text
-        if not text:
-            return b""
+        return self.text(choice, delta.text) if delta.text else b""
+
+    def text(self, choice: int, text: str) -> bytes:
         self._texts.append(text)
         number = self._num_events
         self._num_events = number + 1

@@ -357,6 +357,7 @@ def test_routers_are_told_what_is_served_and_how_much_of_it() -> None:
         assert server["max_num_reqs"] == server["max_running_requests"] == LIMITS.max_sequences
         assert server["max_total_tokens"] == LIMITS.num_blocks * LIMITS.block_size
         assert server["max_prefill_tokens"] == LIMITS.max_batch_tokens
+        assert server["binds"] == [f"http://127.0.0.1:{running.server.listener.port}"]
 
     run(scenario)
 
