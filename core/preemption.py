@@ -1,0 +1,33 @@
+"""Who gives up slot and blocks when others need them. Thread: engine."""
+
+from collections.abc import Callable, Iterable
+
+from core.fairness import OVER_SHARE_S
+from core.sequence import Place, Sequence
+
+
+def victim_order(least_s: float) -> Callable[[Sequence], tuple[bool, int, bool, Place]]:
+    """A key, largest for who goes first: the paused, the lowest class, tenants over their share, the latest arrival.
+
+    Args:
+        least_s: the least counter of all tenants that have requests.
+    """
+    limit_s = least_s + OVER_SHARE_S
+
+    def key(sequence: Sequence) -> tuple[bool, int, bool, Place]:
+        return sequence.is_paused, -sequence.level, sequence.tenant.counter_s > limit_s, sequence.place
+
+    return key
+
+
+def outranked(running: Iterable[Sequence], head: Sequence, level: int, least_s: float) -> list[Sequence]:
+    """Running sequences that give way to one that waits, first those that go first.
+
+    These are of a lower class, or of one no higher and of a tenant that is over its share, seen from the other's.
+
+    Args:
+        level: the class of the one that waits, aged.
+    """
+    limit_s = head.tenant.counter_s + OVER_SHARE_S
+    lower = [s for s in running if s.level < level or (s.level == level and s.tenant.counter_s > limit_s)]
+    return sorted(lower, key=victim_order(least_s), reverse=True)
