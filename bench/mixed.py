@@ -31,6 +31,9 @@ from gpu.device import DTYPES, choose_device
 from gpu.kv_cache import bytes_per_token
 from gpu.runner import ModelRunner, StepTicket, load_runner
 
+LONG_PROMPT = 4096  # tokens
+NUM_PROMPTS = 2
+
 
 @dataclass(frozen=True, slots=True)
 class Policy:
@@ -65,8 +68,8 @@ class Cases:
 
     num_streams: int = 8
     stream_prompt: int = 256
-    long_prompt: int = 4096
-    num_prompts: int = 2
+    long_prompt: int = LONG_PROMPT
+    num_prompts: int = NUM_PROMPTS
     num_quiet_steps: int = 40
     num_alone: int = 3
 
@@ -223,9 +226,7 @@ def measure(runner: ModelRunner, cases: Cases, policies: Sequence[Policy] = POLI
         times = quiet_s * 1e3, statistics.median(run.gaps_s) * 1e3, p99_s * 1e3, p99_s / quiet_s
         rows.append((policy.name, *times, ttft_s, net_s, net_s / alone_s, 100 * run.error_p90))
         print(f"{policy.name}: p99 {p99_s / quiet_s:.2f} x the quiet median", file=sys.stderr)
-    title = (
-        f"{cases.num_streams} streams and prompts of {cases.long_prompt}, which take {alone_s:.2f} s alone and unchunked"
-    )
+    title = f"{cases.num_streams} streams and prompts of {cases.long_prompt}, which take {alone_s:.2f} s alone and unchunked"
     gaps = "quiet p50 ms", "p50 ms", "p99 ms", "p99 / quiet p50"
     prompt = "TTFT s", "net prefill s", "net / alone", "cost error p90 %"
     return [Table(title, ("policy", *gaps, *prompt), tuple(rows))]
@@ -253,8 +254,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="e.g. of bench.make_model")
     parser.add_argument("--threads", type=int, metavar="N", help="compute threads (default: as the server chooses)")
     parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto")
-    parser.add_argument("--prompt", type=int, default=Cases.long_prompt, metavar="TOKENS", help="default: %(default)s")
-    parser.add_argument("--prompts", type=int, default=Cases.num_prompts, metavar="COUNT", help="default: %(default)s")
+    parser.add_argument("--prompt", type=int, default=LONG_PROMPT, metavar="TOKENS", help="default: %(default)s")
+    parser.add_argument("--prompts", type=int, default=NUM_PROMPTS, metavar="COUNT", help="default: %(default)s")
     parser.add_argument("--policies", nargs="+", choices=names, default=names, help="default: all of them")
     parser.add_argument("--quick", action="store_true", help="see that it works; writes nothing unless --json")
     parser.add_argument("--json", type=Path, metavar="FILE", help="default: bench/results/mixed.json")

@@ -35,6 +35,7 @@ class Charges:
         sequence.prepaid_end = end
         sequence.prepaid_token_s = cost_s / (end - start)
         sequence.tenant.charge(cost_s)
+        sequence.tenant.prepaid_s += cost_s
 
     def refund(self, sequence: Sequence) -> None:
         """Give back what a sequence that loses its blocks, or ends, has not computed of it."""
@@ -43,19 +44,26 @@ class Charges:
             sequence.tenant.refund(num_left * sequence.prepaid_token_s)
         sequence.prepaid_end = 0
 
-    def charge_step(self, rows: Seq[Sequence], running: Iterable[Sequence], work: StepWork, step_s: float) -> None:
+    def charge_step(
+        self, rows: Seq[Sequence], ends: Seq[int], running: Iterable[Sequence], work: StepWork, step_s: float
+    ) -> None:
         """Charge a step that took step_s.
 
         Args:
             rows: the sequences that computed something, still in flight and before it is counted as computed.
+            ends: the position after the last that each computed.
             running: all that hold blocks.
         """
         fixed_s, _, _, token_s, kv_s = self._model.coefficients_s
         fixed_s /= len(rows)
         block_s = (self._model.predict(work) if self._model.is_ready else step_s) / self._num_blocks
-        for sequence in rows:
+        for sequence, end in zip(rows, ends, strict=True):
             start = sequence.num_computed_tokens
-            own_s = token_s + kv_s * start if start >= sequence.prepaid_end else 0.0
+            own_s = 0.0
+            if start >= sequence.prepaid_end:
+                own_s = token_s + kv_s * start
+            else:
+                sequence.tenant.prepaid_s -= (end - start) * sequence.prepaid_token_s
             sequence.tenant.charge(fixed_s + own_s + block_s * len(sequence.table.blocks))
         for sequence in running:
             if not sequence.is_in_flight:

@@ -8,9 +8,9 @@ nobody saves up. Counters count seconds by the step-cost model, where the paper 
 import heapq
 from dataclasses import dataclass
 
-# Of engine time between two tenants, before one's running sequence gives way to the other's waiting one: less would
-# have them take turns too often, each time computing anew what was in the blocks.
-OVER_SHARE_S = 0.5
+# Of engine time that one tenant has had more than another, before it gives way though it runs no more than one sequence
+# more: less would have them take turns too often, each time computing anew what was in the blocks.
+OVER_SHARE_S = 2.0
 
 
 @dataclass(slots=True, eq=False)
@@ -21,14 +21,23 @@ class Tenant:
         counter_s: engine time it has had, and lifts. Never falls, so that queues by it stay in order.
         served_s: engine time it has had.
         credit_s: was charged and not used: later charges take it first.
+        prepaid_s: was charged and is not used yet.
         num_live: requests that wait or run.
+        num_running: sequences that hold blocks.
     """
 
     name: str
     counter_s: float = 0.0
     served_s: float = 0.0
     credit_s: float = 0.0
+    prepaid_s: float = 0.0
     num_live: int = 0
+    num_running: int = 0
+
+    @property
+    def had_s(self) -> float:
+        """The counter less what was charged ahead."""
+        return self.counter_s - self.credit_s - self.prepaid_s
 
     def charge(self, seconds: float) -> None:
         self.served_s += seconds
@@ -39,9 +48,18 @@ class Tenant:
         self.counter_s += seconds
 
     def refund(self, seconds: float) -> None:
-        """Some of what was charged was not computed after all."""
+        """Some of what was prepaid was not computed after all."""
+        self.prepaid_s -= seconds
         self.served_s -= seconds
         self.credit_s += seconds
+
+    def gives_way_to(self, other: "Tenant") -> bool:
+        """Whether a running sequence of this tenant gives way to a waiting one of the other's.
+
+        Where it runs at least two more, both come nearer to each other: they cannot take turns for nothing.
+        """
+        ahead_s = self.had_s - other.had_s
+        return ahead_s > (0 if self.num_running > other.num_running + 1 else OVER_SHARE_S)
 
 
 class TenantShares:

@@ -28,6 +28,7 @@ def outranked(running: Iterable[Sequence], head: Sequence, level: int, least_s: 
     Args:
         level: the class of the one that waits, aged.
     """
-    limit_s = head.tenant.counter_s + OVER_SHARE_S
-    lower = [s for s in running if s.level < level or (s.level == level and s.tenant.counter_s > limit_s)]
+    tenants = {sequence.tenant for sequence in running if sequence.level <= level}
+    giving_way = {tenant for tenant in tenants if tenant.gives_way_to(head.tenant)}
+    lower = [s for s in running if s.level < level or (s.level == level and s.tenant in giving_way)]
     return sorted(lower, key=victim_order(least_s), reverse=True)

@@ -168,7 +168,7 @@ class Scheduler:
         if output.failed_rows:
             misled = rows_misled(plan, sequences, output.failed_rows, self.limits.block_size)
         lost = misled.union(output.failed_rows)
-        self._account(sequences, now - self._planned_s)
+        self._account(plan, sequences, now - self._planned_s)
         self._advance(plan, sequences, lost)
         for i, (row, token_id) in enumerate(zip(output.rows.tolist(), output.token_ids.tolist(), strict=True)):
             if row not in lost:
@@ -259,6 +259,7 @@ class Scheduler:
         """The one place where a sequence loses its slot and its blocks: at its end, or when it is preempted."""
         if sequence.state is SequenceState.RUNNING:
             del self._running[sequence]
+            sequence.tenant.num_running -= 1
             self._charges.refund(sequence)
             self.pool.release(sequence.table.take())
         if sequence.slot != NO_SLOT:
@@ -311,6 +312,7 @@ class Scheduler:
         sequence.state = SequenceState.RUNNING
         sequence.progress_s = self._planned_s
         self._running[sequence] = None
+        sequence.tenant.num_running += 1
 
     def _joining(self, sequence: Sequence) -> list[Sequence]:
         """Who needs a slot when this one is admitted."""
@@ -510,12 +512,13 @@ class Scheduler:
 
     # Results
 
-    def _account(self, sequences: list[Sequence], step_s: float) -> None:
+    def _account(self, plan: StepPlan, sequences: list[Sequence], step_s: float) -> None:
         """Learn from a step's duration, and charge for it."""
         self._counts.num_steps += 1
         self._counts.step_s = step_s
         self.step_cost.observe(self._planned_work, step_s)
-        self._charges.charge_step(sequences, self._running, self._planned_work, step_s)
+        ends = (plan.starts + plan.lengths).tolist()
+        self._charges.charge_step(sequences, ends, self._running, self._planned_work, step_s)
 
     def _advance(self, plan: StepPlan, sequences: list[Sequence], lost: set[int]) -> None:
         """Count what was computed, and fork those who waited for their prompt.

@@ -57,6 +57,10 @@ class WaitingQueue:
     def __len__(self) -> int:
         return self._num_waiting
 
+    def is_waiting(self, tenant: str) -> bool:
+        """Whether a tenant has a sequence here."""
+        return any(tenant in queue.tenants for queue in self._classes.values())
+
     def add(self, sequence: Sequence, now: float) -> None:
         """
         Args:
