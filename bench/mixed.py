@@ -226,7 +226,7 @@ def measure(runner: ModelRunner, cases: Cases, policies: Sequence[Policy] = POLI
         times = quiet_s * 1e3, statistics.median(run.gaps_s) * 1e3, p99_s * 1e3, p99_s / quiet_s
         rows.append((policy.name, *times, ttft_s, net_s, net_s / alone_s, 100 * run.error_p90))
         print(f"{policy.name}: p99 {p99_s / quiet_s:.2f} x the quiet median", file=sys.stderr)
-    title = f"{cases.num_streams} streams and prompts of {cases.long_prompt}, which take {alone_s:.2f} s alone and unchunked"
+    title = f"{cases.num_streams} streams and prompts of {cases.long_prompt}, {alone_s:.2f} s alone and unchunked"
     gaps = "quiet p50 ms", "p50 ms", "p99 ms", "p99 / quiet p50"
     prompt = "TTFT s", "net prefill s", "net / alone", "cost error p90 %"
     return [Table(title, ("policy", *gaps, *prompt), tuple(rows))]

@@ -5,9 +5,11 @@ row an equal part of its fixed time, and drawn tokens for themselves. Blocks cou
 are: to hold all of it for a second costs a second.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
+from core.fairness import Tenant
 from core.sequence import Sequence
 from core.step_cost import StepCostModel, StepWork, row_cost_s
 
@@ -57,14 +59,16 @@ class Charges:
         fixed_s, _, _, token_s, kv_s = self._model.coefficients_s
         fixed_s /= len(rows)
         block_s = (self._model.predict(work) if self._model.is_ready else step_s) / self._num_blocks
+        owed_s: defaultdict[Tenant, float] = defaultdict(float)
         for sequence, end in zip(rows, ends, strict=True):
             start = sequence.num_computed_tokens
-            own_s = 0.0
+            owed_s[sequence.tenant] += fixed_s + block_s * len(sequence.table.blocks)
             if start >= sequence.prepaid_end:
-                own_s = token_s + kv_s * start
+                owed_s[sequence.tenant] += token_s + kv_s * start
             else:
                 sequence.tenant.prepaid_s -= (end - start) * sequence.prepaid_token_s
-            sequence.tenant.charge(fixed_s + own_s + block_s * len(sequence.table.blocks))
         for sequence in running:
             if not sequence.is_in_flight:
-                sequence.tenant.charge(block_s * len(sequence.table.blocks))
+                owed_s[sequence.tenant] += block_s * len(sequence.table.blocks)
+        for tenant, seconds in owed_s.items():
+            tenant.charge(seconds)

@@ -23,12 +23,17 @@ def victim_order(least_s: float) -> Callable[[Sequence], tuple[bool, int, bool, 
 def outranked(running: Iterable[Sequence], head: Sequence, level: int, least_s: float) -> list[Sequence]:
     """Running sequences that give way to one that waits, first those that go first.
 
-    These are of a lower class, or of one no higher and of a tenant that is over its share, seen from the other's.
+    These are of another class, and were admitted as a lower one than that has become which waits; or they are of a
+    tenant that is ahead of the other's. Age alone does not let a class preempt itself.
 
     Args:
         level: the class of the one that waits, aged.
     """
     tenants = {sequence.tenant for sequence in running if sequence.level <= level}
     giving_way = {tenant for tenant in tenants if tenant.gives_way_to(head.tenant)}
-    lower = [s for s in running if s.level < level or (s.level == level and s.tenant in giving_way)]
+    lower = [
+        s
+        for s in running
+        if (s.level < level and s.priority != head.priority) or (s.level <= level and s.tenant in giving_way)
+    ]
     return sorted(lower, key=victim_order(least_s), reverse=True)

@@ -147,7 +147,8 @@ class Scheduler:
         behind: list[Sequence] = []
         for sequence in self._running:
             if not sequence.is_paused:
-                (decodes if sequence.num_uncomputed_tokens == 1 else behind).append(sequence)
+                is_decode = len(sequence.token_ids) == sequence.num_computed_tokens + 1
+                (decodes if is_decode else behind).append(sequence)
         if len(decodes) > self.pool.num_free:  # some may have to give way: they must not be in the plan before
             decodes.sort(key=victim_order(self.shares.least_s()))
         self._add_decodes(builder, decodes)
@@ -425,13 +426,18 @@ class Scheduler:
                 return
 
     def _add_decodes(self, builder: PlanBuilder, sequences: list[Sequence]) -> None:
-        """Add a row for each, in as few operations as can be where it only goes on within a block of its own."""
+        """Add a row for each, in as few operations as can be where it only goes on within a block of its own.
+
+        One that was preempted meanwhile has computed nothing: it is left to _add_row.
+        """
         block_size, is_shared = self.limits.block_size, self.pool.is_shared
         for sequence in sequences:
-            position = sequence.num_computed_tokens
-            is_within = 0 < position % block_size < block_size - 1 and sequence.state is SequenceState.RUNNING
-            if is_within and sequence.is_started and not is_shared(sequence.table.blocks[position // block_size]):
+            position, table = sequence.num_computed_tokens, sequence.table
+            offset = position % block_size
+            if offset and sequence.is_started and not is_shared(table.blocks[position // block_size]):
                 builder.add_decode(sequence, position)
+                if offset == block_size - 1 and self.cache.is_behind(table, position + 1):
+                    self.cache.publish(table, sequence.token_ids, position + 1)
             else:
                 self._add_row(builder, sequence)
 

@@ -4,10 +4,11 @@ The order is by class, aged; within a class, requests whose first token is nearl
 had least; within a tenant by place: arrival, less a bounded bonus for short prompts. Adding, removing and finding the
 next take O(log n) comparisons.
 
-A class ages while it waits: each AGEING_S without an admission lift it by one, and an admission takes that back. So
-whatever higher classes do, a class that waits is preferred to them after AGEING_S x (TOP_CLASS + 1 - class) seconds:
-bound_s(). That lifts the class, not the request: an old backlog of one tenant must not pass the fresh requests of
-others in the same class, which is what the counters decide.
+A class ages while it waits: each AGEING_S without an admission lift it by one, all but the top class even above that,
+and an admission takes that back. So whatever higher classes do, a class that waits goes before them, in the queue and
+by preemption, after AGEING_S x (TOP_CLASS + 1 - class) seconds: bound_s(). Of classes that age has made alike, the
+lower goes first: it has waited longer for it. That lifts the class, not the request: an old backlog of one tenant must
+not pass the fresh requests of others in the same class, which is what the counters decide.
 """
 
 import heapq
@@ -34,8 +35,8 @@ def bound_s(priority: int) -> float:
 
 
 def aged_class(priority: int, age_s: float) -> int:
-    """One above the top at most."""
-    return min(TOP_CLASS + 1, priority + max(0, int(age_s / AGEING_S)))
+    """One above the top at most; the top class stays what it is."""
+    return max(priority, min(TOP_CLASS + (priority < TOP_CLASS), priority + int(age_s / AGEING_S)))
 
 
 def rank(sequence: Sequence, level: int, now: float) -> Rank:
@@ -80,13 +81,11 @@ class WaitingQueue:
 
     def head(self, now: float) -> tuple[Sequence, int] | None:
         """Who is next, and its aged class; None when nobody waits."""
-        best: tuple[int, float, _ClassQueue] | None = None
-        for priority, queue in self._classes.items():
-            if queue.tenants:
-                key = aged_class(priority, now - queue.since_s), -queue.since_s
-                if best is None or key > best[:2]:
-                    best = *key, queue
-        return None if best is None else (best[2].head(now), best[0])
+        levels = [(aged_class(c, now - queue.since_s), -c) for c, queue in self._classes.items() if queue.tenants]
+        if not levels:
+            return None
+        level, priority = max(levels)
+        return self._classes[-priority].head(now), level
 
     def admit(self, sequence: Sequence, now: float) -> None:
         """Take the head out: its class begins to age anew."""

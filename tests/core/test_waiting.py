@@ -84,6 +84,7 @@ def test_class_rises_by_one_for_each_time_span_without_an_admission() -> None:
         2,
     ]
     assert aged_class(0, 1e9) == TOP_CLASS + 1
+    assert aged_class(TOP_CLASS, 1e9) == TOP_CLASS
 
 
 @pytest.mark.parametrize("priority", range(-4, 5))
