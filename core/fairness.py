@@ -58,8 +58,9 @@ class Tenant:
 
         Where it runs at least two more, both come nearer to each other: they cannot take turns for nothing.
         """
-        ahead_s = self.had_s - other.had_s
-        return ahead_s > (0 if self.num_running > other.num_running + 1 else OVER_SHARE_S)
+        if self.num_running > other.num_running + 1:
+            return self.counter_s > other.counter_s
+        return self.had_s > other.counter_s + OVER_SHARE_S
 
 
 class TenantShares:

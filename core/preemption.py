@@ -5,17 +5,22 @@ from collections.abc import Callable, Iterable
 from core.fairness import OVER_SHARE_S
 from core.sequence import Place, Sequence
 
+VictimOrder = tuple[bool, int, bool, int, Place]
 
-def victim_order(least_s: float) -> Callable[[Sequence], tuple[bool, int, bool, Place]]:
+
+def victim_order(least_s: float) -> Callable[[Sequence], VictimOrder]:
     """A key, largest for who goes first: the paused, the lowest class, tenants over their share, the latest arrival.
+
+    Over its share is a tenant that has had much more than the one that has had least; then, whoever runs most.
 
     Args:
         least_s: the least counter of all tenants that have requests.
     """
     limit_s = least_s + OVER_SHARE_S
 
-    def key(sequence: Sequence) -> tuple[bool, int, bool, Place]:
-        return sequence.is_paused, -sequence.level, sequence.tenant.counter_s > limit_s, sequence.place
+    def key(sequence: Sequence) -> VictimOrder:
+        tenant = sequence.tenant
+        return sequence.is_paused, -sequence.level, tenant.had_s > limit_s, tenant.num_running, sequence.place
 
     return key
 

@@ -206,6 +206,10 @@ class Scheduler:
             step_cost_error_p90=self.step_cost.error_p90,
         )
 
+    def is_waiting(self, tenant: str) -> bool:
+        """Whether a tenant has a sequence in the queue."""
+        return self._waiting.is_waiting(tenant)
+
     # Ends
 
     def finish(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:

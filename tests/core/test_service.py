@@ -42,7 +42,7 @@ def test_service_gap_of_backlogged_tenants_stays_under_the_papers_bound_at_every
     gaps = []
 
     def measure(scheduler: Scheduler) -> None:
-        served = [t.served_s for t in scheduler.shares.tenants() if scheduler._waiting.is_waiting(t.name)]
+        served = [t.served_s for t in scheduler.shares.tenants() if scheduler.is_waiting(t.name)]
         if len(served) == 3:  # until then all three were backlogged, without a break
             gaps.append(max(served) - min(served))
 
@@ -59,7 +59,7 @@ def test_equal_tenants_get_equal_service_whatever_they_ask() -> None:
     served: list[tuple[float, ...]] = []
 
     def measure(scheduler: Scheduler) -> None:
-        if all(scheduler._waiting.is_waiting(name) for name in "ab"):
+        if all(scheduler.is_waiting(name) for name in "ab"):
             served.append(tuple(tenant.served_s for tenant in scheduler.shares.tenants()))
 
     Simulation(limits, CostModel(0.0, TOKEN_S), requests, on_step=measure).run()
