@@ -78,7 +78,8 @@ def _first_tokens(traces: Sequence[RequestTrace]) -> tuple[list[float], list[int
     seconds, steps = [], []
     for trace in traces:
         if trace.request.tenant.startswith("light"):
-            assert trace.first_token_s is not None and trace.num_steps_to_first_token is not None
+            assert trace.first_token_s is not None
+            assert trace.num_steps_to_first_token is not None
             seconds.append(trace.first_token_s - trace.request.arrival_s)
             steps.append(trace.num_steps_to_first_token)
     return seconds, steps

@@ -152,7 +152,8 @@ class Scheduler:
         if len(decodes) > self.pool.num_free:  # some may have to give way: they must not be in the plan before
             decodes.sort(key=victim_order(self.shares.least_s()))
         self._add_decodes(builder, decodes)
-        allowance = self._allowance(builder.work)
+        num_coming = len(behind) + min(len(self._waiting), len(self._free_slots))
+        allowance = self._allowance(builder.work, num_coming)
         num_reserved = len(builder.sequences)  # blocks, which the decodes need within 16 steps
         self._catch_up(builder, allowance, behind, num_reserved, now)
         self._planned_work = builder.work
@@ -401,11 +402,20 @@ class Scheduler:
 
     # Rows and their blocks
 
-    def _allowance(self, decodes: StepWork) -> PrefillAllowance:
-        """What may be computed beside these decodes."""
-        if self._inter_token_target is None or decodes.own_tokens == 0 or not self.step_cost.is_ready:
-            return PrefillAllowance(self.step_cost, math.inf)
-        return PrefillAllowance(self.step_cost, (self._inter_token_target - 1) * self.step_cost.predict(decodes))
+    def _allowance(self, decodes: StepWork, num_coming: int) -> PrefillAllowance:
+        """What may be computed beside these decodes: up to the target for a step of all who could decode by now.
+
+        The target is not for those alone who do: with many prompts waiting, the batch would stay small, and the queue
+        grow. What streams notice stays bounded by what they notice once the prompts have become streams.
+
+        Args:
+            num_coming: sequences that still have a prompt to compute, and could run.
+        """
+        model, target = self.step_cost, self._inter_token_target
+        if target is None or decodes.own_tokens == 0 or not model.is_ready:
+            return PrefillAllowance(model, math.inf)
+        soon = StepWork(own_tokens=decodes.own_tokens + num_coming, own_kv=decodes.own_kv)
+        return PrefillAllowance(model, target * model.predict(soon) - model.predict(decodes))
 
     def _catch_up(
         self, builder: PlanBuilder, allowance: PrefillAllowance, behind: list[Sequence], num_reserved: int, now: float
