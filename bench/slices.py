@@ -67,7 +67,9 @@ async def measure(is_http2: bool, num_connections: int, num_streams: int, num_tu
                 await asyncio.sleep(SETTLE_S)
                 num_before, cpu_before_s = counter.num_tokens, time.thread_time()
                 await asyncio.sleep(TURN_S)
-                turns[size].append((time.thread_time() - cpu_before_s) / (counter.num_tokens - num_before) * 1e6)
+                cpu_s, num_tokens = time.thread_time() - cpu_before_s, counter.num_tokens - num_before
+                if num_tokens:  # else the machine was busy elsewhere
+                    turns[size].append(cpu_s / num_tokens * 1e6)
         server.stop(0.0)
         await server.wait_stopped()
         await reading
