@@ -32,9 +32,9 @@ from server.backend import DeltaSink
 
 logger = logging.getLogger(__name__)
 
-# Rows handled before other callbacks of the loop, and the engine thread, get their turn: half a millisecond. 16, 32, 64,
-# 128, 256 of them cost 8.1, 7.6, 7.1, 7.4, 6.9 us a token, on average over both protocols and 64 and 256 streams
-# (bench/slices.py, on a busy machine): from 64 on, what is gained no longer shows.
+# Rows handled before other callbacks of the loop, and the engine thread, get their turn: half a millisecond.
+# 16, 32, 64, 128, 256 of them cost 8.1, 7.6, 7.1, 7.4, 6.9 us a token, on average over both protocols and 64 and 256
+# streams (bench/slices.py, on a busy machine): from 64 on, what is gained no longer shows.
 SLICE_ROWS = 64
 
 
