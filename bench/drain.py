@@ -1,275 +1,379 @@
-"""A client that reads streams and does next to nothing with them, so that what is measured is the server.
+"""SIGTERM under load, again and again: `python -m bench.drain`. Nothing is timed; what is broken is counted.
 
-It looks at its sockets every POLL_S and reads what is there: a peer behind a network costs a server no wake-up of a
-local process per token, and a client that sleeps in epoll would. Every server is read in this one way. Events are
-counted, not parsed; a stream that ends without its end mark, or with too few or too many events, has failed.
+Each round forks a real server (null runner, sockets, signals, threads) from a process that has imported everything,
+loads it over HTTP/1.1 and HTTP/2, sends SIGTERM at a random moment, sometimes a second one, and goes on asking until it
+is turned away. Every stream that has begun must come to its end or to an error event; every request that was sent
+before the signal must be answered; HTTP/2 clients must hear two GOAWAYs, HTTP/1.1 ones `connection: close`.
 """
 
+import argparse
+import asyncio
 import json
-import select
-import socket
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Protocol
+import multiprocessing
+import os
+import random
+import signal
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
 
-import hpack
-import msgspec
-
+from bench import http2_frames
+from bench.http2_frames import (
+    ACK,
+    DATA,
+    END_STREAM,
+    FRAME_HEADER_BYTES,
+    GOAWAY,
+    HEADERS,
+    MAX_STREAM_ID,
+    OPENING,
+    PING,
+    REFUSED_STREAM,
+    RST_STREAM,
+    frame,
+)
+from bench.load_run import run_on_fast_loop
 from bench.peer import MODEL
-from bench.wire import encode_request
+from bench.results import RESULTS_DIR, Cell, Table, command_line, print_tables, write_result
 
-POLL_S = 0.002
-READ_BYTES = 1 << 18
-MAX_OTHER_EVENTS = 5  # the role, the finish reason, the usage, the end mark
-MAX_WINDOW = 2**31 - 1
+NUM_ROUNDS = 1_000
+NUM_AT_ONCE = 4
+NUM_HTTP1 = 4  # clients, one request at a time each
+NUM_HTTP2 = 2  # connections
+NUM_STREAMS = 6  # at once on each
+ROUND_TIMEOUT_S = 30.0
+PATH = "/v1/completions"
+ENDLESS_TOKENS = 15_000
 
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
-END_STREAM, END_HEADERS, ACK = 0x1, 0x4, 0x1
-HEADER_BYTES = 9
+HTTP2_HEAD = http2_frames.request_head("POST", PATH)
 
-_EVENT_END = b"\n\n"
-_END_MARK = b"data: [DONE]\n\n"
-_LAST_CHUNK = b"0\r\n\r\n"
+DONE = "whole"
+TOLD = "error event or 503"
+REFUSED = "REFUSED_STREAM"
+CLOSED = "sent late, closed unanswered"
+BROKEN = "broken"
+MAX_LATE_ANSWERS = 2  # on one connection without `connection: close`: taken before the server had heard of its end
 
 
 @dataclass(frozen=True, slots=True)
-class StreamLoad:
-    """So many streams at once, shared evenly by the connections. HTTP/1.1 has as many connections as streams."""
-
-    port: int
-    is_http2: bool
-    num_connections: int
-    num_streams: int
-    num_tokens: int  # of each stream
-    stall_s: float = 5.0  # without a byte from any of them: those that have not ended have failed
-
-
-class Came(msgspec.Struct, frozen=True):
-    """What came.
+class RoundPlan:
+    """What happens in one round.
 
     Args:
-        num_done: tokens that came, or requests that were answered.
-        num_failed: streams, or requests.
-        client_cpu: share of one core that this client used: near 1, it was the bottleneck.
+        grace_s: what the server gives its streams.
+        step_rate: of the null runner, steps/s; 0: as fast as it goes.
+        signal_after_s: under load.
+        has_second: another SIGTERM follows.
     """
 
-    num_done: int
-    num_failed: int
-    duration_s: float
-    client_cpu: float
+    grace_s: float
+    step_rate: float
+    signal_after_s: float
+    has_second: bool
+    seed: int
 
 
-class _Stream:
-    """One stream's events."""
+@dataclass
+class Round:
+    """One server and its clients."""
 
-    __slots__ = ("is_complete", "num_events", "tail")
+    plan: RoundPlan
+    ends: Counter[str] = field(default_factory=Counter)
+    faults: list[str] = field(default_factory=list)
+    is_signalled: bool = False
 
-    def __init__(self) -> None:
-        self.num_events = 0
-        self.is_complete = False
-        self.tail = b""
-
-    def feed(self, data: bytes) -> None:
-        if self.tail[-1:] == b"\n" and data[:1] == b"\n":
-            self.num_events += 1  # its end was cut in two
-        self.num_events += data.count(_EVENT_END)
-        self.tail = data[-64:] if len(data) >= 64 else (self.tail + data)[-64:]
-
-    @property
-    def has_end_mark(self) -> bool:
-        return _END_MARK in self.tail
+    def end(self, how: str, detail: str = "") -> None:
+        self.ends[how] += 1
+        if how == BROKEN:
+            self.faults.append(detail)
 
 
-class Client(Protocol):
-    """One connection's side. `streams` are those that it carries."""
+def serve_in_child(pipe: Connection, plan: RoundPlan) -> None:
+    """Be a server: tell the port once ready, end by the signal."""
+    import uvloop
 
-    streams: list[_Stream]
+    from bench.null_server import load
+    from server.config import ServerConfig
+    from server.logs import configure_logging
+    from server.process import Server
 
-    def opening(self) -> bytes: ...
+    configure_logging("error", "text")
+    config = ServerConfig(port=0, drain_timeout_s=plan.grace_s)
 
-    def receive(self, data: bytes) -> bytes:
-        """What there is to answer."""
-        ...
+    async def main() -> int:
+        loop = asyncio.get_running_loop()
+        server = Server(
+            config,
+            lambda inbox, deliver, stage: load(plan.step_rate, loop, inbox, deliver, stage),
+            lambda lines: pipe.send(server.listener.port),
+        )
+        server.install_signal_handlers()
+        return await server.run()
 
-    @property
-    def is_done(self) -> bool: ...
+    sys.exit(uvloop.run(main()))
+
+
+def body_of(chance: random.Random, plan: RoundPlan) -> bytes:
+    """A completion, streamed or whole; where the grace is short, many outlast it and the farewell after it."""
+    outlasts = plan.grace_s < 1 and chance.random() < 0.5
+    num_tokens = ENDLESS_TOKENS if outlasts else chance.randint(1, 120)
+    fields = {"model": MODEL, "prompt": [5, 6], "ignore_eos": True, "max_tokens": num_tokens}
+    return json.dumps(fields | {"stream": chance.random() < 0.7}).encode()
 
 
 class Http1Client:
-    """One stream on its connection."""
+    """One request after the other, on one connection as long as the server keeps it, then on new ones."""
 
-    def __init__(self, load: StreamLoad) -> None:
-        stream = _Stream()
-        self.streams = [stream]
-        self._stream = stream
-        self._load = load
+    def __init__(self, round_: Round, port: int, number: int) -> None:
+        self._round = round_
+        self._port = port
+        self._chance = random.Random(round_.plan.seed * 100 + number)
+        self._num_late = 0  # answers to requests sent after the signal that did not announce the end
 
-    def opening(self) -> bytes:
-        headers = {"content-type": "application/json"}
-        return encode_request("POST", "/v1/chat/completions", "127.0.0.1", headers, _body(self._load))
+    async def run(self) -> None:
+        while True:
+            try:
+                reader, writer = await asyncio.open_connection("127.0.0.1", self._port, limit=2**24)
+            except OSError:
+                assert self._round.is_signalled, "the server is gone before its signal"
+                return
+            try:
+                is_turned_away = await self._use(reader, writer)
+            finally:
+                writer.close()
+                with suppress(OSError):
+                    await writer.wait_closed()
+            if is_turned_away:
+                return
 
-    def receive(self, data: bytes) -> bytes:
-        stream = self._stream
-        stream.feed(data)
-        if data.endswith(_LAST_CHUNK) or stream.tail.endswith(_LAST_CHUNK):
-            stream.is_complete = stream.has_end_mark
-        return b""
+    async def _use(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        """Ask until the connection ends; whether there was a refusal."""
+        while True:
+            body = body_of(self._chance, self._round.plan)
+            head = f"POST {PATH} HTTP/1.1\r\nhost: a\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+            was_signalled = self._round.is_signalled
+            writer.write(head + body)
+            received = b""
+            try:
+                received = await reader.readuntil(b"\r\n\r\n")
+                fields = received.lower()
+                content = await self._content(reader, fields)
+            except (asyncio.IncompleteReadError, ConnectionError) as error:
+                partial = received + getattr(error, "partial", b"")
+                is_excused = was_signalled and not partial
+                self._round.end(CLOSED if is_excused else BROKEN, f"HTTP/1.1: {partial[-200:]!r}")
+                return was_signalled
+            self._round.end(*_verdict(content))
+            is_closing = b"\r\nconnection: close" in fields
+            if is_closing:
+                return b'"draining"' in content
+            self._num_late += was_signalled
+            if self._num_late > MAX_LATE_ANSWERS:
+                self._round.end(BROKEN, "HTTP/1.1: asked again and again after the signal, and never told to close")
+                return True
 
-    @property
-    def is_done(self) -> bool:
-        return self._stream.is_complete
+    async def _content(self, reader: asyncio.StreamReader, fields: bytes) -> bytes:
+        if b"transfer-encoding: chunked" not in fields:
+            return await reader.readexactly(int(fields.partition(b"content-length: ")[2].partition(b"\r\n")[0]))
+        content = b""
+        while size := int(await reader.readuntil(b"\r\n"), 16):
+            content += (await reader.readexactly(size + 2))[:-2]
+        await reader.readexactly(2)
+        return content
+
+
+def _verdict(content: bytes) -> tuple[str, str]:
+    """Of an answer that is framed to its end."""
+    if content.startswith(b"{"):
+        return (TOLD if b'"draining"' in content else DONE), ""
+    if content.endswith(b"data: [DONE]\n\n"):
+        return DONE, ""
+    return (TOLD if b'"code":"draining"' in content else BROKEN), f"a stream's end: {content[-200:]!r}"
 
 
 class Http2Client:
-    """Many streams on one connection, whose windows never shut."""
+    """Several streams at once on one connection, new ones for those that end, until the connection ends."""
 
-    def __init__(self, load: StreamLoad) -> None:
-        self._load = load
-        self._by_id = {2 * i + 1: _Stream() for i in range(load.num_streams // load.num_connections)}
-        self.streams = list(self._by_id.values())
-        self._num_open = len(self.streams)
-        self._rest = b""
+    def __init__(self, round_: Round, port: int, number: int) -> None:
+        self._round = round_
+        self._port = port
+        self._chance = random.Random(round_.plan.seed * 100 + 50 + number)
+        self._streams: dict[int, bytes] = {}  # id -> content so far
+        self._sent_late: set[int] = set()  # after the signal
+        self._goaways: list[int] = []
+        self._next_stream_id = 1
 
-    def opening(self) -> bytes:
-        encoder = hpack.Encoder()
-        body = _body(self._load)
-        out = [PREFACE, OPENING_SETTINGS]
-        for stream_id in self._by_id:
-            out.append(frame(HEADERS, END_HEADERS, stream_id, encoder.encode(request_fields("POST", CHAT_PATH))))
-            out.append(frame(DATA, END_STREAM, stream_id, body))
-        return b"".join(out)
+    async def run(self) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+        writer.write(OPENING)
+        received = bytearray()
+        try:
+            while True:
+                self._ask(writer)
+                data = await reader.read(65_536)
+                if not data:
+                    break
+                received += data
+                self._take_frames(received, writer)
+        except ConnectionError:
+            pass
+        writer.close()
+        with suppress(OSError):
+            await writer.wait_closed()
+        self._judge_end()
 
-    def receive(self, data: bytes) -> bytes:
-        if self._rest:
-            data = self._rest + data
-        answer = b""
-        position = 0
-        for kind, flags, stream_id, start, end in frames(data):
-            position = end
-            if kind == DATA:
-                self._by_id[stream_id].feed(data[start:end])
-                if flags & END_STREAM:
-                    self._end(stream_id)
-            elif kind == HEADERS and flags & END_STREAM:  # trailers
-                self._end(stream_id)
+    def _ask(self, writer: asyncio.StreamWriter) -> None:
+        """Also after the first GOAWAY, which says only that another will follow; not after that."""
+        while len(self._streams) < NUM_STREAMS and len(self._goaways) < 2:
+            stream_id, self._next_stream_id = self._next_stream_id, self._next_stream_id + 2
+            body = body_of(self._chance, self._round.plan)
+            self._streams[stream_id] = b""
+            if self._round.is_signalled:
+                self._sent_late.add(stream_id)
+            writer.write(http2_frames.request(stream_id, HTTP2_HEAD, body))
+
+    def _take_frames(self, received: bytearray, writer: asyncio.StreamWriter) -> None:
+        while len(received) >= FRAME_HEADER_BYTES:
+            end = FRAME_HEADER_BYTES + int.from_bytes(received[:3], "big")
+            if len(received) < end:
+                return
+            kind, flags, stream_id = received[3], received[4], int.from_bytes(received[5:9], "big")
+            payload = bytes(received[FRAME_HEADER_BYTES:end])
+            del received[:end]
+            if kind == PING and not flags & ACK:
+                writer.write(frame(PING, payload, ACK))
+            elif kind == GOAWAY:
+                self._take_goaway(int.from_bytes(payload[:4], "big"), int.from_bytes(payload[4:8], "big"))
             elif kind == RST_STREAM:
-                self._num_open -= 1
-            else:
-                answer += control_answer(kind, flags, data[start:end])
-        self._rest = data[position:]
-        return answer
+                self._take_reset(stream_id, int.from_bytes(payload, "big"))
+            elif stream_id in self._streams:
+                if kind == DATA:
+                    self._streams[stream_id] += payload
+                if flags & END_STREAM and kind in (DATA, HEADERS):
+                    self._round.end(*_verdict(self._streams.pop(stream_id)))
 
-    def _end(self, stream_id: int) -> None:
-        stream = self._by_id[stream_id]
-        stream.is_complete = stream.has_end_mark
-        self._num_open -= 1
+    def _take_goaway(self, last_stream_id: int, code: int) -> None:
+        self._goaways.append(last_stream_id)
+        if code:
+            self._round.end(BROKEN, f"HTTP/2: GOAWAY with code {code}")
+        if last_stream_id != MAX_STREAM_ID:
+            for stream_id in [stream_id for stream_id in self._streams if stream_id > last_stream_id]:
+                self._take_reset(stream_id, REFUSED_STREAM)
 
-    @property
-    def is_done(self) -> bool:
-        return not self._num_open
+    def _take_reset(self, stream_id: int, code: int) -> None:
+        content = self._streams.pop(stream_id, None)
+        if content is not None:
+            is_refused = code == REFUSED_STREAM and not content and stream_id in self._sent_late
+            self._round.end(REFUSED if is_refused else BROKEN, f"HTTP/2: reset with {code} after {content[-200:]!r}")
 
-
-CHAT_PATH = "/v1/chat/completions"
-
-
-def frame(kind: int, flags: int, stream_id: int, payload: bytes) -> bytes:
-    """RFC 9113 §4.1."""
-    return len(payload).to_bytes(3, "big") + bytes((kind, flags)) + stream_id.to_bytes(4, "big") + payload
-
-
-# SETTINGS_ENABLE_PUSH 0, SETTINGS_INITIAL_WINDOW_SIZE as large as it may be, and the connection's window likewise
-OPENING_SETTINGS = frame(SETTINGS, 0, 0, b"\0\2" + bytes(4) + b"\0\4" + MAX_WINDOW.to_bytes(4, "big")) + frame(
-    WINDOW_UPDATE, 0, 0, (MAX_WINDOW - 65_535).to_bytes(4, "big")
-)
+    def _judge_end(self) -> None:
+        for stream_id, content in self._streams.items():
+            self._round.end(BROKEN, f"HTTP/2: the connection ended in stream {stream_id} after {content[-200:]!r}")
+        if len(self._goaways) != 2 or self._goaways[0] != MAX_STREAM_ID or self._goaways[1] == MAX_STREAM_ID:
+            self._round.end(BROKEN, f"HTTP/2: GOAWAYs for {self._goaways} instead of {MAX_STREAM_ID} and the last one")
 
 
-def frames(data: bytes) -> Iterator[tuple[int, int, int, int, int]]:
-    """The whole frames in `data`: type, flags, stream, and where the payload begins and ends."""
-    position, size = 0, len(data)
-    while position + HEADER_BYTES <= size:
-        start = position + HEADER_BYTES
-        end = start + int.from_bytes(data[position : position + 3], "big")
-        if end > size:
-            return
-        yield data[position + 3], data[position + 4], int.from_bytes(data[position + 5 : start], "big"), start, end
-        position = end
-
-
-def control_answer(kind: int, flags: int, payload: bytes) -> bytes:
-    """What a control frame wants to be answered with."""
-    if kind == SETTINGS and not flags & ACK:
-        return frame(SETTINGS, ACK, 0, b"")
-    if kind == PING and not flags & ACK:
-        return frame(PING, ACK, 0, payload)
-    return b""
-
-
-def request_fields(method: str, path: str) -> list[tuple[str, str]]:
-    """A request's field section."""
-    pseudo = [(":method", method), (":scheme", "http"), (":authority", "127.0.0.1"), (":path", path)]
-    return pseudo + ([("content-type", "application/json")] if method == "POST" else [])
-
-
-def _body(load: StreamLoad) -> bytes:
-    fields = {
-        "model": MODEL,
-        "max_tokens": load.num_tokens,
-        "stream": True,
-        "ignore_eos": True,
-        "messages": [{"role": "user", "content": "Say something."}],
-    }
-    return json.dumps(fields).encode()
-
-
-def drain(load: StreamLoad) -> Came:
-    """Open the streams and read them to their ends."""
-    clients: dict[int, Client] = {}
-    sockets: dict[int, socket.socket] = {}
-    poll = select.epoll()
-    start_s, cpu_start_s = time.monotonic(), time.process_time()
+async def run_round(plan: RoundPlan) -> Round:
+    """One server's life."""
+    round_ = Round(plan)
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=serve_in_child, args=(theirs, plan), daemon=True)
+    process.start()
+    theirs.close()
     try:
-        for _ in range(load.num_connections):
-            client: Client = Http2Client(load) if load.is_http2 else Http1Client(load)
-            connection = socket.create_connection(("127.0.0.1", load.port))
-            connection.sendall(client.opening())
-            connection.setblocking(False)
-            clients[connection.fileno()], sockets[connection.fileno()] = client, connection
-            poll.register(connection.fileno(), select.EPOLLIN)
-        duration_s = _read_all(poll, clients, sockets, load.stall_s) - start_s
-        cpu_s = time.process_time() - cpu_start_s
+        port = await asyncio.to_thread(ours.recv)
+        async with asyncio.timeout(ROUND_TIMEOUT_S):
+            clients = [
+                *(Http1Client(round_, port, number).run() for number in range(NUM_HTTP1)),
+                *(Http2Client(round_, port, number).run() for number in range(NUM_HTTP2)),
+            ]
+            await asyncio.gather(*clients, _signal(round_, process.pid or 0))
+    except TimeoutError:
+        round_.end(BROKEN, "the clients were not at their end in time")
     finally:
-        poll.close()
-        for connection in sockets.values():
-            connection.close()
-    streams = [stream for client in clients.values() for stream in client.streams]
-    most = load.num_tokens + MAX_OTHER_EVENTS
-    sound = [stream for stream in streams if stream.is_complete and load.num_tokens <= stream.num_events <= most]
-    return Came(
-        num_done=sum(min(stream.num_events, load.num_tokens) for stream in streams),
-        num_failed=len(streams) - len(sound),
-        duration_s=duration_s,
-        client_cpu=cpu_s / duration_s,
+        ours.close()
+        await asyncio.to_thread(process.join, ROUND_TIMEOUT_S)
+        if process.exitcode != 0:
+            round_.end(BROKEN, f"the server's exit code is {process.exitcode}")
+            process.kill()
+            process.join()
+        process.close()
+    return round_
+
+
+async def _signal(round_: Round, pid: int) -> None:
+    await asyncio.sleep(round_.plan.signal_after_s)
+    round_.is_signalled = True
+    os.kill(pid, signal.SIGTERM)
+    if round_.plan.has_second:
+        await asyncio.sleep(round_.plan.signal_after_s / 4)
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+
+
+def round_plans(num_rounds: int, seed: int) -> list[RoundPlan]:
+    chance = random.Random(seed)
+    return [
+        RoundPlan(
+            grace_s=chance.choice((0.0, 0.02, 10.0, 10.0)),
+            step_rate=chance.choice((0.0, 500.0)),
+            signal_after_s=chance.random() * 0.1,
+            has_second=chance.random() < 0.2,
+            seed=seed + number,
+        )
+        for number in range(num_rounds)
+    ]
+
+
+def run_rounds(plans: Sequence[RoundPlan]) -> list[Round]:
+    """Run them all, a few at a time: most of a round is waiting."""
+    multiprocessing.set_forkserver_preload(["uvloop", "bench.null_server", "server.process"])
+
+    async def main() -> list[Round]:
+        turns = asyncio.Semaphore(NUM_AT_ONCE)
+
+        async def take_turn(plan: RoundPlan) -> Round:
+            async with turns:
+                return await run_round(plan)
+
+        return list(await asyncio.gather(*map(take_turn, plans)))
+
+    return run_on_fast_loop(main())
+
+
+def table_of(rounds: Sequence[Round]) -> Table:
+    kinds = {"streams end (10 s)": 10.0, "20 ms of grace": 0.02, "no grace": 0.0}
+    ways = (DONE, TOLD, REFUSED, CLOSED, BROKEN)
+    rows: list[tuple[Cell, ...]] = []
+    for label, grace_s in kinds.items():
+        chosen = [round_ for round_ in rounds if round_.plan.grace_s == grace_s]
+        ends: Counter[str] = sum((round_.ends for round_ in chosen), Counter())
+        rows.append((label, len(chosen), *(ends[way] for way in ways)))
+    return Table(
+        title="SIGTERM under load: requests and streams", columns=("grace", "SIGTERMs", *ways), rows=tuple(rows)
     )
 
 
-def _read_all(
-    poll: select.epoll, clients: dict[int, Client], sockets: dict[int, socket.socket], stall_s: float
-) -> float:
-    """Until all have ended, or nothing comes. Returns when the last bytes came."""
-    num_open = len(clients)
-    last_s = time.monotonic()
-    while num_open and time.monotonic() < last_s + stall_s:
-        time.sleep(POLL_S)
-        for number, _ in poll.poll(0):
-            client, connection = clients[number], sockets[number]
-            data = connection.recv(READ_BYTES)
-            last_s = time.monotonic()
-            answer = client.receive(data)
-            if answer:
-                connection.sendall(answer)
-            if not data or client.is_done:
-                poll.unregister(number)
-                num_open -= 1
-    return last_s
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.drain", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=NUM_ROUNDS)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path, default=RESULTS_DIR / "drain.json")
+    arguments = parser.parse_args(argv)
+    rounds = run_rounds(round_plans(arguments.rounds, arguments.seed))
+    table = table_of(rounds)
+    print_tables([table])
+    for round_ in rounds:
+        for fault in round_.faults:
+            print(f"{round_.plan}: {fault}", file=sys.stderr)
+    write_result(arguments.json, "drain", command_line("python -m bench.drain", argv), [table])
+    return 1 if any(round_.faults for round_ in rounds) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -11,9 +11,9 @@ from multiprocessing import get_context
 
 import msgspec
 
-from bench.drain import Came, StreamLoad, drain
 from bench.load_run import CannotRun
 from bench.process_cpu import CpuTimes, busiest, cpu_times
+from bench.reader import Came, StreamLoad, drain
 from bench.request_rate import RequestLoad, ask, latencies_s
 from bench.server_process import free_port, running
 

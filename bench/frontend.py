@@ -1,7 +1,7 @@
 """CPU per streamed token of the whole front end, beside other servers: `python -m bench.frontend`.
 
 Each server runs in a process of its own with a null model: one token per step for each of its streams, paced by
---step-rate or, unpaced, as soon as the last step is delivered. The client reads and does next to nothing (bench/drain).
+--step-rate or, unpaced, as soon as the last step is delivered. The client reads and does next to nothing (reader.py).
 What counts is the server's CPU time between the first request and the last byte, less what the idle server takes; the
 thread of the event loop is told apart from the others (steploop's engine thread plans every step; the peers have no
 engine to speak of). Plain requests are GET /health, which the peers answer below FastAPI. The servers take turns within

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import hpack
 
-from bench.drain import (
+from bench.load_run import CannotRun
+from bench.reader import (
     END_HEADERS,
     END_STREAM,
     GOAWAY,
@@ -27,7 +28,6 @@ from bench.drain import (
     frames,
     request_fields,
 )
-from bench.load_run import CannotRun
 from bench.wire import encode_request
 
 PATH = "/health"

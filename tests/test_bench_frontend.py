@@ -11,7 +11,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from bench.drain import StreamLoad, drain
 from bench.floor_server import Floor, StepLoop
 from bench.front_ends import SERVERS, HealthCase, Measured, RequestCase, StreamCase, running_server
 from bench.frontend import PARTS, main, median_run, plan_cases, result_tables
@@ -20,6 +19,7 @@ from bench.null_runner import NullRunner, Pace
 from bench.null_server import LockStep
 from bench.peer import PIECES
 from bench.process_cpu import CpuTimes, cpu_times
+from bench.reader import StreamLoad, drain
 from bench.request_rate import RequestLoad, ask, latencies_s
 from core.plan import RunnerLimits, StepPlan
 from core.types import EngineStats, StepDelivery

@@ -58,6 +58,7 @@ class CompletionsSurface:
             prompts=_prompts(wire.prompt, defaults.vocab_size),
             sampling=sampling,
             num_sequences=_num_sequences(wire),
+            cache_salt=fields.checked_cache_salt(wire.cache_salt),
             is_stream=bool(wire.stream),
             includes_usage=wire.includes_usage,
             wants_timings=bool(wire.timings),

@@ -50,6 +50,7 @@ class GenerationCall(msgspec.Struct, frozen=True, kw_only=True):
     prompts: tuple[Prompt, ...]
     sampling: SamplingParams
     num_sequences: int = 1
+    cache_salt: str = ""  # prompts are cached for the same salt only
     is_stream: bool = False
     includes_usage: bool = False  # stream_options.include_usage
     wants_timings: bool = False
