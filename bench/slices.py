@@ -17,7 +17,7 @@ from pathlib import Path
 import uvloop
 
 from bench import null_server
-from bench.drain import StreamLoad, drain
+from bench.reader import StreamLoad, drain
 from bench.results import Cell, Table, command_line, print_tables, write_result
 from core.types import StepDelivery
 from server import engine_client
