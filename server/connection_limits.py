@@ -42,4 +42,5 @@ class ConnectionLimits:
     num_streams: int = 10_000  # of an HTTP/2 connection, one after the other
     control_bytes: int = 256 * 1024  # unread by an HTTP/2 peer: then it is not read from either
     max_control_bytes: int = 1024 * 1024
+    drain_idle_s: float = 0.05  # for what an idle HTTP/1.1 peer had sent before the drain
     drain_round_trip_s: float = 1.0  # for an HTTP/2 peer to hear that the connection ends

@@ -45,6 +45,7 @@ class Http1Exchanges:
         self._body_is_awaited = False
         self._exchange_is_over = False  # and the next one has not begun
         self._waiting_since = context.loop.time()  # for a request, its head or its body, whichever it is now
+        self._drain_due: float | None = None  # when an idle connection closes, for want of a request on its way
 
     @property
     def client(self) -> str:
@@ -197,9 +198,10 @@ class Http1Exchanges:
         self._protocol.keep_alive = False
 
     def drain(self) -> None:
+        """A request that was sent before may not have been read yet: an idle peer has a moment to be heard."""
         self.close_after_answer()
-        if self._stream is None and not self._out and self._protocol.is_idle:
-            self._connection.close()
+        self._drain_due = self._loop.time() + self._limits.drain_idle_s
+        self._connection.adjust()
 
     # The clocks.
 
@@ -209,7 +211,9 @@ class Http1Exchanges:
             if not self._body_is_awaited or self._protocol.has_read_request:
                 return None
             return self._waiting_since + limits.body_s + self._stream.num_body_bytes / limits.body_bytes_per_s
-        return self._waiting_since + (limits.idle_s if self._protocol.is_idle else limits.head_s)
+        if not self._protocol.is_idle:
+            return self._waiting_since + limits.head_s
+        return self._waiting_since + limits.idle_s if self._drain_due is None else self._drain_due
 
     def on_due(self) -> None:
         if self._stream is not None:

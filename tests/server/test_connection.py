@@ -706,6 +706,7 @@ def test_drain_closes_idle_connections_and_lets_busy_ones_finish(serve: Serve) -
     server = serve(hold)
     idle, streaming, in_head = server.connect(), server.exchange(GET), server.exchange(GET[:5])
     draining = start_drain(server, 60)
+    server.loop.advance(ConnectionLimits().drain_idle_s)
     assert [t.is_lost for t in (idle, streaming, in_head)] == [True, False, False]
     in_head.feed(GET[5:])
     server.loop.settle()
@@ -719,6 +720,18 @@ def test_drain_closes_idle_connections_and_lets_busy_ones_finish(serve: Serve) -
         assert responses(bytes(transport.received)) == [(200, b"x")]
         assert transport.is_lost
     assert hold.told == []
+    assert draining.done()
+
+
+def test_request_that_was_sent_before_the_drain_and_is_read_after_it_is_answered(serve: Serve) -> None:
+    server = serve(echo)
+    fresh, kept = server.connect(), server.exchange(GET)
+    draining = start_drain(server, 60)
+    for transport in (fresh, kept):
+        transport.feed(GET)
+        server.loop.settle()
+        assert b"connection: close" in transport.received
+        assert transport.is_lost
     assert draining.done()
 
 
@@ -749,7 +762,7 @@ def test_connection_that_comes_during_a_drain_gets_one_answer_and_prolongs_nothi
     assert len(hold.streams) == 2
     assert not silent.is_lost
     hold.end(0)
-    server.loop.settle()
+    server.loop.advance(ConnectionLimits().drain_idle_s)
     assert silent.is_lost
     server.loop.advance(1)
     assert draining.done()
