@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import uvloop
 
-from bench.null_runner import NullRunner
+from bench.null_runner import NullRunner, Pace
 from bench.null_server import LIMITS, MAX_MODEL_LEN, TEMPLATE, null_tokenizer
 from bench.peer import MODEL
 from core.chat_template import ChatTemplate
@@ -127,7 +127,8 @@ def load(
 
 
 def _null_model(step_rate: float) -> tuple[ModelFiles, Runner[Any]]:
-    runner = NullRunner(LIMITS, range(256, LIMITS.vocab_size), 1 / step_rate if step_rate else 0.0)
+    wait_step = Pace(1 / step_rate).wait if step_rate else lambda: None
+    runner = NullRunner(LIMITS, range(256, LIMITS.vocab_size), wait_step)
     template = ChatTemplate({"default": TEMPLATE}, {}, MAX_MODEL_LEN)
     return ModelFiles(Path(), {}, null_tokenizer(), template, GenerationDefaults(), ()), runner
 

@@ -24,9 +24,10 @@ def make_linear(weight: Weight, bias: Tensor | None, is_packed: bool) -> Linear:
     """A product with weight [out, in], plus bias [out] or None. Packed, it keeps a copy of the weight, not itself."""
     if isinstance(weight, QuantizedWeight):
         return make_quantized_linear(weight, bias)
-    if not is_packed:
-        return partial(F.linear, weight=weight, bias=bias)
-    return packed_linear(pack(weight), bias)
+    if is_packed:
+        return packed_linear(pack(weight), bias)
+    linear = partial(F.linear, weight=weight, bias=bias)
+    return _never_alone(linear) if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 else linear
 
 
 def pack(weight: Tensor) -> Tensor:
@@ -42,7 +43,19 @@ def packed_linear(packed: Tensor, bias: Tensor | None) -> Linear:
         result: Tensor = product(x, packed, bias, "none", [], "")
         return result
 
-    return linear
+    return _never_alone(linear)
+
+
+def _never_alone(linear: Linear) -> Linear:
+    """One row is computed as two: oneDNN has a kernel of its own for one, which adds in another order.
+
+    From two rows on a row's product is the same to the last bit, however many there are; four cost what one does.
+    """
+
+    def in_company(x: Tensor) -> Tensor:
+        return linear(x) if x.shape[0] > 1 else linear(x.expand(2, -1).contiguous())[:1]
+
+    return in_company
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:

@@ -103,7 +103,7 @@ class ModelRunner:
             return StepTicket(batch, self._model.forward(batch, self._cache))
 
     def logits(self, plan: StepPlan) -> Tensor:
-        """Those of every token of a plan's row, not of the last alone: [tokens, vocab], float32. Draws nothing."""
+        """Those of every token of a prompt, a plan's one row: [tokens, vocab], float32. Draws nothing."""
         with _device_errors(), torch.inference_mode():
             batch = self._builder.build(plan)
             batch.sampled_tokens = torch.arange(len(plan.token_ids), device=batch.token_ids.device)

@@ -221,6 +221,7 @@ class Lifecycle:
                 sampling=self._sampling(call, len(ids)),
                 arrival_s=timings.head_s,
                 num_sequences=call.num_sequences,
+                cache_salt=call.cache_salt,
             )
             for i, ids in enumerate(prompts)
         ]

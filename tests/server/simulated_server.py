@@ -27,7 +27,9 @@ from server.api.models import ServedModel
 from server.api.surface import GenerationDefaults
 from server.app import App, Readiness
 from server.auth import KeyAuthenticator
+from server.client_gate import ClientRules
 from server.connection_limits import ConnectionLimits
+from server.cross_origin import CrossOrigin
 from server.engine_client import EngineClient
 from server.lifecycle import Clock, Lifecycle, PromptReader
 from server.metrics import Metrics
@@ -212,6 +214,8 @@ class SimulatedServer:
         max_requests: int = 100,
         connection_limits: ConnectionLimits | None = None,
         is_ready: bool = True,
+        origins: tuple[str, ...] = (),
+        clients: ClientRules | None = None,
     ) -> None:
         self.loop = VirtualTimeLoop()
         self.limits = limits
@@ -230,11 +234,18 @@ class SimulatedServer:
         self._engine = Engine(self.scheduler, runner(limits, cost, time), time, self._inbox, self._send_delivery)
         clock = Clock(time, lambda: UNIX_S + time())
         numbers = itertools.count(1)
-        self.app = App(self.readiness, KeyAuthenticator(keys), self.metrics, clock, lambda: f"r{next(numbers)}")
-        self.network = MemoryServer(self.app.handle, connection_limits, self.loop, self.app.refuse)
+        self.app = App(
+            self.readiness,
+            KeyAuthenticator(keys),
+            self.metrics,
+            clock,
+            lambda: f"r{next(numbers)}",
+            CrossOrigin(origins),
+        )
+        self.network = MemoryServer(self.app.handle, connection_limits, self.loop, self.app.refuse, clients)
         self.app.listener = self.network.listener
         self.client = EngineClient(
-            self._post, TOKENIZER.table, self.network.listener.batch.flush_all, self.loop.call_soon
+            self._post, TOKENIZER.table, self.network.listener.batch.flush_all, self.loop.call_soon, time
         )
         self.lifecycle = Lifecycle(
             reader=_reader(limits, clock),

@@ -277,7 +277,7 @@ def play(server: SimulatedServer, number: int, case: Case, transports: dict[int,
 
     def come() -> None:
         reads = fate not in ("slow", "never reads")
-        transport = MemoryTransport(server.loop, server.network.listener.new_connection(), reads)
+        transport = server.network.dial(reads)
         transport.feed(completion(**case["fields"]))
         transports[number] = transport
         request_id = f"r{len(transports)}"
