@@ -21,7 +21,7 @@ DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDO
 FRAME_HEADER = struct.Struct(">BHBBL")  # RFC 9113 §4.1: length in 24 bits, type, flags, stream
 HEADER_BYTES = FRAME_HEADER.size
 
-_END_HEADERS = 0x4
+END_HEADERS = 0x4
 _PADDED = 0x8
 _HAS_PRIORITY = 0x20
 _ACK = 0x1
@@ -291,7 +291,7 @@ class FrameGate:
         self.count_content(header.length)
         self._num_blocks += 1
         self._highest_stream_id = max(self._highest_stream_id, header.stream_id)
-        if not header.flags & _END_HEADERS:
+        if not header.flags & END_HEADERS:
             self._block_stream = header.stream_id
             self._block_bytes = header.length
             self._num_continuations = 0
@@ -307,7 +307,7 @@ class FrameGate:
             or self._block_bytes > self._limits.header_block_bytes
         ):
             raise Refusal(ErrorCodes.ENHANCE_YOUR_CALM, "The header block is too large.")  # CVE-2024-27316
-        if header.flags & _END_HEADERS:
+        if header.flags & END_HEADERS:
             self._block_stream = 0
 
     def _check_data(self, length: int, flags: int) -> None:

@@ -1,6 +1,6 @@
 """The responses of an HTTP/2 connection: heads and bodies to bytes, all streams in their turn. Thread: loop. Sans-io.
 
-Heads and trailers are h2's to encode, DATA is framed by http2_data. Of streams that have ended nothing is kept here.
+Heads and DATA are framed by http2_data, trailers by h2. Of streams that have ended nothing is kept here.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from h2.errors import ErrorCodes
 from h2.stream import H2Stream
 from hpack import HeaderTuple, NeverIndexedHeaderTuple
 
-from server.http2_data import OutgoingBody, h2_is_as_known, last_frame, next_frame
+from server.http2_data import OutgoingBody, frame_head, frame_next, h2_is_as_known, last_frame
 from server.messages import Headers, ResponseHead
 from server.response_fields import ResponseError, check_fields
 
@@ -19,7 +19,7 @@ from server.response_fields import ResponseError, check_fields
 _NEVER_INDEXED = frozenset((b"x-request-id", b"server-timing", b"content-length"))
 
 
-class Http2Stream:
+class Http2Stream(OutgoingBody):
     """One stream: its response, and what is still to come of its request.
 
     Attributes:
@@ -30,8 +30,6 @@ class Http2Stream:
 
     __slots__ = (
         "awaited",
-        "body",
-        "h2",
         "has_read_request",
         "is_head_request",
         "is_head_sent",
@@ -41,9 +39,8 @@ class Http2Stream:
     )
 
     def __init__(self, stream: H2Stream, is_head_request: bool, has_read_request: bool) -> None:
-        self.h2 = stream
+        super().__init__(stream)
         self.awaited: int | None = None
-        self.body = OutgoingBody()
         self.is_head_request = is_head_request
         self.has_read_request = has_read_request
         self.is_head_sent = False
@@ -97,7 +94,7 @@ class Responses:
     def num_unsent(self, stream_id: int) -> int:
         """Bytes of the stream's body that take_data has not given; 0 when it is gone."""
         stream = self.streams.get(stream_id)
-        return 0 if stream is None else stream.body.num_unsent
+        return 0 if stream is None else stream.num_unsent
 
     def wake(self, stream_id: int) -> None:
         """Its window may have opened."""
@@ -142,8 +139,11 @@ class Responses:
             for pair in head.headers
             if pair[0] != b"connection"
         ]
-        self._h2.send_headers(stream_id, fields)
-        self._write(self._h2.data_to_send())
+        if self._by_hand:
+            self._write(frame_head(self._h2, stream.h2, fields, is_final))
+        else:
+            self._h2.send_headers(stream_id, fields)
+            self._write(self._h2.data_to_send())
 
     def send_data(self, stream_id: int, data: bytes) -> int:
         """The body's next bytes; they wait for take_data, and for the peer's windows. Returns num_unsent.
@@ -152,17 +152,16 @@ class Responses:
             ResponseError: before the head, after the end, or beyond the content-length.
         """
         stream = self.streams[stream_id]
-        body = stream.body
-        if not stream.is_head_sent or body.is_ending:
+        if not stream.is_head_sent or stream.is_ending:
             raise ResponseError("A body is sent after its head and before its end.")
         if data and stream.sends_body:
             if stream.remaining is not None:
                 stream.remaining -= len(data)
                 if stream.remaining < 0:
                     raise ResponseError("The body is longer than its content-length.")
-            body.append(data)
+            stream.append(data)
             self._ready[stream_id] = stream
-        return body.num_unsent
+        return stream.num_unsent
 
     def send_end(self, stream_id: int, trailers: Headers = ()) -> None:
         """Nothing follows in this body but the trailers.
@@ -171,14 +170,14 @@ class Responses:
             ResponseError: before the head, twice, or short of the content-length; trailers that cannot be sent.
         """
         stream = self.streams[stream_id]
-        if not stream.is_head_sent or stream.body.is_ending:
+        if not stream.is_head_sent or stream.is_ending:
             raise ResponseError("A response ends once, after its head.")
         if stream.remaining:
             raise ResponseError(f"The body is {stream.remaining} bytes shorter than its content-length.")
         if check_fields(ResponseHead(200, trailers)) is not None:
             raise ResponseError("A content-length comes too late in the trailers.")
         stream.trailers = trailers if stream.sends_body else ()
-        stream.body.is_ending = True
+        stream.is_ending = True
         self._ready[stream_id] = stream
 
     def take_data(self, limit_bytes: int) -> DataOutput:
@@ -188,50 +187,48 @@ class Responses:
             limit_bytes: no further frame begins past it.
         """
         output = DataOutput([], [], [], 0, False)
+        frames, sent, connection, by_hand = output.frames, output.sent, self._h2, self._by_hand
         shut_out: dict[int, Http2Stream] = {}  # by the connection's window: their turn is kept
         num_bytes = 0
         while self._ready and num_bytes < limit_bytes:
-            turn, self._ready = self._ready, {}
-            waiting: dict[int, Http2Stream] = {}
-            for stream_id, stream in turn.items():
-                if num_bytes >= limit_bytes:
-                    waiting[stream_id] = stream
-                    continue
-                body = stream.body
-                if body.is_ending:
-                    frame = self._ending_frame(stream_id, stream)
+            turn = iter(self._ready.items())
+            self._ready = {}
+            for stream_id, stream in turn:
+                if stream.is_ending:
+                    size = self._frame_ending(stream_id, stream, frames)
                 else:
-                    frame = next_frame(self._h2, stream.h2, body, self._by_hand)
-                    if frame and body.num_unsent:
+                    size = frame_next(connection, stream, frames, by_hand)
+                    if size and stream.num_unsent:
                         self._ready[stream_id] = stream
-                if frame:
-                    num_bytes += len(frame)
-                    output.frames.append(frame)
-                    output.sent.append(stream_id)
-                elif body.num_unsent:
+                if size:
+                    sent.append(stream_id)
+                    num_bytes += size
+                    if num_bytes >= limit_bytes:
+                        self._ready = dict(turn) | self._ready
+                        break
+                elif stream.num_unsent:
                     output.held.append(stream_id)
                     if stream.h2.outbound_flow_control_window > 0:
                         shut_out[stream_id] = stream
-            if waiting:
-                self._ready = waiting | self._ready
         output.num_bytes = num_bytes
         output.has_more = bool(self._ready)
         self._ready.update(shut_out)
         return output
 
-    def _ending_frame(self, stream_id: int, stream: Http2Stream) -> bytes:
+    def _frame_ending(self, stream_id: int, stream: Http2Stream, frames: list[bytes]) -> int:
         """Of a body to which nothing will be added: the last frame, or, where that has to wait, one more before it."""
-        body = stream.body
         if not stream.trailers:
-            frame = last_frame(self._h2, stream.h2, body)
+            last = last_frame(self._h2, stream)
         else:
-            frame = b"" if body.num_unsent else self._trailers(stream_id, stream)
-        if frame:
-            return frame + self._forget_ended(stream_id, stream)
-        frame = next_frame(self._h2, stream.h2, body, self._by_hand)
-        if frame:
+            last = b"" if stream.num_unsent else self._trailers(stream_id, stream)
+        if last:
+            last += self._forget_ended(stream_id, stream)
+            frames.append(last)
+            return len(last)
+        size = frame_next(self._h2, stream, frames, self._by_hand)
+        if size:
             self._ready[stream_id] = stream
-        return frame
+        return size
 
     def _trailers(self, stream_id: int, stream: Http2Stream) -> bytes:
         fields = [NeverIndexedHeaderTuple(*pair) for pair in stream.trailers]

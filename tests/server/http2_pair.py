@@ -67,7 +67,7 @@ class Pair:
             assert stream.h2.outbound_flow_control_window == window
             sent, received = self.sent[stream_id], self.received[stream_id]
             assert received == sent[: len(received)]
-            assert stream.body.num_unsent == len(sent) - len(received)
+            assert stream.num_unsent == len(sent) - len(received)
             if len(received) < len(sent):
                 assert min(window, theirs.inbound_flow_control_window) <= 0
 
@@ -81,7 +81,7 @@ class Pair:
         """All answers come to their end, once the windows let them."""
         live = list(self.server.responses.streams)
         for stream_id, stream in self.server.responses.streams.items():
-            if not stream.body.is_ending:
+            if not stream.is_ending:
                 self.server.responses.send_end(stream_id)
         self.open_windows()
         assert not self.server.responses.streams
@@ -113,7 +113,7 @@ def take_step(pair: Pair, name: str, number: int = 0, amount: int = 0) -> None:
         number: which of the live streams; of "window" and the settings, the value.
         amount: bytes.
     """
-    live = [stream_id for stream_id, stream in pair.server.responses.streams.items() if not stream.body.is_ending]
+    live = [stream_id for stream_id, stream in pair.server.responses.streams.items() if not stream.is_ending]
     if name == "open":
         pair.open()
     elif name == "window":
