@@ -1,4 +1,4 @@
-"""Threads by a step's tokens: chosen by what was measured, kept per machine and shape."""
+"""What is chosen by measuring, kept per machine and shape: threads by a step's tokens, rows that kernels multiply."""
 
 import dataclasses
 from pathlib import Path
@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from core.config import ModelConfig, RopeConfig
-from gpu import threads
+from gpu import measured as measuring
 from gpu.device import DeviceChoice
-from gpu.linear import make_linear
-from gpu.threads import StepThreads, cache_file, choose_threads, fewest, measure_threads, measured_here, read_measured
+from gpu.linear import RowLimit, make_linear
+from gpu.measured import Measured, cache_file, choose_measured, measure_rows, measured_here, read_measured
+from gpu.threads import PREFILL_TOKENS, StepThreads, fewest, measure_threads
 
 TWO_CORES = DeviceChoice(torch.device("cpu"), "", torch.float32, "", 2, "")
 LARGE = ModelConfig(
@@ -27,14 +28,14 @@ LARGE = ModelConfig(
     rope=RopeConfig(1_000_000.0),
 )
 SMALL = dataclasses.replace(LARGE, num_layers=1, vocab_size=300)
-PROBES = [(make_linear(torch.ones(8, 4), None, False), 4), (make_linear(torch.ones(4, 8), None, False), 8)]
+PROBES = [(make_linear(torch.ones(8, 4), None, None), 4), (make_linear(torch.ones(4, 8), None, None), 8)]
 FEW_THEN_ALL = StepThreads(((1, 1), (8, 2)))
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(threads, "load_average", lambda: 1.5)
+    monkeypatch.setattr(measuring, "load_average", lambda: 1.5)
     return cache_file()
 
 
@@ -47,7 +48,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         calls.append(max_threads)
         return FEW_THEN_ALL
 
-    monkeypatch.setattr(threads, "measure_threads", measure)
+    monkeypatch.setattr(measuring, "measure_threads", measure)
     return calls
 
 
@@ -57,7 +58,32 @@ def test_a_step_has_the_threads_of_the_largest_bound_below_it(tokens: int, count
 
 
 def test_they_read_as_a_phrase() -> None:
-    assert str(FEW_THEN_ALL) == "1; 2 from 8 tokens a step"
+    assert str(Measured(FEW_THEN_ALL)) == "threads 1; 2 from 8 tokens a step"
+    assert str(Measured(FEW_THEN_ALL, 64)) == "threads 1; 2 from 8 tokens a step; kernel up to 64 rows"
+
+
+def test_the_kernel_multiplies_up_to_the_last_rows_at_which_it_is_the_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = RowLimit(1)
+    tried: list[tuple[int, int]] = []
+
+    def seconds_of(probes: object, num_tokens: int, threads: int, dtype: torch.dtype) -> float:
+        tried.append((num_tokens, limit.rows))
+        return 1.0 if limit.rows == 0 else 0.9 if num_tokens < 16 else 1.1
+
+    monkeypatch.setattr(measuring, "seconds_of", seconds_of)
+    assert measure_rows(PROBES, 2, torch.float32, limit) == 8
+    assert limit.rows == 8
+    assert tried == [(rows, kernel) for rows in (1, 4, 8, 16) for kernel in (rows, 0)]
+
+
+def test_rows_are_measured_once_and_set_at_every_start(measured: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "measure_rows", lambda probes, threads, dtype, limit: 16)
+    for _ in range(2):
+        limit = RowLimit(1)
+        assert choose_measured(LARGE, TWO_CORES, PROBES, limit) == Measured(FEW_THEN_ALL, 16)
+        assert limit.rows == 16
+    choose_measured(LARGE, TWO_CORES, PROBES)  # without the kernel it is another case
+    assert len(measured) == 2
 
 
 @pytest.mark.parametrize(
@@ -72,26 +98,28 @@ def test_measuring_covers_every_step_and_leaves_torchs_threads() -> None:
     found = measure_threads(PROBES, 2, torch.float32)
     assert torch.get_num_threads() == before
     assert all(found.of(tokens) in (1, 2) for tokens in (1, 3, 8))
-    assert found.of(threads.PREFILL_TOKENS) == 2
+    assert found.of(PREFILL_TOKENS) == 2
 
 
 @pytest.mark.usefixtures("measured")
 def test_what_was_asked_for_holds_for_every_step() -> None:
     asked = dataclasses.replace(TWO_CORES, threads=5, are_threads_asked=True)
-    assert choose_threads(LARGE, asked, PROBES) == StepThreads(((1, 5),))
+    assert choose_measured(LARGE, asked, PROBES) == Measured(StepThreads(((1, 5),)))
 
 
 def test_a_small_model_is_not_measured(measured: list[int], cache: Path) -> None:
-    assert choose_threads(SMALL, TWO_CORES, PROBES) == StepThreads(((1, 1), (threads.SMALL_MODEL_TOKENS, 2)))
+    assert choose_measured(SMALL, TWO_CORES, PROBES) == Measured(
+        StepThreads(((1, 1), (measuring.SMALL_MODEL_TOKENS, 2)))
+    )
     assert not measured
     assert not cache.exists()
 
 
 def test_a_large_model_is_measured_once_per_machine_and_shape(measured: list[int], cache: Path) -> None:
-    assert [choose_threads(LARGE, TWO_CORES, PROBES) for _ in range(2)] == [FEW_THEN_ALL] * 2
+    assert [choose_measured(LARGE, TWO_CORES, PROBES) for _ in range(2)] == [Measured(FEW_THEN_ALL)] * 2
     assert len(measured) == 1
-    choose_threads(dataclasses.replace(LARGE, intermediate_size=4096), TWO_CORES, PROBES)
-    choose_threads(LARGE, dataclasses.replace(TWO_CORES, threads=4), PROBES)
+    choose_measured(dataclasses.replace(LARGE, intermediate_size=4096), TWO_CORES, PROBES)
+    choose_measured(LARGE, dataclasses.replace(TWO_CORES, threads=4), PROBES)
     assert measured == [2, 2, 4]
     assert len(measured_here(TWO_CORES)) == 2
     assert [path.name for path in cache.parent.iterdir()] == [cache.name]
@@ -104,17 +132,20 @@ def test_a_large_model_is_measured_once_per_machine_and_shape(measured: list[int
         b"\xff",
         b"[]",
         b'{"machine": 3}',
-        b'{"machine": {"shape": [[8, 2]]}}',
-        b'{"machine": {"shape": [[1, 0]]}}',
-        b'{"machine": {"shape": [[1, 2], [1]]}}',
+        b'{"machine": {"shape": [[1, 2]]}}',
+        b'{"machine": {"shape": {"threads": [[1, 2]]}}}',
+        b'{"machine": {"shape": {"threads": [[8, 2]], "kernel_rows": 8}}}',
+        b'{"machine": {"shape": {"threads": [[1, 0]], "kernel_rows": 8}}}',
+        b'{"machine": {"shape": {"threads": [[1, 2], [1]], "kernel_rows": 8}}}',
+        b'{"machine": {"shape": {"threads": [[1, 2]], "kernel_rows": "few"}}}',
     ],
 )
 def test_a_broken_file_is_as_none_and_is_replaced(content: bytes, measured: list[int], cache: Path) -> None:
     cache.parent.mkdir(parents=True)
     cache.write_bytes(content)
     assert read_measured(cache) == {}
-    assert choose_threads(LARGE, TWO_CORES, PROBES) == FEW_THEN_ALL
-    assert list(measured_here(TWO_CORES).values()) == [FEW_THEN_ALL]
+    assert choose_measured(LARGE, TWO_CORES, PROBES) == Measured(FEW_THEN_ALL)
+    assert list(measured_here(TWO_CORES).values()) == [Measured(FEW_THEN_ALL)]
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(
@@ -122,14 +153,14 @@ def test_a_cache_that_cannot_be_written_is_done_without(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert choose_threads(LARGE, TWO_CORES, PROBES) == FEW_THEN_ALL
+    assert choose_measured(LARGE, TWO_CORES, PROBES) == Measured(FEW_THEN_ALL)
     assert measured == [2]
 
 
 def test_what_was_measured_beside_others_is_not_kept(
     measured: list[int], cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(threads, "load_average", lambda: 2.1)
-    assert [choose_threads(LARGE, TWO_CORES, PROBES) for _ in range(2)] == [FEW_THEN_ALL] * 2
+    monkeypatch.setattr(measuring, "load_average", lambda: 2.1)
+    assert [choose_measured(LARGE, TWO_CORES, PROBES) for _ in range(2)] == [Measured(FEW_THEN_ALL)] * 2
     assert len(measured) == 2
     assert not cache.exists()
