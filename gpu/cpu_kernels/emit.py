@@ -77,3 +77,24 @@ def prefetch(builder: Any, address: Any) -> None:
     byte = builder.inttoptr(address, ir.IntType(8).as_pointer())
     is_read, nearest, is_data = (ir.Constant(ir.IntType(32), value) for value in (0, 2, 1))
     call(builder, "llvm.prefetch.p0", ir.VoidType(), byte, is_read, nearest, is_data)
+
+
+def load_widened(builder: Any, address: Any) -> Any:
+    """bf16 [16] as float32."""
+    halves = load(builder, address, ir.VectorType(ir.IntType(16), LANES))
+    return builder.bitcast(builder.shl(builder.zext(halves, PAIRS), spread_constant(16)), FLOATS)
+
+
+def multiply_add(builder: Any, x: Any, y: Any, z: Any) -> Any:
+    """x * y + z, rounded once."""
+    return call(builder, "llvm.fma.v16f32", FLOATS, x, y, z)
+
+
+def total(builder: Any, value: Any) -> Any:
+    """Of the sixteen, in the order that is fastest."""
+    width = LANES
+    while width > 1:  # halves, one on the other
+        width //= 2
+        low, high = (indexes(list(range(start, start + width))) for start in (0, width))
+        value = builder.fadd(builder.shuffle_vector(value, value, low), builder.shuffle_vector(value, value, high))
+    return builder.extract_element(value, ir.Constant(ir.IntType(32), 0))

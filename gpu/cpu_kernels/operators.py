@@ -18,11 +18,13 @@ from gpu.cpu_kernels.elementwise import (
 from gpu.cpu_kernels.emit import LANES
 from gpu.cpu_kernels.packed_product import PackedProducts
 from gpu.cpu_kernels.paged_decode import PagedDecode
+from gpu.cpu_kernels.quantized_product import QuantizedProducts, can_multiply
 from gpu.cpu_kernels.team import Kernel
 from gpu.kv_cache import LayerKV
 from gpu.linear import Linear, RowLimit
 from gpu.mlp import Gated
 from gpu.operators import HeadNorms, Operators
+from gpu.quantize import QuantizedWeight
 
 GATES = {"silu": 0, "gelu_pytorch_tanh": 1}  # is_gelu
 # A second thread is woken for so many numbers: they take a core about as long as waking one.
@@ -38,12 +40,16 @@ class KernelOperators(Operators):
         self.decode_kernel = PagedDecode() if why_no_attention(config) is None else None
         self.row_limit = RowLimit(USUAL_ROWS)
         self._products = PackedProducts(self.row_limit)
+        self._quantized = QuantizedProducts()
         self._norm, self._norm_arguments = Kernel(add_and_norm), NormArguments(eps=config.rms_norm_eps)
         self._rotate, self._rotate_arguments = Kernel(rotate_and_store), RotateArguments(eps=config.rms_norm_eps)
         self._gate, self._gate_arguments = Kernel(gate), GateArguments()
 
     def packed_linear(self, packed: Tensor, weight: Tensor, bias: Tensor | None) -> Linear:
         return self._products(packed, weight, bias)
+
+    def quantized_linear(self, weight: QuantizedWeight, bias: Tensor | None) -> Linear:
+        return self._quantized(weight, bias) if can_multiply(weight) else super().quantized_linear(weight, bias)
 
     def gated(self, activation: str) -> Gated:
         if activation not in GATES:

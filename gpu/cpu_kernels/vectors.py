@@ -103,12 +103,7 @@ def spread(typing_context, value):
 @intrinsic
 def load_widened(typing_context, address):
     """bf16 [16] as float32."""
-
-    def generate(context, builder, signature, arguments):
-        halves = emit.load(builder, arguments[0], ir.VectorType(ir.IntType(16), LANES))
-        return builder.bitcast(builder.shl(builder.zext(halves, emit.PAIRS), emit.spread_constant(16)), emit.FLOATS)
-
-    return floats(types.int64), generate
+    return floats(types.int64), lambda context, builder, signature, arguments: emit.load_widened(builder, *arguments)
 
 
 @intrinsic
@@ -146,11 +141,9 @@ def add_products(typing_context, sums, x, y):
 @intrinsic
 def multiply_add(typing_context, x, y, z):
     """x * y + z, rounded once."""
-
-    def generate(context, builder, signature, arguments):
-        return emit.call(builder, "llvm.fma.v16f32", emit.FLOATS, *arguments)
-
-    return floats(floats, floats, floats), generate
+    return floats(floats, floats, floats), lambda context, builder, signature, arguments: emit.multiply_add(
+        builder, *arguments
+    )
 
 
 @intrinsic
@@ -229,17 +222,7 @@ def largest(typing_context, x):
 @intrinsic
 def total(typing_context, x):
     """Of the sixteen, in the order that is fastest."""
-
-    def generate(context, builder, signature, arguments):
-        value = arguments[0]
-        width = LANES
-        while width > 1:  # halves, one on the other
-            width //= 2
-            low, high = (emit.indexes(list(range(start, start + width))) for start in (0, width))
-            value = builder.fadd(builder.shuffle_vector(value, value, low), builder.shuffle_vector(value, value, high))
-        return builder.extract_element(value, ir.Constant(ir.IntType(32), 0))
-
-    return types.float32(floats), generate
+    return types.float32(floats), lambda context, builder, signature, arguments: emit.total(builder, *arguments)
 
 
 @intrinsic
