@@ -1,11 +1,11 @@
 """Attention over block tables: rows of one new token together, longer rows each on its own. Thread: engine.
 
-In torch, or for rows of one new token by a kernel where there is one (cpu_kernels/). Which rows go together, and their
+In torch, or by kernels where there are some (cpu_kernels/). Which rows go together, and their
 masks, is decided once a step (batch.py), not here, once a layer.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -24,8 +24,34 @@ class DecodeRows:
     ends: Tensor  # [rows]: one past the last
 
 
-DecodeKernel = Callable[[Tensor, LayerKV, DecodeRows, float | None], Tensor]
-"""(query [rows, heads, head_dim], cache, rows, scale of the scores) -> [rows, heads * head_dim]"""
+@dataclass(frozen=True, slots=True)
+class PrefillRow:
+    """One row of several new tokens, as a kernel reads it.
+
+    Args:
+        table: int64 [blocks of the context].
+        start: position of the first new token.
+        window: tokens that one sees, itself counted in; None: all before it.
+    """
+
+    table: Tensor
+    start: int
+    window: int | None
+
+
+class AttentionKernels(Protocol):
+    """Both return [tokens, heads * head_dim].
+
+    Args:
+        query: [tokens, heads, head_dim], rotated; of decode one token a row.
+        scale: of the scores; None: 1 / sqrt(head_dim).
+    """
+
+    can_prefill: bool
+
+    def decode(self, query: Tensor, kv: LayerKV, rows: DecodeRows, scale: float | None) -> Tensor: ...
+
+    def prefill(self, query: Tensor, kv: LayerKV, row: PrefillRow, scale: float | None) -> Tensor: ...
 
 
 @dataclass(slots=True)
@@ -40,7 +66,7 @@ class AttentionGroup:
         mask: added to the scores, 0 or -inf. Of several rows [rows, 1, 1, context]; of one row with several tokens
             [tokens, context]. None: nothing is hidden, or is_causal says what.
         is_causal: the row's context is its new tokens alone.
-        rows: for the kernel, which needs neither blocks nor mask; None: torch attends.
+        rows: for the kernels, which need neither blocks nor mask; None: torch attends.
     """
 
     first_token: int
@@ -50,7 +76,7 @@ class AttentionGroup:
     blocks: Tensor
     mask: Tensor | None
     is_causal: bool = False
-    rows: DecodeRows | None = None
+    rows: DecodeRows | PrefillRow | None = None
 
     @property
     def is_decode(self) -> bool:
@@ -62,7 +88,7 @@ def paged_attention(
     kv: LayerKV,
     groups: list[AttentionGroup],
     scores: Scores = PLAIN,
-    decode_kernel: DecodeKernel | None = None,
+    kernels: AttentionKernels | None = None,
 ) -> Tensor:
     """Attend each new token to its sequence's context, itself included; keys and values are written already.
 
@@ -70,22 +96,24 @@ def paged_attention(
         query: [tokens, heads, head_dim], rotated.
         groups: cover the tokens in order, without gaps.
         scores: what the family does with them.
-        decode_kernel: for the groups that have rows.
+        kernels: for the groups that have rows.
     Returns:
         [tokens, heads * head_dim]
     """
     outputs = [
-        _attend_group(query[group.first_token : group.end_token], kv, group, scores, decode_kernel) for group in groups
+        _attend_group(query[group.first_token : group.end_token], kv, group, scores, kernels) for group in groups
     ]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 def _attend_group(
-    query: Tensor, kv: LayerKV, group: AttentionGroup, scores: Scores, decode_kernel: DecodeKernel | None
+    query: Tensor, kv: LayerKV, group: AttentionGroup, scores: Scores, kernels: AttentionKernels | None
 ) -> Tensor:
     if group.rows is not None:
-        assert decode_kernel is not None
-        return decode_kernel(query, kv, group.rows, scores.scale)
+        assert kernels is not None
+        if isinstance(group.rows, DecodeRows):
+            return kernels.decode(query, kv, group.rows, scores.scale)
+        return kernels.prefill(query, kv, group.rows, scores.scale)
     return (_decode if group.is_decode else _prefill)(query, kv, group, scores)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from core.config import BLOCK_SIZE
 from core.plan import StepPlan
-from gpu.attention import AttentionGroup, DecodeRows
+from gpu.attention import AttentionGroup, DecodeRows, PrefillRow
 from gpu.kv_cache import num_blocks_for
 
 IntArray = npt.NDArray[np.signedinteger[Any]]
@@ -51,6 +51,7 @@ class BatchBuilder:
         dtype: of the masks: the model's.
         windows: of the model's layers: how many tokens one sees, itself counted in; None: all before it.
         has_decode_kernel: decodes are one group, as DecodeRows.
+        has_prefill_kernel: rows of several new tokens are PrefillRows.
     """
 
     def __init__(
@@ -62,8 +63,10 @@ class BatchBuilder:
         device: torch.device,
         windows: tuple[int | None, ...] = (None,),
         has_decode_kernel: bool = False,
+        has_prefill_kernel: bool = False,
     ) -> None:
         self._has_decode_kernel = has_decode_kernel
+        self._has_prefill_kernel = has_prefill_kernel
         self._windows = windows
         self._scratch_block = scratch_block
         self._dtype = dtype
@@ -191,6 +194,10 @@ class BatchBuilder:
         return groups
 
     def _prefill_group(self, first_token: int, slot: int, start: int, end: int, window: int | None) -> AttentionGroup:
+        if self._has_prefill_kernel:
+            table = self._to_device(self._tables[slot, : num_blocks_for(end)])
+            row = PrefillRow(table, start, window)
+            return AttentionGroup(first_token, first_token + end - start, 1, end, table, None, rows=row)
         is_hiding = window is not None and end > window
         first_block = max(0, start + 1 - window) // BLOCK_SIZE if window is not None and is_hiding else 0
         blocks = self._to_device(self._tables[slot, first_block : num_blocks_for(end)])

@@ -116,7 +116,7 @@ class Model:
         rotation = None if layer.rope is None else rotations[layer.rope]
         query = operators.rotate_and_store(qkv, layer.head_norms, rotation, kv, batch.kv_slots)
         groups = batch.groups[layer.window]
-        return layer.output(paged_attention(query, kv, groups, layer.scores, operators.decode_kernel))
+        return layer.output(paged_attention(query, kv, groups, layer.scores, operators.attention))
 
     def _add(
         self, x: Tensor, added: Tensor, post_norm: Tensor | None, next_norm: Tensor | None

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpu.attention import DecodeKernel
+from gpu.attention import AttentionKernels
 from gpu.kv_cache import LayerKV
 from gpu.linear import Linear, RowLimit, can_pack, make_linear, packed_linear
 from gpu.mlp import GATED, Gated
@@ -29,7 +29,7 @@ class Operators:
         eps: of norms.
     """
 
-    decode_kernel: DecodeKernel | None = None  # attends for rows of one new token; None: torch does
+    attention: AttentionKernels | None = None  # None: torch attends
     row_limit: RowLimit | None = None  # of a kernel for products; None: there is none
 
     def __init__(self, dtype: torch.dtype, device: torch.device, eps: float) -> None:

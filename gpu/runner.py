@@ -85,7 +85,8 @@ class ModelRunner:
             dtype,
             device,
             config.windows,
-            has_decode_kernel=operators.decode_kernel is not None,
+            has_decode_kernel=operators.attention is not None,
+            has_prefill_kernel=operators.attention is not None and operators.attention.can_prefill,
         )
 
     def forward(self, plan: StepPlan) -> StepTicket:

@@ -17,7 +17,7 @@ from gpu.cpu_kernels.elementwise import (
 )
 from gpu.cpu_kernels.emit import LANES
 from gpu.cpu_kernels.packed_product import PackedProducts
-from gpu.cpu_kernels.paged_decode import PagedDecode
+from gpu.cpu_kernels.paged_attention import PagedAttention
 from gpu.cpu_kernels.quantized_product import QuantizedProducts, can_multiply
 from gpu.cpu_kernels.team import Kernel
 from gpu.kv_cache import LayerKV
@@ -37,7 +37,7 @@ class KernelOperators(Operators):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(torch.bfloat16, torch.device("cpu"), config.rms_norm_eps)
-        self.decode_kernel = PagedDecode() if why_no_attention(config) is None else None
+        self.attention = PagedAttention(config.head_dim) if why_no_attention(config) is None else None
         self.row_limit = RowLimit(USUAL_ROWS)
         self._products = PackedProducts(self.row_limit)
         self._quantized = QuantizedProducts()

@@ -10,7 +10,7 @@ from numba import types
 from numba.extending import intrinsic, models, register_model
 
 from gpu.cpu_kernels import emit
-from gpu.cpu_kernels.emit import LANES, REGISTER_BYTES
+from gpu.cpu_kernels.emit import LANES
 
 
 class Floats(types.Type):
@@ -118,6 +118,17 @@ def store_floats(typing_context, address, value):
 
 
 @intrinsic
+def store_pairs(typing_context, address, value):
+    """bf16 [32]."""
+
+    def generate(context, builder, signature, arguments):
+        emit.store(builder, arguments[0], arguments[1])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, pairs), generate
+
+
+@intrinsic
 def store_rounded(typing_context, address, value):
     """Sixteen float32 as bf16 [16], to the nearest, ties to even."""
 
@@ -220,6 +231,30 @@ def largest(typing_context, x):
 
 
 @intrinsic
+def spread_largest(typing_context, x):
+    """The largest of the sixteen, in every lane."""
+
+    def generate(context, builder, signature, arguments):
+        value = arguments[0]
+        for width in (8, 4, 2, 1):
+            other = _shuffled(builder, value, [lane ^ width for lane in range(LANES)])
+            value = builder.select(builder.fcmp_ordered(">", value, other), value, other)
+        return value
+
+    return floats(floats), generate
+
+
+@intrinsic
+def first_lane(typing_context, x):
+    """Of the sixteen."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.extract_element(arguments[0], ir.Constant(ir.IntType(32), 0))
+
+    return types.float32(floats), generate
+
+
+@intrinsic
 def total(typing_context, x):
     """Of the sixteen, in the order that is fastest."""
     return types.float32(floats), lambda context, builder, signature, arguments: emit.total(builder, *arguments)
@@ -240,11 +275,11 @@ def hide_outside(typing_context, scores, first, end):
 
 
 @intrinsic
-def transpose_pairs(typing_context, source, stride, target):
-    """Sixteen rows of 16 pairs, `stride` bytes apart, to `target`: 16 registers, the i-th has all rows' i-th pairs."""
+def transpose_pairs(typing_context, source, stride, target, target_stride):
+    """Sixteen rows of 16 pairs to 16 registers, of which the i-th has all rows' i-th pairs; strides are bytes."""
 
     def generate(context, builder, signature, arguments):
-        source, stride, target = arguments
+        source, stride, target, target_stride = arguments
         rows = []
         for row in range(LANES):
             offset = builder.mul(stride, ir.Constant(stride.type, row))
@@ -254,11 +289,11 @@ def transpose_pairs(typing_context, source, stride, target):
             rows = _exchanged(builder, rows, width)
             width *= 2
         for index, row in enumerate(rows):
-            offset = ir.Constant(target.type, index * REGISTER_BYTES)
+            offset = builder.mul(target_stride, ir.Constant(target.type, index))
             emit.store(builder, builder.add(target, offset), row)
         return context.get_dummy_value()
 
-    return types.void(types.int64, types.int64, types.int64), generate
+    return types.void(types.int64, types.int64, types.int64, types.int64), generate
 
 
 def _exchanged(builder: Any, rows: list[Any], width: int) -> list[Any]:

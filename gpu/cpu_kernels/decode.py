@@ -81,7 +81,7 @@ def _score_block(query, num_heads, num_pairs, keys, stride, seen, scale, turned,
         scores: float32, of head i from i * CHUNK_TOKENS on.
     """
     for part in range(num_pairs // LANES):
-        transpose_pairs(keys + part * REGISTER_BYTES, stride, turned + part * LANES * REGISTER_BYTES)
+        transpose_pairs(keys + part * REGISTER_BYTES, stride, turned + part * LANES * REGISTER_BYTES, REGISTER_BYTES)
     row = 4 * num_pairs
     for head in range(0, num_heads, HEADS_AT_ONCE):
         q = query + head * row
