@@ -19,15 +19,19 @@ from gpu.cpu_kernels.products import (
     BLOCK_OUTPUTS,
     BLOCK_REGISTERS,
     MOST_TILE_ROWS,
+    PAIR_BYTES,
+    PART_PAIRS,
     STREAM_AHEAD,
     SUM_ROW_BYTES,
     clear_sums,
+    multiply_part,
     write_block,
 )
-from gpu.cpu_kernels.vectors import load_integer, take_next
+from gpu.cpu_kernels.vectors import load_floats, load_integer, load_widened, multiply, store_floats, take_next
+from gpu.quantize import MIDDLE_INT4
 
 GROUP_BYTES = 2 * 2 * BLOCK_OUTPUTS  # of a group's scales and zeros, bf16, of a block
-MIDDLE_INT4 = 8
+INT4_PAIR_BYTES, INT8_PAIR_BYTES = REGISTER_BYTES, 2 * REGISTER_BYTES  # of a pair of inputs, a block's outputs
 
 
 class Arguments(ctypes.Structure):
@@ -138,10 +142,10 @@ def _make_tile(num_rows, pair_bytes, columns_of):
 
 
 _int4_1, _int4_2, _int4_3, _int4_4, _int4_5, _int4_6 = (
-    _make_tile(rows, REGISTER_BYTES, _int4_columns) for rows in range(1, MOST_TILE_ROWS + 1)
+    _make_tile(rows, INT4_PAIR_BYTES, _int4_columns) for rows in range(1, MOST_TILE_ROWS + 1)
 )
 _int8_1, _int8_2, _int8_3, _int8_4, _int8_5, _int8_6 = (
-    _make_tile(rows, 2 * REGISTER_BYTES, _int8_columns) for rows in range(1, MOST_TILE_ROWS + 1)
+    _make_tile(rows, INT8_PAIR_BYTES, _int8_columns) for rows in range(1, MOST_TILE_ROWS + 1)
 )
 
 
@@ -201,6 +205,34 @@ def _sum_groups(x, x_stride, num_rows, num_groups, group_size, x_sums):
             x_sums[row, group] = _sum_of(x + row * x_stride + 2 * group * group_size, group_size)
 
 
+@intrinsic
+def _widen_int8(typing_context, source, target):
+    """int8 [128] to bf16 [128]."""
+
+    def generate(context, builder, signature, arguments):
+        source, target = arguments
+        for part, column in enumerate(_int8_columns(builder, source)):
+            emit.store(builder, builder.add(target, ir.Constant(target.type, part * REGISTER_BYTES)), column)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@njit(cache=True)
+def _multiply_widened(x, x_stride, values, scales, num_pairs, num_rows, sums, widened):
+    """A block of int8, with more rows than a tile has: a part of it becomes bf16 once, for all tiles."""
+    for first in range(0, num_pairs, PART_PAIRS):
+        some = min(PART_PAIRS, num_pairs - first)
+        for pair in range(some):
+            _widen_int8(values + (first + pair) * INT8_PAIR_BYTES, widened + pair * PAIR_BYTES)
+        multiply_part(x + 4 * first, x_stride, widened, some, num_rows, sums)
+    for index in range(0, BLOCK_OUTPUTS, LANES):
+        scale = load_widened(scales + 2 * index)
+        for row in range(num_rows):
+            at = sums + row * SUM_ROW_BYTES + 4 * index
+            store_floats(at, multiply(load_floats(at), scale))
+
+
 @cfunc(types.void(types.int64), cache=True)
 def multiply_quantized(arguments):
     """Take blocks until none is left: any number of threads at once. arguments: the address of Arguments."""
@@ -209,19 +241,25 @@ def multiply_quantized(arguments):
     num_rows, num_pairs = load_integer(arguments + 56), load_integer(arguments + 64)
     num_blocks, num_groups = load_integer(arguments + 72), load_integer(arguments + 80)
     is_int4 = load_integer(arguments + 88)
-    memory = np.empty(num_rows * SUM_ROW_BYTES + REGISTER_BYTES, dtype=np.uint8)
-    sums = (memory.ctypes.data + REGISTER_BYTES - 1) // REGISTER_BYTES * REGISTER_BYTES
+    num_tiles = (num_rows + MOST_TILE_ROWS - 1) // MOST_TILE_ROWS
+    is_widened = num_tiles > 1 and not is_int4
+    widened_bytes = PART_PAIRS * PAIR_BYTES if is_widened else 0
+    memory = np.empty(num_rows * SUM_ROW_BYTES + widened_bytes + REGISTER_BYTES, dtype=np.uint8)
+    widened = (memory.ctypes.data + REGISTER_BYTES - 1) // REGISTER_BYTES * REGISTER_BYTES
+    sums = widened + widened_bytes
     x_sums = np.zeros((num_rows, num_groups), dtype=np.float32)
     group_pairs = num_pairs // num_groups
     if is_int4:
         _sum_groups(x, x_stride, num_rows, num_groups, 2 * group_pairs, x_sums)
-    num_tiles = (num_rows + MOST_TILE_ROWS - 1) // MOST_TILE_ROWS
-    block_bytes = num_pairs * (REGISTER_BYTES if is_int4 else 2 * REGISTER_BYTES)
+    block_bytes = num_pairs * (INT4_PAIR_BYTES if is_int4 else INT8_PAIR_BYTES)
     block = take_next(arguments)
     while block < num_blocks:
         clear_sums(sums, num_rows)
+        if is_widened:
+            at, of = values + block * block_bytes, scales + block * GROUP_BYTES
+            _multiply_widened(x, x_stride, at, of, num_pairs, num_rows, sums, widened)
         first = 0
-        for tile in range(num_tiles):
+        for tile in range(0 if is_widened else num_tiles):
             end = (tile + 1) * num_rows // num_tiles
             some, tile_x, at = end - first, x + first * x_stride, values + block * block_bytes
             of = scales + block * num_groups * GROUP_BYTES
