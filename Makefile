@@ -1,9 +1,12 @@
 # make serve        set up and serve the embedded model on http://127.0.0.1:8000
 # make test         set up and run every check and test
 # make setup        set up .venv alone
+# make fuzz         look for bytes that break the protocols, FUZZ_SECONDS (60) for each of the targets in fuzz/;
+#                   ARGS=--save keeps what it learns in fuzz/corpus
 # make bench        measure, against peers where they are installed; results under bench/results/
 # make peers        set up the servers that bench.peers compares with: llama.cpp is compiled for minutes (needs a
 #                   C++ compiler), from the source that llama-cpp-python brings
+# make storm        a million random cancels against the simulated server (10 minutes); nothing may be left of them
 #
 # TORCH_INDEX=URL   where torch comes from, when not from your default index: for the CPU build
 #                   https://download.pytorch.org/whl/cpu, for CUDA builds https://download.pytorch.org/whl/cu130
@@ -14,10 +17,11 @@ PYTHON ?= python3
 VENV := .venv
 PIP_INSTALL := $(VENV)/bin/python -m pip install --quiet --constraint constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
-DEBIAN_TEST_PACKAGES := curl nghttp2-client openssl
+DEBIAN_TEST_PACKAGES := chromium curl default-jdk-headless haproxy nghttp2-client nginx nodejs openssl systemd
+TEST_PROGRAMS := chromium curl haproxy java nghttp nginx node openssl systemd-analyze
 BENCH_MODEL := $(VENV)/models/qwen2.5-0.5b
 
-.PHONY: setup serve test bench peers clean
+.PHONY: setup serve test fuzz bench peers clean
 .DEFAULT_GOAL := setup
 
 setup: $(VENV)/.installed
@@ -42,9 +46,14 @@ $(VENV)/.installed-bench: $(VENV)/.installed
 	$(PIP_INSTALL) --editable '.[bench]'
 	@touch $@
 
+$(VENV)/.installed-fuzz: $(VENV)/.installed
+	$(PIP_INSTALL) --editable '.[fuzz]'
+	@touch $@
+
 test: $(VENV)/.installed-test
-	@{ command -v curl && command -v nghttp && command -v openssl; } >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
-		{ apt-get update -qq; apt-get install -qq --yes $(DEBIAN_TEST_PACKAGES); }; } || \
+	@(PATH="$$PATH:/usr/sbin"; for program in $(TEST_PROGRAMS); do command -v $$program || exit 1; done) >/dev/null || { \
+		[ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+		{ apt-get update -qq; apt-get install -qq --yes --no-install-recommends $(DEBIAN_TEST_PACKAGES); }; } || \
 		echo "not installed: $(DEBIAN_TEST_PACKAGES) (tests that need it are skipped)"
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
@@ -52,13 +61,21 @@ test: $(VENV)/.installed-test
 	$(VENV)/bin/python -m pytest -q -m "not slow and not gpu" tests
 	$(VENV)/bin/python -m pytest -q -m "slow and not gpu" tests
 
+FUZZ_SECONDS ?= 60
+fuzz: $(VENV)/.installed-fuzz
+	$(VENV)/bin/python -m fuzz --seconds $(FUZZ_SECONDS) $(ARGS)
+
 bench: $(VENV)/.installed-bench
 	$(VENV)/bin/python -m bench.batching
+	$(VENV)/bin/python -m bench.cancel
 	$(VENV)/bin/python -m bench.cold_start
+	$(VENV)/bin/python -m bench.drain
 	$(VENV)/bin/python -m bench.frontend
+	$(VENV)/bin/python -m bench.idle
 	$(VENV)/bin/python -m bench.limits
 	test -d $(BENCH_MODEL) || $(VENV)/bin/python -m bench.make_model qwen2.5-0.5b $(BENCH_MODEL)
 	$(VENV)/bin/python -m bench.engine --model $(BENCH_MODEL)
+	$(VENV)/bin/python -m bench.prefix --model $(BENCH_MODEL)
 	$(VENV)/bin/python -m bench.peers --model $(BENCH_MODEL)
 	$(VENV)/bin/python -m bench.report
 
@@ -78,3 +95,7 @@ $(VENV)/bin/llama-server: | $(VENV)/.installed-bench
 
 clean:
 	rm -rf $(VENV) *.egg-info
+
+.PHONY: storm
+storm: $(VENV)/.installed-test
+	$(VENV)/bin/python -m tests.server.cancel_storm 1000000

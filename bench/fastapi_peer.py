@@ -1,4 +1,4 @@
-"""The front end most inference servers have: FastAPI on uvicorn (uvloop, httptools), a pydantic chunk per token.
+"""The front end most inference servers have: FastAPI, a pydantic chunk per token. bench/asgi_peers.py serves it.
 
 A queue per stream, an async generator that makes a chunk of each token, `data: ` and model_dump_json, as vLLM's and
 SGLang's do it. The engine is a task of the same loop that gives each stream one token per step, without planning or
@@ -13,12 +13,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import uvicorn
 from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel
 
-from bench.peer import MODEL, PIECES, peer_arguments
+from bench.peer import MODEL, PIECES
 
 
 class ChatRequest(BaseModel):
@@ -166,15 +165,3 @@ def make_app(step_interval_s: float) -> FastAPI:
         return StreamingResponse(events, media_type="text/event-stream")
 
     return app
-
-
-def main() -> None:
-    arguments = peer_arguments(__doc__)
-    app = make_app(1 / arguments.step_rate if arguments.step_rate else 0.0)
-    uvicorn.run(
-        app, host="127.0.0.1", port=arguments.port, loop="uvloop", http="httptools", access_log=False, log_level="error"
-    )
-
-
-if __name__ == "__main__":
-    main()

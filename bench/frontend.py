@@ -1,128 +1,79 @@
-"""CPU per streamed token of the whole front end, beside FastAPI + uvicorn and the floor: `python -m bench.frontend`.
+"""CPU per streamed token of the whole front end, beside other servers: `python -m bench.frontend`.
 
-Each server runs in a process of its own with a null model: one token per step for each of its streams, as fast as it
-goes or paced by --step-rate. The client is this process. What counts is the server's user and system time between the
-first request and the last byte, less what the idle server takes, over the tokens streamed; the thread of the event loop
-is told apart from the others (steploop's engine thread plans every step; the peers have no engine to speak of). The
-servers take turns within each repetition, and the repetition with the median CPU is shown.
+Each server runs in a process of its own with a null model: one token per step for each of its streams, paced by
+--step-rate or, unpaced, as soon as the last step is delivered. The client reads and does next to nothing (reader.py).
+What counts is the server's CPU time between the first request and the last byte, less what the idle server takes; the
+thread of the event loop is told apart from the others (steploop's engine thread plans every step; the peers have no
+engine to speak of). Plain requests are GET /health, which the peers answer below FastAPI. The servers take turns within
+each repetition, and the repetition with the median CPU is shown.
 """
 
 import argparse
-import contextlib
-import statistics
 import sys
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
-from bench.load_run import CannotRun, LoadConfig, LoadResult, run_load
-from bench.peer import MODEL
-from bench.process_cpu import CpuTimes, cpu_times
+from bench.front_ends import SERVERS, Case, HealthCase, Measured, RequestCase, StreamCase, measure
+from bench.load_run import CannotRun
+from bench.measures import percentile
 from bench.results import Plot, Table, command_line, print_tables, write_result
-from bench.server_process import free_port, running
 
-SERVERS = {
-    "steploop": "bench.null_server",
-    "FastAPI + uvicorn": "bench.fastapi_peer",
-    "uvloop, prepared bytes": "bench.floor_server",
+PARTS = ("http1", "http2", "requests", "health")
+HTTP1_SERVERS = ("steploop", "FastAPI + uvicorn", "uvloop, prepared bytes")
+HTTP2_SERVERS = ("steploop", "FastAPI + hypercorn", "FastAPI + granian")
+REQUEST_SERVERS = {
+    False: ("steploop", "uvicorn with h11", "FastAPI + uvicorn"),
+    True: ("steploop", "FastAPI + hypercorn", "FastAPI + granian"),
 }
+HTTP1_STREAMS = (1, 64, 256)
+HTTP2_STREAMS = ((1, 1), (1, 16), (1, 64), (1, 256), (4, 256), (16, 256))  # connections, streams
 MAX_TOKENS_PER_STREAM = 16_000  # the null model's context has room for them
-WARM_UP_TOKENS = 50  # per stream
-IDLE_S = 1.0
+PACED_S = 8.0
+NUM_REQUESTS_AT_ONCE = 32
+REQUESTS_S = 4.0
+HEALTH_STREAMS, HEALTH_STEP_RATE, HEALTH_S = 256, 100.0, 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One measurement: `num_streams` at once, `num_tokens` each. step_rate 0: as fast as it goes."""
-
-    server: str
-    num_streams: int
-    num_tokens: int
-    step_rate: float
-
-
-class Measured(msgspec.Struct, frozen=True):
-    """Microseconds of CPU per streamed token, less the idle share; and how fast they came.
-
-    Args:
-        user_us, system_us: of ticks of 10 ms, so coarse in short runs; loop_us and others_us are exact.
-    """
-
-    cpu_us: float
-    user_us: float
-    system_us: float
-    loop_us: float
-    others_us: float
-    events_per_s: float
-    num_events: int
-    num_tokens: int
-    client_cpu: float
-    num_failed: int
+def plan_cases(arguments: argparse.Namespace) -> list[Case]:
+    """What is to be measured, part by part; of servers that were asked for."""
+    cases: list[Case] = []
+    for part in arguments.parts:
+        if part == "http1":
+            cases += _stream_cases(arguments, False, [(n, n) for n in HTTP1_STREAMS], HTTP1_SERVERS)
+        elif part == "http2":
+            cases += _stream_cases(arguments, True, HTTP2_STREAMS, HTTP2_SERVERS)
+        elif part == "requests":
+            cases += [
+                RequestCase(server, is_http2, NUM_REQUESTS_AT_ONCE, REQUESTS_S)
+                for is_http2, servers in REQUEST_SERVERS.items()
+                for server in servers
+            ]
+        else:
+            cases += [
+                HealthCase(server, HEALTH_STREAMS, HEALTH_STEP_RATE, HEALTH_S)
+                for server in ("steploop", "FastAPI + uvicorn")
+            ]
+    return [case for case in cases if case.server in arguments.servers]
 
 
-@contextlib.contextmanager
-def running_server(module: str, step_rate: float) -> Iterator[tuple[int, int]]:
-    """A server of ours on a free loopback port, ended by its process id: (pid, port).
-
-    Raises:
-        CannotRun: it did not come up.
-    """
-    port = free_port()
-    command = [sys.executable, "-m", module, "--port", str(port), "--step-rate", str(step_rate)]
-    with running(command, port) as pid:  # ready once /v1/models answers: then the model is loaded, too
-        yield pid, port
-
-
-def measure(case: Case) -> Measured:
-    """Start the server, warm it up, watch it idle, load it.
-
-    Raises:
-        CannotRun: the server did not come up, or answered nothing.
-    """
-    with running_server(SERVERS[case.server], case.step_rate) as (pid, port):
-        run_load(_load_of(case, port, WARM_UP_TOKENS))
-        before_idle = cpu_times(pid)
-        time.sleep(IDLE_S)
-        before = cpu_times(pid)
-        result = run_load(_load_of(case, port, case.num_tokens))
-        used = cpu_times(pid) - before
-        return _per_token(used, before - before_idle, result)
-
-
-def _load_of(case: Case, port: int, num_tokens: int) -> LoadConfig:
-    return LoadConfig(
-        host="127.0.0.1",
-        port=port,
-        model=MODEL,
-        concurrency=case.num_streams,
-        num_requests=case.num_streams,
-        max_tokens=num_tokens,
-        ignore_eos=True,
-    )
-
-
-def _per_token(used: CpuTimes, idle: CpuTimes, result: LoadResult) -> Measured:
-    if not result.num_tokens:
-        raise CannotRun(f"The server streamed nothing: {result.failure_examples}.", "run it alone and look")
-
-    def us(used_s: float, idle_s: float) -> float:
-        return (used_s - idle_s / IDLE_S * result.duration_s) / result.num_tokens * 1e6
-
-    return Measured(
-        cpu_us=us(used.total_s, idle.total_s),
-        user_us=us(used.user_s, idle.user_s),
-        system_us=us(used.system_s, idle.system_s),
-        loop_us=us(used.main_s, idle.main_s),
-        others_us=us(used.other_s, idle.other_s),
-        events_per_s=result.num_events / result.duration_s,
-        num_events=result.num_events,
-        num_tokens=result.num_tokens,
-        client_cpu=result.client_cpu,
-        num_failed=result.num_failed,
-    )
+def _stream_cases(
+    arguments: argparse.Namespace, is_http2: bool, sizes: Sequence[tuple[int, int]], servers: Sequence[str]
+) -> list[StreamCase]:
+    cases = []
+    for step_rate in arguments.step_rate:
+        for num_connections, num_streams in sizes:
+            if arguments.streams and num_streams not in arguments.streams:
+                continue
+            num_tokens = min(arguments.tokens // num_streams, MAX_TOKENS_PER_STREAM)
+            if step_rate:
+                num_tokens = min(num_tokens, int(PACED_S * step_rate))
+            cases += [
+                StreamCase(server, is_http2, num_connections, num_streams, max(1, num_tokens), step_rate)
+                for server in servers
+            ]
+    return cases
 
 
 def measure_all(cases: Sequence[Case], num_repeats: int) -> dict[Case, Measured]:
@@ -132,66 +83,110 @@ def measure_all(cases: Sequence[Case], num_repeats: int) -> dict[Case, Measured]
         for case in cases:
             measured = measure(case)
             runs[case].append(measured)
-            pace = f"{case.step_rate:g} steps/s" if case.step_rate else "unpaced"
             print(
-                f"{number + 1}/{num_repeats} {case.server}, {case.num_streams} streams, {pace}: "
-                f"{measured.cpu_us:.1f} us per token, {measured.events_per_s:,.0f} events/s",
+                f"{number + 1}/{num_repeats} {case}: {measured.loop_us:.2f} us on the loop, "
+                f"{measured.cpu_us:.2f} in all, {measured.per_s:,.0f}/s, client {measured.client_cpu:.0%}",
                 file=sys.stderr,
             )
-    return {case: _median_run(found) for case, found in runs.items()}
+    return {case: median_run(found) for case, found in runs.items()}
 
 
-def _median_run(runs: Sequence[Measured]) -> Measured:
-    middle = statistics.median_low(run.cpu_us for run in runs)
-    return next(run for run in runs if run.cpu_us == middle)
+def median_run(runs: Sequence[Measured]) -> Measured:
+    """The one in the middle, by CPU, of an odd number."""
+    assert len(runs) % 2, "of an even number none is in the middle"
+    return sorted(runs, key=lambda run: run.cpu_us)[len(runs) // 2]
 
 
 def result_tables(measured: dict[Case, Measured]) -> list[Table]:
-    """One table per pace."""
-    columns = ("server", "streams", "events/s", "CPU us/token", "loop thread", "other threads", "failed")
-    tables = []
-    for step_rate in sorted({case.step_rate for case in measured}):
-        pace = f"paced at {step_rate:g} steps/s" if step_rate else "as fast as it goes"
-        rows = tuple(
-            (
-                case.server,
-                case.num_streams,
-                run.events_per_s,
-                run.cpu_us,
-                run.loop_us,
-                run.others_us,
-                run.num_failed,
-            )
-            for case, run in measured.items()
-            if case.step_rate == step_rate
-        )
-        plot = Plot("streams", "CPU us/token", "server")
-        tables.append(Table(f"CPU of the server per streamed token, {pace}", columns, rows, plot))
+    """One table per protocol and pace, one of plain requests, one of /health."""
+    streams = {case: run for case, run in measured.items() if isinstance(case, StreamCase)}
+    tables = [
+        _stream_table(is_http2, step_rate, streams)
+        for is_http2, step_rate in sorted({(case.is_http2, case.step_rate) for case in streams})
+    ]
+    requests = {case: run for case, run in measured.items() if isinstance(case, RequestCase)}
+    if requests:
+        tables.append(_request_table(requests))
+    health = {case: run for case, run in measured.items() if isinstance(case, HealthCase)}
+    if health:
+        tables.append(_health_table(health))
     return tables
 
 
-def plan_cases(arguments: argparse.Namespace) -> list[Case]:
-    """Servers by streams by paces; paced runs are as long as unpaced ones have tokens, at most ten seconds."""
-    cases = []
-    for step_rate in arguments.step_rate:
-        for num_streams in arguments.streams:
-            num_tokens = min(arguments.tokens // num_streams, MAX_TOKENS_PER_STREAM)
-            if step_rate:
-                num_tokens = min(num_tokens, int(10 * step_rate))
-            for server in arguments.servers:
-                cases.append(Case(server, num_streams, max(1, num_tokens), step_rate))
-    return cases
+def _stream_table(is_http2: bool, step_rate: float, measured: dict[StreamCase, Measured]) -> Table:
+    protocol = "HTTP/2" if is_http2 else "HTTP/1.1"
+    pace = f"paced at {step_rate:g} steps/s" if step_rate else "as fast as it goes"
+    rows = tuple(
+        (
+            case.server,
+            case.num_streams,
+            case.num_connections,
+            run.per_s,
+            run.loop_us,
+            run.others_us,
+            run.cpu_us,
+            run.num_failed,
+        )
+        for case, run in measured.items()
+        if (case.is_http2, case.step_rate) == (is_http2, step_rate)
+    )
+    columns = ("server", "streams", "connections", "tokens/s", "loop thread", "other threads", "CPU us/token", "failed")
+    # On HTTP/2 the same number of streams is there on one connection and on many: no line goes through that
+    plot = None if is_http2 else Plot("streams", "CPU us/token", "server")
+    return Table(f"CPU of the server per streamed token, {protocol}, {pace}", columns, rows, plot)
+
+
+def _request_table(measured: dict[RequestCase, Measured]) -> Table:
+    rows = tuple(
+        (
+            case.server,
+            "HTTP/2" if case.is_http2 else "HTTP/1.1",
+            run.per_s,
+            run.loop_us,
+            run.others_us,
+            run.client_cpu,
+            run.num_failed,
+        )
+        for case, run in measured.items()
+    )
+    columns = ("server", "protocol", "requests/s", "loop us/request", "other threads", "client CPU", "failed")
+    return Table(f"Plain requests, {NUM_REQUESTS_AT_ONCE} under way", columns, rows)
+
+
+def _health_table(measured: dict[HealthCase, Measured]) -> Table:
+    rows = tuple(
+        (
+            case.server,
+            len(run.latencies_ms),
+            *(percentile(run.latencies_ms, q) for q in (50.0, 99.0, 100.0)),
+            run.loop_us,
+            run.per_s,
+            run.num_failed,
+        )
+        for case, run in measured.items()
+    )
+    columns = ("server", "requests", "p50 ms", "p99 ms", "max ms", "loop us/token", "tokens/s", "failed streams")
+    title = f"GET /health beside {HEALTH_STREAMS} streams at {HEALTH_STEP_RATE:g} steps/s"
+    return Table(title, columns, rows)
+
+
+def _odd(value: str) -> int:
+    number = int(value)
+    if number < 1 or number % 2 == 0:
+        raise argparse.ArgumentTypeError(f"{number} has no middle: give an odd number")
+    return number
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, show, write. Returns the exit code: 2 when a server did not come up."""
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(prog="python -m bench.frontend", description=__doc__)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--servers", nargs="+", choices=tuple(SERVERS), default=tuple(SERVERS))
-    parser.add_argument("--streams", nargs="+", type=int, default=(1, 64, 256))
+    parser.add_argument("--streams", nargs="+", type=int, help="only cases of so many (default: all)")
     parser.add_argument("--tokens", type=int, default=200_000, help="per run, over all streams (default: %(default)s)")
-    parser.add_argument("--step-rate", nargs="+", type=float, default=(0.0, 50.0), help="steps/s; 0: unpaced")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--step-rate", nargs="+", type=float, default=(0.0, 100.0), help="steps/s; 0: unpaced")
+    parser.add_argument("--repeats", type=_odd, default=3, help="odd; the median is shown (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     arguments = parser.parse_args(argv)
     cases = plan_cases(arguments)
@@ -203,14 +198,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     tables = result_tables(measured)
     print_tables(tables)
     if arguments.json is not None:
-        config = {"tokens": arguments.tokens, "repeats": arguments.repeats}
+        config = {"parts": list(arguments.parts), "tokens": arguments.tokens, "repeats": arguments.repeats}
         details = {
-            "runs": [{"case": msgspec.to_builtins(case), **msgspec.to_builtins(run)} for case, run in measured.items()]
+            "runs": [{"case": msgspec.to_builtins(case), **_without_samples(run)} for case, run in measured.items()]
         }
         write_result(
             arguments.json, "frontend", command_line("python -m bench.frontend", argv), tables, config, details
         )
     return 0
+
+
+def _without_samples(run: Measured) -> dict[str, object]:
+    fields: dict[str, object] = msgspec.to_builtins(run)
+    del fields["latencies_ms"]
+    return fields
 
 
 if __name__ == "__main__":

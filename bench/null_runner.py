@@ -11,28 +11,46 @@ import numpy as np
 from core.plan import RunnerLimits, StepOutput, StepPlan
 
 
+class Pace:
+    """Steps at a steady rate. One that comes late is not made up for.
+
+    Args:
+        interval_s: from one step's tokens to the next one's, at least.
+    """
+
+    def __init__(
+        self,
+        interval_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._interval_s = interval_s
+        self._clock = clock
+        self._sleep = sleep
+        self._next_step_s = 0.0
+
+    def wait(self) -> None:
+        """Sleep until the next step is due."""
+        now_s = self._clock()
+        if self._next_step_s > now_s:
+            self._sleep(self._next_step_s - now_s)
+        self._next_step_s = max(self._next_step_s, now_s) + self._interval_s
+
+
 class NullRunner:
     """Draws the given ids in turn, by position: the same prompt length gives the same tokens.
 
     Args:
         token_ids: what is drawn; none of them may end a sequence.
-        step_interval_s: time from one step's tokens to the next one's, at least; 0: as fast as the engine goes.
+        wait_step: called for each step, returns when it is done.
     """
 
     def __init__(
-        self,
-        limits: RunnerLimits,
-        token_ids: Sequence[int],
-        step_interval_s: float = 0.0,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
+        self, limits: RunnerLimits, token_ids: Sequence[int], wait_step: Callable[[], None] = lambda: None
     ) -> None:
         self.limits = limits
         self._token_ids = np.asarray(token_ids, dtype=np.int32)
-        self._step_interval_s = step_interval_s
-        self._clock = clock
-        self._sleep = sleep
-        self._next_step_s = 0.0
+        self._wait_step = wait_step
 
     def forward(self, plan: StepPlan) -> StepPlan:
         return plan
@@ -41,15 +59,7 @@ class NullRunner:
         pass
 
     def collect(self, ticket: StepPlan) -> StepOutput:
-        if self._step_interval_s:
-            self._keep_pace()
+        self._wait_step()
         rows = np.flatnonzero(ticket.samples).astype(np.int32)
         positions = ticket.starts[rows] + ticket.lengths[rows]
         return StepOutput(rows, self._token_ids[positions % len(self._token_ids)])
-
-    def _keep_pace(self) -> None:
-        """Sleep until the step is due. A step that comes late is not made up for."""
-        now_s = self._clock()
-        if self._next_step_s > now_s:
-            self._sleep(self._next_step_s - now_s)
-        self._next_step_s = max(self._next_step_s, now_s) + self._step_interval_s

@@ -1,6 +1,12 @@
-"""The real server around a null runner: `python -m bench.null_server --port 8001`. What bench/frontend.py measures."""
+"""The real server around a null runner: `python -m bench.null_server --port 8001`. What bench/frontend.py measures.
 
+Unpaced, a step comes when the loop has delivered the one before, as the peers' do: that is the engine of a busy server,
+whose thread waits for its device meanwhile, and every token is a write of its own.
+"""
+
+import asyncio
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,15 +15,17 @@ import tokenizers
 import uvloop
 from tokenizers import decoders, models, pre_tokenizers
 
-from bench.null_runner import NullRunner
+from bench.null_runner import NullRunner, Pace
 from bench.peer import MODEL, PIECES, peer_arguments
 from core.chat_template import ChatTemplate
 from core.engine import Engine
+from core.errors import ExitCode
 from core.plan import RunnerLimits
 from core.scheduler import Scheduler
 from core.tokenizer import Tokenizer
 from core.types import StepDelivery
 from server.config import ServerConfig
+from server.engine_client import SLICE_ROWS
 from server.engine_thread import Inbox
 from server.logs import configure_logging
 from server.model_files import GenerationDefaults, ModelFiles
@@ -46,12 +54,52 @@ def null_tokenizer() -> Tokenizer:
     return Tokenizer(backend.to_str())
 
 
+class LockStep:
+    """Holds the engine back until the loop has delivered its last step."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, deliver: Callable[[StepDelivery], None]) -> None:
+        self._loop = loop
+        self._deliver = deliver
+        self._is_delivered = threading.Event()
+        self._is_delivered.set()
+
+    def deliver(self, delivery: StepDelivery) -> None:
+        """Thread: engine."""
+        self._is_delivered.clear()
+        self._deliver(delivery)
+        self._loop.call_soon_threadsafe(self._pass_slice, len(delivery.request_ids))
+
+    @property
+    def is_delivered(self) -> bool:
+        return self._is_delivered.is_set()
+
+    def wait(self) -> None:
+        """Thread: engine."""
+        self._is_delivered.wait()
+
+    def _pass_slice(self, num_rows: int) -> None:
+        """Thread: loop. A turn for each slice that the client delivers."""
+        if num_rows > SLICE_ROWS:
+            self._loop.call_soon(self._pass_slice, num_rows - SLICE_ROWS)
+        else:
+            self._is_delivered.set()
+
+
 def load(
-    step_rate: float, inbox: Inbox, deliver: Callable[[StepDelivery], None], report_stage: Callable[[str], None]
+    step_rate: float,
+    loop: asyncio.AbstractEventLoop,
+    inbox: Inbox,
+    deliver: Callable[[StepDelivery], None],
+    report_stage: Callable[[str], None],
 ) -> LoadedEngine:
     """An engine that computes nothing."""
     report_stage("making the null model")
-    runner = NullRunner(LIMITS, range(256, LIMITS.vocab_size), 1 / step_rate if step_rate else 0.0)
+    if step_rate:
+        wait_step = Pace(1 / step_rate).wait
+    else:
+        lock_step = LockStep(loop, deliver)
+        wait_step, deliver = lock_step.wait, lock_step.deliver
+    runner = NullRunner(LIMITS, range(256, LIMITS.vocab_size), wait_step)
     files = ModelFiles(
         path=Path(),
         config={},
@@ -79,7 +127,12 @@ def main() -> int:
     arguments = peer_arguments(__doc__)
     configure_logging("warning", "text")
     config = ServerConfig(port=arguments.port, drain_timeout_s=0.0)
-    return uvloop.run(serve(config, lambda inbox, deliver, stage: load(arguments.step_rate, inbox, deliver, stage)))
+
+    async def run() -> ExitCode:
+        loop = asyncio.get_running_loop()
+        return await serve(config, lambda inbox, deliver, stage: load(arguments.step_rate, loop, inbox, deliver, stage))
+
+    return uvloop.run(run())
 
 
 if __name__ == "__main__":

@@ -34,6 +34,12 @@ class CpuTimes:
         )
 
 
+def busiest(pid: int) -> int:
+    """The child that has worked most, of servers that have their loop in a worker; without children, the process."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return max(map(int, children), key=lambda child: cpu_times(child).total_s, default=pid)
+
+
 def cpu_times(pid: int) -> CpuTimes:
     """
     Raises:

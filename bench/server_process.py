@@ -35,7 +35,7 @@ def running(
     ready_path: str = "/v1/models",
     start_timeout_s: float = 60.0,
     environment: Mapping[str, str] | None = None,
-    errors: IO[bytes] | None = None,
+    errors: IO[bytes] | int | None = None,
 ) -> Iterator[int]:
     """Start a server, wait until it answers 200 on `ready_path`, give its process id, and end it.
 

@@ -48,6 +48,7 @@ class EngineConfig:
         threads: compute threads on a CPU.
         quantize: the layers' matrices to "int8" or "int4" while they load; None: as they are.
         quantize_cache_bytes: how much of what was quantised is kept on disk; 0: nothing.
+        has_prefix_cache: requests use the keys and values that earlier ones have left.
     """
 
     device: str = "auto"
@@ -59,6 +60,7 @@ class EngineConfig:
     threads: int | None = None
     quantize: str | None = None
     quantize_cache_bytes: int = 0
+    has_prefix_cache: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,15 +75,19 @@ class Detokenizer:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Take the sequence's next tokens; give the text that is safe to emit now. Nothing once it is stopped."""
-        if self._is_plain and len(token_ids) == 1:
+        return "".join(map(self.push_token, token_ids))
+
+    def push_token(self, token_id: int) -> str:
+        """The same of one token."""
+        if self._is_plain:
             try:
-                text = self._texts[token_ids[0]]
+                text = self._texts[token_id]
             except IndexError:
                 text = ""
             if text is not None:
                 self.num_tokens_kept += 1
                 return text
-        return "".join(map(self._push_token, token_ids))
+        return self._take(token_id)
 
     def finish(self) -> str:
         """What was held back, when no more tokens come. A stopped text holds nothing."""
@@ -96,7 +100,7 @@ class Detokenizer:
         self._held = ""
         return text
 
-    def _push_token(self, token_id: int) -> str:
+    def _take(self, token_id: int) -> str:
         if self.is_stopped:
             return ""
         self.num_tokens_kept += 1

@@ -13,7 +13,7 @@ import numpy as np
 
 from core.plan import DeviceError, Runner, StepOutput, StepPlan
 from core.scheduler import Scheduler
-from core.types import Cancel, FinishReason, Message, Pause, Resume, StepDelivery, Submit, TokenLogprobs
+from core.types import Cancel, ClearCache, FinishReason, Message, Pause, Resume, StepDelivery, Submit, TokenLogprobs
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +105,8 @@ class Engine:
                     self._scheduler.pause(request_id)
                 case Resume(request_id):
                     self._scheduler.resume(request_id)
+                case ClearCache():
+                    self._scheduler.cache.clear()
 
     def _run(self, plan: StepPlan) -> StepOutput:
         try:

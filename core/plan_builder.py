@@ -1,5 +1,7 @@
 """Collects the rows of one step and makes the plan's columns of them. Thread: engine."""
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from core.plan import SequenceStart, StepPlan
@@ -123,3 +125,21 @@ def restart_rows(plan: StepPlan, rows: range, sequences: list[Sequence]) -> Step
     restarted = builder.build()
     assert restarted is not None, "a restart needs rows"
     return restarted
+
+
+def rows_misled(plan: StepPlan, sequences: list[Sequence], failed_rows: Iterable[int], block_size: int) -> set[int]:
+    """Rows of a plan that read blocks which failed rows should have written, or rows misled themselves.
+
+    Args:
+        sequences: of all its rows, in order; whoever shares a block in a plan comes after its writer.
+    """
+    unwritten: set[int] = set()  # blocks
+    misled: set[int] = set()
+    failed = set(failed_rows)
+    for row, (start, sequence) in enumerate(zip(plan.starts.tolist(), sequences, strict=True)):
+        num_read = start // block_size  # full blocks before its own
+        if not unwritten.isdisjoint(sequence.table.blocks[:num_read]):
+            misled.add(row)
+        if row in failed or row in misled:
+            unwritten.update(sequence.table.blocks[num_read:])
+    return misled

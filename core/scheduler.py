@@ -10,9 +10,11 @@ from bisect import bisect_left, insort
 from collections.abc import Callable
 from operator import attrgetter
 
-from core.blocks import BlockPool, num_blocks_for
+from core.blocks import num_blocks_for
+from core.outbox import Outbox
 from core.plan import RunnerLimits, StepOutput, StepPlan
-from core.plan_builder import PlanBuilder, restart_rows
+from core.plan_builder import PlanBuilder, restart_rows, rows_misled
+from core.prefix_cache import PrefixCache
 from core.sequence import NO_SLOT, Order, Sequence, SequenceGroup, SequenceState
 from core.types import EngineStats, FinishReason, Request, StepDelivery, TokenChunk, TokenLogprobs, Usage
 
@@ -26,11 +28,19 @@ class Scheduler:
         limits: what the runner has room for.
         eos_ids: the model's own ends.
         seeds: draws a 64-bit seed for a request that names none.
+        has_prefix_cache: requests use what others of their domain have computed.
     """
 
-    def __init__(self, limits: RunnerLimits, eos_ids: tuple[int, ...], seeds: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        limits: RunnerLimits,
+        eos_ids: tuple[int, ...],
+        seeds: Callable[[], int],
+        has_prefix_cache: bool = True,
+    ) -> None:
         self.limits = limits
-        self.pool = BlockPool(limits.num_blocks)
+        self.cache = PrefixCache(limits.num_blocks, limits.block_size, has_prefix_cache)
+        self.pool = self.cache.pool
         self._eos_ids = eos_ids
         self._seeds = seeds
         self._max_length = min(limits.max_model_len, limits.num_blocks * limits.block_size)  # a lone sequence fits
@@ -44,7 +54,7 @@ class Scheduler:
         self._num_paused = 0
         self._planned_s = 0.0
         self._counts = _Counts()
-        self._outbox = _Outbox()
+        self._outbox = Outbox()
 
     # What the loop asks
 
@@ -143,12 +153,16 @@ class Scheduler:
     def apply(self, plan: StepPlan, output: StepOutput, now: float) -> StepDelivery:
         """Take in a step's result: tokens, forks, ends. Returns all news since the last delivery."""
         sequences = [self._occupant(slot) for slot in plan.slots.tolist()]
-        self._advance(plan, sequences, output.failed_rows)
+        misled = set[int]()
+        if output.failed_rows:
+            misled = rows_misled(plan, sequences, output.failed_rows, self.limits.block_size)
+        lost = misled.union(output.failed_rows)
+        self._advance(plan, sequences, lost)
         for i, (row, token_id) in enumerate(zip(output.rows.tolist(), output.token_ids.tolist(), strict=True)):
-            if row not in output.failed_rows:
+            if row not in lost:
                 self._append(sequences[row], token_id, output.logprobs.get(i))
-        for row, cause in output.failed_rows.items():
-            self.finish(sequences[row], sequences[row].cancel_reason or FinishReason.ERROR, cause)
+        for row in sorted(lost):
+            self._lose_row(sequences[row], None if row in misled else output.failed_rows[row])
         for sequence in sequences:
             if sequence.cancel_reason is not None:
                 self.finish(sequence, sequence.cancel_reason)
@@ -168,10 +182,14 @@ class Scheduler:
             num_paused=self._num_paused,
             num_blocks=self.pool.num_blocks,
             num_used_blocks=self.pool.num_used,
+            num_cached_blocks=self.pool.num_kept,
             num_steps=self._counts.num_steps,
             num_prompt_tokens=self._counts.num_prompt_tokens,
             num_generated_tokens=self._counts.num_generated_tokens,
             num_preemptions=self._counts.num_preemptions,
+            num_cache_queries=self._counts.num_cache_queries,
+            num_cache_hits=self._counts.num_cache_hits,
+            num_cache_evictions=self.pool.num_evictions,
             step_s=self._counts.step_s,
         )
 
@@ -210,8 +228,9 @@ class Scheduler:
         del self._groups[group.request.request_id]
         self._num_paused -= group.is_paused
         return Usage(
-            num_prompt_tokens=group.num_prompt_tokens_computed,
+            num_prompt_tokens=group.num_prompt_tokens_done,
             num_completion_tokens=sum(sequence.num_billed_tokens for sequence in group.sequences),
+            num_cached_tokens=group.num_cached_tokens,
         )
 
     def _leave_siblings(self, group: SequenceGroup, sequence: Sequence) -> None:
@@ -269,26 +288,44 @@ class Scheduler:
         """
         group = self._groups[sequence.request_id]
         joining = [sequence, *group.unforked.values()] if sequence is group.leader else [sequence]
-        num_blocks = num_blocks_for(len(sequence.token_ids) + 1, self.limits.block_size)
-        while len(joining) > len(self._free_slots) or num_blocks > self.pool.num_free:
+        while len(joining) > len(self._free_slots) or not self._take_blocks(sequence):
             if not self._preempt_paused(builder):
                 return False
         self._waiting.pop(0)
         for member in joining:
             self._occupy_slot(member)
-        sequence.table.blocks = self.pool.allocate(num_blocks)
         self._start_running(sequence)
         self._add_row(builder, sequence)
+        return True
+
+    def _take_blocks(self, sequence: Sequence) -> bool:
+        """Give a waiting sequence what is cached of it and new blocks for the rest, or nothing and False."""
+        table, num_free = sequence.table, self.pool.num_free
+        if num_free < sequence.num_free_blocks_needed:  # so that a long prompt is not looked up in each step
+            return False
+        num_cached_tokens = self.cache.extend(table, sequence.token_ids)
+        num_new = num_blocks_for(len(sequence.token_ids) + 1, self.limits.block_size) - len(table)
+        if num_new > self.pool.num_free:
+            sequence.num_free_blocks_needed = num_new + num_free - self.pool.num_free
+            self.pool.release(table.take())
+            return False
+        table.blocks += self.pool.allocate(num_new)
+        sequence.num_computed_tokens = num_cached_tokens
+        sequence.num_free_blocks_needed = 0
         return True
 
     def _fork(self, parent: Sequence, child: Sequence) -> None:
         """Let a child that has a slot start where its parent is, but for its last token: that one it computes itself.
 
-        They share the parent's blocks; whoever writes into a shared one first, copies it.
+        They share the parent's blocks; whoever writes into a shared one first, copies it. Into a full one nobody
+        writes: where the last token fills a block, the child computes that block's tokens.
         """
         child.num_computed_tokens = min(parent.num_computed_tokens, len(child.token_ids) - 1)
+        if len(child.token_ids) % self.limits.block_size == 0:
+            child.num_computed_tokens -= child.num_computed_tokens % self.limits.block_size
         num_blocks = num_blocks_for(child.num_computed_tokens, self.limits.block_size)
         child.table.blocks = parent.table.blocks[:num_blocks]
+        child.table.num_published = min(parent.table.num_published, num_blocks)
         self.pool.share(child.table.blocks)
         self._start_running(child)
 
@@ -297,10 +334,16 @@ class Scheduler:
     def _add_row(self, builder: PlanBuilder, sequence: Sequence) -> None:
         if sequence.state is not SequenceState.RUNNING:  # preempted while this plan was made
             return
+        table, cache = sequence.table, self.cache
         start = sequence.num_computed_tokens
+        if start < len(sequence.token_ids) - 1 or cache.is_behind(table, start):
+            start = sequence.num_computed_tokens = max(start, cache.extend(table, sequence.token_ids))
         length = min(len(sequence.token_ids) - start, builder.budget)
-        if self._secure_blocks(builder, sequence, start + length):
+        end = start + length
+        if self._secure_blocks(builder, sequence, end):
             builder.add_row(sequence, start, length)
+            if cache.is_behind(table, end):
+                cache.publish(table, sequence.token_ids, end)
 
     def _secure_blocks(self, builder: PlanBuilder, sequence: Sequence, end: int) -> bool:
         """Let the sequence own all blocks it writes up to position `end`; False if it had to give up its own."""
@@ -336,15 +379,18 @@ class Scheduler:
         self._counts.num_preemptions += 1
         # nobody else may get a copy's source in this plan: restart() may have to copy it once more
         assert not any(block in builder.sources and not self.pool.is_shared(block) for block in victim.table.blocks)
-        self._give_back(victim)
-        victim.state = SequenceState.WAITING
-        victim.num_computed_tokens = 0
-        group = self._groups[victim.request_id]
-        if victim is group.leader:
+        self._requeue(victim)
+
+    def _requeue(self, sequence: Sequence) -> None:
+        self._give_back(sequence)
+        sequence.state = SequenceState.WAITING
+        sequence.num_computed_tokens = 0
+        group = self._groups[sequence.request_id]
+        if sequence is group.leader:
             for sibling in group.unforked.values():
                 self._give_back(sibling)
-        if not victim.is_paused:
-            insort(self._waiting, victim, key=_ORDER)
+        if not sequence.is_paused:
+            insort(self._waiting, sequence, key=_ORDER)
 
     def _occupant(self, slot: int) -> Sequence:
         sequence = self._occupants[slot]
@@ -353,12 +399,16 @@ class Scheduler:
 
     # Results
 
-    def _advance(self, plan: StepPlan, sequences: list[Sequence], failed_rows: dict[int, str]) -> None:
-        """Count what was computed, and fork those who waited for their prompt."""
+    def _advance(self, plan: StepPlan, sequences: list[Sequence], lost: set[int]) -> None:
+        """Count what was computed, and fork those who waited for their prompt.
+
+        Args:
+            lost: rows that computed nothing that can be used.
+        """
         ends = (plan.starts + plan.lengths).tolist()
         for row, sequence in enumerate(sequences):
             sequence.is_in_flight = False
-            if row in failed_rows:
+            if row in lost:
                 continue
             before, sequence.num_computed_tokens = sequence.num_computed_tokens, ends[row]
             if before < sequence.num_prompt_tokens:
@@ -368,11 +418,25 @@ class Scheduler:
         num_computed = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
         self._counts.num_prompt_tokens += num_computed - before
         group = self._groups[sequence.request_id]
-        group.num_prompt_tokens_computed = max(group.num_prompt_tokens_computed, num_computed)
+        if group.num_prompt_tokens_done == 0 and self.cache.is_enabled:
+            self._counts.num_cache_queries += sequence.num_prompt_tokens
+        num_cached = max(0, before - group.num_prompt_tokens_done)  # nobody of this request has computed these
+        group.num_cached_tokens += num_cached
+        self._counts.num_cache_hits += num_cached
+        group.num_prompt_tokens_done = max(group.num_prompt_tokens_done, num_computed)
         if num_computed == sequence.num_prompt_tokens and sequence is group.leader:
             for sibling in group.unforked.values():
                 self._fork(sequence, sibling)
             group.unforked = {}
+
+    def _lose_row(self, sequence: Sequence, cause: str | None) -> None:
+        """A row failed, or (None) read what a failed one should have written: then its sequence computes it itself."""
+        self.cache.forget(sequence.table.blocks)  # some may have been computed in chunks whose fault shows only now
+        sequence.num_computed_tokens = 0  # a sibling that takes over goes on from nothing of this
+        if cause is not None:
+            self.finish(sequence, sequence.cancel_reason or FinishReason.ERROR, cause)
+        elif sequence.cancel_reason is None:
+            self._requeue(sequence)
 
     def _append(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
         """Give a sequence the token it has drawn, unless it has ended before it or is about to be cancelled."""
@@ -402,31 +466,6 @@ class _Counts:
         self.num_prompt_tokens = 0
         self.num_generated_tokens = 0
         self.num_preemptions = 0
+        self.num_cache_queries = 0
+        self.num_cache_hits = 0
         self.step_s = 0.0
-
-
-class _Outbox:
-    """News for the loop, until the next delivery."""
-
-    def __init__(self) -> None:
-        self._request_ids: list[str] = []
-        self._indexes: list[int] = []
-        self._token_ids: list[int] = []
-        self.chunks: list[TokenChunk] = []
-
-    def add_token(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
-        if logprobs is None:
-            self._request_ids.append(sequence.request_id)
-            self._indexes.append(sequence.index)
-            self._token_ids.append(token_id)
-        else:
-            self.chunks.append(
-                TokenChunk(
-                    request_id=sequence.request_id, index=sequence.index, token_ids=(token_id,), logprobs=(logprobs,)
-                )
-            )
-
-    def take(self, stats: EngineStats) -> StepDelivery:
-        delivery = StepDelivery(self._request_ids, self._indexes, self._token_ids, self.chunks, stats)
-        self._request_ids, self._indexes, self._token_ids, self.chunks = [], [], [], []
-        return delivery

@@ -37,6 +37,7 @@ class Sequence:
         is_in_flight: a plan with it was made and not yet applied.
         cancel_reason: set while in flight: what to finish it with when the step comes back.
         num_tokens_kept: of its own tokens, those the loop has used; None: all.
+        num_free_blocks_needed: while it waits: with fewer free it cannot be admitted, as far as was seen.
     """
 
     request_id: str
@@ -57,6 +58,7 @@ class Sequence:
     is_in_flight: bool = False
     cancel_reason: FinishReason | None = None
     num_tokens_kept: int | None = None
+    num_free_blocks_needed: int = 0
 
     @property
     def num_uncomputed_tokens(self) -> int:
@@ -96,7 +98,8 @@ class SequenceGroup:
         leader: computes the prompt for itself and the unforked.
         unforked: siblings that wait for it, by index. They hold slots while the leader runs, never blocks.
         num_live: sequences not yet finished.
-        num_prompt_tokens_computed: the furthest that any of them has come in the prompt.
+        num_prompt_tokens_done: the furthest that any of them has come in the prompt.
+        num_cached_tokens: of these, what came from the prefix cache.
     """
 
     request: Request
@@ -106,7 +109,8 @@ class SequenceGroup:
     leader: Sequence | None = None
     unforked: dict[int, Sequence] = field(default_factory=dict)
     num_live: int = 0
-    num_prompt_tokens_computed: int = 0
+    num_prompt_tokens_done: int = 0
+    num_cached_tokens: int = 0
     is_paused: bool = False
 
     def add(self, stop_ids: tuple[int, ...], max_length: int) -> Sequence:
@@ -122,6 +126,7 @@ class SequenceGroup:
             token_ids=list(self.request.prompt_ids),
             num_prompt_tokens=len(self.request.prompt_ids),
             max_length=max_length,
+            table=BlockTable((self.request.cache_domain, self.request.cache_salt)),
             is_paused=self.is_paused,
         )
         self.sequences.append(sequence)

@@ -1,6 +1,6 @@
 """What crosses between the loop and the engine thread. All of it frozen; tuples inside. Any thread.
 
-Loop to engine, through the inbox: Submit, Cancel, Pause, Resume.
+Loop to engine, through the inbox: Submit, Cancel, Pause, Resume, ClearCache.
 Engine to loop, through the outbox, once a step: StepDelivery (columns of tokens, TokenChunks, EngineStats).
 """
 
@@ -25,9 +25,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens are drawn. Validated where it is built (server/api), trusted by the engine.
 
     Args:
-        seed: of the noise, which depends on nothing else but the position; None: the engine draws one. In float32 the
-            same seed and request give the same tokens whatever runs beside them. In bfloat16 and float16 the rounding
-            of a product may depend on how many rows share the step, so that tokens nearly tied may change places.
+        seed: of the noise, which depends on nothing else but the position; None: the engine draws one. The
+            same seed and request give the same tokens whatever runs beside them, where the runner's sums are rounded
+            the same way in any company: on a CPU, but with quantised weights.
     """
 
     max_tokens: int
@@ -48,7 +48,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """One generation, of 1..k sequences over the same prompt."""
+    """One generation, of 1..k sequences over the same prompt.
+
+    Args:
+        cache_domain: whose cached prompts it may use, and who may use its own: those of the same domain.
+        cache_salt: narrows that further, to those with the same salt.
+    """
 
     request_id: str  # ours, never the client's
     prompt_ids: tuple[int, ...]
@@ -57,6 +62,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     num_sequences: int = 1
     tenant: str = "local"
     priority: int = 0  # higher goes first
+    cache_domain: str = ""
+    cache_salt: str = ""
 
 
 class Submit(msgspec.Struct, frozen=True):
@@ -92,16 +99,21 @@ class Resume(msgspec.Struct, frozen=True):
     request_id: str
 
 
-Message = Submit | Cancel | Pause | Resume
+class ClearCache(msgspec.Struct, frozen=True):
+    """Let no request find what was computed before now. Those that run keep what they hold."""
+
+
+Message = Submit | Cancel | Pause | Resume | ClearCache
 
 
 class Usage(msgspec.Struct, frozen=True):
     """What a request cost, in tokens, over all its sequences.
 
     Args:
-        num_prompt_tokens: of the prompt, counted once, those that were computed: less than all only where the request
-            ended before.
+        num_prompt_tokens: of the prompt, counted once, those that were computed or cached: less than all only where the
+            request ended before.
         num_completion_tokens: drawn and kept, an ending stop id included.
+        num_cached_tokens: of the prompt's, those that an earlier request had computed.
     """
 
     num_prompt_tokens: int
@@ -150,10 +162,14 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_paused: int = 0
     num_blocks: int = 0
     num_used_blocks: int = 0
+    num_cached_blocks: int = 0  # of those that nobody uses: they keep what may be asked for again
     num_steps: int = 0
     num_prompt_tokens: int = 0  # computed in prefill
     num_generated_tokens: int = 0
     num_preemptions: int = 0
+    num_cache_queries: int = 0  # tokens of prompts that were looked up in the prefix cache
+    num_cache_hits: int = 0  # of these, found: over all requests, Usage.num_cached_tokens
+    num_cache_evictions: int = 0  # blocks
     step_s: float = 0.0  # duration of the last step
 
 
@@ -173,12 +189,13 @@ class StepDelivery(msgspec.Struct, frozen=True):
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
     """What a sequence newly says, as text: the loop makes it of tokens, and holds back what may yet be a stop string.
 
+    Text of new tokens that come with nothing else needs none.
+
     Args:
         logprobs: of the tokens whose text this is, when asked for.
         finish_reason: set on the sequence's last delta.
     """
 
-    index: int
     text: str
     num_tokens: int
     logprobs: tuple[TokenLogprobs, ...] | None = None

@@ -23,10 +23,10 @@ MakeProduct = Callable[[Tensor, Tensor, Tensor | None], Linear]
 
 
 @dataclass(slots=True)
-class RowLimit:
-    """Up to how many rows a kernel multiplies, and oneDNN from there on: for all products of a model."""
+class ProductChoice:
+    """Whether a kernel multiplies, or oneDNN: for all products of a model, and any rows, as they round differently."""
 
-    rows: int
+    uses_kernel: bool
 
 
 def make_linear(weight: Tensor, bias: Tensor | None, product: MakeProduct | None) -> Linear:
@@ -35,9 +35,10 @@ def make_linear(weight: Tensor, bias: Tensor | None, product: MakeProduct | None
     Args:
         product: makes it of a packed copy of the weight; None: nothing is packed.
     """
-    if product is None:
-        return partial(F.linear, weight=weight, bias=bias)
-    return product(pack(weight), weight, bias)
+    if product is not None:
+        return product(pack(weight), weight, bias)
+    linear = partial(F.linear, weight=weight, bias=bias)
+    return _never_alone(linear) if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 else linear
 
 
 def pack(weight: Tensor) -> Tensor:
@@ -54,7 +55,19 @@ def packed_linear(packed: Tensor, weight: Tensor, bias: Tensor | None) -> Linear
         result: Tensor = product(x, packed, bias, "none", [], "")
         return result
 
-    return linear
+    return _never_alone(linear)
+
+
+def _never_alone(linear: Linear) -> Linear:
+    """One row is computed as two: oneDNN has a kernel of its own for one, which adds in another order.
+
+    From two rows on a row's product is the same to the last bit, however many there are; four cost what one does.
+    """
+
+    def in_company(x: Tensor) -> Tensor:
+        return linear(x) if x.shape[0] > 1 else linear(x.expand(2, -1).contiguous())[:1]
+
+    return in_company
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:

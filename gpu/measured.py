@@ -1,4 +1,4 @@
-"""What was measured of this machine for a model's shape: threads by a step's tokens, and rows that kernels multiply.
+"""What was measured of this machine for a model's shape: threads by a step's tokens, and who multiplies.
 
 Kept in a file of the user's cache, per machine and shape, unless others computed at the same time; a file that cannot
 be read is as none, one that cannot be written is done without. Thread: engine (at start).
@@ -17,50 +17,51 @@ import torch
 
 from core.config import ModelConfig
 from gpu.device import DeviceChoice, cpu_model
-from gpu.linear import RowLimit
+from gpu.linear import ProductChoice
 from gpu.threads import Probe, StepThreads, measure_threads, seconds_of
 
 # A smaller model's products take about as long as waking a thread: several compute in long prefills only.
 MIN_PARAMETERS = 64_000_000
 SMALL_MODEL_TOKENS = 128
-MEASURED_ROWS = (1, 8, 16, 32, 64, 128)  # of products: whether the kernel is faster
+MEASURED_ROWS = (1, 8, 32, 256)  # of products
 TURNS = 3
+NAMES = {True: "by numba's kernel", False: "by oneDNN"}
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Args: kernel_rows: up to how many rows the kernel multiplies; None: there is none."""
+    """Args: uses_kernel: for products; None: there is none."""
 
     threads: StepThreads
-    kernel_rows: int | None = None
+    uses_kernel: bool | None = None
 
     def __str__(self) -> str:
         threads = f"threads {self.threads}"
-        return threads if self.kernel_rows is None else f"{threads}; kernel up to {self.kernel_rows} rows"
+        return threads if self.uses_kernel is None else f"{threads}; products {NAMES[self.uses_kernel]}"
 
 
 def choose_measured(
-    config: ModelConfig, choice: DeviceChoice, probes: Sequence[Probe], limit: RowLimit | None = None
+    config: ModelConfig, choice: DeviceChoice, probes: Sequence[Probe], product: ProductChoice | None = None
 ) -> Measured:
     """As asked; for a large model as measured, now or earlier; or as is usual.
 
     Args:
-        limit: of the kernel for products, which is set; None: there is no such kernel.
+        product: is set; None: there is no kernel for products.
     """
     if choice.device.type != "cpu":
         return Measured(StepThreads(((1, choice.threads),)))
     if config.num_parameters < MIN_PARAMETERS:
-        return Measured(_unmeasured(choice), None if limit is None else limit.rows)
-    machine, shape = _machine(choice), _shape(config, choice, limit is not None)
+        return Measured(_unmeasured(choice), None if product is None else product.uses_kernel)
+    machine, shape = _machine(choice), _shape(config, choice, product is not None)
     known = read_measured(cache_file())
     found = known.get(machine, {}).get(shape)
     if found is None:
-        found = _measure(choice, probes, limit)
+        found = _measure(choice, probes, product)
         known.setdefault(machine, {})[shape] = found
         if load_average() <= choice.threads:
             _write_measured(cache_file(), known)
-    if limit is not None and found.kernel_rows is not None:
-        limit.rows = found.kernel_rows
+    if product is not None and found.uses_kernel is not None:
+        product.uses_kernel = found.uses_kernel
     return found
 
 
@@ -70,32 +71,31 @@ def _unmeasured(choice: DeviceChoice) -> StepThreads:
     return StepThreads(((1, 1), (SMALL_MODEL_TOKENS, choice.threads)))
 
 
-def _measure(choice: DeviceChoice, probes: Sequence[Probe], limit: RowLimit | None) -> Measured:
-    """The rows first: the threads depend on them."""
-    kernel_rows = None if limit is None else measure_rows(probes, choice.threads, choice.dtype, limit)
+def _measure(choice: DeviceChoice, probes: Sequence[Probe], product: ProductChoice | None) -> Measured:
+    """The products first: the threads depend on them."""
+    uses_kernel = None if product is None else measure_products(probes, choice.threads, choice.dtype, product)
     if choice.are_threads_asked or choice.threads == 1:
-        return Measured(StepThreads(((1, choice.threads),)), kernel_rows)
-    return Measured(measure_threads(probes, choice.threads, choice.dtype), kernel_rows)
+        return Measured(StepThreads(((1, choice.threads),)), uses_kernel)
+    return Measured(measure_threads(probes, choice.threads, choice.dtype), uses_kernel)
 
 
-def measure_rows(probes: Sequence[Probe], threads: int, dtype: torch.dtype, limit: RowLimit) -> int:
-    """The most of MEASURED_ROWS at which the kernel is the faster; the limit is set to it. Torch's threads stay.
+def measure_products(probes: Sequence[Probe], threads: int, dtype: torch.dtype, product: ProductChoice) -> bool:
+    """Whether the kernel is the faster, on the geometric mean of MEASURED_ROWS; it is set. Torch's threads stay.
 
     Both take turns, and the best round of each counts: what disturbs one for a while disturbs the other.
     """
-    before, most = torch.get_num_threads(), 0
+    before, ratio = torch.get_num_threads(), 1.0
     try:
         for num_rows in MEASURED_ROWS:
             rounds = []
             for _ in range(TURNS):
-                for limit.rows in (num_rows, 0):
+                for product.uses_kernel in (True, False):
                     rounds.append(seconds_of(probes, num_rows, threads, dtype))
-            if min(rounds[::2]) < min(rounds[1::2]):
-                most = num_rows
+            ratio *= min(rounds[::2]) / min(rounds[1::2])
     finally:
-        limit.rows = most
+        product.uses_kernel = ratio < 1
         torch.set_num_threads(before)
-    return most
+    return product.uses_kernel
 
 
 def measured_here(choice: DeviceChoice) -> dict[str, Measured]:
@@ -138,15 +138,17 @@ def _checked(found: Any) -> Measured:
         raise ValueError("not from 1 token on, ascending")
     if any(threads < 1 for _, threads in by_tokens):
         raise ValueError("no threads")
-    rows = found["kernel_rows"]
-    return Measured(StepThreads(by_tokens), None if rows is None else int(rows))
+    uses_kernel = found["uses_kernel"]
+    if uses_kernel not in (True, False, None):
+        raise ValueError("neither the kernel nor oneDNN")
+    return Measured(StepThreads(by_tokens), uses_kernel)
 
 
 def _write_measured(path: Path, known: dict[str, dict[str, Measured]]) -> None:
     """Whole or not at all: others may read it, or write it too."""
     content = {
         machine: {
-            shape: {"threads": found.threads.by_tokens, "kernel_rows": found.kernel_rows}
+            shape: {"threads": found.threads.by_tokens, "uses_kernel": found.uses_kernel}
             for shape, found in shapes.items()
         }
         for machine, shapes in known.items()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gpu.attention import AttentionKernels
 from gpu.kv_cache import LayerKV
-from gpu.linear import Linear, RowLimit, can_pack, make_linear, packed_linear
+from gpu.linear import Linear, ProductChoice, can_pack, make_linear, packed_linear
 from gpu.mlp import GATED, Gated
 from gpu.quantize import QuantizedWeight, Weight
 from gpu.quantized_linear import make_quantized_linear
@@ -30,7 +30,7 @@ class Operators:
     """
 
     attention: AttentionKernels | None = None  # None: torch attends
-    row_limit: RowLimit | None = None  # of a kernel for products; None: there is none
+    product_choice: ProductChoice | None = None  # None: there is no kernel for products
 
     def __init__(self, dtype: torch.dtype, device: torch.device, eps: float) -> None:
         self._is_packed = can_pack(dtype, device)

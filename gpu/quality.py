@@ -58,15 +58,15 @@ def predict(runner: ModelRunner, token_ids: Sequence[int]) -> Predictions:
     surprises, choices = [], []
     for start in range(0, len(token_ids) - 1, CHUNK_TOKENS):
         chunk = token_ids[start : min(start + CHUNK_TOKENS, len(token_ids) - 1)]
-        logits = runner.logits(_plan(chunk, start)).cpu()  # [tokens, vocab], float32
+        logits = runner.logits(_plan(chunk, start, len(token_ids))).cpu()  # [tokens, vocab], float32
         wanted = torch.tensor(token_ids[start + 1 : start + 1 + len(chunk)])
         surprises.append(torch.nn.functional.cross_entropy(logits, wanted, reduction="none"))
         choices.append(logits.argmax(-1))
     return Predictions(torch.cat(surprises), torch.cat(choices))
 
 
-def _plan(chunk: Sequence[int], start: int) -> StepPlan:
-    """The next tokens of slot 0, whose blocks are 0, 1, 2 and so on."""
+def _plan(chunk: Sequence[int], start: int, num_prompt_tokens: int) -> StepPlan:
+    """The next tokens of a prompt, in slot 0, whose blocks are 0, 1, 2 and so on."""
 
     def column(values: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
         return np.array(values, dtype=np.int32)
@@ -74,7 +74,7 @@ def _plan(chunk: Sequence[int], start: int) -> StepPlan:
     first = -(-start // BLOCK_SIZE)
     blocks = range(first, -(-(start + len(chunk)) // BLOCK_SIZE))
     params = SamplingParams(max_tokens=1, temperature=0.0)
-    starts = [SequenceStart(0, tuple(chunk), len(chunk), params, seed=0, stop_ids=())] if start == 0 else []
+    starts = [SequenceStart(0, tuple(chunk), num_prompt_tokens, params, seed=0, stop_ids=())] if start == 0 else []
     return StepPlan(
         slots=column([0]),
         starts=column([start]),

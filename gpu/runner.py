@@ -77,7 +77,7 @@ class ModelRunner:
             self._cache = KVCache(config, memory.num_blocks, dtype, device)
             self._sampler = Sampler(engine.max_sequences, config.vocab_size, device)
             probes = self._model.probes(PROBE_BYTES)
-            self.measured = choose_measured(config, memory.device, probes, operators.row_limit)
+            self.measured = choose_measured(config, memory.device, probes, operators.product_choice)
         self._builder = BatchBuilder(
             engine.max_sequences,
             memory.max_model_len,
@@ -105,7 +105,7 @@ class ModelRunner:
             return StepTicket(batch, self._model.forward(batch, self._cache))
 
     def logits(self, plan: StepPlan) -> Tensor:
-        """Those of every token of a plan's row, not of the last alone: [tokens, vocab], float32. Draws nothing."""
+        """Those of every token of a prompt, a plan's one row: [tokens, vocab], float32. Draws nothing."""
         with _device_errors(), torch.inference_mode():
             batch = self._builder.build(plan)
             batch.sampled_tokens = torch.arange(len(plan.token_ids), device=batch.token_ids.device)

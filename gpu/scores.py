@@ -32,14 +32,13 @@ class Scores:
 PLAIN = Scores()
 
 
-def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, is_causal: bool, scores: Scores) -> Tensor:
+def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
     """Softmax of the scores, in float32, times the values; some tokens at a time.
 
     Args:
         query: [..., kv_heads, heads per kv, tokens, head_dim].
         keys, values: [..., kv_heads, context, head_dim].
         mask: added to the scores [..., kv_heads, heads per kv, tokens, context]; broadcast.
-        is_causal: token i sees the context up to i; there is no mask then.
     Returns:
         as query.
     """
@@ -49,11 +48,7 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, is_
     outputs = []
     for first in range(0, num_tokens, step):
         end = min(first + step, num_tokens)
-        hidden = mask
-        if is_causal:
-            hidden = torch.full((end - first, num_context), float("-inf"), device=query.device).triu_(first + 1)
-        elif mask is not None and mask.shape[-2] > 1:
-            hidden = mask[..., first:end, :]
+        hidden = mask[..., first:end, :] if mask is not None and mask.shape[-2] > 1 else mask
         shares = _shares(query[..., first:end, :], keys, hidden, scores)
         part = shares.to(values.dtype).flatten(-3, -2) @ values  # [..., kv_heads, heads per kv * tokens, head_dim]
         outputs.append(part.view(*rows, per_kv, end - first, -1))

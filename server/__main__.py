@@ -61,10 +61,13 @@ def run_server(config: "ServerConfig") -> "ExitCode":
     Raises:
         StartupError: what is wrong, and what to do.
     """
+    import faulthandler
+
     import uvloop
 
     from server.process import serve
 
+    faulthandler.enable()  # a watchdog ends what hangs by SIGABRT: the log has the stacks
     return uvloop.run(serve(config, engine_loader(config)))
 
 
@@ -163,10 +166,16 @@ def engine_loader(config: "ServerConfig") -> "LoadEngine":
         report_stage("importing torch")
         from gpu.runner import load_runner
 
+        engine = config.to_engine_config()
         report_stage("loading weights")
         with byte_progress(sys.stderr, "loading weights", MIN_LOADED_BYTES) as report_bytes:
-            runner = load_runner(files.path, model, config.to_engine_config(), report_bytes)
-        scheduler = Scheduler(runner.limits, files.eos_ids, lambda: random.SystemRandom().getrandbits(64))
+            runner = load_runner(files.path, model, engine, report_bytes)
+        scheduler = Scheduler(
+            runner.limits,
+            files.eos_ids,
+            seeds=lambda: random.SystemRandom().getrandbits(64),
+            has_prefix_cache=engine.has_prefix_cache,
+        )
         memory = runner.memory
         facts = EngineFacts(
             model_name=served_name(config),

@@ -24,22 +24,6 @@ JSON_TYPE = b"application/json"
 NO_STORE = (b"cache-control", b"no-store")
 
 
-class _PromptSink:
-    """One prompt's place among the choices of an answer. Implements server.backend.DeltaSink."""
-
-    __slots__ = ("_answer", "_first_choice")
-
-    def __init__(self, answer: "Answer", first_choice: int) -> None:
-        self._answer = answer
-        self._first_choice = first_choice
-
-    def on_delta(self, delta: Delta) -> None:
-        self._answer.on_delta(self._first_choice + delta.index, delta)
-
-    def on_end(self, usage: Usage, error: str | None) -> None:
-        self._answer.on_prompt_end(usage, error)
-
-
 class Outcome(msgspec.Struct, frozen=True):
     """How a generation ended.
 
@@ -56,6 +40,7 @@ class Outcome(msgspec.Struct, frozen=True):
 class Answer:
     """The answer to one call while it comes into being, over all its prompts and sequences.
 
+    Implements server.backend.DeltaSink, for the request of each prompt.
     It is open until it is complete, broken off by an error, or its client has gone; from then on it writes nothing, and
     is finished once every request it submitted has had its terminal news.
     """
@@ -68,11 +53,12 @@ class Answer:
         self._timings = timings
         self._clock = clock
         self._metrics = metrics
+        self._observe_gap = metrics.inter_token.observe
         self._handles: list[GenerationHandle] = []
         self._usages: list[Usage] = []  # of the handles whose terminal news has come
         self._error: ServiceError | None = None
         self._is_open = True
-        self._last_token_s: dict[int, float] = {}  # by choice
+        self._last_token_s: list[float | None] = []  # by choice
         self._reasons: dict[FinishReason, None] = {}  # a set in order
         self._finished: asyncio.Future[Usage] = asyncio.get_running_loop().create_future()
 
@@ -82,9 +68,10 @@ class Answer:
         Raises:
             ServiceError: the backend takes none now; close() cancels those it had taken.
         """
-        for i, request in enumerate(requests):
-            sink = _PromptSink(self, i * request.num_sequences)
-            self._handles.append(backend.submit(request, sink, continues_text))
+        for request in requests:
+            first_choice = len(self._last_token_s)
+            self._last_token_s += [None] * request.num_sequences
+            self._handles.append(backend.submit(request, self, continues_text, first_choice))
         self._timings.submitted_s = self._clock()
 
     async def wait_finished(self) -> Outcome:
@@ -97,29 +84,32 @@ class Answer:
         self._body.close()
         self._cancel()
 
-    def on_delta(self, choice: int, delta: Delta) -> None:
+    def on_text(self, choice: int, text: str, now_s: float) -> None:
+        self._time_token(choice, now_s)
+        if self._is_open:
+            self._body.add_text(choice, text, now_s)
+
+    def on_delta(self, choice: int, delta: Delta, now_s: float) -> None:
         if delta.num_tokens:
-            self._time_token(choice)
+            self._time_token(choice, now_s)
         reason = delta.finish_reason
         if reason is not None:
             self._reasons[reason] = None
             self._metrics.finished[reason] += 1
         # What ends a choice for no reason that the wire knows is told with the end of the request, as an error
         if self._is_open and (delta.text or delta.logprobs or reason in WIRE_REASONS):
-            self._body.add(choice, delta)
+            self._body.add(choice, delta, now_s)
 
-    def _time_token(self, choice: int) -> None:
-        now = self._clock()
-        timings = self._timings
-        if timings.first_token_s is None:
-            timings.first_token_s = now
-            self._metrics.ttft.observe(now - timings.head_s)
-        last = self._last_token_s.get(choice)
-        if last is not None:
-            self._metrics.inter_token.observe(now - last)
-        self._last_token_s[choice] = now
+    def _time_token(self, choice: int, now_s: float) -> None:
+        last_s = self._last_token_s[choice]
+        self._last_token_s[choice] = now_s
+        if last_s is not None:
+            self._observe_gap(now_s - last_s)
+        elif self._timings.first_token_s is None:
+            self._timings.first_token_s = now_s
+            self._metrics.ttft.observe(now_s - self._timings.head_s)
 
-    def on_prompt_end(self, usage: Usage, error: str | None) -> None:
+    def on_end(self, usage: Usage, error: str | None) -> None:
         self._usages.append(usage)
         try:
             if error is not None:
@@ -174,7 +164,9 @@ class Answer:
 class AnswerBody(Protocol):
     """What an answer writes: events as they come, or one document at the end."""
 
-    def add(self, choice: int, delta: Delta) -> None: ...
+    def add_text(self, choice: int, text: str, now_s: float) -> None: ...
+
+    def add(self, choice: int, delta: Delta, now_s: float) -> None: ...
 
     def complete(self, usage: Usage) -> None: ...
 
@@ -200,12 +192,18 @@ class StreamedBody:
         self._keep_alive = DeadlineTimer(self._loop, self._next_keep_alive, self._on_keep_alive)
         self._keep_alive.arm()
 
-    def add(self, choice: int, delta: Delta) -> None:
-        self._last_sent_s = self._loop.time()
+    def add_text(self, choice: int, text: str, now_s: float) -> None:
+        self._last_sent_s = now_s
         stream = self._stream
         if stream.status is None:
             self._open()
-        stream.send(self._reply.delta(choice, delta))
+        stream.send(self._reply.text(choice, text))
+
+    def add(self, choice: int, delta: Delta, now_s: float) -> None:
+        self._last_sent_s = now_s
+        if self._stream.status is None:
+            self._open()
+        self._stream.send(self._reply.delta(choice, delta))
 
     def complete(self, usage: Usage) -> None:
         self.close()
@@ -261,7 +259,10 @@ class WholeBody:
         self._logprobs: list[list[TokenLogprobs]] = [[] for _ in range(num_choices)]
         self._reasons = [FinishReason.STOP] * num_choices
 
-    def add(self, choice: int, delta: Delta) -> None:
+    def add_text(self, choice: int, text: str, now_s: float) -> None:
+        self._texts[choice].append(text)
+
+    def add(self, choice: int, delta: Delta, now_s: float) -> None:
         self._texts[choice].append(delta.text)
         if delta.logprobs:
             self._logprobs[choice].extend(delta.logprobs)

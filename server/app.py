@@ -20,11 +20,14 @@ from server.api.envelope import PROTOCOL_CODES, error_body, protocol_error_body,
 from server.api.responses import ResponsesSurface, input_tokens_reply
 from server.api.surface import Surface
 from server.auth import KeyAuthenticator
+from server.cross_origin import CrossOrigin
 from server.lifecycle import Clock, Lifecycle
 from server.listener import Listener
 from server.logs import AccessRecord, current_request_id, log_access
-from server.messages import Headers, HttpRequest
+from server.messages import Headers, HttpRequest, ResponseHead
 from server.metrics import CONTENT_TYPE, Metrics
+from server.peer import Peer
+from server.refusals import DENIED
 from server.stream import ClientDisconnected, HttpStream
 from server.timing import Timings
 
@@ -42,10 +45,14 @@ REPLY_PREFIXES = ("chatcmpl-", "cmpl-", "resp_")  # DELETE takes an answer's id 
 
 @dataclass(slots=True, kw_only=True)
 class Account:
-    """What the access line tells of a request."""
+    """What the access line tells of a request.
+
+    Args:
+        client: the real one, for whom a trusted proxy may have asked.
+    """
 
     request: HttpRequest
-    client: str
+    client: Peer
     request_id: str
     timings: Timings
     outcome: Outcome | None = None  # of a generation
@@ -79,6 +86,7 @@ class Readiness:
     stage: str = "starting"
     is_ready: bool = False
     is_draining: bool = False
+    is_stalled: bool = False  # the engine is busy with one step for too long: it may still come back
 
     def check(self) -> None:
         """
@@ -98,6 +106,7 @@ class App:
 
     Args:
         new_request_id: unique ids, ours.
+        cross_origin: whose pages may read the answers; None: nobody's else.
     """
 
     def __init__(
@@ -107,6 +116,7 @@ class App:
         metrics: Metrics,
         clock: Clock,
         new_request_id: Callable[[], str],
+        cross_origin: CrossOrigin | None = None,
     ) -> None:
         self.readiness = readiness
         self.lifecycle: Lifecycle | None = None  # once the model is loaded
@@ -116,6 +126,7 @@ class App:
         self._metrics = metrics
         self._clock = clock
         self._new_request_id = new_request_id
+        self._cross_origin = cross_origin or CrossOrigin()
         self._exchanges: dict[HttpStream, Exchange] = {}  # in progress
         self._routes = self._make_routes()
         self._patterns = (
@@ -128,17 +139,20 @@ class App:
         timings = Timings(head_s=self._clock.monotonic())
         exchange = Exchange(
             request=stream.request,
-            client=stream.client,
+            client=self._client_of(stream),
             request_id=self._new_request_id(),
             timings=timings,
             stream=stream,
         )
         self._exchanges[stream] = exchange
         current_request_id.set(exchange.request_id)
-        stream.common_headers = (_request_id_header(exchange),)
+        stream.common_headers = (_request_id_header(exchange), *self._cross_origin.headers(stream.request))
         error_code = None
         try:
-            await self._dispatch(exchange)
+            if stream.peer.is_proxy:
+                await self._dispatch_proxied(exchange)
+            else:
+                await self._dispatch(exchange)
         except ServiceError as error:
             error_code = error.code
             self._answer_error(exchange, error)
@@ -156,12 +170,12 @@ class App:
                 error_code = PROTOCOL_CODES[exchange.refused_status]
             self._account_for(exchange, exchange.refused_status or _status_of(stream), error_code)
 
-    def refuse(self, status: int, message: str, client: str, stream: HttpStream | None) -> tuple[Headers, bytes]:
+    def refuse(self, status: int, message: str, peer: Peer, stream: HttpStream | None) -> tuple[Headers, bytes]:
         """What the connection answers where no handler can: no request came of the bytes, or its body broke off.
 
         Args:
             status: one of PROTOCOL_CODES.
-            client: the peer's address.
+            peer: of the connection.
             stream: whose body it was; its handler hears that nobody waits for it any more.
         """
         account: Account | None = None if stream is None else self._exchanges.get(stream)
@@ -172,18 +186,47 @@ class App:
         else:
             request = NO_REQUEST if stream is None else stream.request  # whose handler has not begun
             account = Account(
-                request=request, client=client, request_id=self._new_request_id(), timings=Timings(now, end_s=now)
+                request=request, client=peer, request_id=self._new_request_id(), timings=Timings(now, end_s=now)
             )
             self._account_for(account, status, PROTOCOL_CODES[status])
         body = protocol_error_body(status, message)
-        return (*content_headers(body), *answer_headers(account.timings), _request_id_header(account)), body
+        headers = (*content_headers(body), *answer_headers(account.timings), _request_id_header(account))
+        return (*headers, *self._cross_origin.headers(account.request)), body
 
     def _account_for(self, account: Account, status: int, error_code: str | None) -> None:
         """Every request passes here once, when it is over."""
         self._metrics.responses[status] += 1
         log_access(self._access_record(account, status, error_code))
 
+    def _client_of(self, stream: HttpStream) -> Peer:
+        if not stream.peer.is_proxy:
+            return stream.peer
+        assert self.listener is not None
+        return self.listener.gate.client_of(stream.peer, stream.request.headers)
+
+    async def _dispatch_proxied(self, exchange: Exchange) -> None:
+        """Judge and count the client that a proxy names, as the listener does those who come themselves."""
+        assert self.listener is not None
+        gate, client = self.listener.gate, exchange.client
+        reason = gate.why_refused(client)
+        if reason == DENIED:
+            message = f"Requests from {client.address} are not taken here. Ask the operator to allow your network."
+            raise ServiceError(ErrorKind.PERMISSION, message, "permission_denied")
+        if reason is not None:
+            message = f"Too many requests from {client.address} are in progress. Wait for one of them to end."
+            raise ServiceError(ErrorKind.RATE_LIMITED, message, "rate_limit_exceeded", retry_after_s=1)
+        gate.enter(client)
+        try:
+            await self._dispatch(exchange)
+        finally:
+            gate.leave(client)
+
     async def _dispatch(self, exchange: Exchange) -> None:
+        preflight = self._cross_origin.preflight_headers(exchange.request)
+        if preflight is not None:  # it comes without the key, and for any path: the request itself is judged
+            exchange.stream.send_head(ResponseHead(200, ((b"content-length", b"0"), *preflight)))
+            exchange.stream.end()
+            return
         route = self._route(exchange)
         if not route.is_public:
             self._authenticator.check(exchange.request)
@@ -244,13 +287,16 @@ class App:
 
     async def _ready(self, exchange: Exchange) -> None:
         self.readiness.check()
+        if self.readiness.is_stalled:  # requests may still wait for it; a balancer had better look elsewhere
+            message = "The engine has been busy with one step for too long."
+            raise ServiceError(ErrorKind.UNAVAILABLE, message, "stalled", retry_after_s=5)
         self._send(exchange, b'{"status":"ready"}')
 
     async def _show_metrics(self, exchange: Exchange) -> None:
         assert self.listener is not None
         stats = self.lifecycle.backend.stats if self.lifecycle is not None else EngineStats()
         listener = self.listener
-        body = self._metrics.render(stats, listener.num_open, listener.num_accepted, listener.num_refused)
+        body = self._metrics.render(stats, listener.num_open, listener.num_accepted, listener.refusals.counts)
         self._send(exchange, body, media_type=CONTENT_TYPE)
 
     async def _list_models(self, exchange: Exchange) -> None:
@@ -265,7 +311,8 @@ class App:
     async def _show_server_info(self, exchange: Exchange) -> None:
         """For routers that probe it: model_path, served_model_name, version, the context (context_length,
         max_model_len), sequences at once (max_num_reqs, max_running_requests), tokens of a step (max_prefill_tokens)
-        and of the KV cache (max_total_tokens), and that it is one process (tp_size, dp_size, pp_size)."""
+        and of the KV cache (max_total_tokens), that it is one process (tp_size, dp_size, pp_size), and where it
+        listens (binds)."""
         assert self.card is not None
         self._send(exchange, models.server_info_reply(self.card))
 
@@ -357,7 +404,7 @@ class App:
         send_document(exchange.stream, status, body, (*answer_headers(exchange.timings), *headers), media_type)
 
     def _access_record(self, account: Account, status: int, error_code: str | None) -> AccessRecord:
-        timings, outcome = account.timings, account.outcome
+        timings, outcome, certificate = account.timings, account.outcome, account.client.certificate
         usage = None if outcome is None else outcome.usage
         return AccessRecord(
             request_id=account.request_id,
@@ -371,7 +418,8 @@ class App:
             num_completion_tokens=None if usage is None else usage.num_completion_tokens,
             finish_reason=None if outcome is None else ",".join(outcome.finish_reasons) or None,
             error_code=error_code,
-            client=account.client or None,
+            client=str(account.client),
+            certificate_subject=None if certificate is None else certificate.subject,
         )
 
 

@@ -6,9 +6,16 @@ from core.types import Delta, EngineStats, FinishReason, Request, Usage
 
 
 class DeltaSink(Protocol):
-    """Where a request's words go, as they come. Called on the loop, within the delivery of the step; must not block."""
+    """Where a request's words go, as they come. Called on the loop, within the delivery of the step; must not block.
 
-    def on_delta(self, delta: Delta) -> None: ...
+    `choice` is the sequence's number among those that share the sink; `now_s` is when the news came, monotonic.
+    """
+
+    def on_text(self, choice: int, text: str, now_s: float) -> None:
+        """The hot path: newly drawn tokens say this, and there is nothing else to tell of them."""
+        ...
+
+    def on_delta(self, choice: int, delta: Delta, now_s: float) -> None: ...
 
     def on_end(self, usage: Usage, error: str | None) -> None:
         """The request's last news, exactly once. With an error, sequences without a finish reason have failed."""
@@ -32,10 +39,13 @@ class Backend(Protocol):
 
     stats: EngineStats
 
-    def submit(self, request: Request, sink: DeltaSink, continues_text: bool) -> GenerationHandle:
+    def submit(
+        self, request: Request, sink: DeltaSink, continues_text: bool, first_choice: int = 0
+    ) -> GenerationHandle:
         """Queue the request.
 
         Args:
+            first_choice: the number of its first sequence; the others follow.
             continues_text: the output goes on with the prompt's text (completions), rather than being one of its own.
 
         Raises:

@@ -2,12 +2,17 @@
 
 import json
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from server.binds import Bind, TcpAddress, UnixAddress
+from server.config import ServerConfig
+from server.listening_sockets import ListeningSocket
 from server.values import format_count, format_size
 
 SURFACES = "/v1/chat/completions /v1/completions /v1/responses /metrics"
 WILDCARD_HOSTS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
+SAMPLE_PATH = "/v1/chat/completions"
 SAMPLE_QUESTION = "What is a KV cache?"
 
 
@@ -21,8 +26,8 @@ class BannerFacts:
         num_kv_tokens: that the KV cache holds, over all sequences.
         num_api_keys: 0: anyone may ask.
         keys_are_in_environment: they were read from STEPLOOP_API_KEY.
-        port: as bound, never 0.
-        has_tls: it is https.
+        places: where it listens.
+        needs_certificate: only clients with a certificate are served where others could reach it.
     """
 
     version: str
@@ -38,9 +43,39 @@ class BannerFacts:
     context_origin: str
     num_api_keys: int
     keys_are_in_environment: bool
-    host: str
-    port: int
+    places: tuple["Place", ...]
+    needs_certificate: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one socket listens.
+
+    Args:
+        address: with the port as bound, never 0.
+        has_tls: it is https.
+        takes_proxy: only proxies can talk to it.
+    """
+
+    address: TcpAddress | UnixAddress
     has_tls: bool = False
+    takes_proxy: bool = False
+
+    def __str__(self) -> str:
+        if isinstance(self.address, UnixAddress):
+            notes = ["TLS"] * self.has_tls
+            text = str(self.address)
+        else:
+            notes = []
+            text = base_url(self.address.host, self.address.port, self.has_tls)
+        notes += ["PROXY"] * self.takes_proxy
+        return f"{text} ({', '.join(notes)})" if notes else text
+
+
+def places_of(sockets: Sequence[ListeningSocket], has_certificate: bool) -> tuple[Place, ...]:
+    """Each place once: a name may have several addresses."""
+    places = (Place(one.address, has_certificate and not one.bind.is_plain, one.bind.takes_proxy) for one in sockets)
+    return tuple(dict.fromkeys(places))
 
 
 def banner_lines(facts: BannerFacts) -> list[str]:
@@ -57,7 +92,7 @@ def banner_lines(facts: BannerFacts) -> list[str]:
         f" ({format_size(facts.kv_size_bytes)})",
         f"  context  {facts.max_model_len:,} tokens: {facts.context_origin}",
         f"  auth     {_auth(facts)}",
-        f"  URL      {base_url(facts.host, facts.port, facts.has_tls)}  {SURFACES}",
+        f"  URL      {', '.join(map(str, facts.places))}  {SURFACES}",
         f"  try      {sample_curl(facts)}",
     ]
 
@@ -69,22 +104,50 @@ def base_url(host: str, port: int, has_tls: bool = False) -> str:
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
+def configured_url(config: ServerConfig) -> str | None:
+    """Where this machine would reach a server that has these settings; None: that cannot be told."""
+    for bind in config.all_binds():
+        match bind:
+            case Bind(address=TcpAddress(host, port), takes_proxy=False) if port:
+                return base_url(host, port, config.tls_cert is not None and not bind.is_plain)
+    return None
+
+
 def sample_curl(facts: BannerFacts) -> str:
     """A command that gets an answer when pasted; a key is never shown: it is taken from where it came, or left open."""
     question = {"model": facts.model_name, "messages": [{"role": "user", "content": SAMPLE_QUESTION}]}
-    url = shlex.quote(base_url(facts.host, facts.port, facts.has_tls) + "/v1/chat/completions")
+    place = min(facts.places, key=lambda place: (place.takes_proxy, isinstance(place.address, UnixAddress)))
     shown_key = "${STEPLOOP_API_KEY%%,*}" if facts.keys_are_in_environment else "YOUR_KEY"
+    shown = " --cert YOUR_CERTIFICATE --key YOUR_CERTIFICATES_KEY" if facts.needs_certificate and place.has_tls else ""
     key = f' -H "authorization: Bearer {shown_key}"' if facts.num_api_keys else ""
-    insecure = " --insecure" if facts.has_tls else ""  # the certificate is for another name than this machine's own
-    return f"curl{insecure} {url} -H 'content-type: application/json'{key} -d {shlex.quote(json.dumps(question))}"
+    insecure = " --insecure" if place.has_tls else ""  # the certificate is for another name than this machine's own
+    body = shlex.quote(json.dumps(question))
+    return f"curl{insecure}{shown} {_curl_target(place)} -H 'content-type: application/json'{key} -d {body}"
+
+
+def _curl_target(place: Place) -> str:
+    if isinstance(place.address, UnixAddress):
+        url = base_url("localhost", 443 if place.has_tls else 80, place.has_tls)
+        return f"--unix-socket {shlex.quote(place.address.path)} {url}{SAMPLE_PATH}"
+    return shlex.quote(base_url(place.address.host, place.address.port, place.has_tls) + SAMPLE_PATH)
 
 
 def _auth(facts: BannerFacts) -> str:
+    required = []
     if facts.num_api_keys:
-        return f"{facts.num_api_keys} API key{'s' if facts.num_api_keys > 1 else ''}"
-    if is_loopback(facts.host):
+        required.append(f"{facts.num_api_keys} API key{'s' if facts.num_api_keys > 1 else ''}")
+    if facts.needs_certificate:
+        required.append("client certificates")
+    if required:
+        return " and ".join(required)
+    if not is_public(facts.places):
         return "none (only this machine can reach it)"
     return "none: anyone who reaches this port can use it; set STEPLOOP_API_KEY"
+
+
+def is_public(places: Sequence[Place]) -> bool:
+    """Other machines can reach it."""
+    return any(isinstance(place.address, TcpAddress) and not is_loopback(place.address.host) for place in places)
 
 
 def is_loopback(host: str) -> bool:

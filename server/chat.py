@@ -19,7 +19,7 @@ SETTINGS: dict[str, tuple[Callable[[str], Any], str]] = {
     "top_p": (float, "draw among the likeliest tokens that make up this share"),
     "min_p": (float, "leave out tokens below this share of the likeliest one's"),
     "max_tokens": (int, "longest answer"),
-    "seed": (int, "the same seed gives the same answer (in bf16, beside other requests: almost always)"),
+    "seed": (int, "the same seed gives the same answer"),
     "repetition_penalty": (float, "above 1: repeat less"),
     "presence_penalty": (float, "above 0: new words"),
     "frequency_penalty": (float, "above 0: fewer of the same words"),

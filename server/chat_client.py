@@ -23,6 +23,19 @@ StartInThread = Callable[[ServerConfig], tuple[str, Callable[[], None]]]  # -> (
 ANSWER_TIMEOUT_S = 600.0  # of silence; a server's own deadlines come first, and keep-alives every 15 s
 PROBE_TIMEOUT_S = 2.0
 READY_POLL_S = 0.25
+_PRIVATE: dict[str, Any] = {
+    "host": "127.0.0.1",
+    "port": 0,
+    "binds": (),
+    "tls_cert": None,
+    "tls_key": None,
+    "tls_client_ca": None,
+    "tls_client_auth": None,
+    "trusted_proxies": (),
+    "allow": (),
+    "deny": (),
+    "log_level": "error",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +252,7 @@ def serve_and_chat(
 ) -> Iterator[HttpChatBackend]:
     """Serve within this process, for this chat alone: on a free loopback port, with a key that nobody else has."""
     key = secrets.token_urlsafe(24)
-    private = dataclasses.replace(config, host="127.0.0.1", port=0, api_keys=(key,), log_level="error")
+    private = dataclasses.replace(config, **_PRIVATE, api_keys=(key,))
     url, stop = start_in_thread(private)
     try:
         backend = HttpChatBackend(url, key)

@@ -124,7 +124,7 @@ def _doctor(arguments: argparse.Namespace, config: ServerConfig) -> int:
     sections = [
         version_section(),
         machine_section(lambda: find_machine(config)),
-        serving_section(lambda: find_plan(config), config.host, config.port),
+        serving_section(lambda: find_plan(config), config.all_binds()),
     ]
     if arguments.quality:
         sections.append(quality_section(lambda: measure_quality(config)))
@@ -150,20 +150,19 @@ def _models(arguments: argparse.Namespace, config: ServerConfig) -> int:
 
 def _chat(arguments: argparse.Namespace, config: ServerConfig) -> int:
     from server.__main__ import start_in_thread
-    from server.banner import base_url
+    from server.banner import configured_url
     from server.chat_client import HttpChatBackend, serve_and_chat
 
     if arguments.url is not None and arguments.model is not None:
         raise StartupError("--url and --model are two different models", "give one of them", ExitCode.USAGE)
     question = _question(arguments.question)
     if arguments.model is None:
-        url = arguments.url or base_url(config.host, config.port, config.tls_cert is not None)
-        backend = HttpChatBackend(url, config.api_keys[0] if config.api_keys else None)
-        if arguments.url is not None or (config.port and backend.is_up()):
+        url = arguments.url or configured_url(config)
+        backend = None if url is None else HttpChatBackend(url, config.api_keys[0] if config.api_keys else None)
+        if backend is not None and (arguments.url is not None or backend.is_up()):
             backend.wait_ready(_report)
             return _converse(backend, question)
-    own = replace(config, tls_cert=None, tls_key=None)  # nobody else is to reach it
-    with serve_and_chat(own, start_in_thread, _report) as backend:
+    with serve_and_chat(config, start_in_thread, _report) as backend:
         return _converse(backend, question)
 
 
@@ -354,7 +353,7 @@ def find_plan(config: ServerConfig) -> "PlanFacts":
         max_model_len=plan.max_model_len,
         context_origin=config.context_origin,
         attention=describe_attention(model, plan.device),
-        products="numba's kernels for few rows, oneDNN's for many" if why is None else f"torch's: {why}",
+        products="numba's kernel or oneDNN, as measured" if why is None else f"torch's: {why}",
         free_bytes=plan.free_bytes,
     )
 

@@ -131,19 +131,21 @@ def _add_options(parser: argparse.ArgumentParser, options: Sequence[Option]) -> 
         section = parser.add_argument_group(group)
         for option in options:
             if option.group == group:
-                section.add_argument(
-                    option.flag,
-                    dest=option.field_name,
-                    metavar=option.metavar,
-                    action="append" if option.is_list else "store",
-                    default=None,
-                    help=_help(option),
-                )
+                _add_option(section, option)
+
+
+def _add_option(section: argparse._ArgumentGroup, option: Option) -> None:
+    dest, text = option.field_name, _help(option)
+    if option.is_switch:
+        section.add_argument(option.flag, dest=dest, action="store_const", const="true", help=text)
+    else:
+        action = "append" if option.is_list else "store"
+        section.add_argument(option.flag, dest=dest, metavar=option.metavar, action=action, help=text)
 
 
 def _help(option: Option) -> str:
     text = option.help.replace("%", "%%")
-    return f"{text} [{option.show(option.default)}]" if option.default not in (None, ()) else text
+    return f"{text} [{option.show(option.default)}]" if option.default not in (None, (), False) else text
 
 
 def _epilog(command: str) -> str | None:

@@ -10,6 +10,22 @@ from pathlib import Path
 from typing import Any, Required, TypedDict
 
 from core.config import QUANTIZE_SCHEMES, EngineConfig
+from core.errors import ExitCode, StartupError
+from server.binds import (
+    DEFAULT_HOST,
+    DEFAULT_PORT,
+    DEFAULT_UNIX_MODE,
+    Bind,
+    TcpAddress,
+    UnixAddress,
+    bind_value,
+    format_unix_mode,
+    unix_mode_value,
+)
+from server.client_gate import ClientRules
+from server.cross_origin import origin_value
+from server.forwarded import FORWARDED, X_FORWARDED_FOR
+from server.networks import UNIX, IpNetwork, network_value, proxy_value
 from server.values import (
     HubId,
     choice_of,
@@ -22,8 +38,10 @@ from server.values import (
     secret_value,
     size_between,
     text_value,
+    yes_or_no,
 )
 
+NO_HEADER = "none"
 ENVIRONMENT_PREFIX = "STEPLOOP_"
 GiB = 2**30
 MiB = 2**20
@@ -41,6 +59,7 @@ class Setting(TypedDict, total=False):
     show: Callable[[Any], str]
     is_list: bool
     is_secret: bool
+    is_switch: bool
     in_file: bool
 
 
@@ -56,6 +75,7 @@ class Option:
         show: the default, as the help says it.
         is_list: the flag may be repeated, the variable holds commas, the TOML value is a list.
         is_secret: its value is never printed.
+        is_switch: the flag has no value; the variable and the TOML key say true or false.
         in_file: may stand in the TOML file.
     """
 
@@ -69,6 +89,7 @@ class Option:
     show: Callable[[Any], str] = str
     is_list: bool = False
     is_secret: bool = False
+    is_switch: bool = False
     in_file: bool = True
 
     @property
@@ -211,6 +232,17 @@ class ServerConfig:
             show=format_size,
         ),
     )
+    no_prefix_cache: bool = field(
+        default=False,
+        metadata=Setting(
+            name="no-prefix-cache",
+            parse=yes_or_no,
+            metavar="BOOL",
+            help="compute every prompt whole, even where an earlier one began the same",
+            group="engine",
+            is_switch=True,
+        ),
+    )
     config_file: Path | None = field(
         default=None,
         metadata=Setting(
@@ -223,7 +255,7 @@ class ServerConfig:
         ),
     )
     host: str = field(
-        default="127.0.0.1",
+        default=DEFAULT_HOST,
         metadata=Setting(
             name="host",
             parse=text_value,
@@ -233,9 +265,34 @@ class ServerConfig:
         ),
     )
     port: int = field(
-        default=8000,
+        default=DEFAULT_PORT,
         metadata=Setting(
             name="port", parse=count_between(0, 65_535), metavar="PORT", help="0 takes a free one", group="server"
+        ),
+    )
+    binds: tuple[Bind, ...] = field(
+        default=(),
+        metadata=Setting(
+            name="bind",
+            parse=bind_value,
+            metavar="WHERE",
+            help="listen there, instead of on the default address or beside the --host and --port given; may be"
+            " repeated. HOST:PORT, [IPV6]:PORT, unix:PATH, or systemd:NAME for sockets passed by systemd (which are"
+            " served in any case). With proxy: before it, a PROXY protocol v2 header comes first; with plain:, it is"
+            " in the clear in spite of --tls-cert",
+            group="server",
+            is_list=True,
+        ),
+    )
+    unix_mode: int = field(
+        default=DEFAULT_UNIX_MODE,
+        metadata=Setting(
+            name="unix-mode",
+            parse=unix_mode_value,
+            metavar="MODE",
+            help="permissions of the files of Unix sockets",
+            group="server",
+            show=format_unix_mode,
         ),
     )
     tls_cert: Path | None = field(
@@ -258,6 +315,72 @@ class ServerConfig:
             group="server",
         ),
     )
+    tls_client_ca: Path | None = field(
+        default=None,
+        metadata=Setting(
+            name="tls-client-ca",
+            parse=existing_file,
+            metavar="FILE",
+            help="PEM certificates of those who sign clients' certificates: clients are asked for theirs; read again"
+            " on SIGHUP",
+            group="server",
+        ),
+    )
+    tls_client_auth: str | None = field(
+        default=None,
+        metadata=Setting(
+            name="tls-client-auth",
+            parse=choice_of("optional", "required"),
+            metavar="MODE",
+            help="optional or required: whether clients must show a certificate (default with --tls-client-ca:"
+            " required)",
+            group="server",
+        ),
+    )
+    trusted_proxies: tuple[IpNetwork | str, ...] = field(
+        default=(),
+        metadata=Setting(
+            name="trusted-proxies",
+            parse=proxy_value,
+            metavar="NETWORK",
+            help="proxies that may say for whom they speak; unix: whoever connects to a Unix socket; may be repeated",
+            group="server",
+            is_list=True,
+        ),
+    )
+    forwarded_header: str = field(
+        default=X_FORWARDED_FOR,
+        metadata=Setting(
+            name="forwarded-header",
+            parse=choice_of(X_FORWARDED_FOR, FORWARDED, NO_HEADER),
+            metavar="NAME",
+            help=f"in which they say it, the one that they set themselves: {X_FORWARDED_FOR}, {FORWARDED} or"
+            f" {NO_HEADER}",
+            group="server",
+        ),
+    )
+    allow: tuple[IpNetwork, ...] = field(
+        default=(),
+        metadata=Setting(
+            name="allow",
+            parse=network_value,
+            metavar="NETWORK",
+            help="only clients from there are served; may be repeated",
+            group="server",
+            is_list=True,
+        ),
+    )
+    deny: tuple[IpNetwork, ...] = field(
+        default=(),
+        metadata=Setting(
+            name="deny",
+            parse=network_value,
+            metavar="NETWORK",
+            help="clients from there are not served, allowed or not; may be repeated",
+            group="server",
+            is_list=True,
+        ),
+    )
     api_keys: tuple[str, ...] = field(
         default=(),
         repr=False,
@@ -270,6 +393,18 @@ class ServerConfig:
             group="server",
             is_list=True,
             is_secret=True,
+        ),
+    )
+    cors_origins: tuple[str, ...] = field(
+        default=(),
+        metadata=Setting(
+            name="cors-origin",
+            parse=origin_value,
+            metavar="ORIGIN",
+            help="pages of this origin, such as https://app.example.com, may ask from a browser; may be repeated; * for"
+            " any, which lets every page that a user visits ask where no key is needed (default: none)",
+            group="server",
+            is_list=True,
         ),
     )
     log_level: str = field(
@@ -305,7 +440,18 @@ class ServerConfig:
             name="max-connections",
             parse=count_between(1, 1_000_000),
             metavar="COUNT",
-            help="open at once",
+            help="open at once, TLS handshakes included; one more is closed at once",
+            group="limits",
+        ),
+    )
+    max_connections_per_address: int | None = field(
+        default=None,
+        metadata=Setting(
+            name="max-connections-per-address",
+            parse=count_between(1, 1_000_000),
+            metavar="COUNT",
+            help="open at once from one client, IPv6 by its /64; behind trusted proxies: requests in progress"
+            " (default: seven eighths of --max-connections)",
             group="limits",
         ),
     )
@@ -383,6 +529,35 @@ class ServerConfig:
         """Where the length of the context comes from, as the operator wrote it."""
         return "the model's own" if self.max_model_len is None else dict(self.origins).get("max_model_len", "as asked")
 
+    @property
+    def client_rules(self) -> ClientRules:
+        header = None if self.forwarded_header == NO_HEADER else self.forwarded_header
+        others = self.max_connections // 64 * 8  # an eighth is left to them; of a few connections, nothing
+        cap = self.max_connections_per_address or self.max_connections - others
+        return ClientRules(self.allow, self.deny, self.trusted_proxies, header, cap)
+
+    def all_binds(self, has_passed: bool = False) -> tuple[Bind, ...]:
+        """What to listen on: the binds, and --host and --port where they are set, or where there is nothing else.
+
+        Args:
+            has_passed: sockets were passed to this process.
+
+        Raises:
+            StartupError: a bind is for proxies, and none that could reach it is trusted.
+        """
+        for bind in self.binds:
+            is_unix = isinstance(bind.address, UnixAddress)
+            if bind.takes_proxy and not any(is_unix == (proxy == UNIX) for proxy in self.trusted_proxies):
+                raise StartupError(
+                    f"the bind proxy:{bind.address} is for trusted proxies alone, and none that can reach it is named",
+                    f"--trusted-proxies {UNIX if is_unix else '127.0.0.1, or the network that the proxy is in'}",
+                    ExitCode.CONFIGURATION,
+                )
+        is_given = any(name in ("host", "port") for name, _ in self.origins)
+        if is_given or not (self.binds or has_passed):
+            return (Bind(TcpAddress(self.host, self.port)), *self.binds)
+        return self.binds
+
     def to_engine_config(self) -> EngineConfig:
         return EngineConfig(
             device=self.device,
@@ -394,6 +569,7 @@ class ServerConfig:
             threads=self.threads,
             quantize=self.quantize,
             quantize_cache_bytes=self.quantize_cache_bytes,
+            has_prefix_cache=not self.no_prefix_cache,
         )
 
 

@@ -89,11 +89,13 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 def _toml_text(option: Option, value: Any, path: Path) -> str | list[str]:
     """A TOML value as the text that the other sources would hold; what is no setting's kind is refused."""
+    if isinstance(value, bool) and option.is_switch:
+        return str(value)
     if isinstance(value, (str, int, float)) and not isinstance(value, bool):
         return [str(value)] if option.is_list else str(value)
     if option.is_list and isinstance(value, list) and all(isinstance(item, str) for item in value):
         return value
-    wanted = "a list of texts" if option.is_list else "a text or a number"
+    wanted = "a list of texts" if option.is_list else "true or false" if option.is_switch else "a text or a number"
     raise StartupError(
         f"{option.toml_key} in {path} is {type(value).__name__}: it must be {wanted}",
         f"{option.toml_key} = ...  ({option.help})",
@@ -102,10 +104,14 @@ def _toml_text(option: Option, value: Any, path: Path) -> str | list[str]:
 
 
 def _parse(option: Option, text: str | list[str], origin: str) -> Given:
+    if isinstance(text, list):
+        return Given(tuple(_parse_one(option, item, origin) for item in text), origin)
+    return Given(_parse_one(option, text, origin), origin)
+
+
+def _parse_one(option: Option, text: str, origin: str) -> Any:
     try:
-        if isinstance(text, list):
-            return Given(tuple(option.parse(item) for item in text), origin)
-        return Given(option.parse(text), origin)
+        return option.parse(text)
     except BadValueError as error:
         is_model = option.field_name == "model" and isinstance(error, MissingPathError)
         shown = "a value that is not shown" if option.is_secret else f"{text!r}"
@@ -119,7 +125,8 @@ def _parse(option: Option, text: str | list[str], origin: str) -> Given:
 def _fix(option: Option, proposal: str | None) -> str:
     if proposal is not None:
         return f"{option.flag} {proposal}"
-    ways = [f"{option.flag} {option.metavar}", f"{option.variable}={option.metavar}"]
+    flag = option.flag if option.is_switch else f"{option.flag} {option.metavar}"
+    ways = [flag, f"{option.variable}={option.metavar}"]
     if option.in_file:
         ways.append(f"{option.toml_key} in the TOML file")
     return f"{', '.join(ways[:-1])} or {ways[-1]}: {option.help}"

@@ -19,7 +19,7 @@ class Http2Limits:
     frames: FrameLimits = field(default_factory=FrameLimits)
     num_streams: int = 256
     num_refused: int = 256
-    window_bytes: int = 1024 * 1024
+    window_bytes: int = 512 * 1024
     list_bytes: int = 64 * 1024
 
 
@@ -42,4 +42,4 @@ class ConnectionLimits:
     num_streams: int = 10_000  # of an HTTP/2 connection, one after the other
     control_bytes: int = 256 * 1024  # unread by an HTTP/2 peer: then it is not read from either
     max_control_bytes: int = 1024 * 1024
-    drain_round_trip_s: float = 1.0  # for an HTTP/2 peer to hear that the connection ends
+    drain_round_trip_s: float = 1.0  # for an HTTP/2 peer to hear of the end, for a new one's request to come

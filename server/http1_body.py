@@ -11,7 +11,11 @@ from server.http1_prefilter import HeadLimits, HeadRefused, LineScanner, check_t
 
 _SIZE_LINE_BYTES = 256
 _EXTENSION_BYTES = 16 * 1024  # of all chunks of a body together: extensions are read, and mean nothing
-_SIZE_LINE = re.compile(rb"([0-9A-Fa-f]{1,16})([ \t]*;[\t\x20-\x7e\x80-\xff]*)?\r\n")
+_TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
+_QUOTED = rb'"(?:[\t\x20\x21\x23-\x5b\x5d-\x7e\x80-\xff]|\\[\t\x20-\x7e\x80-\xff])*"'
+# RFC 9112 §7.1.1. All of it, quotes too: a reader that heeds them would go on past the CRLF within an open one
+_EXTENSION = rb"[ \t]*;[ \t]*%b(?:[ \t]*=[ \t]*(?:%b|%b))?" % (_TOKEN, _TOKEN, _QUOTED)
+_SIZE_LINE = re.compile(rb"([0-9A-Fa-f]{1,16})((?:%b)*)\r\n" % _EXTENSION)
 
 
 class BodyDecoder(Protocol):
@@ -97,9 +101,9 @@ class ChunkedBody:
             return position
         match = _SIZE_LINE.fullmatch(buffer, position, newline + 1)
         if match is None:
-            raise HeadRefused(400, "A chunk's size is not a hexadecimal number.")
+            raise HeadRefused(400, "A chunk does not begin with a hexadecimal size.")
         # RFC 9112 §7.1.1: a server ought to limit the total length of chunk extensions
-        self._extension_bytes += len(match[2] or b"")
+        self._extension_bytes += len(match[2])
         if self._extension_bytes > _EXTENSION_BYTES:
             raise HeadRefused(400, f"The chunk extensions are larger than {_EXTENSION_BYTES} bytes.")
         self._remaining = int(match[1], 16)

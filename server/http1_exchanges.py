@@ -5,6 +5,7 @@ peer is seen at the next write.
 """
 
 import asyncio
+import math
 from typing import TYPE_CHECKING
 
 from core.errors import ErrorKind, ServiceError
@@ -21,6 +22,7 @@ from server.messages import (
     ProtocolViolation,
     ResponseHead,
 )
+from server.peer import Peer
 from server.stream import HttpStream
 
 if TYPE_CHECKING:
@@ -44,11 +46,12 @@ class Http1Exchanges:
         self._is_dirty = False
         self._body_is_awaited = False
         self._exchange_is_over = False  # and the next one has not begun
+        self._drain_due = math.inf  # for a connection that has asked for nothing yet
         self._waiting_since = context.loop.time()  # for a request, its head or its body, whichever it is now
 
     @property
-    def client(self) -> str:
-        return self._connection.client
+    def peer(self) -> Peer:
+        return self._connection.peer
 
     @property
     def has_streams(self) -> bool:
@@ -119,7 +122,7 @@ class Http1Exchanges:
         self._body_is_awaited = False
         stream = self._stream = HttpStream(request, self)
         self._task = self._connection.serve(stream)
-        if request.stream_id == 1 and not self._connection.is_secure:
+        if request.stream_id == 1 and not self._connection.is_secure and not self.peer.is_proxy:
             self._upgrade = upgrade_settings(request, self._limits.http2.frames.num_settings)
 
     def fail(self, stream: HttpStream) -> None:
@@ -135,7 +138,7 @@ class Http1Exchanges:
             self._connection.abort()
             return
         self._protocol.stop_reading()
-        headers, body = self._refusal(status, message, self._connection.client, self._stream)
+        headers, body = self._refusal(status, message, self._connection.peer, self._stream)
         self._append(self._protocol.send_head(ResponseHead(status, headers)))
         self._append(self._protocol.send_data(body))
         self._connection.end_after_output()
@@ -198,8 +201,13 @@ class Http1Exchanges:
 
     def drain(self) -> None:
         self.close_after_answer()
-        if self._stream is None and not self._out and self._protocol.is_idle:
+        if self._stream is not None or self._out or not self._protocol.is_idle:
+            return
+        if self._protocol.num_requests:
             self._connection.close()
+        else:  # it has been accepted: its first request may be on its way, and is to be answered
+            self._drain_due = self._loop.time() + self._limits.drain_round_trip_s
+            self._connection.adjust()
 
     # The clocks.
 
@@ -209,7 +217,9 @@ class Http1Exchanges:
             if not self._body_is_awaited or self._protocol.has_read_request:
                 return None
             return self._waiting_since + limits.body_s + self._stream.num_body_bytes / limits.body_bytes_per_s
-        return self._waiting_since + (limits.idle_s if self._protocol.is_idle else limits.head_s)
+        if self._protocol.is_idle:
+            return min(self._waiting_since + limits.idle_s, self._drain_due)
+        return self._waiting_since + limits.head_s
 
     def on_due(self) -> None:
         if self._stream is not None:

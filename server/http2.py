@@ -4,7 +4,6 @@ Raw frames pass the gate of frame_gate, then h2 understands them; heads are judg
 http2_data, GOAWAY is written by hand. Of streams that have ended nothing is kept here; h2 keeps how they ended.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,10 +15,10 @@ from hpack import HeaderTuple, NeverIndexedHeaderTuple
 
 from server.connection_limits import Http2Limits
 from server.frame_gate import FRAME_HEADER, GOAWAY, HEADER_BYTES, RST_STREAM, FrameGate
-from server.h2_connection import NUM_REMEMBERED_STREAMS, clamp_encoder, new_h2_connection
+from server.h2_connection import clamp_encoder, code_of, new_h2_connection
 from server.http1_prefilter import HeadLimits, HeadRefused
 from server.http2_data import OutgoingBody, h2_is_as_known, last_frame, next_frame
-from server.http2_head import Malformed, check_trailers, read_request
+from server.http2_head import Malformed, check_trailers, content_length, read_request
 from server.messages import (
     BodyChunk,
     BodyEnd,
@@ -40,9 +39,10 @@ _NEVER_INDEXED = frozenset((b"x-request-id", b"server-timing", b"content-length"
 
 
 class _Stream:
-    """The response of one stream."""
+    """The response of one stream, and what is still to come of its request."""
 
     __slots__ = (
+        "awaited",
         "body",
         "h2",
         "has_read_request",
@@ -55,6 +55,7 @@ class _Stream:
 
     def __init__(self, stream: H2Stream, is_head_request: bool, has_read_request: bool) -> None:
         self.h2 = stream
+        self.awaited: int | None = None  # bytes of a request's body that were declared, and have not come
         self.body = OutgoingBody()
         self.is_head_request = is_head_request
         self.has_read_request = has_read_request
@@ -104,11 +105,10 @@ class Http2Protocol:
         self._head_limits = head
         self._limits = limits
         self._date = date
-        self._gate = FrameGate(limits.frames)
+        self._gate = FrameGate(limits.frames, highest_stream_id=0 if upgrade is None else 1)
         self._by_hand = h2_is_as_known()
         self._streams: dict[int, _Stream] = {}
         self._ready: dict[int, _Stream] = {}  # may have something to send, in their turn
-        self._ended_early: OrderedDict[int, None] = OrderedDict()  # streams that we, not the peer's fault, reset
         self._out: list[bytes] = []
         self._num_refused = 0
         self._last_stream_id = 0  # whose request was taken
@@ -143,6 +143,10 @@ class Http2Protocol:
         stream = self._streams.get(stream_id)
         return 0 if stream is None else stream.body.num_unsent
 
+    def is_open(self, stream_id: int) -> bool:
+        """Its response can be sent: no later frame, perhaps of the same read, has ended it."""
+        return stream_id in self._streams
+
     def adopt(self, request: HttpRequest) -> None:
         """The request that came by HTTP/1.1 is answered here."""
         assert request.stream_id == 1
@@ -166,25 +170,32 @@ class Http2Protocol:
                 self._take_event(event, events)
         except ProtocolError as error:
             self._collect()
-            self.fail(error.error_code, goaway_is_written=True)
+            self.fail(code_of(error))
             return []
-        clamp_encoder(self._h2)
+        for fault in self._gate.faults:
+            self._end_malformed(fault.stream_id, events, fault.code)
+        self._gate.faults.clear()
+        clamp_encoder(self._h2, self._gate.least_table_size)
+        self._gate.least_table_size = None
         self._collect()
         if self._gate.refusal is not None:
             self.fail(self._gate.refusal.code)
             return []
         return events
 
-    def fail(self, code: ErrorCodes, goaway_is_written: bool = False) -> None:
+    def fail(self, code: ErrorCodes) -> None:
         """End the connection, and all its streams."""
         self.has_failed = True
         self._streams.clear()
         self._ready.clear()
-        if not goaway_is_written:
-            self._write_goaway(self._last_stream_id, code)
+        self._write_goaway(self._last_stream_id, code)
 
-    def _collect(self) -> None:
-        """Take what h2 has to say, and count the resets in it: they are the peer's doing."""
+    def _collect(self, ours: int = 0) -> None:
+        """Take what h2 has to say, and count the resets in it: they are the peer's doing.
+
+        Args:
+            ours: the stream whose reset is not.
+        """
         data = self._h2.data_to_send()
         if not data:
             return
@@ -192,7 +203,7 @@ class Http2Protocol:
         position = 0
         while position < len(data):
             high, low, kind, _, stream_id = FRAME_HEADER.unpack_from(data, position)
-            if kind == RST_STREAM and stream_id not in self._ended_early:
+            if kind == RST_STREAM and stream_id != ours:
                 self._gate.count_reset(self._now)
             position += HEADER_BYTES + (high << 16 | low)
 
@@ -204,10 +215,7 @@ class Http2Protocol:
         elif isinstance(event, h2.events.RequestReceived):
             self._take_request(event, events)
         elif isinstance(event, h2.events.StreamEnded):
-            stream = self._streams.get(event.stream_id)
-            if stream is not None and not stream.has_read_request:
-                stream.has_read_request = True
-                events.append(BodyEnd(event.stream_id))
+            self._end_request(event.stream_id, events)
         elif isinstance(event, h2.events.StreamReset):
             self._forget(event.stream_id, events)
         elif isinstance(event, h2.events.WindowUpdated):
@@ -236,8 +244,9 @@ class Http2Protocol:
         stream = _Stream(h2_stream, (b":method", b"HEAD") in fields, not has_body)
         try:
             request = read_request(stream_id, fields, has_body, self._head_limits)
+            stream.awaited = content_length(request.headers)
         except Malformed:
-            self.reset(stream_id, ErrorCodes.PROTOCOL_ERROR, is_their_fault=True)
+            self._end_malformed(stream_id, events)
             return
         except HeadRefused as refusal:
             events.append(ProtocolViolation(stream_id, refusal.status, refusal.message))
@@ -258,20 +267,40 @@ class Http2Protocol:
         assert event.stream_id is not None
         data = event.data or b""
         padding = (event.flow_controlled_length or 0) - len(data)
-        if event.stream_id not in self._streams:
+        stream = self._streams.get(event.stream_id)
+        if stream is not None and stream.awaited is not None:
+            stream.awaited -= len(data)
+            if stream.awaited < 0:
+                self._end_malformed(event.stream_id, events)
+                stream = None
+        if stream is None:
             padding += len(data)
         elif data:
             events.append(BodyChunk(event.stream_id, data))
         if padding:
             self.acknowledge(event.stream_id, padding)
 
+    def _end_request(self, stream_id: int, events: list[Event]) -> None:
+        stream = self._streams.get(stream_id)
+        if stream is None or stream.has_read_request:
+            return
+        stream.has_read_request = True
+        if stream.awaited:
+            self._end_malformed(stream_id, events)
+        else:
+            events.append(BodyEnd(stream_id))
+
     def _take_trailers(self, event: h2.events.TrailersReceived, events: list[Event]) -> None:
         assert event.stream_id is not None
         try:
             check_trailers((bytes(name), bytes(value)) for name, value in event.headers or ())
         except Malformed:
-            self._forget(event.stream_id, events)
-            self.reset(event.stream_id, ErrorCodes.PROTOCOL_ERROR, is_their_fault=True)
+            self._end_malformed(event.stream_id, events)
+
+    def _end_malformed(self, stream_id: int, events: list[Event], code: ErrorCodes = ErrorCodes.PROTOCOL_ERROR) -> None:
+        """RFC 9113 §8.1.1: the stream is at fault, and it alone."""
+        self._forget(stream_id, events)
+        self.reset(stream_id, code, is_their_fault=True)
 
     def _forget(self, stream_id: int | None, events: list[Event]) -> None:
         assert stream_id is not None
@@ -294,10 +323,8 @@ class Http2Protocol:
         stream = self._h2.streams.get(stream_id)
         if self.has_failed or stream is None or stream.closed:
             return
-        if not is_their_fault:
-            self._remember_early_end(stream_id)
         self._h2.reset_stream(stream_id, code)
-        self._collect()
+        self._collect(0 if is_their_fault else stream_id)
 
     def send_head(self, stream_id: int, head: ResponseHead) -> None:
         """Send the head. A status below 200 is informational, and the head is still to come.
@@ -332,17 +359,17 @@ class Http2Protocol:
             ResponseError: before the head, after the end, or beyond the content-length.
         """
         stream = self._streams[stream_id]
-        if not stream.is_head_sent or stream.body.is_ending:
+        body = stream.body
+        if not stream.is_head_sent or body.is_ending:
             raise ResponseError("A body is sent after its head and before its end.")
-        if not stream.sends_body or not data:
-            return stream.body.num_unsent
-        if stream.remaining is not None:
-            stream.remaining -= len(data)
-            if stream.remaining < 0:
-                raise ResponseError("The body is longer than its content-length.")
-        stream.body.append(data)
-        self._ready[stream_id] = stream
-        return stream.body.num_unsent
+        if data and stream.sends_body:
+            if stream.remaining is not None:
+                stream.remaining -= len(data)
+                if stream.remaining < 0:
+                    raise ResponseError("The body is longer than its content-length.")
+            body.append(data)
+            self._ready[stream_id] = stream
+        return body.num_unsent
 
     def send_end(self, stream_id: int, trailers: Headers = ()) -> None:
         """Nothing follows in this body but the trailers.
@@ -411,12 +438,18 @@ class Http2Protocol:
                 if num_bytes >= limit_bytes:
                     waiting[stream_id] = stream
                     continue
-                frame = self._next_frame(stream_id, stream)
+                body = stream.body
+                if body.is_ending:
+                    frame = self._ending_frame(stream_id, stream)
+                else:
+                    frame = next_frame(self._h2, stream.h2, body, self._by_hand)
+                    if frame and body.num_unsent:
+                        self._ready[stream_id] = stream
                 if frame:
                     num_bytes += len(frame)
                     output.frames.append(frame)
                     output.sent.append(stream_id)
-                elif stream.body.num_unsent:
+                elif body.num_unsent:
                     output.held.append(stream_id)
                     if stream.h2.outbound_flow_control_window > 0:
                         shut_out[stream_id] = stream
@@ -427,17 +460,17 @@ class Http2Protocol:
         self._gate.count_content(num_bytes)
         return output
 
-    def _next_frame(self, stream_id: int, stream: _Stream) -> bytes:
+    def _ending_frame(self, stream_id: int, stream: _Stream) -> bytes:
+        """Of a body to which nothing will be added: the last frame, or, where that has to wait, one more before it."""
         body = stream.body
-        if body.is_ending:
-            if not stream.trailers:
-                frame = last_frame(self._h2, stream.h2, body)
-            else:
-                frame = b"" if body.num_unsent else self._trailers(stream_id, stream)
-            if frame:
-                return frame + self._forget_ended(stream_id, stream)
+        if not stream.trailers:
+            frame = last_frame(self._h2, stream.h2, body)
+        else:
+            frame = b"" if body.num_unsent else self._trailers(stream_id, stream)
+        if frame:
+            return frame + self._forget_ended(stream_id, stream)
         frame = next_frame(self._h2, stream.h2, body, self._by_hand)
-        if frame and (body.num_unsent or body.is_ending):
+        if frame:
             self._ready[stream_id] = stream
         return frame
 
@@ -451,11 +484,5 @@ class Http2Protocol:
         del self._streams[stream_id]
         if stream.has_read_request:
             return b""
-        self._remember_early_end(stream_id)
         self._h2.reset_stream(stream_id, ErrorCodes.NO_ERROR)
         return self._h2.data_to_send()
-
-    def _remember_early_end(self, stream_id: int) -> None:
-        self._ended_early[stream_id] = None
-        if len(self._ended_early) > NUM_REMEMBERED_STREAMS:
-            self._ended_early.popitem(last=False)

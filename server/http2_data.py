@@ -15,7 +15,8 @@ from h2.stream import H2Stream, StreamState
 
 from server.frame_gate import DATA, FRAME_HEADER
 
-_SENDING = (StreamState.OPEN, StreamState.HALF_CLOSED_REMOTE)
+_SENDING = (StreamState.HALF_CLOSED_REMOTE, StreamState.OPEN)  # the usual one first: found by identity
+_pack_header = FRAME_HEADER.pack
 
 
 class OutgoingBody:
@@ -42,9 +43,11 @@ class OutgoingBody:
         """The next bytes, so many or fewer; b"" when there are none."""
         chunks = self._chunks
         if size >= self.num_unsent and not self._offset:
-            data = chunks[0] if len(chunks) == 1 else b"".join(chunks)
-            chunks.clear()
             self.num_unsent = 0
+            if len(chunks) == 1:
+                return chunks.pop()
+            data = b"".join(chunks)
+            chunks.clear()
             return data
         taken: list[bytes] = []
         size = min(size, self.num_unsent)
@@ -69,11 +72,13 @@ def next_frame(connection: H2Connection, stream: H2Stream, body: OutgoingBody, b
         by_hand: h2_is_as_known.
     """
     size = body.num_unsent
+    connection_window = connection.outbound_flow_control_window
+    stream_window = stream.outbound_flow_control_window
     # RFC 9113 §6.9.2: windows may be negative
-    if size > connection.outbound_flow_control_window:
-        size = connection.outbound_flow_control_window
-    if size > stream.outbound_flow_control_window:
-        size = stream.outbound_flow_control_window
+    if size > connection_window:
+        size = connection_window
+    if size > stream_window:
+        size = stream_window
     if size > connection.max_outbound_frame_size:
         size = connection.max_outbound_frame_size
     if size <= 0:
@@ -83,9 +88,9 @@ def next_frame(connection: H2Connection, stream: H2Stream, body: OutgoingBody, b
     if not by_hand:
         connection.send_data(stream.stream_id, data)
         return connection.data_to_send()
-    connection.outbound_flow_control_window -= size
-    stream.outbound_flow_control_window -= size
-    return FRAME_HEADER.pack(size >> 16, size & 0xFFFF, DATA, 0, stream.stream_id) + data
+    connection.outbound_flow_control_window = connection_window - size
+    stream.outbound_flow_control_window = stream_window - size
+    return _pack_header(size >> 16, size & 0xFFFF, DATA, 0, stream.stream_id) + data
 
 
 def last_frame(connection: H2Connection, stream: H2Stream, body: OutgoingBody) -> bytes:

@@ -28,6 +28,7 @@ from server.messages import (
     ResponseHead,
     StreamReset,
 )
+from server.peer import Peer
 from server.stream import HttpStream
 
 if TYPE_CHECKING:
@@ -73,8 +74,8 @@ class Http2Exchanges:
         self._is_draining = False
 
     @property
-    def client(self) -> str:
-        return self._connection.client
+    def peer(self) -> Peer:
+        return self._connection.peer
 
     @property
     def has_streams(self) -> bool:
@@ -149,6 +150,7 @@ class Http2Exchanges:
             self._protocol.acknowledge(stream_id, exchange.num_unread)
         if not self._exchanges:
             self._idle_since = self._loop.time()
+            self._connection.adjust()  # its clock runs from now on, whether the peer says anything more or not
 
     # What the protocol says.
 
@@ -168,7 +170,7 @@ class Http2Exchanges:
                 self._unsent.pop(event.stream_id, None)
                 self._over.discard(event.stream_id)
                 self._drop(event.stream_id)
-            elif type(event) is ProtocolViolation:
+            elif type(event) is ProtocolViolation and self._protocol.is_open(event.stream_id):
                 self._answer_error(event.stream_id, event.status, event.message, None)
 
     def _start_stream(self, request: HttpRequest) -> None:
@@ -190,7 +192,7 @@ class Http2Exchanges:
             exchange.num_unread += len(event.data)
 
     def _answer_error(self, stream_id: int, status: int, message: str, stream: HttpStream | None) -> None:
-        headers, body = self._refuse(status, message, self._connection.client, stream)
+        headers, body = self._refuse(status, message, self._connection.peer, stream)
         self._protocol.send_head(stream_id, ResponseHead(status, headers))
         self._protocol.send_data(stream_id, body)
         self._protocol.send_end(stream_id)
@@ -270,9 +272,11 @@ class Http2Exchanges:
             if self._unsent or output.held or has_more:
                 self._watch_progress(output.sent, output.held)
         connection.write_out()
-        if connection.is_writing_paused and connection.num_unwritten > self._limits.max_control_bytes:
-            self._abort()  # nothing but answers to the peer's frames can have become so much
-            return
+        if connection.is_writing_paused:
+            if connection.num_unwritten > self._limits.max_control_bytes:
+                self._abort()  # nothing but answers to the peer's frames can have become so much
+                return
+            connection.adjust()  # holds_enough may be true by now
         if self._over:
             self._judge_shares()
         if protocol.has_drained and connection.is_open:

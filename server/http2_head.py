@@ -16,10 +16,12 @@ _NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9a-z-]+")  # RFC 9113 §8.2: no upper cas
 _CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 _METHOD = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _PATH = re.compile(rb"/[\x21-\x22\x24-\x7e]*")  # no fragment
+_LENGTH = re.compile(rb"[0-9]{1,19}")  # 19 digits: below 2**64
 _PSEUDO = frozenset((b":method", b":scheme", b":authority", b":path"))
 # RFC 9113 §8.2.2: connection-specific fields MUST be treated as malformed
 _OF_CONNECTION = frozenset((b"connection", b"proxy-connection", b"keep-alive", b"transfer-encoding", b"upgrade"))
 _OF_UPGRADE = (b"connection", b"upgrade", b"http2-settings")
+_OF_PROXIES = frozenset((b"forwarded", b"via", b"x-forwarded-for"))
 _SETTING_BYTES = 6
 _FIELD_OVERHEAD_BYTES = 32  # RFC 9113 §6.5.2, SETTINGS_MAX_HEADER_LIST_SIZE
 
@@ -41,18 +43,9 @@ def read_request(
     pseudo, headers = _split(fields)
     _check_fields(headers)
     _check_size(fields, limits)
-    method = pseudo.get(b":method")
-    if method is None or _METHOD.fullmatch(method) is None:
-        raise Malformed
-    if method == b"CONNECT":
-        raise HeadRefused(501, "CONNECT is for proxies, and this is none.")
-    path = pseudo.get(b":path")
-    if path is None or not pseudo.get(b":scheme"):
-        raise Malformed
-    if _PATH.fullmatch(path) is None and not (path == b"*" and method == b"OPTIONS"):
-        raise Malformed
-    length = _content_length(headers)
-    if not has_body and length:
+    method, path = _target(pseudo)
+    length = content_length(headers)
+    if length and not has_body:
         raise Malformed  # RFC 9113 §8.1.1: the DATA frames must add up to it
     headers = ((b"host", _authority(pseudo.get(b":authority"), headers)), *_rest(headers))
     route, _, query = path.decode("ascii").partition("?")
@@ -68,11 +61,31 @@ def read_request(
     )
 
 
+def _target(pseudo: dict[bytes, bytes]) -> tuple[bytes, bytes]:
+    """Method and path (RFC 9113 §8.3.1)."""
+    method, path = pseudo.get(b":method"), pseudo.get(b":path")
+    if method is None or _METHOD.fullmatch(method) is None:
+        raise Malformed
+    if method == b"CONNECT":
+        if pseudo.keys() != {b":method", b":authority"}:
+            raise Malformed  # RFC 9113 §8.5
+        raise HeadRefused(501, "CONNECT is for proxies, and this is none.")
+    if path is None or not pseudo.get(b":scheme"):
+        raise Malformed
+    if _PATH.fullmatch(path) is None and not (path == b"*" and method == b"OPTIONS"):
+        raise Malformed
+    return method, path
+
+
 def upgrade_settings(request: HttpRequest, max_settings: int) -> bytes | None:
     """The HTTP2-Settings of an HTTP/1.1 request that may be answered in HTTP/2, padded; None: it may not be.
 
     RFC 7540 §3.2, which RFC 9113 drops and stock Java clients send: `Upgrade: h2c`, and exactly one HTTP2-Settings.
+    Not what has come through a proxy: one that hands the upgrade on (haproxy 2.6) would no longer see what its client
+    asks for, and its rules would not hold.
     """
+    if any(name in _OF_PROXIES for name, _ in request.headers):
+        return None
     fields = {name: [value for key, value in request.headers if key == name] for name in _OF_UPGRADE}
     tokens = {part.strip(b" \t") for value in fields[b"connection"] for part in value.lower().split(b",")}
     settings = fields[b"http2-settings"]
@@ -130,11 +143,16 @@ def _check_size(fields: list[tuple[bytes, bytes]], limits: HeadLimits) -> None:
         raise HeadRefused(431, f"There are more than {limits.num_fields} header fields.")
 
 
-def _content_length(headers: Headers) -> int | None:
+def content_length(headers: Headers) -> int | None:
+    """How long the body is said to be.
+
+    Raises:
+        Malformed: that is no number, or more than one.
+    """
     lengths = [value for name, value in headers if name == b"content-length"]
     if not lengths:
         return None
-    if len(lengths) > 1 or not lengths[0].isdigit():
+    if len(lengths) > 1 or _LENGTH.fullmatch(lengths[0]) is None:
         raise Malformed
     return int(lengths[0])
 

@@ -125,6 +125,7 @@ class Lifecycle:
     max_requests: int  # in progress, waiting ones included
     max_sequences: int  # that the engine runs at once
     active: dict[str, Answer] = field(default_factory=dict)
+    _farewell: ServiceError | None = None  # what those are told whose body was still on its way
 
     async def generate(self, surface: Surface, stream: HttpStream, request_id: str, timings: Timings) -> Outcome:
         """Answer one generation request.
@@ -132,11 +133,11 @@ class Lifecycle:
         Raises:
             ServiceError: nothing of the answer has been sent yet.
         """
-        self._check_queue()
+        self._check_admission()
         body = await stream.read_body(self.max_body_bytes)
         timings.body_s = self.clock.monotonic()
         call, prompts = await self._prepare(surface, body)
-        self._check_queue()  # again: others came while this one's body did
+        self._check_admission()  # again: others came, or the end, while this one's body did
         self.metrics.count_unknown_fields(call.unknown_fields)
         context = self._reply_context(call, request_id)
         body_type = StreamedBody if call.is_stream else WholeBody
@@ -154,7 +155,9 @@ class Lifecycle:
             answer.close()
             del self.active[request_id]
 
-    def _check_queue(self) -> None:
+    def _check_admission(self) -> None:
+        if self._farewell is not None:
+            raise self._farewell
         if len(self.active) >= self.max_requests:
             message = f"The server has {self.max_requests} requests in progress. Try again in a second."
             raise ServiceError(ErrorKind.UNAVAILABLE, message, "overloaded", retry_after_s=1)
@@ -168,7 +171,8 @@ class Lifecycle:
         return True
 
     def fail_all(self, error: ServiceError) -> None:
-        """Break off every generation in progress, each with its error event or answer."""
+        """Break off every generation in progress, each with its error event or answer; none begins after it."""
+        self._farewell = error
         for answer in list(self.active.values()):
             answer.fail(error)
 
@@ -217,6 +221,7 @@ class Lifecycle:
                 sampling=self._sampling(call, len(ids)),
                 arrival_s=timings.head_s,
                 num_sequences=call.num_sequences,
+                cache_salt=call.cache_salt,
             )
             for i, ids in enumerate(prompts)
         ]

@@ -1,22 +1,38 @@
-"""The listening sockets, the connections they brought, and their orderly end. Thread: loop."""
+"""The connections that the listening sockets bring, the caps on them, and their orderly end. Thread: loop.
+
+A connection counts from the moment it is accepted: its TLS handshake is a part of it.
+"""
 
 import asyncio
 import errno
+import logging
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
-from core.errors import ExitCode, StartupError
+from server.acceptor import Acceptor
+from server.binds import DEFAULT_UNIX_MODE, Bind, TcpAddress
+from server.client_gate import ClientGate, ClientRules
 from server.connection import Connection
 from server.connection_limits import ConnectionLimits
 from server.exchanges import ConnectionContext, Handler, Refuse
+from server.listening_sockets import ListeningSocket, open_binds
+from server.peer import Peer, socket_peer
+from server.proxy_protocol import ProxyHeader, ProxyHeaderParser, ProxyProtocolError
+from server.refusals import HANDSHAKE, MAX_CONNECTIONS, PROXY_HEADER, SHUTDOWN, UNTRUSTED_PROXY, Refusals
 from server.response_fields import HttpDate
+from server.socket_activation import PassedSocket
 from server.tls import HANDSHAKE_S, ServerTls
 from server.write_batch import WriteBatch
 
-_NOTSENT_LOWAT_BYTES = 16 * 1024  # without it a loopback's kernel takes 4 MB before a slow reader is noticed
-_MISSING = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # e.g. ::1 where IPv6 is switched off
+logger = logging.getLogger(__name__)
+
+PROXY_HEADER_S = 5.0  # from the accept; its sender has it ready
+
+_UNIX_SEND_BUFFER_BYTES = 32 * 1024  # TCP_NOTSENT_LOWAT's part: the kernel's default takes 200 KiB before we notice
 _LATE_GRACE_S = 1.0  # for answers to connections that came while others were waited for
 _ABORT_GRACE_S = 1.0  # for handlers to settle what they hold, once their connections are gone
 
@@ -26,27 +42,40 @@ class ListenerConfig:
     """Where to listen, and how much to take.
 
     Args:
-        host: a name or an address; a name with several addresses listens on all of them.
-        port: 0 lets the system choose.
+        passed: sockets that listen already; each is served, whether a bind names it or not.
+        unix_mode: permissions of Unix sockets' files.
         backlog: connections the kernel holds before they are accepted.
         max_connections: open at once; one more is closed at once and counted as refused.
+        clients: who may come, and what proxies may say.
         tls: None: in the clear.
     """
 
-    host: str = "127.0.0.1"
-    port: int = 8000
+    binds: Sequence[Bind] = (Bind(),)
+    passed: Sequence[PassedSocket] = ()
+    unix_mode: int = DEFAULT_UNIX_MODE
     backlog: int = 1024
     max_connections: int = 4096
+    clients: ClientRules = field(default_factory=ClientRules)
     connection: ConnectionLimits = field(default_factory=ConnectionLimits)
     tls: ServerTls | None = None
+
+
+@dataclass(slots=True)
+class _Opening:
+    """A connection on its way to its transport."""
+
+    task: asyncio.Task[None]
+    may_be_cancelled: bool = True
 
 
 class Listener:
     """Accepts connections and knows them all (ConnectionRegistry).
 
     Attributes:
-        port: the real one, once started.
-        num_accepted, num_refused: connections since the start, the refused ones in both.
+        sockets: that listen, once started.
+        num_accepted: connections since the start, with those that were refused.
+        refusals: connections that were turned away.
+        gate: knows who may come.
         batch: whoever sends to many streams at once calls its flush_all at the end.
     """
 
@@ -60,17 +89,19 @@ class Listener:
     ) -> None:
         """Bind nothing yet. Without `loop`, the running one."""
         loop = loop or asyncio.get_running_loop()
-        self.port = config.port
+        self.sockets: list[ListeningSocket] = []
         self.num_accepted = 0
-        self.num_refused = 0
+        self.refusals = Refusals(loop.time)
+        self.gate = ClientGate(config.clients)
         self.batch = WriteBatch(loop)
         self._config = config
         self._loop = loop
         self._context = ConnectionContext(
             handler, refuse, config.connection, self, loop, self.batch, HttpDate(wall_clock)
         )
-        self._servers: list[asyncio.AbstractServer] = []
+        self._acceptors: list[tuple[ListeningSocket, Acceptor]] = []  # of the sockets that are still open
         self._connections: set[Connection] = set()
+        self._opening: dict[Connection, _Opening] = {}  # of _connections, those without a transport yet
         self._tasks: set[asyncio.Task[None]] = set()
         self._awaited: set[Connection] = self._connections  # whose end drain() waits for
         self._is_draining = False
@@ -78,76 +109,138 @@ class Listener:
         self._quiet: asyncio.Future[None] | None = None
 
     @property
+    def port(self) -> int:
+        """Of the first TCP socket; 0 without one."""
+        return next((one.address.port for one in self.sockets if isinstance(one.address, TcpAddress)), 0)
+
+    @property
     def num_open(self) -> int:
+        """Connections, with those whose handshake is under way."""
         return len(self._connections)
+
+    @property
+    def num_refused(self) -> int:
+        return self.refusals.counts.total()
 
     @property
     def num_handlers(self) -> int:
         """Handlers that run; some may outlive their connections."""
         return len(self._tasks)
 
-    def new_connection(self) -> Connection:
-        """The protocol of a connection that has just been accepted."""
-        return Connection(self._context)
-
     async def start(self) -> None:
         """Bind and accept.
 
         Raises:
-            StartupError: the address cannot be had.
+            StartupError: an address cannot be had.
         """
-        tls = self._config.tls
-        for listening in await self._bind():
-            server = await self._loop.create_server(
-                self.new_connection,
-                sock=listening,
-                backlog=self._config.backlog,
-                ssl=tls.context if tls is not None else None,
-                ssl_handshake_timeout=HANDSHAKE_S if tls is not None else None,
-            )
-            self._servers.append(server)
-
-    async def _bind(self) -> list[socket.socket]:
-        """Listen on every address the host has; one that this machine lacks is left out while another is had."""
         config = self._config
-        bound: list[socket.socket] = []
-        missing: OSError | None = None
-        try:
-            infos = await self._loop.getaddrinfo(
-                config.host or None, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        self.sockets = open_binds(config.binds, config.passed, config.backlog, config.unix_mode)
+        for listening in self.sockets:
+            acceptor = Acceptor(
+                self._loop, listening.sock, partial(self._welcome, listening.bind, listening.sock.family)
             )
-            for family, _, _, _, address in dict.fromkeys(infos):
-                try:
-                    # with port 0, the first address chooses the port of all
-                    bound.append(_listen(family, (address[0], self.port, *address[2:]), config.backlog))
-                except OSError as error:
-                    if error.errno not in _MISSING:
-                        raise
-                    missing = error
-                else:
-                    self.port = bound[-1].getsockname()[1]
-            if missing is not None and not bound:
-                raise missing
-        except OSError as error:
-            for sock in bound:
-                sock.close()
-            raise listening_error(error, config.host, config.port) from error
-        return bound
+            acceptor.start()
+            self._acceptors.append((listening, acceptor))
+
+    # The beginning of a connection.
+
+    def _welcome(self, bind: Bind, family: int, accepted: socket.socket, address: Any) -> None:
+        connection = self.admit(socket_peer(family, address), bind.takes_proxy)
+        if connection is None:
+            accepted.close()
+            return
+        if family == socket.AF_UNIX:
+            accepted.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_SEND_BUFFER_BYTES)
+        task = self._loop.create_task(self._open(connection, bind, accepted))
+        self._opening[connection] = _Opening(task)
+        task.add_done_callback(partial(self._end_opening, connection, accepted))
+
+    def admit(self, peer: Peer, takes_proxy: bool = False) -> Connection | None:
+        """Count a new connection in; None: it is refused.
+
+        Args:
+            takes_proxy: the peer is a proxy that will tell first whom it speaks for.
+        """
+        self.num_accepted += 1
+        peer = self.gate.identify(peer)
+        reason = self._why_refused(peer, takes_proxy)
+        if reason is not None:
+            self.refusals.add(reason, peer)
+            return None
+        connection = Connection(self._context, peer)
+        self._connections.add(connection)
+        self.gate.enter(peer)
+        if self._is_draining:
+            connection.close_after_answer()
+        return connection
+
+    def _why_refused(self, peer: Peer, takes_proxy: bool) -> str | None:
+        if self._is_closed:
+            return SHUTDOWN
+        if len(self._connections) >= self._config.max_connections:
+            return MAX_CONNECTIONS
+        if peer.is_proxy:
+            return None
+        return UNTRUSTED_PROXY if takes_proxy else self.gate.why_refused(peer)
+
+    async def _open(self, connection: Connection, bind: Bind, accepted: socket.socket) -> None:
+        """See the connection to its transport, through whatever comes ahead of HTTP."""
+        if bind.takes_proxy and not await self._hear_proxy(connection, accepted):
+            return
+        tls = None if bind.is_plain else self._config.tls
+        if tls is None:  # it is open in a turn of the loop, and uvloop would not tell it of a cancellation
+            self._opening[connection].may_be_cancelled = False
+        try:
+            await self._loop.connect_accepted_socket(
+                lambda: connection,
+                accepted,
+                ssl=None if tls is None else tls.context,
+                ssl_handshake_timeout=None if tls is None else HANDSHAKE_S,
+            )
+        except OSError as error:  # ssl.SSLError is one
+            logger.debug("the connection from %s did not open: %s", connection.peer, error)
+            if connection in self._opening:
+                self.refusals.add(HANDSHAKE, connection.peer)
+
+    async def _hear_proxy(self, connection: Connection, accepted: socket.socket) -> bool:
+        """Whether the client may come that the proxy names; it is the connection's peer from now on."""
+        try:
+            async with asyncio.timeout(PROXY_HEADER_S):
+                header = await _read_proxy_header(self._loop, accepted)
+        except (OSError, ProxyProtocolError) as error:
+            logger.debug("no PROXY header from %s: %s", connection.peer, error)
+            self.refusals.add(PROXY_HEADER, connection.peer)
+            return False
+        if header.source is None:
+            return True
+        client = self.gate.identify(header.source)
+        reason = None if client.is_proxy else self.gate.why_refused(client)
+        if reason is not None:
+            self.refusals.add(reason, client)
+            return False
+        self.gate.enter(client)  # the proxy, which was admitted, is not counted
+        connection.peer = client
+        return True
+
+    def _end_opening(self, connection: Connection, accepted: socket.socket, task: asyncio.Task[None]) -> None:
+        """Whatever became of it. A task that is cancelled before it began has not run at all."""
+        if connection in self._opening:
+            accepted.close()
+            self.forget(connection)
+        if not task.cancelled():
+            task.result()  # a bug of ours, if any: the loop's exception handler tells it
 
     # What connections tell (ConnectionRegistry).
 
-    def admit(self, connection: Connection) -> bool:
-        self.num_accepted += 1
-        if self._is_closed or len(self._connections) >= self._config.max_connections:
-            self.num_refused += 1
-            return False
-        self._connections.add(connection)
-        if self._is_draining:
-            connection.close_after_answer()
-        return True
+    def opened(self, connection: Connection) -> None:
+        self._opening.pop(connection, None)
+        if self._is_closed:
+            self._loop.call_soon(connection.drain)
 
     def forget(self, connection: Connection) -> None:
-        self._connections.discard(connection)
+        self._opening.pop(connection, None)
+        self._connections.remove(connection)
+        self.gate.leave(connection.peer)
         self._awaited.discard(connection)
         self._tell_quiet()
 
@@ -169,12 +262,18 @@ class Listener:
         """Close idle connections, let the others finish for grace_s, stop listening, abort what is left.
 
         Who connects meanwhile gets one answer, so that the handler can say why there will be no more; the drain lasts
-        no longer for it. When it returns, no connection is open and no handler runs.
+        no longer for it. On passed sockets they are left for the process to come. When it returns, no connection is
+        open and no handler runs.
         """
         self._is_draining = True
-        self._awaited = set(self._connections)
-        for connection in tuple(self._connections):
+        for listening, acceptor in self._acceptors:
+            if listening.is_passed:
+                acceptor.stop()
+        self._awaited = self._connections - self._opening.keys()
+        for connection in tuple(self._awaited):
             connection.drain()
+        for connection in self._opening:
+            connection.close_after_answer()
         is_in_time = await self._wait_quiet(grace_s)
         self._stop_listening()
         if is_in_time and await self._wait_quiet(_LATE_GRACE_S):
@@ -184,20 +283,30 @@ class Listener:
             return
         for task in tuple(self._tasks):
             task.cancel()
-        await asyncio.wait(tuple(self._tasks))
+        if self._tasks:
+            await asyncio.wait(tuple(self._tasks))
 
     def _stop_listening(self) -> None:
         self._is_closed = True
-        for server in self._servers:
-            server.close()
+        for listening, acceptor in self._acceptors:
+            acceptor.stop()
+            listening.close()
+        self._acceptors.clear()
         self._awaited = self._connections
-        for connection in tuple(self._connections):
+        for connection in self._connections - self._opening.keys():
             connection.drain()
+        self._cancel_opening()
 
     def abort(self) -> None:
         """Close all connections now. Their handlers are told, or cancelled, as when a client leaves."""
-        for connection in tuple(self._connections):
+        for connection in self._connections - self._opening.keys():
             connection.abort()
+        self._cancel_opening()
+
+    def _cancel_opening(self) -> None:
+        for opening in self._opening.values():
+            if opening.may_be_cancelled:
+                opening.task.cancel()
 
     async def _wait_quiet(self, timeout_s: float) -> bool:
         """Whether connections and handlers were all gone in time."""
@@ -207,36 +316,18 @@ class Listener:
         return self._quiet.done()
 
 
-def _listen(family: int, address: tuple[object, ...], backlog: int) -> socket.socket:
-    """A listening socket. The accepted ones inherit its options: no system call is left per connection."""
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        sock.setblocking(False)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if hasattr(socket, "TCP_NOTSENT_LOWAT"):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _NOTSENT_LOWAT_BYTES)
-        if family == socket.AF_INET6:
-            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        sock.bind(address)
-        sock.listen(backlog)
-    except OSError:
-        sock.close()
-        raise
-    return sock
+async def _read_proxy_header(loop: asyncio.AbstractEventLoop, accepted: socket.socket) -> ProxyHeader:
+    """Not a byte more is taken off the socket: the rest is the connection's.
 
-
-def listening_error(error: OSError, host: str, port: int) -> StartupError:
-    """Why the address cannot be had, and what to take instead."""
-    where = f"{host}:{port}"
-    if error.errno == errno.EADDRINUSE:
-        fix = f"--port {port + 1 if port < 65535 else 0}, or stop what listens there (`ss -ltnp 'sport = :{port}'`)"
-        return StartupError(f"{where} is in use by another process", fix, ExitCode.PORT)
-    if error.errno in (errno.EACCES, errno.EPERM):
-        return StartupError(f"this user may not listen on {where}", "--port with a number from 1024 on", ExitCode.PORT)
-    if isinstance(error, socket.gaierror) or error.errno in _MISSING:
-        return StartupError(
-            f"{host} is not an address of this machine", "--host 127.0.0.1, or --host 0.0.0.0 for all", ExitCode.PORT
-        )
-    cause = f"cannot listen on {where}: {error.strerror}"
-    return StartupError(cause, "--host and --port of another one", ExitCode.PORT)
+    Raises:
+        ProxyProtocolError: it is malformed.
+        OSError: the connection ended before it.
+    """
+    parser = ProxyHeaderParser()
+    while True:
+        data = await loop.sock_recv(accepted, parser.num_wanted)
+        if not data:
+            raise ConnectionAbortedError(errno.ECONNABORTED, "the connection ended")
+        header = parser.receive(data)
+        if header is not None:
+            return header

@@ -26,7 +26,8 @@ class AccessRecord(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         status: as sent; 499 when the client left first.
         finish_reason: of a generation, over all its sequences.
-        client: the peer's address and port.
+        client: its address, and its port where it is known.
+        certificate_subject: of the client's certificate.
     """
 
     request_id: str
@@ -41,6 +42,7 @@ class AccessRecord(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: str | None = None
     error_code: str | None = None
     client: str | None = None
+    certificate_subject: str | None = None
 
 
 def access_line(record: AccessRecord) -> str:
@@ -54,7 +56,12 @@ def access_line(record: AccessRecord) -> str:
         ("completion", record.num_completion_tokens),
     )
     parts += [f"{name}={value}" for name, value in counts if value is not None]
-    words = (("finish", record.finish_reason), ("error", record.error_code), ("client", record.client))
+    words = (
+        ("finish", record.finish_reason),
+        ("error", record.error_code),
+        ("client", record.client),
+        ("certificate", record.certificate_subject),
+    )
     parts += [f"{name}={escape(value)}" for name, value in words if value is not None]
     return " ".join(parts)
 

@@ -27,18 +27,40 @@ OTHER_FIELDS = "(other)"
 
 
 class Histogram:
-    """Counts per bucket, their sum and number."""
+    """Counts per bucket, their sum and number. Neighbours of a step often have one value: a run is counted at once."""
 
-    __slots__ = ("bounds", "counts", "total")
+    __slots__ = ("_counts", "_num_in_run", "_run_value", "_total", "bounds")
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.total = 0.0
+        self._counts = [0] * (len(bounds) + 1)
+        self._total = 0.0
+        self._run_value = 0.0
+        self._num_in_run = 0  # not yet among the counts
 
     def observe(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.total += value
+        if value != self._run_value:
+            self._end_run()
+            self._run_value = value
+        self._num_in_run += 1
+
+    @property
+    def counts(self) -> list[int]:
+        """By bucket, the last one without a bound."""
+        self._end_run()
+        return self._counts
+
+    @property
+    def total(self) -> float:
+        """The sum of what was observed."""
+        self._end_run()
+        return self._total
+
+    def _end_run(self) -> None:
+        if self._num_in_run:
+            self._counts[bisect_left(self.bounds, self._run_value)] += self._num_in_run
+            self._total += self._run_value * self._num_in_run
+            self._num_in_run = 0
 
 
 class Metrics:
@@ -72,21 +94,30 @@ class Metrics:
                 logger.debug("the unknown field %s is ignored, here and from now on", escape(key))
             self.unknown_fields[key] += 1
 
-    def render(self, stats: EngineStats, num_connections: int, num_accepted: int, num_refused: int) -> bytes:
+    def render(self, stats: EngineStats, num_connections: int, num_accepted: int, refused: Counter[str]) -> bytes:
         page = _Page(f'model_name="{_escape(self.model_name)}"')
         self._render_routers_subset(page, stats)
-        page.family("steploop_connections", "gauge", "Open connections.", num_connections)
+        page.family("steploop_connections", "gauge", "Open connections, handshakes included.", num_connections)
         page.family("steploop_connections_accepted_total", "counter", "Connections accepted.", num_accepted)
-        page.family("steploop_connections_refused_total", "counter", "Connections over the cap.", num_refused)
+        page.labelled("steploop_connections_refused_total", "Connections turned away.", "reason", refused)
         page.labelled("steploop_responses_total", "Responses by status.", "status", self.responses)
         page.labelled("steploop_unknown_fields_total", "Ignored request fields.", "field", self.unknown_fields)
         page.family("steploop_disconnects_total", "counter", "Clients gone before the end.", self.num_disconnects)
         page.family("steploop_kv_blocks", "gauge", "KV blocks.", stats.num_blocks)
         page.family("steploop_kv_blocks_used", "gauge", "KV blocks in use.", stats.num_used_blocks)
+        page.family("steploop_kv_blocks_cached", "gauge", "Free KV blocks that are kept.", stats.num_cached_blocks)
+        self._render_prefix_cache(page, "steploop_", stats)
+        evictions = stats.num_cache_evictions
+        page.family("steploop_prefix_cache_evictions_total", "counter", "Cached KV blocks reused.", evictions)
         page.family("steploop_requests_paused", "gauge", "Sequences paused by slow readers.", stats.num_paused)
         page.family("steploop_steps_total", "counter", "Engine steps.", stats.num_steps)
         page.family("steploop_step_seconds", "gauge", "Duration of the last step.", stats.step_s)
         return page.encode()
+
+    def _render_prefix_cache(self, page: "_Page", prefix: str, stats: EngineStats) -> None:
+        queries, hits = stats.num_cache_queries, stats.num_cache_hits
+        page.family(f"{prefix}prefix_cache_queries_total", "counter", "Prompt tokens looked up.", queries)
+        page.family(f"{prefix}prefix_cache_hits_total", "counter", "Prompt tokens found.", hits)
 
     def _render_routers_subset(self, page: "_Page", stats: EngineStats) -> None:
         usage = stats.num_used_blocks / stats.num_blocks if stats.num_blocks else 0.0
@@ -96,6 +127,7 @@ class Metrics:
         page.family("vllm:prompt_tokens_total", "counter", "Prompt tokens.", self.num_prompt_tokens)
         page.family("vllm:generation_tokens_total", "counter", "Generated tokens.", self.num_generation_tokens)
         page.family("vllm:num_preemptions_total", "counter", "Preemptions.", stats.num_preemptions)
+        self._render_prefix_cache(page, "vllm:", stats)
         page.labelled("vllm:request_success_total", "Finished sequences.", "finished_reason", self.finished)
         page.histogram("vllm:time_to_first_token_seconds", "Head to first token.", self.ttft)
         page.histogram("vllm:inter_token_latency_seconds", "Token to token.", self.inter_token)

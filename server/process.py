@@ -7,11 +7,12 @@ stage. What is loaded, and how, is an argument (server/__main__.py): this file k
 import asyncio
 import gc
 import logging
+import os
 import signal
 import sys
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -24,16 +25,22 @@ from server.api.models import ServedModel, ServerCard
 from server.api.surface import GenerationDefaults
 from server.app import App, Readiness
 from server.auth import KeyAuthenticator
-from server.banner import BannerFacts, banner_lines
+from server.banner import BannerFacts, Place, banner_lines, is_public, places_of
 from server.config import ServerConfig
 from server.connection_limits import ConnectionLimits
+from server.cross_origin import CrossOrigin
+from server.descriptors import allow_connections
 from server.engine_client import EngineClient
 from server.engine_thread import EngineThread, Inbox
 from server.http1_prefilter import HeadLimits
 from server.lifecycle import Clock, Lifecycle, PromptReader
 from server.listener import Listener, ListenerConfig
+from server.listening_sockets import shown_addresses
 from server.metrics import Metrics
 from server.model_files import ModelFiles
+from server.socket_activation import PassedSocket, take_passed_sockets
+from server.supervision import EngineLost, Supervision
+from server.systemd import ServiceManager
 from server.tls import ServerTls, server_tls
 
 logger = logging.getLogger(__name__)
@@ -75,14 +82,21 @@ LoadEngine = Callable[[Inbox, Callable[[StepDelivery], None], Callable[[str], No
 
 
 class Server:
-    """One serving process. Implements server.engine_thread.EngineEvents.
+    """One serving process. Implements server.engine_thread.EngineEvents and server.supervision.Supervised.
 
     Args:
         load: makes the engine.
         announce: takes the banner's lines when the server is ready.
+        passed: sockets that listen already, of socket activation.
     """
 
-    def __init__(self, config: ServerConfig, load: LoadEngine, announce: Callable[[list[str]], None]) -> None:
+    def __init__(
+        self,
+        config: ServerConfig,
+        load: LoadEngine,
+        announce: Callable[[list[str]], None],
+        passed: Sequence[PassedSocket] = (),
+    ) -> None:
         self._config = config
         self._announce = announce
         self._loop = asyncio.get_running_loop()
@@ -90,14 +104,21 @@ class Server:
         self._metrics = Metrics()
         self._clock = Clock(time.monotonic, time.time)
         self._app = App(
-            self._readiness, KeyAuthenticator(config.api_keys), self._metrics, self._clock, lambda: uuid.uuid4().hex
+            self._readiness,
+            KeyAuthenticator(config.api_keys),
+            self._metrics,
+            self._clock,
+            lambda: uuid.uuid4().hex,
+            CrossOrigin(config.cors_origins),
         )
-        self._tls = server_tls(config.tls_cert, config.tls_key)
-        self.listener = Listener(self._app.handle, self._app.refuse, _listener_config(config, self._tls))
+        self._tls = server_tls(config.tls_cert, config.tls_key, config.tls_client_ca, config.tls_client_auth)
+        self.listener = Listener(self._app.handle, self._app.refuse, _listener_config(config, self._tls, passed))
         self._app.listener = self.listener
         self._engine_thread = EngineThread(
             lambda inbox, deliver: load(inbox, deliver, self._report_stage), self, self._loop
         )
+        self._manager = ServiceManager(os.environ, os.getpid())
+        self._supervision = Supervision(self, self._manager, self._loop)
         self._client: EngineClient | None = None
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._stopping: asyncio.Future[float] = self._loop.create_future()  # seconds of grace
@@ -115,7 +136,10 @@ class Server:
     async def wait_stopped(self) -> ExitCode:
         """The rest of run(), for who has called start()."""
         grace_s = await self._stopping
-        await self._shut_down(grace_s)
+        try:
+            await self._shut_down(grace_s)
+        finally:
+            self._supervision.close()
         if isinstance(self._failure, StartupError):
             raise self._failure
         return ExitCode.OK if self._failure is None else ExitCode.ENGINE
@@ -123,8 +147,11 @@ class Server:
     async def start(self) -> None:
         """Listen, and begin to load."""
         await self.listener.start()
-        logger.info("listening on %s:%d, loading the model", self._config.host, self.listener.port)
+        logger.info("listening on %s, loading the model", shown_addresses(self.listener.sockets))
+        if is_public(self._places) and not self._config.api_keys and not self._needs_certificate:
+            logger.warning("anyone who reaches this port can use it: set STEPLOOP_API_KEY, or --tls-client-ca")
         self._engine_thread.start()
+        self._supervision.start()
 
     async def wait_ready(self) -> None:
         """
@@ -136,20 +163,21 @@ class Server:
     def install_signal_handlers(self) -> None:
         """SIGTERM drains, SIGINT ends streams with an error event at once; so does any second one of them.
 
-        SIGHUP reads the certificate again, where there is one.
+        SIGHUP reads the certificate again. Where there is none and nobody supervises, it keeps its meaning: the
+        terminal is gone, and the process ends.
         """
         self._loop.add_signal_handler(signal.SIGTERM, self.stop, self._config.drain_timeout_s)
         self._loop.add_signal_handler(signal.SIGINT, self.stop, 0.0)
-        if self._tls is not None:
-            self._loop.add_signal_handler(signal.SIGHUP, self._reload, self._tls)
+        if self._tls is not None or self._manager.is_there:
+            self._loop.add_signal_handler(signal.SIGHUP, self._supervision.reload, self._reload)
 
-    def _reload(self, tls: ServerTls) -> None:
-        """Read the certificate again. One that is not fit is told of, and the old one stays."""
-        try:
-            tls.reload()
-        except StartupError as error:
-            logger.error("the certificate stays as it was: %s", error.cause)
-        else:
+    def _reload(self) -> None:
+        """
+        Raises:
+            StartupError: the certificate is not fit; the old one stays.
+        """
+        if self._tls is not None:
+            self._tls.reload()
             logger.info("the certificate is reloaded")
 
     def stop(self, grace_s: float) -> None:
@@ -165,13 +193,17 @@ class Server:
         if self._stopping.done():
             return  # too late: nobody is to be served any more
         client = EngineClient(
-            self._engine_thread.post, loaded.files.tokenizer.table, self.listener.batch.flush_all, self._loop.call_soon
+            self._engine_thread.post,
+            loaded.files.tokenizer.table,
+            self.listener.batch.flush_all,
+            self._loop.call_soon,
+            self._clock.monotonic,
         )
         client.stats = EngineStats(num_blocks=loaded.facts.limits.num_blocks)  # until the first delivery
         self._client = client
         self._metrics.model_name = loaded.facts.model_name
         reader = _prompt_reader(loaded, self._clock)
-        self._app.card = _server_card(reader.cards[0], loaded)
+        self._app.card = _server_card(reader.cards[0], loaded, self._places)
         self._app.lifecycle = Lifecycle(
             reader=reader,
             defaults=_generation_defaults(loaded),
@@ -188,11 +220,16 @@ class Server:
         gc.set_threshold(*GC_THRESHOLDS)
         self._readiness.is_ready = True
         self._ready.set_result(None)
+        self._supervision.on_ready(loaded.facts.limits.max_batch_tokens)
         self._announce(banner_lines(self._banner_facts(loaded.facts)))
 
     def on_delivery(self, delivery: StepDelivery) -> None:
         assert self._client is not None, "nothing is delivered before the engine is ready"
+        self._supervision.on_step(delivery.stats)
         self._client.deliver(delivery)
+
+    def on_beat(self) -> None:
+        self._supervision.on_beat()
 
     def on_failed(self, error: BaseException) -> None:
         self._failure = error
@@ -212,7 +249,37 @@ class Server:
 
     def _report_stage(self, stage: str) -> None:
         """Thread: engine. A string is handed over, nothing else."""
-        self._loop.call_soon_threadsafe(setattr, self._readiness, "stage", stage)
+        self._loop.call_soon_threadsafe(self._set_stage, stage)
+
+    def _set_stage(self, stage: str) -> None:
+        self._readiness.stage = stage
+        self._supervision.on_stage()
+
+    # What supervision asks and tells.
+
+    @property
+    def num_in_progress(self) -> int:
+        return self.listener.num_handlers
+
+    @property
+    def stage(self) -> str:
+        return self._readiness.stage
+
+    def ask_for_beat(self) -> None:
+        self._engine_thread.ask_for_beat()
+
+    def on_silence(self, is_silent: bool) -> None:
+        self._readiness.is_stalled = is_silent
+
+    @property
+    def _places(self) -> tuple[Place, ...]:
+        return places_of(self.listener.sockets, self._tls is not None)
+
+    @property
+    def _needs_certificate(self) -> bool:
+        """Wherever TLS is spoken; a bind in the clear asks nobody."""
+        is_asked = all(place.has_tls or not is_public([place]) for place in self._places)
+        return self._tls is not None and self._tls.needs_certificate and is_asked
 
     def _banner_facts(self, facts: EngineFacts) -> BannerFacts:
         limits = facts.limits
@@ -230,9 +297,8 @@ class Server:
             context_origin=facts.context_origin,
             num_api_keys=len(self._config.api_keys),
             keys_are_in_environment=dict(self._config.origins).get("api_keys") == "STEPLOOP_API_KEY",
-            host=self._config.host,
-            port=self.listener.port,
-            has_tls=self._tls is not None,
+            places=self._places,
+            needs_certificate=self._needs_certificate,
         )
 
     # The end.
@@ -242,12 +308,13 @@ class Server:
             may = f"may take {grace_s:g} s more" if grace_s else "are broken off"
             logger.info("shutting down: requests in progress %s", may)
         self._readiness.is_draining = True
+        self._supervision.on_stopping(self._failure if isinstance(self._failure, StartupError) else None)
         farewell = self._loop.call_later(grace_s, self._say_farewell)
         await self.listener.drain(grace_s + FAREWELL_S)
         farewell.cancel()
         self._engine_thread.stop()
-        if self._client is None:
-            return  # it is still loading, which nothing can interrupt: the process ends without it
+        if self._client is None or isinstance(self._failure, EngineLost):
+            return  # it is still loading, or hangs, which nothing can interrupt: the process ends without it
         if not self._engine_thread.wait_stopped(ENGINE_STOP_S):
             logger.warning("the engine's step has not ended after %g s", ENGINE_STOP_S)
 
@@ -264,17 +331,21 @@ async def serve(config: ServerConfig, load: LoadEngine) -> ExitCode:
         StartupError: see Server.run.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    server = Server(config, load, lambda lines: print("\n".join(lines), flush=True))
+    allow_connections(config.max_connections)
+    passed = take_passed_sockets(os.environ, os.getpid())
+    server = Server(config, load, lambda lines: print("\n".join(lines), flush=True), passed)
     server.install_signal_handlers()
     return await server.run()
 
 
-def _listener_config(config: ServerConfig, tls: ServerTls | None) -> ListenerConfig:
+def _listener_config(config: ServerConfig, tls: ServerTls | None, passed: Sequence[PassedSocket]) -> ListenerConfig:
     return ListenerConfig(
+        binds=config.all_binds(has_passed=bool(passed)),
+        passed=passed,
+        unix_mode=config.unix_mode,
         tls=tls,
-        host=config.host,
-        port=config.port,
         max_connections=config.max_connections,
+        clients=config.client_rules,
         connection=ConnectionLimits(
             head=HeadLimits(),
             head_s=config.head_timeout_s,
@@ -296,7 +367,7 @@ def _prompt_reader(loaded: LoadedEngine, clock: Clock) -> PromptReader:
     return PromptReader((card,), files.tokenizer, files.chat_template, facts.limits.max_model_len, clock.unix)
 
 
-def _server_card(model: ServedModel, loaded: LoadedEngine) -> ServerCard:
+def _server_card(model: ServedModel, loaded: LoadedEngine, places: Sequence[Place]) -> ServerCard:
     limits, config = loaded.facts.limits, loaded.files.config
     return ServerCard(
         model=model,
@@ -306,6 +377,7 @@ def _server_card(model: ServedModel, loaded: LoadedEngine) -> ServerCard:
         max_sequences=limits.max_sequences,
         max_batch_tokens=limits.max_batch_tokens,
         num_kv_tokens=limits.num_blocks * limits.block_size,
+        binds=tuple(map(str, places)),
     )
 
 

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from core.errors import ErrorKind, ServiceError
 from server.messages import Headers, HttpRequest, ResponseHead
+from server.peer import Peer
 
 
 class ClientDisconnected(Exception):
@@ -20,11 +21,11 @@ class StreamCarrier(Protocol):
     """What a stream asks of its connection.
 
     Attributes:
-        client: the peer's address and port.
+        peer: who is at the other end of it.
     """
 
     @property
-    def client(self) -> str: ...
+    def peer(self) -> Peer: ...
 
     def start_body(self, stream: "HttpStream") -> None:
         """The body is wanted from now on: its clock starts, and a peer that waits for 100 Continue gets it."""
@@ -83,15 +84,16 @@ class HttpStream:
         self.on_blocked: Callable[[], None] | None = None
         self.on_unblocked: Callable[[], None] | None = None
         self._carrier = carrier
-        self._body: list[bytes] = []
+        self._body = bytearray()  # not the pieces: many small ones would weigh more than they carry
         self._body_complete = not request.has_body
         self._body_error: ServiceError | None = None
         self._is_reading = False
         self._waiter: asyncio.Future[None] | None = None
 
     @property
-    def client(self) -> str:
-        return self._carrier.client
+    def peer(self) -> Peer:
+        """Who is at the other end of the connection; a trusted proxy names whom it speaks for in the head."""
+        return self._carrier.peer
 
     @property
     def head_sent(self) -> bool:
@@ -124,7 +126,7 @@ class HttpStream:
         finally:
             self._is_reading = False
             self._waiter = None
-        body = b"".join(self._body)
+        body = bytes(self._body)
         self._body.clear()
         return body
 
@@ -172,7 +174,7 @@ class HttpStream:
 
     def receive_body(self, data: bytes) -> None:
         self.num_body_bytes += len(data)
-        self._body.append(data)
+        self._body += data
         self._wake()
 
     def complete_body(self) -> None:

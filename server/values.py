@@ -30,6 +30,8 @@ _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 # Names on a hub: as huggingface_hub's validate_repo_id has them, and git's for revisions
 _HUB_ID = re.compile(r"([A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*)(?:@([A-Za-z0-9][\w./-]*))?", re.ASCII)
 GGUF_SUFFIX = ".gguf"
+_YES = ("true", "1", "yes", "on")
+_NO = ("false", "0", "no", "off")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,14 @@ def choice_of(*names: str) -> Callable[[str], str]:
         return text
 
     return parse
+
+
+def yes_or_no(text: str) -> bool:
+    """true or false, and the other words for them that are common in configurations."""
+    word = text.strip().lower()
+    if word not in _YES and word not in _NO:
+        raise BadValueError("true or false")
+    return word in _YES
 
 
 def count_between(low: int, high: int) -> Callable[[str], int]:

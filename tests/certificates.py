@@ -18,3 +18,20 @@ def make_certificate(directory: Path, name: str = "localhost") -> tuple[Path, Pa
     command += ["-out", str(certificate), "-keyout", str(key)]
     subprocess.run(command, check=True, capture_output=True)
     return certificate, key
+
+
+def make_client_certificate(directory: Path, ca: tuple[Path, Path], subject: str, *names: str) -> tuple[Path, Path]:
+    """Write a client's certificate that the CA (its certificate and key) has signed, and its key.
+
+    Args:
+        subject: as openssl takes it: "/O=Example/CN=router".
+        names: as subjectAltName takes them: "URI:spiffe://example/router".
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    certificate, key = directory / "client.pem", directory / "client-key.pem"
+    command = ["openssl", "req", "-x509", "-nodes", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
+    command += ["-days", "2", "-subj", subject, "-CA", str(ca[0]), "-CAkey", str(ca[1])]
+    command += ["-addext", "basicConstraints=critical,CA:FALSE"]
+    command += ["-addext", f"subjectAltName={','.join(names)}"] if names else []
+    subprocess.run([*command, "-out", str(certificate), "-keyout", str(key)], check=True, capture_output=True)
+    return certificate, key

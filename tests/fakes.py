@@ -90,7 +90,11 @@ class EngineUnderTest:
     cost = CostModel()
 
     def __init__(
-        self, limits: RunnerLimits, eos_ids: tuple[int, ...] = (), runner: SimulatedRunner | None = None
+        self,
+        limits: RunnerLimits,
+        eos_ids: tuple[int, ...] = (),
+        runner: SimulatedRunner | None = None,
+        has_prefix_cache: bool = True,
     ) -> None:
         self.clock = FakeClock()
         self.limits = limits
@@ -98,7 +102,7 @@ class EngineUnderTest:
         self.inbox: deque[Message] = deque()
         self.log = DeliveryLog()
         self.runner = runner or SimulatedRunner(limits, self.cost, self.clock)
-        self.scheduler = Scheduler(limits, eos_ids, seeds=lambda: 1234)
+        self.scheduler = Scheduler(limits, eos_ids, lambda: 1234, has_prefix_cache)
         self.engine = Engine(self.scheduler, self.runner, self.clock, self.inbox, self.log)
 
     def send(self, *messages: Message) -> None:
@@ -150,6 +154,7 @@ def make_request(
     num_sequences: int = 1,
     arrival_s: float = 0.0,
     priority: int = 0,
+    cache_salt: str = "",
     **sampling: object,
 ) -> Request:
     """A request whose prompt and seed follow from its id, unless given."""
@@ -161,4 +166,5 @@ def make_request(
         arrival_s=arrival_s,
         num_sequences=num_sequences,
         priority=priority,
+        cache_salt=cache_salt,
     )

@@ -3,6 +3,8 @@
 import argparse
 import asyncio
 import os
+import socket
+import threading
 import time
 
 import msgspec
@@ -10,12 +12,18 @@ import numpy as np
 import pytest
 
 from bench.floor_server import Floor, StepLoop
-from bench.frontend import SERVERS, Case, Measured, plan_cases, result_tables
+from bench.front_ends import SERVERS, HealthCase, Measured, RequestCase, StreamCase, running_server
+from bench.frontend import PARTS, main, median_run, plan_cases, result_tables
 from bench.load_run import LoadConfig, LoadResult, LoadRun, run_on_fast_loop
-from bench.null_runner import NullRunner
+from bench.null_runner import NullRunner, Pace
+from bench.null_server import LockStep
 from bench.peer import PIECES
 from bench.process_cpu import CpuTimes, cpu_times
+from bench.reader import StreamLoad, drain
+from bench.request_rate import RequestLoad, ask, latencies_s
 from core.plan import RunnerLimits, StepPlan
+from core.types import EngineStats, StepDelivery
+from server.engine_client import SLICE_ROWS
 
 LIMITS = RunnerLimits(8, 16, 4, 64, 128, 1_000)
 
@@ -46,14 +54,39 @@ def test_null_runner_draws_one_token_for_each_sampling_row() -> None:
     assert output.rows.dtype == output.token_ids.dtype == np.int32
 
 
-def test_null_runner_keeps_its_pace_and_does_not_make_up_for_lost_steps() -> None:
+def test_null_runner_waits_for_every_step() -> None:
+    waits: list[None] = []
+    runner = NullRunner(LIMITS, [1], lambda: waits.append(None))
+    plan = plan_of([0], [1], [True])
+    for _ in range(3):
+        runner.collect(plan)
+    assert len(waits) == 3
+
+
+def test_pace_is_kept_and_lost_steps_are_not_made_up_for() -> None:
     times_s = iter([100.0, 100.25, 200.0, 200.25])
     slept: list[float] = []
-    runner = NullRunner(LIMITS, [1], step_interval_s=0.5, clock=lambda: next(times_s), sleep=slept.append)
-    plan = plan_of([0], [1], [True])
+    pace = Pace(0.5, clock=lambda: next(times_s), sleep=slept.append)
     for _ in range(4):
-        runner.collect(plan)
+        pace.wait()
     assert slept == [0.25, 0.25]
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, SLICE_ROWS, SLICE_ROWS + 1, 3 * SLICE_ROWS])
+def test_lock_step_ends_when_the_last_slice_of_a_step_is_delivered(num_rows: int) -> None:
+    async def count_turns() -> int:
+        loop = asyncio.get_running_loop()
+        delivered: list[StepDelivery] = []
+        lock_step = LockStep(loop, delivered.append)
+        lock_step.deliver(StepDelivery(["r"] * num_rows, [0] * num_rows, [1] * num_rows, [], EngineStats()))
+        assert len(delivered) == 1
+        turns = 0
+        while not lock_step.is_delivered:
+            turns += 1
+            await asyncio.sleep(0)
+        return turns
+
+    assert asyncio.run(count_turns()) == max(1, -(-num_rows // SLICE_ROWS))
 
 
 def test_cpu_times_see_this_process_work() -> None:
@@ -75,26 +108,87 @@ def test_cpu_times_subtract_field_by_field() -> None:
     assert CpuTimes(4, 3, 2, 1) - CpuTimes(1, 1, 1, 1) == CpuTimes(3, 2, 1, 0)
 
 
+def arguments_of(**changes: object) -> argparse.Namespace:
+    fields = {"parts": PARTS, "step_rate": [0.0], "streams": None, "tokens": 100_000, "servers": tuple(SERVERS)}
+    return argparse.Namespace(**{**fields, **changes})
+
+
 def test_cases_share_their_tokens_among_the_streams() -> None:
-    arguments = argparse.Namespace(
-        step_rate=[0.0, 50.0], streams=[1, 100], tokens=100_000, servers=["steploop", "FastAPI + uvicorn"]
-    )
-    cases = plan_cases(arguments)
-    assert [(case.num_streams, case.num_tokens, case.step_rate) for case in cases if case.server == "steploop"] == [
+    cases = plan_cases(arguments_of(parts=["http1"], step_rate=[0.0, 50.0], servers=["steploop"]))
+    found = [(case.num_streams, case.num_tokens, case.step_rate) for case in cases if isinstance(case, StreamCase)]
+    assert found == [
         (1, 16_000, 0.0),
-        (100, 1_000, 0.0),
-        (1, 500, 50.0),
-        (100, 500, 50.0),
+        (64, 1_562, 0.0),
+        (256, 390, 0.0),
+        (1, 400, 50.0),
+        (64, 400, 50.0),
+        (256, 390, 50.0),
     ]
-    assert len(cases) == 8
-    assert {case.server for case in cases} <= set(SERVERS)
 
 
-def test_each_pace_is_a_table_with_a_row_per_case() -> None:
-    measured = Measured(5.0, 2.0, 3.0, 4.0, 1.0, 1000.0, 10, 10, 0.5, 0)
-    tables = result_tables({Case("steploop", n, 10, rate): measured for n in (1, 64) for rate in (0.0, 50.0)})
-    assert [len(table.rows) for table in tables] == [2, 2]
+def test_http2_is_tried_on_one_connection_and_on_many() -> None:
+    cases = plan_cases(arguments_of(parts=["http2"], streams=[256], servers=["steploop", "FastAPI + granian"]))
+    found = [(case.server, case.num_connections) for case in cases if isinstance(case, StreamCase) and case.is_http2]
+    assert found == [(name, number) for number in (1, 4, 16) for name in ("steploop", "FastAPI + granian")]
+
+
+def test_every_part_has_the_peers_beside_steploop() -> None:
+    for part in PARTS:
+        servers = {case.server for case in plan_cases(arguments_of(parts=[part]))}
+        assert servers > {"steploop"}
+        assert servers <= set(SERVERS)
+
+
+def run_of(cpu_us: float, latencies_ms: tuple[float, ...] = ()) -> Measured:
+    return Measured(cpu_us, 2.0, 3.0, 4.0, 1.0, 1000.0, 10, 0, 0.5, latencies_ms)
+
+
+def test_the_run_in_the_middle_is_shown_and_an_even_number_has_none() -> None:
+    assert median_run([run_of(9.0), run_of(1.0), run_of(5.0)]) == run_of(5.0)
+    with pytest.raises(AssertionError, match="middle"):
+        median_run([run_of(1.0), run_of(2.0)])
+    with pytest.raises(SystemExit):
+        main(["--repeats", "2"])
+
+
+def test_each_protocol_and_pace_is_a_table_with_a_row_per_case() -> None:
+    streams = [
+        StreamCase("steploop", h2, n, n, 10, rate) for h2 in (False, True) for n in (1, 64) for rate in (0.0, 50.0)
+    ]
+    others = [RequestCase("steploop", True, 32, 1.0), HealthCase("steploop", 256, 100.0, 1.0)]
+    tables = result_tables({case: run_of(5.0, (1.0, 3.0)) for case in [*streams, *others]})
+    assert [len(table.rows) for table in tables] == [2, 2, 2, 2, 1, 1]
     assert all(len(row) == len(table.columns) for table in tables for row in table.rows)
+    assert tables[-1].rows[0][1:5] == (2, 2.0, 2.98, 3.0)
+
+
+def test_the_clients_count_what_the_real_server_sends() -> None:
+    with running_server("steploop", 0.0) as (_, port):
+        for is_http2, num_connections in ((False, 6), (True, 2)):
+            came = drain(StreamLoad(port, is_http2, num_connections, 6, 40))
+            assert (came.num_done, came.num_failed) == (240, 0)
+        for is_http2 in (False, True):
+            answered = ask(RequestLoad(port, is_http2, 4, 0.2))
+            assert answered.num_done > 0
+            assert answered.num_failed == 0
+        assert latencies_s(port, 0.02)
+
+
+def test_a_stream_that_is_not_all_there_has_failed() -> None:
+    def serve(listener: socket.socket, answer: bytes) -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(65_536)
+            connection.sendall(answer)
+
+    sound = b"data: {}\n\n" * 3 + b"data: [DONE]\n\n\r\n0\r\n\r\n"
+    for answer, num_failed in ((sound, 0), (sound[11:], 1), (sound[:-40], 1), (sound * 4, 1)):
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            server = threading.Thread(target=serve, args=(listener, answer))
+            server.start()
+            came = drain(StreamLoad(listener.getsockname()[1], False, 1, 1, 4))
+            server.join()
+        assert came.num_failed == num_failed, answer
 
 
 def test_the_floor_streams_every_token_that_was_asked_for() -> None:

@@ -21,7 +21,7 @@ from gpu.cpu_kernels.paged_attention import PagedAttention
 from gpu.cpu_kernels.quantized_product import QuantizedProducts, can_multiply
 from gpu.cpu_kernels.team import Kernel
 from gpu.kv_cache import LayerKV
-from gpu.linear import Linear, RowLimit
+from gpu.linear import Linear, ProductChoice
 from gpu.mlp import Gated
 from gpu.operators import HeadNorms, Operators
 from gpu.quantize import QuantizedWeight
@@ -29,7 +29,6 @@ from gpu.quantize import QuantizedWeight
 GATES = {"silu": 0, "gelu_pytorch_tanh": 1}  # is_gelu
 # A second thread is woken for so many numbers: they take a core about as long as waking one.
 NUMBERS_PER_THREAD = 1 << 16
-USUAL_ROWS = 64  # up to which products are the kernel's, until it is measured
 
 
 class KernelOperators(Operators):
@@ -38,8 +37,8 @@ class KernelOperators(Operators):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(torch.bfloat16, torch.device("cpu"), config.rms_norm_eps)
         self.attention = PagedAttention(config.head_dim) if why_no_attention(config) is None else None
-        self.row_limit = RowLimit(USUAL_ROWS)
-        self._products = PackedProducts(self.row_limit)
+        self.product_choice = ProductChoice(uses_kernel=True)
+        self._products = PackedProducts(self.product_choice)
         self._quantized = QuantizedProducts()
         self._norm, self._norm_arguments = Kernel(add_and_norm), NormArguments(eps=config.rms_norm_eps)
         self._rotate, self._rotate_arguments = Kernel(rotate_and_store), RotateArguments(eps=config.rms_norm_eps)

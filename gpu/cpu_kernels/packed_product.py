@@ -1,4 +1,4 @@
-"""Products of few rows with a prepacked matrix, by a kernel; of many rows by oneDNN. Thread: engine.
+"""Products with a prepacked matrix, by a kernel or by oneDNN. Thread: engine.
 
 Both read the same memory: nothing is kept twice. oneDNN's layout is its own affair: of each shape one matrix is
 compared with what the kernel expects, and where it differs oneDNN serves alone.
@@ -9,8 +9,10 @@ from torch import Tensor
 
 from gpu.cpu_kernels.products import BLOCK_OUTPUTS, Arguments, multiply_rows
 from gpu.cpu_kernels.team import Kernel
-from gpu.linear import Linear, RowLimit, packed_linear
+from gpu.linear import Linear, ProductChoice, packed_linear
 from gpu.tied_head import blocks_of, can_gather
+
+PANEL_ROWS = 96  # at a time: with a part of a block they lie in a second-level cache
 
 
 class PackedProduct:
@@ -21,11 +23,13 @@ class PackedProduct:
         bias: [out], or None.
     """
 
-    def __init__(self, kernel: Kernel, limit: RowLimit, packed: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(
+        self, kernel: Kernel, choice: ProductChoice, packed: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> None:
         self._kernel = kernel
-        self._limit = limit
+        self._choice = choice
         self._kept = (packed, bias)  # own the memory
-        self._many_rows = packed_linear(packed, weight, bias)
+        self._onednn = packed_linear(packed, weight, bias)
         self._num_out, num_in = weight.shape
         self._arguments = Arguments(
             weights=torch.ops.mkldnn.data_ptr(packed),
@@ -36,15 +40,15 @@ class PackedProduct:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [tokens, in]; returns [tokens, out]."""
-        num_rows = x.shape[0]
-        if not 0 < num_rows <= self._limit.rows:
-            return self._many_rows(x)
-        out = x.new_empty((num_rows, self._num_out))
-        told = self._arguments
-        told.next_piece = 0
-        told.x, told.x_stride, told.out = x.data_ptr(), x.stride(0) * x.element_size(), out.data_ptr()
-        told.num_rows = num_rows
-        self._kernel(told, torch.get_num_threads())
+        if not self._choice.uses_kernel:
+            return self._onednn(x)
+        out = x.new_empty((x.shape[0], self._num_out))
+        told, x_stride, out_stride = self._arguments, x.stride(0) * x.element_size(), self._num_out * x.element_size()
+        told.x_stride = x_stride
+        for first in range(0, x.shape[0], PANEL_ROWS):
+            told.next_piece, told.num_rows = 0, min(PANEL_ROWS, x.shape[0] - first)
+            told.x, told.out = x.data_ptr() + first * x_stride, out.data_ptr() + first * out_stride
+            self._kernel(told, torch.get_num_threads())
         return out
 
 
@@ -52,11 +56,11 @@ class PackedProducts:
     """Makes the products of a model.
 
     Args:
-        limit: shared by all of them.
+        choice: shared by all of them.
     """
 
-    def __init__(self, limit: RowLimit) -> None:
-        self._limit = limit
+    def __init__(self, choice: ProductChoice) -> None:
+        self._choice = choice
         self._kernel = Kernel(multiply_rows)
         self._is_known: dict[torch.Size, bool] = {}
 
@@ -65,7 +69,7 @@ class PackedProducts:
             self._is_known[weight.shape] = is_layout_known(packed, weight)
         if not self._is_known[weight.shape]:
             return packed_linear(packed, weight, bias)
-        return PackedProduct(self._kernel, self._limit, packed, weight, bias)
+        return PackedProduct(self._kernel, self._choice, packed, weight, bias)
 
 
 def is_layout_known(packed: Tensor, weight: Tensor) -> bool:

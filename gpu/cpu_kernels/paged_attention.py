@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from gpu.attention import DecodeRows, PrefillRow
+from gpu.attention import DecodeRows, PromptRow
 from gpu.cpu_kernels import decode, prefill
 from gpu.cpu_kernels.products import BLOCK_OUTPUTS
 from gpu.cpu_kernels.team import Kernel
@@ -42,7 +42,7 @@ class PagedAttention:
         self._decode(told, torch.get_num_threads())
         return out
 
-    def prefill(self, query: Tensor, kv: LayerKV, row: PrefillRow, scale: float | None) -> Tensor:
+    def prefill(self, query: Tensor, kv: LayerKV, row: PromptRow, scale: float | None) -> Tensor:
         """One row of several new tokens. query: [tokens, heads, head_dim], bf16; a token's heads lie together."""
         num_tokens, num_heads, head_dim = query.shape
         num_kv_heads = kv.keys.shape[1]

@@ -16,6 +16,7 @@ from gpu.cpu_kernels.exponent import exp2
 from gpu.cpu_kernels.products import BLOCK_OUTPUTS, PAIR_BYTES, SUM_ROW_BYTES, clear_sums, multiply_part
 from gpu.cpu_kernels.vectors import (
     add,
+    clear_outside,
     first_lane,
     hide_outside,
     interleave_high,
@@ -109,8 +110,6 @@ def _bring_values(values, stride, table, num_blocks, head_dim, paired):
 def _share_row(scores, scale, first, end, top, share_sum, shares):
     """One head's scores to exp2(score * scale - largest), as bf16; returns what earlier sums must be multiplied by.
 
-    Before anything is seen the largest is -inf, and exp2 of what is not a number rounds away.
-
     Args:
         scores: float32 [64]; those outside first..end are not seen.
         top, share_sum: float32 [16]: the largest so far, in every lane; sums of the shares, of each lane.
@@ -126,6 +125,10 @@ def _share_row(scores, scale, first, end, top, share_sum, shares):
     before = load_floats(top)
     now = larger(spread_largest(larger(larger(s0, s1), larger(s2, s3))), before)
     s0, s1, s2, s3 = exp2(subtract(s0, now)), exp2(subtract(s1, now)), exp2(subtract(s2, now)), exp2(subtract(s3, now))
+    if first > 0 or end < CHUNK_TOKENS:  # not the least that exp2 gives: nothing
+        s0, s1 = clear_outside(s0, first, end), clear_outside(s1, first - LANES, end - LANES)
+        s2 = clear_outside(s2, first - 2 * LANES, end - 2 * LANES)
+        s3 = clear_outside(s3, first - 3 * LANES, end - 3 * LANES)
     store_rounded(shares, s0)
     store_rounded(shares + 2 * LANES, s1)
     store_rounded(shares + 4 * LANES, s2)
@@ -159,6 +162,9 @@ def _share_chunk(scores, shares, sums, tops, scale, chunk, position, num_tokens,
     part_bytes = num_tokens * per_kv * SUM_ROW_BYTES
     for token in range(num_tokens):
         end = position + token + 1 - chunk
+        if end <= 0 or end - window >= CHUNK_TOKENS:  # it sees nothing here
+            _clear(shares + token * per_kv * SHARE_ROW_BYTES, per_kv * SHARE_ROW_BYTES)
+            continue
         for row in range(token * per_kv, (token + 1) * per_kv):
             top = tops + row * TOP_ROW_BYTES
             of_row, into = scores + row * SUM_ROW_BYTES, shares + row * SHARE_ROW_BYTES

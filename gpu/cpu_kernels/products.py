@@ -1,4 +1,4 @@
-"""Products of few rows with a prepacked weight: the kernel. Thread: any, without the GIL.
+"""Products with a prepacked weight: the kernel. Thread: any, without the GIL.
 
 Reads the memory that oneDNN packed (packed_matrix.py): blocks of 64 outputs, pairs of inputs side by side. A piece of
 work is a block: it is read from memory once, a part of its inputs at a time, and multiplied with all rows while that

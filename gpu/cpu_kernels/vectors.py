@@ -260,18 +260,29 @@ def total(typing_context, x):
     return types.float32(floats), lambda context, builder, signature, arguments: emit.total(builder, *arguments)
 
 
-@intrinsic
-def hide_outside(typing_context, scores, first, end):
-    """-inf in the lanes before `first` and from `end` on."""
+def _replacing(value: float) -> Any:
+    """The lanes before `first` and from `end` on by a value."""
 
-    def generate(context, builder, signature, arguments):
-        scores, first, end = arguments
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        numbers, first, end = arguments
         lanes = ir.Constant(ir.VectorType(ir.IntType(64), LANES), list(range(LANES)))
         first, end = (emit.spread(builder, bound, lanes.type) for bound in (first, end))
         is_seen = builder.and_(builder.icmp_signed(">=", lanes, first), builder.icmp_signed("<", lanes, end))
-        return builder.select(is_seen, scores, ir.Constant(emit.FLOATS, [float("-inf")] * LANES))
+        return builder.select(is_seen, numbers, ir.Constant(emit.FLOATS, [value] * LANES))
 
-    return floats(floats, types.int64, types.int64), generate
+    return generate
+
+
+@intrinsic
+def hide_outside(typing_context, scores, first, end):
+    """-inf in the lanes before `first` and from `end` on."""
+    return floats(floats, types.int64, types.int64), _replacing(float("-inf"))
+
+
+@intrinsic
+def clear_outside(typing_context, shares, first, end):
+    """0 in the lanes before `first` and from `end` on."""
+    return floats(floats, types.int64, types.int64), _replacing(0.0)
 
 
 @intrinsic

@@ -51,6 +51,7 @@ class ChatSurface:
             prompts=(chat_prompt(wire.messages),),
             sampling=fields.sampling_params(wire, defaults, _max_tokens(wire), _num_logprobs(wire)),
             num_sequences=1 if wire.n is None else wire.n,
+            cache_salt=fields.checked_cache_salt(wire.cache_salt),
             is_stream=bool(wire.stream),
             includes_usage=wire.includes_usage,
             wants_timings=bool(wire.timings),
@@ -102,9 +103,10 @@ class ChatStream:
         role = {"role": "assistant", "content": ""}
         return b"".join(self._chunk(choice, role) for choice in range(self._call.num_sequences))
 
+    def text(self, choice: int, text: str) -> bytes:
+        return self._heads[choice] + sse.json_string(text) + self._tail
+
     def delta(self, choice: int, delta: Delta) -> bytes:
-        if delta.finish_reason is None and delta.logprobs is None:
-            return self._heads[choice] + sse.json_string(delta.text) + self._tail if delta.text else b""
         events = b""
         if delta.text or delta.logprobs:
             events = self._chunk(choice, {"content": delta.text}, delta.logprobs)

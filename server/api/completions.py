@@ -58,6 +58,7 @@ class CompletionsSurface:
             prompts=_prompts(wire.prompt, defaults.vocab_size),
             sampling=sampling,
             num_sequences=_num_sequences(wire),
+            cache_salt=fields.checked_cache_salt(wire.cache_salt),
             is_stream=bool(wire.stream),
             includes_usage=wire.includes_usage,
             wants_timings=bool(wire.timings),
@@ -113,9 +114,10 @@ class CompletionStream:
             for choice in range(len(self._heads))
         )
 
+    def text(self, choice: int, text: str) -> bytes:
+        return self._heads[choice] + sse.json_string(text) + self._tail
+
     def delta(self, choice: int, delta: Delta) -> bytes:
-        if delta.finish_reason is None and delta.logprobs is None:
-            return self._heads[choice] + sse.json_string(delta.text) + self._tail if delta.text else b""
         reason = wire_reason(delta.finish_reason)
         if not (delta.text or delta.logprobs or reason):
             return b""

@@ -15,6 +15,7 @@ MAX_STOP_LENGTH = 1024  # characters: the detokenizer holds back that much
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIASES = 300
 MAX_TOP_LOGPROBS = 20
+MAX_CACHE_SALT = 256  # characters: enough for any digest
 
 # Below it the division of logits overflows, and the draw is greedy all the same.
 _GREEDY_TEMPERATURE = 1e-4
@@ -62,7 +63,6 @@ WITHOUT_EFFECT = frozenset(
         "verbosity",
         "include_obfuscation",
         "cache_control",
-        "cache_salt",
         "priority",
         "store",
         "parallel_tool_calls",
@@ -90,6 +90,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
+    cache_salt: str | None = None
     ignore_eos: bool | None = None
     timings: bool | None = None
     stream: bool | None = None
@@ -152,6 +153,20 @@ def checked_ids(ids: list[int], param: str, vocab_size: int) -> tuple[int, ...]:
         position = next(i for i, token_id in enumerate(ids) if not 0 <= token_id < vocab_size)
         raise InvalidRequest(f"Token ids must be from 0 to {vocab_size - 1}.", f"{param}[{position}]")
     return tuple(ids)
+
+
+def checked_cache_salt(salt: str | None) -> str:
+    """Prompts with one salt share nothing with those of another, nor with those without any.
+
+    Raises:
+        InvalidRequest: it is empty, which is more often a value that was not filled in than a wish, or too long.
+    """
+    if salt is None:
+        return ""
+    if not 0 < len(salt) <= MAX_CACHE_SALT:
+        message = f"cache_salt must have 1 to {MAX_CACHE_SALT} characters. Leave it out to share cached prompts."
+        raise InvalidRequest(message, "cache_salt")
+    return salt
 
 
 def checked_model(name: str) -> str:

@@ -32,6 +32,7 @@ class ServerCard(msgspec.Struct, frozen=True, kw_only=True):
         max_sequences: run at once; more wait.
         max_batch_tokens: computed in one step.
         num_kv_tokens: that the KV cache holds, over all sequences.
+        binds: where it listens, as the banner shows it.
     """
 
     model: ServedModel
@@ -41,6 +42,7 @@ class ServerCard(msgspec.Struct, frozen=True, kw_only=True):
     max_sequences: int
     max_batch_tokens: int
     num_kv_tokens: int
+    binds: tuple[str, ...] = ()
 
 
 def model_info_reply(card: ServerCard) -> bytes:
@@ -83,6 +85,7 @@ def server_info_reply(card: ServerCard) -> bytes:
             "tp_size": 1,
             "dp_size": 1,
             "pp_size": 1,
+            "binds": card.binds,
         }
     )
 

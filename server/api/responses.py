@@ -76,6 +76,7 @@ class ResponsesSurface:
             model=fields.checked_model(wire.model),
             prompts=(_prompt(wire),),
             sampling=fields.sampling_params(wire, defaults, max_tokens, _num_logprobs(wire)),
+            cache_salt=fields.checked_cache_salt(wire.cache_salt),
             is_stream=bool(wire.stream),
             wants_timings=bool(wire.timings),
             wire=wire,
@@ -136,9 +137,9 @@ class ResponseStream:
             self._reason = delta.finish_reason
         if delta.logprobs:
             return self._delta_with_logprobs(delta.text, delta.logprobs)
-        text = delta.text
-        if not text:
-            return b""
+        return self.text(choice, delta.text) if delta.text else b""
+
+    def text(self, choice: int, text: str) -> bytes:
         self._texts.append(text)
         number = self._num_events
         self._num_events = number + 1

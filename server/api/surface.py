@@ -50,6 +50,7 @@ class GenerationCall(msgspec.Struct, frozen=True, kw_only=True):
     prompts: tuple[Prompt, ...]
     sampling: SamplingParams
     num_sequences: int = 1
+    cache_salt: str = ""  # prompts are cached for the same salt only
     is_stream: bool = False
     includes_usage: bool = False  # stream_options.include_usage
     wants_timings: bool = False
@@ -92,8 +93,12 @@ class StreamReply(Protocol):
         """What comes before the first delta. Called once, when the head goes out."""
         ...
 
+    def text(self, choice: int, text: str) -> bytes:
+        """The hot path: prepared head and tail around the escaped text, which is not empty."""
+        ...
+
     def delta(self, choice: int, delta: Delta) -> bytes:
-        """The hot path: prepared head and tail around the escaped text. `choice` replaces delta.index."""
+        """Text that comes with logprobs, or with the choice's end."""
         ...
 
     def end(self, usage: Usage, timings: dict[str, float] | None) -> bytes:

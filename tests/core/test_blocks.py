@@ -47,7 +47,7 @@ def test_double_release_is_our_bug() -> None:
 
 
 def test_sharing_a_free_block_is_our_bug() -> None:
-    with pytest.raises(AssertionError, match="is free"):
+    with pytest.raises(AssertionError, match="is empty"):
         BlockPool(1).share([0])
 
 
@@ -75,6 +75,50 @@ def test_taking_for_a_shared_block_when_none_is_free_changes_nothing() -> None:
     with pytest.raises(OutOfBlocks):
         pool.take_for_shared(shared)
     assert pool.is_shared(shared)
+
+
+def kept_pool(num_blocks: int) -> tuple[BlockPool, list[int], list[int]]:
+    """All of its blocks were held, worth keeping, and let go of; and where evictions are told."""
+    evicted: list[int] = []
+    pool = BlockPool(num_blocks, evicted.append)
+    blocks = pool.allocate(num_blocks)
+    for block in blocks:
+        pool.keep(block)
+    pool.release(blocks)
+    return pool, blocks, evicted
+
+
+def test_empty_blocks_are_taken_before_kept_ones_and_of_those_the_tail_first() -> None:
+    pool, blocks, evicted = kept_pool(3)
+    pool.discard(blocks[0])
+    assert (pool.num_free, pool.num_kept) == (3, 2)
+    assert pool.allocate(3) == [blocks[0], blocks[2], blocks[1]]
+    assert evicted == [blocks[2], blocks[1]]
+    assert pool.num_evictions == 2
+
+
+def test_kept_block_can_be_held_again_and_is_then_the_last_to_go() -> None:
+    pool, (first, second), evicted = kept_pool(2)
+    pool.share([second])
+    assert (pool.num_used, pool.num_kept) == (1, 1)
+    pool.release([second])
+    pool.allocate(1)
+    assert evicted == [first]
+
+
+def test_evicted_block_is_worth_nothing_until_it_is_kept_anew() -> None:
+    pool, _, _ = kept_pool(1)
+    pool.release(pool.allocate(1))
+    assert (pool.num_free, pool.num_kept) == (1, 0)
+
+
+def test_discarding_a_held_block_takes_it_from_nobody() -> None:
+    pool, blocks, _ = kept_pool(1)
+    pool.share(blocks)
+    pool.discard(blocks[0])
+    assert pool.num_used == 1
+    pool.release(blocks)
+    assert pool.num_kept == 0
 
 
 @pytest.mark.parametrize(("num_tokens", "expected"), [(0, 0), (1, 1), (16, 1), (17, 2)])

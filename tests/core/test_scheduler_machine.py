@@ -6,30 +6,37 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from core.blocks import Domain
 from core.plan import SequenceStart, StepOutput, StepPlan
 from core.scheduler import Scheduler
 from core.sequence import Sequence, SequenceState
-from core.simulation import CostModel, SimulatedClock, SimulatedRunner, continuation
+from core.simulation import CostModel, SimulatedClock, continuation
 from core.types import FinishReason, Request, Usage
+from tests.core.kv_oracle import ChainCheckingRunner
 from tests.fakes import DeliveryLog, make_request, small_limits
 
 EOS = 3
 VOCAB_SIZE = 30
+PROMPTS = tuple(tuple((3 * i + (i >= fork)) % 29 for i in range(20)) for fork in (1, 6, 12, 20))
 
 
 class SchedulerMachine(RuleBasedStateMachine):
     """Drives a scheduler and a simulated runner call by call, so that messages come between plan and apply too."""
 
     @initialize(
-        num_blocks=st.integers(3, 14), block_size=st.sampled_from((1, 2, 4)), max_batch_tokens=st.integers(1, 9)
+        num_blocks=st.integers(3, 14),
+        block_size=st.sampled_from((1, 2, 4)),
+        max_batch_tokens=st.integers(1, 9),
+        has_prefix_cache=st.sampled_from((True, True, True, False)),
     )
-    def begin(self, num_blocks: int, block_size: int, max_batch_tokens: int) -> None:
+    def begin(self, num_blocks: int, block_size: int, max_batch_tokens: int, has_prefix_cache: bool) -> None:
         self.limits = small_limits(
             num_blocks=num_blocks, block_size=block_size, max_batch_tokens=max_batch_tokens, vocab_size=VOCAB_SIZE
         )
         self.clock = SimulatedClock()
-        self.runner = SimulatedRunner(self.limits, CostModel(), self.clock)
-        self.scheduler = Scheduler(self.limits, (EOS,), seeds=lambda: 0)
+        self.runner = ChainCheckingRunner(self.limits, CostModel(), self.clock)
+        self.scheduler = Scheduler(self.limits, (EOS,), lambda: 0, has_prefix_cache)
+        self.domains: dict[int, Domain] = {}  # by serial of a publication: of those who held its block
         self.log = DeliveryLog()
         self.requests: dict[str, Request] = {}
         self.starts: dict[tuple[str, int], SequenceStart] = {}
@@ -45,18 +52,29 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_sequences=st.sampled_from((1, 1, 2, 3)),
         priority=st.sampled_from((0, 0, 1)),
         min_tokens=st.sampled_from((0, 3)),
+        prompt=st.sampled_from(PROMPTS),
+        salt=st.sampled_from(("", "", "s")),
     )
     def submit(
-        self, num_prompt_tokens: int, max_tokens: int, num_sequences: int, priority: int, min_tokens: int
+        self,
+        num_prompt_tokens: int,
+        max_tokens: int,
+        num_sequences: int,
+        priority: int,
+        min_tokens: int,
+        prompt: tuple[int, ...],
+        salt: str,
     ) -> None:
         request = make_request(
             f"r{len(self.requests)}",
-            num_prompt_tokens,
-            max_tokens,
+            max_tokens=max_tokens,
+            prompt_ids=prompt[:num_prompt_tokens],
             num_sequences=num_sequences,
             arrival_s=float(len(self.requests)),
             priority=priority,
             min_tokens=min_tokens,
+            seed=len(self.requests) % 2,  # the same prompt and seed: the same tokens
+            cache_salt=salt,
         )
         self.requests[request.request_id] = request
         self.scheduler.submit(request)
@@ -100,16 +118,34 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.in_flight = made, self.runner.collect(ticket)
 
     @precondition(lambda self: self.in_flight is not None)
-    @rule(computed_again=st.booleans())
-    def apply(self, computed_again: bool) -> None:
+    @rule(computed_again=st.booleans(), failing=st.sampled_from((None, None, None, 0, 1, 2)))
+    def apply(self, computed_again: bool, failing: int | None) -> None:
         assert self.in_flight is not None
         made, output = self.in_flight
         if computed_again:  # as the engine does after a fault, row by row
             for row in range(made.num_rows):
                 again = self.runner.collect(self.runner.forward(self.scheduler.restart(made, range(row, row + 1))))
                 assert again.token_ids.tolist() == output.token_ids[output.rows == row].tolist()
+        if failing is not None and failing < made.num_rows:
+            output.failed_rows[failing] = "lost"
+            self.runner.spoil(made, failing)
         self.in_flight = None
         self.log(self.scheduler.apply(made, output, self.clock()))
+
+    @precondition(lambda self: self.in_flight is None)
+    @rule(prompt=st.sampled_from(PROMPTS), num_prompt_tokens=st.integers(2, 8), failing=st.integers(0, 2))
+    def lose_a_row_beside_others_that_share_its_prompt(
+        self, prompt: tuple[int, ...], num_prompt_tokens: int, failing: int
+    ) -> None:
+        for _ in range(3):
+            self.submit(num_prompt_tokens, 3, 1, 1, 0, prompt, "")
+        self.plan()
+        if self.in_flight is not None:
+            self.apply(computed_again=False, failing=failing)
+
+    @rule()
+    def clear_cache(self) -> None:
+        self.scheduler.cache.clear()
 
     @rule()
     def step(self) -> None:
@@ -118,7 +154,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if self.in_flight is None:
                 self.plan()
             if self.in_flight is not None:
-                self.apply(computed_again=False)
+                self.apply(computed_again=False, failing=None)
 
     # What must hold
 
@@ -129,7 +165,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         pool = self.scheduler.pool
         held = Counter(block for sequence in self.all_sequences() for block in sequence.table.blocks)
         assert all(pool._references[block] == held[block] for block in range(pool.num_blocks))
-        assert pool.num_free + len(held) == pool.num_blocks
+        assert len(pool._empty) + pool.num_kept + len(held) == pool.num_blocks
+        assert set(pool._empty).isdisjoint(pool._kept)
+        assert held.keys().isdisjoint(pool._kept)
 
     @invariant()
     def slots_are_conserved(self) -> None:
@@ -143,6 +181,31 @@ class SchedulerMachine(RuleBasedStateMachine):
         if hasattr(self, "scheduler"):
             assert all(s.state is SequenceState.RUNNING for s in self.all_sequences() if s.table.blocks)
 
+    @invariant()
+    def no_parent_is_evicted_before_its_children(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        cache = self.scheduler.cache
+        assert {cache._keys[block]: block for block in cache._blocks.values()} == cache._blocks
+        evictable = list(cache.pool._kept)
+        block_of = {serial: block for block, serial in enumerate(cache._serials) if serial}
+        for i, block in enumerate(evictable):
+            key = cache._keys[block]
+            assert key is not None
+            parent = key[0]
+            if isinstance(parent, int) and parent in block_of:  # else it was forgotten: nobody finds the child either
+                assert block_of[parent] not in evictable[:i]
+
+    @invariant()
+    def no_two_domains_share_a_block(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        for sequence in self.all_sequences():
+            for block in sequence.table.blocks[: sequence.table.num_published]:
+                serial = self.scheduler.cache._serials[block]
+                if serial:
+                    assert self.domains.setdefault(serial, sequence.table.domain) == sequence.table.domain
+
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):
             return
@@ -150,7 +213,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler.resume(request_id)
         for _ in range(3000):
             if self.in_flight is not None:
-                self.apply(computed_again=False)
+                self.apply(computed_again=False, failing=None)
             self.plan()
             if self.in_flight is None:
                 break
@@ -180,7 +243,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_billed += num_drawn if sequence.num_tokens_kept is None else min(num_drawn, sequence.num_tokens_kept)
         assert terminal.usage is not None
         num_prompt_tokens = terminal.usage.num_prompt_tokens
-        assert terminal.usage == Usage(num_prompt_tokens, num_billed)
+        num_cached_tokens = terminal.usage.num_cached_tokens
+        assert terminal.usage == Usage(num_prompt_tokens, num_billed, num_cached_tokens)
+        assert num_cached_tokens <= max(0, num_prompt_tokens - 1)
         assert num_prompt_tokens <= len(request.prompt_ids)
         if any(sequence.num_own_tokens for sequence in sequences):
             assert num_prompt_tokens == len(request.prompt_ids)

@@ -39,7 +39,9 @@ def test_chunked_batched_forked_and_preempted_requests_get_the_reference_tokens(
         trace = traces[request.request_id]
         texts = [without_end(tokens, start) for tokens, start in zip(drawn, starts, strict=True)]
         assert [trace.token_ids.get(i, []) for i in range(len(texts))] == texts
-        assert trace.usage == Usage(len(request.prompt_ids), sum(map(len, drawn)))
+        assert trace.usage is not None
+        num_cached = trace.usage.num_cached_tokens
+        assert trace.usage == Usage(len(request.prompt_ids), sum(map(len, drawn)), num_cached)
 
 
 def without_end(tokens: list[int], start: SequenceStart) -> list[int]:

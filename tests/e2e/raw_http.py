@@ -130,6 +130,14 @@ class RawClient:
             data, self._buffer = self._buffer, b""
             return data
 
+    def read_to_end_or_reset(self) -> bytes:
+        """As read_to_end, of a server that may cut the connection off."""
+        try:
+            return self.read_to_end()
+        except ConnectionResetError:
+            data, self._buffer = self._buffer, b""
+            return data
+
     def is_kept_open(self) -> bool:
         """Whether another request is answered on this connection; otherwise it must be closed."""
         try:

@@ -3,14 +3,16 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.e2e.polling import wait_for
-from tests.e2e.raw_http import ask
+from tests.e2e.raw_http import ConnectionEnded, ask
 
 REPOSITORY = Path(__file__).parents[2]
 LISTENING = re.compile(r"listening on 127\.0\.0\.1:(\d+)")
@@ -88,7 +90,10 @@ class ServerProcess:
         shown: dict[str, float] = {}
 
         def is_quiet() -> bool:
-            shown.update(self.metrics(api_key))
+            try:
+                shown.update(self.metrics(api_key))
+            except (ConnectionEnded, ConnectionError):  # there is no room yet even for the one that asks
+                return False
             return not any(shown[name] for name in GAUGES) and shown["steploop_connections"] == 1
 
         wait_for(is_quiet, lambda: f"a quiet server, with {shown}\n{self.log_tail}")
@@ -112,18 +117,47 @@ def start_server(directory: Path, model: Path | None, *flags: str) -> ServerProc
     Args:
         model: a small one, computed exactly; None: the embedded one, as users get it.
     """
+    chosen = () if model is None else ("--model", str(model), *SMALL)
+    return start_process(directory, "server", "serve", "--port", "0", *chosen, *flags)  # argparse takes the last
+
+
+def start_process(
+    directory: Path,
+    module: str,
+    *arguments: str,
+    environment: Mapping[str, str] | None = None,
+    listening: socket.socket | None = None,
+) -> ServerProcess:
+    """Run a module that serves, as start_server() does.
+
+    Args:
+        environment: besides our own, which gives it no setting.
+        listening: handed over as systemd does it: as descriptor 3, with LISTEN_FDS and LISTEN_PID.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     stdout, stderr = directory / "stdout", directory / "stderr"
-    chosen = () if model is None else ("--model", str(model), *SMALL)
-    arguments = ["serve", "--port", "0", *chosen, *flags]  # argparse takes the last of a flag
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("STEPLOOP_")}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("STEPLOOP_")}
     with stdout.open("wb") as out, stderr.open("wb") as err:
         process = subprocess.Popen(
-            [sys.executable, "-m", "server", *arguments],
+            [*_activating(listening), sys.executable, "-m", module, *arguments],
+            pass_fds=[] if listening is None else [listening.fileno()],
             cwd=REPOSITORY,
-            env=environment,
+            env=inherited | dict(environment or {}),
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=err,
         )
     return ServerProcess(process, stdout, stderr)
+
+
+HAND_OVER = """\
+import os, sys
+os.dup2(int(sys.argv[1]), 3)
+os.environ.update(LISTEN_FDS="1", LISTEN_PID=str(os.getpid()))
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+def _activating(listening: socket.socket | None) -> list[str]:
+    """What stands before a command that is to get the socket, and becomes that command."""
+    return [] if listening is None else [sys.executable, "-c", HAND_OVER, str(listening.fileno())]

@@ -61,6 +61,7 @@ def test_sigterm_lets_streams_end_and_says_draining_to_others(spawn: Spawn) -> N
     server = spawn()
     server.wait_ready()
     with connected(server.port) as client, connected(server.port) as idle:
+        assert idle.is_kept_open()
         begin_stream(client, num_tokens=1000)
         server.send_signal(signal.SIGTERM)
         server.wait_log("shutting down")

@@ -3,14 +3,14 @@
 import math
 import random
 
-import numpy as np
 import pytest
 import torch
 
-from gpu.attention import paged_attention
+from core.plan import SequenceStart
+from gpu.attention import DecodeGroup, PromptGroup, paged_attention
 from gpu.batch import BatchBuilder
 from gpu.kv_cache import LayerKV
-from tests.gpu.driver import make_plan
+from tests.gpu.driver import GREEDY, make_plan
 
 CPU = torch.device("cpu")
 NUM_BLOCKS, HEAD_DIM = 40, 8
@@ -37,11 +37,13 @@ def textbook(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> t
         [(33, 19)],
         [(5, 1), (5, 1)],
         [(0, 3), (90, 1), (16, 17), (15, 1), (31, 1), (32, 2)],
+        [(50, 40), (60, 70)],
     ],
     ids=str,
 )
+@pytest.mark.parametrize("num_prompt_tokens", [0, 35, 160])
 def test_mixed_rows_attend_as_the_textbook_says(
-    num_heads: int, num_kv_heads: int, rows: list[tuple[int, int]], window: int | None
+    num_heads: int, num_kv_heads: int, rows: list[tuple[int, int]], window: int | None, num_prompt_tokens: int
 ) -> None:
     """rows: (start, new tokens). Blocks hold noise beyond each row's context, which nobody may see."""
     generator = torch.Generator().manual_seed(len(rows))
@@ -52,17 +54,17 @@ def test_mixed_rows_attend_as_the_textbook_says(
     plan = make_plan(
         [(slot, start, [7] * length, True) for slot, (start, length) in enumerate(rows)],
         tables=[(slot, i, block) for slot, table in enumerate(tables) for i, block in enumerate(table)],
+        sequence_starts=[SequenceStart(slot, (1,), num_prompt_tokens, GREEDY, 0, ()) for slot in range(len(rows))],
     )
     batch = BatchBuilder(len(rows), 160, NUM_BLOCKS, torch.float32, CPU, (None, window)).build(plan)
     query = torch.randn(plan.num_tokens, num_heads, HEAD_DIM, generator=generator)
     got = paged_attention(query, kv, batch.groups[window])
-    # A row's tokens lie together in the batch; its last one leads back to the row.
-    for last, row in zip(batch.sampled_tokens.tolist(), batch.sampled_rows.tolist(), strict=True):
-        start, length = rows[row]
+    places = {slot: token for token, slot in enumerate(batch.kv_slots.tolist())}
+    for row, (start, length) in enumerate(rows):
         context = both[:, tables[row]].flatten(1, 2)  # [2, context, kv_heads, dim]
-        for offset in range(length):
-            end = start + offset + 1
-            token = last - length + 1 + offset
+        for position in range(start, start + length):
+            end = position + 1
+            token = places[tables[row][position // 16] * 16 + position % 16]
             first = max(0, end - window) if window else 0
             want = textbook(query[token], context[0, first:end], context[1, first:end])
             assert torch.allclose(got[token], want, atol=1e-5)
@@ -70,11 +72,13 @@ def test_mixed_rows_attend_as_the_textbook_says(
 
 def test_groups_cover_the_tokens_in_order() -> None:
     rows = [(0, 3), (90, 1), (16, 17), (15, 1)]
+    prompts = [9, 90, 20, 15]
     plan = make_plan(
         [(slot, start, [7] * length, False) for slot, (start, length) in enumerate(rows)],
         tables=[(slot, i, slot * 6 + i) for slot in range(4) for i in range(6)],
+        sequence_starts=[SequenceStart(slot, (1,), length, GREEDY, 0, ()) for slot, length in enumerate(prompts)],
     )
     groups = BatchBuilder(4, 160, NUM_BLOCKS, torch.float32, CPU).build(plan).groups[None]
-    ranges = [(group.first_token, group.end_token) for group in groups]
-    assert ranges == [(0, 2), (2, 5), (5, 22)]
-    assert np.all([group.is_decode for group in groups] == np.array([True, False, False]))
+    ranges = [(type(group), group.first_token, group.end_token) for group in groups]
+    decodes = [(DecodeGroup, 0, 1), (DecodeGroup, 1, 15)]  # padded to 128 tokens, and to 64
+    assert ranges == [*decodes, (PromptGroup, 15, 18), (PromptGroup, 18, 22)]

@@ -1,4 +1,4 @@
-"""What is chosen by measuring, kept per machine and shape: threads by a step's tokens, rows that kernels multiply."""
+"""What is chosen by measuring, kept per machine and shape: threads by a step's tokens, who multiplies."""
 
 import dataclasses
 from pathlib import Path
@@ -9,8 +9,8 @@ import torch
 from core.config import ModelConfig, RopeConfig
 from gpu import measured as measuring
 from gpu.device import DeviceChoice
-from gpu.linear import RowLimit, make_linear
-from gpu.measured import Measured, cache_file, choose_measured, measure_rows, measured_here, read_measured
+from gpu.linear import ProductChoice, make_linear
+from gpu.measured import Measured, cache_file, choose_measured, measure_products, measured_here, read_measured
 from gpu.threads import PREFILL_TOKENS, StepThreads, fewest, measure_threads
 
 TWO_CORES = DeviceChoice(torch.device("cpu"), "", torch.float32, "", 2, "")
@@ -59,33 +59,35 @@ def test_a_step_has_the_threads_of_the_largest_bound_below_it(tokens: int, count
 
 def test_they_read_as_a_phrase() -> None:
     assert str(Measured(FEW_THEN_ALL)) == "threads 1; 2 from 8 tokens a step"
-    assert str(Measured(FEW_THEN_ALL, 64)) == "threads 1; 2 from 8 tokens a step; kernel up to 64 rows"
+    assert str(Measured(FEW_THEN_ALL, True)) == "threads 1; 2 from 8 tokens a step; products by numba's kernel"
 
 
-def test_the_kernel_multiplies_up_to_the_most_rows_at_which_its_best_round_is_the_faster(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("is_faster", [True, False])
+def test_the_kernel_multiplies_where_its_best_rounds_are_the_faster(
+    monkeypatch: pytest.MonkeyPatch, is_faster: bool
 ) -> None:
-    limit = RowLimit(1)
-    tried: list[tuple[int, int]] = []
+    product = ProductChoice(uses_kernel=True)
+    tried: list[tuple[int, bool]] = []
 
     def seconds_of(probes: object, num_tokens: int, threads: int, dtype: torch.dtype) -> float:
         is_disturbed = len(tried) < 4
-        tried.append((num_tokens, limit.rows))
-        return (1.0 if limit.rows == 0 else 0.9 if num_tokens <= 32 else 1.1) + is_disturbed
+        tried.append((num_tokens, product.uses_kernel))
+        return (1.0 if product.uses_kernel != is_faster else 0.9 if num_tokens <= 32 else 1.1) + is_disturbed
 
     monkeypatch.setattr(measuring, "seconds_of", seconds_of)
-    assert measure_rows(PROBES, 2, torch.float32, limit) == 32
-    assert limit.rows == 32
-    turns = [(rows, kernel) for rows in measuring.MEASURED_ROWS for _ in range(3) for kernel in (rows, 0)]
-    assert tried == turns
+    assert measure_products(PROBES, 2, torch.float32, product) is is_faster
+    assert product.uses_kernel is is_faster
+    assert tried == [(rows, form) for rows in measuring.MEASURED_ROWS for _ in range(3) for form in (True, False)]
 
 
-def test_rows_are_measured_once_and_set_at_every_start(measured: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "measure_rows", lambda probes, threads, dtype, limit: 16)
+def test_products_are_measured_once_and_set_at_every_start(
+    measured: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measuring, "measure_products", lambda probes, threads, dtype, product: False)
     for _ in range(2):
-        limit = RowLimit(1)
-        assert choose_measured(LARGE, TWO_CORES, PROBES, limit) == Measured(FEW_THEN_ALL, 16)
-        assert limit.rows == 16
+        product = ProductChoice(uses_kernel=True)
+        assert choose_measured(LARGE, TWO_CORES, PROBES, product) == Measured(FEW_THEN_ALL, False)
+        assert not product.uses_kernel
     choose_measured(LARGE, TWO_CORES, PROBES)  # without the kernel it is another case
     assert len(measured) == 2
 
@@ -138,10 +140,10 @@ def test_a_large_model_is_measured_once_per_machine_and_shape(measured: list[int
         b'{"machine": 3}',
         b'{"machine": {"shape": [[1, 2]]}}',
         b'{"machine": {"shape": {"threads": [[1, 2]]}}}',
-        b'{"machine": {"shape": {"threads": [[8, 2]], "kernel_rows": 8}}}',
-        b'{"machine": {"shape": {"threads": [[1, 0]], "kernel_rows": 8}}}',
-        b'{"machine": {"shape": {"threads": [[1, 2], [1]], "kernel_rows": 8}}}',
-        b'{"machine": {"shape": {"threads": [[1, 2]], "kernel_rows": "few"}}}',
+        b'{"machine": {"shape": {"threads": [[8, 2]], "uses_kernel": true}}}',
+        b'{"machine": {"shape": {"threads": [[1, 0]], "uses_kernel": true}}}',
+        b'{"machine": {"shape": {"threads": [[1, 2], [1]], "uses_kernel": true}}}',
+        b'{"machine": {"shape": {"threads": [[1, 2]], "uses_kernel": "few"}}}',
     ],
 )
 def test_a_broken_file_is_as_none_and_is_replaced(content: bytes, measured: list[int], cache: Path) -> None:

@@ -27,22 +27,21 @@ def test_plain_scores_give_what_torch_gives_however_they_are_cut(
     keys, values = KEYS.unsqueeze(1).expand(shared), VALUES.unsqueeze(1).expand(shared)
     want = F.scaled_dot_product_attention(QUERY, keys, values, is_causal=True)
     hidden = torch.full((TOKENS, TOKENS), float("-inf")).triu_(1)
-    assert torch.allclose(attend(QUERY, KEYS, VALUES, None, True, PLAIN), want, atol=1e-6)
-    assert torch.allclose(attend(QUERY, KEYS, VALUES, hidden, False, PLAIN), want, atol=1e-6)
+    assert torch.allclose(attend(QUERY, KEYS, VALUES, hidden, PLAIN), want, atol=1e-6)
     one_row = hidden[-1:]
     want = F.scaled_dot_product_attention(QUERY, keys, values)
-    assert torch.allclose(attend(QUERY, KEYS, VALUES, one_row, False, PLAIN), want, atol=1e-6)
+    assert torch.allclose(attend(QUERY, KEYS, VALUES, one_row, PLAIN), want, atol=1e-6)
 
 
 def test_a_cap_bounds_the_scores() -> None:
     """Scores of 1000 and 0 under a cap of 2 are shares of e^2 to 1."""
     query, keys = torch.ones(1, 1, 1, 1), torch.tensor([[[1000.0], [0.0]]])
     values = torch.tensor([[[1.0], [0.0]]])
-    got = attend(query, keys, values, None, False, Scores(scale=1.0, cap=2.0))
+    got = attend(query, keys, values, None, Scores(scale=1.0, cap=2.0))
     assert got.item() == pytest.approx(torch.tensor([2.0, 0.0]).softmax(0)[0].item())
 
 
 def test_a_sink_takes_its_share() -> None:
     query, keys, values = torch.zeros(1, 2, 1, 4), torch.zeros(1, 3, 4), torch.ones(1, 3, 4)
-    got = attend(query, keys, values, None, False, Scores(sinks=torch.tensor([0.0, float("-inf")])))
+    got = attend(query, keys, values, None, Scores(sinks=torch.tensor([0.0, float("-inf")])))
     assert got[0, :, 0, 0].tolist() == pytest.approx([0.75, 1.0])

@@ -2,17 +2,20 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from ipaddress import IPv4Address
 
 from server.answer import content_headers
 from server.api.envelope import protocol_error_body
+from server.client_gate import ClientRules
 from server.connection_limits import ConnectionLimits
 from server.exchanges import Refuse
 from server.listener import Listener, ListenerConfig
 from server.messages import Headers
+from server.peer import Peer
 from server.stream import HttpStream
 from tests.server.virtual_loop import VirtualTimeLoop
 
-PEER = ("192.0.2.7", 4242)
+PEER = Peer(IPv4Address("192.0.2.7"), 4242)
 
 
 class MemoryTransport(asyncio.Transport):
@@ -26,7 +29,7 @@ class MemoryTransport(asyncio.Transport):
     """
 
     def __init__(self, loop: VirtualTimeLoop, protocol: asyncio.Protocol, peer_reads: bool = True) -> None:
-        super().__init__({"peername": PEER})
+        super().__init__()
         self.writes: list[bytes] = []
         self.received = bytearray()
         self.peer_reads = peer_reads
@@ -138,7 +141,7 @@ class MemoryTransport(asyncio.Transport):
             self._protocol.connection_lost(error)
 
 
-def refuse(status: int, message: str, client: str, stream: HttpStream | None) -> tuple[Headers, bytes]:
+def refuse(status: int, message: str, peer: Peer, stream: HttpStream | None) -> tuple[Headers, bytes]:
     """What a connection answers by itself where no app accounts for it."""
     body = protocol_error_body(status, message)
     return content_headers(body), body
@@ -153,15 +156,22 @@ class MemoryServer:
         limits: ConnectionLimits | None = None,
         loop: VirtualTimeLoop | None = None,
         refuse: Refuse = refuse,
+        clients: ClientRules | None = None,
     ) -> None:
         self.loop = VirtualTimeLoop() if loop is None else loop
-        config = ListenerConfig(connection=limits or ConnectionLimits())
+        config = ListenerConfig(connection=limits or ConnectionLimits(), clients=clients or ClientRules())
         self.listener = Listener(handler, refuse, config, self.loop, lambda: 0.0)
 
     def connect(self, peer_reads: bool = True) -> MemoryTransport:
-        transport = MemoryTransport(self.loop, self.listener.new_connection(), peer_reads)
+        transport = self.dial(peer_reads)
         self.loop.settle()
         return transport
+
+    def dial(self, peer_reads: bool = True) -> MemoryTransport:
+        """A new connection that is made when the loop runs next."""
+        connection = self.listener.admit(PEER)
+        assert connection is not None, "the connection was refused"
+        return MemoryTransport(self.loop, connection, peer_reads)
 
     def exchange(self, *pieces: bytes) -> MemoryTransport:
         """A new connection that sends these pieces, one read each, and what has come of it when all is quiet."""
@@ -182,3 +192,4 @@ class MemoryServer:
         is_quiet = self.is_quiet()
         self.loop.close()
         assert is_quiet, "a connection, a handler or a timer is left over"
+        assert not self.listener.gate.num_addresses, "a client is counted that has gone"

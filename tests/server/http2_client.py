@@ -137,7 +137,7 @@ class Http2Client:
         if response is None:
             return
         if isinstance(event, events.InformationalResponseReceived):
-            response.informational.append(int(dict(event.headers or ())[":status"]))
+            response.informational.append(int({str(name): value for name, value in event.headers or ()}[":status"]))
         elif isinstance(event, events.ResponseReceived):
             response.headers = {str(name): str(value) for name, value in event.headers or ()}
         elif isinstance(event, events.TrailersReceived):

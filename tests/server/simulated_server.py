@@ -9,7 +9,7 @@ model says, connections are served, and what they post is found by the step's se
 
 import itertools
 import json
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +27,9 @@ from server.api.models import ServedModel
 from server.api.surface import GenerationDefaults
 from server.app import App, Readiness
 from server.auth import KeyAuthenticator
+from server.client_gate import ClientRules
 from server.connection_limits import ConnectionLimits
+from server.cross_origin import CrossOrigin
 from server.engine_client import EngineClient
 from server.lifecycle import Clock, Lifecycle, PromptReader
 from server.metrics import Metrics
@@ -212,6 +214,8 @@ class SimulatedServer:
         max_requests: int = 100,
         connection_limits: ConnectionLimits | None = None,
         is_ready: bool = True,
+        origins: tuple[str, ...] = (),
+        clients: ClientRules | None = None,
     ) -> None:
         self.loop = VirtualTimeLoop()
         self.limits = limits
@@ -230,11 +234,18 @@ class SimulatedServer:
         self._engine = Engine(self.scheduler, runner(limits, cost, time), time, self._inbox, self._send_delivery)
         clock = Clock(time, lambda: UNIX_S + time())
         numbers = itertools.count(1)
-        self.app = App(self.readiness, KeyAuthenticator(keys), self.metrics, clock, lambda: f"r{next(numbers)}")
-        self.network = MemoryServer(self.app.handle, connection_limits, self.loop, self.app.refuse)
+        self.app = App(
+            self.readiness,
+            KeyAuthenticator(keys),
+            self.metrics,
+            clock,
+            lambda: f"r{next(numbers)}",
+            CrossOrigin(origins),
+        )
+        self.network = MemoryServer(self.app.handle, connection_limits, self.loop, self.app.refuse, clients)
         self.app.listener = self.network.listener
         self.client = EngineClient(
-            self._post, TOKENIZER.table, self.network.listener.batch.flush_all, self.loop.call_soon
+            self._post, TOKENIZER.table, self.network.listener.batch.flush_all, self.loop.call_soon, time
         )
         self.lifecycle = Lifecycle(
             reader=_reader(limits, clock),
@@ -325,8 +336,11 @@ class SimulatedServer:
 
     def terminals(self, request_id: str) -> int:
         """How many terminal chunks the engine has told of a request."""
-        chunks = [chunk for delivery in self.delivered for chunk in delivery.chunks]
-        return sum(chunk.is_terminal and chunk.request_id == request_id for chunk in chunks)
+        return self._terminals()[request_id]
+
+    def _terminals(self) -> Counter[str]:
+        chunks = (chunk for delivery in self.delivered for chunk in delivery.chunks)
+        return Counter(chunk.request_id for chunk in chunks if chunk.is_terminal)
 
     def check_idle(self) -> None:
         """Nothing is held for anybody: no block, handle, answer, handler; each submit had its one terminal chunk."""
@@ -338,7 +352,12 @@ class SimulatedServer:
         assert self.network.listener.num_handlers == 0
         submitted = [message.request.request_id for message in self.posted if hasattr(message, "request")]
         assert len(set(submitted)) == len(submitted)
-        assert [self.terminals(request_id) for request_id in submitted] == [1] * len(submitted)
+        assert self._terminals() == Counter(submitted)
+
+    def forget_history(self) -> None:
+        """Of what was posted and delivered, when all is quiet: a long run would keep it all."""
+        self.posted.clear()
+        self.delivered.clear()
 
     def close(self) -> None:
         """Run on to the end, then all peers leave, and nothing may be left of them."""

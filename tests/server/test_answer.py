@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from core.types import Cancel, Delta, FinishReason, Pause, Resume
+from core.types import Cancel, FinishReason, Pause, Resume
 from server.answer import KEEP_ALIVE_S
 from server.api.chat import ChatStream, ChatSurface
 from tests.server.simulated_server import (
@@ -229,23 +229,23 @@ def test_inter_token_time_is_counted_per_choice() -> None:
 
 
 class FaultyStream(ChatStream):
-    """A bug of ours, at the third delta."""
+    """A bug of ours, at the third text."""
 
     __slots__ = ()
-    num_deltas = 0
+    num_texts = 0
 
-    def delta(self, choice: int, delta: Delta) -> bytes:
-        FaultyStream.num_deltas += 1
-        if FaultyStream.num_deltas == 3:
+    def text(self, choice: int, text: str) -> bytes:
+        FaultyStream.num_texts += 1
+        if FaultyStream.num_texts == 3:
             raise ZeroDivisionError
-        return super().delta(choice, delta)
+        return super().text(choice, text)
 
 
 def test_fault_in_writing_one_answer_ends_that_one_alone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = ask(completion()).text()
-    monkeypatch.setattr(FaultyStream, "num_deltas", 0)
+    monkeypatch.setattr(FaultyStream, "num_texts", 0)
     monkeypatch.setattr(ChatSurface, "stream_reply", lambda self, call, context: FaultyStream(call, context))
     server = SimulatedServer()
     faulty, sound = server.send(chat(**STREAM)), server.send(completion())

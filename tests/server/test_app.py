@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from ipaddress import ip_network
 from typing import Any
 
 import pytest
@@ -10,8 +11,10 @@ import pytest
 from core.errors import ErrorKind, ServiceError
 from core.plan import DeviceError, RunnerLimits, StepOutput, StepPlan
 from core.simulation import SimulatedRunner
+from server.client_gate import ClientRules
 from server.lifecycle import OFFLOAD_BYTES
 from server.metrics import MAX_UNKNOWN_FIELDS
+from tests.server.fakes import MemoryTransport
 from tests.server.simulated_server import (
     MODEL,
     STREAM,
@@ -387,15 +390,23 @@ def test_metrics_add_up() -> None:
     assert found[f"steploop_disconnects_total{{{label}}}"] == 1
     assert found[f'steploop_unknown_fields_total{{{label},field="fast_mode"}}'] == 1
     assert found[f'steploop_unknown_fields_total{{{label},field="mood"}}'] == 1
-    num_tokens = sum(usage["completion_tokens"] for usage in usages) + 12
+    num_tokens = sum(usage["completion_tokens"] for usage in usages) + 12 + 1  # that of the client that left
     assert found[f"vllm:generation_tokens_total{{{label}}}"] == num_tokens
     assert found[f'vllm:request_success_total{{{label},finished_reason="length"}}'] == 6
-    assert found[f"vllm:time_to_first_token_seconds_count{{{label}}}"] == 4
+    assert found[f"vllm:time_to_first_token_seconds_count{{{label}}}"] == 5
     assert found[f"vllm:e2e_request_latency_seconds_count{{{label}}}"] == 5
-    num_first = 1 + 2 + 2 + 1  # of each choice, all of which have said something
+    num_first = 1 + 2 + 2 + 1 + 1  # of each choice, all of which have said something
     assert found[f"vllm:inter_token_latency_seconds_count{{{label}}}"] <= num_tokens - num_first
     assert found[f"vllm:kv_cache_usage_perc{{{label}}}"] == 0
     assert found[f"steploop_steps_total{{{label}}}"] == server.stats.num_steps
+    hits = (
+        sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)
+        + 2 * usages[1]["prompt_tokens_details"]["cached_tokens"]
+    )
+    assert hits > 0
+    for prefix in ("vllm:", "steploop_"):
+        assert found[f"{prefix}prefix_cache_hits_total{{{label}}}"] == hits
+        assert found[f"{prefix}prefix_cache_queries_total{{{label}}}"] == server.stats.num_cache_queries
     server.close()
 
 
@@ -435,7 +446,7 @@ def test_access_lines_say_how_it_ended(caplog: pytest.LogCaptureFixture) -> None
         r" client=192.0.2.7:4242",
         lines[0],
     )
-    assert re.search(r" 200 .* completion=1 finish=error error=engine_error client=192.0.2.7:4242$", lines[1])
+    assert re.search(r" 200 .* cached=16 completion=2 finish=error error=engine_error client=192.0.2.7:4242$", lines[1])
     server.close()
 
 
@@ -474,3 +485,57 @@ def test_error_events_are_one_json_line() -> None:
     block = answers(bytes(transport.received))[0].body.decode().split("\n\n")[-2]
     assert json.loads(block.removeprefix("data: "))["error"]["message"] == "two\nlines\u2028"
     server.close()
+
+
+# Behind proxies.
+
+PROXIED = ClientRules(
+    trusted_proxies=(ip_network("192.0.2.0/24"),), deny=(ip_network("10.6.0.0/16"),), max_per_address=1
+)
+
+
+def forwarded(path: str, *lines: str) -> bytes:
+    return request("GET", path, None, *lines)
+
+
+def statuses(transport: MemoryTransport) -> list[int]:
+    return [answer.status for answer in answers(bytes(transport.received))]
+
+
+def test_the_client_that_a_trusted_proxy_names_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "server.access")
+    ask(forwarded("/health", "X-Forwarded-For: 10.6.0.1, 10.0.0.1:99, 192.0.2.8"), "GET", clients=PROXIED)
+    assert caplog.records[-1].getMessage().endswith(" client=10.0.0.1:99")
+    ask(forwarded("/health", "X-Forwarded-For: 10.0.0.1"), "GET")
+    assert caplog.records[-1].getMessage().endswith(" client=192.0.2.7:4242"), "nobody trusts it"
+
+
+def test_a_denied_client_behind_a_proxy_gets_403_and_the_next_one_is_served() -> None:
+    simulated = SimulatedServer(clients=PROXIED)
+    transport = simulated.send(forwarded("/health", "X-Forwarded-For: 10.6.0.1"))
+    transport.feed(forwarded("/health", "X-Forwarded-For: 10.7.0.1"))
+    simulated.loop.settle()
+    refused, served = answers(bytes(transport.received), "GET")
+    assert (refused.status, refused.json["error"]["code"]) == (403, "permission_denied")
+    assert "10.6.0.1" in refused.json["error"]["message"]
+    assert served.status == 200
+    simulated.close()
+
+
+def test_requests_at_once_are_counted_by_client_behind_a_proxy() -> None:
+    simulated = SimulatedServer(clients=PROXIED)
+    one, other = "X-Forwarded-For: 10.0.0.1", "X-Forwarded-For: 10.0.0.2"
+    running = simulated.send(
+        request("POST", "/v1/completions", {"model": MODEL, "prompt": "The engine", "max_tokens": 50}, one)
+    )
+    again = simulated.send(forwarded("/health", one))
+    assert statuses(again) == [429]
+    assert b"retry-after: 1" in again.received
+    neighbour = simulated.send(forwarded("/health", other))
+    assert statuses(neighbour) == [200]
+    simulated.run()
+    assert statuses(running) == [200]
+    again.feed(forwarded("/health", one))
+    simulated.loop.settle()
+    assert statuses(again) == [429, 200]
+    simulated.close()

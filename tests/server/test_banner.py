@@ -3,10 +3,13 @@
 import dataclasses
 import json
 import shlex
+from ipaddress import IPv6Network
 
 import pytest
 
-from server.banner import BannerFacts, banner_lines, base_url, sample_curl
+from server.banner import BannerFacts, Place, banner_lines, base_url, configured_url, sample_curl
+from server.binds import Bind, TcpAddress, UnixAddress
+from server.config import ServerConfig
 
 FACTS = BannerFacts(
     version="0.1.0",
@@ -22,9 +25,9 @@ FACTS = BannerFacts(
     context_origin="the model's own",
     num_api_keys=0,
     keys_are_in_environment=False,
-    host="127.0.0.1",
-    port=8000,
+    places=(Place(TcpAddress("127.0.0.1", 8000)),),
 )
+PUBLIC = dataclasses.replace(FACTS, places=(*FACTS.places, Place(TcpAddress("0.0.0.0", 8000))))
 
 
 def line(facts: BannerFacts, label: str) -> str:
@@ -49,8 +52,8 @@ def test_only_the_embedded_model_is_called_a_demonstration() -> None:
 
 
 def test_an_open_port_without_keys_is_said_plainly() -> None:
-    assert "anyone who reaches this port" in line(dataclasses.replace(FACTS, host="0.0.0.0"), "auth")
-    assert "2 API keys" in line(dataclasses.replace(FACTS, host="0.0.0.0", num_api_keys=2), "auth")
+    assert "anyone who reaches this port" in line(PUBLIC, "auth")
+    assert "2 API keys" in line(dataclasses.replace(PUBLIC, num_api_keys=2), "auth")
 
 
 @pytest.mark.parametrize(
@@ -69,7 +72,9 @@ def test_url_is_one_that_can_be_reached(host: str, url: str) -> None:
 
 @pytest.mark.parametrize("name", ["steploop-demo", 'it\'s "quoted" $HOME `x`', "名前"])
 def test_the_command_survives_the_shell_with_model_and_port(name: str) -> None:
-    words = shlex.split(sample_curl(dataclasses.replace(FACTS, model_name=name, port=18_000)))
+    words = shlex.split(
+        sample_curl(dataclasses.replace(FACTS, model_name=name, places=(Place(TcpAddress(port=18_000)),)))
+    )
     assert words[:2] == ["curl", "http://127.0.0.1:18000/v1/chat/completions"]
     body = json.loads(words[words.index("-d") + 1])
     assert body["model"] == name
@@ -85,6 +90,34 @@ def test_with_keys_the_command_takes_the_first_from_the_environment() -> None:
 
 
 def test_tls_is_seen_in_the_url_and_the_command() -> None:
-    facts = dataclasses.replace(FACTS, has_tls=True)
+    facts = dataclasses.replace(FACTS, places=(Place(TcpAddress(), has_tls=True),))
     assert line(facts, "URL").split()[1] == "https://127.0.0.1:8000"
     assert sample_curl(facts).startswith("curl --insecure https://127.0.0.1:8000/v1/chat/completions ")
+
+
+def test_every_place_is_shown_and_the_command_takes_one_that_answers_a_client() -> None:
+    socket_place = Place(UnixAddress("/run/a b.sock"))
+    behind = Place(TcpAddress("::1", 81), has_tls=True, takes_proxy=True)
+    facts = dataclasses.replace(FACTS, places=(behind, socket_place))
+    assert "URL      https://[::1]:81 (PROXY), unix:/run/a b.sock  /v1/" in line(facts, "URL")
+    assert sample_curl(facts).startswith("curl --unix-socket '/run/a b.sock' http://localhost:80/v1/chat/completions ")
+    both = dataclasses.replace(facts, places=(*facts.places, *FACTS.places))
+    assert sample_curl(both).startswith("curl http://127.0.0.1:8000/v1/chat/completions ")
+    assert "only this machine" in line(both, "auth")
+
+
+def test_the_configured_url_is_of_a_place_where_clients_can_ask() -> None:
+    assert configured_url(ServerConfig()) == "http://127.0.0.1:8000"
+    assert configured_url(ServerConfig(port=0)) is None
+    proxied, plain = Bind(TcpAddress("::1", 1), takes_proxy=True), Bind(TcpAddress("::1", 2))
+    trusted = (IPv6Network("::1"),)
+    assert configured_url(ServerConfig(binds=(Bind(UnixAddress("/x")), proxied), trusted_proxies=trusted)) is None
+    assert configured_url(ServerConfig(binds=(proxied, plain), trusted_proxies=trusted)) == "http://[::1]:2"
+
+
+def test_client_certificates_are_an_authentication() -> None:
+    public = Place(TcpAddress("0.0.0.0", 8443), has_tls=True)
+    facts = dataclasses.replace(FACTS, places=(public,), needs_certificate=True)
+    assert line(facts, "auth") == "  auth     client certificates"
+    assert line(dataclasses.replace(facts, num_api_keys=1), "auth") == "  auth     1 API key and client certificates"
+    assert sample_curl(facts).startswith("curl --insecure --cert YOUR_CERTIFICATE --key YOUR_")

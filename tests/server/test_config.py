@@ -7,6 +7,7 @@ import pytest
 
 from core.config import EngineConfig
 from core.errors import ExitCode, StartupError
+from server.command_line import build_parsers, flags_given
 from server.config import OPTIONS, Option, ServerConfig
 from server.config_sources import load_config
 from server.values import HubId
@@ -58,8 +59,16 @@ SAMPLES = {
     "dtype": "float32",
     "kv-memory": "2GiB",
     "host": "::1",
+    "bind": "[::1]:0",
+    "unix-mode": "600",
     "tls-cert": "{file}",
     "tls-key": "{file}",
+    "tls-client-ca": "{file}",
+    "tls-client-auth": "optional",
+    "trusted-proxies": "unix",
+    "forwarded-header": "forwarded",
+    "allow": "10.0.0.0/8",
+    "deny": "2001:db8::/32",
     "api-key": "secret",
     "log-level": "debug",
     "log-format": "json",
@@ -70,6 +79,8 @@ SAMPLES = {
     "stall-timeout": "1.5s",
     "drain-timeout": "1h",
     "quantize": "int8",
+    "cors-origin": "https://app.example.com",
+    "no-prefix-cache": "true",
 }
 
 
@@ -100,6 +111,28 @@ def test_names_follow_one_rule() -> None:
 def test_toml_numbers_need_no_quotes(tmp_path: Path) -> None:
     config = load_config(toml_flag(tmp_path, "port = 9\nhead_timeout = 2.5\nkv_memory = 2097152"), {})
     assert (config.port, config.head_timeout_s, config.kv_memory_bytes) == (9, 2.5, 2**21)
+
+
+@pytest.mark.parametrize(("text", "is_off"), [("true", True), ("1", True), ("off", False), ("No", False)])
+def test_a_switch_takes_the_words_for_yes_and_no(text: str, is_off: bool) -> None:
+    config = load_config({}, {"STEPLOOP_NO_PREFIX_CACHE": text})
+    assert config.no_prefix_cache is is_off
+    assert config.to_engine_config().has_prefix_cache is not is_off
+
+
+def test_a_switch_in_the_file_is_true_or_false(tmp_path: Path) -> None:
+    assert load_config(toml_flag(tmp_path, "no_prefix_cache = true"), {}).no_prefix_cache
+    assert not load_config(toml_flag(tmp_path, "no_prefix_cache = false"), {}).no_prefix_cache
+    error = refusal(toml_flag(tmp_path, "no_prefix_cache = []"), {})
+    assert error.cause.endswith("is list: it must be true or false")
+    error = refusal({}, {"STEPLOOP_NO_PREFIX_CACHE": "maybe"})
+    assert error.fix.startswith("--no-prefix-cache, STEPLOOP_NO_PREFIX_CACHE=BOOL or no_prefix_cache in the TOML file")
+
+
+def test_a_switch_on_the_command_line_takes_no_value() -> None:
+    parser, _ = build_parsers()
+    assert flags_given(parser.parse_args(["serve", "--no-prefix-cache"])) == {"no_prefix_cache": "true"}
+    assert flags_given(parser.parse_args(["serve"])) == {}
 
 
 def test_api_keys_come_as_repeated_flags_commas_or_a_list(tmp_path: Path) -> None:
@@ -240,3 +273,53 @@ def test_model_is_a_directory_a_gguf_file_or_a_hubs_name(tmp_path: Path, monkeyp
         assert refusal({"model": text}, {}).exit_code == ExitCode.MODEL
     assert "models/tiny" in refusal({"model": "models/tinny"}, {}).cause
     assert "tiny.gguf" in refusal({"model": "tyni.gguf"}, {}).cause
+
+
+def test_of_a_list_the_value_that_is_wrong_is_told(tmp_path: Path) -> None:
+    assert refusal({"binds": ["127.0.0.1:1", "::1:2"]}, {}).cause.startswith("--bind is '::1:2': it must be HOST:PORT")
+    assert refusal({}, {"STEPLOOP_DENY": "10.0.0.0/8,10.1.2.3/8"}).fix == "--deny 10.0.0.0/8"
+    file = toml_flag(tmp_path, 'trusted_proxies = ["unix", "nobody"]')
+    assert "trusted_proxies in" in refusal(file, {}).cause
+
+
+def addresses(config: ServerConfig, has_passed: bool = False) -> list[str]:
+    return [str(bind.address) for bind in config.all_binds(has_passed)]
+
+
+def test_binds_stand_instead_of_the_default_and_beside_what_is_given() -> None:
+    two = {"binds": ["127.0.0.1:1", "unix:/a"]}
+    assert addresses(load_config({}, {})) == ["127.0.0.1:8000"]
+    assert addresses(load_config(two, {})) == ["127.0.0.1:1", "unix:/a"]
+    assert addresses(load_config(two | {"port": "2"}, {})) == ["127.0.0.1:2", "127.0.0.1:1", "unix:/a"]
+    assert addresses(load_config(two, {"STEPLOOP_HOST": "::1"})) == ["[::1]:8000", "127.0.0.1:1", "unix:/a"]
+    assert addresses(load_config({}, {}), has_passed=True) == []
+    assert addresses(load_config({"port": "2"}, {}), has_passed=True) == ["127.0.0.1:2"]
+
+
+@pytest.mark.parametrize(
+    ("bind", "trusted", "is_refused"),
+    [
+        ("proxy:127.0.0.1:1", (), True),
+        ("proxy:127.0.0.1:1", ("unix",), True),
+        ("proxy:unix:/a", ("127.0.0.1",), True),
+        ("proxy:127.0.0.1:1", ("127.0.0.1",), False),
+        ("proxy:unix:/a", ("unix",), False),
+        ("127.0.0.1:1", (), False),
+    ],
+)
+def test_a_bind_for_proxies_needs_one_that_is_trusted(bind: str, trusted: tuple[str, ...], is_refused: bool) -> None:
+    flags: dict[str, str | list[str]] = {"binds": [bind]}
+    config = load_config(flags | ({"trusted_proxies": list(trusted)} if trusted else {}), {})
+    if not is_refused:
+        assert addresses(config) == [bind.removeprefix("proxy:")]
+        return
+    with pytest.raises(StartupError, match="for trusted proxies alone") as caught:
+        config.all_binds()
+    assert caught.value.fix.startswith("--trusted-proxies ")
+
+
+def test_nobody_takes_all_connections_alone_unless_they_are_few() -> None:
+    caps = {number: ServerConfig(max_connections=number).client_rules.max_per_address for number in (8, 64, 1024)}
+    assert caps == {8: 8, 64: 56, 1024: 896}
+    assert ServerConfig(max_connections_per_address=5).client_rules.max_per_address == 5
+    assert ServerConfig(forwarded_header="none").client_rules.forwarded_header is None

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from core.errors import ErrorKind, ServiceError
 from server.connection_limits import ConnectionLimits
 from server.messages import ResponseHead
+from server.refusals import SHUTDOWN
 from server.stream import HttpStream
-from tests.server.fakes import MemoryServer, MemoryTransport
+from tests.server.fakes import PEER, MemoryServer, MemoryTransport
 
 GET = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
 STREAMED = ResponseHead(200, ((b"content-type", b"text/event-stream"),))
@@ -704,14 +705,17 @@ def start_drain(server: MemoryServer, grace_s: float) -> "asyncio.Task[None]":
 def test_drain_closes_idle_connections_and_lets_busy_ones_finish(serve: Serve) -> None:
     hold = Hold()
     server = serve(hold)
-    idle, streaming, in_head = server.connect(), server.exchange(GET), server.exchange(GET[:5])
+    idle = server.exchange(GET)
+    hold.end(0)
+    server.loop.settle()
+    streaming, in_head = server.exchange(GET), server.exchange(GET[:5])
     draining = start_drain(server, 60)
     assert [t.is_lost for t in (idle, streaming, in_head)] == [True, False, False]
     in_head.feed(GET[5:])
     server.loop.settle()
     assert b"connection: close" in in_head.received
     assert not draining.done()
-    for index, stream in enumerate(hold.streams):
+    for index, stream in enumerate(hold.streams[1:], 1):
         stream.send(b"x")
         hold.end(index)
     server.loop.settle()
@@ -719,6 +723,23 @@ def test_drain_closes_idle_connections_and_lets_busy_ones_finish(serve: Serve) -
         assert responses(bytes(transport.received)) == [(200, b"x")]
         assert transport.is_lost
     assert hold.told == []
+    assert draining.done()
+
+
+def test_drain_answers_the_first_request_of_a_new_connection_and_waits_for_it_for_a_second(serve: Serve) -> None:
+    server = serve(echo)
+    asking, silent = server.connect(), server.connect()
+    draining = start_drain(server, 60)
+    server.loop.advance(0.9)
+    assert not asking.is_lost
+    asking.feed(GET + GET)
+    server.loop.settle()
+    assert [status for status, _ in responses(bytes(asking.received))] == [200]
+    assert b"connection: close" in asking.received
+    assert not silent.is_lost
+    server.loop.advance(0.2)
+    assert silent.is_lost
+    server.loop.advance(3)
     assert draining.done()
 
 
@@ -750,8 +771,8 @@ def test_connection_that_comes_during_a_drain_gets_one_answer_and_prolongs_nothi
     assert not silent.is_lost
     hold.end(0)
     server.loop.settle()
-    assert silent.is_lost
     server.loop.advance(1)
+    assert silent.is_lost
     assert draining.done()
     assert server.listener.num_open == 0
 
@@ -759,9 +780,8 @@ def test_connection_that_comes_during_a_drain_gets_one_answer_and_prolongs_nothi
 def test_connection_accepted_after_the_drain_is_refused(serve: Serve) -> None:
     server = serve(echo)
     assert start_drain(server, 60).done()
-    transport = server.connect()
-    assert transport.is_lost
-    assert (server.listener.num_accepted, server.listener.num_refused) == (1, 1)
+    assert server.listener.admit(PEER) is None
+    assert (server.listener.num_accepted, server.listener.refusals.counts[SHUTDOWN]) == (1, 1)
 
 
 def test_drain_aborts_what_outlives_its_grace_and_tells_the_handler(serve: Serve) -> None:

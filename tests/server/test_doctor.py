@@ -3,10 +3,12 @@
 import dataclasses
 import io
 import socket
+from pathlib import Path
 
 import pytest
 
 from core.errors import DeviceUnavailable, ExitCode, NotEnoughMemory, StartupError
+from server.binds import Bind, TcpAddress, bind_value
 from server.doctor import (
     MachineFacts,
     PlanFacts,
@@ -18,10 +20,11 @@ from server.doctor import (
     print_report,
     quality_section,
     serving_section,
-    try_address,
+    try_bind,
     version_section,
 )
 
+FREE_PORT = Bind(TcpAddress(port=0))
 MACHINE = MachineFacts(
     device="cpu",
     device_reason="no CUDA device was found",
@@ -80,7 +83,7 @@ def test_plan_adds_up_and_says_where_each_figure_is_from() -> None:
 
 
 def test_a_healthy_report_ends_with_yes_and_zero() -> None:
-    sections = (version_section(), machine_section(lambda: MACHINE), serving_section(lambda: PLAN, "127.0.0.1", 0))
+    sections = (version_section(), machine_section(lambda: MACHINE), serving_section(lambda: PLAN, [FREE_PORT]))
     assert exit_code(sections) == ExitCode.OK
     text = report(*sections)
     assert "42.4 GB/s read" in text
@@ -92,7 +95,7 @@ def test_each_error_is_told_with_its_fix_and_the_first_decides_the_code() -> Non
     memory = NotEnoughMemory("KV cache: need 5.0 GiB for 32768 tokens, 2.1 GiB free.", "--max-model-len 13700")
     sections = (
         version_section(lambda name: None if name == "torch" else "99"),
-        serving_section(lambda: raising(memory), "127.0.0.1", 0),
+        serving_section(lambda: raising(memory), [FREE_PORT]),
     )
     assert exit_code(sections) == ExitCode.VERSION
     assert exit_code(sections[1:]) == ExitCode.MEMORY
@@ -116,22 +119,30 @@ def test_a_device_that_is_not_there_is_an_error() -> None:
 
 def test_values_are_shown_as_they_are_not_as_markup() -> None:
     odd = PlanFacts(**{name: getattr(PLAN, name) for name in PLAN.__slots__} | {"model_name": "[red]odd[/red]"})
-    assert "[red]odd[/red]" in report(serving_section(lambda: odd, "127.0.0.1", 0))
+    assert "[red]odd[/red]" in report(serving_section(lambda: odd, [FREE_PORT]))
 
 
 def test_a_taken_port_is_told_before_serve_finds_it() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(StartupError) as caught:
-            try_address("127.0.0.1", port)
+            try_bind(Bind(TcpAddress(port=port)))
     assert caught.value.exit_code == ExitCode.PORT
     assert f"127.0.0.1:{port}" in caught.value.cause
 
 
 def test_a_host_that_is_not_ours_is_told() -> None:
     with pytest.raises(StartupError) as caught:
-        try_address("192.0.2.1", 0)  # TEST-NET-1, RFC 5737: nobody's
+        try_bind(Bind(TcpAddress("192.0.2.1", 0)))  # TEST-NET-1, RFC 5737: nobody's
     assert caught.value.exit_code == ExitCode.PORT
+
+
+def test_each_bind_is_tried_where_it_can_be(tmp_path: Path) -> None:
+    path = tmp_path / "x.sock"
+    assert try_bind(bind_value(f"proxy:unix:{path}")) == f"unix:{path} is free"
+    assert not path.exists()
+    assert try_bind(FREE_PORT) == "127.0.0.1, on a free port"
+    assert try_bind(bind_value("systemd:front")) == "systemd:front, as systemd passes it"
 
 
 def test_threads_measured_before_are_shown() -> None:

@@ -1,5 +1,6 @@
 """The engine client alone: slices, order, usage, ends, failures. The loop and the engine are lists."""
 
+import itertools
 from collections import deque
 from collections.abc import Callable
 
@@ -34,13 +35,21 @@ class Sink:
     """Keeps what it is told."""
 
     def __init__(self, journal: list[str] | None = None) -> None:
-        self.deltas: list[Delta] = []
+        self.deltas: list[Delta] = []  # text that comes alone, too
+        self.choices: list[int] = []  # whose they are
+        self.times_s: list[float] = []
         self.ends: list[tuple[Usage, str | None]] = []
         self._journal = [] if journal is None else journal
 
-    def on_delta(self, delta: Delta) -> None:
+    def on_text(self, choice: int, text: str, now_s: float) -> None:
+        assert text
+        self.on_delta(choice, Delta(text=text, num_tokens=1), now_s)
+
+    def on_delta(self, choice: int, delta: Delta, now_s: float) -> None:
         assert not self.ends
         self.deltas.append(delta)
+        self.choices.append(choice)
+        self.times_s.append(now_s)
         self._journal.append(delta.text)
 
     def on_end(self, usage: Usage, error: str | None) -> None:
@@ -58,16 +67,25 @@ class Bench:
         self.posted: list[Message] = []
         self.journal: list[str] = []
         self.soon: deque[Callable[[], None]] = deque()
-        self.client = EngineClient(self.posted.append, LETTERS, lambda: self.journal.append("/"), self.soon.append)
+        self.clock = itertools.count(1)
+        self.client = EngineClient(
+            self.posted.append,
+            LETTERS,
+            lambda: self.journal.append("/"),
+            self.soon.append,
+            lambda: float(next(self.clock)),
+        )
         self.sinks: dict[str, Sink] = {}
 
-    def submit(self, request_id: str = "r", num_sequences: int = 1, **sampling: object) -> RequestHandle:
+    def submit(
+        self, request_id: str = "r", num_sequences: int = 1, first_choice: int = 0, **sampling: object
+    ) -> RequestHandle:
         params = SamplingParams(**{"max_tokens": 100, **sampling})  # type: ignore[arg-type]
         request = Request(
             request_id=request_id, prompt_ids=(1, 2, 3), sampling=params, arrival_s=0.0, num_sequences=num_sequences
         )
         self.sinks[request_id] = Sink(self.journal)
-        return self.client.submit(request, self.sinks[request_id], continues_text=True)
+        return self.client.submit(request, self.sinks[request_id], continues_text=True, first_choice=first_choice)
 
     def deliver(self, *rows: tuple[str, int, int], chunks: tuple[TokenChunk, ...] = (), num_steps: int = 1) -> None:
         ids, indexes, token_ids = ([row[i] for row in rows] for i in range(3))
@@ -109,6 +127,14 @@ def test_delivery_is_handled_in_slices_with_a_flush_after_each() -> None:
     assert bench.journal == (["a"] * SLICE_ROWS + ["/"]) * 2 + ["a"] * 3 + ["/"]
 
 
+def test_all_of_a_slice_came_at_one_time() -> None:
+    bench = Bench()
+    bench.submit()
+    bench.deliver(*[("r", 0, 0)] * (SLICE_ROWS + 2), chunks=(end(num_tokens=SLICE_ROWS + 2),))
+    bench.run()
+    assert bench.sinks["r"].times_s == [1.0] * SLICE_ROWS + [2.0] * 3
+
+
 def test_deliveries_that_come_meanwhile_wait_for_their_turn() -> None:
     bench = Bench()
     bench.submit()
@@ -146,7 +172,8 @@ def test_text_usage_and_counts_do_not_depend_on_the_grouping(
         sink = bench.sinks["r"]
         ((usage, error),) = sink.ends
         assert error is None
-        assert sum(delta.num_tokens for delta in sink.deltas) == usage.num_completion_tokens
+        if has_logprobs:
+            assert sum(delta.num_tokens for delta in sink.deltas) == usage.num_completion_tokens
         assert [delta.finish_reason for delta in sink.deltas[:-1]] == [None] * (len(sink.deltas) - 1)
         ids = [entry.token_id for delta in sink.deltas for entry in delta.logprobs or ()]
         assert ids == (tokens[: usage.num_completion_tokens] if has_logprobs else [])
@@ -181,12 +208,12 @@ def test_stop_string_that_a_broken_character_completes_is_the_reason() -> None:
 
 def test_each_sequence_of_a_request_ends_for_itself() -> None:
     bench = Bench()
-    bench.submit(num_sequences=2, stop=("b",))
+    bench.submit(num_sequences=2, first_choice=4, stop=("b",))
     bench.deliver(("r", 0, 0), ("r", 1, 0), ("r", 0, 1), ("r", 1, 2))
     bench.deliver(("r", 1, 3), chunks=(end(FinishReason.STOP, 2, 0, is_last=False), end(num_tokens=3, index=1)))
     sink = bench.sinks["r"]
-    texts = ["".join(delta.text for delta in sink.deltas if delta.index == index) for index in range(2)]
-    assert texts == ["a", "acd"]
+    said = list(zip(sink.choices, sink.deltas, strict=True))
+    assert ["".join(delta.text for at, delta in said if at == choice) for choice in (4, 5)] == ["a", "acd"]
     assert sink.ends == [(Usage(num_prompt_tokens=3, num_completion_tokens=5), None)]
 
 
@@ -264,10 +291,10 @@ def test_sink_that_raises_ends_its_request_alone(caplog: pytest.LogCaptureFixtur
     bench.submit("r")
     bench.submit("s")
 
-    def fail(delta: Delta) -> None:
+    def fail(choice: int, text: str, now_s: float) -> None:
         raise ZeroDivisionError
 
-    bench.sinks["r"].on_delta = fail  # type: ignore[method-assign]
+    bench.sinks["r"].on_text = fail  # type: ignore[method-assign]
     bench.deliver(("r", 0, 0), ("s", 0, 0), ("r", 0, 1))
     bench.deliver(("s", 0, 1), chunks=(end(FinishReason.ERROR, 1),))
     assert bench.sinks["s"].text == "ab"

@@ -31,6 +31,7 @@ class Events:
         loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[Built] = loop.create_future()
         self.failed: asyncio.Future[BaseException] = loop.create_future()
+        self.beat = asyncio.Event()
         self.log = DeliveryLog()
         self._ends: dict[str, asyncio.Event] = {}
 
@@ -43,6 +44,10 @@ class Events:
         for chunk in delivery.chunks:
             if chunk.is_terminal:
                 self._end(chunk.request_id).set()
+
+    def on_beat(self) -> None:
+        assert threading.current_thread() is threading.main_thread()
+        self.beat.set()
 
     def on_failed(self, error: BaseException) -> None:
         self.failed.set_result(error)
@@ -111,6 +116,49 @@ def test_what_is_posted_before_it_is_built_is_answered_after() -> None:
         await events.wait_ended("a")
         await events.wait_ended("b")
         assert events.log.terminal("b").finish_reason is FinishReason.CANCELLED
+        thread.stop()
+        assert thread.wait_stopped(JOIN_S)
+
+    run(scenario)
+
+
+class HeldRunner(SimulatedRunner):
+    """Computes a step for each permit."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.is_in_step = threading.Event()
+        self.may_end = threading.Semaphore(0)
+
+    def collect(self, ticket: StepPlan) -> StepOutput:
+        self.is_in_step.set()
+        self.may_end.acquire()
+        return super().collect(ticket)
+
+
+def test_beat_is_given_at_once_by_an_idle_engine_and_after_its_step_by_a_busy_one() -> None:
+    async def scenario() -> None:
+        runners: list[HeldRunner] = []
+
+        def make_runner(*args: Any) -> HeldRunner:
+            runners.append(HeldRunner(*args))
+            return runners[0]
+
+        thread, events = start(build_with(make_runner))
+        await events.ready
+        thread.ask_for_beat()
+        await events.beat.wait()
+        events.beat.clear()
+        thread.post(Submit(make_request("a", max_tokens=5)))
+        await asyncio.to_thread(runners[0].is_in_step.wait)
+        thread.ask_for_beat()
+        assert not thread.wait_stopped(0)
+        assert not events.beat.is_set()
+        runners[0].may_end.release()  # one step of five: it is busy with the next
+        await events.beat.wait()
+        assert not events.log.terminals("a")
+        runners[0].may_end.release(4)
+        await events.wait_ended("a")
         thread.stop()
         assert thread.wait_stopped(JOIN_S)
 

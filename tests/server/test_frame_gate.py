@@ -19,20 +19,32 @@ from server.frame_gate import (
     WINDOW_UPDATE,
     FrameGate,
     FrameLimits,
+    StreamFault,
 )
 from tests.server.http2_frames import frame
 
 START = PREFACE + frame(SETTINGS)
 END_HEADERS = 0x4
 PADDED = 0x8
+HAS_PRIORITY = 0x20
 UNKNOWN = 0x42
+ONE = b"\0\0\0\1"
 
 
 def gate_after(data: bytes, now: float = 0.0) -> FrameGate:
-    gate = FrameGate(FrameLimits())
+    """The gate of a connection with stream 1 in use, after these frames."""
+    gate = FrameGate(FrameLimits(), highest_stream_id=1)
     assert gate.receive(START, now) == START
     gate.receive(data, now)
     return gate
+
+
+def passed_by(data: bytes) -> bytes:
+    gate = FrameGate(FrameLimits(), highest_stream_id=1)
+    gate.receive(START, 0.0)
+    passed = gate.receive(data, 0.0)
+    assert gate.refusal is None
+    return passed
 
 
 def code_after(data: bytes) -> ErrorCodes | None:
@@ -57,7 +69,7 @@ SIZE = ErrorCodes.FRAME_SIZE_ERROR
         (frame(DATA, b"x", stream_id=1) * 1000, frame(DATA, b"x", stream_id=1) * 1017, CALM),
         (frame(DATA, bytes(200), PADDED, 1) * 1000, frame(DATA, bytes(200), PADDED, 1) * 1001, CALM),
         (frame(PRIORITY, bytes(5), stream_id=1) * 1000, frame(PRIORITY, bytes(5), stream_id=1) * 1001, CALM),
-        (frame(WINDOW_UPDATE, bytes(4)) * 1000, frame(WINDOW_UPDATE, bytes(4)) * 1001, CALM),
+        (frame(WINDOW_UPDATE, ONE) * 1000, frame(WINDOW_UPDATE, ONE) * 1001, CALM),
         (frame(UNKNOWN, bytes(100)) * 1000, frame(UNKNOWN, bytes(100)) * 1001, CALM),
         (frame(GOAWAY, bytes(8)) * 1000, frame(GOAWAY, bytes(8)) * 1001, CALM),
         (frame(GOAWAY, bytes(8)), frame(GOAWAY, bytes(7)), SIZE),
@@ -109,7 +121,7 @@ def test_resets_that_we_are_made_to_send_count_as_the_peers() -> None:
 
 
 def test_content_in_either_direction_pays_for_overhead() -> None:
-    update = frame(WINDOW_UPDATE, bytes(4), stream_id=1)
+    update = frame(WINDOW_UPDATE, ONE, stream_id=1)
     gate = gate_after(update * 1000)
     gate.count_content(640)
     gate.receive(update * 10, 0.0)
@@ -133,6 +145,52 @@ def test_goaway_is_kept_from_h2_and_its_code_told() -> None:
     goaway = frame(GOAWAY, bytes(4) + b"\0\0\0\x0b" + b"debug data")
     assert gate.receive(ping + goaway + ping, 0.0) == ping * 2
     assert gate.goaway_code == CALM
+
+
+@pytest.mark.parametrize("kind", [PRIORITY, UNKNOWN, 10])
+def test_frames_without_a_meaning_are_kept_from_h2(kind: int) -> None:
+    ping = frame(PING, bytes(8))
+    assert passed_by(ping + frame(kind, bytes(5), stream_id=1) + ping) == ping * 2
+
+
+def test_of_headers_h2_sees_the_block_alone() -> None:
+    flags = END_HEADERS | PADDED | HAS_PRIORITY
+    padded = frame(HEADERS, b"\3" + b"\0\0\0\0\x0f" + b"block" + bytes(3), flags, 3)
+    assert passed_by(padded) == frame(HEADERS, b"block", END_HEADERS, 3)
+
+
+def test_of_settings_h2_sees_the_known_ones_once() -> None:
+    wire = b"\0\4\0\0\0\5" + b"\xff\xff\0\0\0\1" + b"\0\4\0\0\0\6"
+    assert passed_by(frame(SETTINGS, wire)) == frame(SETTINGS, b"\0\4\0\0\0\6")
+
+
+def test_table_size_that_is_replaced_in_its_frame_is_told() -> None:
+    sizes = b"".join(b"\0\1" + size.to_bytes(4, "big") for size in (50, 20, 4096))
+    gate = gate_after(frame(SETTINGS, sizes))
+    assert gate.least_table_size == 20
+
+
+def test_reserved_bit_of_an_increment_is_kept_from_h2() -> None:
+    assert passed_by(frame(WINDOW_UPDATE, b"\x80\0\0\1")) == frame(WINDOW_UPDATE, ONE)
+
+
+@pytest.mark.parametrize(
+    ("broken", "code"),
+    [
+        (frame(PRIORITY, bytes(4), stream_id=1), SIZE),
+        (frame(PRIORITY, bytes(6), stream_id=1), SIZE),
+        (frame(PRIORITY, ONE + b"\0", stream_id=1), PROTOCOL),
+        (frame(WINDOW_UPDATE, bytes(4), stream_id=1), PROTOCOL),
+    ],
+)
+def test_fault_of_a_stream_is_told_and_the_next_frame_goes_through(broken: bytes, code: ErrorCodes) -> None:
+    gate = gate_after(b"")
+    ping = frame(PING, bytes(8))
+    assert gate.receive(broken + ping, 0.0) == ping
+    assert gate.faults == [StreamFault(1, code)]
+    idle = gate_after(broken[:8] + b"\3" + broken[9:].replace(ONE, b"\0\0\0\3"))
+    assert idle.refusal is not None
+    assert idle.refusal.code is code
 
 
 @pytest.mark.parametrize("first", [frame(PING, bytes(8)), frame(SETTINGS, flags=1)])
@@ -167,8 +225,8 @@ def test_head_is_pending_until_its_block_is_complete() -> None:
 FRAMES = st.builds(
     frame,
     st.integers(0, 11),
-    st.binary(max_size=40),
-    st.sampled_from([0, 1, END_HEADERS, PADDED]),
+    st.one_of(st.binary(max_size=40), st.sampled_from([bytes(4), bytes(5), ONE + b"\0", bytes(6), bytes(8)])),
+    st.sampled_from([0, 1, END_HEADERS, PADDED, END_HEADERS | HAS_PRIORITY, END_HEADERS | PADDED | HAS_PRIORITY]),
     st.integers(0, 3),
 )
 
@@ -182,3 +240,6 @@ def test_whole_input_is_byte_by_byte_input(frames: list[bytes], rest: bytes) -> 
     assert b"".join(bytewise.receive(data[i : i + 1], 0.0) for i in range(len(data))) == passed
     assert str(bytewise.refusal) == str(whole.refusal)
     assert bytewise.goaway_code == whole.goaway_code
+    assert bytewise.faults == whole.faults
+    assert bytewise.least_table_size == whole.least_table_size
+    assert bytewise.pending_head == whole.pending_head

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from core.errors import ErrorKind, ServiceError
 from core.plan import RunnerLimits
 from core.types import Cancel, FinishReason, Submit
 from server.lifecycle import OFFLOAD_BYTES
@@ -228,6 +229,22 @@ def test_bodies_that_come_together_do_not_pass_the_queues_limit() -> None:
         assert sorted(the_answer(transport).status for transport in transports) == [200, 200, 503, 503, 503]
 
 
+def test_request_whose_body_comes_after_the_farewell_is_refused_as_those_before_it() -> None:
+    data = chat(**STREAM)
+    with serving() as server:
+        begun, uploading = server.send(data), server.send(data[:-1])
+        server.step()
+        server.lifecycle.fail_all(ServiceError(ErrorKind.UNAVAILABLE, "Ending.", "draining", retry_after_s=5))
+        uploading.feed(data[-1:])
+        server.run()
+        assert len([message for message in server.posted if isinstance(message, Submit)]) == 1
+        for transport in (begun, uploading):
+            answer = the_answer(transport)
+            assert answer.is_complete
+            error = answer.events[-1]["error"] if answer.status == 200 else answer.json["error"]
+            assert error["code"] == "draining"
+
+
 # Any history
 
 TEXT = whole_text(completion(max_tokens=40))
@@ -260,7 +277,7 @@ def play(server: SimulatedServer, number: int, case: Case, transports: dict[int,
 
     def come() -> None:
         reads = fate not in ("slow", "never reads")
-        transport = MemoryTransport(server.loop, server.network.listener.new_connection(), reads)
+        transport = server.network.dial(reads)
         transport.feed(completion(**case["fields"]))
         transports[number] = transport
         request_id = f"r{len(transports)}"

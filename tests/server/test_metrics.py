@@ -1,7 +1,7 @@
 """The metrics page, read by the letter of the exposition format 0.0.4."""
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 from core.types import EngineStats, Usage
 from server.metrics import MAX_UNKNOWN_FIELDS, Histogram, Metrics
@@ -47,7 +47,7 @@ def samples_of(page: bytes) -> dict[str, float]:
 
 
 def test_page_of_a_fresh_server_is_well_formed() -> None:
-    samples = samples_of(Metrics().render(EngineStats(), 0, 0, 0))
+    samples = samples_of(Metrics().render(EngineStats(), 0, 0, Counter()))
     assert samples['vllm:kv_cache_usage_perc{model_name=""}'] == 0
 
 
@@ -55,7 +55,7 @@ def test_names_of_any_characters_are_escaped() -> None:
     metrics = Metrics()
     metrics.model_name = 'a"b\\c\nd'
     metrics.count_unknown_fields(('x"y\n', "é}"))
-    samples = samples_of(metrics.render(EngineStats(num_blocks=8, num_used_blocks=2), 3, 5, 1))
+    samples = samples_of(metrics.render(EngineStats(num_blocks=8, num_used_blocks=2), 3, 5, Counter(max_connections=1)))
     label = 'model_name="a\\"b\\\\c\\nd"'
     assert samples[f"vllm:kv_cache_usage_perc{{{label}}}"] == 0.25
     assert samples[f"steploop_connections_accepted_total{{{label}}}"] == 5
@@ -85,3 +85,13 @@ def test_unknown_fields_beyond_the_first_names_are_counted_together() -> None:
     assert sum(metrics.unknown_fields.values()) == 3 * (MAX_UNKNOWN_FIELDS + 5)
     assert metrics.unknown_fields["field0"] == MAX_UNKNOWN_FIELDS + 6
     assert max(map(len, metrics.unknown_fields)) == 64
+
+
+def test_values_are_counted_one_by_one_whatever_their_neighbours_are() -> None:
+    histogram = Histogram((1.0, 2.0))
+    for value in (0.5, 0.5, 0.0, 1.5, 1.5, 1.5, 9.0):
+        histogram.observe(value)
+    assert (histogram.counts, histogram.total) == ([3, 3, 1], 14.5)
+    histogram.observe(9.0)
+    histogram.observe(1.0)
+    assert (histogram.counts, histogram.total) == ([4, 3, 2], 24.5)

@@ -5,20 +5,18 @@ import torch
 import torch.nn.functional as F
 
 from gpu.device import cpu_flags
-from gpu.linear import can_pack, make_linear, pack
+from gpu.linear import ProductChoice, can_pack, make_linear, pack, packed_linear
 
 pytest.importorskip("numba", reason="needs numba: pip install 'steploop[cpu]'")
 if "avx512_bf16" not in cpu_flags() or not can_pack(torch.bfloat16, torch.device("cpu")):
     pytest.skip("needs a CPU with avx512_bf16, and a torch with oneDNN's packed products", allow_module_level=True)
 
-from gpu.cpu_kernels.packed_product import PackedProduct, PackedProducts, RowLimit, is_layout_known
-
-LIMIT = RowLimit(33)
+from gpu.cpu_kernels.packed_product import PackedProduct, PackedProducts, is_layout_known
 
 
 @pytest.fixture(scope="module")
 def make() -> PackedProducts:
-    return PackedProducts(LIMIT)
+    return PackedProducts(ProductChoice(uses_kernel=True))
 
 
 def noise(*shape: int) -> torch.Tensor:
@@ -26,7 +24,7 @@ def noise(*shape: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
-@pytest.mark.parametrize("num_rows", [0, 1, 2, 3, 4, 5, 6, 7, 11, 12, 13, 32, 33, 34])
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 3, 4, 5, 6, 7, 11, 12, 13, 32, 96, 97, 193])
 @pytest.mark.parametrize(("num_out", "num_in"), [(64, 64), (192, 1024), (128, 2176), (320, 1088)])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_products_are_torchs(
@@ -45,6 +43,20 @@ def test_products_are_torchs(
     assert isinstance(product, PackedProduct)
     want = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
     assert torch.allclose(product(x).float(), want, rtol=2.0**-8, atol=1e-3)
+
+
+def test_a_row_is_rounded_the_same_in_any_company(make: PackedProducts) -> None:
+    product = make_linear(noise(192, 2176), None, make)
+    x = noise(200, 2176)
+    whole = product(x)
+    for first, end in ((0, 1), (3, 10), (90, 200), (199, 200)):
+        assert torch.equal(product(x[first:end]), whole[first:end])
+
+
+def test_onednn_multiplies_where_it_is_chosen() -> None:
+    weight, x = noise(128, 1024), noise(40, 1024)
+    product = make_linear(weight, None, PackedProducts(ProductChoice(uses_kernel=False)))
+    assert torch.equal(product(x), make_linear(weight, None, packed_linear)(x))
 
 
 def test_rows_may_lie_apart(make: PackedProducts) -> None:

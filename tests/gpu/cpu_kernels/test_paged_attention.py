@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from gpu.attention import DecodeRows, PrefillRow
+from gpu.attention import DecodeRows, PromptRow
 from gpu.device import cpu_flags
 from gpu.kv_cache import LayerKV
 
@@ -134,7 +134,7 @@ def test_new_tokens_attend_as_the_textbook_says(
     ends = torch.arange(start, end) + 1
     firsts = torch.zeros_like(ends) if window is None else (ends - window).clamp(min=0)
     query = noise(num_tokens, num_kv_heads * (per_kv + 1), head_dim)[:, : num_kv_heads * per_kv]
-    got = kernel.prefill(query, kv, PrefillRow(of_one.tables[0], start, window), None)
+    got = kernel.prefill(query, kv, PromptRow(of_one.tables[0], start, window), None)
     want = textbook(query, kv, DecodeRows(of_one.tables.expand(num_tokens, -1), firsts, ends), head_dim**-0.5)
     assert torch.allclose(got.float(), want, atol=0.02, rtol=0.01)
 
@@ -144,5 +144,15 @@ def test_an_early_score_far_above_the_others_outlives_all_chunks(kernel: PagedAt
     slot = int(rows.tables[0, 0]) * 16 + 3
     query = noise(400, 1, 64)
     kv.keys[slot, 0] = query[399, 0] * 50
-    got = kernel.prefill(query, kv, PrefillRow(rows.tables[0], 0, None), 1.0)
+    got = kernel.prefill(query, kv, PromptRow(rows.tables[0], 0, None), 1.0)
     assert torch.equal(got[399], kv.values[slot, 0])
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_a_token_is_rounded_the_same_in_any_chunk(kernel: PagedAttention, window: int | None) -> None:
+    _, kv, rows = make_case([500], 2, 1, 64, None)
+    query = noise(500, 6, 64)
+    whole = kernel.prefill(query, kv, PromptRow(rows.tables[0], 0, window), None)
+    for start, end in ((0, 1), (3, 70), (70, 500), (499, 500)):
+        part = kernel.prefill(query[start:end], kv, PromptRow(rows.tables[0], start, window), None)
+        assert torch.equal(part, whole[start:end])

@@ -169,7 +169,7 @@ def test_a_delta_without_news_writes_nothing() -> None:
 
 
 def test_logprobs_of_a_token_without_text_yet_are_written() -> None:
-    ((_, data),) = read_events(reply(logprobs=True).delta(0, Delta(index=0, text="", num_tokens=2, logprobs=LOGPROBS)))
+    ((_, data),) = read_events(reply(logprobs=True).delta(0, Delta(text="", num_tokens=2, logprobs=LOGPROBS)))
     assert [entry["token"] for entry in data["choices"][0]["logprobs"]["content"]] == ["Hel", " é"]
 
 
@@ -184,7 +184,7 @@ def test_a_reason_that_the_wire_lacks_is_not_written(reason: FinishReason) -> No
 def test_every_chunk_is_of_the_sdks_type() -> None:
     answer = reply(n=2, logprobs=True, top_logprobs=2, stream_options={"include_usage": True})
     deltas = [
-        (1, Delta(index=1, text="Hel", num_tokens=2, logprobs=LOGPROBS)),
+        (1, Delta(text="Hel", num_tokens=2, logprobs=LOGPROBS)),
         (0, say("x")),
         (0, say("", FinishReason.LENGTH)),
         (1, say("", FinishReason.STOP)),
@@ -213,7 +213,7 @@ def test_the_sdks_stream_helper_assembles_all_choices() -> None:
     answer = reply(n=2, logprobs=True)
     deltas = [
         (1, say("one")),
-        (0, Delta(index=0, text="zero", num_tokens=2, logprobs=LOGPROBS)),
+        (0, Delta(text="zero", num_tokens=2, logprobs=LOGPROBS)),
         (1, say("", FinishReason.STOP)),
         (0, say("", FinishReason.STOP)),
     ]

@@ -150,7 +150,7 @@ def test_old_logprobs_are_parallel_lists() -> None:
 
 def test_offsets_go_on_over_the_chunks_of_a_stream() -> None:
     answer = reply(logprobs=2, n=2)
-    delta = Delta(index=0, text="Hel é", num_tokens=2, logprobs=LOGPROBS)
+    delta = Delta(text="Hel é", num_tokens=2, logprobs=LOGPROBS)
     offsets = [
         read_events(answer.delta(choice, delta))[0][1]["choices"][0]["logprobs"]["text_offset"] for choice in (0, 1, 0)
     ]
@@ -170,7 +170,7 @@ def test_tokens_amid_a_character_begin_where_it_does() -> None:
     data = whole(Choice(0, "a\U0001f600b", FinishReason.STOP, logprobs), context=context, logprobs=0)
     assert data["choices"][0]["logprobs"]["text_offset"] == [0, 1, 1, 1, 2]
     answer = reply(context, logprobs=0)
-    events = b"".join(answer.delta(0, Delta(index=0, text="x", num_tokens=1, logprobs=(token,))) for token in logprobs)
+    events = b"".join(answer.delta(0, Delta(text="x", num_tokens=1, logprobs=(token,))) for token in logprobs)
     offsets = [event["choices"][0]["logprobs"]["text_offset"] for _, event in read_events(events)]
     assert offsets == [[0], [1], [1], [1], [2]]
 

@@ -191,6 +191,17 @@ def test_what_has_no_effect_is_accepted_and_known() -> None:
     assert call.sampling == sampling()
 
 
+@pytest.mark.parametrize(
+    ("surface", "ask"),
+    [(ChatSurface(), ASK), (CompletionsSurface(), {"prompt": "Hi"}), (ResponsesSurface(), {"input": "Hi"})],
+)
+def test_cache_salt_arrives_from_every_surface(surface: Any, ask: dict[str, Any]) -> None:
+    assert wire.parse(surface, **ask).cache_salt == wire.parse(surface, **ask, cache_salt=None).cache_salt == ""
+    assert wire.parse(surface, **ask, cache_salt="é" * 256).cache_salt == "é" * 256
+    for wrong in ("", "s" * 257, 5):
+        assert wire.refusal(surface, **ask, cache_salt=wrong).param == "cache_salt"
+
+
 def test_top_k_of_all_tokens_means_no_limit() -> None:
     assert [sampling(top_k=k).top_k for k in (-1, 0, VOCAB_SIZE, 2**60)] == [0, 0, 0, 0]
 

@@ -166,7 +166,7 @@ def test_a_stream_has_the_full_order_of_events() -> None:
 
 
 def test_logprobs_of_all_deltas_are_repeated_at_the_end() -> None:
-    delta = Delta(index=0, text="Hel é", num_tokens=2, logprobs=LOGPROBS)
+    delta = Delta(text="Hel é", num_tokens=2, logprobs=LOGPROBS)
     events = [data for _, data in read_events(wire.stream(reply(top_logprobs=2), (0, delta), (0, delta)))]
     tokens = [[entry["token"] for entry in data["logprobs"]] for data in (events[4], events[6])]
     assert tokens == [["Hel", " é"], ["Hel", " é"] * 2]
@@ -176,7 +176,7 @@ def test_logprobs_of_all_deltas_are_repeated_at_the_end() -> None:
 @pytest.mark.parametrize("reason", [FinishReason.STOP, FinishReason.LENGTH])
 def test_every_event_is_of_the_sdks_type(reason: FinishReason) -> None:
     answer = reply(top_logprobs=2, timings=True, metadata={"a": "b"}, instructions="Be brief.")
-    delta = Delta(index=0, text="Hel é", num_tokens=2, logprobs=LOGPROBS, finish_reason=reason)
+    delta = Delta(text="Hel é", num_tokens=2, logprobs=LOGPROBS, finish_reason=reason)
     for _, data in read_events(wire.stream(answer, (0, say("x")), (0, delta))):
         event = EVENT_TYPE.validate_python(data, strict=True)
         assert event.model_extra == {}
@@ -197,7 +197,7 @@ def test_the_sdk_iterates_a_stream_with_keep_alives() -> None:
 
 def test_the_sdks_stream_helper_gives_the_final_response() -> None:
     answer = reply(top_logprobs=2)
-    delta = Delta(index=0, text="Hel é", num_tokens=2, logprobs=LOGPROBS, finish_reason=FinishReason.STOP)
+    delta = Delta(text="Hel é", num_tokens=2, logprobs=LOGPROBS, finish_reason=FinishReason.STOP)
     with (
         sdk_reading(wire.stream(answer, (0, say("Oh. ")), (0, delta))) as client,
         client.responses.stream(model="tiny", input="Hi") as events,

@@ -31,7 +31,7 @@ LOGPROBS = (
 
 
 def say(text: str, finish_reason: FinishReason | None = None) -> Delta:
-    return Delta(index=0, text=text, num_tokens=1, finish_reason=finish_reason)
+    return Delta(text=text, num_tokens=1, finish_reason=finish_reason)
 
 
 def parse(surface: Surface, **fields: Any) -> GenerationCall:
@@ -47,7 +47,14 @@ def refusal(surface: Surface, **fields: Any) -> InvalidRequest:
 
 def stream(reply: StreamReply, *deltas: tuple[int, Delta], timings: dict[str, float] | None = None) -> bytes:
     """A whole streamed answer."""
-    return reply.start() + b"".join(reply.delta(*delta) for delta in deltas) + reply.end(USAGE, timings)
+    return reply.start() + b"".join(_say(reply, *delta) for delta in deltas) + reply.end(USAGE, timings)
+
+
+def _say(reply: StreamReply, choice: int, delta: Delta) -> bytes:
+    """As an answer does: text that comes alone is told as such."""
+    if delta.text and delta.logprobs is None and delta.finish_reason is None:
+        return reply.text(choice, delta.text)
+    return reply.delta(choice, delta)
 
 
 def read_events(stream: bytes) -> list[tuple[str | None, Any]]:

@@ -1,0 +1,161 @@
+"""The real server with a scheduler that writes down what it computes for whom, and when it lets go: `python -m
+bench.recorded_server --port 8001 --record FILE`. What bench/cancel.py measures.
+
+Requests are known by their seeds, which the client chooses. The record is written when the server is told to stop.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import uvloop
+
+from bench.null_runner import NullRunner, Pace
+from bench.null_server import LIMITS, MAX_MODEL_LEN, TEMPLATE, null_tokenizer
+from bench.peer import MODEL
+from core.chat_template import ChatTemplate
+from core.config import EngineConfig, parse_model_config
+from core.engine import Engine
+from core.plan import Runner, RunnerLimits, StepOutput, StepPlan
+from core.scheduler import Scheduler
+from core.sequence import Sequence as ScheduledSequence
+from core.types import FinishReason, Request, StepDelivery
+from server.config import ServerConfig
+from server.engine_thread import Inbox
+from server.logs import configure_logging
+from server.model_files import GenerationDefaults, ModelFiles, read_model_files
+from server.process import EngineFacts, LoadedEngine, serve
+
+
+class StepRecord(msgspec.Struct, array_like=True):
+    """One step, from its plan to its result; seconds of the monotonic clock."""
+
+    begin_s: float
+    end_s: float
+
+
+class RowRecord(msgspec.Struct, array_like=True):
+    """What one step computed for one request."""
+
+    step: int  # index of its StepRecord
+    num_tokens: int
+    draws: bool  # a token was drawn
+
+
+class RequestRecord(msgspec.Struct):
+    """One request of one sequence, until what it held was given back."""
+
+    rows: list[RowRecord] = []
+    end_s: float = 0.0
+    reason: str = ""
+    num_kept: int = 0  # tokens that are billed
+
+
+class EngineRecord(msgspec.Struct):
+    """All that a server computed. `requests` by their seeds."""
+
+    steps: list[StepRecord] = []
+    requests: dict[int, RequestRecord] = {}
+
+
+class RecordingScheduler(Scheduler):
+    """Thread: engine."""
+
+    def __init__(self, record: EngineRecord, limits: RunnerLimits, eos_ids: tuple[int, ...]) -> None:
+        super().__init__(limits, eos_ids, seeds=lambda: 0)
+        self._record = record
+        self._seeds_by_id: dict[str, int] = {}
+
+    def submit(self, request: Request) -> None:
+        seed = request.sampling.seed
+        if seed is not None:
+            self._seeds_by_id[request.request_id] = seed
+            self._record.requests[seed] = RequestRecord()
+        super().submit(request)
+
+    def plan(self, now: float) -> StepPlan | None:
+        plan = super().plan(now)
+        if plan is not None:
+            step = len(self._record.steps)
+            self._record.steps.append(StepRecord(time.monotonic(), 0.0))
+            for slot, length, draws in zip(plan.slots, plan.lengths, plan.samples, strict=True):
+                seed = self._seeds_by_id.get(self._occupant(slot).request_id)
+                if seed is not None:
+                    self._record.requests[seed].rows.append(RowRecord(step, int(length), bool(draws)))
+        return plan
+
+    def apply(self, plan: StepPlan, output: StepOutput, now: float) -> StepDelivery:
+        self._record.steps[-1].end_s = time.monotonic()
+        return super().apply(plan, output, now)
+
+    def finish(self, sequence: ScheduledSequence, reason: FinishReason, error: str | None = None) -> None:
+        super().finish(sequence, reason, error)
+        seed = self._seeds_by_id.get(sequence.request_id)
+        if seed is not None and not self._record.requests[seed].end_s:
+            request = self._record.requests[seed]
+            request.end_s, request.reason, request.num_kept = time.monotonic(), reason, sequence.num_billed_tokens
+
+
+def load(
+    model: Path | None,
+    step_rate: float,
+    record: EngineRecord,
+    inbox: Inbox,
+    deliver: Callable[[StepDelivery], None],
+    report_stage: Callable[[str], None],
+) -> LoadedEngine:
+    """An engine that keeps the record; without a model it computes nothing."""
+    report_stage("loading")
+    files, runner = _null_model(step_rate) if model is None else _real_model(model)
+    facts = EngineFacts(
+        model_name=MODEL,
+        is_demonstration=False,
+        num_parameters=0,
+        dtype="",
+        device="",
+        device_reason="",
+        kv_size_bytes=0,
+        context_origin="the model's own",
+        limits=runner.limits,
+    )
+    scheduler = RecordingScheduler(record, runner.limits, files.eos_ids)
+    return LoadedEngine(Engine(scheduler, runner, time.monotonic, inbox, deliver), files, facts)
+
+
+def _null_model(step_rate: float) -> tuple[ModelFiles, Runner[Any]]:
+    wait_step = Pace(1 / step_rate).wait if step_rate else lambda: None
+    runner = NullRunner(LIMITS, range(256, LIMITS.vocab_size), wait_step)
+    template = ChatTemplate({"default": TEMPLATE}, {}, MAX_MODEL_LEN)
+    return ModelFiles(Path(), {}, null_tokenizer(), template, GenerationDefaults(), ()), runner
+
+
+def _real_model(path: Path) -> tuple[ModelFiles, Runner[Any]]:
+    from gpu.runner import load_runner
+
+    files = read_model_files(path, None, None)
+    return files, load_runner(files.path, parse_model_config(files.config), EngineConfig(), lambda done, total: None)
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--record", type=Path, required=True, help="where the record goes, as MessagePack")
+    parser.add_argument("--model", type=Path, help="a Hugging Face directory; default: a null runner")
+    parser.add_argument(
+        "--step-rate", type=float, default=100.0, help="steps/s of the null runner; 0: as fast as it goes"
+    )
+    arguments = parser.parse_args(argv)
+    configure_logging("warning", "text")
+    record = EngineRecord()
+    config = ServerConfig(port=arguments.port, drain_timeout_s=0.0)
+    exit_code = uvloop.run(serve(config, lambda *engine: load(arguments.model, arguments.step_rate, record, *engine)))
+    arguments.record.write_bytes(msgspec.msgpack.encode(record))
+    return exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

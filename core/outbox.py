@@ -1,0 +1,31 @@
+"""What the sequences have to tell the loop, gathered until the next delivery. Thread: engine."""
+
+from core.sequence import Sequence
+from core.types import EngineStats, StepDelivery, TokenChunk, TokenLogprobs
+
+
+class Outbox:
+    """News for the loop, until the next delivery."""
+
+    def __init__(self) -> None:
+        self._request_ids: list[str] = []
+        self._indexes: list[int] = []
+        self._token_ids: list[int] = []
+        self.chunks: list[TokenChunk] = []
+
+    def add_token(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        if logprobs is None:
+            self._request_ids.append(sequence.request_id)
+            self._indexes.append(sequence.index)
+            self._token_ids.append(token_id)
+        else:
+            self.chunks.append(
+                TokenChunk(
+                    request_id=sequence.request_id, index=sequence.index, token_ids=(token_id,), logprobs=(logprobs,)
+                )
+            )
+
+    def take(self, stats: EngineStats) -> StepDelivery:
+        delivery = StepDelivery(self._request_ids, self._indexes, self._token_ids, self.chunks, stats)
+        self._request_ids, self._indexes, self._token_ids, self.chunks = [], [], [], []
+        return delivery

@@ -1,0 +1,109 @@
+"""Which blocks hold the start of a token sequence, so that nobody computes it again. Thread: engine.
+
+A full block is published under a key: the serial of the publication before it in its chain (the domain, for a chain's
+first block) and its own token ids. Looking a key up compares all of it, so a hit is never a guess; Python hashes it
+with a secret of the process, so no client can build keys that collide. A serial is never used twice: once a block is
+forgotten or evicted, nothing that was computed after it can be found through another.
+
+Whoever holds a published block holds those before it in the chain, and lets go of its last block first. So of what
+nobody holds, the least recently used leaf is the next to be evicted, and never a parent before its children.
+
+A block is published when the row that fills it is planned: rows after it in the plan may read it already, because a
+step writes all its keys and values before any are read. If that row fails, the scheduler has the block forgotten, and
+those who shared it compute it themselves.
+"""
+
+import struct
+from collections.abc import Sequence as Seq
+
+from core.blocks import BlockPool, BlockTable, Domain
+
+_Key = tuple[int | Domain, bytes]
+_UNPUBLISHED = 0  # serials are larger
+
+
+class PrefixCache:
+    """The published blocks of a pool, which it makes. What it does costs O(1) for each block that it looks at.
+
+    Args:
+        is_enabled: False: nothing is published, so nothing is found.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, is_enabled: bool = True) -> None:
+        self.pool = BlockPool(num_blocks, on_evict=self._unpublish)
+        self._block_size = block_size
+        self.is_enabled = is_enabled
+        self._content = struct.Struct(f"{block_size}i").pack
+        self._blocks: dict[_Key, int] = {}
+        self._keys: list[_Key | None] = [None] * num_blocks  # by block
+        self._serials = [_UNPUBLISHED] * num_blocks  # by block
+        self._last_serial = _UNPUBLISHED
+
+    def is_behind(self, table: BlockTable, num_tokens: int) -> bool:
+        """Whether some of the table's blocks that are full with its first num_tokens are not published."""
+        return self.is_enabled and table.num_published < num_tokens // self._block_size
+
+    def extend(self, table: BlockTable, token_ids: Seq[int]) -> int:
+        """Let a table go on, from its last published block, with as many blocks as others have published.
+
+        The last token is left to compute, for what follows from it is not kept. Blocks of the table's own that the
+        found ones replace are let go of.
+
+        Returns:
+            How many tokens the table's published blocks hold now.
+        """
+        size = self._block_size
+        limit = (len(token_ids) - 1) // size  # blocks
+        while table.num_published < limit:
+            position = table.num_published
+            block = self._blocks.get(self._key(table, token_ids))
+            if block is None:
+                break
+            self.pool.share((block,))
+            if position < len(table):
+                self.pool.release((table.replace(position, block),))
+            else:
+                table.blocks.append(block)
+            table.num_published += 1
+        return table.num_published * size
+
+    def publish(self, table: BlockTable, token_ids: Seq[int], num_tokens: int) -> None:
+        """Let others find the table's blocks that are full with its first num_tokens.
+
+        It stops at a block whose content another one is published for: extend() puts that one in its place.
+        """
+        while table.num_published < num_tokens // self._block_size:
+            if table.num_published and self._serials[table.blocks[table.num_published - 1]] == _UNPUBLISHED:
+                return  # forgotten
+            key = self._key(table, token_ids)
+            if key in self._blocks:
+                return
+            block = table.blocks[table.num_published]
+            self._last_serial += 1
+            self._blocks[key], self._keys[block], self._serials[block] = block, key, self._last_serial
+            self.pool.keep(block)
+            table.num_published += 1
+
+    def forget(self, blocks: Seq[int]) -> None:
+        """Let nobody find these blocks any more, nor what was computed after them."""
+        for block in blocks:
+            self._unpublish(block)
+            self.pool.discard(block)
+
+    def clear(self) -> None:
+        """Forget all blocks. Those who hold them keep them."""
+        self.forget(list(self._blocks.values()))
+
+    def _key(self, table: BlockTable, token_ids: Seq[int]) -> _Key:
+        """Of the first block that the table has not published."""
+        position = table.num_published
+        start = position * self._block_size
+        parent = self._serials[table.blocks[position - 1]] if position else table.domain
+        return parent, self._content(*token_ids[start : start + self._block_size])
+
+    def _unpublish(self, block: int) -> None:
+        key = self._keys[block]
+        if key is not None:
+            del self._blocks[key]
+            self._keys[block] = None
+            self._serials[block] = _UNPUBLISHED

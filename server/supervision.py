@@ -1,0 +1,150 @@
+"""The pulse of the process: once a tick the engine is watched, and whoever supervises us is told. Thread: loop.
+
+It decides nothing about requests: that the engine is silent, or lost, goes to the one who made this.
+"""
+
+import asyncio
+import faulthandler
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+from core.errors import StartupError
+from core.types import EngineStats
+from server.engine_watch import EngineWatch, Pulse
+from server.systemd import ServiceManager
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 1.0
+NUM_TICKS_PER_WATCHDOG = 3  # one more than sd_watchdog_enabled(3) recommends: a tick may come late
+
+
+class EngineLost(Exception):
+    """The engine's thread hangs in a step."""
+
+
+class Supervised(Protocol):
+    """What supervision may ask and tell of the process. Thread: loop."""
+
+    @property
+    def num_in_progress(self) -> int:
+        """Requests that are being answered."""
+        ...
+
+    @property
+    def stage(self) -> str:
+        """What it is doing while it is not ready."""
+        ...
+
+    def ask_for_beat(self) -> None:
+        """Have on_beat() called when the engine is between two steps."""
+        ...
+
+    def on_silence(self, is_silent: bool) -> None:
+        """The engine has been busy with a step for too long; or, False, is back."""
+        ...
+
+    def on_failed(self, error: BaseException) -> None: ...
+
+
+class Supervision:
+    """Ticks from start() to close().
+
+    Args:
+        manager: told of each change, and pinged while the engine beats.
+    """
+
+    def __init__(self, process: Supervised, manager: ServiceManager, loop: asyncio.AbstractEventLoop) -> None:
+        self._process = process
+        self._manager = manager
+        self._loop = loop
+        self._tick_s = min(TICK_S, (manager.watchdog_s or TICK_S * NUM_TICKS_PER_WATCHDOG) / NUM_TICKS_PER_WATCHDOG)
+        self._watch: EngineWatch | None = None  # once it is ready
+        self._pulse = Pulse.BEATING
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_stopping = False
+        self._cause: StartupError | None = None
+
+    def start(self) -> None:
+        self._timer = self._loop.call_later(self._tick_s, self._tick)
+        self._manager.tell_loading(self._process.stage)
+
+    def on_stage(self) -> None:
+        """The process has reached another stage of loading."""
+        if self._watch is None and not self._is_stopping:
+            self._manager.tell_loading(self._process.stage)
+
+    def on_ready(self, max_batch_tokens: int) -> None:
+        """Whatever there was to load and warm up is done."""
+        self._watch = EngineWatch(self._process.ask_for_beat, self._tick_s, max_batch_tokens)
+        self._manager.tell_ready("Serving")
+
+    def on_step(self, stats: EngineStats) -> None:
+        assert self._watch is not None, "no step is made before the engine is ready"
+        self._watch.on_step(stats)
+
+    def on_beat(self) -> None:
+        assert self._watch is not None, "nobody asks for a beat before the engine is ready"
+        self._watch.on_beat()
+
+    def reload(self, reload: Callable[[], None]) -> None:
+        """Call it, and tell of its beginning and end. What cannot be taken leaves everything as it was."""
+        is_ready = self._watch is not None and not self._is_stopping  # a manager expects no reload at other times
+        if is_ready:
+            self._manager.tell_reloading()
+        status = "Serving"
+        try:
+            reload()
+        except StartupError as error:
+            logger.error("the reload failed, all stays as it was: %s; %s", error.cause, error.fix)
+            status = f"Serving as before: the reload failed: {error.cause}"
+        if is_ready:
+            self._manager.tell_ready(status)
+
+    def on_stopping(self, cause: StartupError | None) -> None:
+        """The end begins.
+
+        Args:
+            cause: why the process could not start.
+        """
+        self._is_stopping = True
+        self._cause = cause
+        self._tell_stopping()
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _tick(self) -> None:
+        self._timer = self._loop.call_later(self._tick_s, self._tick)
+        if self._is_stopping:
+            self._tell_stopping()
+        elif self._watch is None:
+            self._manager.tell_loading(self._process.stage)
+        if self._watch is not None and self._pulse is not Pulse.LOST:
+            self._look_at(self._watch)
+
+    def _look_at(self, watch: EngineWatch) -> None:
+        before, self._pulse = self._pulse, watch.tick()
+        if self._pulse is Pulse.BEATING:
+            self._manager.feed_watchdog()
+            if before is Pulse.SILENT:
+                logger.warning("the engine steps again")
+                self._manager.tell_status("Serving")
+                self._process.on_silence(False)
+        elif self._pulse is Pulse.LOST:
+            self._lose(watch.silence_s)
+        elif before is Pulse.BEATING:
+            logger.error("the engine has been busy with one step for %.1f s", watch.silence_s)
+            self._manager.tell_status(f"The engine has been busy with one step for {watch.silence_s:.1f} s")
+            self._process.on_silence(True)
+
+    def _lose(self, silence_s: float) -> None:
+        faulthandler.dump_traceback(all_threads=True)
+        self._process.on_failed(EngineLost(f"busy with one step for {silence_s:.1f} s; the stacks are above"))
+
+    def _tell_stopping(self) -> None:
+        num = self._process.num_in_progress
+        draining = f"Draining: {num} {'request' if num == 1 else 'requests'} in progress"
+        self._manager.tell_stopping(draining if self._cause is None else f"Failed: {self._cause.cause}")

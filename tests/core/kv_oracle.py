@@ -1,0 +1,64 @@
+"""A simulated runner that knows, for every position in every block, which tokens it was computed after."""
+
+import numpy as np
+import numpy.typing as npt
+
+from core.plan import RunnerLimits, StepPlan
+from core.simulation import CostModel, SimulatedClock, SimulatedRunner
+
+_SPOILED = -1
+
+
+class ChainCheckingRunner(SimulatedRunner):
+    """Raises AssertionError when a row would read keys and values that were computed after other tokens than its own.
+
+    A position's keys and values depend on its token and on all before it: so much is kept of each position, as a hash.
+    """
+
+    def __init__(self, limits: RunnerLimits, cost: CostModel, clock: SimulatedClock) -> None:
+        super().__init__(limits, cost, clock)
+        self._chains = np.full((limits.num_blocks, limits.block_size), _SPOILED, np.int64)
+        self._expected: dict[int, list[int]] = {}  # by slot: the hash after each of its tokens
+
+    def forward(self, plan: StepPlan) -> StepPlan:
+        ticket = super().forward(plan)
+        for start in plan.sequence_starts:
+            self._expected[start.slot] = _chain(0, start.token_ids)
+        self._chains[plan.copy_targets] = self._chains[plan.copy_sources]
+        rows = list(zip(plan.slots.tolist(), plan.starts.tolist(), plan.lengths.tolist(), strict=True))
+        offset = 0
+        for slot, start, length in rows:
+            expected = self._expected[slot]
+            if len(expected) < start + length:
+                last = expected[-1] if expected else 0
+                expected += _chain(last, plan.token_ids[offset : offset + length].tolist()[len(expected) - start :])
+            self._write(slot, start, expected[start : start + length])
+            offset += length
+        for slot, start, length in rows:  # a step writes all its keys and values before any are read
+            assert self._read(slot, start + length) == self._expected[slot][: start + length]
+        return ticket
+
+    def spoil(self, plan: StepPlan, row: int) -> None:
+        """Whatever the row has written is lost."""
+        slot, start, length = (column.tolist()[row] for column in (plan.slots, plan.starts, plan.lengths))
+        self._write(slot, start, [_SPOILED] * length)
+
+    def _write(self, slot: int, start: int, chain: list[int]) -> None:
+        positions = np.arange(start, start + len(chain))
+        self._chains[self._blocks(slot, positions), positions % self.limits.block_size] = chain
+
+    def _read(self, slot: int, end: int) -> list[int]:
+        positions = np.arange(end)
+        found: list[int] = self._chains[self._blocks(slot, positions), positions % self.limits.block_size].tolist()
+        return found
+
+    def _blocks(self, slot: int, positions: npt.NDArray[np.intp]) -> npt.NDArray[np.int32]:
+        return self._tables[slot, positions // self.limits.block_size]
+
+
+def _chain(before: int, token_ids: tuple[int, ...] | list[int]) -> list[int]:
+    chain = []
+    for token_id in token_ids:
+        before = hash((before, token_id)) >> 1
+        chain.append(before)
+    return chain

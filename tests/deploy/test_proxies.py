@@ -1,0 +1,115 @@
+"""nginx and haproxy in front of a real server, as the examples have them, asked over TLS by HTTP/2."""
+
+import json
+import re
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from core.errors import ExitCode
+from tests.certificates import make_certificate, needs_openssl
+from tests.deploy.conftest import Gate, Simulate
+from tests.deploy.proxies import Proxy, find, running_proxy
+from tests.e2e.polling import wait_for
+from tests.e2e.server_process import ServerProcess
+
+STREAM = {"model": "small", "prompt": "hi", "stream": True, "max_tokens": 5000, "ignore_eos": True}
+TIMEOUT_S = 60.0
+CLIENT = "127.0.0.2"  # no proxy's
+EXAMPLES = [
+    pytest.param(name, marks=pytest.mark.skipif(find(program) is None, reason=f"needs {program}: apt-get install"))
+    for name, program in (("nginx.conf", "nginx"), ("haproxy.cfg", "haproxy"), ("haproxy-tcp.cfg", "haproxy"))
+]
+pytestmark = needs_openssl
+
+
+@pytest.fixture
+def gate(gates: Path) -> Gate:
+    return Gate(gates / "step")
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """With a certificate, for whoever speaks TLS with the client."""
+    make_certificate(tmp_path / "proxy")
+    return tmp_path / "proxy"
+
+
+@pytest.fixture
+def server(gate: Gate, simulate: Simulate, directory: Path) -> ServerProcess:
+    """One whose steps are counted out. It listens in the clear, and then with TLS behind a PROXY header."""
+    binds = ("--bind", "plain:127.0.0.1:0", "--bind", "proxy:127.0.0.1:0", "--trusted-proxies", "127.0.0.1")
+    tls = ("--tls-cert", str(directory / "certificate.pem"), "--tls-key", str(directory / "key.pem"))
+    server = simulate(*binds, *tls)
+    server.wait_ready()
+    return server
+
+
+@pytest.fixture(params=EXAMPLES)
+def proxy(request: pytest.FixtureRequest, server: ServerProcess, directory: Path) -> Iterator[Proxy]:
+    ports = re.findall(r"127\.0\.0\.1:(\d+)", server.log)[:2]
+    port = int(ports[request.param == "haproxy-tcp.cfg"])
+    with running_proxy(request.param, directory, port) as proxy:
+        wait_for(lambda: httpx.get(f"{proxy.url}/ready", verify=proxy.trust).status_code == 200, lambda: "the proxy")
+        yield proxy
+
+
+@pytest.fixture
+def client(proxy: Proxy) -> Iterator[httpx.Client]:
+    transport = httpx.HTTPTransport(http1=False, http2=True, verify=proxy.trust, local_address=CLIENT)
+    with httpx.Client(transport=transport, timeout=TIMEOUT_S, base_url=proxy.url) as client:
+        yield client
+
+
+def test_events_pass_while_the_next_are_not_yet_computed_and_the_log_has_the_client(
+    client: httpx.Client, gate: Gate, server: ServerProcess
+) -> None:
+    with gate.opened() as permit:
+        permit(8)
+        with client.stream("POST", "/v1/completions", json=STREAM | {"max_tokens": 24}) as response:
+            assert (response.status_code, response.http_version) == (200, "HTTP/2")
+            lines = response.iter_lines()
+            for _ in range(2):
+                assert next(lines).startswith("data: ")
+                next(lines)
+                permit(8)
+            permit(8)
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+    server.wait_log(f"client={CLIENT}")
+
+
+def test_client_that_leaves_is_cancelled(client: httpx.Client, gate: Gate, server: ServerProcess) -> None:
+    with gate.opened() as permit:
+        permit(8)
+        with client.stream("POST", "/v1/completions", json=STREAM) as response:
+            next(response.iter_lines())
+            client.close()  # the connection: httpx resets no stream of HTTP/2 whose response is closed
+        server.wait_metric("steploop_disconnects_total", 1)
+    server.wait_metric("vllm:num_requests_running", 0)
+    assert server.metrics()["vllm:generation_tokens_total"] < 20, "the engine had leave to compute all 5000"
+
+
+@pytest.mark.skipif(find("curl") is None, reason="needs curl: apt-get install curl")
+def test_drain_lets_streams_end_and_says_503_to_others(
+    proxy: Proxy, gate: Gate, server: ServerProcess, directory: Path
+) -> None:
+    # curl, because httpx takes a GOAWAY for the end of what it receives
+    command = ["curl", "-sS", "--no-buffer", "--http2", "--cacert", str(directory / "certificate.pem")]
+    command += ["-H", "content-type: application/json", "-d", json.dumps(STREAM | {"max_tokens": 24})]
+    with gate.opened() as permit:
+        permit(8)
+        with subprocess.Popen([*command, f"{proxy.url}/v1/completions"], stdout=subprocess.PIPE, text=True) as curl:
+            assert curl.stdout is not None
+            assert curl.stdout.readline().startswith("data: ")
+            server.send_signal(signal.SIGTERM)
+            server.wait_log("shutting down")
+            late = httpx.post(f"{proxy.url}/v1/completions", json=STREAM, verify=proxy.trust, timeout=TIMEOUT_S)
+            assert late.status_code == 503
+            permit(16)
+            assert curl.stdout.read().endswith("data: [DONE]\n\n")
+        assert curl.returncode == 0
+    assert server.wait_exit() == ExitCode.OK

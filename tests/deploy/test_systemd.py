@@ -1,0 +1,157 @@
+"""What a service manager hears of a real server process, on a real notify socket."""
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from core.errors import ExitCode
+from tests.certificates import make_certificate, needs_openssl
+from tests.deploy.conftest import Gate, Simulate
+from tests.deploy.notify_socket import notify_socket
+from tests.e2e.raw_http import ask, connected, post_bytes
+from tests.e2e.server_process import start_process
+
+STREAM = {"model": "small", "prompt": "hi", "stream": True, "max_tokens": 5, "ignore_eos": True}
+WATCHDOG = {"WATCHDOG_USEC": "300000"}
+
+
+@pytest.mark.parametrize("is_abstract", [False, True], ids=["path", "abstract"])
+def test_ready_is_told_after_loading_and_the_stages_before(
+    simulate: Simulate, gates: Path, tmp_path: Path, is_abstract: bool
+) -> None:
+    gate = Gate(gates / "load")
+    with notify_socket(None if is_abstract else tmp_path / "notify") as manager:
+        server = simulate(NOTIFY_SOCKET=manager.address)
+        with gate.held():
+            loading = manager.receive_until("STATUS", "Loading: waiting at the gate")
+            assert int(loading["EXTEND_TIMEOUT_USEC"]) > 0
+            assert ask(server.port, "GET", "/ready").status == 503
+            assert not any("READY" in fields for fields in manager.history)
+        assert manager.receive_until("READY") == {"READY": "1", "STATUS": "Serving"}
+        assert ask(server.port, "GET", "/ready").status == 200
+        server.send_signal(signal.SIGTERM)
+        assert server.wait_exit() == ExitCode.OK
+        assert not any("WATCHDOG" in fields for fields in manager.receive_rest()), "nobody has asked for it"
+
+
+def test_model_that_cannot_be_loaded_is_told_to_the_end(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    with notify_socket(tmp_path / "notify") as manager:
+        flags = ("serve", "--port", "0", "--model", str(model))
+        server = start_process(tmp_path, "server", *flags, environment={"NOTIFY_SOCKET": manager.address})
+        assert server.wait_exit() == ExitCode.MODEL
+        *_, last = manager.receive_rest()
+        assert last["STOPPING"] == "1"
+        assert last["STATUS"].startswith(f"Failed: {model}")
+        assert not any("READY" in fields for fields in manager.history)
+
+
+def test_sighup_is_told_as_a_reload_with_its_time(simulate: Simulate, tmp_path: Path) -> None:
+    with notify_socket(tmp_path / "notify") as manager:
+        server = simulate(NOTIFY_SOCKET=manager.address)
+        manager.receive_until("READY")
+        before_us = time.monotonic_ns() // 1000
+        server.send_signal(signal.SIGHUP)
+        reloading = manager.receive_until("RELOADING")
+        assert reloading["RELOADING"] == "1"
+        assert before_us <= int(reloading["MONOTONIC_USEC"]) <= time.monotonic_ns() // 1000
+        assert manager.receive() == {"READY": "1", "STATUS": "Serving"}
+        assert ask(server.port, "GET", "/ready").status == 200
+
+
+@needs_openssl
+def test_reload_that_fails_is_told_and_over(simulate: Simulate, tmp_path: Path) -> None:
+    certificate, key = make_certificate(tmp_path)
+    with notify_socket(tmp_path / "notify") as manager:
+        server = simulate("--tls-cert", str(certificate), "--tls-key", str(key), NOTIFY_SOCKET=manager.address)
+        manager.receive_until("READY")
+        key.write_text("none")
+        server.send_signal(signal.SIGHUP)
+        manager.receive_until("RELOADING")
+        ready = manager.receive()
+        assert ready["READY"] == "1"
+        assert "reload failed" in ready["STATUS"]
+        assert str(key) in ready["STATUS"]
+
+
+def test_sighup_ends_a_server_that_nobody_supervises(simulate: Simulate) -> None:
+    server = simulate()
+    server.wait_ready()
+    server.send_signal(signal.SIGHUP)
+    assert server.wait_exit() == -signal.SIGHUP
+
+
+def test_draining_is_told_with_its_streams_and_asks_for_time(simulate: Simulate, gates: Path, tmp_path: Path) -> None:
+    gate = Gate(gates / "step")
+    with notify_socket(tmp_path / "notify") as manager:
+        server = simulate(NOTIFY_SOCKET=manager.address, **WATCHDOG)
+        manager.receive_until("READY")
+        with connected(server.port) as client:
+            client.send(post_bytes("/v1/completions", STREAM))
+            with gate.held():
+                server.send_signal(signal.SIGTERM)
+                for _ in range(3):  # told again and again: each asks for more time
+                    stopping = manager.receive_until("STOPPING")
+                    assert stopping["STATUS"] == "Draining: 1 request in progress"
+                    assert int(stopping["EXTEND_TIMEOUT_USEC"]) >= 10_000_000
+                manager.receive_until("WATCHDOG")
+            assert b"data: [DONE]" in client.read_to_end()
+        assert server.wait_exit() == ExitCode.OK
+
+
+def test_watchdog_is_fed_while_the_engine_idles(simulate: Simulate, tmp_path: Path) -> None:
+    with notify_socket(tmp_path / "notify") as manager:
+        simulate(NOTIFY_SOCKET=manager.address, **WATCHDOG)
+        manager.receive_until("READY")
+        for _ in range(5):
+            assert manager.receive() == {"WATCHDOG": "1"}
+
+
+def test_watchdog_of_another_process_is_not_fed(simulate: Simulate, tmp_path: Path) -> None:
+    with notify_socket(tmp_path / "notify") as manager:
+        server = simulate(NOTIFY_SOCKET=manager.address, WATCHDOG_PID="1", **WATCHDOG)
+        manager.receive_until("READY")
+        server.send_signal(signal.SIGTERM)
+        assert server.wait_exit() == ExitCode.OK
+        assert not any("WATCHDOG" in fields for fields in manager.receive_rest())
+
+
+def test_engine_that_hangs_is_not_vouched_for_and_ends_streams_and_process(simulate: Simulate, tmp_path: Path) -> None:
+    gates = tmp_path / "fatal"
+    gates.mkdir()
+    gate = Gate(gates / "step")
+    with notify_socket(tmp_path / "notify") as manager:
+        server = simulate(gates=gates, NOTIFY_SOCKET=manager.address, **WATCHDOG)
+        manager.receive_until("WATCHDOG")
+        with connected(server.port) as client:
+            client.send(post_bytes("/v1/completions", STREAM))
+            with gate.held():
+                manager.receive_until("STATUS", "The engine has been busy with one step")
+                answer = client.read_answer()
+                assert (answer.status, answer.code) == (500, "engine_error")
+                assert server.wait_exit() == ExitCode.ENGINE
+        assert not any("WATCHDOG" in fields for fields in manager.receive_rest())
+        assert "in collect" in server.log, "where it hangs"
+
+
+def test_engine_that_comes_back_is_vouched_for_again(simulate: Simulate, tmp_path: Path) -> None:
+    gates = tmp_path / "hasty"
+    gates.mkdir()
+    gate = Gate(gates / "step")
+    with notify_socket(tmp_path / "notify") as manager:
+        server = simulate(gates=gates, NOTIFY_SOCKET=manager.address, **WATCHDOG)
+        manager.receive_until("READY")
+        with connected(server.port) as client:
+            client.send(post_bytes("/v1/completions", STREAM))
+            with gate.held():
+                manager.receive_until("STATUS", "The engine has been busy with one step")
+                assert ask(server.port, "GET", "/ready").code == "stalled"
+                assert ask(server.port, "GET", "/health").status == 200
+            assert client.read_answer().status == 200
+        manager.receive_until("STATUS", "Serving")
+        manager.receive_until("WATCHDOG")
+        assert ask(server.port, "GET", "/ready").status == 200

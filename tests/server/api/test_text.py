@@ -1,0 +1,33 @@
+"""The hot path of every surface: text that comes alone is written as a delta of it would be."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from server.api.chat import ChatSurface
+from server.api.completions import CompletionsSurface
+from server.api.responses import ResponsesSurface
+from server.api.surface import Surface
+from tests.server.api import wire
+
+MESSAGES = [{"role": "user", "content": "Hi"}]
+REQUESTS: list[tuple[Surface, dict[str, Any]]] = [
+    (ChatSurface(), {"messages": MESSAGES, "n": 2}),
+    (ChatSurface(), {"messages": MESSAGES, "n": 2, "stream_options": {"include_usage": True}}),
+    (CompletionsSurface(), {"prompt": ["a", "b"]}),
+    (ResponsesSurface(), {"input": "Hi"}),
+]
+
+
+@pytest.mark.parametrize(("surface", "fields"), REQUESTS)
+@given(texts=st.lists(st.text(min_size=1), min_size=1, max_size=3))
+def test_text_alone_is_written_as_its_delta(surface: Surface, fields: dict[str, Any], texts: list[str]) -> None:
+    call = wire.parse(surface, stream=True, **fields)
+    choice = len(call.prompts) * call.num_sequences - 1
+    as_text, as_delta = (surface.stream_reply(call, wire.CONTEXT) for _ in range(2))
+    for text in texts:
+        written = as_text.text(choice, text)
+        assert wire.read_events(written) == wire.read_events(as_delta.delta(choice, wire.say(text)))
+        assert b"\n" not in written[:-2].replace(b"\ndata: ", b"")
