@@ -18,7 +18,6 @@ from gpu.cpu_kernels.elementwise import (
 from gpu.cpu_kernels.emit import LANES
 from gpu.cpu_kernels.packed_product import PackedProducts
 from gpu.cpu_kernels.paged_attention import PagedAttention
-from gpu.cpu_kernels.quantized_product import QuantizedProducts, can_multiply
 from gpu.cpu_kernels.team import Kernel
 from gpu.kv_cache import LayerKV
 from gpu.linear import Linear, ProductChoice
@@ -39,7 +38,6 @@ class KernelOperators(Operators):
         self.attention = PagedAttention(config.head_dim) if why_no_attention(config) is None else None
         self.product_choice = ProductChoice(uses_kernel=True)
         self._products = PackedProducts(self.product_choice)
-        self._quantized = QuantizedProducts()
         self._norm, self._norm_arguments = Kernel(add_and_norm), NormArguments(eps=config.rms_norm_eps)
         self._rotate, self._rotate_arguments = Kernel(rotate_and_store), RotateArguments(eps=config.rms_norm_eps)
         self._gate, self._gate_arguments = Kernel(gate), GateArguments()
@@ -48,7 +46,9 @@ class KernelOperators(Operators):
         return self._products(packed, weight, bias)
 
     def quantized_linear(self, weight: QuantizedWeight, bias: Tensor | None) -> Linear:
-        return self._quantized(weight, bias) if can_multiply(weight) else super().quantized_linear(weight, bias)
+        from gpu.cpu_kernels.quantized_product import can_multiply, make_product  # compiles for seconds, once
+
+        return make_product(weight, bias) if can_multiply(weight) else super().quantized_linear(weight, bias)
 
     def gated(self, activation: str) -> Gated:
         if activation not in GATES:

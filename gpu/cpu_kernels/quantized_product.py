@@ -3,6 +3,8 @@
 Beside torch's operators and slabs (gpu/quantized_linear.py), which serve where this does not.
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -60,14 +62,14 @@ class QuantizedProduct:
         return out
 
 
-class QuantizedProducts:
-    """Makes the products of a model."""
+@cache
+def _kernel() -> Kernel:
+    return Kernel(multiply_quantized)
 
-    def __init__(self) -> None:
-        self._kernel = Kernel(multiply_quantized)
 
-    def __call__(self, weight: QuantizedWeight, bias: Tensor | None) -> QuantizedProduct:
-        return QuantizedProduct(self._kernel, weight, bias)
+def make_product(weight: QuantizedWeight, bias: Tensor | None) -> QuantizedProduct:
+    """With one that it can_multiply."""
+    return QuantizedProduct(_kernel(), weight, bias)
 
 
 def _int8_blocks(values: Tensor) -> Tensor:

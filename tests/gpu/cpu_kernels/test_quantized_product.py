@@ -11,12 +11,7 @@ pytest.importorskip("numba", reason="needs numba: pip install 'steploop[cpu]'")
 if "avx512_bf16" not in cpu_flags():
     pytest.skip("needs a CPU with avx512_bf16", allow_module_level=True)
 
-from gpu.cpu_kernels.quantized_product import QuantizedProducts, can_multiply
-
-
-@pytest.fixture(scope="module")
-def make() -> QuantizedProducts:
-    return QuantizedProducts()
+from gpu.cpu_kernels.quantized_product import can_multiply, make_product
 
 
 def noise(*shape: int) -> torch.Tensor:
@@ -28,7 +23,6 @@ def noise(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 3, 4, 5, 6, 7, 13, 40])
 @pytest.mark.parametrize(("num_out", "num_in"), [(64, 32), (64, 64), (192, 1120)])
 def test_products_are_the_dequantised_matrixs(
-    make: QuantizedProducts,
     monkeypatch: pytest.MonkeyPatch,
     num_threads: int,
     scheme: str,
@@ -40,18 +34,18 @@ def test_products_are_the_dequantised_matrixs(
     weight, x = quantize(noise(num_out, num_in) + 0.5, scheme), noise(num_rows, num_in)
     for bias in (None, noise(num_out)):
         want = F.linear(x.float(), dequantize(weight, torch.float32), None if bias is None else bias.float())
-        assert torch.allclose(make(weight, bias)(x).float(), want, rtol=2.0**-8, atol=2e-3)
+        assert torch.allclose(make_product(weight, bias)(x).float(), want, rtol=2.0**-8, atol=2e-3)
 
 
-def test_each_integer_has_its_value(make: QuantizedProducts) -> None:
+def test_each_integer_has_its_value() -> None:
     values = torch.arange(64 * 128).view(64, 128).remainder(256).sub(128).to(torch.int8)
     weight = QuantizedWeight(torch.bfloat16, values, torch.ones(64, 1).bfloat16())
-    assert torch.equal(make(weight, None)(torch.eye(128).bfloat16()), values.T.bfloat16())
+    assert torch.equal(make_product(weight, None)(torch.eye(128).bfloat16()), values.T.bfloat16())
     values = torch.arange(64 * 64).view(64, 64).mul(7).remainder(256).to(torch.uint8)
     ones = torch.ones(64, 2).bfloat16()
     weight = QuantizedWeight(torch.bfloat16, values, ones, ones)
     want = dequantize(weight, torch.bfloat16)
-    assert torch.equal(make(weight, None)(torch.eye(128).bfloat16()), want.T)
+    assert torch.equal(make_product(weight, None)(torch.eye(128).bfloat16()), want.T)
 
 
 @pytest.mark.parametrize("shape", [(48, 64), (64, 36)])
