@@ -188,6 +188,7 @@ class EngineClient:
         flush: writes out what the deltas of one slice have left in the connections.
         call_soon: the loop's.
         clock: monotonic seconds; read once a slice.
+        on_delivered: called for each delivery once it has been told in full.
     """
 
     def __init__(
@@ -197,6 +198,7 @@ class EngineClient:
         flush: Callable[[], None],
         call_soon: Callable[[Callable[[], None]], object],
         clock: Callable[[], float],
+        on_delivered: Callable[[], None],
     ) -> None:
         self.stats = EngineStats()
         self._post = post
@@ -204,6 +206,7 @@ class EngineClient:
         self._flush = flush
         self._call_soon = call_soon
         self._clock = clock
+        self._on_delivered = on_delivered
         self._handles: dict[str, RequestHandle] = {}
         self._deliveries: deque[StepDelivery] = deque()
         self._next_row = 0  # of the first delivery
@@ -226,8 +229,9 @@ class EngineClient:
 
     def deliver(self, delivery: StepDelivery) -> None:
         """Take one step's news: the first slice of it now, the others in turn with the loop's other work."""
-        if self._error is not None:
-            return  # all requests have been ended: nobody is left to be told
+        if self._error is not None:  # all requests have been ended: nobody is left to be told
+            self._on_delivered()
+            return
         self._deliveries.append(delivery)
         if len(self._deliveries) == 1:
             self._deliver_slice()
@@ -256,6 +260,7 @@ class EngineClient:
         if end >= len(delivery.request_ids):
             self._deliver_chunks(delivery, now_s)
             self._deliveries.popleft()
+            self._on_delivered()
             end = 0
         self._next_row = end
         self._flush()

@@ -131,7 +131,10 @@ class Server:
             StartupError: the address cannot be had, or the model cannot be loaded.
         """
         await self.start()
-        return await self.wait_stopped()
+        try:
+            return await self.wait_stopped()
+        finally:
+            self._ignore_signals()
 
     async def wait_stopped(self) -> ExitCode:
         """The rest of run(), for who has called start()."""
@@ -171,6 +174,12 @@ class Server:
         if self._tls is not None or self._manager.is_there:
             self._loop.add_signal_handler(signal.SIGHUP, self._supervision.reload, self._reload)
 
+    def _ignore_signals(self) -> None:
+        """One more SIGTERM finds a process that is at its end already, and must not change how it ends."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            if self._loop.remove_signal_handler(number):
+                signal.signal(number, signal.SIG_IGN)
+
     def _reload(self) -> None:
         """
         Raises:
@@ -198,6 +207,7 @@ class Server:
             self.listener.batch.flush_all,
             self._loop.call_soon,
             self._clock.monotonic,
+            self._engine_thread.on_delivered,
         )
         client.stats = EngineStats(num_blocks=loaded.facts.limits.num_blocks)  # until the first delivery
         self._client = client

@@ -68,12 +68,14 @@ class Bench:
         self.journal: list[str] = []
         self.soon: deque[Callable[[], None]] = deque()
         self.clock = itertools.count(1)
+        self.told: list[int] = []  # the journal's length when a delivery had been told in full
         self.client = EngineClient(
             self.posted.append,
             LETTERS,
             lambda: self.journal.append("/"),
             self.soon.append,
             lambda: float(next(self.clock)),
+            lambda: self.told.append(len(self.journal)),
         )
         self.sinks: dict[str, Sink] = {}
 
@@ -125,6 +127,7 @@ def test_delivery_is_handled_in_slices_with_a_flush_after_each() -> None:
     bench.run_one()
     assert not bench.soon
     assert bench.journal == (["a"] * SLICE_ROWS + ["/"]) * 2 + ["a"] * 3 + ["/"]
+    assert bench.told == [2 * SLICE_ROWS + 5]  # once, before its last flush
 
 
 def test_all_of_a_slice_came_at_one_time() -> None:
