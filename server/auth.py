@@ -1,34 +1,215 @@
-"""Who may ask. Today: API keys from the configuration, or none at all on loopback. Thread: loop."""
+"""Who asks: from a request's credentials to its tenant and what it may do. Thread: loop.
 
+Deny by default: where anything is configured that names callers, a request that shows nothing is refused. Where nothing
+is, everyone is the tenant `local`, and the process listens to this machine alone (server/process.py).
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from hashlib import sha256
 from hmac import compare_digest
 
 from core.errors import ErrorKind, ServiceError
+from server.keys import KeyRecord, Scope
 from server.messages import HttpRequest
+from server.peer import ClientCertificate
+from server.tenants import LOCAL, LOCAL_NAME, Tenant, certificate_name
+from server.values import BadValueError, did_you_mean
+
+logger = logging.getLogger(__name__)
+
+KEY = "key"
+CERTIFICATE = "certificate"
+WAYS = (KEY, CERTIFICATE)
+_WANTED = {
+    KEY: "an API key, as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
+    CERTIFICATE: "a client certificate that names a tenant",
+}
+ALL_SCOPES = frozenset(Scope)
+_CERTIFICATE_SCOPES = frozenset({Scope.INFERENCE, Scope.USAGE})
 
 
-class KeyAuthenticator:
-    """Accepts `Authorization: Bearer KEY` and `x-api-key: KEY` for the configured keys; everyone when there are none.
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who sent a request.
 
-    Keys are held as SHA-256 digests: a look-up by digest tells nothing of a key by its timing (THREATS.md).
+    Args:
+        key_id: the prefix of the key it showed; None: it showed none, or one of --api-key.
     """
 
-    def __init__(self, keys: tuple[str, ...]) -> None:
-        self._digests = {digest: digest for digest in (sha256(key.encode()).digest() for key in keys)}
+    tenant: Tenant
+    scopes: frozenset[Scope] = ALL_SCOPES
+    key_id: str | None = None
 
-    def check(self, request: HttpRequest) -> None:
+    def check_scope(self, scope: Scope) -> None:
         """
         Raises:
-            ServiceError: authentication; the key is missing or unknown.
+            ServiceError: permission.
         """
-        if not self._digests:
-            return
+        if scope not in self.scopes:
+            has = ", ".join(sorted(self.scopes)) or "none"
+            message = f"This needs the right {scope.value!r}, and yours are: {has}. Ask the operator for a key with it."
+            raise ServiceError(ErrorKind.PERMISSION, message, "permission_denied")
+
+
+LOCAL_CALLER = Caller(LOCAL)
+
+
+@dataclass(frozen=True, slots=True)
+class KnownKey:
+    """
+    Args:
+        expires_s: unix time; None: never.
+    """
+
+    digest: bytes
+    caller: Caller
+    expires_s: float | None = None
+    is_revoked: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Directory:
+    """All who may ask, as one value: a reload replaces it whole.
+
+    Args:
+        keys: by SHA-256: a look-up by digest tells nothing of a key by its timing (THREATS.md).
+        certificates: by subjectAltName.
+        is_open: nobody need show anything.
+    """
+
+    tenants: Mapping[str, Tenant] = field(default_factory=dict)
+    keys: Mapping[bytes, KnownKey] = field(default_factory=dict)
+    certificates: Mapping[tuple[str, str], Tenant] = field(default_factory=dict)
+    is_open: bool = True
+
+
+def make_directory(
+    tenants: Sequence[Tenant], api_keys: Iterable[str] = (), records: Sequence[KeyRecord] | None = None
+) -> Directory:
+    """
+    Args:
+        api_keys: of the tenant `local`, with all rights.
+        records: of the keys file; None: there is no such file. Keys of tenants that are not there are left out.
+    """
+    by_name = {tenant.name: tenant for tenant in tenants}
+    local = by_name.get(LOCAL_NAME, LOCAL)
+    if not tenants:
+        by_name[LOCAL_NAME] = LOCAL
+    keys: dict[bytes, KnownKey] = {}
+    for key in api_keys:
+        _add(keys, sha256(key.encode()).digest(), Caller(local))
+    for tenant in tenants:
+        for digest in map(bytes.fromhex, tenant.key_sha256):
+            _add(keys, digest, Caller(tenant, _CERTIFICATE_SCOPES, digest.hex()[:12]))
+    for record in records or ():
+        owner = by_name.get(record.tenant)
+        if owner is None:
+            logger.warning("the key %s is of a tenant that is not configured: %s", record.prefix, record.tenant)
+            continue
+        expires_s = None if record.expires is None else record.expires.timestamp()
+        caller = Caller(owner, frozenset(record.scopes), record.prefix)
+        _add(keys, bytes.fromhex(record.sha256), caller, expires_s, record.revoked is not None)
+    certificates = {certificate_name(text): tenant for tenant in tenants for text in tenant.certificates}
+    return Directory(by_name, keys, certificates, is_open=not (tenants or keys or records is not None))
+
+
+def _add(
+    keys: dict[bytes, KnownKey],
+    digest: bytes,
+    caller: Caller,
+    expires_s: float | None = None,
+    is_revoked: bool = False,
+) -> None:
+    keys[digest] = KnownKey(digest, caller, expires_s, is_revoked)
+
+
+def way_value(text: str) -> str:
+    """One of WAYS, or several joined by +.
+
+    Raises:
+        BadValueError: it is none.
+    """
+    for way in text.split("+"):
+        if way not in WAYS:
+            raise BadValueError(f"of {', '.join(WAYS)}, or several of them joined by +{did_you_mean(way, WAYS)}")
+    return text
+
+
+class Authenticator:
+    """Names the caller of each request.
+
+    Args:
+        ways: of WAYS, in the order in which they are looked at: the first that a request uses decides, for or against
+            it. Several joined by + are needed together, of one tenant.
+        unix_clock: seconds.
+
+    Attributes:
+        directory: replaced by a reload.
+    """
+
+    def __init__(self, directory: Directory, unix_clock: Callable[[], float], ways: Sequence[str] = WAYS) -> None:
+        self.directory = directory
+        self._unix_clock = unix_clock
+        self._combinations = [tuple(way.split("+")) for way in ways]
+        self._identify = {KEY: self._by_key, CERTIFICATE: self._by_certificate}
+
+    def identify(self, request: HttpRequest, certificate: ClientCertificate | None) -> Caller:
+        """
+        Raises:
+            ServiceError: authentication; what it shows is missing, unknown or no longer good.
+        """
+        if self.directory.is_open:
+            return LOCAL_CALLER
+        for ways in self._combinations:
+            callers = [self._identify[way](request, certificate) for way in ways]
+            present = [caller for caller in callers if caller is not None]
+            if len(present) == len(callers):
+                return _joined(present)
+        raise _refusal(self._what_is_wanted())
+
+    def _what_is_wanted(self) -> str:
+        has_certificates = bool(self.directory.certificates)
+        possible = [ways for ways in self._combinations if has_certificates or CERTIFICATE not in ways]
+        if possible == [(KEY,)]:
+            return "No API key was sent. Send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
+        wanted = "; or ".join(" together with ".join(_WANTED[way] for way in ways) for ways in possible)
+        return f"Nothing that was sent says who you are. Send {wanted}."
+
+    def _by_key(self, request: HttpRequest, certificate: ClientCertificate | None) -> Caller | None:
         key = _presented_key(request)
         if key is None:
-            raise _refusal("No API key was sent. Send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'.")
+            return None
         digest = sha256(key).digest()
-        if not compare_digest(self._digests.get(digest, b""), digest):
+        known = self.directory.keys.get(digest)
+        if known is None or not compare_digest(known.digest, digest):
             raise _refusal("The API key is not known here. Check the key, or ask the operator for one.")
+        if known.is_revoked:
+            raise _refusal("The API key has been revoked. Ask the operator for another.")
+        if known.expires_s is not None and known.expires_s <= self._unix_clock():
+            raise _refusal("The API key has expired. Ask the operator for another.")
+        return known.caller
+
+    def _by_certificate(self, request: HttpRequest, certificate: ClientCertificate | None) -> Caller | None:
+        """A certificate that names no tenant is none for us: it may be there for the connection's sake alone."""
+        if certificate is None:
+            return None
+        found = (self.directory.certificates.get(name) for name in certificate.names)
+        tenants = {tenant.name: tenant for tenant in found if tenant is not None}
+        if len(tenants) > 1:
+            raise _refusal(f"The client certificate names several tenants: {', '.join(tenants)}. Use one for each.")
+        return next((Caller(tenant, _CERTIFICATE_SCOPES) for tenant in tenants.values()), None)
+
+
+def _joined(callers: Sequence[Caller]) -> Caller:
+    """Who shows several things at once may do what all of them allow."""
+    first = callers[0]
+    if any(caller.tenant.name != first.tenant.name for caller in callers):
+        raise _refusal("The API key and the client certificate are of different tenants.")
+    scopes = frozenset.intersection(*(caller.scopes for caller in callers))
+    key_id = next((caller.key_id for caller in callers if caller.key_id is not None), None)
+    return Caller(first.tenant, scopes, key_id)
 
 
 def _presented_key(request: HttpRequest) -> bytes | None:

@@ -26,13 +26,14 @@ from core.types import EngineStats, FinishReason, Message, StepDelivery, TokenLo
 from server.api.models import ServedModel
 from server.api.surface import GenerationDefaults
 from server.app import App, Readiness
-from server.auth import KeyAuthenticator
+from server.auth import Authenticator, make_directory
 from server.client_gate import ClientRules
 from server.connection_limits import ConnectionLimits
 from server.cross_origin import CrossOrigin
 from server.engine_client import EngineClient
 from server.lifecycle import Clock, Lifecycle, PromptReader
 from server.metrics import Metrics
+from server.tenants import Tenant
 from tests.core.chat_templates import CHATML
 from tests.core.small_tokenizers import SPECIAL, byte_level
 from tests.server.fakes import MemoryServer, MemoryTransport
@@ -211,6 +212,7 @@ class SimulatedServer:
         runner: Callable[[RunnerLimits, CostModel, SimulatedClock], SimulatedRunner] = LogprobRunner,
         schedule: Schedule = at_once,
         keys: tuple[str, ...] = (),
+        tenants: tuple[Tenant, ...] = (),
         max_requests: int = 100,
         connection_limits: ConnectionLimits | None = None,
         is_ready: bool = True,
@@ -236,7 +238,7 @@ class SimulatedServer:
         numbers = itertools.count(1)
         self.app = App(
             self.readiness,
-            KeyAuthenticator(keys),
+            Authenticator(make_directory(tenants, keys), clock.unix),
             self.metrics,
             clock,
             lambda: f"r{next(numbers)}",

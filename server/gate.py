@@ -1,0 +1,76 @@
+"""Who may ask, as the configuration and the keys file say it; what of them takes effect on SIGHUP. Thread: loop."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import fields
+
+from core.errors import ExitCode, StartupError
+from server.auth import Authenticator, Directory, make_directory
+from server.config import ServerConfig
+from server.keys import read_keys
+
+logger = logging.getLogger(__name__)
+
+RELOADED = ("tenants", "api_keys")  # fields of ServerConfig; the keys file's content and certificates besides
+SILENT = ("origins", *RELOADED)
+
+
+class Gate:
+    """
+    Args:
+        unix_clock: seconds.
+    """
+
+    def __init__(self, config: ServerConfig, unix_clock: Callable[[], float]) -> None:
+        """
+        Raises:
+            StartupError: see load_directory.
+        """
+        self._config = config
+        self.authenticator = Authenticator(load_directory(config), unix_clock, config.auth)
+
+    @property
+    def directory(self) -> Directory:
+        return self.authenticator.directory
+
+    def prepare(self, config: ServerConfig) -> Callable[[], None]:
+        """Read and check all that a reload may change, and change nothing yet.
+
+        Returns: what puts it in force, and cannot fail.
+
+        Raises:
+            StartupError: it is not fit.
+        """
+        directory = load_directory(config)
+        if directory.is_open and not self.directory.is_open:
+            cause = "the new configuration names no tenants and no keys, and would let everybody in"
+            raise StartupError(cause, "restart the server if that is what you want", ExitCode.CONFIGURATION)
+
+        def apply() -> None:
+            self.authenticator.directory = directory
+            for name in _changed(self._config, config):
+                logger.warning("%s has changed, which takes effect at the next start", name)
+            logger.info("reloaded: tenants=%d keys=%d", len(config.tenants), len(directory.keys))
+
+        return apply
+
+
+def load_directory(config: ServerConfig) -> Directory:
+    """
+    Raises:
+        StartupError: the keys file cannot be read, or tenants have certificates that nobody is asked for.
+    """
+    if config.tls_client_ca is None and (named := [one.name for one in config.tenants if one.certificates]):
+        cause = f"the tenant {named[0]} has certificates, and clients are asked for none"
+        raise StartupError(cause, "--tls-cert FILE --tls-client-ca FILE", ExitCode.CONFIGURATION)
+    records = None if config.keys_file is None else read_keys(config.keys_file)
+    directory = make_directory(config.tenants, config.api_keys, records)
+    if not (directory.is_open or directory.keys or directory.certificates):
+        logger.warning("no key or certificate names a tenant: every request will be refused")
+    return directory
+
+
+def _changed(old: ServerConfig, new: ServerConfig) -> list[str]:
+    """Settings that a reload finds changed and cannot change."""
+    names = (one.name for one in fields(ServerConfig) if one.name not in SILENT)
+    return [name for name in names if getattr(old, name) != getattr(new, name)]
