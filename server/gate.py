@@ -1,11 +1,12 @@
 """Who may ask, as the configuration and the keys file say it; what of them takes effect on SIGHUP. Thread: loop."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 
 from core.errors import ExitCode, StartupError
 from server.auth import Authenticator, Directory, make_directory
+from server.banner import Place, is_public
 from server.config import ServerConfig
 from server.keys import read_keys
 
@@ -32,6 +33,27 @@ class Gate:
     @property
     def directory(self) -> Directory:
         return self.authenticator.directory
+
+    def check_exposure(self, places: Sequence[Place], needs_certificate: bool) -> None:
+        """
+        Args:
+            places: where the server listens.
+            needs_certificate: of every client that comes over a network.
+
+        Raises:
+            StartupError: other machines can reach it, nobody is asked who they are, and --insecure does not say so.
+        """
+        if not is_public(places) or not self.directory.is_open or needs_certificate:
+            return
+        if not self._config.insecure:
+            shown = ", ".join(str(place.address) for place in places if is_public([place]))
+            raise StartupError(
+                f"other machines can reach {shown}, and nobody is asked who they are",
+                "set STEPLOOP_API_KEY, or --keys-file or [[tenants]] (docs/tenants.md), or --tls-client-ca; or"
+                " --insecure, if everybody who reaches it may use it",
+                ExitCode.CONFIGURATION,
+            )
+        logger.warning("anyone who reaches this port can use it, as --insecure says")
 
     def prepare(self, config: ServerConfig) -> Callable[[], None]:
         """Read and check all that a reload may change, and change nothing yet.

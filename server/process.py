@@ -160,25 +160,13 @@ class Server:
         """
         await self.listener.start()
         try:
-            self._check_who_can_come()
+            self._gate.check_exposure(self._places, self._needs_certificate)
         except StartupError:
             await self.listener.drain(0)
             raise
         logger.info("listening on %s, loading the model", shown_addresses(self.listener.sockets))
         self._engine_thread.start()
         self._supervision.start()
-
-    def _check_who_can_come(self) -> None:
-        if not is_public(self._places) or not self._gate.directory.is_open or self._needs_certificate:
-            return
-        if not self._config.insecure:
-            raise StartupError(
-                f"other machines can reach {shown_addresses(self.listener.sockets)}, and nobody is asked who they are",
-                "set STEPLOOP_API_KEY, or --keys-file or [[tenants]] (docs/tenants.md), or --tls-client-ca; or"
-                " --insecure, if everybody who reaches it may use it",
-                ExitCode.CONFIGURATION,
-            )
-        logger.warning("anyone who reaches this port can use it, as --insecure says")
 
     async def wait_ready(self) -> None:
         """

@@ -4,12 +4,15 @@ import json
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from core.errors import StartupError
 from core.types import Submit
 from server.app import Route
+from server.banner import Place
+from server.binds import TcpAddress, UnixAddress
 from server.config import ServerConfig
 from server.config_sources import load_config
 from server.gate import Gate, load_directory
@@ -192,3 +195,30 @@ def test_tenants_that_nobody_can_prove_to_be_are_told(
 ) -> None:
     load_directory(write(keys=KEYS % ""))
     assert "every request will be refused" in caplog.text
+
+
+# The places.
+
+HERE, EVERYWHERE = Place(TcpAddress("127.0.0.1", 1)), Place(TcpAddress("0.0.0.0", 1))
+
+
+@pytest.mark.parametrize(
+    ("places", "settings", "needs_certificate"),
+    [
+        ([HERE, Place(UnixAddress("/run/s.sock"))], {}, False),
+        ([HERE, EVERYWHERE], {"api_keys": ("k",)}, False),
+        ([HERE, EVERYWHERE], {"tenants": (ACME,)}, False),
+        ([HERE, EVERYWHERE], {"insecure": True}, False),
+        ([HERE, EVERYWHERE], {}, True),
+    ],
+)
+def test_strangers_are_kept_out_by_the_address_or_by_being_asked(
+    places: list[Place], settings: dict[str, Any], needs_certificate: bool
+) -> None:
+    Gate(ServerConfig(**settings), lambda: 0.0).check_exposure(places, needs_certificate)
+
+
+def test_a_server_that_strangers_could_use_does_not_start() -> None:
+    with pytest.raises(StartupError, match=r"other machines can reach 0.0.0.0:1, and nobody is asked") as caught:
+        Gate(ServerConfig(), lambda: 0.0).check_exposure([HERE, EVERYWHERE], False)
+    assert "--insecure" in caught.value.fix
