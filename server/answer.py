@@ -178,7 +178,10 @@ class AnswerBody(Protocol):
 
 
 class StreamedBody:
-    """An answer as server-sent events. The head goes out with the first token, or the first keep-alive."""
+    """An answer as server-sent events. The head goes out with the first token, or the first keep-alive.
+
+    The loop's time and the clock that news are stamped with are one, as in asyncio and uvloop.
+    """
 
     def __init__(
         self, surface: Surface, call: GenerationCall, context: ReplyContext, stream: HttpStream, timings: Timings

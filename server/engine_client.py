@@ -32,10 +32,10 @@ from server.backend import DeltaSink
 
 logger = logging.getLogger(__name__)
 
-# Rows handled before other callbacks of the loop, and the engine thread, get their turn: a quarter of a millisecond.
-# Slices of 16, 32, 64 took 8.6, 7.6, 7.6 us a token (bench/frontend.py, 64 streams, the better of two runs each), but
-# runs of one and the same size differ by as much: nothing here is settled.
-SLICE_ROWS = 32
+# Rows handled before other callbacks of the loop, and the engine thread, get their turn: half a millisecond.
+# 16, 32, 64, 128, 256 of them cost 8.1, 7.6, 7.1, 7.4, 6.9 us a token, on average over both protocols and 64 and 256
+# streams (bench/slices.py, on a busy machine): from 64 on, what is gained no longer shows.
+SLICE_ROWS = 64
 
 
 class _Sequence:
@@ -188,6 +188,7 @@ class EngineClient:
         flush: writes out what the deltas of one slice have left in the connections.
         call_soon: the loop's.
         clock: monotonic seconds; read once a slice.
+        on_delivered: called for each delivery once it has been told in full.
     """
 
     def __init__(
@@ -197,6 +198,7 @@ class EngineClient:
         flush: Callable[[], None],
         call_soon: Callable[[Callable[[], None]], object],
         clock: Callable[[], float],
+        on_delivered: Callable[[], None],
     ) -> None:
         self.stats = EngineStats()
         self._post = post
@@ -204,6 +206,7 @@ class EngineClient:
         self._flush = flush
         self._call_soon = call_soon
         self._clock = clock
+        self._on_delivered = on_delivered
         self._handles: dict[str, RequestHandle] = {}
         self._deliveries: deque[StepDelivery] = deque()
         self._next_row = 0  # of the first delivery
@@ -226,8 +229,9 @@ class EngineClient:
 
     def deliver(self, delivery: StepDelivery) -> None:
         """Take one step's news: the first slice of it now, the others in turn with the loop's other work."""
-        if self._error is not None:
-            return  # all requests have been ended: nobody is left to be told
+        if self._error is not None:  # all requests have been ended: nobody is left to be told
+            self._on_delivered()
+            return
         self._deliveries.append(delivery)
         if len(self._deliveries) == 1:
             self._deliver_slice()
@@ -256,6 +260,7 @@ class EngineClient:
         if end >= len(delivery.request_ids):
             self._deliver_chunks(delivery, now_s)
             self._deliveries.popleft()
+            self._on_delivered()
             end = 0
         self._next_row = end
         self._flush()

@@ -215,6 +215,7 @@ class Server:
             self.listener.batch.flush_all,
             self._loop.call_soon,
             self._clock.monotonic,
+            self._engine_thread.on_delivered,
         )
         client.stats = EngineStats(num_blocks=loaded.facts.limits.num_blocks)  # until the first delivery
         self._client = client

@@ -247,7 +247,12 @@ class SimulatedServer:
         self.network = MemoryServer(self.app.handle, connection_limits, self.loop, self.app.refuse, clients)
         self.app.listener = self.network.listener
         self.client = EngineClient(
-            self._post, TOKENIZER.table, self.network.listener.batch.flush_all, self.loop.call_soon, time
+            self._post,
+            TOKENIZER.table,
+            self.network.listener.batch.flush_all,
+            self.loop.call_soon,
+            time,
+            lambda: None,
         )
         self.lifecycle = Lifecycle(
             reader=_reader(limits, clock),

@@ -68,12 +68,14 @@ class Bench:
         self.journal: list[str] = []
         self.soon: deque[Callable[[], None]] = deque()
         self.clock = itertools.count(1)
+        self.told: list[int] = []  # the journal's length when a delivery had been told in full
         self.client = EngineClient(
             self.posted.append,
             LETTERS,
             lambda: self.journal.append("/"),
             self.soon.append,
             lambda: float(next(self.clock)),
+            lambda: self.told.append(len(self.journal)),
         )
         self.sinks: dict[str, Sink] = {}
 
@@ -125,6 +127,7 @@ def test_delivery_is_handled_in_slices_with_a_flush_after_each() -> None:
     bench.run_one()
     assert not bench.soon
     assert bench.journal == (["a"] * SLICE_ROWS + ["/"]) * 2 + ["a"] * 3 + ["/"]
+    assert bench.told == [2 * SLICE_ROWS + 5]  # once, before its last flush
 
 
 def test_all_of_a_slice_came_at_one_time() -> None:
@@ -138,15 +141,15 @@ def test_all_of_a_slice_came_at_one_time() -> None:
 def test_deliveries_that_come_meanwhile_wait_for_their_turn() -> None:
     bench = Bench()
     bench.submit()
-    bench.deliver(*[("r", 0, 0)] * 40, num_steps=1)
+    bench.deliver(*[("r", 0, 0)] * (SLICE_ROWS + 8), num_steps=1)
     bench.deliver(("r", 0, 1), num_steps=2)
     assert bench.sinks["r"].text == "a" * SLICE_ROWS
     assert bench.client.stats.num_steps == 0
-    bench.deliver(("r", 0, 2), chunks=(end(num_tokens=42),), num_steps=3)
+    bench.deliver(("r", 0, 2), chunks=(end(num_tokens=SLICE_ROWS + 10),), num_steps=3)
     bench.run()
-    assert bench.sinks["r"].text == "a" * 40 + "bc"
+    assert bench.sinks["r"].text == "a" * (SLICE_ROWS + 8) + "bc"
     assert bench.client.stats.num_steps == 3
-    assert bench.sinks["r"].ends == [(Usage(num_prompt_tokens=3, num_completion_tokens=42), None)]
+    assert bench.sinks["r"].ends == [(Usage(num_prompt_tokens=3, num_completion_tokens=SLICE_ROWS + 10), None)]
     assert len(bench.posted) == 1
 
 
@@ -253,11 +256,11 @@ def test_failure_ends_all_requests_after_what_was_delivered_before_it() -> None:
     bench.submit("r")
     bench.submit("s")
     bench.submit("t")
-    bench.deliver(*[("r", 0, 0)] * 40, ("s", 0, 1))
-    bench.deliver(("r", 0, 2), chunks=(end(num_tokens=41),))
+    bench.deliver(*[("r", 0, 0)] * (SLICE_ROWS + 8), ("s", 0, 1))
+    bench.deliver(("r", 0, 2), chunks=(end(num_tokens=SLICE_ROWS + 9),))
     bench.client.fail("The engine failed.")
-    assert bench.sinks["r"].text == "a" * 40 + "c"
-    assert bench.sinks["r"].ends == [(Usage(num_prompt_tokens=3, num_completion_tokens=41), None)]
+    assert bench.sinks["r"].text == "a" * (SLICE_ROWS + 8) + "c"
+    assert bench.sinks["r"].ends == [(Usage(num_prompt_tokens=3, num_completion_tokens=SLICE_ROWS + 9), None)]
     assert bench.sinks["s"].text == "b"
     assert bench.sinks["s"].ends == [(Usage(num_prompt_tokens=3, num_completion_tokens=1), "The engine failed.")]
     assert bench.sinks["t"].ends == [(Usage(num_prompt_tokens=0, num_completion_tokens=0), "The engine failed.")]
