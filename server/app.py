@@ -19,8 +19,9 @@ from server.api.completions import CompletionsSurface
 from server.api.envelope import PROTOCOL_CODES, error_body, protocol_error_body, status_of
 from server.api.responses import ResponsesSurface, input_tokens_reply
 from server.api.surface import Surface
-from server.auth import Authenticator, Caller
+from server.auth import Caller
 from server.cross_origin import CrossOrigin
+from server.gate import Gate
 from server.keys import Scope
 from server.lifecycle import Clock, Lifecycle
 from server.listener import Listener
@@ -28,6 +29,8 @@ from server.logs import current_request_id
 from server.messages import Headers, HttpRequest, ResponseHead
 from server.metrics import CONTENT_TYPE, Metrics
 from server.peer import Peer
+from server.quota import Ticket
+from server.rate_limit_fields import show_limits
 from server.refusals import DENIED
 from server.stream import ClientDisconnected, HttpStream
 from server.timing import Timings
@@ -45,6 +48,7 @@ class Exchange(Account):
     """One request on its way through the app."""
 
     stream: HttpStream
+    ticket: Ticket | None = None
     argument: str = ""  # what the route's pattern left open, decoded
 
     @property
@@ -52,6 +56,12 @@ class Exchange(Account):
         """For handlers of routes that ask for a right."""
         assert self.caller is not None, "whoever comes to such a route has been identified"
         return self.caller
+
+    @property
+    def known_ticket(self) -> Ticket:
+        """For handlers of routes that are counted."""
+        assert self.ticket is not None, "whoever comes to such a route has been let in"
+        return self.ticket
 
 
 Handler = Callable[[Exchange], Awaitable[None]]
@@ -63,11 +73,13 @@ class Route:
 
     Args:
         scope: the right that the caller must have; None: anybody may ask, unknown to us.
+        is_counted: it is work, which the caller's quotas bound.
     """
 
     handler: Handler
     scope: Scope | None
     needs_model: bool = True
+    is_counted: bool = False
 
 
 @dataclass(slots=True)
@@ -103,7 +115,7 @@ class App:
     def __init__(
         self,
         readiness: Readiness,
-        authenticator: Authenticator,
+        gate: Gate,
         metrics: Metrics,
         clock: Clock,
         new_request_id: Callable[[], str],
@@ -113,7 +125,7 @@ class App:
         self.lifecycle: Lifecycle | None = None  # once the model is loaded
         self.card: models.ServerCard | None = None  # likewise
         self.listener: Listener | None = None  # for /metrics
-        self._authenticator = authenticator
+        self._gate = gate
         self._metrics = metrics
         self._accounting = Accounting(metrics, clock)
         self._clock = clock
@@ -216,11 +228,26 @@ class App:
             return
         route = self._route(exchange)
         if route.scope is not None:
-            exchange.caller = self._authenticator.identify(exchange.request, exchange.client.certificate)
+            exchange.caller = self._gate.authenticator.identify(exchange.request, exchange.client.certificate)
             exchange.caller.check_scope(route.scope)
         if route.needs_model:
             self.readiness.check()
-        await route.handler(exchange)
+        if route.is_counted:
+            await self._handle_counted(route.handler, exchange)
+        else:
+            await route.handler(exchange)
+
+    async def _handle_counted(self, handler: Handler, exchange: Exchange) -> None:
+        """Let the request in and out of its caller's quotas."""
+        ticket = exchange.ticket = self._gate.quotas.ticket_for(exchange.known_caller)
+        try:
+            ticket.enter()
+        finally:
+            show_limits(exchange.stream, ticket)
+        try:
+            await handler(exchange)
+        finally:
+            ticket.leave()
 
     def _route(self, exchange: Exchange) -> Route:
         request = exchange.request
@@ -242,15 +269,15 @@ class App:
     def _make_routes(self) -> dict[str, dict[str, Route]]:
         asks = Scope.INFERENCE
         return {
-            "/v1/chat/completions": {"POST": Route(self._generating(ChatSurface()), asks)},
-            "/v1/completions": {"POST": Route(self._generating(CompletionsSurface()), asks)},
-            "/v1/responses": {"POST": Route(self._generating(ResponsesSurface()), asks)},
-            "/v1/responses/input_tokens": {"POST": Route(self._count_input_tokens, asks)},
+            "/v1/chat/completions": {"POST": Route(self._generating(ChatSurface()), asks, is_counted=True)},
+            "/v1/completions": {"POST": Route(self._generating(CompletionsSurface()), asks, is_counted=True)},
+            "/v1/responses": {"POST": Route(self._generating(ResponsesSurface()), asks, is_counted=True)},
+            "/v1/responses/input_tokens": {"POST": Route(self._count_input_tokens, asks, is_counted=True)},
             "/v1/models": {"GET": Route(self._list_models, asks)},
             "/model_info": {"GET": Route(self._show_model_info, asks)},
             "/server_info": {"GET": Route(self._show_server_info, asks)},
-            "/tokenize": {"POST": Route(self._tokenize, asks)},
-            "/detokenize": {"POST": Route(self._detokenize, asks)},
+            "/tokenize": {"POST": Route(self._tokenize, asks, is_counted=True)},
+            "/detokenize": {"POST": Route(self._detokenize, asks, is_counted=True)},
             "/health": {"GET": Route(self._health, None, needs_model=False)},
             "/ready": {"GET": Route(self._ready, None, needs_model=False)},
             "/metrics": {"GET": Route(self._show_metrics, Scope.ADMIN, needs_model=False)},
@@ -260,7 +287,7 @@ class App:
         async def generate(exchange: Exchange) -> None:
             check_media_type(exchange.request)
             outcome = await self._served.generate(
-                surface, exchange.stream, exchange.request_id, exchange.timings, exchange.known_caller
+                surface, exchange.stream, exchange.request_id, exchange.timings, exchange.known_ticket
             )
             exchange.outcome = outcome
             if outcome.error is not None:

@@ -26,6 +26,7 @@ _WANTED = {
     KEY: "an API key, as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
     CERTIFICATE: "a client certificate that names a tenant",
 }
+NUM_ID_DIGITS = 12  # of its digest, which name a key that is not in the keys file
 ALL_SCOPES = frozenset(Scope)
 _CERTIFICATE_SCOPES = frozenset({Scope.INFERENCE, Scope.USAGE})
 
@@ -35,7 +36,8 @@ class Caller:
     """Who sent a request.
 
     Args:
-        key_id: the prefix of the key it showed; None: it showed none, or one of --api-key.
+        key_id: the prefix of the key it showed, or of the digest of one that is not in the keys file; None: it showed
+            none.
     """
 
     tenant: Tenant
@@ -98,31 +100,20 @@ def make_directory(
     if not tenants:
         by_name[LOCAL_NAME] = LOCAL
     keys: dict[bytes, KnownKey] = {}
-    for key in api_keys:
-        _add(keys, sha256(key.encode()).digest(), Caller(local))
-    for tenant in tenants:
-        for digest in map(bytes.fromhex, tenant.key_sha256):
-            _add(keys, digest, Caller(tenant, _CERTIFICATE_SCOPES, digest.hex()[:12]))
+    nameless = [(sha256(key.encode()).digest(), local, ALL_SCOPES) for key in api_keys]
+    nameless += [(bytes.fromhex(one), tenant, _CERTIFICATE_SCOPES) for tenant in tenants for one in tenant.key_sha256]
+    for digest, owner, scopes in nameless:
+        keys[digest] = KnownKey(digest, Caller(owner, scopes, digest.hex()[:NUM_ID_DIGITS]))
     for record in records or ():
-        owner = by_name.get(record.tenant)
-        if owner is None:
+        if record.tenant not in by_name:
             logger.warning("the key %s is of a tenant that is not configured: %s", record.prefix, record.tenant)
             continue
         expires_s = None if record.expires is None else record.expires.timestamp()
-        caller = Caller(owner, frozenset(record.scopes), record.prefix)
-        _add(keys, bytes.fromhex(record.sha256), caller, expires_s, record.revoked is not None)
+        caller = Caller(by_name[record.tenant], frozenset(record.scopes), record.prefix)
+        digest = bytes.fromhex(record.sha256)
+        keys[digest] = KnownKey(digest, caller, expires_s, record.revoked is not None)
     certificates = {certificate_name(text): tenant for tenant in tenants for text in tenant.certificates}
     return Directory(by_name, keys, certificates, is_open=not (tenants or keys or records is not None))
-
-
-def _add(
-    keys: dict[bytes, KnownKey],
-    digest: bytes,
-    caller: Caller,
-    expires_s: float | None = None,
-    is_revoked: bool = False,
-) -> None:
-    keys[digest] = KnownKey(digest, caller, expires_s, is_revoked)
 
 
 def way_value(text: str) -> str:

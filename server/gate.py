@@ -1,4 +1,4 @@
-"""Who may ask, as the configuration and the keys file say it; what of them takes effect on SIGHUP. Thread: loop."""
+"""Who may ask and how much, as the configuration says it, and as it says it anew on SIGHUP. Thread: loop."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -9,6 +9,8 @@ from server.auth import Authenticator, Directory, make_directory
 from server.banner import Place, is_public
 from server.config import ServerConfig
 from server.keys import read_keys
+from server.lifecycle import Clock
+from server.quota import S_NS, Moment, Quotas
 
 logger = logging.getLogger(__name__)
 
@@ -17,18 +19,16 @@ SILENT = ("origins", *RELOADED)
 
 
 class Gate:
-    """
-    Args:
-        unix_clock: seconds.
-    """
+    """The callers that are known, and what they have left."""
 
-    def __init__(self, config: ServerConfig, unix_clock: Callable[[], float]) -> None:
+    def __init__(self, config: ServerConfig, clock: Clock) -> None:
         """
         Raises:
             StartupError: see load_directory.
         """
         self._config = config
-        self.authenticator = Authenticator(load_directory(config), unix_clock, config.auth)
+        self.authenticator = Authenticator(load_directory(config), clock.unix, config.auth)
+        self.quotas = Quotas(lambda: Moment(round(clock.monotonic() * S_NS), int(clock.unix())))
 
     @property
     def directory(self) -> Directory:
@@ -70,6 +70,7 @@ class Gate:
 
         def apply() -> None:
             self.authenticator.directory = directory
+            self.quotas.apply(directory)
             for name in _changed(self._config, config):
                 logger.warning("%s has changed, which takes effect at the next start", name)
             logger.info("reloaded: tenants=%d keys=%d", len(config.tenants), len(directory.keys))

@@ -29,9 +29,10 @@ from server.api.surface import (
     Surface,
     TextPrompt,
 )
-from server.auth import Caller
 from server.backend import Backend
 from server.metrics import Metrics
+from server.quota import Ticket
+from server.rate_limit_fields import show_limits
 from server.stream import HttpStream
 from server.tenants import Tenant
 from server.timing import Timings
@@ -134,17 +135,21 @@ class Lifecycle:
     _farewell: ServiceError | None = None  # what those are told whose body was still on its way
 
     async def generate(
-        self, surface: Surface, stream: HttpStream, request_id: str, timings: Timings, caller: Caller
+        self, surface: Surface, stream: HttpStream, request_id: str, timings: Timings, ticket: Ticket
     ) -> Outcome:
         """Answer one generation request.
+
+        Args:
+            ticket: whose request it is, and what may still be asked for; its caller lets it in and out.
 
         Raises:
             ServiceError: nothing of the answer has been sent yet.
         """
+        tenant = ticket.caller.tenant
         self._check_admission()
         body = await stream.read_body(self.max_body_bytes)
         timings.body_s = self.clock.monotonic()
-        call, prompts = await self._prepare(surface, body, caller.tenant)
+        call, prompts = await self._prepare(surface, body, tenant)
         self._check_admission()  # again: others came, or the end, while this one's body did
         self.metrics.count_unknown_fields(call.unknown_fields)
         context = self._reply_context(call, request_id)
@@ -154,11 +159,14 @@ class Lifecycle:
         )
         stream.on_disconnect = answer.on_disconnect
         stream.on_blocked, stream.on_unblocked = answer.pause, answer.resume
-        self.active[request_id] = caller.tenant.name, answer
+        self.active[request_id] = tenant.name, answer
         try:
             continues_text = not isinstance(call.prompts[0], ChatPrompt)
-            requests = self._requests(call, prompts, request_id, timings, caller.tenant)
-            answer.submit(self.backend, requests, continues_text)
+            requests = self._requests(call, prompts, request_id, timings, tenant)
+            try:
+                answer.submit(self.backend, requests, continues_text, ticket)
+            finally:
+                show_limits(stream, ticket)
             return await answer.wait_finished()
         finally:
             answer.close()

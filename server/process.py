@@ -110,10 +110,10 @@ class Server:
         self._readiness = Readiness()
         self._metrics = Metrics()
         self._clock = Clock(time.monotonic, time.time)
-        self._gate = Gate(config, self._clock.unix)
+        self._gate = Gate(config, self._clock)
         self._app = App(
             self._readiness,
-            self._gate.authenticator,
+            self._gate,
             self._metrics,
             self._clock,
             lambda: uuid.uuid4().hex,

@@ -17,12 +17,14 @@ from server.config import ServerConfig
 from server.config_sources import load_config
 from server.gate import Gate, load_directory
 from server.keys import Scope
+from server.lifecycle import Clock
 from server.tenants import Tenant
 from tests.server.simulated_server import MODEL, STREAM, SimulatedServer, chat, completion, request
 
 ACME = Tenant(name="acme", key_sha256=(sha256(b"a").hexdigest(),), tenant_class="batch", models=(MODEL,))
 OTHER = Tenant(name="other", key_sha256=(sha256(b"o").hexdigest(),), models=("large",))
 THIRD = Tenant(name="third", key_sha256=(sha256(b"t").hexdigest(),))
+CLOCK = Clock(lambda: 0.0, lambda: 0.0)
 
 
 def as_caller(data: bytes, key: str) -> bytes:
@@ -121,7 +123,7 @@ def test_the_access_line_names_tenant_and_key_and_never_the_key(caplog: pytest.L
     server.close()
     lines = [record.getMessage() for record in caplog.records if record.name == "server.access"]
     assert f"tenant=acme key={ACME.key_sha256[0][:12]}" in lines[0]
-    assert "tenant=local client" in lines[1]
+    assert f"tenant=local key={sha256(b's3cret').hexdigest()[:12]}" in lines[1]
     assert "tenant" not in lines[2]
     assert "error=invalid_api_key" in lines[2]
     assert not {"s3cret", "wr0ng"} & set(caplog.text.replace("=", " ").split())
@@ -152,7 +154,7 @@ def known(gate: Gate) -> set[tuple[str, str | None]]:
 
 
 def test_a_reload_takes_tenants_and_keys_as_they_are_now(write: Callable[..., ServerConfig]) -> None:
-    gate = Gate(write(), lambda: 0.0)
+    gate = Gate(write(), CLOCK)
     assert known(gate) == {("acme", "one")}
     apply = gate.prepare(
         write('tenants = [{name = "acme"}, {name = "b"}]', KEYS % f"{key_of('b', 'two')}, {key_of('acme', 'three')}")
@@ -163,7 +165,7 @@ def test_a_reload_takes_tenants_and_keys_as_they_are_now(write: Callable[..., Se
 
 
 def test_a_file_that_is_not_fit_changes_nothing(write: Callable[..., ServerConfig]) -> None:
-    gate = Gate(write(), lambda: 0.0)
+    gate = Gate(write(), CLOCK)
     before = gate.directory
     with pytest.raises(StartupError, match="no keys file"):
         gate.prepare(write('tenants = [{name = "b"}]', "{"))
@@ -178,7 +180,7 @@ def test_a_setting_that_a_reload_cannot_change_is_told(
     write: Callable[..., ServerConfig], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    gate = Gate(write(), lambda: 0.0)
+    gate = Gate(write(), CLOCK)
     gate.prepare(write('max_queue = 7\ntenants = [{name = "b"}]'))()
     told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert told[-1] == "max_queue has changed, which takes effect at the next start"
@@ -215,10 +217,10 @@ HERE, EVERYWHERE = Place(TcpAddress("127.0.0.1", 1)), Place(TcpAddress("0.0.0.0"
 def test_strangers_are_kept_out_by_the_address_or_by_being_asked(
     places: list[Place], settings: dict[str, Any], needs_certificate: bool
 ) -> None:
-    Gate(ServerConfig(**settings), lambda: 0.0).check_exposure(places, needs_certificate)
+    Gate(ServerConfig(**settings), CLOCK).check_exposure(places, needs_certificate)
 
 
 def test_a_server_that_strangers_could_use_does_not_start() -> None:
     with pytest.raises(StartupError, match=r"other machines can reach 0.0.0.0:1, and nobody is asked") as caught:
-        Gate(ServerConfig(), lambda: 0.0).check_exposure([HERE, EVERYWHERE], False)
+        Gate(ServerConfig(), CLOCK).check_exposure([HERE, EVERYWHERE], False)
     assert "--insecure" in caught.value.fix
