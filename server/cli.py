@@ -224,7 +224,7 @@ def find_machine(config: ServerConfig) -> "MachineFacts":
     import torch
 
     from gpu.device import apply_threads, choose_device, free_memory_bytes, measure_bandwidth, num_physical_cores
-    from gpu.threads import measured_here
+    from gpu.measured import measured_here
     from server.doctor import MachineFacts
 
     choice = choose_device(config.to_engine_config())
@@ -336,7 +336,7 @@ def find_plan(config: ServerConfig) -> "PlanFacts":
         StartupError: the model is missing or not understood, or it does not fit.
     """
     from core.config import parse_model_config
-    from gpu.cpu_kernels.choice import why_no_kernels
+    from gpu.cpu_kernels.choice import describe_attention, why_no_kernels
     from gpu.memory_plan import estimate
     from server.__main__ import model_path, served_name
     from server.doctor import PlanFacts
@@ -362,7 +362,8 @@ def find_plan(config: ServerConfig) -> "PlanFacts":
         num_kv_tokens=plan.kv_tokens,
         max_model_len=plan.max_model_len,
         context_origin=config.context_origin,
-        attention="numba's kernel over block tables" if why is None else f"torch's: {why}",
+        attention=describe_attention(model, plan.device),
+        products="numba's kernel or oneDNN, as measured" if why is None else f"torch's: {why}",
         free_bytes=plan.free_bytes,
     )
 

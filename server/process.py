@@ -139,7 +139,10 @@ class Server:
             StartupError: see start(); or the model cannot be loaded.
         """
         await self.start()
-        return await self.wait_stopped()
+        try:
+            return await self.wait_stopped()
+        finally:
+            self._ignore_signals()
 
     async def wait_stopped(self) -> ExitCode:
         """The rest of run(), for who has called start()."""
@@ -185,6 +188,12 @@ class Server:
         self._loop.add_signal_handler(signal.SIGINT, self.stop, 0.0)
         if self._tls is not None or self._manager.is_there or not self._gate.directory.is_open:
             self._loop.add_signal_handler(signal.SIGHUP, self._supervision.reload, self._reload)
+
+    def _ignore_signals(self) -> None:
+        """One more SIGTERM finds a process that is at its end already, and must not change how it ends."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            if self._loop.remove_signal_handler(number):
+                signal.signal(number, signal.SIG_IGN)
 
     def _reload(self) -> None:
         """

@@ -135,6 +135,26 @@ def run(scenario: Callable[[], Awaitable[None]]) -> None:
     uvloop.run(limited())
 
 
+def test_signal_that_finds_the_process_at_its_end_changes_nothing() -> None:
+    """The loop takes its handlers along when it closes: what SIGTERM does by default would be the exit code then."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    async def scenario() -> None:
+        running = Running(load_with())
+        running.server.install_signal_handlers()
+        await running.server.wait_ready()
+        signal.raise_signal(signal.SIGTERM)
+        assert await running.exit is ExitCode.OK
+
+    try:
+        run(scenario)
+        signal.raise_signal(signal.SIGTERM)
+        assert signal.getsignal(signal.SIGTERM) is signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def test_it_serves_from_ready_to_stop() -> None:
     async def scenario() -> None:
         running = Running(load_with())
