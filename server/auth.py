@@ -11,6 +11,7 @@ from hashlib import sha256
 from hmac import compare_digest
 
 from core.errors import ErrorKind, ServiceError
+from server.jwt_auth import BadToken, JwtVerifier, looks_like_jwt
 from server.keys import KeyRecord, Scope
 from server.messages import HttpRequest
 from server.peer import ClientCertificate
@@ -20,15 +21,17 @@ from server.values import BadValueError, did_you_mean
 logger = logging.getLogger(__name__)
 
 KEY = "key"
+JWT = "jwt"
 CERTIFICATE = "certificate"
-WAYS = (KEY, CERTIFICATE)
+WAYS = (KEY, JWT, CERTIFICATE)
 _WANTED = {
     KEY: "an API key, as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
+    JWT: "a JWT of the issuer that is trusted here, as 'Authorization: Bearer TOKEN'",
     CERTIFICATE: "a client certificate that names a tenant",
 }
 NUM_ID_DIGITS = 12  # of its digest, which name a key that is not in the keys file
 ALL_SCOPES = frozenset(Scope)
-_CERTIFICATE_SCOPES = frozenset({Scope.INFERENCE, Scope.USAGE})
+_COMMON_SCOPES = frozenset({Scope.INFERENCE, Scope.USAGE})  # of who shows no key that says more
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +104,7 @@ def make_directory(
         by_name[LOCAL_NAME] = LOCAL
     keys: dict[bytes, KnownKey] = {}
     nameless = [(sha256(key.encode()).digest(), local, ALL_SCOPES) for key in api_keys]
-    nameless += [(bytes.fromhex(one), tenant, _CERTIFICATE_SCOPES) for tenant in tenants for one in tenant.key_sha256]
+    nameless += [(bytes.fromhex(one), tenant, _COMMON_SCOPES) for tenant in tenants for one in tenant.key_sha256]
     for digest, owner, scopes in nameless:
         keys[digest] = KnownKey(digest, Caller(owner, scopes, digest.hex()[:NUM_ID_DIGITS]))
     for record in records or ():
@@ -138,13 +141,15 @@ class Authenticator:
 
     Attributes:
         directory: replaced by a reload.
+        verifier: of JWTs; None: there are none. Likewise.
     """
 
     def __init__(self, directory: Directory, unix_clock: Callable[[], float], ways: Sequence[str] = WAYS) -> None:
         self.directory = directory
+        self.verifier: JwtVerifier | None = None
         self._unix_clock = unix_clock
         self._combinations = [tuple(way.split("+")) for way in ways]
-        self._identify = {KEY: self._by_key, CERTIFICATE: self._by_certificate}
+        self._identify = {KEY: self._by_key, JWT: self._by_jwt, CERTIFICATE: self._by_certificate}
 
     def identify(self, request: HttpRequest, certificate: ClientCertificate | None) -> Caller:
         """
@@ -161,8 +166,9 @@ class Authenticator:
         raise _refusal(self._what_is_wanted())
 
     def _what_is_wanted(self) -> str:
-        has_certificates = bool(self.directory.certificates)
-        possible = [ways for ways in self._combinations if has_certificates or CERTIFICATE not in ways]
+        missing = set() if self.directory.certificates else {CERTIFICATE}
+        missing |= set() if self.verifier is not None else {JWT}
+        possible = [ways for ways in self._combinations if not missing & set(ways)]
         if possible == [(KEY,)]:
             return "No API key was sent. Send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
         wanted = "; or ".join(" together with ".join(_WANTED[way] for way in ways) for ways in possible)
@@ -174,6 +180,8 @@ class Authenticator:
             return None
         digest = sha256(key).digest()
         known = self.directory.keys.get(digest)
+        if known is None and self.verifier is not None and looks_like_jwt(key):
+            return None
         if known is None or not compare_digest(known.digest, digest):
             raise _refusal("The API key is not known here. Check the key, or ask the operator for one.")
         if known.is_revoked:
@@ -181,6 +189,19 @@ class Authenticator:
         if known.expires_s is not None and known.expires_s <= self._unix_clock():
             raise _refusal("The API key has expired. Ask the operator for another.")
         return known.caller
+
+    def _by_jwt(self, request: HttpRequest, certificate: ClientCertificate | None) -> Caller | None:
+        token = _presented_key(request)
+        if token is None or self.verifier is None or not looks_like_jwt(token):
+            return None
+        try:
+            name = self.verifier.tenant_of(token)
+        except BadToken as error:
+            raise _refusal(f"The JWT is not taken. {error}") from error
+        tenant = self.directory.tenants.get(name)
+        if tenant is None:
+            raise _refusal("The JWT names a tenant that is not known here. Ask the operator.")
+        return Caller(tenant, _COMMON_SCOPES)
 
     def _by_certificate(self, request: HttpRequest, certificate: ClientCertificate | None) -> Caller | None:
         """A certificate that names no tenant is none for us: it may be there for the connection's sake alone."""
@@ -190,7 +211,7 @@ class Authenticator:
         tenants = {tenant.name: tenant for tenant in found if tenant is not None}
         if len(tenants) > 1:
             raise _refusal(f"The client certificate names several tenants: {', '.join(tenants)}. Use one for each.")
-        return next((Caller(tenant, _CERTIFICATE_SCOPES) for tenant in tenants.values()), None)
+        return next((Caller(tenant, _COMMON_SCOPES) for tenant in tenants.values()), None)
 
 
 def _joined(callers: Sequence[Caller]) -> Caller:

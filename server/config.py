@@ -26,6 +26,7 @@ from server.binds import (
 from server.client_gate import ClientRules
 from server.cross_origin import origin_value
 from server.forwarded import FORWARDED, X_FORWARDED_FOR
+from server.jwks import JwksUrl, jwks_source
 from server.networks import UNIX, IpNetwork, network_value, proxy_value
 from server.tenants import Tenant
 from server.values import (
@@ -414,11 +415,58 @@ class ServerConfig:
             name="auth",
             parse=way_value,
             metavar="WAY",
-            help="how clients say who they are, in the order in which it is looked at: key, certificate, or both of one"
-            " request as certificate+key; may be repeated",
+            help="how clients say who they are, in the order in which it is looked at: key, jwt, certificate, or two of"
+            " one request as in certificate+key; may be repeated",
             group="server",
             show=", ".join,
             is_list=True,
+        ),
+    )
+    jwks: Path | JwksUrl | None = field(
+        default=None,
+        metadata=Setting(
+            name="jwks",
+            parse=jwks_source,
+            metavar="SOURCE",
+            help="public keys of who issues JWTs, as a JSON Web Key Set: a file, read again on SIGHUP, or an https URL",
+            group="server",
+        ),
+    )
+    jwt_issuer: str | None = field(
+        default=None,
+        metadata=Setting(
+            name="jwt-issuer", parse=text_value, metavar="TEXT", help="what iss of a JWT must be", group="server"
+        ),
+    )
+    jwt_audience: str | None = field(
+        default=None,
+        metadata=Setting(
+            name="jwt-audience",
+            parse=text_value,
+            metavar="TEXT",
+            help="what aud of a JWT must be, or have among others",
+            group="server",
+        ),
+    )
+    jwt_tenant_claim: str = field(
+        default="tenant",
+        metadata=Setting(
+            name="jwt-tenant-claim",
+            parse=text_value,
+            metavar="NAME",
+            help="the claim of a JWT that names one of [[tenants]]",
+            group="server",
+        ),
+    )
+    jwt_leeway_s: float = field(
+        default=30.0,
+        metadata=Setting(
+            name="jwt-leeway",
+            parse=duration_between(0, 600),
+            metavar="TIME",
+            help="that the clocks here and at a JWT's issuer may be apart",
+            group="server",
+            show=format_duration,
         ),
     )
     insecure: bool = field(

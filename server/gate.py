@@ -2,12 +2,15 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
+from pathlib import Path
 
 from core.errors import ExitCode, StartupError
 from server.auth import Authenticator, Directory, make_directory
 from server.banner import Place, is_public
 from server.config import ServerConfig
+from server.jwks import KeySource
+from server.jwt_auth import JwtRules, JwtVerifier
 from server.keys import read_keys
 from server.lifecycle import Clock
 from server.quota import S_NS, Moment, Quotas
@@ -27,8 +30,30 @@ class Gate:
             StartupError: see load_directory.
         """
         self._config = config
+        self._clock = clock
         self.authenticator = Authenticator(load_directory(config), clock.unix, config.auth)
+        self._source = None if config.jwks is None else KeySource(config.jwks, clock.monotonic)
+        self.authenticator.verifier = self._verifier(self._source)
         self.quotas = Quotas(lambda: Moment(round(clock.monotonic() * S_NS), int(clock.unix())))
+
+    def start(self) -> None:
+        """Fetch what comes from elsewhere. The loop runs."""
+        if self._source is not None:
+            self._source.refresh()
+
+    def _verifier(self, source: KeySource | None) -> JwtVerifier | None:
+        """By the rules of the start: a reload changes the keys alone."""
+        config = self._config
+        if source is None:
+            return None
+        for value, flag in ((config.jwt_issuer, "--jwt-issuer"), (config.jwt_audience, "--jwt-audience")):
+            if value is None:
+                cause = f"--jwks without {flag}: tokens of the same issuer for other services would be taken"
+                raise StartupError(cause, f"{flag} TEXT", ExitCode.CONFIGURATION)
+        assert config.jwt_issuer is not None
+        assert config.jwt_audience is not None
+        rules = JwtRules(config.jwt_issuer, config.jwt_audience, config.jwt_tenant_claim, config.jwt_leeway_s)
+        return JwtVerifier(rules, source, self._clock.unix)
 
     @property
     def directory(self) -> Directory:
@@ -68,8 +93,15 @@ class Gate:
             cause = "the new configuration names no tenants and no keys, and would let everybody in"
             raise StartupError(cause, "restart the server if that is what you want", ExitCode.CONFIGURATION)
 
+        source, jwks = self._source, self._config.jwks
+        if isinstance(jwks, Path):  # a URL is asked anew, and its keys count until it answers
+            source = KeySource(jwks, self._clock.monotonic)
+        verifier = self._verifier(source)
+
         def apply() -> None:
             self.authenticator.directory = directory
+            self.authenticator.verifier, self._source = verifier, source
+            self.start()
             self.quotas.apply(directory)
             for name in _changed(self._config, config):
                 logger.warning("%s has changed, which takes effect at the next start", name)
@@ -88,7 +120,8 @@ def load_directory(config: ServerConfig) -> Directory:
         raise StartupError(cause, "--tls-cert FILE --tls-client-ca FILE", ExitCode.CONFIGURATION)
     records = None if config.keys_file is None else read_keys(config.keys_file)
     directory = make_directory(config.tenants, config.api_keys, records)
-    if not (directory.is_open or directory.keys or directory.certificates):
+    directory = replace(directory, is_open=directory.is_open and config.jwks is None)
+    if not (directory.is_open or directory.keys or directory.certificates or config.jwks):
         logger.warning("no key or certificate names a tenant: every request will be refused")
     return directory
 

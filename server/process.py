@@ -168,6 +168,7 @@ class Server:
             await self.listener.drain(0)
             raise
         logger.info("listening on %s, loading the model", shown_addresses(self.listener.sockets))
+        self._gate.start()
         self._engine_thread.start()
         self._supervision.start()
 
