@@ -12,6 +12,7 @@ import threading
 import traceback
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -87,11 +88,11 @@ def _run(argv: list[str]) -> int:
         parser.error(f"unknown command: {argv[0]}{did_you_mean(argv[0], COMMANDS)}")
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:
-        refuse_unknown(by_command[arguments.command], unknown[0])
+        refuse_unknown(getattr(arguments, "action_parser", by_command[arguments.command]), unknown[0])
     if arguments.command == "bench":
         by_command["bench"].error("what to measure? steploop bench serve --help")
     config = load_config(flags_given(arguments), os.environ)
-    commands = {"serve": _serve, "chat": _chat, "doctor": _doctor, "models": _models}
+    commands = {"serve": _serve, "chat": _chat, "doctor": _doctor, "models": _models, "keys": _keys}
     return commands[arguments.command](arguments, config)
 
 
@@ -108,7 +109,8 @@ def _serve(arguments: argparse.Namespace, config: ServerConfig) -> int:
     from server.logs import configure_logging
 
     configure_logging(config.log_level, config.log_format)
-    return run_server(config)
+    flags = flags_given(arguments)
+    return run_server(config, lambda: load_config(flags, os.environ))
 
 
 def _doctor(arguments: argparse.Namespace, config: ServerConfig) -> int:
@@ -145,6 +147,14 @@ def _models(arguments: argparse.Namespace, config: ServerConfig) -> int:
     found = find_models(directories, environment_hub(is_offline=True))
     listed = describe_models([("", None), *found], config)
     (print_json if arguments.json else print_table)(listed, sys.stdout)
+    return ExitCode.OK
+
+
+def _keys(arguments: argparse.Namespace, config: ServerConfig) -> int:
+    from server.keys_command import create, print_keys, revoke
+
+    commands = {"create": create, "list": print_keys, "revoke": revoke}
+    commands[arguments.action](arguments, config, datetime.now(UTC))
     return ExitCode.OK
 
 

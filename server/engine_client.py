@@ -41,10 +41,11 @@ SLICE_ROWS = 64
 class _Sequence:
     """The loop's side of one sequence of a request."""
 
-    __slots__ = ("choice", "detokenizer", "index", "is_finished", "logprobs", "num_tokens", "num_tokens_told")
+    __slots__ = ("choice", "detokenizer", "index", "is_finished", "logprobs", "mark", "num_tokens", "num_tokens_told")
 
-    def __init__(self, index: int, choice: int, detokenizer: Detokenizer, has_logprobs: bool) -> None:
+    def __init__(self, index: int, choice: int, detokenizer: Detokenizer, has_logprobs: bool, mark: int) -> None:
         self.index = index
+        self.mark = mark  # the sink is told when so many are kept
         self.choice = choice
         self.detokenizer = detokenizer
         self.num_tokens = 0  # kept, of those received
@@ -89,6 +90,14 @@ class RequestHandle:
             if not sequence.is_finished:
                 self._finish(sequence, reason)
 
+    def finish(self, reason: FinishReason, now_s: float) -> None:
+        for sequence in self._sequences:
+            if not sequence.is_finished:
+                text = sequence.detokenizer.finish()  # a broken character that ends here may complete a stop string
+                end = FinishReason.STOP if sequence.detokenizer.is_stopped else reason
+                self._finish(sequence, end)
+                self._sink.on_delta(sequence.choice, sequence.take_delta(text, end), now_s)
+
     def pause(self) -> None:
         self._post(Pause(self.request.request_id))
 
@@ -109,6 +118,8 @@ class RequestHandle:
             elif text:
                 sequence.num_tokens_told = num_tokens
                 self._sink.on_text(sequence.choice, text, now_s)
+            if num_tokens >= sequence.mark:
+                self._pass_mark(sequence)
         except Exception:  # whatever a writer of answers can raise
             self._break_off()
 
@@ -150,6 +161,12 @@ class RequestHandle:
             self._sink.on_delta(sequence.choice, sequence.take_delta(text, reason), now_s)
         elif text or sequence.logprobs:
             self._sink.on_delta(sequence.choice, sequence.take_delta(text), now_s)
+        if sequence.num_tokens >= sequence.mark:
+            self._pass_mark(sequence)
+
+    def _pass_mark(self, sequence: _Sequence) -> None:
+        if not sequence.is_finished:
+            sequence.mark = self._sink.on_mark(sequence.choice, sequence.num_tokens)
 
     def _finish_at_stop_string(self, sequence: _Sequence, text: str, now_s: float) -> None:
         self._finish(sequence, FinishReason.STOP)
@@ -218,7 +235,11 @@ class EngineClient:
         has_logprobs = request.sampling.num_logprobs is not None
         sequences = [
             _Sequence(
-                i, first_choice + i, Detokenizer(self._table, request.sampling.stop, continues_text), has_logprobs
+                i,
+                first_choice + i,
+                Detokenizer(self._table, request.sampling.stop, continues_text),
+                has_logprobs,
+                sink.on_mark(first_choice + i, 0),
             )
             for i in range(request.num_sequences)
         ]

@@ -13,6 +13,7 @@ from server.api.decoding import decode
 from server.api.envelope import error_event
 from server.api.surface import (
     Choice,
+    Extras,
     GenerationCall,
     GenerationDefaults,
     IdsPrompt,
@@ -75,7 +76,7 @@ class CompletionsSurface:
         context: ReplyContext,
         choices: Sequence[Choice],
         usage: Usage,
-        timings: dict[str, float] | None,
+        extras: Extras,
     ) -> bytes:
         """
         Raises:
@@ -86,9 +87,7 @@ class CompletionsSurface:
             "choices": [_whole_choice(call, choice, context) for choice in choices],
             "usage": usage_object(usage),
         }
-        if call.wants_timings:
-            answer["timings"] = timings
-        return sse.json_line(answer)
+        return sse.json_line(answer | extras)
 
 
 class CompletionStream:
@@ -127,12 +126,8 @@ class CompletionStream:
         line = {"index": choice, "text": delta.text, "logprobs": logprobs, "finish_reason": reason}
         return self._head + sse.json_line(line) + self._end
 
-    def end(self, usage: Usage, timings: dict[str, float] | None) -> bytes:
-        last: dict[str, Any] = {}
-        if self._call.includes_usage:
-            last["usage"] = usage_object(usage)
-        if self._call.wants_timings:
-            last["timings"] = timings
+    def end(self, usage: Usage, extras: Extras) -> bytes:
+        last = {"usage": usage_object(usage)} | extras if self._call.includes_usage else extras
         if not last:
             return sse.DONE
         return sse.event(sse.json_line(_envelope(self._context) | {"choices": []} | last)) + sse.DONE

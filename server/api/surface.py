@@ -29,6 +29,8 @@ class ChatPrompt(msgspec.Struct, frozen=True):
     messages: tuple[dict[str, Any], ...]
 
 
+# Of ours, in a whole answer or a stream's last chunk: "timings" on request, "steploop" where there is something to say
+Extras = dict[str, Any]
 Prompt = TextPrompt | IdsPrompt | ChatPrompt
 
 
@@ -101,8 +103,12 @@ class StreamReply(Protocol):
         """Text that comes with logprobs, or with the choice's end."""
         ...
 
-    def end(self, usage: Usage, timings: dict[str, float] | None) -> bytes:
-        """After the last delta of all choices, up to and including the stream's own end mark."""
+    def end(self, usage: Usage, extras: Extras) -> bytes:
+        """After the last delta of all choices, up to and including the stream's own end mark.
+
+        Args:
+            extras: stand in its last chunk.
+        """
         ...
 
     def error(self, error: ServiceError) -> bytes:
@@ -128,5 +134,5 @@ class Surface(Protocol):
         context: ReplyContext,
         choices: Sequence[Choice],
         usage: Usage,
-        timings: dict[str, float] | None,
+        extras: Extras,
     ) -> bytes: ...

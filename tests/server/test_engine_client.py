@@ -26,6 +26,7 @@ from core.types import (
     TokenLogprobs,
     Usage,
 )
+from server.backend import NEVER
 from server.engine_client import SLICE_ROWS, EngineClient, RequestHandle
 
 LETTERS = TokenTable([b"a", b"b", b"c", b"d", b"\xc3", b"\xa9"])
@@ -34,11 +35,13 @@ LETTERS = TokenTable([b"a", b"b", b"c", b"d", b"\xc3", b"\xa9"])
 class Sink:
     """Keeps what it is told."""
 
-    def __init__(self, journal: list[str] | None = None) -> None:
+    def __init__(self, journal: list[str] | None = None, marks: dict[int, int] | None = None) -> None:
         self.deltas: list[Delta] = []  # text that comes alone, too
         self.choices: list[int] = []  # whose they are
         self.times_s: list[float] = []
         self.ends: list[tuple[Usage, str | None]] = []
+        self.marked: list[tuple[int, int]] = []  # choices, and how many tokens they had
+        self._marks = marks or {}  # at how many to be asked again
         self._journal = [] if journal is None else journal
 
     def on_text(self, choice: int, text: str, now_s: float) -> None:
@@ -51,6 +54,10 @@ class Sink:
         self.choices.append(choice)
         self.times_s.append(now_s)
         self._journal.append(delta.text)
+
+    def on_mark(self, choice: int, num_tokens: int) -> int:
+        self.marked.append((choice, num_tokens))
+        return self._marks.get(num_tokens, NEVER)
 
     def on_end(self, usage: Usage, error: str | None) -> None:
         self.ends.append((usage, error))
@@ -80,13 +87,18 @@ class Bench:
         self.sinks: dict[str, Sink] = {}
 
     def submit(
-        self, request_id: str = "r", num_sequences: int = 1, first_choice: int = 0, **sampling: object
+        self,
+        request_id: str = "r",
+        num_sequences: int = 1,
+        first_choice: int = 0,
+        marks: dict[int, int] | None = None,
+        **sampling: object,
     ) -> RequestHandle:
         params = SamplingParams(**{"max_tokens": 100, **sampling})  # type: ignore[arg-type]
         request = Request(
             request_id=request_id, prompt_ids=(1, 2, 3), sampling=params, arrival_s=0.0, num_sequences=num_sequences
         )
-        self.sinks[request_id] = Sink(self.journal)
+        self.sinks[request_id] = Sink(self.journal, marks)
         return self.client.submit(request, self.sinks[request_id], continues_text=True, first_choice=first_choice)
 
     def deliver(self, *rows: tuple[str, int, int], chunks: tuple[TokenChunk, ...] = (), num_steps: int = 1) -> None:
@@ -218,6 +230,37 @@ def test_each_sequence_of_a_request_ends_for_itself() -> None:
     said = list(zip(sink.choices, sink.deltas, strict=True))
     assert ["".join(delta.text for at, delta in said if at == choice) for choice in (4, 5)] == ["a", "acd"]
     assert sink.ends == [(Usage(num_prompt_tokens=3, num_completion_tokens=5), None)]
+
+
+def test_a_sequence_tells_when_its_mark_is_reached_and_not_before() -> None:
+    bench = Bench()
+    bench.submit(num_sequences=2, first_choice=4, marks={0: 2, 2: 3})
+    sink = bench.sinks["r"]
+    assert sink.marked == [(4, 0), (5, 0)]
+    bench.deliver(("r", 0, 0), ("r", 1, 0))
+    assert sink.marked[2:] == []
+    bench.deliver(
+        ("r", 0, 4), chunks=(TokenChunk(request_id="r", index=1, token_ids=(0,)),)
+    )  # also where the token has no text yet
+    assert sink.marked[2:] == [(4, 2), (5, 2)]
+    bench.deliver(("r", 0, 5), ("r", 0, 1))
+    assert sink.marked[4:] == [(4, 3)]
+
+
+def test_finish_ends_each_open_sequence_with_what_it_has_and_drops_the_rest() -> None:
+    bench = Bench()
+    handle = bench.submit(num_sequences=2, stop=("bc",))
+    bench.deliver(("r", 0, 0), ("r", 0, 1), ("r", 1, 0), chunks=(end(num_tokens=1, index=1, is_last=False),))
+    handle.finish(FinishReason.LENGTH, 0.0)
+    handle.finish(FinishReason.LENGTH, 0.0)
+    handle.cancel(FinishReason.CANCELLED)
+    assert bench.cancels == [Cancel("r", FinishReason.LENGTH, 0, 2)]
+    bench.deliver(("r", 0, 2), chunks=(end(FinishReason.LENGTH, 3),))
+    sink = bench.sinks["r"]
+    said = list(zip(sink.choices, sink.deltas, strict=True))
+    assert "".join(delta.text for choice, delta in said if choice == 0) == "ab"  # the b was held back
+    assert [delta.finish_reason for choice, delta in said if choice == 0][-1] is FinishReason.LENGTH
+    assert sink.ends == [(Usage(num_prompt_tokens=3, num_completion_tokens=3), None)]
 
 
 def test_cancel_is_posted_once_per_open_sequence_and_silences_them() -> None:

@@ -1,10 +1,12 @@
 """The whole process but for its model: a real thread, real sockets, ports that the system chooses."""
 
 import asyncio
+import errno
 import gc
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
@@ -405,6 +407,17 @@ def test_routers_need_the_key_and_a_model_that_is_loaded(path: str) -> None:
         assert (await ask(running.server, closing(request("GET", path, None, key)))).status == 200
         running.server.stop(0)
         await running.exit
+
+    run(scenario)
+
+
+def test_an_address_of_other_machines_without_keys_is_given_up_again() -> None:
+    async def scenario() -> None:
+        running = Running(load_with(), host="0.0.0.0")
+        with pytest.raises(StartupError, match="nobody is asked who they are"):
+            await running.exit
+        with socket.socket() as probe:  # nobody listens there any more
+            assert probe.connect_ex(("127.0.0.1", running.server.listener.port)) == errno.ECONNREFUSED
 
     run(scenario)
 
