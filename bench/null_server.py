@@ -24,8 +24,8 @@ from core.plan import RunnerLimits
 from core.scheduler import Scheduler
 from core.tokenizer import Tokenizer
 from core.types import StepDelivery
+from server import engine_client
 from server.config import ServerConfig
-from server.engine_client import SLICE_ROWS
 from server.engine_thread import Inbox
 from server.logs import configure_logging
 from server.model_files import GenerationDefaults, ModelFiles
@@ -79,8 +79,8 @@ class LockStep:
 
     def _pass_slice(self, num_rows: int) -> None:
         """Thread: loop. A turn for each slice that the client delivers."""
-        if num_rows > SLICE_ROWS:
-            self._loop.call_soon(self._pass_slice, num_rows - SLICE_ROWS)
+        if num_rows > engine_client.SLICE_ROWS:
+            self._loop.call_soon(self._pass_slice, num_rows - engine_client.SLICE_ROWS)
         else:
             self._is_delivered.set()
 

@@ -1,12 +1,12 @@
 """Attention over block tables: a sequence's own tokens together with others', prompts in tiles. Thread: engine.
 
-In torch, or for own tokens by a kernel where there is one (cpu_kernels/). Who attends together, and the masks, is
+In torch, or by kernels where there are some (cpu_kernels/). Who attends together, and the masks, is
 decided once a step (batch.py), not here, once a layer. What torch computes has shapes that depend on a token's place
 in its sequence alone: its kernels round sums differently for other shapes.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -25,8 +25,34 @@ class DecodeRows:
     ends: Tensor  # [rows]: one past the last
 
 
-DecodeKernel = Callable[[Tensor, LayerKV, DecodeRows, float | None], Tensor]
-"""(query [rows, heads, head_dim], cache, rows, scale of the scores) -> [rows, heads * head_dim]"""
+@dataclass(frozen=True, slots=True)
+class PromptRow:
+    """New tokens of one row's prompt, as a kernel reads them.
+
+    Args:
+        table: int64 [blocks of the context].
+        start: position of the first new token.
+        window: tokens that one sees, itself counted in; None: all before it.
+    """
+
+    table: Tensor
+    start: int
+    window: int | None
+
+
+class AttentionKernels(Protocol):
+    """Both return [tokens, heads * head_dim].
+
+    Args:
+        query: [tokens, heads, head_dim], rotated; of decode one token a row.
+        scale: of the scores; None: 1 / sqrt(head_dim).
+    """
+
+    can_prefill: bool
+
+    def decode(self, query: Tensor, kv: LayerKV, rows: DecodeRows, scale: float | None) -> Tensor: ...
+
+    def prefill(self, query: Tensor, kv: LayerKV, row: PromptRow, scale: float | None) -> Tensor: ...
 
 
 TILE_TOKENS = 64  # of a prompt attend at a time, from a multiple of it on
@@ -74,12 +100,14 @@ class PromptGroup:
         first_token, end_token: as a range of the batch's.
         blocks: [blocks of the context], padded with the scratch block to the end of the last tile.
         tiles: in order, without gaps.
+        row: for the kernel, which needs no tiles; None: torch attends.
     """
 
     first_token: int
     end_token: int
     blocks: Tensor
     tiles: list[PromptTile]
+    row: PromptRow | None = None
 
 
 AttentionGroup = DecodeGroup | PromptGroup
@@ -90,7 +118,7 @@ def paged_attention(
     kv: LayerKV,
     groups: list[AttentionGroup],
     scores: Scores = PLAIN,
-    decode_kernel: DecodeKernel | None = None,
+    kernels: AttentionKernels | None = None,
 ) -> Tensor:
     """Attend each new token to its sequence's context, itself included; keys and values are written already.
 
@@ -98,24 +126,27 @@ def paged_attention(
         query: [tokens, heads, head_dim], rotated.
         groups: cover the tokens in order, without gaps.
         scores: what the family does with them.
-        decode_kernel: for the groups that have rows.
+        kernels: for the groups that have rows.
     Returns:
         [tokens, heads * head_dim]
     """
     outputs = [
-        _attend_group(query[group.first_token : group.end_token], kv, group, scores, decode_kernel) for group in groups
+        _attend_group(query[group.first_token : group.end_token], kv, group, scores, kernels) for group in groups
     ]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 def _attend_group(
-    query: Tensor, kv: LayerKV, group: AttentionGroup, scores: Scores, decode_kernel: DecodeKernel | None
+    query: Tensor, kv: LayerKV, group: AttentionGroup, scores: Scores, kernels: AttentionKernels | None
 ) -> Tensor:
     if isinstance(group, PromptGroup):
-        return _attend_prompt(query, kv, group, scores)
+        if group.row is None:
+            return _attend_prompt(query, kv, group, scores)
+        assert kernels is not None
+        return kernels.prefill(query, kv, group.row, scores.scale)
     if group.rows is not None:
-        assert decode_kernel is not None
-        return decode_kernel(query, kv, group.rows, scores.scale)
+        assert kernels is not None
+        return kernels.decode(query, kv, group.rows, scores.scale)
     return _decode(query, kv, group, scores)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from core.config import BLOCK_SIZE
 from core.plan import StepPlan
-from gpu.attention import TILE_TOKENS, AttentionGroup, DecodeGroup, DecodeRows, PromptGroup, PromptTile
+from gpu.attention import TILE_TOKENS, AttentionGroup, DecodeGroup, DecodeRows, PromptGroup, PromptRow, PromptTile
 from gpu.kv_cache import num_blocks_for
 
 IntArray = npt.NDArray[np.signedinteger[Any]]
@@ -53,6 +53,7 @@ class BatchBuilder:
         dtype: of the masks: the model's.
         windows: of the model's layers: how many tokens one sees, itself counted in; None: all before it.
         has_decode_kernel: own tokens are one group, as DecodeRows.
+        has_prefill_kernel: prompts are PromptRows, without tiles.
     """
 
     def __init__(
@@ -64,8 +65,10 @@ class BatchBuilder:
         device: torch.device,
         windows: tuple[int | None, ...] = (None,),
         has_decode_kernel: bool = False,
+        has_prefill_kernel: bool = False,
     ) -> None:
         self._has_decode_kernel = has_decode_kernel
+        self._has_prefill_kernel = has_prefill_kernel
         self._windows = windows
         self._scratch_block = scratch_block
         self._dtype = dtype
@@ -191,6 +194,9 @@ class BatchBuilder:
         return groups
 
     def _prompt_group(self, first_token: int, slot: int, start: int, end: int, window: int | None) -> PromptGroup:
+        if self._has_prefill_kernel:
+            table = self._to_device(self._tables[slot, : num_blocks_for(end)])
+            return PromptGroup(first_token, first_token + end - start, table, [], PromptRow(table, start, window))
         first_block = _first_seen_block(start // TILE_TOKENS * TILE_TOKENS, window)
         skipped = first_block * BLOCK_SIZE
         tile_starts = range(start // TILE_TOKENS * TILE_TOKENS, end, TILE_TOKENS)

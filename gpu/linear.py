@@ -6,6 +6,7 @@ and where they fail or differ F.linear serves.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,19 +14,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpu.quantize import QuantizedWeight, Weight
-from gpu.quantized_linear import make_quantized_linear
-
 Linear = Callable[[Tensor], Tensor]
 """[tokens, in] -> [tokens, out]"""
 
 
-def make_linear(weight: Weight, bias: Tensor | None, is_packed: bool) -> Linear:
-    """A product with weight [out, in], plus bias [out] or None. Packed, it keeps a copy of the weight, not itself."""
-    if isinstance(weight, QuantizedWeight):
-        return make_quantized_linear(weight, bias)
-    if is_packed:
-        return packed_linear(pack(weight), bias)
+MakeProduct = Callable[[Tensor, Tensor, Tensor | None], Linear]
+"""(what pack() gave, for which weight [out, in], bias [out] or None) -> the product, which does not keep the weight"""
+
+
+@dataclass(slots=True)
+class ProductChoice:
+    """Whether a kernel multiplies, or oneDNN: for all products of a model, and any rows, as they round differently."""
+
+    uses_kernel: bool
+
+
+def make_linear(weight: Tensor, bias: Tensor | None, product: MakeProduct | None) -> Linear:
+    """A product with weight [out, in], plus bias [out] or None.
+
+    Args:
+        product: makes it of a packed copy of the weight; None: nothing is packed.
+    """
+    if product is not None:
+        return product(pack(weight), weight, bias)
     linear = partial(F.linear, weight=weight, bias=bias)
     return _never_alone(linear) if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 else linear
 
@@ -36,7 +47,8 @@ def pack(weight: Tensor) -> Tensor:
     return packed
 
 
-def packed_linear(packed: Tensor, bias: Tensor | None) -> Linear:
+def packed_linear(packed: Tensor, weight: Tensor, bias: Tensor | None) -> Linear:
+    """oneDNN's product."""
     product: Any = torch.ops.mkldnn._linear_pointwise.default
 
     def linear(x: Tensor) -> Tensor:
@@ -65,6 +77,6 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     weight = (torch.arange(64 * 64).remainder(7) - 3).view(64, 64).to(dtype)  # small integers: exact in any order
     x = (torch.arange(3 * 64).remainder(5) - 2).view(3, 64).to(dtype)
     try:
-        return torch.equal(make_linear(weight, None, True)(x), F.linear(x, weight))
+        return torch.equal(make_linear(weight, None, packed_linear)(x), F.linear(x, weight))
     except (AttributeError, RuntimeError):  # not in this build, or with another signature
         return False

@@ -1,6 +1,7 @@
 """The gated MLP of a layer: one, or several experts of which each token goes through a few. Thread: engine."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -8,28 +9,34 @@ from torch import Tensor
 
 from core.config import ExpertsConfig
 from gpu.expert_weights import ExpertWeights
-from gpu.linear import Linear, make_linear
+from gpu.linear import Linear
+from gpu.quantize import Weight
 
-Gated = Callable[[Tensor, Tensor], Tensor]
-"""(gate, up), both [tokens, width], to the same shape; may write into either."""
+Gated = Callable[[Tensor], Tensor]
+"""[tokens, 2 * width], all of gate and then all of up, to [tokens, width]; may write into it."""
+MakeLinear = Callable[[Weight, Tensor | None], Linear]
+"""(weight [out, in], bias [out] or None) -> their product"""
 
 # gpt-oss's swiglu_alpha and swiglu_limit
 SWIGLU_SLOPE = 1.702
 SWIGLU_LIMIT = 7.0
 
 
-def silu_gated(gate: Tensor, up: Tensor) -> Tensor:
+def silu_gated(gate_up: Tensor) -> Tensor:
     """SwiGLU (arXiv:2002.05202)."""
+    gate, up = gate_up.chunk(2, -1)
     return F.silu(gate).mul_(up)
 
 
-def gelu_gated(gate: Tensor, up: Tensor) -> Tensor:
+def gelu_gated(gate_up: Tensor) -> Tensor:
     """GEGLU (arXiv:2002.05202), with GELU's tanh approximation."""
+    gate, up = gate_up.chunk(2, -1)
     return F.gelu(gate, approximate="tanh").mul_(up)
 
 
-def clamped_gated(gate: Tensor, up: Tensor) -> Tensor:
+def clamped_gated(gate_up: Tensor) -> Tensor:
     """gpt-oss's: both are bounded, the gate from above only, and up counts from 1."""
+    gate, up = gate_up.chunk(2, -1)
     gate = gate.clamp(max=SWIGLU_LIMIT)
     up = up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
     return torch.sigmoid(gate * SWIGLU_SLOPE).mul_(gate).mul_(up.add_(1))
@@ -57,21 +64,20 @@ class Mlp:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [tokens, hidden], normed; also returned so."""
-        gate, up = self.gate_up(x).chunk(2, -1)  # [tokens, intermediate] each
-        return self.down(self._gated(gate, up))
+        return self.down(self._gated(self.gate_up(x)))
 
 
 class Experts:
     """A router, and experts of which each token goes through num_active, by itself: neighbours change nothing."""
 
-    def __init__(self, config: ExpertsConfig, weights: ExpertWeights, gated: Gated, is_packed: bool) -> None:
+    def __init__(self, config: ExpertsConfig, weights: ExpertWeights, gated: Gated, make: MakeLinear) -> None:
         self._num_active = config.num_active
         self._is_normalized = config.is_normalized
-        self._router = make_linear(weights.router, weights.router_bias, is_packed=False)
+        self._router = partial(F.linear, weight=weights.router, bias=weights.router_bias)
         self.experts = [
             Mlp(
-                make_linear(weights.gate_up[index], _row(weights.gate_up_bias, index), is_packed),
-                make_linear(weights.down[index], _row(weights.down_bias, index), is_packed),
+                make(weights.gate_up[index], _row(weights.gate_up_bias, index)),
+                make(weights.down[index], _row(weights.down_bias, index)),
                 gated,
             )
             for index in range(config.num_experts)

@@ -5,7 +5,6 @@ has not. Norms and RoPE are computed in float32. Keys and values are written to 
 reads it.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,15 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core.config import LayerConfig, ModelConfig
-from gpu.attention import DecodeKernel, paged_attention
+from gpu.attention import paged_attention
 from gpu.batch import DeviceBatch
 from gpu.expert_weights import ExpertWeights
 from gpu.kv_cache import KVCache, LayerKV
-from gpu.linear import Linear, can_pack, make_linear
-from gpu.mlp import GATED, Experts, Mlp
-from gpu.rope import Rope, apply_rope
+from gpu.linear import Linear
+from gpu.mlp import Experts, Mlp
+from gpu.operators import HeadNorms, Operators
+from gpu.rope import Rope
 from gpu.scores import Scores
-from gpu.tied_head import Embed, make_tied
+from gpu.tied_head import Embed
 from gpu.weights import LayerWeights, ModelWeights
 
 
@@ -34,8 +34,7 @@ class Layer:
     window: int | None
     attention_norm: Tensor | None  # [hidden]
     qkv: Linear  # hidden -> query + 2 * kv
-    query_norm: Tensor | None  # [head_dim] or [heads, head_dim]
-    key_norm: Tensor | None  # [head_dim] or [kv_heads, head_dim]
+    head_norms: HeadNorms | None
     scores: Scores
     output: Linear  # query -> hidden
     attention_post_norm: Tensor | None  # [hidden]
@@ -48,27 +47,28 @@ class Model:
     """Takes the weights over: layers and a tied embedding are gone afterwards, so that packed copies replace them.
 
     Args:
-        decode_kernel: attends for rows of one new token; None: torch does.
+        operators: what it computes with, between its matrices too.
     """
 
-    def __init__(self, config: ModelConfig, weights: ModelWeights, decode_kernel: DecodeKernel | None = None) -> None:
-        self._decode_kernel = decode_kernel
+    def __init__(self, config: ModelConfig, weights: ModelWeights, operators: Operators) -> None:
         dtype, device = weights.embedding.dtype, weights.embedding.device
-        is_packed = can_pack(dtype, device)
+        self._operators = operators
         self.config = config
         self.norm = weights.norm  # [hidden]
-        self._embed, self.lm_head = _ends(weights, is_packed)
+        self._embed, self.lm_head = _ends(weights, self._operators)
         turning = dict.fromkeys(config.layer(index).rope for index in range(config.num_layers))
         used = [rope for rope in turning if rope is not None]
         self.ropes = [Rope(rope, config.head_dim, device) for rope in used]
         self.layers = [
-            _layer(config, weights.layers.pop(0), layer, used.index(layer.rope) if layer.rope else None, is_packed)
+            _layer(
+                config, weights.layers.pop(0), layer, used.index(layer.rope) if layer.rope else None, self._operators
+            )
             for layer in map(config.layer, range(config.num_layers))
         ]
-        scale = config.residual_scale
-        self._add: Callable[..., Tensor] = torch.add if scale == 1 else partial(torch.add, alpha=scale)
+        self._next_norms = [layer.attention_norm for layer in self.layers[1:]] + [None]
         # Rounded to the weights' format, as the models were trained.
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=dtype))
+        self._residual_scale = float(torch.tensor(config.residual_scale, dtype=dtype))
 
     def forward(self, batch: DeviceBatch, cache: KVCache) -> Tensor:
         """Compute the batch's tokens, and the logits of the rows that sample: [sampled, vocab], float32."""
@@ -76,20 +76,17 @@ class Model:
         if self._embedding_scale != 1:
             x = x.mul_(self._embedding_scale)
         rotations = [rope.rotation(batch.positions) for rope in self.ropes]  # [tokens, 1, head_dim / 2] each
-        for layer, kv in zip(self.layers, cache.layers, strict=True):
-            normed = x if layer.attention_norm is None else self._norm(x, layer.attention_norm)
+        first_norm = self.layers[0].attention_norm
+        normed = x if first_norm is None else self._operators.norm(x, first_norm)
+        for layer, next_norm, kv in zip(self.layers, self._next_norms, cache.layers, strict=True):
             added = self._attention(layer, normed, rotations, batch, kv)
-            if layer.attention_post_norm is not None:
-                added = self._norm(added, layer.attention_post_norm)
-            x = self._add(x, added)
-            normed = x if layer.mlp_norm is None else self._norm(x, layer.mlp_norm)
-            added = layer.mlp(normed)
-            if layer.mlp_post_norm is not None:
-                added = self._norm(added, layer.mlp_post_norm)
-            x = self._add(x, added)  # [tokens, hidden]
-        if not len(batch.sampled_rows):
-            return x.new_empty((0, self.config.vocab_size), dtype=torch.float32)
-        return self._logits(x.index_select(0, batch.sampled_tokens))
+            if layer is self.layers[-1]:  # nobody asks for the others' output from here on
+                if not len(batch.sampled_rows):
+                    return x.new_empty((0, self.config.vocab_size), dtype=torch.float32)
+                x, added = x.index_select(0, batch.sampled_tokens), added.index_select(0, batch.sampled_tokens)
+            x, normed = self._add(x, added, layer.attention_post_norm, layer.mlp_norm)
+            x, normed = self._add(x, layer.mlp(normed), layer.mlp_post_norm, next_norm)  # [tokens, hidden] each
+        return self._logits(x)
 
     def probes(self, size_bytes: int) -> list[tuple[Linear, int]]:
         """Products of the first layers with the width of what goes in: at least so many bytes of weights, if it has."""
@@ -114,66 +111,65 @@ class Model:
 
     def _attention(self, layer: Layer, x: Tensor, rotations: list[Tensor], batch: DeviceBatch, kv: LayerKV) -> Tensor:
         """x: [tokens, hidden], normed; also returned so."""
-        config = self.config
-        num_rotated = config.num_heads + config.num_kv_heads
-        qkv = layer.qkv(x).view(x.shape[0], -1, config.head_dim)  # [tokens, heads + 2 * kv_heads, head_dim]
-        query_key = qkv[:, :num_rotated]  # [tokens, heads + kv_heads, head_dim]
-        if layer.query_norm is not None and layer.key_norm is not None:
-            query, key = query_key.split_with_sizes([config.num_heads, config.num_kv_heads], 1)
-            query_key = torch.cat([self._norm(query, layer.query_norm), self._norm(key, layer.key_norm)], 1)
-        if layer.rope is not None:
-            query_key = apply_rope(query_key, rotations[layer.rope])
-        kv.keys.index_copy_(0, batch.kv_slots, query_key[:, config.num_heads :])
-        kv.values.index_copy_(0, batch.kv_slots, qkv[:, num_rotated:])
-        query, groups = query_key[:, : config.num_heads], batch.groups[layer.window]
-        return layer.output(paged_attention(query, kv, groups, layer.scores, self._decode_kernel))
+        operators = self._operators
+        qkv = layer.qkv(x).view(x.shape[0], -1, self.config.head_dim)  # [tokens, heads + 2 * kv_heads, head_dim]
+        rotation = None if layer.rope is None else rotations[layer.rope]
+        query = operators.rotate_and_store(qkv, layer.head_norms, rotation, kv, batch.kv_slots)
+        groups = batch.groups[layer.window]
+        return layer.output(paged_attention(query, kv, groups, layer.scores, operators.attention))
+
+    def _add(
+        self, x: Tensor, added: Tensor, post_norm: Tensor | None, next_norm: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """(x with what a block has added, the next block's input), all [tokens, hidden]."""
+        if post_norm is not None:
+            added = self._operators.norm(added, post_norm)
+        return self._operators.add_norm(x, added, self._residual_scale, next_norm)
 
     def _logits(self, x: Tensor) -> Tensor:
         """x: [sampled, hidden]; returns [sampled, vocab], float32."""
-        logits = self.lm_head(self._norm(x, self.norm)).float()
+        logits = self.lm_head(self._operators.norm(x, self.norm)).float()
         if self.config.logits_scale != 1:
             logits = logits.mul_(self.config.logits_scale)
         if self.config.logits_cap is not None:
             logits = logits.div_(self.config.logits_cap).tanh_().mul_(self.config.logits_cap)
         return logits
 
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """RMSNorm over the weight's dimensions, x's last; torch computes it in float32 whatever x is."""
-        if weight.dtype != x.dtype:  # see LayerWeights
-            return F.rms_norm(x.float(), weight.shape, weight.float(), self.config.rms_norm_eps).to(x.dtype)
-        return F.rms_norm(x, weight.shape, weight, self.config.rms_norm_eps)
 
-
-def _ends(weights: ModelWeights, is_packed: bool) -> tuple[Embed, Linear]:
+def _ends(weights: ModelWeights, operators: Operators) -> tuple[Embed, Linear]:
     """Embedding and head; a tied one is let go of where it is read from the head."""
     embedding, lm_head = weights.embedding, weights.lm_head
     if lm_head is embedding:
         del weights.embedding, weights.lm_head
-        return make_tied(embedding, is_packed)
-    return partial(F.embedding, weight=embedding), make_linear(lm_head, None, is_packed)
+        return operators.tied(embedding)
+    return partial(F.embedding, weight=embedding), operators.linear(lm_head, None)
 
 
-def _layer(config: ModelConfig, weights: LayerWeights, layer: LayerConfig, rope: int | None, is_packed: bool) -> Layer:
+def _layer(
+    config: ModelConfig, weights: LayerWeights, layer: LayerConfig, rope: int | None, operators: Operators
+) -> Layer:
+    head_norms = None
+    if weights.query_norm is not None and weights.key_norm is not None:
+        head_norms = (weights.query_norm, weights.key_norm)
     return Layer(
         rope=rope,
         window=layer.window,
         attention_norm=weights.attention_norm,
-        qkv=make_linear(weights.qkv, weights.qkv_bias, is_packed),
-        query_norm=weights.query_norm,
-        key_norm=weights.key_norm,
+        qkv=operators.linear(weights.qkv, weights.qkv_bias),
+        head_norms=head_norms,
         scores=Scores(config.attention_scale, config.attention_cap, weights.sinks),
-        output=make_linear(weights.output, weights.output_bias, is_packed),
+        output=operators.linear(weights.output, weights.output_bias),
         attention_post_norm=weights.attention_post_norm,
         mlp_norm=weights.mlp_norm,
-        mlp=_mlp(config, weights, is_packed),
+        mlp=_mlp(config, weights, operators),
         mlp_post_norm=weights.mlp_post_norm,
     )
 
 
-def _mlp(config: ModelConfig, weights: LayerWeights, is_packed: bool) -> Mlp | Experts:
-    gated = GATED[config.activation]
+def _mlp(config: ModelConfig, weights: LayerWeights, operators: Operators) -> Mlp | Experts:
+    gated = operators.gated(config.activation)
     if isinstance(weights.mlp, ExpertWeights):
         assert config.experts is not None
-        return Experts(config.experts, weights.mlp, gated, is_packed)
-    gate_up = make_linear(weights.mlp.gate_up, weights.mlp.gate_up_bias, is_packed)
-    return Mlp(gate_up, make_linear(weights.mlp.down, weights.mlp.down_bias, is_packed), gated)
+        return Experts(config.experts, weights.mlp, gated, operators.linear)
+    gate_up = operators.linear(weights.mlp.gate_up, weights.mlp.gate_up_bias)
+    return Mlp(gate_up, operators.linear(weights.mlp.down, weights.mlp.down_bias), gated)

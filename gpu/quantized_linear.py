@@ -4,7 +4,7 @@ One Zen 5 core, 9,728 x 896, beside prepacked bfloat16 (1.1 ms at one row): the 
 one row, 0.5 at two, 1.3 at four, 3 at 32; the int8 operator 1.1 to 1.5 at one and 2 to 3 from four. Dequantising adds
 10 ms (int4) or 2 ms (int8) whatever the rows: as much as the product itself at 64 rows, a fifth of it at 512. Whole
 steps of a 0.5B body: int4 2.2 times as fast as bfloat16 at one row, 1.4 at four, 0.6 at 16. So int4 is for few rows;
-int8 halves the memory and makes nothing faster.
+int8 halves the memory and makes nothing faster. Where cpu_kernels/ knows a matrix, its kernel serves instead.
 
 The operators are torch's own but not public: they are tried at start, and where they fail or differ, slabs serve.
 Thread: engine.

@@ -17,17 +17,17 @@ from torch import Tensor
 from core.config import BLOCK_SIZE, EngineConfig, ModelConfig
 from core.plan import DeviceError, RunnerLimits, SequenceStart, StepOutput, StepPlan
 from core.types import SamplingParams, TokenLogprobs
-from gpu.attention import DecodeKernel
 from gpu.batch import BatchBuilder, DeviceBatch
 from gpu.checkpoint import Progress, open_checkpoint
-from gpu.cpu_kernels.choice import find_decode_kernel
+from gpu.cpu_kernels.choice import find_operators
 from gpu.device import apply_threads, choose_device, free_memory_bytes
 from gpu.kv_cache import KVCache
+from gpu.measured import choose_measured
 from gpu.memory_plan import MemoryPlan, plan_memory
 from gpu.model import Model
+from gpu.operators import Operators
 from gpu.quantize_cache import quantizing
 from gpu.sampler import Drawn, RowLogprobs, Sampler
-from gpu.threads import choose_threads
 from gpu.weights import MatrixForm, ModelWeights, keeps_packed, load_weights
 
 NOT_FINITE = "The model computed values that are not finite numbers."
@@ -50,7 +50,7 @@ class ModelRunner:
     Args:
         memory: what was planned, and for which device.
         weights: taken over: see Model.
-        decode_kernel: see Model.
+        operators: see Model.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class ModelRunner:
         engine: EngineConfig,
         memory: MemoryPlan,
         weights: ModelWeights,
-        decode_kernel: DecodeKernel | None = None,
+        operators: Operators,
     ) -> None:
         device, dtype = memory.device.device, memory.device.dtype
         self.config = config
@@ -73,10 +73,11 @@ class ModelRunner:
             vocab_size=config.vocab_size,
         )
         with torch.inference_mode():
-            self._model = Model(config, weights, decode_kernel)
+            self._model = Model(config, weights, operators)
             self._cache = KVCache(config, memory.num_blocks, dtype, device)
             self._sampler = Sampler(engine.max_sequences, config.vocab_size, device)
-            self.threads = choose_threads(config, memory.device, self._model.probes(PROBE_BYTES))
+            probes = self._model.probes(PROBE_BYTES)
+            self.measured = choose_measured(config, memory.device, probes, operators.product_choice)
         self._builder = BatchBuilder(
             engine.max_sequences,
             memory.max_model_len,
@@ -84,12 +85,13 @@ class ModelRunner:
             dtype,
             device,
             config.windows,
-            has_decode_kernel=decode_kernel is not None,
+            has_decode_kernel=operators.attention is not None,
+            has_prefill_kernel=operators.attention is not None and operators.attention.can_prefill,
         )
 
     def forward(self, plan: StepPlan) -> StepTicket:
         """Reset slots, copy and clear blocks, write KV, compute the logits of the rows that sample."""
-        threads = self.threads.of(plan.num_tokens)
+        threads = self.measured.threads.of(plan.num_tokens)
         if threads != torch.get_num_threads():  # not for nothing: torch forgets what it has prepared
             torch.set_num_threads(threads)
         with _device_errors(), torch.inference_mode():
@@ -167,7 +169,7 @@ def load_runner(directory: Path, config: ModelConfig, engine: EngineConfig, prog
     with torch.inference_mode(), quantizing(engine) as convert:
         form = MatrixForm(convert, keeps_packed(config, engine.quantize))
         weights = load_weights(checkpoint, config, choice.dtype, choice.device, progress, form)
-    runner = ModelRunner(config, engine, memory, weights, find_decode_kernel(config, choice))
+    runner = ModelRunner(config, engine, memory, weights, find_operators(config, choice))
     runner.warm_up()
     return runner
 

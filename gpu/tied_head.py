@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpu.linear import Linear, make_linear, pack, packed_linear
+from gpu.linear import Linear, MakeProduct, make_linear, pack
 
 BLOCK_OUTPUTS = 64
 CHECKED_ROWS = 4096  # at a time
@@ -20,10 +20,14 @@ Embed = Callable[[Tensor], Tensor]
 """token ids [tokens] -> [tokens, hidden]"""
 
 
-def make_tied(embedding: Tensor, is_packed: bool) -> tuple[Embed, Linear]:
-    """Embedding and head of one matrix [vocab, hidden]; packed, it is kept no more where it can be read so, too."""
-    if not is_packed:
-        return _plain(embedding), make_linear(embedding, None, False)
+def make_tied(embedding: Tensor, product: MakeProduct | None) -> tuple[Embed, Linear]:
+    """Embedding and head of one matrix [vocab, hidden]; packed, it is kept no more where it can be read so, too.
+
+    Args:
+        product: see make_linear.
+    """
+    if product is None:
+        return _plain(embedding), make_linear(embedding, None, None)
     packed = pack(embedding)
     rows = PackedRows(packed, embedding.shape) if can_gather(embedding.shape) else None
     is_same = rows is not None and all(
@@ -32,7 +36,7 @@ def make_tied(embedding: Tensor, is_packed: bool) -> tuple[Embed, Linear]:
         )
         for first in range(0, len(embedding), CHECKED_ROWS)
     )
-    return rows if rows is not None and is_same else _plain(embedding), packed_linear(packed, None)
+    return rows if rows is not None and is_same else _plain(embedding), product(packed, embedding, None)
 
 
 def can_gather(shape: torch.Size | tuple[int, ...]) -> bool:
@@ -40,16 +44,22 @@ def can_gather(shape: torch.Size | tuple[int, ...]) -> bool:
     return shape[0] % BLOCK_OUTPUTS == 0 and shape[1] % BLOCK_OUTPUTS == 0
 
 
+def blocks_of(packed: Tensor, shape: torch.Size) -> Tensor:
+    """A packed matrix's memory, [out / 64, in / 2, 64, 2], of a shape that can_gather; the matrix must outlive it."""
+    size_bytes = shape.numel() * 2
+    assert torch.ops.mkldnn._nbytes(packed) == size_bytes
+    memory = (ctypes.c_uint8 * size_bytes).from_address(torch.ops.mkldnn.data_ptr(packed))
+    return torch.frombuffer(memory, dtype=torch.bfloat16).view(
+        shape[0] // BLOCK_OUTPUTS, shape[1] // 2, BLOCK_OUTPUTS, 2
+    )
+
+
 class PackedRows:
     """Rows of a prepacked matrix. shape: (out, in), as can_gather wants."""
 
     def __init__(self, packed: Tensor, shape: torch.Size) -> None:
         self._packed = packed  # owns the memory
-        size_bytes = shape.numel() * 2
-        assert torch.ops.mkldnn._nbytes(packed) == size_bytes
-        memory = (ctypes.c_uint8 * size_bytes).from_address(torch.ops.mkldnn.data_ptr(packed))
-        pairs = torch.frombuffer(memory, dtype=torch.bfloat16)
-        self._blocks = pairs.view(shape[0] // BLOCK_OUTPUTS, shape[1] // 2, BLOCK_OUTPUTS, 2)
+        self._blocks = blocks_of(packed, shape)
 
     def __call__(self, rows: Tensor) -> Tensor:
         """rows: [n], integers; returns [n, in]."""

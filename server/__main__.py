@@ -55,8 +55,11 @@ def end_process(exit_code: int) -> NoReturn:
     os._exit(exit_code)
 
 
-def run_server(config: "ServerConfig") -> "ExitCode":
+def run_server(config: "ServerConfig", read_config: "Callable[[], ServerConfig]") -> "ExitCode":
     """Serve until told to stop.
+
+    Args:
+        read_config: the configuration as it is now, for SIGHUP.
 
     Raises:
         StartupError: what is wrong, and what to do.
@@ -68,7 +71,7 @@ def run_server(config: "ServerConfig") -> "ExitCode":
     from server.process import serve
 
     faulthandler.enable()  # a watchdog ends what hangs by SIGABRT: the log has the stacks
-    return uvloop.run(serve(config, engine_loader(config)))
+    return uvloop.run(serve(config, engine_loader(config), read_config))
 
 
 def start_in_thread(config: "ServerConfig") -> "tuple[str, Callable[[], None]]":

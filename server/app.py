@@ -5,38 +5,38 @@ Every request passes here once: route, authentication, readiness, handler, acces
 
 import logging
 import math
-import re
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from urllib.parse import unquote
 
 from core.errors import ErrorKind, ServiceError
 from core.types import EngineStats
-from server.answer import JSON_TYPE, Outcome, answer_headers, content_headers, send_document
+from server.accounting import NO_REQUEST, Account, Accounting, status_told
+from server.answer import JSON_TYPE, answer_headers, content_headers, send_document
 from server.api import models, tokenize
 from server.api.chat import ChatSurface
 from server.api.completions import CompletionsSurface
 from server.api.envelope import PROTOCOL_CODES, error_body, protocol_error_body, status_of
 from server.api.responses import ResponsesSurface, input_tokens_reply
 from server.api.surface import Surface
-from server.auth import KeyAuthenticator
+from server.auth import Caller
 from server.cross_origin import CrossOrigin
+from server.gate import Gate
+from server.keys import Scope
 from server.lifecycle import Clock, Lifecycle
 from server.listener import Listener
-from server.logs import AccessRecord, current_request_id, log_access
+from server.logs import current_request_id
 from server.messages import Headers, HttpRequest, ResponseHead
 from server.metrics import CONTENT_TYPE, Metrics
 from server.peer import Peer
+from server.quota import Ticket
+from server.rate_limit_fields import show_limits
 from server.refusals import DENIED
 from server.stream import ClientDisconnected, HttpStream
 from server.timing import Timings
 
 logger = logging.getLogger(__name__)
 
-CLIENT_GONE = 499  # nginx's word for it; in the log only
-SANE_REQUEST_ID = re.compile(rb"[A-Za-z0-9_.:\-]{1,128}")
-# Stands in the access line for what never became a request
-NO_REQUEST = HttpRequest(stream_id=0, method="-", path="-", query="", headers=(), has_body=False)
 INTERNAL = ServiceError(
     ErrorKind.ENGINE, "The server failed to answer. The fault is not in the request; try again later.", "internal_error"
 )
@@ -44,27 +44,24 @@ REPLY_PREFIXES = ("chatcmpl-", "cmpl-", "resp_")  # DELETE takes an answer's id 
 
 
 @dataclass(slots=True, kw_only=True)
-class Account:
-    """What the access line tells of a request.
-
-    Args:
-        client: the real one, for whom a trusted proxy may have asked.
-    """
-
-    request: HttpRequest
-    client: Peer
-    request_id: str
-    timings: Timings
-    outcome: Outcome | None = None  # of a generation
-    refused_status: int | None = None  # what the connection answered, over the handler's head
-
-
-@dataclass(slots=True, kw_only=True)
 class Exchange(Account):
     """One request on its way through the app."""
 
     stream: HttpStream
+    ticket: Ticket | None = None
     argument: str = ""  # what the route's pattern left open, decoded
+
+    @property
+    def known_caller(self) -> Caller:
+        """For handlers of routes that ask for a right."""
+        assert self.caller is not None, "whoever comes to such a route has been identified"
+        return self.caller
+
+    @property
+    def known_ticket(self) -> Ticket:
+        """For handlers of routes that are counted."""
+        assert self.ticket is not None, "whoever comes to such a route has been let in"
+        return self.ticket
 
 
 Handler = Callable[[Exchange], Awaitable[None]]
@@ -72,11 +69,17 @@ Handler = Callable[[Exchange], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A handler, and what it asks of a request first. Deny by default: authentication, and a model that is loaded."""
+    """A handler, and what it asks of a request first.
+
+    Args:
+        scope: the right that the caller must have; None: anybody may ask, unknown to us.
+        is_counted: it is work, which the caller's quotas bound.
+    """
 
     handler: Handler
-    is_public: bool = False
+    scope: Scope | None
     needs_model: bool = True
+    is_counted: bool = False
 
 
 @dataclass(slots=True)
@@ -112,7 +115,7 @@ class App:
     def __init__(
         self,
         readiness: Readiness,
-        authenticator: KeyAuthenticator,
+        gate: Gate,
         metrics: Metrics,
         clock: Clock,
         new_request_id: Callable[[], str],
@@ -122,16 +125,17 @@ class App:
         self.lifecycle: Lifecycle | None = None  # once the model is loaded
         self.card: models.ServerCard | None = None  # likewise
         self.listener: Listener | None = None  # for /metrics
-        self._authenticator = authenticator
+        self._gate = gate
         self._metrics = metrics
+        self._accounting = Accounting(metrics, clock)
         self._clock = clock
         self._new_request_id = new_request_id
         self._cross_origin = cross_origin or CrossOrigin()
         self._exchanges: dict[HttpStream, Exchange] = {}  # in progress
         self._routes = self._make_routes()
         self._patterns = (
-            ("/v1/models/", {"GET": Route(self._get_model)}),
-            ("/v1/requests/", {"DELETE": Route(self._delete_request)}),
+            ("/v1/models/", {"GET": Route(self._get_model, Scope.INFERENCE)}),
+            ("/v1/requests/", {"DELETE": Route(self._delete_request, Scope.INFERENCE)}),
         )
 
     async def handle(self, stream: HttpStream) -> None:
@@ -146,7 +150,7 @@ class App:
         )
         self._exchanges[stream] = exchange
         current_request_id.set(exchange.request_id)
-        stream.common_headers = (_request_id_header(exchange), *self._cross_origin.headers(stream.request))
+        stream.common_headers = (exchange.request_id_header, *self._cross_origin.headers(stream.request))
         error_code = None
         try:
             if stream.peer.is_proxy:
@@ -168,7 +172,7 @@ class App:
             del self._exchanges[stream]
             if exchange.refused_status is not None:
                 error_code = PROTOCOL_CODES[exchange.refused_status]
-            self._account_for(exchange, exchange.refused_status or _status_of(stream), error_code)
+            self._accounting.close(exchange, exchange.refused_status or status_told(stream), error_code)
 
     def refuse(self, status: int, message: str, peer: Peer, stream: HttpStream | None) -> tuple[Headers, bytes]:
         """What the connection answers where no handler can: no request came of the bytes, or its body broke off.
@@ -188,15 +192,10 @@ class App:
             account = Account(
                 request=request, client=peer, request_id=self._new_request_id(), timings=Timings(now, end_s=now)
             )
-            self._account_for(account, status, PROTOCOL_CODES[status])
+            self._accounting.close(account, status, PROTOCOL_CODES[status])
         body = protocol_error_body(status, message)
-        headers = (*content_headers(body), *answer_headers(account.timings), _request_id_header(account))
+        headers = (*content_headers(body), *answer_headers(account.timings), account.request_id_header)
         return (*headers, *self._cross_origin.headers(account.request)), body
-
-    def _account_for(self, account: Account, status: int, error_code: str | None) -> None:
-        """Every request passes here once, when it is over."""
-        self._metrics.responses[status] += 1
-        log_access(self._access_record(account, status, error_code))
 
     def _client_of(self, stream: HttpStream) -> Peer:
         if not stream.peer.is_proxy:
@@ -228,11 +227,27 @@ class App:
             exchange.stream.end()
             return
         route = self._route(exchange)
-        if not route.is_public:
-            self._authenticator.check(exchange.request)
+        if route.scope is not None:
+            exchange.caller = self._gate.authenticator.identify(exchange.request, exchange.client.certificate)
+            exchange.caller.check_scope(route.scope)
         if route.needs_model:
             self.readiness.check()
-        await route.handler(exchange)
+        if route.is_counted:
+            await self._handle_counted(route.handler, exchange)
+        else:
+            await route.handler(exchange)
+
+    async def _handle_counted(self, handler: Handler, exchange: Exchange) -> None:
+        """Let the request in and out of its caller's quotas."""
+        ticket = exchange.ticket = self._gate.quotas.ticket_for(exchange.known_caller)
+        try:
+            ticket.enter()
+        finally:
+            show_limits(exchange.stream, ticket)
+        try:
+            await handler(exchange)
+        finally:
+            ticket.leave()
 
     def _route(self, exchange: Exchange) -> Route:
         request = exchange.request
@@ -252,25 +267,28 @@ class App:
         return route
 
     def _make_routes(self) -> dict[str, dict[str, Route]]:
+        asks = Scope.INFERENCE
         return {
-            "/v1/chat/completions": {"POST": Route(self._generating(ChatSurface()))},
-            "/v1/completions": {"POST": Route(self._generating(CompletionsSurface()))},
-            "/v1/responses": {"POST": Route(self._generating(ResponsesSurface()))},
-            "/v1/responses/input_tokens": {"POST": Route(self._count_input_tokens)},
-            "/v1/models": {"GET": Route(self._list_models)},
-            "/model_info": {"GET": Route(self._show_model_info)},
-            "/server_info": {"GET": Route(self._show_server_info)},
-            "/tokenize": {"POST": Route(self._tokenize)},
-            "/detokenize": {"POST": Route(self._detokenize)},
-            "/health": {"GET": Route(self._health, is_public=True, needs_model=False)},
-            "/ready": {"GET": Route(self._ready, is_public=True, needs_model=False)},
-            "/metrics": {"GET": Route(self._show_metrics, needs_model=False)},
+            "/v1/chat/completions": {"POST": Route(self._generating(ChatSurface()), asks, is_counted=True)},
+            "/v1/completions": {"POST": Route(self._generating(CompletionsSurface()), asks, is_counted=True)},
+            "/v1/responses": {"POST": Route(self._generating(ResponsesSurface()), asks, is_counted=True)},
+            "/v1/responses/input_tokens": {"POST": Route(self._count_input_tokens, asks, is_counted=True)},
+            "/v1/models": {"GET": Route(self._list_models, asks)},
+            "/model_info": {"GET": Route(self._show_model_info, asks)},
+            "/server_info": {"GET": Route(self._show_server_info, asks)},
+            "/tokenize": {"POST": Route(self._tokenize, asks, is_counted=True)},
+            "/detokenize": {"POST": Route(self._detokenize, asks, is_counted=True)},
+            "/health": {"GET": Route(self._health, None, needs_model=False)},
+            "/ready": {"GET": Route(self._ready, None, needs_model=False)},
+            "/metrics": {"GET": Route(self._show_metrics, Scope.ADMIN, needs_model=False)},
         }
 
     def _generating(self, surface: Surface) -> Handler:
         async def generate(exchange: Exchange) -> None:
             check_media_type(exchange.request)
-            outcome = await self._served.generate(surface, exchange.stream, exchange.request_id, exchange.timings)
+            outcome = await self._served.generate(
+                surface, exchange.stream, exchange.request_id, exchange.timings, exchange.known_ticket
+            )
             exchange.outcome = outcome
             if outcome.error is not None:
                 raise outcome.error
@@ -281,6 +299,9 @@ class App:
     def _served(self) -> Lifecycle:
         assert self.lifecycle is not None, "readiness is checked before a handler that needs the model"
         return self.lifecycle
+
+    def _cards_for(self, exchange: Exchange) -> tuple[models.ServedModel, ...]:
+        return self._served.reader.cards_for(exchange.known_caller.tenant)
 
     async def _health(self, exchange: Exchange) -> None:
         self._send(exchange, b'{"status":"ok"}')
@@ -300,7 +321,7 @@ class App:
         self._send(exchange, body, media_type=CONTENT_TYPE)
 
     async def _list_models(self, exchange: Exchange) -> None:
-        self._send(exchange, models.list_reply(self._served.reader.cards))
+        self._send(exchange, models.list_reply(self._cards_for(exchange)))
 
     async def _show_model_info(self, exchange: Exchange) -> None:
         """For routers that probe it: model_path, tokenizer_path, served_model_name, is_generation, model_type,
@@ -317,24 +338,24 @@ class App:
         self._send(exchange, models.server_info_reply(self.card))
 
     async def _get_model(self, exchange: Exchange) -> None:
-        self._send(exchange, models.model_reply(models.find_model(self._served.reader.cards, exchange.argument)))
+        self._send(exchange, models.model_reply(models.find_model(self._cards_for(exchange), exchange.argument)))
 
     async def _delete_request(self, exchange: Exchange) -> None:
         request_id = exchange.argument
         for prefix in REPLY_PREFIXES:
             request_id = request_id.removeprefix(prefix)
-        if not self._served.cancel(request_id):
+        if not self._served.cancel(request_id, exchange.known_caller.tenant.name):
             message = f"No request {exchange.argument!r} is in progress. It may have ended already."
             raise ServiceError(ErrorKind.NOT_FOUND, message, "request_not_found")
         self._send(exchange, b'{"status":"cancelled"}')
 
     async def _tokenize(self, exchange: Exchange) -> None:
-        reader = self._served.reader
+        reader, cards = self._served.reader, self._cards_for(exchange)
 
         def work(body: bytes) -> tuple[bytes, tuple[str, ...]]:
             call = tokenize.parse_tokenize(body)
             if call.model is not None:
-                models.find_model(reader.cards, call.model)
+                models.find_model(cards, call.model)
             ids = reader.encode(call.prompt)
             strs = [reader.tokenizer.str_of(token_id) for token_id in ids] if call.wants_token_strs else None
             return tokenize.tokenize_reply(ids, reader.max_model_len, strs), call.unknown_fields
@@ -342,23 +363,25 @@ class App:
         await self._answer_computed(exchange, work)
 
     async def _detokenize(self, exchange: Exchange) -> None:
-        reader, vocab_size = self._served.reader, self._served.defaults.vocab_size
+        reader, cards = self._served.reader, self._cards_for(exchange)
+        vocab_size = self._served.defaults.vocab_size
 
         def work(body: bytes) -> tuple[bytes, tuple[str, ...]]:
             call = tokenize.parse_detokenize(body, vocab_size)
             if call.model is not None:
-                models.find_model(reader.cards, call.model)
+                models.find_model(cards, call.model)
             text = reader.tokenizer.decode(call.ids, skip_special_tokens=False)
             return tokenize.detokenize_reply(text), call.unknown_fields
 
         await self._answer_computed(exchange, work)
 
     async def _count_input_tokens(self, exchange: Exchange) -> None:
-        reader, defaults = self._served.reader, self._served.defaults
+        reader, cards = self._served.reader, self._cards_for(exchange)
+        defaults = self._served.defaults
 
         def work(body: bytes) -> tuple[bytes, tuple[str, ...]]:
             call = ResponsesSurface().parse(body, defaults)
-            models.find_model(reader.cards, call.model)
+            models.find_model(cards, call.model)
             num_tokens = sum(len(reader.encode(prompt)) for prompt in call.prompts)
             return input_tokens_reply(num_tokens), call.unknown_fields
 
@@ -403,30 +426,6 @@ class App:
         exchange.timings.end_s = self._clock.monotonic()
         send_document(exchange.stream, status, body, (*answer_headers(exchange.timings), *headers), media_type)
 
-    def _access_record(self, account: Account, status: int, error_code: str | None) -> AccessRecord:
-        timings, outcome, certificate = account.timings, account.outcome, account.client.certificate
-        usage = None if outcome is None else outcome.usage
-        return AccessRecord(
-            request_id=account.request_id,
-            method=account.request.method,
-            path=account.request.path,
-            status=status,
-            duration_ms=(self._clock.monotonic() - timings.head_s) * 1e3,
-            ttft_ms=None if timings.ttft_s is None else timings.ttft_s * 1e3,
-            num_prompt_tokens=None if usage is None else usage.num_prompt_tokens,
-            num_cached_tokens=None if usage is None else usage.num_cached_tokens,
-            num_completion_tokens=None if usage is None else usage.num_completion_tokens,
-            finish_reason=None if outcome is None else ",".join(outcome.finish_reasons) or None,
-            error_code=error_code,
-            client=str(account.client),
-            certificate_subject=None if certificate is None else certificate.subject,
-        )
-
-
-def _status_of(stream: HttpStream) -> int:
-    """As it is logged and counted: a head that went out is not an answer that arrived."""
-    return CLIENT_GONE if stream.has_lost_peer else stream.status or 500  # without one, the connection answers a fault
-
 
 class MethodNotAllowed(ServiceError):
     """A path that is here, asked in a way that it does not take."""
@@ -469,11 +468,3 @@ def _retry_headers(retry_after_s: float) -> Headers:
         (b"retry-after", b"%d" % math.ceil(retry_after_s)),
         (b"retry-after-ms", b"%d" % math.ceil(retry_after_s * 1e3)),
     )
-
-
-def _request_id_header(account: Account) -> tuple[bytes, bytes]:
-    """The client's own, if it is sane; ours otherwise."""
-    theirs = account.request.header(b"x-request-id")
-    if theirs is None or not SANE_REQUEST_ID.fullmatch(theirs):
-        theirs = account.request_id.encode()
-    return (b"x-request-id", theirs)

@@ -4,6 +4,8 @@ from typing import Protocol
 
 from core.types import Delta, EngineStats, FinishReason, Request, Usage
 
+NEVER = 2**63  # tokens: a mark that no sequence reaches
+
 
 class DeltaSink(Protocol):
     """Where a request's words go, as they come. Called on the loop, within the delivery of the step; must not block.
@@ -17,6 +19,13 @@ class DeltaSink(Protocol):
 
     def on_delta(self, choice: int, delta: Delta, now_s: float) -> None: ...
 
+    def on_mark(self, choice: int, num_tokens: int) -> int:
+        """The choice has so many tokens: 0 as it is submitted, and later at least its mark.
+
+        Returns: at how many to call again; NEVER.
+        """
+        ...
+
     def on_end(self, usage: Usage, error: str | None) -> None:
         """The request's last news, exactly once. With an error, sequences without a finish reason have failed."""
         ...
@@ -27,6 +36,10 @@ class GenerationHandle(Protocol):
 
     def cancel(self, reason: FinishReason) -> None:
         """End all its sequences. Later deltas are dropped; on_end still comes. Idempotent."""
+        ...
+
+    def finish(self, reason: FinishReason, now_s: float) -> None:
+        """End all its sequences where they are, and tell it as their ends. Later news of them are dropped."""
         ...
 
     def pause(self) -> None: ...

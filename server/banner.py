@@ -24,7 +24,8 @@ class BannerFacts:
         device_reason: why this device and number format, e.g. "no CUDA device found".
         context_origin: where max_model_len comes from: "the model's own", "STEPLOOP_MAX_MODEL_LEN".
         num_kv_tokens: that the KV cache holds, over all sequences.
-        num_api_keys: 0: anyone may ask.
+        num_api_keys: that are known.
+        num_tenants: configured; 0 without keys: anyone may ask.
         keys_are_in_environment: they were read from STEPLOOP_API_KEY.
         places: where it listens.
         needs_certificate: only clients with a certificate are served where others could reach it.
@@ -45,6 +46,7 @@ class BannerFacts:
     keys_are_in_environment: bool
     places: tuple["Place", ...]
     needs_certificate: bool = False
+    num_tenants: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,12 +136,14 @@ def _curl_target(place: Place) -> str:
 
 def _auth(facts: BannerFacts) -> str:
     required = []
+    if facts.num_tenants:
+        required.append(f"{facts.num_tenants} tenant{'s' if facts.num_tenants > 1 else ''}")
     if facts.num_api_keys:
         required.append(f"{facts.num_api_keys} API key{'s' if facts.num_api_keys > 1 else ''}")
     if facts.needs_certificate:
         required.append("client certificates")
     if required:
-        return " and ".join(required)
+        return ", ".join(required[:-1]) + " and " * (len(required) > 1) + required[-1]
     if not is_public(facts.places):
         return "none (only this machine can reach it)"
     return "none: anyone who reaches this port can use it; set STEPLOOP_API_KEY"

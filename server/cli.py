@@ -12,6 +12,7 @@ import threading
 import traceback
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -87,11 +88,11 @@ def _run(argv: list[str]) -> int:
         parser.error(f"unknown command: {argv[0]}{did_you_mean(argv[0], COMMANDS)}")
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:
-        refuse_unknown(by_command[arguments.command], unknown[0])
+        refuse_unknown(getattr(arguments, "action_parser", by_command[arguments.command]), unknown[0])
     if arguments.command == "bench":
         by_command["bench"].error("what to measure? steploop bench serve --help")
     config = load_config(flags_given(arguments), os.environ)
-    commands = {"serve": _serve, "chat": _chat, "doctor": _doctor, "models": _models}
+    commands = {"serve": _serve, "chat": _chat, "doctor": _doctor, "models": _models, "keys": _keys}
     return commands[arguments.command](arguments, config)
 
 
@@ -108,7 +109,8 @@ def _serve(arguments: argparse.Namespace, config: ServerConfig) -> int:
     from server.logs import configure_logging
 
     configure_logging(config.log_level, config.log_format)
-    return run_server(config)
+    flags = flags_given(arguments)
+    return run_server(config, lambda: load_config(flags, os.environ))
 
 
 def _doctor(arguments: argparse.Namespace, config: ServerConfig) -> int:
@@ -145,6 +147,14 @@ def _models(arguments: argparse.Namespace, config: ServerConfig) -> int:
     found = find_models(directories, environment_hub(is_offline=True))
     listed = describe_models([("", None), *found], config)
     (print_json if arguments.json else print_table)(listed, sys.stdout)
+    return ExitCode.OK
+
+
+def _keys(arguments: argparse.Namespace, config: ServerConfig) -> int:
+    from server.keys_command import create, print_keys, revoke
+
+    commands = {"create": create, "list": print_keys, "revoke": revoke}
+    commands[arguments.action](arguments, config, datetime.now(UTC))
     return ExitCode.OK
 
 
@@ -214,7 +224,7 @@ def find_machine(config: ServerConfig) -> "MachineFacts":
     import torch
 
     from gpu.device import apply_threads, choose_device, free_memory_bytes, measure_bandwidth, num_physical_cores
-    from gpu.threads import measured_here
+    from gpu.measured import measured_here
     from server.doctor import MachineFacts
 
     choice = choose_device(config.to_engine_config())
@@ -326,7 +336,7 @@ def find_plan(config: ServerConfig) -> "PlanFacts":
         StartupError: the model is missing or not understood, or it does not fit.
     """
     from core.config import parse_model_config
-    from gpu.cpu_kernels.choice import why_no_kernels
+    from gpu.cpu_kernels.choice import describe_attention, why_no_kernels
     from gpu.memory_plan import estimate
     from server.__main__ import model_path, served_name
     from server.doctor import PlanFacts
@@ -352,7 +362,8 @@ def find_plan(config: ServerConfig) -> "PlanFacts":
         num_kv_tokens=plan.kv_tokens,
         max_model_len=plan.max_model_len,
         context_origin=config.context_origin,
-        attention="numba's kernel over block tables" if why is None else f"torch's: {why}",
+        attention=describe_attention(model, plan.device),
+        products="numba's kernel or oneDNN, as measured" if why is None else f"torch's: {why}",
         free_bytes=plan.free_bytes,
     )
 

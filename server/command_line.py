@@ -7,6 +7,7 @@ from typing import NoReturn
 from core.errors import ExitCode, StartupError
 from server import __version__
 from server.config import OPTIONS, Option
+from server.tenants import LOCAL_NAME
 from server.values import did_you_mean
 
 COMMANDS = {
@@ -14,6 +15,7 @@ COMMANDS = {
     "chat": "talk to a model in the terminal",
     "bench": "measure a server: steploop bench serve",
     "doctor": "say what is installed, what the machine has, and what would be served",
+    "keys": "create, list and revoke API keys",
     "models": "list the models that are here, what they need and whether they fit",
 }
 EXAMPLES = {
@@ -38,6 +40,16 @@ examples:
   steploop doctor
   steploop doctor --model DIR --device cuda       would this be served?
   steploop doctor --model DIR --quality           what would --quantize cost?""",
+    "keys": """\
+examples:
+  steploop keys create --keys-file keys.json                         a key of the tenant local
+  steploop keys create --config steploop.toml --tenant acme --label ci --expires 90d
+  KEY=$(steploop keys create --keys-file keys.json --scope admin)    stdout is the key and nothing else
+  steploop keys list --keys-file keys.json
+  steploop keys revoke sl-3fK9xQ2a --keys-file keys.json
+
+A key is shown once, when it is created; the file keeps its SHA-256. A running server takes what has changed on SIGHUP:
+systemctl reload steploop, or kill -HUP and its process id.""",
     "models": """\
 examples:
   steploop models                                 the embedded one, and those of the Hugging Face cache
@@ -51,6 +63,7 @@ CHAT_FIELDS = {option.field_name for option in OPTIONS if option.group in ("mode
     "config_file",
     "api_keys",
 }
+KEYS_FIELDS = ("config_file", "keys_file")
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -85,6 +98,7 @@ def build_parsers() -> tuple[CommandParser, dict[str, CommandParser]]:
     _add_chat(by_command["chat"])
     _add_doctor(by_command["doctor"])
     _add_models(by_command["models"])
+    _add_keys(by_command["keys"])
     by_command["bench"].add_argument(
         "what", choices=["serve"], nargs="?", help="the load generator: see its own --help"
     )
@@ -111,6 +125,32 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     _add_options(parser, [option for option in OPTIONS if option.group == "engine"])
+
+
+def _add_keys(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", title="actions", required=True)
+    create = actions.add_parser("create", help="make a key and show it, once", allow_abbrev=False)
+    create.add_argument(
+        "--tenant", metavar="NAME", help=f"whose key it is, of [[tenants]] (default without any: {LOCAL_NAME})"
+    )
+    create.add_argument("--label", metavar="TEXT", default="", help="what it is for, as keys list shows it")
+    create.add_argument(
+        "--expires", metavar="WHEN", help="90d, 12h, 30min from now, or a date such as 2030-01-31 (default: never)"
+    )
+    create.add_argument(
+        "--scope",
+        action="append",
+        metavar="RIGHT",
+        help="inference: generate, tokenize, list models, cancel; usage: read the tenant's usage; admin: /metrics, and"
+        " the server itself. May be repeated [inference and usage]",
+    )
+    listing = actions.add_parser("list", help="show all keys but their secrets", allow_abbrev=False)
+    listing.add_argument("--json", action="store_true", help="print JSON")
+    revoke = actions.add_parser("revoke", help="let a key be good no longer", allow_abbrev=False)
+    revoke.add_argument("prefix", metavar="PREFIX", help="the key's beginning, as keys list shows it")
+    for action in (create, listing, revoke):
+        _add_options(action, [option for option in OPTIONS if option.field_name in KEYS_FIELDS])
+        action.set_defaults(action_parser=action)
 
 
 def _add_chat(parser: argparse.ArgumentParser) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Required, TypedDict
 
 from core.config import INTER_TOKEN_TARGET, QUANTIZE_SCHEMES, EngineConfig
 from core.errors import ExitCode, StartupError
+from server.auth import WAYS, way_value
 from server.binds import (
     DEFAULT_HOST,
     DEFAULT_PORT,
@@ -25,7 +26,9 @@ from server.binds import (
 from server.client_gate import ClientRules
 from server.cross_origin import origin_value
 from server.forwarded import FORWARDED, X_FORWARDED_FOR
+from server.jwks import JwksUrl, jwks_source
 from server.networks import UNIX, IpNetwork, network_value, proxy_value
+from server.tenants import Tenant
 from server.values import (
     HubId,
     choice_of,
@@ -33,6 +36,7 @@ from server.values import (
     duration_between,
     existing_file,
     factor_or_none,
+    file_value,
     format_duration,
     format_size,
     model_source,
@@ -407,6 +411,88 @@ class ServerConfig:
             is_secret=True,
         ),
     )
+    keys_file: Path | None = field(
+        default=None,
+        metadata=Setting(
+            name="keys-file",
+            parse=file_value,
+            metavar="FILE",
+            help="what steploop keys create, list and revoke keep of keys; the server reads it at start and on SIGHUP",
+            group="server",
+        ),
+    )
+    auth: tuple[str, ...] = field(
+        default=WAYS,
+        metadata=Setting(
+            name="auth",
+            parse=way_value,
+            metavar="WAY",
+            help="how clients say who they are, in the order in which it is looked at: key, jwt, certificate, or two of"
+            " one request as in certificate+key; may be repeated",
+            group="server",
+            show=", ".join,
+            is_list=True,
+        ),
+    )
+    jwks: Path | JwksUrl | None = field(
+        default=None,
+        metadata=Setting(
+            name="jwks",
+            parse=jwks_source,
+            metavar="SOURCE",
+            help="public keys of who issues JWTs, as a JSON Web Key Set: a file, read again on SIGHUP, or an https URL",
+            group="server",
+        ),
+    )
+    jwt_issuer: str | None = field(
+        default=None,
+        metadata=Setting(
+            name="jwt-issuer", parse=text_value, metavar="TEXT", help="what iss of a JWT must be", group="server"
+        ),
+    )
+    jwt_audience: str | None = field(
+        default=None,
+        metadata=Setting(
+            name="jwt-audience",
+            parse=text_value,
+            metavar="TEXT",
+            help="what aud of a JWT must be, or have among others",
+            group="server",
+        ),
+    )
+    jwt_tenant_claim: str = field(
+        default="tenant",
+        metadata=Setting(
+            name="jwt-tenant-claim",
+            parse=text_value,
+            metavar="NAME",
+            help="the claim of a JWT that names one of [[tenants]]",
+            group="server",
+        ),
+    )
+    jwt_leeway_s: float = field(
+        default=30.0,
+        metadata=Setting(
+            name="jwt-leeway",
+            parse=duration_between(0, 600),
+            metavar="TIME",
+            help="that the clocks here and at a JWT's issuer may be apart",
+            group="server",
+            show=format_duration,
+        ),
+    )
+    insecure: bool = field(
+        default=False,
+        metadata=Setting(
+            name="insecure",
+            parse=yes_or_no,
+            metavar="BOOL",
+            help="serve whoever reaches the port, without tenants, keys or client certificates, on addresses of other"
+            " machines too",
+            group="server",
+            is_switch=True,
+        ),
+    )
     cors_origins: tuple[str, ...] = field(
         default=(),
         metadata=Setting(
@@ -532,6 +618,9 @@ class ServerConfig:
             show=format_duration,
         ),
     )
+
+    tenants: tuple[Tenant, ...] = ()
+    """[[tenants]] of the TOML file, the only place where they can stand."""
 
     origins: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
     """Fields that were set, each with the flag, the variable, or the key of the file that set it."""

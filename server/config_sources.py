@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 
 from core.errors import ExitCode, StartupError
 from server.config import ENVIRONMENT_PREFIX, OPTIONS, Option, ServerConfig
+from server.tenants import Tenant, parse_tenants
 from server.values import BadValueError, MissingPathError, did_you_mean
 
+TENANTS = "tenants"  # the file's tables of this name are no settings
 _BY_FIELD = {option.field_name: option for option in OPTIONS}
 
 
@@ -33,10 +35,15 @@ def load_config(flags: Mapping[str, str | list[str]], environ: Mapping[str, str]
     """
     given = _from_environment(environ) | _from_flags(flags)
     config_file = given.get("config_file")
+    tenants: tuple[Tenant, ...] = ()
     if config_file is not None:
-        given = _from_file(config_file.value) | given
+        path = config_file.value
+        table = _read_toml(path)
+        tenants = parse_tenants(table.pop(TENANTS, []), path)
+        given = _from_file(table, path) | given
     values = {name: one.value for name, one in given.items()}
-    return ServerConfig(**values, origins=tuple((name, one.origin) for name, one in given.items()))
+    origins = tuple((name, one.origin) for name, one in given.items())
+    return ServerConfig(**values, tenants=tenants, origins=origins)
 
 
 def _from_flags(flags: Mapping[str, str | list[str]]) -> dict[str, Given]:
@@ -57,13 +64,13 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Given]:
     return values
 
 
-def _from_file(path: Path) -> dict[str, Given]:
+def _from_file(table: Mapping[str, Any], path: Path) -> dict[str, Given]:
     by_key = {option.toml_key: option for option in OPTIONS if option.in_file}
     values = {}
-    for key, value in _read_toml(path).items():
+    for key, value in table.items():
         option = by_key.get(key)
         if option is None and isinstance(value, dict):
-            fix = f"remove the line [{key}]: settings stand at the top level, such as port = 8080"
+            fix = f"remove the line [{key}]: only [[{TENANTS}]] is a table; settings stand above it, as in port = 8080"
             raise StartupError(f"{path} has a table, [{key}]", fix, ExitCode.CONFIGURATION)
         if option is None:
             raise _unknown(f"key in {path}", key, by_key, "or remove it")

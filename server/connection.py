@@ -60,6 +60,7 @@ class Connection(asyncio.Protocol):
         self._exchanges: Exchanges = Http1Exchanges(self, context)
         self._timer = DeadlineTimer(context.loop, self._next_due, self._on_due)
         self._transport: asyncio.Transport
+        self._is_draining = False
         self._closing = _Closing.NO
         self._is_reading_paused = False
         self._num_lingered = 0
@@ -165,6 +166,8 @@ class Connection(asyncio.Protocol):
         """The peer speaks HTTP/2; `data` is all that it has said."""
         self._exchanges = Http2Exchanges(self, self._context)
         self._exchanges.receive(data)
+        if self._is_draining:
+            self._exchanges.drain()
 
     def upgrade(self, settings: bytes, stream: HttpStream, task: asyncio.Task[None]) -> bool:
         """Go on in HTTP/2, with this stream as its first (RFC 7540 §3.2); False: its settings are not fit."""
@@ -231,6 +234,7 @@ class Connection(asyncio.Protocol):
 
     def drain(self) -> None:
         """Close now when idle, else after the responses that are under way. A new connection may still ask once."""
+        self._is_draining = True
         if self._closing is _Closing.NO:
             self._exchanges.drain()
 

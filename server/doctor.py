@@ -39,7 +39,7 @@ class MachineFacts:
 
     Args:
         threads: compute threads on a CPU, at most.
-        measured_threads: of each shape of model served here before, what its steps compute with.
+        measured_threads: of each shape of model served here before, what its steps compute with; see gpu/measured.py.
         bandwidth_bytes_per_s: read from the device's memory; every decode step reads all weights once.
     """
 
@@ -74,6 +74,7 @@ class PlanFacts:
     max_model_len: int
     context_origin: str
     attention: str  # of rows of one new token: what computes it, and why
+    products: str  # with the layers' matrices, likewise; and all that lies between them
     free_bytes: int
 
     @property
@@ -136,6 +137,7 @@ def plan_facts(plan: PlanFacts) -> tuple[Fact, ...]:
         Fact("activations", f"{format_size(plan.activation_bytes)} at most"),
         Fact("KV cache", kv),
         Fact("attention", plan.attention),
+        Fact("products", plan.products),
         Fact("in all", f"{format_size(plan.total_bytes)} of {format_size(plan.free_bytes)} free"),
     )
 

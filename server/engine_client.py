@@ -32,19 +32,20 @@ from server.backend import DeltaSink
 
 logger = logging.getLogger(__name__)
 
-# Rows handled before other callbacks of the loop, and the engine thread, get their turn: a quarter of a millisecond.
-# Slices of 16, 32, 64 took 8.6, 7.6, 7.6 us a token (bench/frontend.py, 64 streams, the better of two runs each), but
-# runs of one and the same size differ by as much: nothing here is settled.
-SLICE_ROWS = 32
+# Rows handled before other callbacks of the loop, and the engine thread, get their turn: half a millisecond.
+# 16, 32, 64, 128, 256 of them cost 8.1, 7.6, 7.1, 7.4, 6.9 us a token, on average over both protocols and 64 and 256
+# streams (bench/slices.py, on a busy machine): from 64 on, what is gained no longer shows.
+SLICE_ROWS = 64
 
 
 class _Sequence:
     """The loop's side of one sequence of a request."""
 
-    __slots__ = ("choice", "detokenizer", "index", "is_finished", "logprobs", "num_tokens", "num_tokens_told")
+    __slots__ = ("choice", "detokenizer", "index", "is_finished", "logprobs", "mark", "num_tokens", "num_tokens_told")
 
-    def __init__(self, index: int, choice: int, detokenizer: Detokenizer, has_logprobs: bool) -> None:
+    def __init__(self, index: int, choice: int, detokenizer: Detokenizer, has_logprobs: bool, mark: int) -> None:
         self.index = index
+        self.mark = mark  # the sink is told when so many are kept
         self.choice = choice
         self.detokenizer = detokenizer
         self.num_tokens = 0  # kept, of those received
@@ -89,6 +90,14 @@ class RequestHandle:
             if not sequence.is_finished:
                 self._finish(sequence, reason)
 
+    def finish(self, reason: FinishReason, now_s: float) -> None:
+        for sequence in self._sequences:
+            if not sequence.is_finished:
+                text = sequence.detokenizer.finish()  # a broken character that ends here may complete a stop string
+                end = FinishReason.STOP if sequence.detokenizer.is_stopped else reason
+                self._finish(sequence, end)
+                self._sink.on_delta(sequence.choice, sequence.take_delta(text, end), now_s)
+
     def pause(self) -> None:
         self._post(Pause(self.request.request_id))
 
@@ -109,6 +118,8 @@ class RequestHandle:
             elif text:
                 sequence.num_tokens_told = num_tokens
                 self._sink.on_text(sequence.choice, text, now_s)
+            if num_tokens >= sequence.mark:
+                self._pass_mark(sequence)
         except Exception:  # whatever a writer of answers can raise
             self._break_off()
 
@@ -150,6 +161,12 @@ class RequestHandle:
             self._sink.on_delta(sequence.choice, sequence.take_delta(text, reason), now_s)
         elif text or sequence.logprobs:
             self._sink.on_delta(sequence.choice, sequence.take_delta(text), now_s)
+        if sequence.num_tokens >= sequence.mark:
+            self._pass_mark(sequence)
+
+    def _pass_mark(self, sequence: _Sequence) -> None:
+        if not sequence.is_finished:
+            sequence.mark = self._sink.on_mark(sequence.choice, sequence.num_tokens)
 
     def _finish_at_stop_string(self, sequence: _Sequence, text: str, now_s: float) -> None:
         self._finish(sequence, FinishReason.STOP)
@@ -188,6 +205,7 @@ class EngineClient:
         flush: writes out what the deltas of one slice have left in the connections.
         call_soon: the loop's.
         clock: monotonic seconds; read once a slice.
+        on_delivered: called for each delivery once it has been told in full.
     """
 
     def __init__(
@@ -197,6 +215,7 @@ class EngineClient:
         flush: Callable[[], None],
         call_soon: Callable[[Callable[[], None]], object],
         clock: Callable[[], float],
+        on_delivered: Callable[[], None],
     ) -> None:
         self.stats = EngineStats()
         self._post = post
@@ -204,6 +223,7 @@ class EngineClient:
         self._flush = flush
         self._call_soon = call_soon
         self._clock = clock
+        self._on_delivered = on_delivered
         self._handles: dict[str, RequestHandle] = {}
         self._deliveries: deque[StepDelivery] = deque()
         self._next_row = 0  # of the first delivery
@@ -215,7 +235,11 @@ class EngineClient:
         has_logprobs = request.sampling.num_logprobs is not None
         sequences = [
             _Sequence(
-                i, first_choice + i, Detokenizer(self._table, request.sampling.stop, continues_text), has_logprobs
+                i,
+                first_choice + i,
+                Detokenizer(self._table, request.sampling.stop, continues_text),
+                has_logprobs,
+                sink.on_mark(first_choice + i, 0),
             )
             for i in range(request.num_sequences)
         ]
@@ -226,8 +250,9 @@ class EngineClient:
 
     def deliver(self, delivery: StepDelivery) -> None:
         """Take one step's news: the first slice of it now, the others in turn with the loop's other work."""
-        if self._error is not None:
-            return  # all requests have been ended: nobody is left to be told
+        if self._error is not None:  # all requests have been ended: nobody is left to be told
+            self._on_delivered()
+            return
         self._deliveries.append(delivery)
         if len(self._deliveries) == 1:
             self._deliver_slice()
@@ -256,6 +281,7 @@ class EngineClient:
         if end >= len(delivery.request_ids):
             self._deliver_chunks(delivery, now_s)
             self._deliveries.popleft()
+            self._on_delivered()
             end = 0
         self._next_row = end
         self._flush()

@@ -14,6 +14,10 @@ from core.types import Message, StepDelivery
 
 Inbox = deque[Message]
 
+# Steps whose news the loop has not told in full: the engine waits for room, rather than let them pile up where the loop
+# is slower than the steps. More than one, so that a loop that is late for a moment delays no step.
+MAX_DELIVERIES = 4
+
 
 class Loaded(Protocol):
     """What loading has made: the engine, and what the loop wants to know of it."""
@@ -48,7 +52,8 @@ class EngineThread(Generic[L]):
     Args:
         build: makes the engine, on its thread: imports torch, loads weights. Takes the inbox, and where to deliver.
 
-    Thread: post(), ask_for_beat(), start(), stop() and wait_stopped() belong to the loop, the rest to the engine.
+    Thread: post(), on_delivered(), ask_for_beat(), start(), stop() and wait_stopped() belong to the loop, the rest to
+    the engine.
     """
 
     def __init__(
@@ -62,6 +67,7 @@ class EngineThread(Generic[L]):
         self._loop = loop
         self._inbox: Inbox = deque()
         self._wake_up = threading.Event()
+        self._room = threading.Semaphore(MAX_DELIVERIES)
         self._is_stopping = False
         self._owes_beat = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -73,6 +79,10 @@ class EngineThread(Generic[L]):
         self._inbox.append(message)
         self._wake_up.set()
 
+    def on_delivered(self) -> None:
+        """One more delivery has been told in full."""
+        self._room.release()
+
     def ask_for_beat(self) -> None:
         """Have the loop told once no step runs: at once when there is none, never when it hangs."""
         self._owes_beat = True
@@ -82,6 +92,7 @@ class EngineThread(Generic[L]):
         """Ask the thread to end after its current step. What is unfinished then gets no answer from here."""
         self._is_stopping = True
         self._wake_up.set()
+        self._room.release()  # what is delivered yet may never be told
 
     def wait_stopped(self, timeout_s: float) -> bool:
         self._thread.join(timeout_s)
@@ -111,6 +122,7 @@ class EngineThread(Generic[L]):
             self._tell(self._events.on_beat)
 
     def _deliver(self, delivery: StepDelivery) -> None:
+        self._room.acquire()
         self._tell(self._events.on_delivery, delivery)
 
     def _tell(self, callback: Callable[..., None], *args: object) -> None:

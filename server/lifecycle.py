@@ -31,7 +31,10 @@ from server.api.surface import (
 )
 from server.backend import Backend
 from server.metrics import Metrics
+from server.quota import Ticket
+from server.rate_limit_fields import show_limits
 from server.stream import HttpStream
+from server.tenants import Tenant
 from server.timing import Timings
 
 OFFLOAD_BYTES = 8 * 1024  # a body from this size on is parsed and tokenized off the loop: 2.5 ms, measured
@@ -69,6 +72,10 @@ class PromptReader:
     chat_template: ChatTemplate
     max_model_len: int
     unix_clock: Callable[[], float]
+
+    def cards_for(self, tenant: Tenant) -> tuple[ServedModel, ...]:
+        """The models that it may use."""
+        return tuple(card for card in self.cards if tenant.models is None or card.id in tenant.models)
 
     def encode(self, prompt: Prompt, param: str = "prompt") -> tuple[int, ...]:
         """Whatever form a prompt has, as ids.
@@ -113,7 +120,7 @@ class PromptReader:
 
 @dataclass(slots=True)
 class Lifecycle:
-    """What every generation shares. `active` holds the ones in progress, by our request id."""
+    """What every generation shares. `active` holds the ones in progress, by our request id, with their tenants."""
 
     reader: PromptReader
     defaults: GenerationDefaults
@@ -124,19 +131,25 @@ class Lifecycle:
     max_body_bytes: int
     max_requests: int  # in progress, waiting ones included
     max_sequences: int  # that the engine runs at once
-    active: dict[str, Answer] = field(default_factory=dict)
+    active: dict[str, tuple[str, Answer]] = field(default_factory=dict)
     _farewell: ServiceError | None = None  # what those are told whose body was still on its way
 
-    async def generate(self, surface: Surface, stream: HttpStream, request_id: str, timings: Timings) -> Outcome:
+    async def generate(
+        self, surface: Surface, stream: HttpStream, request_id: str, timings: Timings, ticket: Ticket
+    ) -> Outcome:
         """Answer one generation request.
+
+        Args:
+            ticket: whose request it is, and what may still be asked for; its caller lets it in and out.
 
         Raises:
             ServiceError: nothing of the answer has been sent yet.
         """
+        tenant = ticket.caller.tenant
         self._check_admission()
         body = await stream.read_body(self.max_body_bytes)
         timings.body_s = self.clock.monotonic()
-        call, prompts = await self._prepare(surface, body)
+        call, prompts = await self._prepare(surface, body, tenant)
         self._check_admission()  # again: others came, or the end, while this one's body did
         self.metrics.count_unknown_fields(call.unknown_fields)
         context = self._reply_context(call, request_id)
@@ -146,10 +159,14 @@ class Lifecycle:
         )
         stream.on_disconnect = answer.on_disconnect
         stream.on_blocked, stream.on_unblocked = answer.pause, answer.resume
-        self.active[request_id] = answer
+        self.active[request_id] = tenant.name, answer
         try:
             continues_text = not isinstance(call.prompts[0], ChatPrompt)
-            answer.submit(self.backend, self._requests(call, prompts, request_id, timings), continues_text)
+            requests = self._requests(call, prompts, request_id, timings, tenant)
+            try:
+                answer.submit(self.backend, requests, continues_text, ticket)
+            finally:
+                show_limits(stream, ticket)
             return await answer.wait_finished()
         finally:
             answer.close()
@@ -162,10 +179,10 @@ class Lifecycle:
             message = f"The server has {self.max_requests} requests in progress. Try again in a second."
             raise ServiceError(ErrorKind.UNAVAILABLE, message, "overloaded", retry_after_s=1)
 
-    def cancel(self, request_id: str) -> bool:
-        """End a generation at its owner's wish. False: there is none of that id."""
-        answer = self.active.get(request_id)
-        if answer is None:
+    def cancel(self, request_id: str, tenant: str) -> bool:
+        """End a generation at its owner's wish. False: the tenant has none of that id."""
+        owner, answer = self.active.get(request_id, (None, None))
+        if answer is None or owner != tenant:
             return False
         answer.fail(ServiceError(ErrorKind.CANCELLED, "The request was cancelled by DELETE.", "request_cancelled"))
         return True
@@ -173,13 +190,13 @@ class Lifecycle:
     def fail_all(self, error: ServiceError) -> None:
         """Break off every generation in progress, each with its error event or answer; none begins after it."""
         self._farewell = error
-        for answer in list(self.active.values()):
+        for _, answer in list(self.active.values()):
             answer.fail(error)
 
-    async def _prepare(self, surface: Surface, body: bytes) -> _Prepared:
+    async def _prepare(self, surface: Surface, body: bytes, tenant: Tenant) -> _Prepared:
         def parse() -> _Prepared:
             call = surface.parse(body, self.defaults)
-            find_model(self.reader.cards, call.model)
+            find_model(self.reader.cards_for(tenant), call.model)
             if call.num_sequences > self.max_sequences:
                 raise InvalidRequest(f"n must be at most {self.max_sequences} on this server.", "n")
             return call, [
@@ -212,7 +229,7 @@ class Lifecycle:
         return msgspec.structs.replace(call.sampling, max_tokens=max_tokens)
 
     def _requests(
-        self, call: GenerationCall, prompts: list[tuple[int, ...]], request_id: str, timings: Timings
+        self, call: GenerationCall, prompts: list[tuple[int, ...]], request_id: str, timings: Timings, tenant: Tenant
     ) -> list[Request]:
         return [
             Request(
@@ -221,7 +238,9 @@ class Lifecycle:
                 sampling=self._sampling(call, len(ids)),
                 arrival_s=timings.head_s,
                 num_sequences=call.num_sequences,
-                priority=call.priority,
+                tenant=tenant.name,
+                priority=tenant.priority_of(call.priority),
+                cache_domain=tenant.cache_salt_domain,
                 cache_salt=call.cache_salt,
             )
             for i, ids in enumerate(prompts)

@@ -26,6 +26,8 @@ class AccessRecord(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         status: as sent; 499 when the client left first.
         finish_reason: of a generation, over all its sequences.
+        tenant: whose request it was; None: nobody, or there are no tenants and no keys.
+        key_id: the prefix of the key that it showed.
         client: its address, and its port where it is known.
         certificate_subject: of the client's certificate.
     """
@@ -41,6 +43,8 @@ class AccessRecord(msgspec.Struct, frozen=True, kw_only=True):
     num_completion_tokens: int | None = None
     finish_reason: str | None = None
     error_code: str | None = None
+    tenant: str | None = None
+    key_id: str | None = None
     client: str | None = None
     certificate_subject: str | None = None
 
@@ -59,6 +63,8 @@ def access_line(record: AccessRecord) -> str:
     words = (
         ("finish", record.finish_reason),
         ("error", record.error_code),
+        ("tenant", record.tenant),
+        ("key", record.key_id),
         ("client", record.client),
         ("certificate", record.certificate_subject),
     )

@@ -8,10 +8,10 @@ import asyncio
 import gc
 import logging
 import os
+import secrets
 import signal
 import sys
 import time
-import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -24,7 +24,6 @@ from server import __version__
 from server.api.models import ServedModel, ServerCard
 from server.api.surface import GenerationDefaults
 from server.app import App, Readiness
-from server.auth import KeyAuthenticator
 from server.banner import BannerFacts, Place, banner_lines, is_public, places_of
 from server.config import ServerConfig
 from server.connection_limits import ConnectionLimits
@@ -32,6 +31,7 @@ from server.cross_origin import CrossOrigin
 from server.descriptors import allow_connections
 from server.engine_client import EngineClient
 from server.engine_thread import EngineThread, Inbox
+from server.gate import Gate
 from server.http1_prefilter import HeadLimits
 from server.lifecycle import Clock, Lifecycle, PromptReader
 from server.listener import Listener, ListenerConfig
@@ -88,6 +88,7 @@ class Server:
         load: makes the engine.
         announce: takes the banner's lines when the server is ready.
         passed: sockets that listen already, of socket activation.
+        read_config: the configuration as it is now, for SIGHUP; None: it comes from no file.
     """
 
     def __init__(
@@ -96,19 +97,26 @@ class Server:
         load: LoadEngine,
         announce: Callable[[list[str]], None],
         passed: Sequence[PassedSocket] = (),
+        read_config: Callable[[], ServerConfig] | None = None,
     ) -> None:
+        """
+        Raises:
+            StartupError: the certificate or the keys file is not fit.
+        """
         self._config = config
+        self._read_config = read_config or (lambda: config)
         self._announce = announce
         self._loop = asyncio.get_running_loop()
         self._readiness = Readiness()
         self._metrics = Metrics()
         self._clock = Clock(time.monotonic, time.time)
+        self._gate = Gate(config, self._clock)
         self._app = App(
             self._readiness,
-            KeyAuthenticator(config.api_keys),
+            self._gate,
             self._metrics,
             self._clock,
-            lambda: uuid.uuid4().hex,
+            lambda: secrets.token_hex(16),
             CrossOrigin(config.cors_origins),
         )
         self._tls = server_tls(config.tls_cert, config.tls_key, config.tls_client_ca, config.tls_client_auth)
@@ -128,10 +136,13 @@ class Server:
         """Serve until stop() or the engine's end.
 
         Raises:
-            StartupError: the address cannot be had, or the model cannot be loaded.
+            StartupError: see start(); or the model cannot be loaded.
         """
         await self.start()
-        return await self.wait_stopped()
+        try:
+            return await self.wait_stopped()
+        finally:
+            self._ignore_signals()
 
     async def wait_stopped(self) -> ExitCode:
         """The rest of run(), for who has called start()."""
@@ -145,11 +156,19 @@ class Server:
         return ExitCode.OK if self._failure is None else ExitCode.ENGINE
 
     async def start(self) -> None:
-        """Listen, and begin to load."""
+        """Listen, and begin to load.
+
+        Raises:
+            StartupError: an address cannot be had, or strangers could reach it.
+        """
         await self.listener.start()
+        try:
+            self._gate.check_exposure(self._places, self._needs_certificate)
+        except StartupError:
+            await self.listener.drain(0)
+            raise
         logger.info("listening on %s, loading the model", shown_addresses(self.listener.sockets))
-        if is_public(self._places) and not self._config.api_keys and not self._needs_certificate:
-            logger.warning("anyone who reaches this port can use it: set STEPLOOP_API_KEY, or --tls-client-ca")
+        self._gate.start()
         self._engine_thread.start()
         self._supervision.start()
 
@@ -163,22 +182,30 @@ class Server:
     def install_signal_handlers(self) -> None:
         """SIGTERM drains, SIGINT ends streams with an error event at once; so does any second one of them.
 
-        SIGHUP reads the certificate again. Where there is none and nobody supervises, it keeps its meaning: the
-        terminal is gone, and the process ends.
+        SIGHUP reads certificates, tenants and keys again. Where there are none and nobody supervises, it keeps its
+        meaning: the terminal is gone, and the process ends.
         """
         self._loop.add_signal_handler(signal.SIGTERM, self.stop, self._config.drain_timeout_s)
         self._loop.add_signal_handler(signal.SIGINT, self.stop, 0.0)
-        if self._tls is not None or self._manager.is_there:
+        if self._tls is not None or self._manager.is_there or not self._gate.directory.is_open:
             self._loop.add_signal_handler(signal.SIGHUP, self._supervision.reload, self._reload)
+
+    def _ignore_signals(self) -> None:
+        """One more SIGTERM finds a process that is at its end already, and must not change how it ends."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            if self._loop.remove_signal_handler(number):
+                signal.signal(number, signal.SIG_IGN)
 
     def _reload(self) -> None:
         """
         Raises:
-            StartupError: the certificate is not fit; the old one stays.
+            StartupError: something of it is not fit; all stays as it was.
         """
+        apply = self._gate.prepare(self._read_config())
         if self._tls is not None:
             self._tls.reload()
             logger.info("the certificate is reloaded")
+        apply()
 
     def stop(self, grace_s: float) -> None:
         """Take no new requests, give those in progress grace_s. A second call gives them no more time."""
@@ -198,6 +225,7 @@ class Server:
             self.listener.batch.flush_all,
             self._loop.call_soon,
             self._clock.monotonic,
+            self._engine_thread.on_delivered,
         )
         client.stats = EngineStats(num_blocks=loaded.facts.limits.num_blocks)  # until the first delivery
         self._client = client
@@ -295,7 +323,8 @@ class Server:
             kv_size_bytes=facts.kv_size_bytes,
             max_model_len=limits.max_model_len,
             context_origin=facts.context_origin,
-            num_api_keys=len(self._config.api_keys),
+            num_api_keys=len(self._gate.directory.keys),
+            num_tenants=len(self._config.tenants),
             keys_are_in_environment=dict(self._config.origins).get("api_keys") == "STEPLOOP_API_KEY",
             places=self._places,
             needs_certificate=self._needs_certificate,
@@ -324,8 +353,13 @@ class Server:
             self._app.lifecycle.fail_all(ServiceError(ErrorKind.UNAVAILABLE, message, "draining", retry_after_s=5))
 
 
-async def serve(config: ServerConfig, load: LoadEngine) -> ExitCode:
+async def serve(
+    config: ServerConfig, load: LoadEngine, read_config: Callable[[], ServerConfig] | None = None
+) -> ExitCode:
     """Run a server until it is told to stop.
+
+    Args:
+        read_config: see Server.
 
     Raises:
         StartupError: see Server.run.
@@ -333,7 +367,7 @@ async def serve(config: ServerConfig, load: LoadEngine) -> ExitCode:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     allow_connections(config.max_connections)
     passed = take_passed_sockets(os.environ, os.getpid())
-    server = Server(config, load, lambda lines: print("\n".join(lines), flush=True), passed)
+    server = Server(config, load, lambda lines: print("\n".join(lines), flush=True), passed, read_config)
     server.install_signal_handlers()
     return await server.run()
 

@@ -186,6 +186,14 @@ def existing_directory(text: str) -> Path:
     return path
 
 
+def file_value(text: str) -> Path:
+    """The path of a file, there or not."""
+    path = Path(text_value(text)).expanduser()
+    if path.is_dir():
+        raise MissingPathError("a file, and this is a directory")
+    return path
+
+
 def existing_file(text: str) -> Path:
     path = Path(text_value(text)).expanduser()
     if not path.exists():

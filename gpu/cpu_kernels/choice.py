@@ -5,8 +5,8 @@ from importlib.util import find_spec
 import torch
 
 from core.config import ModelConfig
-from gpu.attention import DecodeKernel
 from gpu.device import DeviceChoice, cpu_flags
+from gpu.operators import Operators
 
 NEEDED_FLAG = "avx512_bf16"
 HEAD_DIM_STEP = 32  # numbers of bf16 in a register
@@ -14,13 +14,13 @@ HEAD_DIM_STEP = 32  # numbers of bf16 in a register
 MIN_PARAMETERS = 100_000_000
 
 
-def find_decode_kernel(config: ModelConfig, choice: DeviceChoice) -> DecodeKernel | None:
-    """The kernel that attends for rows of one new token; None where torch's operators shall."""
+def find_operators(config: ModelConfig, choice: DeviceChoice) -> Operators:
+    """What the model computes with: the kernels, or torch's operators."""
     if why_no_kernels(config, choice) is not None:
-        return None
-    from gpu.cpu_kernels.paged_decode import PagedDecode
+        return Operators(choice.dtype, choice.device, config.rms_norm_eps)
+    from gpu.cpu_kernels.operators import KernelOperators
 
-    return PagedDecode()
+    return KernelOperators(config)
 
 
 def why_no_kernels(config: ModelConfig, choice: DeviceChoice) -> str | None:
@@ -29,10 +29,23 @@ def why_no_kernels(config: ModelConfig, choice: DeviceChoice) -> str | None:
         return f"{choice.dtype_name} on {choice.device.type}: they know bfloat16 on a CPU"
     if NEEDED_FLAG not in cpu_flags():
         return f"the CPU has no {NEEDED_FLAG}"
-    if config.head_dim % HEAD_DIM_STEP or config.attention_cap is not None or config.has_sinks:
-        return "the model's attention is not one that they know"
     if config.num_parameters < MIN_PARAMETERS:
         return "the model is too small to repay loading them"
     if find_spec("numba") is None:
         return "numba is not installed"
     return None
+
+
+def why_no_attention(config: ModelConfig) -> str | None:
+    """What speaks against the kernel for attention, where the others serve; None: nothing."""
+    if config.head_dim % HEAD_DIM_STEP:
+        return f"heads of {config.head_dim}: it knows multiples of {HEAD_DIM_STEP}"
+    if config.attention_cap is not None or config.has_sinks:
+        return "it knows neither caps nor sinks"
+    return None
+
+
+def describe_attention(config: ModelConfig, choice: DeviceChoice) -> str:
+    """What attends for rows of one new token, and why it is not the kernel."""
+    why = why_no_kernels(config, choice) or why_no_attention(config)
+    return "numba's kernel over block tables" if why is None else f"torch's: {why}"

@@ -7,33 +7,10 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
-LANES = 16
-REGISTER_BYTES = 64
-
-_FLOATS = ir.VectorType(ir.FloatType(), LANES)
-_PAIRS = ir.VectorType(ir.IntType(32), LANES)
-_HALVES = ir.VectorType(ir.IntType(16), 2 * LANES)
-_ALIGNMENT = 2  # bytes: nothing is promised but whole numbers
-
-
-class _BFloat(ir.Type):
-    """llvmlite knows no bfloat."""
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BFloat)
-
-    def __hash__(self) -> int:
-        return hash(_BFloat)
-
-
-_BFLOATS = ir.VectorType(_BFloat(), 2 * LANES)
-_HALF_BFLOATS = ir.VectorType(_BFloat(), LANES)
+from gpu.cpu_kernels import emit
+from gpu.cpu_kernels.emit import LANES
 
 
 class Floats(types.Type):
@@ -52,55 +29,35 @@ floats, pairs = Floats(), Pairs()
 @register_model(Floats)
 class _FloatsModel(models.PrimitiveModel):
     def __init__(self, manager: Any, numba_type: Any) -> None:
-        super().__init__(manager, numba_type, _FLOATS)
+        super().__init__(manager, numba_type, emit.FLOATS)
 
 
 @register_model(Pairs)
 class _PairsModel(models.PrimitiveModel):
     def __init__(self, manager: Any, numba_type: Any) -> None:
-        super().__init__(manager, numba_type, _PAIRS)
-
-
-def _load(builder: Any, address: Any, llvm_type: Any) -> Any:
-    return builder.load(builder.inttoptr(address, llvm_type.as_pointer()), align=_ALIGNMENT)
-
-
-def _store(builder: Any, address: Any, value: Any) -> None:
-    builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=_ALIGNMENT)
-
-
-def _spread(builder: Any, value: Any, vector: Any) -> Any:
-    """A scalar in every lane."""
-    first = builder.insert_element(ir.Constant(vector, ir.Undefined), value, ir.Constant(ir.IntType(32), 0))
-    zeros = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
-    return builder.shuffle_vector(first, ir.Constant(vector, ir.Undefined), zeros)
-
-
-def _call(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
-    signature = ir.FunctionType(result, [argument.type for argument in arguments])
-    return builder.call(cgutils.get_or_insert_function(builder.module, signature, name), arguments)
-
-
-def _indexes(values: list[int]) -> Any:
-    return ir.Constant(ir.VectorType(ir.IntType(32), len(values)), values)
+        super().__init__(manager, numba_type, emit.PAIRS)
 
 
 @intrinsic
 def zeros(typing_context):
     """Sixteen zeros."""
-    return floats(), lambda context, builder, signature, arguments: ir.Constant(_FLOATS, [0.0] * LANES)
+    return floats(), lambda context, builder, signature, arguments: ir.Constant(emit.FLOATS, [0.0] * LANES)
 
 
 @intrinsic
 def load_floats(typing_context, address):
     """float32 [16]."""
-    return floats(types.int64), lambda context, builder, signature, arguments: _load(builder, arguments[0], _FLOATS)
+    return floats(types.int64), lambda context, builder, signature, arguments: emit.load(
+        builder, arguments[0], emit.FLOATS
+    )
 
 
 @intrinsic
 def load_pairs(typing_context, address):
     """bf16 [32]."""
-    return pairs(types.int64), lambda context, builder, signature, arguments: _load(builder, arguments[0], _PAIRS)
+    return pairs(types.int64), lambda context, builder, signature, arguments: emit.load(
+        builder, arguments[0], emit.PAIRS
+    )
 
 
 @intrinsic
@@ -108,7 +65,7 @@ def load_integer(typing_context, address):
     """int64"""
 
     def generate(context, builder, signature, arguments):
-        return _load(builder, arguments[0], ir.IntType(64))
+        return emit.load(builder, arguments[0], ir.IntType(64))
 
     return types.int64(types.int64), generate
 
@@ -118,7 +75,7 @@ def load_float(typing_context, address):
     """float32"""
 
     def generate(context, builder, signature, arguments):
-        return _load(builder, arguments[0], ir.FloatType())
+        return emit.load(builder, arguments[0], ir.FloatType())
 
     return types.float32(types.int64), generate
 
@@ -128,7 +85,7 @@ def spread_pair(typing_context, address):
     """bf16 [2], in every lane."""
 
     def generate(context, builder, signature, arguments):
-        return _spread(builder, _load(builder, arguments[0], ir.IntType(32)), _PAIRS)
+        return emit.spread_pair(builder, arguments[0])
 
     return pairs(types.int64), generate
 
@@ -138,7 +95,7 @@ def spread(typing_context, value):
     """A float32 in every lane."""
 
     def generate(context, builder, signature, arguments):
-        return _spread(builder, arguments[0], _FLOATS)
+        return emit.spread(builder, arguments[0], emit.FLOATS)
 
     return floats(types.float32), generate
 
@@ -146,12 +103,7 @@ def spread(typing_context, value):
 @intrinsic
 def load_widened(typing_context, address):
     """bf16 [16] as float32."""
-
-    def generate(context, builder, signature, arguments):
-        halves = _load(builder, arguments[0], ir.VectorType(ir.IntType(16), LANES))
-        return builder.bitcast(builder.shl(builder.zext(halves, _PAIRS), _spread_constant(16)), _FLOATS)
-
-    return floats(types.int64), generate
+    return floats(types.int64), lambda context, builder, signature, arguments: emit.load_widened(builder, *arguments)
 
 
 @intrinsic
@@ -159,10 +111,21 @@ def store_floats(typing_context, address, value):
     """float32 [16]."""
 
     def generate(context, builder, signature, arguments):
-        _store(builder, arguments[0], arguments[1])
+        emit.store(builder, arguments[0], arguments[1])
         return context.get_dummy_value()
 
     return types.void(types.int64, floats), generate
+
+
+@intrinsic
+def store_pairs(typing_context, address, value):
+    """bf16 [32]."""
+
+    def generate(context, builder, signature, arguments):
+        emit.store(builder, arguments[0], arguments[1])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, pairs), generate
 
 
 @intrinsic
@@ -170,7 +133,7 @@ def store_rounded(typing_context, address, value):
     """Sixteen float32 as bf16 [16], to the nearest, ties to even."""
 
     def generate(context, builder, signature, arguments):
-        _store(builder, arguments[0], builder.fptrunc(arguments[1], _HALF_BFLOATS))
+        emit.store(builder, arguments[0], builder.fptrunc(arguments[1], emit.HALF_BFLOATS))
         return context.get_dummy_value()
 
     return types.void(types.int64, floats), generate
@@ -181,9 +144,7 @@ def add_products(typing_context, sums, x, y):
     """sums + x[0] * y[0] + x[1] * y[1], lane by lane, of two registers of pairs."""
 
     def generate(context, builder, signature, arguments):
-        sums, x, y = arguments
-        x, y = builder.bitcast(x, _BFLOATS), builder.bitcast(y, _BFLOATS)
-        return _call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", _FLOATS, sums, x, y)
+        return emit.add_products(builder, *arguments)
 
     return floats(floats, pairs, pairs), generate
 
@@ -191,11 +152,9 @@ def add_products(typing_context, sums, x, y):
 @intrinsic
 def multiply_add(typing_context, x, y, z):
     """x * y + z, rounded once."""
-
-    def generate(context, builder, signature, arguments):
-        return _call(builder, "llvm.fma.v16f32", _FLOATS, *arguments)
-
-    return floats(floats, floats, floats), generate
+    return floats(floats, floats, floats), lambda context, builder, signature, arguments: emit.multiply_add(
+        builder, *arguments
+    )
 
 
 @intrinsic
@@ -234,10 +193,21 @@ def larger(typing_context, x, y):
 
 
 @intrinsic
+def smaller(typing_context, x, y):
+    """The smaller of two, lane by lane; of a NaN and a number the second."""
+
+    def generate(context, builder, signature, arguments):
+        x, y = arguments
+        return builder.select(builder.fcmp_ordered("<", x, y), x, y)
+
+    return floats(floats, floats), generate
+
+
+@intrinsic
 def rounded(typing_context, x):
     """To the nearest integer, still float32."""
-    return floats(floats), lambda context, builder, signature, arguments: _call(
-        builder, "llvm.rint.v16f32", _FLOATS, *arguments
+    return floats(floats), lambda context, builder, signature, arguments: emit.call(
+        builder, "llvm.rint.v16f32", emit.FLOATS, *arguments
     )
 
 
@@ -246,8 +216,8 @@ def power_of_two(typing_context, exponents):
     """2 ** exponents, of integers within -126..127 held as float32: written into the exponent's bits."""
 
     def generate(context, builder, signature, arguments):
-        whole = builder.add(builder.fptosi(arguments[0], _PAIRS), _spread_constant(127))
-        return builder.bitcast(builder.shl(whole, _spread_constant(23)), _FLOATS)
+        whole = builder.add(builder.fptosi(arguments[0], emit.PAIRS), emit.spread_constant(127))
+        return builder.bitcast(builder.shl(whole, emit.spread_constant(23)), emit.FLOATS)
 
     return floats(floats), generate
 
@@ -255,61 +225,86 @@ def power_of_two(typing_context, exponents):
 @intrinsic
 def largest(typing_context, x):
     """Of the sixteen."""
-    return types.float32(floats), lambda context, builder, signature, arguments: _call(
+    return types.float32(floats), lambda context, builder, signature, arguments: emit.call(
         builder, "llvm.vector.reduce.fmax.v16f32", ir.FloatType(), *arguments
     )
 
 
 @intrinsic
-def total(typing_context, x):
-    """Of the sixteen, in the order that is fastest."""
+def spread_largest(typing_context, x):
+    """The largest of the sixteen, in every lane."""
 
     def generate(context, builder, signature, arguments):
         value = arguments[0]
-        width = LANES
-        while width > 1:  # halves, one on the other
-            width //= 2
-            low, high = (_indexes(list(range(start, start + width))) for start in (0, width))
-            value = builder.fadd(builder.shuffle_vector(value, value, low), builder.shuffle_vector(value, value, high))
-        return builder.extract_element(value, ir.Constant(ir.IntType(32), 0))
+        for width in (8, 4, 2, 1):
+            other = _shuffled(builder, value, [lane ^ width for lane in range(LANES)])
+            value = builder.select(builder.fcmp_ordered(">", value, other), value, other)
+        return value
+
+    return floats(floats), generate
+
+
+@intrinsic
+def first_lane(typing_context, x):
+    """Of the sixteen."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.extract_element(arguments[0], ir.Constant(ir.IntType(32), 0))
 
     return types.float32(floats), generate
 
 
 @intrinsic
-def hide_outside(typing_context, scores, first, end):
-    """-inf in the lanes before `first` and from `end` on."""
+def total(typing_context, x):
+    """Of the sixteen, in the order that is fastest."""
+    return types.float32(floats), lambda context, builder, signature, arguments: emit.total(builder, *arguments)
 
-    def generate(context, builder, signature, arguments):
-        scores, first, end = arguments
+
+def _replacing(value: float) -> Any:
+    """The lanes before `first` and from `end` on by a value."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        numbers, first, end = arguments
         lanes = ir.Constant(ir.VectorType(ir.IntType(64), LANES), list(range(LANES)))
-        first, end = (_spread(builder, bound, lanes.type) for bound in (first, end))
+        first, end = (emit.spread(builder, bound, lanes.type) for bound in (first, end))
         is_seen = builder.and_(builder.icmp_signed(">=", lanes, first), builder.icmp_signed("<", lanes, end))
-        return builder.select(is_seen, scores, ir.Constant(_FLOATS, [float("-inf")] * LANES))
+        return builder.select(is_seen, numbers, ir.Constant(emit.FLOATS, [value] * LANES))
 
-    return floats(floats, types.int64, types.int64), generate
+    return generate
 
 
 @intrinsic
-def transpose_pairs(typing_context, source, stride, target):
-    """Sixteen rows of 16 pairs, `stride` bytes apart, to `target`: 16 registers, the i-th has all rows' i-th pairs."""
+def hide_outside(typing_context, scores, first, end):
+    """-inf in the lanes before `first` and from `end` on."""
+    return floats(floats, types.int64, types.int64), _replacing(float("-inf"))
+
+
+@intrinsic
+def clear_outside(typing_context, shares, first, end):
+    """0 in the lanes before `first` and from `end` on."""
+    return floats(floats, types.int64, types.int64), _replacing(0.0)
+
+
+@intrinsic
+def transpose_pairs(typing_context, source, stride, target, target_stride):
+    """Sixteen rows of 16 pairs to 16 registers, of which the i-th has all rows' i-th pairs; strides are bytes."""
 
     def generate(context, builder, signature, arguments):
-        source, stride, target = arguments
+        source, stride, target, target_stride = arguments
         rows = []
         for row in range(LANES):
             offset = builder.mul(stride, ir.Constant(stride.type, row))
-            rows.append(_load(builder, builder.add(source, offset), _PAIRS))
+            rows.append(emit.load(builder, builder.add(source, offset), emit.PAIRS))
         width = 1
         while width < LANES:  # exchange the off-diagonal squares: of 1, 2, 4, 8 pairs
             rows = _exchanged(builder, rows, width)
             width *= 2
         for index, row in enumerate(rows):
-            offset = ir.Constant(target.type, index * REGISTER_BYTES)
-            _store(builder, builder.add(target, offset), row)
+            offset = builder.mul(target_stride, ir.Constant(target.type, index))
+            emit.store(builder, builder.add(target, offset), row)
         return context.get_dummy_value()
 
-    return types.void(types.int64, types.int64, types.int64), generate
+    return types.void(types.int64, types.int64, types.int64, types.int64), generate
 
 
 def _exchanged(builder: Any, rows: list[Any], width: int) -> list[Any]:
@@ -322,8 +317,8 @@ def _exchanged(builder: Any, rows: list[Any], width: int) -> list[Any]:
     for row in range(LANES):
         if row // width % 2 == 0:
             upper, lower = rows[row], rows[row + width]
-            found[row] = builder.shuffle_vector(upper, lower, _indexes(low))
-            found[row + width] = builder.shuffle_vector(upper, lower, _indexes(high))
+            found[row] = builder.shuffle_vector(upper, lower, emit.indexes(low))
+            found[row + width] = builder.shuffle_vector(upper, lower, emit.indexes(high))
     return found
 
 
@@ -341,9 +336,9 @@ def interleave_high(typing_context, x, y):
 
 def _interleaving(first: int) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        x, y = (builder.bitcast(argument, _HALVES) for argument in arguments)
+        x, y = (builder.bitcast(argument, emit.HALVES) for argument in arguments)
         order = [index for lane in range(first, first + LANES) for index in (lane, lane + 2 * LANES)]
-        return builder.bitcast(builder.shuffle_vector(x, y, _indexes(order)), _PAIRS)
+        return builder.bitcast(builder.shuffle_vector(x, y, emit.indexes(order)), emit.PAIRS)
 
     return generate
 
@@ -353,9 +348,7 @@ def prefetch(typing_context, address):
     """Ask for a cache line, and wait for nothing; an address that is not there does no harm."""
 
     def generate(context, builder, signature, arguments):
-        byte = builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
-        is_read, nearest, is_data = (ir.Constant(ir.IntType(32), value) for value in (0, 2, 1))
-        _call(builder, "llvm.prefetch.p0", ir.VoidType(), byte, is_read, nearest, is_data)
+        emit.prefetch(builder, arguments[0])
         return context.get_dummy_value()
 
     return types.void(types.int64), generate
@@ -372,5 +365,37 @@ def take_next(typing_context, address):
     return types.int64(types.int64), generate
 
 
-def _spread_constant(value: int) -> Any:
-    return ir.Constant(_PAIRS, [value] * LANES)
+@intrinsic
+def first_of_pairs(typing_context, x):
+    """x[0], x[0], x[2], x[2], ..."""
+
+    def generate(context, builder, signature, arguments):
+        return _shuffled(builder, arguments[0], [lane & ~1 for lane in range(LANES)])
+
+    return floats(floats), generate
+
+
+@intrinsic
+def second_of_pairs(typing_context, x):
+    """x[1], x[1], x[3], x[3], ..."""
+
+    def generate(context, builder, signature, arguments):
+        return _shuffled(builder, arguments[0], [lane | 1 for lane in range(LANES)])
+
+    return floats(floats), generate
+
+
+@intrinsic
+def turned_pairs(typing_context, x):
+    """-x[1], x[0], -x[3], x[2], ...: each pair, as a complex number, times i."""
+
+    def generate(context, builder, signature, arguments):
+        negative = builder.fneg(arguments[0])
+        order = [lane + 1 + LANES if lane % 2 == 0 else lane - 1 for lane in range(LANES)]
+        return builder.shuffle_vector(arguments[0], negative, emit.indexes(order))
+
+    return floats(floats), generate
+
+
+def _shuffled(builder: Any, x: Any, order: list[int]) -> Any:
+    return builder.shuffle_vector(x, x, emit.indexes(order))

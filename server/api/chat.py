@@ -11,7 +11,7 @@ from server.api.answers import logprob_entries, refuse_broken, usage_object, wir
 from server.api.content import Message, chat_prompt
 from server.api.decoding import decode
 from server.api.envelope import error_event
-from server.api.surface import Choice, GenerationCall, GenerationDefaults, ReplyContext
+from server.api.surface import Choice, Extras, GenerationCall, GenerationDefaults, ReplyContext
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = fields.UNSUPPORTED | {
     "functions": ([],),
@@ -52,7 +52,7 @@ class ChatSurface:
             sampling=fields.sampling_params(wire, defaults, _max_tokens(wire), _num_logprobs(wire)),
             num_sequences=1 if wire.n is None else wire.n,
             cache_salt=fields.checked_cache_salt(wire.cache_salt),
-            priority=wire.priority or 0,
+            priority=wire.priority,
             is_stream=bool(wire.stream),
             includes_usage=wire.includes_usage,
             wants_timings=bool(wire.timings),
@@ -68,7 +68,7 @@ class ChatSurface:
         context: ReplyContext,
         choices: Sequence[Choice],
         usage: Usage,
-        timings: dict[str, float] | None,
+        extras: Extras,
     ) -> bytes:
         """
         Raises:
@@ -78,9 +78,7 @@ class ChatSurface:
         answer = _envelope(context, "chat.completion")
         answer["choices"] = [_whole_choice(choice, context) for choice in choices]
         answer["usage"] = usage_object(usage)
-        if call.wants_timings:
-            answer["timings"] = timings
-        return sse.json_line(answer)
+        return sse.json_line(answer | extras)
 
 
 class ChatStream:
@@ -115,12 +113,8 @@ class ChatStream:
             events += self._chunk(choice, {}, None, reason)
         return events
 
-    def end(self, usage: Usage, timings: dict[str, float] | None) -> bytes:
-        last: dict[str, Any] = {}
-        if self._call.includes_usage:
-            last["usage"] = usage_object(usage)
-        if self._call.wants_timings:
-            last["timings"] = timings
+    def end(self, usage: Usage, extras: Extras) -> bytes:
+        last = {"usage": usage_object(usage)} | extras if self._call.includes_usage else extras
         if not last:
             return sse.DONE
         chunk = _envelope(self._context, "chat.completion.chunk") | {"choices": []} | last

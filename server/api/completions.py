@@ -13,6 +13,7 @@ from server.api.decoding import decode
 from server.api.envelope import error_event
 from server.api.surface import (
     Choice,
+    Extras,
     GenerationCall,
     GenerationDefaults,
     IdsPrompt,
@@ -59,7 +60,7 @@ class CompletionsSurface:
             sampling=sampling,
             num_sequences=_num_sequences(wire),
             cache_salt=fields.checked_cache_salt(wire.cache_salt),
-            priority=wire.priority or 0,
+            priority=wire.priority,
             is_stream=bool(wire.stream),
             includes_usage=wire.includes_usage,
             wants_timings=bool(wire.timings),
@@ -76,7 +77,7 @@ class CompletionsSurface:
         context: ReplyContext,
         choices: Sequence[Choice],
         usage: Usage,
-        timings: dict[str, float] | None,
+        extras: Extras,
     ) -> bytes:
         """
         Raises:
@@ -87,9 +88,7 @@ class CompletionsSurface:
             "choices": [_whole_choice(call, choice, context) for choice in choices],
             "usage": usage_object(usage),
         }
-        if call.wants_timings:
-            answer["timings"] = timings
-        return sse.json_line(answer)
+        return sse.json_line(answer | extras)
 
 
 class CompletionStream:
@@ -128,12 +127,8 @@ class CompletionStream:
         line = {"index": choice, "text": delta.text, "logprobs": logprobs, "finish_reason": reason}
         return self._head + sse.json_line(line) + self._end
 
-    def end(self, usage: Usage, timings: dict[str, float] | None) -> bytes:
-        last: dict[str, Any] = {}
-        if self._call.includes_usage:
-            last["usage"] = usage_object(usage)
-        if self._call.wants_timings:
-            last["timings"] = timings
+    def end(self, usage: Usage, extras: Extras) -> bytes:
+        last = {"usage": usage_object(usage)} | extras if self._call.includes_usage else extras
         if not last:
             return sse.DONE
         return sse.event(sse.json_line(_envelope(self._context) | {"choices": []} | last)) + sse.DONE

@@ -12,7 +12,7 @@ from server.api import fields
 from server.api.answers import logprob_entries, refuse_broken
 from server.api.content import Content, checked_role, flatten
 from server.api.decoding import decode
-from server.api.surface import ChatPrompt, Choice, GenerationCall, GenerationDefaults, ReplyContext
+from server.api.surface import ChatPrompt, Choice, Extras, GenerationCall, GenerationDefaults, ReplyContext
 
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
 
@@ -77,7 +77,7 @@ class ResponsesSurface:
             prompts=(_prompt(wire),),
             sampling=fields.sampling_params(wire, defaults, max_tokens, _num_logprobs(wire)),
             cache_salt=fields.checked_cache_salt(wire.cache_salt),
-            priority=wire.priority or 0,
+            priority=wire.priority,
             is_stream=bool(wire.stream),
             wants_timings=bool(wire.timings),
             wire=wire,
@@ -93,7 +93,7 @@ class ResponsesSurface:
         context: ReplyContext,
         choices: Sequence[Choice],
         usage: Usage,
-        timings: dict[str, float] | None,
+        extras: Extras,
     ) -> bytes:
         """
         Raises:
@@ -103,7 +103,7 @@ class ResponsesSurface:
         (choice,) = choices
         logprobs = logprob_entries(choice.logprobs or (), context)
         item = _item(context, _item_status(choice.finish_reason), [_part(choice.text, logprobs)])
-        return sse.json_line(_finished(call, context, choice.finish_reason, item, usage, timings))
+        return sse.json_line(_finished(call, context, choice.finish_reason, item, usage, extras))
 
 
 class ResponseStream:
@@ -146,10 +146,10 @@ class ResponseStream:
         self._num_events = number + 1
         return self._head + b'%d,"delta":' % number + sse.json_string(text) + b"}\n\n"
 
-    def end(self, usage: Usage, timings: dict[str, float] | None) -> bytes:
+    def end(self, usage: Usage, extras: Extras) -> bytes:
         reason = self._reason or FinishReason.STOP
         item = self._whole_item(_item_status(reason))
-        response = _finished(self._call, self._context, reason, item, usage, timings)
+        response = _finished(self._call, self._context, reason, item, usage, extras)
         return self._closing_events(item) + self._event(f"response.{response['status']}", {"response": response})
 
     def error(self, error: ServiceError) -> bytes:
@@ -260,16 +260,14 @@ def _finished(
     reason: FinishReason,
     item: dict[str, Any],
     usage: Usage,
-    timings: dict[str, float] | None,
+    extras: Extras,
 ) -> dict[str, Any]:
     response = _response(call, context, _item_status(reason))
     if reason in _INCOMPLETE:
         response["incomplete_details"] = {"reason": _INCOMPLETE[reason]}
     response["output"] = [item]
     response["usage"] = _usage_object(usage)
-    if call.wants_timings:
-        response["timings"] = timings
-    return response
+    return response | extras
 
 
 def _response(call: GenerationCall, context: ReplyContext, status: str) -> dict[str, Any]:

@@ -29,6 +29,8 @@ class ChatPrompt(msgspec.Struct, frozen=True):
     messages: tuple[dict[str, Any], ...]
 
 
+# Of ours, in a whole answer or a stream's last chunk: "timings" on request, "steploop" where there is something to say
+Extras = dict[str, Any]
 Prompt = TextPrompt | IdsPrompt | ChatPrompt
 
 
@@ -51,7 +53,7 @@ class GenerationCall(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams
     num_sequences: int = 1
     cache_salt: str = ""  # prompts are cached for the same salt only
-    priority: int = 0  # the request's class: higher goes first
+    priority: int | None = None  # the class it asks for: higher goes first; None: its tenant's
     is_stream: bool = False
     includes_usage: bool = False  # stream_options.include_usage
     wants_timings: bool = False
@@ -102,8 +104,12 @@ class StreamReply(Protocol):
         """Text that comes with logprobs, or with the choice's end."""
         ...
 
-    def end(self, usage: Usage, timings: dict[str, float] | None) -> bytes:
-        """After the last delta of all choices, up to and including the stream's own end mark."""
+    def end(self, usage: Usage, extras: Extras) -> bytes:
+        """After the last delta of all choices, up to and including the stream's own end mark.
+
+        Args:
+            extras: stand in its last chunk.
+        """
         ...
 
     def error(self, error: ServiceError) -> bytes:
@@ -129,5 +135,5 @@ class Surface(Protocol):
         context: ReplyContext,
         choices: Sequence[Choice],
         usage: Usage,
-        timings: dict[str, float] | None,
+        extras: Extras,
     ) -> bytes: ...

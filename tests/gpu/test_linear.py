@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gpu.linear import can_pack, make_linear
+from gpu.linear import can_pack, make_linear, packed_linear
 
 CPU = torch.device("cpu")
 
@@ -21,7 +21,7 @@ def test_packed_products_equal_plain_ones(rows: int, has_bias: bool) -> None:
     torch.manual_seed(rows)
     weight, x = torch.randn(48, 72).bfloat16(), torch.randn(rows, 72).bfloat16()
     bias = torch.randn(48).bfloat16() if has_bias else None
-    got, want = make_linear(weight, bias, True)(x), F.linear(x, weight, bias)
+    got, want = make_linear(weight, bias, packed_linear)(x), F.linear(x, weight, bias)
     assert torch.allclose(got.float(), want.float(), rtol=0.02, atol=0.05)
 
 
@@ -31,7 +31,7 @@ def test_a_rows_product_is_the_same_to_the_last_bit_however_many_there_are(is_pa
     if is_packed and not can_pack(torch.bfloat16, CPU):
         pytest.skip("needs a torch with oneDNN's packed products")
     torch.manual_seed(0)
-    linear = make_linear(torch.randn(256, 4096).bfloat16(), None, is_packed)
+    linear = make_linear(torch.randn(256, 4096).bfloat16(), None, packed_linear if is_packed else None)
     x = torch.randn(70, 4096).bfloat16()
     whole = linear(x)
     for num_rows in (1, 2, 3, 5, 16, 33, 64):

@@ -9,6 +9,7 @@ import torch
 
 from core.config import QUANTIZE_SCHEMES, EngineConfig, parse_model_config
 from gpu.checkpoint import open_checkpoint
+from gpu.cpu_kernels.choice import find_operators
 from gpu.memory_plan import weights_size_bytes
 from gpu.quantize import QuantizedWeight, can_quantize, dequantize, quantize
 from gpu.runner import ModelRunner
@@ -51,7 +52,9 @@ def test_tokens_are_those_of_the_rounded_weights(
     directory = model_directory(family)
     served = open_runner(directory, quantized(scheme))
     config = parse_model_config(read_config(directory))
-    plain = ModelRunner(config, ENGINE, served.memory, load_rounded(directory, scheme))
+    plain = ModelRunner(
+        config, ENGINE, served.memory, load_rounded(directory, scheme), find_operators(config, served.memory.device)
+    )
     assert tokens_of(served) == tokens_of(plain)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gpu.linear import can_pack
+from gpu.linear import can_pack, packed_linear
 from gpu.tied_head import PackedRows, make_tied
 
 needs_packing = pytest.mark.skipif(
@@ -24,7 +24,7 @@ def make_matrix(num_rows: int, width: int) -> torch.Tensor:
 @pytest.mark.parametrize(("num_rows", "width"), [(128, 64), (5056, 192), (300, 64), (128, 72)])
 def test_rows_and_products_are_the_matrixs(num_rows: int, width: int) -> None:
     matrix, x = make_matrix(num_rows, width), make_matrix(3, width)
-    embed, head = make_tied(matrix, is_packed=True)
+    embed, head = make_tied(matrix, packed_linear)
     assert torch.equal(embed(TOKENS), F.embedding(TOKENS, matrix))
     assert torch.allclose(head(x).float(), F.linear(x, matrix).float(), rtol=0.02, atol=0.1)
 
@@ -33,7 +33,7 @@ def test_rows_and_products_are_the_matrixs(num_rows: int, width: int) -> None:
 def test_a_matrix_that_can_be_read_from_its_packed_form_is_let_go() -> None:
     matrix = make_matrix(128, 64)
     kept = weakref.ref(matrix)
-    embed, head = make_tied(matrix, is_packed=True)
+    embed, head = make_tied(matrix, packed_linear)
     assert isinstance(embed, PackedRows)
     assert head(make_matrix(1, 64)).shape == (1, 128)
     del matrix
@@ -45,12 +45,12 @@ def test_a_matrix_that_can_be_read_from_its_packed_form_is_let_go() -> None:
 def test_another_layout_than_the_one_known_keeps_the_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PackedRows, "__call__", lambda self, rows: torch.zeros(len(rows), 64).bfloat16())
     matrix = make_matrix(128, 64)
-    embed, _ = make_tied(matrix, is_packed=True)
+    embed, _ = make_tied(matrix, packed_linear)
     assert torch.equal(embed(TOKENS), F.embedding(TOKENS, matrix))
 
 
 def test_what_is_not_packed_is_one_matrix() -> None:
     matrix, x = make_matrix(128, 64), make_matrix(2, 64)
-    embed, head = make_tied(matrix, is_packed=False)
+    embed, head = make_tied(matrix, None)
     assert torch.equal(embed(TOKENS), matrix[TOKENS])
     assert torch.equal(head(x), F.linear(x, matrix))

@@ -21,7 +21,9 @@ from core.plan import RunnerLimits
 from core.simulation import CostModel, SimulatedRunner
 from core.types import Cancel, FinishReason, Pause
 from server.connection_limits import ConnectionLimits, Http2Limits
-from server.frame_gate import DATA, GOAWAY, HEADER_BYTES, HEADERS, PREFACE, RST_STREAM, SETTINGS, FrameLimits, Rate
+from server.frame_gate import DATA, GOAWAY, HEADER_BYTES, HEADERS, PREFACE, RST_STREAM, SETTINGS
+from server.frame_limits import FrameLimits, Rate
+from server.tenants import LOCAL_NAME
 from tests.server.http2_frames import frame
 from tests.server.simulated_server import TOKENIZER, SimulatedServer, completion, request
 
@@ -237,7 +239,7 @@ class CancelStorm:
     def _delete(self, request_id: str) -> None:
         """As the route does, without a connection for it."""
         self.called_off["DELETE"] += 1
-        self.server.lifecycle.cancel(request_id)
+        self.server.lifecycle.cancel(request_id, LOCAL_NAME)
 
     def _let_stall(self) -> None:
         """Who does not read by now will not: time passes until the server has cut them off."""

@@ -26,13 +26,15 @@ from core.types import EngineStats, FinishReason, Message, StepDelivery, TokenLo
 from server.api.models import ServedModel
 from server.api.surface import GenerationDefaults
 from server.app import App, Readiness
-from server.auth import KeyAuthenticator
 from server.client_gate import ClientRules
+from server.config import ServerConfig
 from server.connection_limits import ConnectionLimits
 from server.cross_origin import CrossOrigin
 from server.engine_client import EngineClient
+from server.gate import Gate
 from server.lifecycle import Clock, Lifecycle, PromptReader
 from server.metrics import Metrics
+from server.tenants import Tenant
 from tests.core.chat_templates import CHATML
 from tests.core.small_tokenizers import SPECIAL, byte_level
 from tests.server.fakes import MemoryServer, MemoryTransport
@@ -211,6 +213,7 @@ class SimulatedServer:
         runner: Callable[[RunnerLimits, CostModel, SimulatedClock], SimulatedRunner] = LogprobRunner,
         schedule: Schedule = at_once,
         keys: tuple[str, ...] = (),
+        tenants: tuple[Tenant, ...] = (),
         max_requests: int = 100,
         connection_limits: ConnectionLimits | None = None,
         is_ready: bool = True,
@@ -233,10 +236,11 @@ class SimulatedServer:
         self.scheduler = Scheduler(limits, (EOS_ID,), seeds=lambda: 1234)
         self._engine = Engine(self.scheduler, runner(limits, cost, time), time, self._inbox, self._send_delivery)
         clock = Clock(time, lambda: UNIX_S + time())
+        self.gate = Gate(ServerConfig(api_keys=keys, tenants=tenants), clock)
         numbers = itertools.count(1)
         self.app = App(
             self.readiness,
-            KeyAuthenticator(keys),
+            self.gate,
             self.metrics,
             clock,
             lambda: f"r{next(numbers)}",
@@ -245,7 +249,12 @@ class SimulatedServer:
         self.network = MemoryServer(self.app.handle, connection_limits, self.loop, self.app.refuse, clients)
         self.app.listener = self.network.listener
         self.client = EngineClient(
-            self._post, TOKENIZER.table, self.network.listener.batch.flush_all, self.loop.call_soon, time
+            self._post,
+            TOKENIZER.table,
+            self.network.listener.batch.flush_all,
+            self.loop.call_soon,
+            time,
+            lambda: None,
         )
         self.lifecycle = Lifecycle(
             reader=_reader(limits, clock),
@@ -350,6 +359,7 @@ class SimulatedServer:
         assert not self.client._handles
         assert not self.lifecycle.active
         assert self.network.listener.num_handlers == 0
+        assert not any(account.num_active or account.num_reserved for account in self.gate.quotas.accounts)
         submitted = [message.request.request_id for message in self.posted if hasattr(message, "request")]
         assert len(set(submitted)) == len(submitted)
         assert self._terminals() == Counter(submitted)

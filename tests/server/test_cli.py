@@ -168,7 +168,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[ServerConfig]:
     """The configurations that the command line arrives at, which are kept instead of served."""
     configs: list[ServerConfig] = []
 
-    def keep(config: ServerConfig) -> ExitCode:
+    def keep(config: ServerConfig, read_config: object) -> ExitCode:
         configs.append(config)
         return ExitCode.ENGINE
 

@@ -51,6 +51,9 @@ def test_the_contexts_origin_is_what_the_operator_wrote(tmp_path: Path) -> None:
 
 
 SAMPLES = {
+    "auth": "certificate+key",
+    "insecure": "true",
+    "jwks": "https://issuer.example/keys",
     "config": None,  # names the file itself
     "model": "{directory}",
     "served-model-name": "tiny",

@@ -52,6 +52,7 @@ PLAN = PlanFacts(
     max_model_len=2048,
     context_origin="the model's own",
     attention="torch's: the model is too small to repay loading kernels",
+    products="torch's: the model is too small to repay loading kernels",
     free_bytes=20 * 2**30,
 )
 
@@ -76,6 +77,7 @@ def test_plan_adds_up_and_says_where_each_figure_is_from() -> None:
         "activations  20 MiB at most",
         "KV cache     64 MiB: 33,792 tokens = 16.5 x 2,048",
         "attention    torch's: the model is too small to repay loading kernels",
+        "products     torch's: the model is too small to repay loading kernels",
         "in all       94 MiB of 20 GiB free",
     ]
 

@@ -26,6 +26,7 @@ from core.types import (
     TokenLogprobs,
     Usage,
 )
+from server.backend import NEVER
 from server.engine_client import SLICE_ROWS, EngineClient, RequestHandle
 
 LETTERS = TokenTable([b"a", b"b", b"c", b"d", b"\xc3", b"\xa9"])
@@ -34,11 +35,13 @@ LETTERS = TokenTable([b"a", b"b", b"c", b"d", b"\xc3", b"\xa9"])
 class Sink:
     """Keeps what it is told."""
 
-    def __init__(self, journal: list[str] | None = None) -> None:
+    def __init__(self, journal: list[str] | None = None, marks: dict[int, int] | None = None) -> None:
         self.deltas: list[Delta] = []  # text that comes alone, too
         self.choices: list[int] = []  # whose they are
         self.times_s: list[float] = []
         self.ends: list[tuple[Usage, str | None]] = []
+        self.marked: list[tuple[int, int]] = []  # choices, and how many tokens they had
+        self._marks = marks or {}  # at how many to be asked again
         self._journal = [] if journal is None else journal
 
     def on_text(self, choice: int, text: str, now_s: float) -> None:
@@ -51,6 +54,10 @@ class Sink:
         self.choices.append(choice)
         self.times_s.append(now_s)
         self._journal.append(delta.text)
+
+    def on_mark(self, choice: int, num_tokens: int) -> int:
+        self.marked.append((choice, num_tokens))
+        return self._marks.get(num_tokens, NEVER)
 
     def on_end(self, usage: Usage, error: str | None) -> None:
         self.ends.append((usage, error))
@@ -68,23 +75,30 @@ class Bench:
         self.journal: list[str] = []
         self.soon: deque[Callable[[], None]] = deque()
         self.clock = itertools.count(1)
+        self.told: list[int] = []  # the journal's length when a delivery had been told in full
         self.client = EngineClient(
             self.posted.append,
             LETTERS,
             lambda: self.journal.append("/"),
             self.soon.append,
             lambda: float(next(self.clock)),
+            lambda: self.told.append(len(self.journal)),
         )
         self.sinks: dict[str, Sink] = {}
 
     def submit(
-        self, request_id: str = "r", num_sequences: int = 1, first_choice: int = 0, **sampling: object
+        self,
+        request_id: str = "r",
+        num_sequences: int = 1,
+        first_choice: int = 0,
+        marks: dict[int, int] | None = None,
+        **sampling: object,
     ) -> RequestHandle:
         params = SamplingParams(**{"max_tokens": 100, **sampling})  # type: ignore[arg-type]
         request = Request(
             request_id=request_id, prompt_ids=(1, 2, 3), sampling=params, arrival_s=0.0, num_sequences=num_sequences
         )
-        self.sinks[request_id] = Sink(self.journal)
+        self.sinks[request_id] = Sink(self.journal, marks)
         return self.client.submit(request, self.sinks[request_id], continues_text=True, first_choice=first_choice)
 
     def deliver(self, *rows: tuple[str, int, int], chunks: tuple[TokenChunk, ...] = (), num_steps: int = 1) -> None:
@@ -125,6 +139,7 @@ def test_delivery_is_handled_in_slices_with_a_flush_after_each() -> None:
     bench.run_one()
     assert not bench.soon
     assert bench.journal == (["a"] * SLICE_ROWS + ["/"]) * 2 + ["a"] * 3 + ["/"]
+    assert bench.told == [2 * SLICE_ROWS + 5]  # once, before its last flush
 
 
 def test_all_of_a_slice_came_at_one_time() -> None:
@@ -138,15 +153,15 @@ def test_all_of_a_slice_came_at_one_time() -> None:
 def test_deliveries_that_come_meanwhile_wait_for_their_turn() -> None:
     bench = Bench()
     bench.submit()
-    bench.deliver(*[("r", 0, 0)] * 40, num_steps=1)
+    bench.deliver(*[("r", 0, 0)] * (SLICE_ROWS + 8), num_steps=1)
     bench.deliver(("r", 0, 1), num_steps=2)
     assert bench.sinks["r"].text == "a" * SLICE_ROWS
     assert bench.client.stats.num_steps == 0
-    bench.deliver(("r", 0, 2), chunks=(end(num_tokens=42),), num_steps=3)
+    bench.deliver(("r", 0, 2), chunks=(end(num_tokens=SLICE_ROWS + 10),), num_steps=3)
     bench.run()
-    assert bench.sinks["r"].text == "a" * 40 + "bc"
+    assert bench.sinks["r"].text == "a" * (SLICE_ROWS + 8) + "bc"
     assert bench.client.stats.num_steps == 3
-    assert bench.sinks["r"].ends == [(Usage(num_prompt_tokens=3, num_completion_tokens=42), None)]
+    assert bench.sinks["r"].ends == [(Usage(num_prompt_tokens=3, num_completion_tokens=SLICE_ROWS + 10), None)]
     assert len(bench.posted) == 1
 
 
@@ -217,6 +232,37 @@ def test_each_sequence_of_a_request_ends_for_itself() -> None:
     assert sink.ends == [(Usage(num_prompt_tokens=3, num_completion_tokens=5), None)]
 
 
+def test_a_sequence_tells_when_its_mark_is_reached_and_not_before() -> None:
+    bench = Bench()
+    bench.submit(num_sequences=2, first_choice=4, marks={0: 2, 2: 3})
+    sink = bench.sinks["r"]
+    assert sink.marked == [(4, 0), (5, 0)]
+    bench.deliver(("r", 0, 0), ("r", 1, 0))
+    assert sink.marked[2:] == []
+    bench.deliver(
+        ("r", 0, 4), chunks=(TokenChunk(request_id="r", index=1, token_ids=(0,)),)
+    )  # also where the token has no text yet
+    assert sink.marked[2:] == [(4, 2), (5, 2)]
+    bench.deliver(("r", 0, 5), ("r", 0, 1))
+    assert sink.marked[4:] == [(4, 3)]
+
+
+def test_finish_ends_each_open_sequence_with_what_it_has_and_drops_the_rest() -> None:
+    bench = Bench()
+    handle = bench.submit(num_sequences=2, stop=("bc",))
+    bench.deliver(("r", 0, 0), ("r", 0, 1), ("r", 1, 0), chunks=(end(num_tokens=1, index=1, is_last=False),))
+    handle.finish(FinishReason.LENGTH, 0.0)
+    handle.finish(FinishReason.LENGTH, 0.0)
+    handle.cancel(FinishReason.CANCELLED)
+    assert bench.cancels == [Cancel("r", FinishReason.LENGTH, 0, 2)]
+    bench.deliver(("r", 0, 2), chunks=(end(FinishReason.LENGTH, 3),))
+    sink = bench.sinks["r"]
+    said = list(zip(sink.choices, sink.deltas, strict=True))
+    assert "".join(delta.text for choice, delta in said if choice == 0) == "ab"  # the b was held back
+    assert [delta.finish_reason for choice, delta in said if choice == 0][-1] is FinishReason.LENGTH
+    assert sink.ends == [(Usage(num_prompt_tokens=3, num_completion_tokens=3), None)]
+
+
 def test_cancel_is_posted_once_per_open_sequence_and_silences_them() -> None:
     bench = Bench()
     handle = bench.submit(num_sequences=2)
@@ -253,11 +299,11 @@ def test_failure_ends_all_requests_after_what_was_delivered_before_it() -> None:
     bench.submit("r")
     bench.submit("s")
     bench.submit("t")
-    bench.deliver(*[("r", 0, 0)] * 40, ("s", 0, 1))
-    bench.deliver(("r", 0, 2), chunks=(end(num_tokens=41),))
+    bench.deliver(*[("r", 0, 0)] * (SLICE_ROWS + 8), ("s", 0, 1))
+    bench.deliver(("r", 0, 2), chunks=(end(num_tokens=SLICE_ROWS + 9),))
     bench.client.fail("The engine failed.")
-    assert bench.sinks["r"].text == "a" * 40 + "c"
-    assert bench.sinks["r"].ends == [(Usage(num_prompt_tokens=3, num_completion_tokens=41), None)]
+    assert bench.sinks["r"].text == "a" * (SLICE_ROWS + 8) + "c"
+    assert bench.sinks["r"].ends == [(Usage(num_prompt_tokens=3, num_completion_tokens=SLICE_ROWS + 9), None)]
     assert bench.sinks["s"].text == "b"
     assert bench.sinks["s"].ends == [(Usage(num_prompt_tokens=3, num_completion_tokens=1), "The engine failed.")]
     assert bench.sinks["t"].ends == [(Usage(num_prompt_tokens=0, num_completion_tokens=0), "The engine failed.")]

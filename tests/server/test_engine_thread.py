@@ -13,7 +13,7 @@ from core.plan import DeviceError, StepOutput, StepPlan
 from core.scheduler import Scheduler
 from core.simulation import CostModel, SimulatedClock, SimulatedRunner
 from core.types import Cancel, FinishReason, StepDelivery, Submit
-from server.engine_thread import EngineThread, Inbox
+from server.engine_thread import MAX_DELIVERIES, EngineThread, Inbox
 from tests.fakes import DeliveryLog, make_request, small_limits
 
 JOIN_S = 30  # for a thread that hangs; none waits so long
@@ -25,7 +25,13 @@ class Built:
 
 
 class Events:
-    """What the loop is told, as futures."""
+    """What the loop is told, as futures.
+
+    Args:
+        on_delivered: called for each delivery.
+    """
+
+    on_delivered: Callable[[], None]
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
@@ -44,6 +50,7 @@ class Events:
         for chunk in delivery.chunks:
             if chunk.is_terminal:
                 self._end(chunk.request_id).set()
+        self.on_delivered()
 
     def on_beat(self) -> None:
         assert threading.current_thread() is threading.main_thread()
@@ -79,6 +86,7 @@ def run(scenario: Callable[[], Awaitable[None]]) -> None:
 def start(build: Callable[..., Built]) -> tuple[EngineThread[Built], Events]:
     events = Events()
     thread = EngineThread(build, events, asyncio.get_running_loop())
+    events.on_delivered = thread.on_delivered
     thread.start()
     return thread, events
 
@@ -163,6 +171,42 @@ def test_beat_is_given_at_once_by_an_idle_engine_and_after_its_step_by_a_busy_on
         assert thread.wait_stopped(JOIN_S)
 
     run(scenario)
+
+
+def test_engine_waits_for_a_loop_that_is_behind() -> None:
+    """A step more than the loop has room for is computed, and none after it until something has been told."""
+    num_told, ahead = 0, 0
+
+    async def scenario() -> None:
+        nonlocal num_told, ahead
+        loop, computed = asyncio.get_running_loop(), asyncio.Queue[int]()
+
+        class Counted(SimulatedRunner):
+            num_steps = 0
+
+            def collect(self, ticket: StepPlan) -> StepOutput:
+                nonlocal ahead
+                self.num_steps += 1
+                ahead = max(ahead, self.num_steps - num_told)
+                loop.call_soon_threadsafe(computed.put_nowait, self.num_steps)
+                return super().collect(ticket)
+
+        thread, events = start(build_with(Counted))
+        events.on_delivered = lambda: None
+        await events.ready
+        thread.post(Submit(make_request("a", max_tokens=30)))
+        num_computed = 0
+        while num_told < 30:
+            while num_computed < min(num_told + MAX_DELIVERIES + 1, 30):
+                num_computed = await computed.get()
+            num_told += 1
+            thread.on_delivered()
+        await events.wait_ended("a")
+        thread.stop()
+        assert thread.wait_stopped(JOIN_S)
+
+    run(scenario)
+    assert ahead == MAX_DELIVERIES + 1
 
 
 @pytest.mark.parametrize("num_requests", [0, 1])

@@ -16,6 +16,7 @@ import pytest
 import uvloop
 from h2.errors import ErrorCodes
 
+from server.binds import Bind, TcpAddress
 from server.frame_gate import GOAWAY, HEADERS, PING, PREFACE, SETTINGS
 from server.listener import Listener, ListenerConfig
 from server.stream import HttpStream
@@ -208,7 +209,7 @@ class TlsServer:
         self._listener = self.loop.run_until_complete(self._listen(server_tls(certificate, key)))
 
     async def _listen(self, tls: ServerTls | None) -> Listener:
-        listener = Listener(respond, refuse, ListenerConfig(port=0, tls=tls))
+        listener = Listener(respond, refuse, ListenerConfig((Bind(TcpAddress(port=0)),), tls=tls))
         await listener.start()
         return listener
 

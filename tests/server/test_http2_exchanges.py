@@ -8,16 +8,18 @@ from collections.abc import Callable
 from ipaddress import ip_network
 
 import pytest
+from h2.config import H2Configuration
+from h2.connection import H2Connection
 from h2.errors import ErrorCodes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.client_gate import ClientRules
 from server.connection_limits import ConnectionLimits, Http2Limits
-from server.frame_gate import FrameLimits, Rate
+from server.frame_limits import FrameLimits, Rate
 from server.stream import HttpStream
 from tests.server.fakes import MemoryServer
-from tests.server.http2_client import INITIAL_WINDOW, Http2Client, fields
+from tests.server.http2_client import INITIAL_WINDOW, Http2Client, fields, without_goaways
 from tests.server.http2_frames import frame
 from tests.server.test_connection import STREAMED, Hold, Serve, answer, echo, serve
 
@@ -792,6 +794,25 @@ def test_drain_does_not_wait_for_a_peer_that_does_not_hear(serve: Serve) -> None
     drain = server.loop.create_task(server.listener.drain(60))
     server.loop.advance(3.1)
     assert client.transport.is_lost
+    assert drain.done()
+
+
+def test_preface_that_was_sent_before_the_drain_and_is_read_after_it_is_answered(serve: Serve) -> None:
+    server = serve(echo)
+    wire = H2Connection(H2Configuration(client_side=True))
+    wire.initiate_connection()
+    wire.send_headers(1, fields(), end_stream=True)
+    transport = server.connect()
+    drain = server.loop.create_task(server.listener.drain(60))
+    server.loop.settle()
+    transport.feed(wire.data_to_send())
+    server.loop.advance(ConnectionLimits().drain_round_trip_s + 0.1)
+    goaways: list[tuple[ErrorCodes | int, int]] = []
+    received = without_goaways(bytes(transport.received), goaways)
+    assert goaways == [(ErrorCodes.NO_ERROR, 2**31 - 1), (ErrorCodes.NO_ERROR, 1)]
+    assert any(frame_[3] == 1 and frame_[5:9] == b"\0\0\0\1" for frame_ in received), "no answer to stream 1"
+    transport.feed_eof()
+    server.loop.settle()
     assert drain.done()
 
 

@@ -13,6 +13,7 @@ from core.errors import ErrorKind, ServiceError
 from core.plan import RunnerLimits
 from core.types import Cancel, FinishReason, Submit
 from server.lifecycle import OFFLOAD_BYTES
+from server.tenants import LOCAL_NAME
 from tests.server.fakes import MemoryTransport
 from tests.server.simulated_server import (
     LIMITS,
@@ -289,7 +290,7 @@ def play(server: SimulatedServer, number: int, case: Case, transports: dict[int,
         elif fate == "reset":
             transport.reset()
         elif fate == "delete":
-            server.lifecycle.cancel(request_id)
+            server.lifecycle.cancel(request_id, LOCAL_NAME)
         elif fate == "slow":
             transport.peer_reads = True
             transport.peer_read()

@@ -1,10 +1,12 @@
 """The whole process but for its model: a real thread, real sockets, ports that the system chooses."""
 
 import asyncio
+import errno
 import gc
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
@@ -131,6 +133,26 @@ def run(scenario: Callable[[], Awaitable[None]]) -> None:
         await asyncio.wait_for(scenario(), LIMIT_S)
 
     uvloop.run(limited())
+
+
+def test_signal_that_finds_the_process_at_its_end_changes_nothing() -> None:
+    """The loop takes its handlers along when it closes: what SIGTERM does by default would be the exit code then."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    async def scenario() -> None:
+        running = Running(load_with())
+        running.server.install_signal_handlers()
+        await running.server.wait_ready()
+        signal.raise_signal(signal.SIGTERM)
+        assert await running.exit is ExitCode.OK
+
+    try:
+        run(scenario)
+        signal.raise_signal(signal.SIGTERM)
+        assert signal.getsignal(signal.SIGTERM) is signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def test_it_serves_from_ready_to_stop() -> None:
@@ -385,6 +407,17 @@ def test_routers_need_the_key_and_a_model_that_is_loaded(path: str) -> None:
         assert (await ask(running.server, closing(request("GET", path, None, key)))).status == 200
         running.server.stop(0)
         await running.exit
+
+    run(scenario)
+
+
+def test_an_address_of_other_machines_without_keys_is_given_up_again() -> None:
+    async def scenario() -> None:
+        running = Running(load_with(), host="0.0.0.0")
+        with pytest.raises(StartupError, match="nobody is asked who they are"):
+            await running.exit
+        with socket.socket() as probe:  # nobody listens there any more
+            assert probe.connect_ex(("127.0.0.1", running.server.listener.port)) == errno.ECONNREFUSED
 
     run(scenario)
 

@@ -9,8 +9,9 @@ from transformers import MistralConfig, MistralForCausalLM
 
 from core.config import EngineConfig, ModelConfig, RopeConfig
 from gpu.cpu_kernels import choice
-from gpu.cpu_kernels.choice import find_decode_kernel, why_no_kernels
+from gpu.cpu_kernels.choice import find_operators, why_no_attention, why_no_kernels
 from gpu.device import DeviceChoice, cpu_flags
+from gpu.operators import Operators
 from tests.gpu.conftest import open_runner
 from tests.gpu.driver import Driver, make_plan
 
@@ -94,20 +95,25 @@ def test_the_kernels_logits_are_as_near_to_float32_as_torchs(
     [
         (QWEN_05B, dataclasses.replace(CPU, dtype=torch.float32), "float32 on cpu"),
         (QWEN_05B, dataclasses.replace(CPU, device=torch.device("cuda")), "bfloat16 on cuda"),
-        (dataclasses.replace(QWEN_05B, head_dim=80), CPU, "attention"),
-        (dataclasses.replace(QWEN_05B, attention_cap=50.0), CPU, "attention"),
         (dataclasses.replace(QWEN_05B, num_layers=1, vocab_size=300), CPU, "too small"),
     ],
-    ids=["dtype", "device", "head_dim", "cap", "size"],
+    ids=["dtype", "device", "size"],
 )
 def test_what_speaks_against_the_kernels_is_told(
     config: ModelConfig, device: DeviceChoice, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(choice, "cpu_flags", lambda: frozenset([choice.NEEDED_FLAG]))
     assert why in (why_no_kernels(config, device) or "")
-    assert find_decode_kernel(config, device) is None
+    assert type(find_operators(config, device)) is Operators
 
 
 def test_without_the_instructions_torch_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "cpu_flags", lambda: frozenset(["avx2"]))
     assert why_no_kernels(QWEN_05B, CPU) == "the CPU has no avx512_bf16"
+
+
+def test_what_speaks_against_the_kernel_for_attention_is_told() -> None:
+    assert why_no_attention(QWEN_05B) is None
+    assert "heads of 80" in (why_no_attention(dataclasses.replace(QWEN_05B, head_dim=80)) or "")
+    assert "caps" in (why_no_attention(dataclasses.replace(QWEN_05B, attention_cap=50.0)) or "")
+    assert "sinks" in (why_no_attention(dataclasses.replace(QWEN_05B, has_sinks=True)) or "")

@@ -37,7 +37,7 @@ def messages_of(messages: list[Any]) -> tuple[dict[str, Any], ...]:
 
 def whole(*choices: Choice, **fields: Any) -> bytes:
     call = wire.parse(SURFACE, messages=MESSAGES, **fields)
-    return SURFACE.whole_reply(call, CONTEXT, choices, USAGE, TIMINGS)
+    return SURFACE.whole_reply(call, CONTEXT, choices, USAGE, wire.extras_of(TIMINGS if call.wants_timings else None))
 
 
 def test_the_call_says_what_was_asked() -> None:
@@ -201,7 +201,7 @@ def test_the_sdk_iterates_a_stream_with_keep_alives() -> None:
     answer = reply(stream_options={"include_usage": True})
     text = 'a "b"\n\ndata: [DONE]\u2028é😀'
     events = answer.start() + sse.KEEP_ALIVE + answer.delta(0, say(text)) + sse.KEEP_ALIVE
-    events += answer.delta(0, say("", FinishReason.STOP)) + answer.end(USAGE, None)
+    events += answer.delta(0, say("", FinishReason.STOP)) + answer.end(USAGE, {})
     with sdk_reading(events) as client:
         chunks = list(client.chat.completions.create(model="tiny", messages=MESSAGES, stream=True))
     assert "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices) == text

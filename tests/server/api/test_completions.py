@@ -35,7 +35,11 @@ def reply(context: ReplyContext = CONTEXT, prompt: Any = "Hi", **fields: Any) ->
 
 def whole(*choices: Choice, context: ReplyContext = CONTEXT, prompt: Any = "Hi", **fields: Any) -> Any:
     call = wire.parse(SURFACE, prompt=prompt, **fields)
-    return json.loads(SURFACE.whole_reply(call, context, choices, USAGE, {"queue_ms": 0.5}))
+    return json.loads(
+        SURFACE.whole_reply(
+            call, context, choices, USAGE, wire.extras_of({"queue_ms": 0.5} if call.wants_timings else None)
+        )
+    )
 
 
 @pytest.mark.parametrize(

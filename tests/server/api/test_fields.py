@@ -207,7 +207,7 @@ def test_cache_salt_arrives_from_every_surface(surface: Any, ask: dict[str, Any]
     [(ChatSurface(), ASK), (CompletionsSurface(), {"prompt": "Hi"}), (ResponsesSurface(), {"input": "Hi"})],
 )
 def test_priority_arrives_from_every_surface(surface: Any, ask: dict[str, Any]) -> None:
-    assert wire.parse(surface, **ask).priority == wire.parse(surface, **ask, priority=None).priority == 0
+    assert wire.parse(surface, **ask).priority is wire.parse(surface, **ask, priority=None).priority is None
     assert wire.parse(surface, **ask, priority=-4).priority == -4
     for wrong in (5, -5, 0.5, "high"):
         assert wire.refusal(surface, **ask, priority=wrong).param == "priority"

@@ -37,7 +37,11 @@ def reply(**fields: Any) -> ResponseStream:
 
 def whole(choice: Choice, **fields: Any) -> Any:
     call = wire.parse(SURFACE, input="Hi", **fields)
-    return json.loads(SURFACE.whole_reply(call, CONTEXT, [choice], USAGE, {"queue_ms": 0.5}))
+    return json.loads(
+        SURFACE.whole_reply(
+            call, CONTEXT, [choice], USAGE, wire.extras_of({"queue_ms": 0.5} if call.wants_timings else None)
+        )
+    )
 
 
 def prompt(**fields: Any) -> tuple[dict[str, Any], ...]:
@@ -187,7 +191,7 @@ def test_the_sdk_iterates_a_stream_with_keep_alives() -> None:
     answer = reply()
     text = 'a "b"\n\nevent: x\u2028é😀'
     events = answer.start() + sse.KEEP_ALIVE + answer.delta(0, say(text)) + answer.delta(0, say("", FinishReason.STOP))
-    with sdk_reading(events + answer.end(USAGE, None)) as client:
+    with sdk_reading(events + answer.end(USAGE, {})) as client:
         received = list(client.responses.create(model="tiny", input="Hi", stream=True))
     assert "".join(event.delta for event in received if event.type == "response.output_text.delta") == text
     last = received[-1]

@@ -11,7 +11,7 @@ import pytest
 
 from core.errors import InvalidRequest
 from core.types import Delta, FinishReason, TokenLogprobs, Usage
-from server.api.surface import GenerationCall, GenerationDefaults, ReplyContext, StreamReply, Surface
+from server.api.surface import Extras, GenerationCall, GenerationDefaults, ReplyContext, StreamReply, Surface
 
 VOCAB_SIZE = 1000
 DEFAULTS = GenerationDefaults(vocab_size=VOCAB_SIZE, temperature=0.6, top_k=20, top_p=0.9)
@@ -45,9 +45,13 @@ def refusal(surface: Surface, **fields: Any) -> InvalidRequest:
     return caught.value
 
 
+def extras_of(timings: dict[str, float] | None) -> Extras:
+    return {} if timings is None else {"timings": timings}
+
+
 def stream(reply: StreamReply, *deltas: tuple[int, Delta], timings: dict[str, float] | None = None) -> bytes:
     """A whole streamed answer."""
-    return reply.start() + b"".join(_say(reply, *delta) for delta in deltas) + reply.end(USAGE, timings)
+    return reply.start() + b"".join(_say(reply, *delta) for delta in deltas) + reply.end(USAGE, extras_of(timings))
 
 
 def _say(reply: StreamReply, choice: int, delta: Delta) -> bytes:

@@ -1,11 +1,11 @@
-"""The kernel's attention against the textbook's: random block tables, lengths, group sizes and windows."""
+"""The kernels' attention against the textbook's: random block tables, lengths, group sizes and windows."""
 
 import random
 
 import pytest
 import torch
 
-from gpu.attention import DecodeRows
+from gpu.attention import DecodeRows, PromptRow
 from gpu.device import cpu_flags
 from gpu.kv_cache import LayerKV
 
@@ -13,14 +13,14 @@ pytest.importorskip("numba", reason="needs numba: pip install 'steploop[cpu]'")
 if "avx512_bf16" not in cpu_flags():
     pytest.skip("needs a CPU with avx512_bf16", allow_module_level=True)
 
-from gpu.cpu_kernels.paged_decode import PagedDecode
+from gpu.cpu_kernels.paged_attention import PagedAttention
 
 NUM_BLOCKS = 220
 
 
 @pytest.fixture(scope="module")
-def kernel() -> PagedDecode:
-    return PagedDecode()
+def kernel() -> PagedAttention:
+    return PagedAttention(64)
 
 
 def textbook(query: torch.Tensor, kv: LayerKV, rows: DecodeRows, scale: float) -> torch.Tensor:
@@ -71,7 +71,7 @@ def make_case(
     ids=str,
 )
 def test_rows_attend_as_the_textbook_says(
-    kernel: PagedDecode,
+    kernel: PagedAttention,
     lengths: list[int],
     num_kv_heads: int,
     per_kv: int,
@@ -81,21 +81,78 @@ def test_rows_attend_as_the_textbook_says(
 ) -> None:
     torch.set_num_threads(num_threads)
     query, kv, rows = make_case(lengths, num_kv_heads, per_kv, head_dim, window)
-    got = kernel(query, kv, rows, None)
+    got = kernel.decode(query, kv, rows, None)
     want = textbook(query, kv, rows, head_dim**-0.5)
     assert got.dtype == torch.bfloat16
     assert torch.allclose(got.float(), want, atol=0.02, rtol=0.01)
 
 
-def test_scores_are_multiplied_by_the_scale_given(kernel: PagedDecode) -> None:
+def test_scores_are_multiplied_by_the_scale_given(kernel: PagedAttention) -> None:
     query, kv, rows = make_case([50], 1, 4, 64, None)
-    assert torch.allclose(kernel(query, kv, rows, 0.5).float(), textbook(query, kv, rows, 0.5), atol=0.02, rtol=0.01)
+    assert torch.allclose(
+        kernel.decode(query, kv, rows, 0.5).float(), textbook(query, kv, rows, 0.5), atol=0.02, rtol=0.01
+    )
 
 
-def test_one_score_far_above_the_others_takes_its_value_whole(kernel: PagedDecode) -> None:
+def test_one_score_far_above_the_others_takes_its_value_whole(kernel: PagedAttention) -> None:
     """And those summed before it came are forgotten: the sums are rescaled from chunk to chunk."""
     query, kv, rows = make_case([400], 1, 4, 64, None)
     slot = int(rows.tables[0, 390 // 16]) * 16 + 390 % 16
     kv.keys[slot, 0] = query[0, 0] * 50
-    got = kernel(query, kv, rows, 1.0)
+    got = kernel.decode(query, kv, rows, 1.0)
     assert torch.equal(got[0, :64], kv.values[slot, 0])
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("window", [None, 1, 21, 64, 200])
+@pytest.mark.parametrize(
+    ("start", "num_tokens", "num_kv_heads", "per_kv", "head_dim"),
+    [
+        (0, 2, 1, 1, 64),
+        (0, 64, 2, 7, 64),
+        (0, 230, 2, 3, 128),
+        (47, 65, 1, 14, 64),
+        (190, 33, 1, 100, 64),
+        (191, 3, 3, 5, 256),
+    ],
+    ids=str,
+)
+def test_new_tokens_attend_as_the_textbook_says(
+    kernel: PagedAttention,
+    start: int,
+    num_tokens: int,
+    num_kv_heads: int,
+    per_kv: int,
+    head_dim: int,
+    window: int | None,
+    num_threads: int,
+) -> None:
+    """Each as a row of its own, which sees what lies before it."""
+    torch.set_num_threads(num_threads)
+    end = start + num_tokens
+    _, kv, of_one = make_case([end], num_kv_heads, per_kv, head_dim, None)
+    ends = torch.arange(start, end) + 1
+    firsts = torch.zeros_like(ends) if window is None else (ends - window).clamp(min=0)
+    query = noise(num_tokens, num_kv_heads * (per_kv + 1), head_dim)[:, : num_kv_heads * per_kv]
+    got = kernel.prefill(query, kv, PromptRow(of_one.tables[0], start, window), None)
+    want = textbook(query, kv, DecodeRows(of_one.tables.expand(num_tokens, -1), firsts, ends), head_dim**-0.5)
+    assert torch.allclose(got.float(), want, atol=0.02, rtol=0.01)
+
+
+def test_an_early_score_far_above_the_others_outlives_all_chunks(kernel: PagedAttention) -> None:
+    _, kv, rows = make_case([400], 1, 1, 64, None)
+    slot = int(rows.tables[0, 0]) * 16 + 3
+    query = noise(400, 1, 64)
+    kv.keys[slot, 0] = query[399, 0] * 50
+    got = kernel.prefill(query, kv, PromptRow(rows.tables[0], 0, None), 1.0)
+    assert torch.equal(got[399], kv.values[slot, 0])
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_a_token_is_rounded_the_same_in_any_chunk(kernel: PagedAttention, window: int | None) -> None:
+    _, kv, rows = make_case([500], 2, 1, 64, None)
+    query = noise(500, 6, 64)
+    whole = kernel.prefill(query, kv, PromptRow(rows.tables[0], 0, window), None)
+    for start, end in ((0, 1), (3, 70), (70, 500), (499, 500)):
+        part = kernel.prefill(query[start:end], kv, PromptRow(rows.tables[0], start, window), None)
+        assert torch.equal(part, whole[start:end])

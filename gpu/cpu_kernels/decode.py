@@ -6,16 +6,15 @@ tokens. Sums are rescaled once in CHUNK_TOKENS (online softmax, arXiv:1805.02867
 """
 
 import ctypes
-import math
 
 import numpy as np
 from numba import cfunc, njit, types
 
 from core.config import BLOCK_SIZE
 from gpu.cpu_kernels.choice import HEAD_DIM_STEP
+from gpu.cpu_kernels.emit import LANES, REGISTER_BYTES
+from gpu.cpu_kernels.exponent import exp2
 from gpu.cpu_kernels.vectors import (
-    LANES,
-    REGISTER_BYTES,
     add,
     add_products,
     hide_outside,
@@ -29,15 +28,11 @@ from gpu.cpu_kernels.vectors import (
     load_pairs,
     load_widened,
     multiply,
-    multiply_add,
-    power_of_two,
     prefetch,
-    rounded,
     spread,
     spread_pair,
     store_floats,
     store_rounded,
-    subtract,
     take_next,
     total,
     transpose_pairs,
@@ -48,9 +43,6 @@ assert BLOCK_SIZE == LANES  # a block's scores are a register
 CHUNK_TOKENS = 128
 CHUNK_BLOCKS = CHUNK_TOKENS // BLOCK_SIZE
 HEADS_AT_ONCE = 4  # with two sums each, as many as hide the latency of a product
-LEAST_EXPONENT = np.float32(-126.0)
-# 2 ** x for x in -0.5..0.5, to 2e-7: Taylor's, ln(2) ** n / n!
-EXP2 = tuple(np.float32(math.log(2) ** n / math.factorial(n)) for n in range(7))
 MINUS_INFINITY = np.float32(-np.inf)
 
 
@@ -78,22 +70,6 @@ class Arguments(ctypes.Structure):
 
 
 @njit(cache=True)
-def _exp2(x):
-    """2 ** x, of x <= 0; below -126 as of -126, which rounds away beside the largest share."""
-    x = larger(x, spread(LEAST_EXPONENT))
-    whole = rounded(x)
-    part = subtract(x, whole)
-    value = spread(EXP2[6])
-    value = multiply_add(value, part, spread(EXP2[5]))
-    value = multiply_add(value, part, spread(EXP2[4]))
-    value = multiply_add(value, part, spread(EXP2[3]))
-    value = multiply_add(value, part, spread(EXP2[2]))
-    value = multiply_add(value, part, spread(EXP2[1]))
-    value = multiply_add(value, part, spread(EXP2[0]))
-    return multiply(value, power_of_two(whole))
-
-
-@njit(cache=True)
 def _score_block(query, num_heads, num_pairs, keys, stride, seen, scale, turned, scores):
     """Scores of a block's tokens, times scale; -inf outside of seen.
 
@@ -105,7 +81,7 @@ def _score_block(query, num_heads, num_pairs, keys, stride, seen, scale, turned,
         scores: float32, of head i from i * CHUNK_TOKENS on.
     """
     for part in range(num_pairs // LANES):
-        transpose_pairs(keys + part * REGISTER_BYTES, stride, turned + part * LANES * REGISTER_BYTES)
+        transpose_pairs(keys + part * REGISTER_BYTES, stride, turned + part * LANES * REGISTER_BYTES, REGISTER_BYTES)
     row = 4 * num_pairs
     for head in range(0, num_heads, HEADS_AT_ONCE):
         q = query + head * row
@@ -145,7 +121,7 @@ def _shares_of(scores, num_tokens, largest_before, shares):
     below = spread(-largest_now)
     summed = zeros()
     for token in range(0, num_tokens, LANES):
-        share = _exp2(add(load_floats(scores + 4 * token), below))
+        share = exp2(add(load_floats(scores + 4 * token), below))
         summed = add(summed, share)
         store_rounded(shares + 2 * token, share)
     return largest_now, total(summed)

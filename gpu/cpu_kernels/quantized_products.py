@@ -1,0 +1,274 @@
+"""Products with int4 and int8 weights, of any number of rows: the kernel. Thread: any, without the GIL.
+
+Integers become bf16 in registers, exactly, and are multiplied so; scales and zeros come in once a group of inputs, on
+float32 sums: sum(x * ((v - 8) * scale + zero)) = scale * sum(x * (v - 8)) + zero * sum(x). A piece of work is a block
+of 64 outputs, read from memory once: its tiles of rows find it in the second-level cache.
+"""
+
+import ctypes
+
+import numpy as np
+from llvmlite import ir
+from numba import cfunc, njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from gpu.cpu_kernels import emit
+from gpu.cpu_kernels.emit import LANES, REGISTER_BYTES
+from gpu.cpu_kernels.products import (
+    BLOCK_OUTPUTS,
+    BLOCK_REGISTERS,
+    MOST_TILE_ROWS,
+    PAIR_BYTES,
+    PART_PAIRS,
+    STREAM_AHEAD,
+    SUM_ROW_BYTES,
+    clear_sums,
+    multiply_part,
+    write_block,
+)
+from gpu.cpu_kernels.vectors import load_floats, load_integer, load_widened, multiply, store_floats, take_next
+from gpu.quantize import MIDDLE_INT4
+
+GROUP_BYTES = 2 * 2 * BLOCK_OUTPUTS  # of a group's scales and zeros, bf16, of a block
+INT4_PAIR_BYTES, INT8_PAIR_BYTES = REGISTER_BYTES, 2 * REGISTER_BYTES  # of a pair of inputs, a block's outputs
+
+
+class Arguments(ctypes.Structure):
+    """What the kernel is told, in the order in which it reads. Addresses are of first elements."""
+
+    _fields_ = (
+        ("next_piece", ctypes.c_int64),  # 0
+        ("x", ctypes.c_int64),  # bf16 [rows, 2 * num_pairs]
+        ("x_stride", ctypes.c_int64),  # bytes from row to row
+        ("values", ctypes.c_int64),  # [blocks, num_pairs, 64 (int4) or 128 (int8) bytes]
+        ("scales", ctypes.c_int64),  # bf16 [blocks, groups, scale and zero, 64]
+        ("bias", ctypes.c_int64),  # bf16 [blocks * 64]; 0: none
+        ("out", ctypes.c_int64),  # bf16 [rows, blocks * 64]
+        ("num_rows", ctypes.c_int64),
+        ("num_pairs", ctypes.c_int64),
+        ("num_blocks", ctypes.c_int64),
+        ("num_groups", ctypes.c_int64),
+        ("is_int4", ctypes.c_int64),  # or int8
+    )
+
+
+def _int4_columns(builder, at):
+    """A pair of inputs' 64 outputs: of 32 bytes the low halves are 16 outputs, the high ones the next 16."""
+    halves = ir.VectorType(ir.IntType(16), 2 * LANES)
+    # An index counts modulo 32: with the table twice, what stands above the low half does no harm.
+    table = [int.from_bytes(np.float32(n % 16 - MIDDLE_INT4).tobytes()[2:], "little") for n in range(2 * LANES)]
+    table, four = ir.Constant(halves, table), ir.Constant(halves, [4] * 2 * LANES)
+    columns = []
+    for part in range(2):
+        place = builder.add(at, ir.Constant(at.type, part * REGISTER_BYTES // 2))
+        bytes_ = builder.zext(emit.load(builder, place, ir.VectorType(ir.IntType(8), 2 * LANES)), halves)
+        for index in (bytes_, builder.lshr(bytes_, four)):
+            column = emit.call(builder, "llvm.x86.avx512.permvar.hi.512", halves, table, index)
+            columns.append(builder.bitcast(column, emit.PAIRS))
+    return columns
+
+
+def _int8_columns(builder, at):
+    """A pair of inputs' 64 outputs, in order."""
+    columns = []
+    for part in range(BLOCK_REGISTERS):
+        place = builder.add(at, ir.Constant(at.type, part * REGISTER_BYTES // 2))
+        values = emit.load(builder, place, ir.VectorType(ir.IntType(8), 2 * LANES))
+        numbers = builder.sitofp(values, ir.VectorType(ir.FloatType(), 2 * LANES))
+        columns.append(builder.bitcast(builder.fptrunc(numbers, emit.BFLOATS), emit.PAIRS))
+    return columns
+
+
+def _make_tile(num_rows, pair_bytes, columns_of):
+    """Add the products of so many rows with a block to their sums."""
+
+    @intrinsic
+    def tile(typing_context, x, x_stride, values, scales, group_pairs, num_groups, x_sums, sums, ahead):
+        """
+        Args:
+            x: address of bf16 [num_rows, inputs], rows x_stride bytes apart.
+            values, scales: the block's.
+            group_pairs, num_groups: of inputs.
+            x_sums: address of float32 [num_rows, num_groups].
+            sums: address of float32 [num_rows, 64].
+            ahead: bytes before which lines are asked for.
+        """
+
+        def generate(context, builder, signature, arguments):
+            x, x_stride, values, scales, group_pairs, num_groups, x_sums, sums, ahead = arguments
+
+            def constant(value):
+                return ir.Constant(ir.IntType(64), value)
+
+            cells = [(row, column) for row in range(num_rows) for column in range(BLOCK_REGISTERS)]
+            kept = {cell: cgutils.alloca_once(builder, emit.FLOATS) for cell in cells}
+            nothing = ir.Constant(emit.FLOATS, [0.0] * LANES)
+            rows = [builder.add(x, builder.mul(x_stride, constant(row))) for row in range(num_rows)]
+            with cgutils.for_range(builder, num_groups) as groups:
+                first = builder.mul(groups.index, group_pairs)
+                for room in kept.values():
+                    builder.store(nothing, room)
+                with cgutils.for_range(builder, group_pairs) as loop:
+                    pair = builder.add(first, loop.index)
+                    at = builder.add(values, builder.mul(pair, constant(pair_bytes)))
+                    for line in range(0, pair_bytes, REGISTER_BYTES):
+                        emit.prefetch(builder, builder.add(at, builder.add(ahead, constant(line))))
+                    columns = columns_of(builder, at)
+                    offset = builder.mul(pair, constant(4))
+                    for row in range(num_rows):
+                        spread = emit.spread_pair(builder, builder.add(rows[row], offset))
+                        for column in range(BLOCK_REGISTERS):
+                            room = kept[row, column]
+                            builder.store(emit.add_products(builder, builder.load(room), columns[column], spread), room)
+                at = builder.add(scales, builder.mul(groups.index, constant(GROUP_BYTES)))
+                for column in range(BLOCK_REGISTERS):
+                    place = builder.add(at, constant(column * REGISTER_BYTES // 2))
+                    scale = emit.load_widened(builder, place)
+                    zero = emit.load_widened(builder, builder.add(place, constant(GROUP_BYTES // 2)))
+                    for row in range(num_rows):
+                        of_row = builder.add(builder.mul(num_groups, constant(row)), groups.index)
+                        place = builder.add(x_sums, builder.mul(of_row, constant(4)))
+                        x_sum = emit.spread(builder, emit.load(builder, place, ir.FloatType()), emit.FLOATS)
+                        place = builder.add(sums, constant(row * SUM_ROW_BYTES + column * REGISTER_BYTES))
+                        total = emit.load(builder, place, emit.FLOATS)
+                        total = emit.multiply_add(builder, builder.load(kept[row, column]), scale, total)
+                        emit.store(builder, place, emit.multiply_add(builder, x_sum, zero, total))
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 9), generate
+
+    return tile
+
+
+_int4_1, _int4_2, _int4_3, _int4_4, _int4_5, _int4_6 = (
+    _make_tile(rows, INT4_PAIR_BYTES, _int4_columns) for rows in range(1, MOST_TILE_ROWS + 1)
+)
+_int8_1, _int8_2, _int8_3, _int8_4, _int8_5, _int8_6 = (
+    _make_tile(rows, INT8_PAIR_BYTES, _int8_columns) for rows in range(1, MOST_TILE_ROWS + 1)
+)
+
+
+@njit(cache=True)
+def _int4_tile(num_rows, x, x_stride, values, scales, group_pairs, num_groups, x_sums, sums):
+    if num_rows == 1:
+        _int4_1(x, x_stride, values, scales, group_pairs, num_groups, x_sums, sums, STREAM_AHEAD)
+    elif num_rows == 2:
+        _int4_2(x, x_stride, values, scales, group_pairs, num_groups, x_sums, sums, STREAM_AHEAD)
+    elif num_rows == 3:
+        _int4_3(x, x_stride, values, scales, group_pairs, num_groups, x_sums, sums, STREAM_AHEAD)
+    elif num_rows == 4:
+        _int4_4(x, x_stride, values, scales, group_pairs, num_groups, x_sums, sums, STREAM_AHEAD)
+    elif num_rows == 5:
+        _int4_5(x, x_stride, values, scales, group_pairs, num_groups, x_sums, sums, STREAM_AHEAD)
+    else:
+        _int4_6(x, x_stride, values, scales, group_pairs, num_groups, x_sums, sums, STREAM_AHEAD)
+
+
+@njit(cache=True)
+def _int8_tile(num_rows, x, x_stride, values, scales, group_pairs, num_groups, x_sums, sums):
+    if num_rows == 1:
+        _int8_1(x, x_stride, values, scales, group_pairs, num_groups, x_sums, sums, STREAM_AHEAD)
+    elif num_rows == 2:
+        _int8_2(x, x_stride, values, scales, group_pairs, num_groups, x_sums, sums, STREAM_AHEAD)
+    elif num_rows == 3:
+        _int8_3(x, x_stride, values, scales, group_pairs, num_groups, x_sums, sums, STREAM_AHEAD)
+    elif num_rows == 4:
+        _int8_4(x, x_stride, values, scales, group_pairs, num_groups, x_sums, sums, STREAM_AHEAD)
+    elif num_rows == 5:
+        _int8_5(x, x_stride, values, scales, group_pairs, num_groups, x_sums, sums, STREAM_AHEAD)
+    else:
+        _int8_6(x, x_stride, values, scales, group_pairs, num_groups, x_sums, sums, STREAM_AHEAD)
+
+
+@intrinsic
+def _sum_of(typing_context, x, num_numbers):
+    """float32: of bf16 [num_numbers], a multiple of LANES."""
+
+    def generate(context, builder, signature, arguments):
+        x, num_numbers = arguments
+        kept = cgutils.alloca_once(builder, emit.FLOATS)
+        builder.store(ir.Constant(emit.FLOATS, [0.0] * LANES), kept)
+        steps = builder.udiv(num_numbers, ir.Constant(num_numbers.type, LANES))
+        with cgutils.for_range(builder, steps) as loop:
+            at = builder.add(x, builder.mul(loop.index, ir.Constant(x.type, 2 * LANES)))
+            builder.store(builder.fadd(builder.load(kept), emit.load_widened(builder, at)), kept)
+        return emit.total(builder, builder.load(kept))
+
+    return types.float32(types.int64, types.int64), generate
+
+
+@njit(cache=True)
+def _sum_groups(x, x_stride, num_rows, num_groups, group_size, x_sums):
+    for row in range(num_rows):
+        for group in range(num_groups):
+            x_sums[row, group] = _sum_of(x + row * x_stride + 2 * group * group_size, group_size)
+
+
+@intrinsic
+def _widen_int8(typing_context, source, target):
+    """int8 [128] to bf16 [128]."""
+
+    def generate(context, builder, signature, arguments):
+        source, target = arguments
+        for part, column in enumerate(_int8_columns(builder, source)):
+            emit.store(builder, builder.add(target, ir.Constant(target.type, part * REGISTER_BYTES)), column)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@njit(cache=True)
+def _multiply_widened(x, x_stride, values, scales, num_pairs, num_rows, sums, widened):
+    """A block of int8, with more rows than a tile has: a part of it becomes bf16 once, for all tiles."""
+    for first in range(0, num_pairs, PART_PAIRS):
+        some = min(PART_PAIRS, num_pairs - first)
+        for pair in range(some):
+            _widen_int8(values + (first + pair) * INT8_PAIR_BYTES, widened + pair * PAIR_BYTES)
+        multiply_part(x + 4 * first, x_stride, widened, some, num_rows, sums)
+    for index in range(0, BLOCK_OUTPUTS, LANES):
+        scale = load_widened(scales + 2 * index)
+        for row in range(num_rows):
+            at = sums + row * SUM_ROW_BYTES + 4 * index
+            store_floats(at, multiply(load_floats(at), scale))
+
+
+@cfunc(types.void(types.int64), cache=True)
+def multiply_quantized(arguments):
+    """Take blocks until none is left: any number of threads at once. arguments: the address of Arguments."""
+    x, x_stride, values = load_integer(arguments + 8), load_integer(arguments + 16), load_integer(arguments + 24)
+    scales, bias, out = load_integer(arguments + 32), load_integer(arguments + 40), load_integer(arguments + 48)
+    num_rows, num_pairs = load_integer(arguments + 56), load_integer(arguments + 64)
+    num_blocks, num_groups = load_integer(arguments + 72), load_integer(arguments + 80)
+    is_int4 = load_integer(arguments + 88)
+    num_tiles = (num_rows + MOST_TILE_ROWS - 1) // MOST_TILE_ROWS
+    is_widened = num_tiles > 1 and not is_int4
+    widened_bytes = PART_PAIRS * PAIR_BYTES if is_widened else 0
+    memory = np.empty(num_rows * SUM_ROW_BYTES + widened_bytes + REGISTER_BYTES, dtype=np.uint8)
+    widened = (memory.ctypes.data + REGISTER_BYTES - 1) // REGISTER_BYTES * REGISTER_BYTES
+    sums = widened + widened_bytes
+    x_sums = np.zeros((num_rows, num_groups), dtype=np.float32)
+    group_pairs = num_pairs // num_groups
+    if is_int4:
+        _sum_groups(x, x_stride, num_rows, num_groups, 2 * group_pairs, x_sums)
+    block_bytes = num_pairs * (INT4_PAIR_BYTES if is_int4 else INT8_PAIR_BYTES)
+    block = take_next(arguments)
+    while block < num_blocks:
+        clear_sums(sums, num_rows)
+        if is_widened:
+            at, of = values + block * block_bytes, scales + block * GROUP_BYTES
+            _multiply_widened(x, x_stride, at, of, num_pairs, num_rows, sums, widened)
+        first = 0
+        for tile in range(0 if is_widened else num_tiles):
+            end = (tile + 1) * num_rows // num_tiles
+            some, tile_x, at = end - first, x + first * x_stride, values + block * block_bytes
+            of = scales + block * num_groups * GROUP_BYTES
+            tile_x_sums, tile_sums = x_sums.ctypes.data + 4 * first * num_groups, sums + first * SUM_ROW_BYTES
+            if is_int4:
+                _int4_tile(some, tile_x, x_stride, at, of, group_pairs, num_groups, tile_x_sums, tile_sums)
+            else:
+                _int8_tile(some, tile_x, x_stride, at, of, group_pairs, num_groups, tile_x_sums, tile_sums)
+            first = end
+        block_bias = bias + 2 * block * BLOCK_OUTPUTS if bias else 0
+        write_block(sums, num_rows, block_bias, out + 2 * block * BLOCK_OUTPUTS, 2 * num_blocks * BLOCK_OUTPUTS)
+        block = take_next(arguments)

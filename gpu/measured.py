@@ -1,0 +1,171 @@
+"""What was measured of this machine for a model's shape: threads by a step's tokens, and who multiplies.
+
+Kept in a file of the user's cache, per machine and shape, unless others computed at the same time; a file that cannot
+be read is as none, one that cannot be written is done without. Thread: engine (at start).
+"""
+
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from core.config import ModelConfig
+from gpu.device import DeviceChoice, cpu_model
+from gpu.linear import ProductChoice
+from gpu.threads import Probe, StepThreads, measure_threads, seconds_of
+
+# A smaller model's products take about as long as waking a thread: several compute in long prefills only.
+MIN_PARAMETERS = 64_000_000
+SMALL_MODEL_TOKENS = 128
+MEASURED_ROWS = (1, 8, 32, 256)  # of products
+TURNS = 3
+NAMES = {True: "by numba's kernel", False: "by oneDNN"}
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Args: uses_kernel: for products; None: there is none."""
+
+    threads: StepThreads
+    uses_kernel: bool | None = None
+
+    def __str__(self) -> str:
+        threads = f"threads {self.threads}"
+        return threads if self.uses_kernel is None else f"{threads}; products {NAMES[self.uses_kernel]}"
+
+
+def choose_measured(
+    config: ModelConfig, choice: DeviceChoice, probes: Sequence[Probe], product: ProductChoice | None = None
+) -> Measured:
+    """As asked; for a large model as measured, now or earlier; or as is usual.
+
+    Args:
+        product: is set; None: there is no kernel for products.
+    """
+    if choice.device.type != "cpu":
+        return Measured(StepThreads(((1, choice.threads),)))
+    if config.num_parameters < MIN_PARAMETERS:
+        return Measured(_unmeasured(choice), None if product is None else product.uses_kernel)
+    machine, shape = _machine(choice), _shape(config, choice, product is not None)
+    known = read_measured(cache_file())
+    found = known.get(machine, {}).get(shape)
+    if found is None:
+        found = _measure(choice, probes, product)
+        known.setdefault(machine, {})[shape] = found
+        if load_average() <= choice.threads:
+            _write_measured(cache_file(), known)
+    if product is not None and found.uses_kernel is not None:
+        product.uses_kernel = found.uses_kernel
+    return found
+
+
+def _unmeasured(choice: DeviceChoice) -> StepThreads:
+    if choice.are_threads_asked or choice.threads == 1:
+        return StepThreads(((1, choice.threads),))
+    return StepThreads(((1, 1), (SMALL_MODEL_TOKENS, choice.threads)))
+
+
+def _measure(choice: DeviceChoice, probes: Sequence[Probe], product: ProductChoice | None) -> Measured:
+    """The products first: the threads depend on them."""
+    uses_kernel = None if product is None else measure_products(probes, choice.threads, choice.dtype, product)
+    if choice.are_threads_asked or choice.threads == 1:
+        return Measured(StepThreads(((1, choice.threads),)), uses_kernel)
+    return Measured(measure_threads(probes, choice.threads, choice.dtype), uses_kernel)
+
+
+def measure_products(probes: Sequence[Probe], threads: int, dtype: torch.dtype, product: ProductChoice) -> bool:
+    """Whether the kernel is the faster, on the geometric mean of MEASURED_ROWS; it is set. Torch's threads stay.
+
+    Both take turns, and the best round of each counts: what disturbs one for a while disturbs the other.
+    """
+    before, ratio = torch.get_num_threads(), 1.0
+    try:
+        for num_rows in MEASURED_ROWS:
+            rounds = []
+            for _ in range(TURNS):
+                for product.uses_kernel in (True, False):
+                    rounds.append(seconds_of(probes, num_rows, threads, dtype))
+            ratio *= min(rounds[::2]) / min(rounds[1::2])
+    finally:
+        product.uses_kernel = ratio < 1
+        torch.set_num_threads(before)
+    return product.uses_kernel
+
+
+def measured_here(choice: DeviceChoice) -> dict[str, Measured]:
+    """What is known of this machine: by shape of model."""
+    return read_measured(cache_file()).get(_machine(choice), {})
+
+
+def load_average() -> float:
+    """Threads that computed or waited for a core, over the last minute; 0 where the system does not tell."""
+    try:
+        return os.getloadavg()[0]
+    except OSError:
+        return 0.0
+
+
+def cache_file() -> Path:
+    """Source: XDG Base Directory Specification: a relative path is not valid, and ignored."""
+    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (named if named.is_absolute() else Path.home() / ".cache") / "steploop" / "measured.json"
+
+
+def read_measured(path: Path) -> dict[str, dict[str, Measured]]:
+    """Machine -> shape -> what was measured; empty where the file is missing or not what we write."""
+    try:
+        content = json.loads(path.read_bytes())
+        return {
+            machine: {shape: _checked(found) for shape, found in shapes.items()} for machine, shapes in content.items()
+        }
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return {}
+
+
+def _checked(found: Any) -> Measured:
+    """
+    Raises:
+        ValueError, TypeError, KeyError: it is not what Measured holds.
+    """
+    by_tokens = tuple((int(least), int(threads)) for least, threads in found["threads"])
+    if not by_tokens or by_tokens[0][0] != 1 or list(by_tokens) != sorted(by_tokens):
+        raise ValueError("not from 1 token on, ascending")
+    if any(threads < 1 for _, threads in by_tokens):
+        raise ValueError("no threads")
+    uses_kernel = found["uses_kernel"]
+    if uses_kernel not in (True, False, None):
+        raise ValueError("neither the kernel nor oneDNN")
+    return Measured(StepThreads(by_tokens), uses_kernel)
+
+
+def _write_measured(path: Path, known: dict[str, dict[str, Measured]]) -> None:
+    """Whole or not at all: others may read it, or write it too."""
+    content = {
+        machine: {
+            shape: {"threads": found.threads.by_tokens, "uses_kernel": found.uses_kernel}
+            for shape, found in shapes.items()
+        }
+        for machine, shapes in known.items()
+    }
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            json.dump(content, file, indent=1)
+        os.replace(file.name, path)
+
+
+def _machine(choice: DeviceChoice) -> str:
+    threads = f"{choice.threads} threads asked for" if choice.are_threads_asked else f"{choice.threads} cores"
+    return f"{cpu_model()}, {threads}, torch {torch.__version__}"
+
+
+def _shape(config: ModelConfig, choice: DeviceChoice, has_kernel: bool) -> str:
+    mlp = f"{config.intermediate_size}" if config.experts is None else f"{config.experts.num_experts} experts"
+    kernel = ", numba" if has_kernel else ""
+    return f"{config.hidden_size} x {mlp}, {config.query_size} + {config.kv_size}, {choice.dtype_name}{kernel}"

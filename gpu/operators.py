@@ -1,0 +1,95 @@
+"""What a layer is computed with, between its matrices and its cache: torch's operators. Thread: engine.
+
+They serve on every device, and are what the kernels of cpu_kernels/ are held against, which stand in for them one by
+one. Norms and RoPE are computed in float32.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gpu.attention import AttentionKernels
+from gpu.kv_cache import LayerKV
+from gpu.linear import Linear, ProductChoice, can_pack, make_linear, packed_linear
+from gpu.mlp import GATED, Gated
+from gpu.quantize import QuantizedWeight, Weight
+from gpu.quantized_linear import make_quantized_linear
+from gpu.rope import apply_rope
+from gpu.tied_head import Embed, make_tied
+
+HeadNorms = tuple[Tensor, Tensor]
+"""Weights of the norms of queries and keys: [head_dim] each, or [heads, head_dim] and [kv_heads, head_dim]"""
+
+
+class Operators:
+    """Torch's.
+
+    Args:
+        dtype, device: of what they compute.
+        eps: of norms.
+    """
+
+    attention: AttentionKernels | None = None  # None: torch attends
+    product_choice: ProductChoice | None = None  # None: there is no kernel for products
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, eps: float) -> None:
+        self._is_packed = can_pack(dtype, device)
+        self._eps = eps
+
+    def linear(self, weight: Weight, bias: Tensor | None) -> Linear:
+        """A product with weight [out, in], plus bias [out] or None."""
+        if isinstance(weight, QuantizedWeight):
+            return self.quantized_linear(weight, bias)
+        return make_linear(weight, bias, self.packed_linear if self._is_packed else None)
+
+    def quantized_linear(self, weight: QuantizedWeight, bias: Tensor | None) -> Linear:
+        return make_quantized_linear(weight, bias)
+
+    def packed_linear(self, packed: Tensor, weight: Tensor, bias: Tensor | None) -> Linear:
+        """See MakeProduct."""
+        return packed_linear(packed, weight, bias)
+
+    def tied(self, embedding: Tensor) -> tuple[Embed, Linear]:
+        """Embedding and head of one matrix."""
+        return make_tied(embedding, self.packed_linear if self._is_packed else None)
+
+    def gated(self, activation: str) -> Gated:
+        """The product of an MLP's halves. activation: of GATED."""
+        return GATED[activation]
+
+    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """RMSNorm over the weight's dimensions, x's last; torch computes it in float32 whatever x is."""
+        if weight.dtype != x.dtype:  # see LayerWeights
+            return F.rms_norm(x.float(), weight.shape, weight.float(), self._eps).to(x.dtype)
+        return F.rms_norm(x, weight.shape, weight, self._eps)
+
+    def add_norm(self, x: Tensor, added: Tensor, scale: float, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(x + scale * added, its norm); without a weight the sum twice. x and added: [tokens, hidden]."""
+        x = torch.add(x, added, alpha=scale)
+        return x, x if weight is None else self.norm(x, weight)
+
+    def rotate_and_store(
+        self, qkv: Tensor, norms: HeadNorms | None, rotation: Tensor | None, kv: LayerKV, slots: Tensor
+    ) -> Tensor:
+        """Norm and turn queries and keys, and write keys and values to the cache; returns the queries.
+
+        Args:
+            qkv: [tokens, heads + 2 * kv_heads, head_dim].
+            norms: None: there are none.
+            rotation: see Rope; None: nothing turns.
+            slots: [tokens], where each token's keys and values go.
+        Returns:
+            [tokens, heads, head_dim]
+        """
+        num_kv_heads = kv.keys.shape[1]
+        num_rotated = qkv.shape[1] - num_kv_heads
+        num_heads = num_rotated - num_kv_heads
+        query_key = qkv[:, :num_rotated]  # [tokens, heads + kv_heads, head_dim]
+        if norms is not None:
+            query, key = query_key.split_with_sizes([num_heads, num_kv_heads], 1)
+            query_key = torch.cat([self.norm(query, norms[0]), self.norm(key, norms[1])], 1)
+        if rotation is not None:
+            query_key = apply_rope(query_key, rotation)
+        kv.keys.index_copy_(0, slots, query_key[:, num_heads:])
+        kv.values.index_copy_(0, slots, qkv[:, num_rotated:])
+        return query_key[:, :num_heads]

@@ -1,0 +1,164 @@
+"""The public keys that JWTs are checked with: from a file, or from a URL in the background. Thread: loop.
+
+A URL is fetched on another thread, at start, when what is here has grown old, and when a token names a key that is not
+here. While it cannot be had, the old keys go on to count, for MAX_AGE_S.
+"""
+
+import asyncio
+import importlib.util
+import logging
+import urllib.error
+import urllib.parse
+import urllib.request
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import orjson
+
+from core.errors import ExitCode, StartupError
+from server.values import BadValueError, existing_file
+
+if TYPE_CHECKING:
+    from joserfc.jwk import Key
+
+logger = logging.getLogger(__name__)
+
+REFRESH_S = 300.0
+RETRY_S = 10.0  # after an attempt, whatever made it; a stranger's key ids must not make us ask more often
+MAX_AGE_S = 86_400.0
+FETCH_TIMEOUT_S = 5.0
+MAX_JWKS_BYTES = 1024 * 1024
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_KEY_TYPES = ("RSA", "EC", "OKP")  # never oct: a secret that the issuer shares would sign as well as it
+
+
+class JwksUrl(str):
+    """Where an issuer publishes its keys."""
+
+    __slots__ = ()
+
+
+def jwks_source(text: str) -> Path | JwksUrl:
+    """A file that is there, or a URL: https, or http on this machine.
+
+    Raises:
+        BadValueError: it is neither.
+    """
+    if "://" not in text:
+        return existing_file(text)
+    parts = urllib.parse.urlsplit(text)
+    if parts.scheme != "https" and not (parts.scheme == "http" and parts.hostname in _LOOPBACK):
+        raise BadValueError("a file or an https URL")
+    return JwksUrl(text)
+
+
+def parse_jwks(data: bytes) -> Mapping[str | None, "Key"]:
+    """The signing keys by id; None: of the one that has no id, where there is but one key.
+
+    Raises:
+        ValueError: it is no JSON Web Key Set, or has no key that is fit.
+    """
+    from joserfc.errors import JoseError
+    from joserfc.jwk import import_key
+
+    document = orjson.loads(data)
+    found = document.get("keys") if isinstance(document, dict) else None
+    if not isinstance(found, list):
+        raise ValueError("it has no list of keys")
+    keys: dict[str | None, Key] = {}
+    for one in found:
+        if not isinstance(one, dict) or one.get("kty") not in _KEY_TYPES or one.get("use", "sig") != "sig":
+            continue
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # what it thinks of names and sizes is the issuer's matter
+                keys[one.get("kid")] = import_key(one)
+        except (JoseError, ValueError, TypeError) as error:
+            logger.warning("a key of the JWKS cannot be used: %s: %s", one.get("kid"), error)
+    if len(keys) > 1:
+        keys.pop(None, None)
+    if not keys:
+        raise ValueError("it has no key that is fit to check signatures with")
+    if len(keys) == 1:
+        keys[None] = next(iter(keys.values()))  # a token need not name the only one
+    return keys
+
+
+class KeySource:
+    """
+    Args:
+        clock: monotonic seconds.
+
+    Attributes:
+        is_fetching: from its URL, right now.
+    """
+
+    def __init__(self, source: Path | JwksUrl, clock: Callable[[], float]) -> None:
+        """
+        Raises:
+            StartupError: the file is not fit, or the library that reads keys is missing.
+        """
+        if importlib.util.find_spec("joserfc") is None:
+            fix = "python -m pip install 'steploop[jwt]'"
+            raise StartupError("--jwks needs joserfc, which is not installed", fix, ExitCode.VERSION)
+        self._keys: Mapping[str | None, Key] = {} if isinstance(source, JwksUrl) else _read_file(source)
+        self.is_fetching = False
+        self._source = source
+        self._clock = clock
+        self._fetched_s: float | None = None
+        self._tried_s: float | None = None
+
+    def find(self, key_id: str | None) -> "Key | None":
+        """The key of that id; one that is not here may be the next time."""
+        if not isinstance(self._source, JwksUrl):
+            return self._keys.get(key_id)
+        now_s = self._clock()
+        age_s = MAX_AGE_S if self._fetched_s is None else now_s - self._fetched_s
+        key = self._keys.get(key_id) if age_s < MAX_AGE_S else None
+        if key is None or age_s >= REFRESH_S:
+            self.refresh()
+        return key
+
+    def refresh(self) -> None:
+        """Fetch the URL's keys, unless that was tried just now. Returns at once."""
+        now_s = self._clock()
+        if not isinstance(self._source, JwksUrl) or (self._tried_s is not None and now_s - self._tried_s < RETRY_S):
+            return
+        self._tried_s = now_s
+        self.is_fetching = True
+        fetching = asyncio.get_running_loop().run_in_executor(None, _fetch, self._source)
+        fetching.add_done_callback(self._on_fetched)
+
+    def _on_fetched(self, fetched: "asyncio.Future[bytes]") -> None:
+        self.is_fetching = False
+        if fetched.cancelled():
+            return
+        try:
+            self._keys = parse_jwks(fetched.result())
+        except (OSError, ValueError) as error:
+            logger.error("the keys of %s cannot be had, those of before go on to count: %s", self._source, error)
+            return
+        self._fetched_s = self._clock()
+
+
+def _fetch(url: str) -> bytes:
+    """Thread: any but the loop's."""
+    try:
+        with urllib.request.urlopen(url, timeout=FETCH_TIMEOUT_S) as answer:
+            data: bytes = answer.read(MAX_JWKS_BYTES + 1)
+    except urllib.error.HTTPError as error:
+        with error:  # it holds the connection
+            raise ValueError(str(error)) from None
+    if len(data) > MAX_JWKS_BYTES:
+        raise ValueError(f"they are more than {MAX_JWKS_BYTES} bytes")
+    return data
+
+
+def _read_file(path: Path) -> Mapping[str | None, "Key"]:
+    try:
+        return parse_jwks(path.read_bytes())
+    except (OSError, ValueError) as error:
+        fix = "--jwks with the issuer's JSON Web Key Set, RFC 7517"
+        raise StartupError(f"{path} cannot be used: {error}", fix, ExitCode.CONFIGURATION) from error

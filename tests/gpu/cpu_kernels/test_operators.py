@@ -1,0 +1,133 @@
+"""The kernels beside torch's operators: the same numbers, rounded at most one step apart, over a grid of shapes."""
+
+import pytest
+import torch
+
+from core.config import ModelConfig, RopeConfig
+from gpu.device import cpu_flags
+from gpu.kv_cache import LayerKV
+from gpu.mlp import GATED
+from gpu.operators import Operators
+from gpu.rope import Rope
+
+pytest.importorskip("numba", reason="needs numba: pip install 'steploop[cpu]'")
+if "avx512_bf16" not in cpu_flags():
+    pytest.skip("needs a CPU with avx512_bf16", allow_module_level=True)
+
+from gpu.cpu_kernels.operators import KernelOperators
+
+CPU = torch.device("cpu")
+EPS = 1e-6
+CONFIG = ModelConfig(
+    architecture="Qwen2ForCausalLM",
+    vocab_size=300,
+    hidden_size=64,
+    intermediate_size=96,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=32,
+    max_position=512,
+    rms_norm_eps=EPS,
+    rope=RopeConfig(10_000.0),
+)
+ONE_STEP = 2.0**-7  # of bf16, relative
+
+
+@pytest.fixture(scope="module")
+def kernels() -> KernelOperators:
+    return KernelOperators(CONFIG)
+
+
+@pytest.fixture(scope="module")
+def torchs() -> Operators:
+    return Operators(torch.bfloat16, CPU, EPS)
+
+
+@pytest.fixture(params=[1, 2], autouse=True, ids=["1 thread", "2 threads"])
+def num_threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpu.cpu_kernels.operators.NUMBERS_PER_THREAD", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: request.param)
+
+
+def noise(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape) + seed)).bfloat16()
+
+
+def assert_same(got: torch.Tensor, want: torch.Tensor) -> None:
+    assert got.shape == want.shape
+    assert torch.allclose(got.float(), want.float(), rtol=ONE_STEP, atol=1e-6)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 17])
+@pytest.mark.parametrize("width", [64, 896, 72])  # the last is not the kernels'
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])
+def test_norms_are_torchs(
+    kernels: KernelOperators, torchs: Operators, num_tokens: int, width: int, weight_dtype: torch.dtype
+) -> None:
+    x, added, weight = noise(num_tokens, width), noise(num_tokens, width, seed=1), noise(width).to(weight_dtype)
+    assert_same(kernels.norm(x, weight), torchs.norm(x, weight))
+    for scale in (1.0, 0.21875):  # of bf16, as the model passes it
+        for got, want in zip(
+            kernels.add_norm(x, added, scale, weight), torchs.add_norm(x, added, scale, weight), strict=True
+        ):
+            assert_same(got, want)
+    assert torch.equal(kernels.add_norm(x, added, 1.0, None)[1], x + added)
+
+
+def make_kv(num_kv_heads: int, head_dim: int) -> LayerKV:
+    both = noise(2, 8, 16, num_kv_heads, head_dim)
+    return LayerKV(both, both[0].flatten(0, 1), both[1].flatten(0, 1))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 19])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(2, 2, 16), (3, 1, 64), (14, 2, 64), (7, 1, 24)])
+@pytest.mark.parametrize("norm", [None, "head", "all", "head float32"])
+@pytest.mark.parametrize("rotary", [None, 1.0, 0.5])
+def test_queries_keys_and_values_are_torchs(
+    kernels: KernelOperators,
+    torchs: Operators,
+    num_tokens: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    norm: str | None,
+    rotary: float | None,
+) -> None:
+    qkv = noise(num_tokens, num_heads + 2 * num_kv_heads, head_dim)
+    norms = None
+    if norm is not None:
+        shapes = ((num_heads,), (num_kv_heads,)) if norm == "all" else ((), ())
+        query_norm, key_norm = (noise(*shape, head_dim, seed=index) for index, shape in enumerate(shapes))
+        norms = (query_norm.float(), key_norm.float()) if norm == "head float32" else (query_norm, key_norm)
+    rotation = None
+    if rotary is not None:
+        rope = Rope(RopeConfig(10_000.0, partial=rotary), head_dim, CPU)
+        rotation = rope.rotation(torch.arange(num_tokens).float() * 7)
+    slots = torch.randperm(8 * 16, generator=torch.Generator().manual_seed(1))[:num_tokens]
+    got_kv, want_kv = make_kv(num_kv_heads, head_dim), make_kv(num_kv_heads, head_dim)
+    got = kernels.rotate_and_store(qkv, norms, rotation, got_kv, slots)
+    want = torchs.rotate_and_store(qkv, norms, rotation, want_kv, slots)
+    assert torch.allclose(got.float(), want.float(), rtol=ONE_STEP, atol=0.03)  # differences of products
+    assert torch.allclose(got_kv.keys.float(), want_kv.keys.float(), rtol=ONE_STEP, atol=0.03)
+    assert torch.equal(got_kv.values, want_kv.values)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5])
+@pytest.mark.parametrize("width", [96, 4864, 40])
+@pytest.mark.parametrize("activation", list(GATED))
+def test_gates_are_torchs(kernels: KernelOperators, num_tokens: int, width: int, activation: str) -> None:
+    gate_up = noise(num_tokens, 2 * width) * 4
+    exact = GATED[activation](gate_up.float())
+    got = kernels.gated(activation)(gate_up.clone())
+    assert torch.allclose(got.float(), exact, rtol=3 * ONE_STEP, atol=0.02)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
+def test_a_gate_that_is_not_a_number_stays_so(kernels: KernelOperators, activation: str) -> None:
+    gate_up = torch.tensor([[float("nan"), 100.0, -100.0, 0.0] * 4 + [2.0] * 16]).bfloat16()
+    got = kernels.gated(activation)(gate_up)
+    assert got[0, ::4].isnan().all()
+    assert torch.equal(got[0, 1::4], torch.full((4,), 200.0).bfloat16())
+    assert not got[0, 2::4].float().abs().gt(1e-30).any()
+    assert not got[0, 3::4].any()

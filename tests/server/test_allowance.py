@@ -1,0 +1,341 @@
+"""Quotas on the whole simulated server: refusals, what answers bear, streams whose quota runs dry, and exact ends."""
+
+import itertools
+import random
+from collections.abc import Callable
+from hashlib import sha256
+from typing import Any
+
+import pytest
+
+from core.plan import RunnerLimits
+from core.types import Pause, Resume
+from server.allowance import AHEAD_TOKENS, MAX_WAIT_S
+from server.config import ServerConfig
+from server.quota import FIRST_TOKENS, DayPool
+from server.tenants import Limits, Tenant
+from tests.server.fakes import MemoryTransport
+from tests.server.simulated_server import (
+    STREAM,
+    TOKENIZER,
+    Answer,
+    SimulatedServer,
+    answers,
+    completion,
+    late_by,
+    request,
+)
+
+LONG = RunnerLimits(
+    num_blocks=1200, block_size=4, max_sequences=8, max_batch_tokens=64, max_model_len=2000,
+    vocab_size=TOKENIZER.vocab_size,
+)  # fmt: skip
+PROMPT = [7] * 18
+MIDNIGHT_S = 6_400  # from the simulated server's start: 1,700,000,000 is 22:13:20 UTC
+
+
+def server_of(quota: Limits, key_quota: Limits | None = None, discount: int = 0, **fields: Any) -> SimulatedServer:
+    tenant = Tenant(
+        name="acme",
+        key_sha256=(sha256(b"a").hexdigest(), sha256(b"b").hexdigest()),
+        limits=quota,
+        key_limits=key_quota or Limits(),
+        cached_token_discount=discount,
+    )
+    return SimulatedServer(tenants=(tenant,), **{"limits": LONG, **fields})
+
+
+def keyed(data: bytes, key: str = "a") -> bytes:
+    return data.replace(b"\r\n", f"\r\nx-api-key: {key}\r\n".encode(), 1)
+
+
+def say(max_tokens: int = 12, **fields: Any) -> bytes:
+    return keyed(completion(prompt=PROMPT, max_tokens=max_tokens, **fields))
+
+
+def fields_of(answer: Answer) -> dict[str, str]:
+    return {name: value for name, value in answer.headers.items() if name.startswith(("x-ratelimit", "retry-after"))}
+
+
+def holds(server: SimulatedServer) -> list[str]:
+    return [type(message).__name__ for message in server.posted if isinstance(message, (Pause, Resume))]
+
+
+def day_used(server: SimulatedServer) -> int:
+    (pool,) = [pool for account in server.gate.quotas.accounts for pool in account.tokens if isinstance(pool, DayPool)]
+    return pool._num_used
+
+
+def test_an_answer_bears_what_is_left_of_the_tightest_limit() -> None:
+    server = server_of(
+        Limits(requests_per_minute=60, tokens_per_minute=6_000), Limits(requests_per_minute=30, burst_requests=5)
+    )
+    assert fields_of(server.ask(say())) == {
+        "x-ratelimit-limit-requests": "5",
+        "x-ratelimit-remaining-requests": "4",
+        "x-ratelimit-reset-requests": "2s",
+        "x-ratelimit-limit-tokens": "6000",
+        "x-ratelimit-remaining-tokens": str(6_000 - 30),
+        "x-ratelimit-reset-tokens": "1s",
+    }
+    server.close()
+
+
+def test_without_limits_an_answer_bears_none() -> None:
+    server = server_of(Limits())
+    assert fields_of(server.ask(say())) == {}
+    server.close()
+
+
+def test_retry_after_is_exact_to_the_second() -> None:
+    server = server_of(Limits(requests_per_minute=10, burst_requests=1))
+    assert server.ask(say(max_tokens=1)).status == 200
+    refused = server.ask(say(max_tokens=1))
+    error = refused.json["error"]
+    assert (refused.status, error["code"], error["type"]) == (429, "rate_limit_exceeded", "rate_limit_error")
+    assert "requests_per_minute" in error["message"]
+    assert fields_of(refused)["x-ratelimit-remaining-requests"] == "0"
+    wait_s = int(refused.headers["retry-after"])
+    assert (wait_s - 1) * 1000 < int(refused.headers["retry-after-ms"]) <= wait_s * 1000
+    server.loop.advance(wait_s - 1)
+    assert server.ask(say(max_tokens=1)).status == 429
+    server.loop.advance(1)
+    assert server.ask(say(max_tokens=1)).status == 200
+    server.close()
+
+
+def test_who_is_over_a_limit_is_refused_before_the_body_is_read() -> None:
+    server = server_of(Limits(requests_per_minute=1))
+    server.ask(say(max_tokens=1))
+    transport = server.send(keyed(request("POST", "/v1/completions", None, "Content-Length: 50000")))
+    assert transport.received.startswith(b"HTTP/1.1 429 ")
+    server.close()
+
+
+def test_a_prompt_that_is_too_long_for_the_tokens_left_is_refused_and_one_that_fits_is_not() -> None:
+    server = server_of(Limits(tokens_per_day=100))
+    refused = server.ask(say(max_tokens=90))
+    assert refused.status == 429
+    assert "100 at once by its tokens_per_day, and this asks for 108" in refused.json["error"]["message"]
+    assert "retry-after" not in refused.headers
+    assert server.ask(say(max_tokens=80)).usage["completion_tokens"] == 80
+    later = server.ask(say(max_tokens=1))
+    assert later.status == 429
+    assert int(later.headers["retry-after"]) == -int(-(MIDNIGHT_S - int(server.loop.time())) // 1)
+    server.close()
+
+
+@pytest.mark.parametrize("ends", ["answer", "client", "delete"])
+def test_a_place_is_free_again_when_its_request_has_ended_in_whatever_way(ends: str) -> None:
+    server = server_of(Limits(concurrent_requests=1))
+    running = server.send(say(max_tokens=100, **STREAM))
+    server.step()
+    assert server.send(say()).received.startswith(b"HTTP/1.1 429 ")
+    if ends == "client":
+        running.feed_eof()
+        running.close()
+        server.loop.settle()
+    elif ends == "delete":
+        server.send(keyed(request("DELETE", "/v1/requests/r1")))
+    server.run()
+    assert server.ask(say()).status == 200
+    server.close()
+
+
+def test_listing_models_and_cancelling_count_for_nothing() -> None:
+    server = server_of(Limits(requests_per_minute=1, concurrent_requests=1))
+    for _ in range(3):
+        assert server.ask(keyed(request("GET", "/v1/models")), "GET").status == 200
+    assert server.ask(keyed(request("POST", "/tokenize", {"prompt": "a"}))).status == 200
+    assert server.ask(keyed(request("POST", "/tokenize", {"prompt": "a"}))).status == 429
+    server.close()
+
+
+def test_the_limits_of_a_reload_bind_those_who_come_next() -> None:
+    server = server_of(Limits(requests_per_minute=1))
+    assert [server.ask(say(max_tokens=1)).status for _ in range(2)] == [200, 429]
+    tenant = Tenant(name="acme", key_sha256=(sha256(b"a").hexdigest(),), limits=Limits(requests_per_minute=2))
+    server.gate.prepare(ServerConfig(tenants=(tenant,)))()
+    assert [server.ask(say(max_tokens=1)).status for _ in range(2)] == [200, 429]
+    server.close()
+
+
+# In mid-stream.
+
+
+def ask_long(server: SimulatedServer, data: bytes) -> Answer:
+    """The answer to a request that may be held on its way."""
+    transport = server.send(data)
+    server.run_until(lambda: not server.network.listener.num_handlers)
+    (answer,) = answers(bytes(transport.received))
+    assert answer.is_complete
+    return answer
+
+
+def unlimited_text(max_tokens: int) -> str:
+    server = server_of(Limits())
+    text = server.ask(say(max_tokens)).text()
+    server.close()
+    return text
+
+
+def test_a_long_answer_is_topped_up_as_it_goes_on_and_nobody_waits() -> None:
+    server = server_of(Limits(tokens_per_day=10_000))
+    server.send(say(max_tokens=1_000, **STREAM))
+    (account,) = [one for one in server.gate.quotas.accounts if one.tokens]
+    steps = []
+    while not steps or server.stats.num_running:
+        server.step()
+        steps.append(account.num_reserved)
+    held = list(dict.fromkeys(steps))
+    assert held == [18 + FIRST_TOKENS, 18 + FIRST_TOKENS + 256, 18 + 1_000, 0]
+    assert holds(server) == []
+    assert day_used(server) == 1_018
+    server.close()
+
+
+def test_a_stream_waits_for_its_quota_to_fill_and_says_the_same_as_without() -> None:
+    server = server_of(Limits(tokens_per_minute=1_200, burst_tokens=540))
+    answer = ask_long(server, say(max_tokens=700, **STREAM))
+    assert holds(server) == ["Pause", "Resume"]
+    assert (answer.finish_reason(), answer.usage["completion_tokens"]) == ("length", 700)
+    assert answer.text() == unlimited_text(700)
+    assert not any("steploop" in event for event in answer.events if isinstance(event, dict))
+    server.close()
+
+
+@pytest.mark.parametrize("fields", [STREAM, {}, {"n": 2}, {"n": 2, **STREAM}, {"logprobs": 1}])
+def test_a_stream_whose_quota_stays_empty_ends_and_says_why(fields: dict[str, Any]) -> None:
+    n = fields.get("n", 1)
+    server = server_of(Limits(tokens_per_minute=600, burst_tokens=18 + n * FIRST_TOKENS))
+    answer = ask_long(server, say(max_tokens=1_500, **fields))
+    assert answer.status == 200
+    last = answer.events[-2] if "stream" in fields else answer.json
+    why = last["steploop"]
+    assert why["ended_by"] == "tokens_per_minute"
+    assert "acme has used up its tokens_per_minute" in why["message"]
+    assert 1 <= why["retry_after_s"] <= 26
+    for choice in range(n):
+        assert answer.finish_reason(choice) == "length"
+        assert unlimited_text(1_500).startswith(answer.text(0))
+    assert n * (FIRST_TOKENS - AHEAD_TOKENS - 1) <= answer.usage["completion_tokens"] <= n * FIRST_TOKENS
+    assert holds(server) == ["Pause"]
+    paused_s = server.loop.time()
+    assert paused_s >= MAX_WAIT_S
+    server.close()
+
+
+def test_what_the_loop_hears_late_is_never_more_than_was_reserved() -> None:
+    server = server_of(Limits(tokens_per_day=18 + FIRST_TOKENS), schedule=late_by(2.0))
+    answer = ask_long(server, say(max_tokens=1_500, **STREAM))
+    assert (answer.finish_reason(), answer.usage["completion_tokens"]) == ("length", FIRST_TOKENS)
+    assert unlimited_text(1_500).startswith(answer.text())
+    assert day_used(server) == 18 + FIRST_TOKENS
+    server.close()
+
+
+def test_tokens_that_another_request_gives_back_let_a_stream_go_on() -> None:
+    server = server_of(Limits(tokens_per_day=2 * 18 + 2 * FIRST_TOKENS))
+    stream = server.send(say(max_tokens=700, **STREAM))
+    server.run_for(4)
+    other = server.send(say(max_tokens=FIRST_TOKENS, **STREAM))
+    server.run_until(lambda: "Pause" in holds(server))
+    other.feed_eof()
+    other.close()
+    server.run_until(lambda: not server.network.listener.num_handlers)
+    (answer,) = answers(bytes(stream.received))
+    assert answer.usage["completion_tokens"] == 700
+    assert holds(server) == ["Pause", "Resume"]
+    server.close()
+
+
+def test_a_client_that_leaves_while_its_stream_is_held_leaves_nothing() -> None:
+    server = server_of(Limits(tokens_per_day=18 + FIRST_TOKENS))
+    stream = server.send(say(max_tokens=1_500, **STREAM))
+    server.run_until(lambda: "Pause" in holds(server))
+    stream.feed_eof()
+    stream.close()
+    server.loop.settle()
+    server.run()
+    assert day_used(server) == server.metrics.num_prompt_tokens + server.metrics.num_generation_tokens
+    server.close()
+
+
+def test_a_slow_reader_and_an_empty_quota_hold_a_stream_until_both_let_go() -> None:
+    server = server_of(Limits(tokens_per_minute=1_200, burst_tokens=540))
+    stream = server.send(say(max_tokens=700, **STREAM), peer_reads=False)
+    server.run_for(7)
+    stream.peer_reads = True
+    stream.peer_read()
+    server.run_until(lambda: not server.network.listener.num_handlers)
+    (answer,) = answers(bytes(stream.received))
+    assert answer.text() == unlimited_text(700)
+    names = holds(server)
+    assert names.count("Pause") == names.count("Resume")
+    assert all(one != next_one for one, next_one in itertools.pairwise(names))
+    server.close()
+
+
+def test_cached_tokens_are_settled_at_the_tenants_discount() -> None:
+    server = server_of(Limits(tokens_per_day=10_000), discount=50)
+    first, second = (server.ask(say(max_tokens=2)).usage for _ in range(2))
+    cached = second["prompt_tokens_details"]["cached_tokens"]
+    assert cached == 16
+    assert day_used(server) == first["total_tokens"] + second["total_tokens"] - cached // 2
+    server.close()
+
+
+# All at once.
+
+
+class Crowd:
+    """Clients of two keys that ask, leave, read slowly and cancel as chance has it."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.server = server_of(
+            Limits(tokens_per_day=10**6, tokens_per_minute=60_000, burst_tokens=5_000, requests_per_minute=6_000),
+            Limits(concurrent_requests=12),
+            limits=RunnerLimits(160, 4, 8, 64, 900, TOKENIZER.vocab_size),
+        )
+        self.streams: list[MemoryTransport] = []
+        self.num_asked = 0
+
+    def ask(self) -> None:
+        self.num_asked += 1
+        prompt = [7] * self.random.randrange(1, 60)
+        max_tokens = self.random.choice((1, 5, 30, 100, 800))
+        fields = self.random.choice((STREAM, {}, {"n": 2}, {"stop": "e"}))
+        data = completion(prompt=prompt, max_tokens=max_tokens, seed=None, **fields)
+        reads = self.random.random() < 0.9
+        self.streams.append(self.server.send(keyed(data, self.random.choice("ab")), peer_reads=reads))
+
+    def leave(self) -> None:
+        if self.streams:
+            stream = self.streams.pop(self.random.randrange(len(self.streams)))
+            stream.feed_eof()
+            stream.close()
+            self.server.loop.settle()
+
+    def cancel(self) -> None:
+        self.server.send(keyed(request("DELETE", f"/v1/requests/r{self.random.randint(1, self.num_asked + 1)}")))
+
+    def run(self, num_requests: int) -> None:
+        while self.num_asked < num_requests:
+            action: Callable[[], Any] = self.random.choice((self.ask, self.ask, self.ask, self.leave, self.cancel))
+            action()
+            for _ in range(self.random.randrange(4)):
+                self.server.step()
+
+
+@pytest.mark.parametrize(
+    ("seed", "num_requests"), [(0, 300), pytest.param(1, 5_000, marks=pytest.mark.slow)], ids=["few", "many"]
+)
+def test_a_crowd_is_billed_what_it_was_served_to_the_token(seed: int, num_requests: int) -> None:
+    crowd = Crowd(seed)
+    crowd.run(num_requests)
+    crowd.server.close()
+    metrics = crowd.server.metrics
+    assert day_used(crowd.server) == metrics.num_prompt_tokens + metrics.num_generation_tokens > 1_000
+    assert metrics.responses[429] > 0
+    assert metrics.num_disconnects > 0

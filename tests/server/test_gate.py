@@ -1,0 +1,226 @@
+"""The gate on the simulated server: each route's right, tenants that see nothing of each other, and the reload."""
+
+import json
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from core.errors import StartupError
+from core.types import Submit
+from server.app import Route
+from server.banner import Place
+from server.binds import TcpAddress, UnixAddress
+from server.config import ServerConfig
+from server.config_sources import load_config
+from server.gate import Gate, load_directory
+from server.keys import Scope
+from server.lifecycle import Clock
+from server.tenants import Tenant
+from tests.server.simulated_server import MODEL, STREAM, SimulatedServer, chat, completion, request
+
+ACME = Tenant(name="acme", key_sha256=(sha256(b"a").hexdigest(),), tenant_class="batch", models=(MODEL,))
+OTHER = Tenant(name="other", key_sha256=(sha256(b"o").hexdigest(),), models=("large",))
+THIRD = Tenant(name="third", key_sha256=(sha256(b"t").hexdigest(),))
+CLOCK = Clock(lambda: 0.0, lambda: 0.0)
+
+
+def as_caller(data: bytes, key: str) -> bytes:
+    return data.replace(b"\r\n", f"\r\nx-api-key: {key}\r\n".encode(), 1)
+
+
+def routes_of(server: SimulatedServer) -> list[tuple[str, str, Route]]:
+    fixed = [(path, *one) for path, methods in server.app._routes.items() for one in methods.items()]
+    return fixed + [(f"{path}x", *one) for path, methods in server.app._patterns for one in methods.items()]
+
+
+def test_each_route_asks_for_its_right_and_all_but_two_for_one() -> None:
+    server = SimulatedServer(tenants=(ACME,))
+    scopes = {(method, path): route.scope for path, method, route in routes_of(server)}
+    public = {path for (_, path), scope in scopes.items() if scope is None}
+    assert public == {"/health", "/ready"}
+    assert {path for (_, path), scope in scopes.items() if scope is Scope.ADMIN} == {"/metrics"}
+    for (method, path), scope in scopes.items():
+        expected = 200 if scope is None else 401
+        assert server.ask(request(method, path), method).status == expected, path
+        if scope is Scope.ADMIN:
+            answer = server.ask(as_caller(request(method, path), "a"), method)
+            assert (answer.status, answer.json["error"]["code"]) == (403, "permission_denied")
+    server.close()
+
+
+def test_what_is_refused_is_not_read() -> None:
+    server = SimulatedServer(tenants=(ACME,))
+    transport = server.send(request("POST", "/v1/completions", None, "Content-Length: 50000"))
+    assert b" 401 " in transport.received.split(b"\r\n", 1)[0]
+    server.close()
+
+
+def test_a_tenants_name_class_and_cache_domain_go_with_its_requests() -> None:
+    server = SimulatedServer(tenants=(ACME, THIRD))
+    server.ask(as_caller(completion(), "a"))
+    server.ask(as_caller(completion(), "t"))
+    acme, third = (message.request for message in server.posted if isinstance(message, Submit))
+    assert (acme.tenant, acme.priority) == ("acme", ACME.priority_of(None))
+    assert (third.tenant, third.priority) == ("third", THIRD.priority_of(None))
+    assert acme.cache_domain != third.cache_domain
+    server.close()
+
+
+def test_a_prompt_is_cached_for_its_own_tenant_alone() -> None:
+    server = SimulatedServer(tenants=(ACME, THIRD))
+    cached = []
+    for key in ("a", "t", "a"):
+        answer = server.ask(as_caller(completion(prompt=[7] * 40), key))
+        cached.append(answer.usage["prompt_tokens_details"]["cached_tokens"])
+    assert cached[:2] == [0, 0]
+    assert cached[2] > 0
+    server.close()
+
+
+def test_a_tenant_sees_and_uses_the_models_that_it_may() -> None:
+    server = SimulatedServer(tenants=(ACME, OTHER))
+    listing = request("GET", "/v1/models")
+    assert [model["id"] for model in server.ask(as_caller(listing, "a"), "GET").json["data"]] == [MODEL]
+    assert server.ask(as_caller(listing, "o"), "GET").json["data"] == []
+    asked: list[tuple[bytes, str]] = [
+        (chat(), "POST"),
+        (completion(), "POST"),
+        (request("POST", "/v1/responses/input_tokens", {"model": MODEL, "input": "a"}), "POST"),
+        (request("POST", "/tokenize", {"model": MODEL, "prompt": "a"}), "POST"),
+        (request("POST", "/detokenize", {"model": MODEL, "tokens": [7]}), "POST"),
+        (request("GET", f"/v1/models/{MODEL}"), "GET"),
+    ]
+    for data, method in asked:
+        assert server.ask(as_caller(data, "a"), method).status == 200
+        answer = server.ask(as_caller(data, "o"), method)
+        assert (answer.status, answer.json["error"]["code"]) == (404, "model_not_found")
+        assert "There is no model" in answer.json["error"]["message"]
+    server.close()
+
+
+def test_nobody_cancels_another_tenants_request() -> None:
+    server = SimulatedServer(tenants=(ACME, THIRD))
+    stream = server.send(as_caller(chat(**STREAM, max_tokens=100), "a"))
+    server.step()
+    delete = request("DELETE", "/v1/requests/chatcmpl-r1")
+    for key, status in (("t", 404), ("a", 200)):
+        transport = server.send(as_caller(delete, key))
+        assert transport.received.startswith(b"HTTP/1.1 %d" % status)
+    server.run()
+    assert b"request_cancelled" in stream.received
+    server.close()
+
+
+def test_the_access_line_names_tenant_and_key_and_never_the_key(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG")
+    server = SimulatedServer(keys=("s3cret",), tenants=(ACME,))
+    server.ask(as_caller(chat(), "a"))
+    server.ask(as_caller(chat(), "s3cret"))
+    server.ask(as_caller(chat(), "wr0ng"))
+    server.close()
+    lines = [record.getMessage() for record in caplog.records if record.name == "server.access"]
+    assert f"tenant=acme key={ACME.key_sha256[0][:12]}" in lines[0]
+    assert f"tenant=local key={sha256(b's3cret').hexdigest()[:12]}" in lines[1]
+    assert "tenant" not in lines[2]
+    assert "error=invalid_api_key" in lines[2]
+    assert not {"s3cret", "wr0ng"} & set(caplog.text.replace("=", " ").split())
+
+
+# The reload.
+
+KEYS = '{"version": 1, "keys": [%s]}'
+
+
+def key_of(tenant: str, key: str) -> str:
+    record = {"prefix": key, "sha256": sha256(key.encode()).hexdigest(), "tenant": tenant}
+    return json.dumps(record | {"created": "2030-01-01T00:00:00Z"})
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., ServerConfig]:
+    def write(settings: str = 'tenants = [{name = "acme"}]', keys: str = KEYS % key_of("acme", "one")) -> ServerConfig:
+        (tmp_path / "steploop.toml").write_text(f'keys_file = "{tmp_path}/keys.json"\n{settings}')
+        (tmp_path / "keys.json").write_text(keys)
+        return load_config({"config_file": str(tmp_path / "steploop.toml")}, {})
+
+    return write
+
+
+def known(gate: Gate) -> set[tuple[str, str | None]]:
+    return {(key.caller.tenant.name, key.caller.key_id) for key in gate.directory.keys.values()}
+
+
+def test_a_reload_takes_tenants_and_keys_as_they_are_now(write: Callable[..., ServerConfig]) -> None:
+    gate = Gate(write(), CLOCK)
+    assert known(gate) == {("acme", "one")}
+    apply = gate.prepare(
+        write('tenants = [{name = "acme"}, {name = "b"}]', KEYS % f"{key_of('b', 'two')}, {key_of('acme', 'three')}")
+    )
+    assert known(gate) == {("acme", "one")}  # nothing has changed yet
+    apply()
+    assert known(gate) == {("b", "two"), ("acme", "three")}
+
+
+def test_a_file_that_is_not_fit_changes_nothing(write: Callable[..., ServerConfig]) -> None:
+    gate = Gate(write(), CLOCK)
+    before = gate.directory
+    with pytest.raises(StartupError, match="no keys file"):
+        gate.prepare(write('tenants = [{name = "b"}]', "{"))
+    with pytest.raises(StartupError, match="needs tokens_per_minute"):
+        write('tenants = [{name = "b", limits = {burst_tokens = 1}}]')
+    with pytest.raises(StartupError, match="would let everybody in"):
+        gate.prepare(ServerConfig())
+    assert gate.directory is before
+
+
+def test_a_setting_that_a_reload_cannot_change_is_told(
+    write: Callable[..., ServerConfig], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    gate = Gate(write(), CLOCK)
+    gate.prepare(write('max_queue = 7\ntenants = [{name = "b"}]'))()
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert told[-1] == "max_queue has changed, which takes effect at the next start"
+    assert "reloaded: tenants=1 keys=0" in caplog.text
+
+
+def test_certificates_of_tenants_need_a_ca(write: Callable[..., ServerConfig]) -> None:
+    with pytest.raises(StartupError, match="the tenant a has certificates, and clients are asked for none"):
+        load_directory(write('tenants = [{name = "a", certificates = ["DNS:a"]}]'))
+
+
+def test_tenants_that_nobody_can_prove_to_be_are_told(
+    write: Callable[..., ServerConfig], caplog: pytest.LogCaptureFixture
+) -> None:
+    load_directory(write(keys=KEYS % ""))
+    assert "every request will be refused" in caplog.text
+
+
+# The places.
+
+HERE, EVERYWHERE = Place(TcpAddress("127.0.0.1", 1)), Place(TcpAddress("0.0.0.0", 1))
+
+
+@pytest.mark.parametrize(
+    ("places", "settings", "needs_certificate"),
+    [
+        ([HERE, Place(UnixAddress("/run/s.sock"))], {}, False),
+        ([HERE, EVERYWHERE], {"api_keys": ("k",)}, False),
+        ([HERE, EVERYWHERE], {"tenants": (ACME,)}, False),
+        ([HERE, EVERYWHERE], {"insecure": True}, False),
+        ([HERE, EVERYWHERE], {}, True),
+    ],
+)
+def test_strangers_are_kept_out_by_the_address_or_by_being_asked(
+    places: list[Place], settings: dict[str, Any], needs_certificate: bool
+) -> None:
+    Gate(ServerConfig(**settings), CLOCK).check_exposure(places, needs_certificate)
+
+
+def test_a_server_that_strangers_could_use_does_not_start() -> None:
+    with pytest.raises(StartupError, match=r"other machines can reach 0.0.0.0:1, and nobody is asked") as caught:
+        Gate(ServerConfig(), CLOCK).check_exposure([HERE, EVERYWHERE], False)
+    assert "--insecure" in caught.value.fix

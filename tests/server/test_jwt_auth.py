@@ -1,0 +1,326 @@
+"""JWTs: which are taken, and every way that has been tried to have a wrong one taken."""
+
+import asyncio
+import base64
+import hmac
+import json
+import sys
+import warnings
+from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+from joserfc import jws, jwt
+from joserfc.jwk import ECKey, OctKey, OKPKey, RSAKey
+
+from core.errors import ErrorKind, ServiceError, StartupError
+from server.config import ServerConfig
+from server.gate import Gate
+from server.jwks import MAX_AGE_S, REFRESH_S, RETRY_S, JwksUrl, KeySource, jwks_source, parse_jwks
+from server.jwt_auth import MAX_TOKEN_BYTES, BadToken, JwtRules, JwtVerifier
+from server.lifecycle import Clock
+from server.messages import HttpRequest
+from server.tenants import Tenant
+from server.values import BadValueError
+
+NOW_S = 1_900_000_000.0
+RSA = RSAKey.generate_key(2048, {"kid": "rsa"})
+EC = ECKey.generate_key("P-256", {"kid": "ec"})
+OKP = OKPKey.generate_key("Ed25519", {"kid": "okp"})
+STRANGER = ECKey.generate_key("P-256", {"kid": "ec"})
+KEYS = {"RS256": RSA, "ES256": EC, "EdDSA": OKP, "Ed25519": OKP}
+CLAIMS = {"iss": "https://issuer.example", "aud": "steploop", "exp": NOW_S + 60, "tenant": "acme"}
+RULES = JwtRules("https://issuer.example", "steploop", leeway_s=10)
+NEW_JWKS = json.dumps({"keys": [ECKey.generate_key("P-256", {"kid": "new"}).as_dict(private=False)]}).encode()
+JWKS = {"keys": [key.as_dict(private=False) for key in (RSA, EC, OKP)]}
+
+
+@pytest.fixture
+def verifier(tmp_path: Path) -> JwtVerifier:
+    path = tmp_path / "jwks.json"
+    path.write_text(json.dumps(JWKS))
+    return JwtVerifier(RULES, KeySource(path, lambda: 0.0), lambda: NOW_S)
+
+
+def token(algorithm: str = "ES256", key: Any = None, header: Mapping[str, Any] | None = None, **claims: Any) -> bytes:
+    key = key or KEYS[algorithm]
+    merged = {name: value for name, value in (CLAIMS | claims).items() if value is not None}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return jwt.encode({"alg": algorithm, "kid": key.kid} | (header or {}), merged, key, [algorithm]).encode()
+
+
+def part(value: Any) -> bytes:
+    return base64.urlsafe_b64encode(json.dumps(value).encode()).rstrip(b"=")
+
+
+def signed(header: Mapping[str, Any], claims: Any = CLAIMS) -> bytes:
+    """By the right key, whatever the header says."""
+    content = part(header) + b"." + part(claims)
+    signature = jws.JWSRegistry.algorithms["ES256"].sign(content, EC)
+    return content + b"." + base64.urlsafe_b64encode(signature).rstrip(b"=")
+
+
+@pytest.mark.parametrize("algorithm", KEYS)
+def test_a_token_of_each_algorithm_names_its_tenant(verifier: JwtVerifier, algorithm: str) -> None:
+    assert verifier.tenant_of(token(algorithm)) == "acme"
+
+
+@pytest.mark.parametrize(
+    "claims",
+    [{"aud": ["other", "steploop"]}, {"exp": NOW_S - 9}, {"nbf": NOW_S + 9}, {"exp": int(NOW_S) + 1, "iat": 1}],
+)
+def test_a_token_for_here_and_now_is_taken_within_the_leeway(verifier: JwtVerifier, claims: dict[str, Any]) -> None:
+    assert verifier.tenant_of(token(**claims)) == "acme"
+
+
+@pytest.mark.parametrize(
+    ("claims", "why"),
+    [
+        ({"iss": "https://other.example"}, "another issuer"),
+        ({"iss": None}, "another issuer"),
+        ({"aud": "other"}, "another audience"),
+        ({"aud": ["other"]}, "another audience"),
+        ({"aud": "steploop-too"}, "another audience"),
+        ({"aud": None}, "another audience"),
+        ({"exp": NOW_S - 10}, "expired"),
+        ({"exp": None}, "when it expires"),
+        ({"exp": "never"}, "when it expires"),
+        ({"exp": True}, "when it expires"),
+        ({"nbf": NOW_S + 11}, "not good yet"),
+        ({"tenant": None}, "'tenant' names no tenant"),
+        ({"tenant": ["acme"]}, "'tenant' names no tenant"),
+    ],
+)
+def test_claims_that_are_not_for_here_and_now_are_refused(
+    verifier: JwtVerifier, claims: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(BadToken, match=why):
+        verifier.tenant_of(token(**claims))
+
+
+def with_secret(key_id: str, secret: bytes) -> bytes:
+    """Signed as with a secret, for who takes the issuer's public key for one."""
+    content = part({"alg": "HS256", "kid": key_id}) + b"." + part(CLAIMS)
+    return content + b"." + base64.urlsafe_b64encode(hmac.digest(secret, content, "sha256")).rstrip(b"=")
+
+
+def attacks() -> dict[str, bytes]:
+    good = token()
+    header, claims, signature = good.split(b".")
+    es256 = {"alg": "ES256", "kid": "ec"}
+    return {
+        "none": part({"alg": "none"}) + b"." + claims + b".",
+        "none with a signature": part({"alg": "none", "kid": "ec"}) + b"." + claims + b"." + signature,
+        "None in capitals": part({"alg": "NONE", "kid": "ec"}) + b"." + claims + b".",
+        "no algorithm": part({"kid": "ec"}) + b"." + claims + b"." + signature,
+        "HS256 with the public key": with_secret("ec", EC.as_pem(private=False)),
+        "HS256 with the public key of RSA": with_secret("rsa", RSA.as_pem(private=False)),
+        "an algorithm that is not offered": token("RS512", RSA, {"kid": "rsa"}),
+        "another key of the same id": token("ES256", STRANGER),
+        "another kind of key": signed({"alg": "RS256", "kid": "ec"}),
+        "an unknown key": signed(es256 | {"kid": "new"}),
+        "no key's id among several": signed({"alg": "ES256"}),
+        "a key's id that is a list": signed(es256 | {"kid": ["ec"]}),
+        "crit": signed(es256 | {"crit": ["exp"], "exp": 1}),
+        "crit of b64": signed(es256 | {"crit": ["b64"], "b64": False}),
+        "jku": signed(es256 | {"jku": "https://issuer.example/keys"}),
+        "jwk": signed(es256 | {"jwk": EC.as_dict(private=False)}),
+        "x5u": signed(es256 | {"x5u": "https://issuer.example/chain"}),
+        "claims that are a list": signed(es256, [CLAIMS]),
+        "another claim, the old signature": header + b"." + part(CLAIMS | {"tenant": "b"}) + b"." + signature,
+        "a cut signature": good[:-2],
+        "an empty signature": header + b"." + claims + b".",
+        "not base64": b"eyJ*." + claims + b"." + signature,
+        "not JSON": b"eyJh." + claims + b"." + signature,
+        "not UTF-8": b"eyJ\xff." + claims + b"." + signature,
+        "a header that is a list": part([es256]) + b"." + claims + b"." + signature,
+        "too long": token(padding="x" * MAX_TOKEN_BYTES),
+    }
+
+
+ATTACKS = attacks()
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_an_attack_is_refused(verifier: JwtVerifier, name: str) -> None:
+    with pytest.raises(BadToken):
+        verifier.tenant_of(ATTACKS[name])
+
+
+def test_a_token_of_the_longest_length_is_taken(verifier: JwtVerifier) -> None:
+    padding = ""
+    while len(longest := token(padding=padding)) < MAX_TOKEN_BYTES - 2:
+        padding += "x" * max(1, (MAX_TOKEN_BYTES - len(longest)) * 3 // 4 - 2)
+    assert len(longest) <= MAX_TOKEN_BYTES
+    assert verifier.tenant_of(longest) == "acme"
+
+
+def test_a_set_keeps_the_keys_that_can_check_signatures() -> None:
+    secret = OctKey.generate_key(256, {"kid": "oct"}).as_dict()
+    for_encryption = ECKey.generate_key("P-256", {"kid": "enc", "use": "enc"}).as_dict(private=False)
+    broken = {"kty": "RSA", "kid": "broken", "n": "?"}
+    keys = parse_jwks(json.dumps({"keys": [*JWKS["keys"], secret, for_encryption, broken, "text"]}).encode())
+    assert keys.keys() == {"rsa", "ec", "okp"}
+    only = parse_jwks(json.dumps({"keys": [EC.as_dict(private=False)]}).encode())
+    assert only[None] is only["ec"]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"keys": {}}', '{"keys": []}', '{"keys": [{"kty": "oct"}]}'])
+def test_a_set_without_a_fit_key_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011
+        parse_jwks(text.encode())
+
+
+@pytest.mark.parametrize("text", ["http://issuer.example/keys", "ftp://issuer.example/keys", "/nowhere/jwks.json"])
+def test_a_source_is_a_file_or_comes_encrypted(text: str) -> None:
+    with pytest.raises(BadValueError):
+        jwks_source(text)
+
+
+# On the gate.
+
+
+def config_of(tmp_path: Path, **settings: Any) -> ServerConfig:
+    path = tmp_path / "jwks.json"
+    path.write_text(json.dumps(JWKS))
+    defaults = {"jwks": path, "jwt_issuer": "https://issuer.example", "jwt_audience": "steploop"}
+    return ServerConfig(tenants=(Tenant(name="acme"),), **(defaults | settings))
+
+
+def identify(gate: Gate, credential: bytes) -> str:
+    fields = ((b"authorization", b"Bearer " + credential),)
+    request = HttpRequest(stream_id=1, method="GET", path="/", query="", headers=fields, has_body=False)
+    return gate.authenticator.identify(request, None).tenant.name
+
+
+CLOCK = Clock(lambda: 0.0, lambda: NOW_S)
+
+
+def test_tokens_are_taken_beside_keys(tmp_path: Path) -> None:
+    gate = Gate(config_of(tmp_path, api_keys=("eyJ.a.key",)), CLOCK)
+    assert identify(gate, token()) == "acme"
+    assert identify(gate, b"eyJ.a.key") == "local"
+    for bad in (token(exp=1), token(tenant="nobody"), b"eyJ.another.key", b"wrong"):
+        with pytest.raises(ServiceError) as caught:
+            identify(gate, bad)
+        assert (caught.value.kind, caught.value.code) == (ErrorKind.AUTHENTICATION, "invalid_api_key")
+
+
+def test_a_reload_reads_the_file_of_keys_again(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    gate = Gate(config, CLOCK)
+    (tmp_path / "jwks.json").write_text(json.dumps({"keys": [STRANGER.as_dict(private=False)]}))
+    apply = gate.prepare(config)
+    assert identify(gate, token()) == "acme"
+    apply()
+    assert identify(gate, token("ES256", STRANGER)) == "acme"
+    with pytest.raises(ServiceError):
+        identify(gate, token())
+    (tmp_path / "jwks.json").write_text("{}")
+    with pytest.raises(StartupError, match=r"jwks.json cannot be used: it has no list of keys"):
+        gate.prepare(config)
+
+
+@pytest.mark.parametrize("name", ["jwt_issuer", "jwt_audience"])
+def test_keys_without_an_issuer_and_an_audience_are_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(StartupError, match=f"--jwks without --{name.replace('_', '-')}"):
+        Gate(config_of(tmp_path, **{name: None}), CLOCK)
+
+
+def test_without_its_library_the_fix_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(tmp_path)
+    monkeypatch.setitem(sys.modules, "joserfc", None)
+    with pytest.raises(StartupError, match=r"pip install 'steploop\[jwt\]'"):
+        Gate(config, CLOCK)
+
+
+def test_an_issuer_closes_a_server_without_tenants(tmp_path: Path) -> None:
+    gate = Gate(ServerConfig(**{**vars_of(config_of(tmp_path)), "tenants": ()}), CLOCK)
+    with pytest.raises(ServiceError):
+        identify(gate, b"")
+    assert identify(gate, token(tenant="local")) == "local"
+
+
+def vars_of(config: ServerConfig) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in ("jwks", "jwt_issuer", "jwt_audience")}
+
+
+# From a URL.
+
+
+class Issuer:
+    """Publishes a set of keys on this machine, and counts who asks."""
+
+    def __init__(self) -> None:
+        self.body = json.dumps(JWKS).encode()
+        self.status = 200
+        self.num_asked = 0
+        issuer = self
+
+        class Answer(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                issuer.num_asked += 1
+                self.send_response(issuer.status)
+                self.end_headers()
+                self.wfile.write(issuer.body)
+
+            def log_message(self, *args: object) -> None:
+                """Nothing on stderr."""
+
+        self._server = HTTPServer(("127.0.0.1", 0), Answer)
+        self.url = JwksUrl(f"http://127.0.0.1:{self._server.server_port}/keys")
+        self._thread = Thread(target=self._server.serve_forever)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+async def wait_fetched(source: KeySource) -> None:
+    while source.is_fetching:
+        await asyncio.sleep(0)
+
+
+def test_the_keys_of_a_url_come_in_the_background_and_are_kept_for_a_day(caplog: pytest.LogCaptureFixture) -> None:
+    issuer = Issuer()
+
+    async def scenario() -> None:
+        now = [0.0]
+        source = KeySource(issuer.url, lambda: now[0])
+        assert source.find("ec") is None  # and asks
+        await wait_fetched(source)
+        assert source.find("ec") is not None
+        now[0] = REFRESH_S - 1
+        for _ in range(100):
+            source.find("ec")
+        assert issuer.num_asked == 1
+        issuer.body = NEW_JWKS
+        assert source.find("new") is None  # unknown: asks, and not again for every stranger
+        for _ in range(100):
+            source.find("unknown")
+        await wait_fetched(source)
+        assert issuer.num_asked == 2
+        assert source.find("new") is not None
+        issuer.status = 500
+        now[0] += REFRESH_S
+        assert source.find("new") is not None
+        await wait_fetched(source)
+        assert "those of before go on to count" in caplog.text
+        now[0] += RETRY_S
+        assert source.find("new") is not None
+        await wait_fetched(source)
+        assert issuer.num_asked == 4
+        now[0] += MAX_AGE_S
+        assert source.find("new") is None
+        await wait_fetched(source)
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        issuer.close()
