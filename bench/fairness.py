@@ -86,7 +86,8 @@ def _first_tokens(traces: Sequence[RequestTrace]) -> tuple[list[float], list[int
 
 
 def measure_flood(load: Load, cost: CostModel) -> Table:
-    rows, first = [], None
+    rows: list[tuple[str | float, ...]] = []
+    first: list[float] = []
     for name, flood in (("without", []), ("with", load.flood_requests())):
         simulation = Simulation(LIMITS, cost, [*load.light_requests(), *flood])
         seconds, steps = _first_tokens(simulation.run())
