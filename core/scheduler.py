@@ -172,9 +172,10 @@ class Scheduler:
         lost = misled.union(output.failed_rows)
         self._account(plan, sequences, now - self._planned_s)
         self._advance(plan, sequences, lost)
+        logprobs = output.logprobs
         for i, (row, token_id) in enumerate(zip(output.rows.tolist(), output.token_ids.tolist(), strict=True)):
             if row not in lost:
-                self._append(sequences[row], token_id, output.logprobs.get(i))
+                self._append(sequences[row], token_id, logprobs.get(i) if logprobs else None)
         for row in sorted(lost):
             self._lose_row(sequences[row], None if row in misled else output.failed_rows[row])
         for sequence in sequences:
