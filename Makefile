@@ -71,6 +71,7 @@ bench: $(VENV)/.installed-bench
 	$(VENV)/bin/python -m bench.cold_start
 	$(VENV)/bin/python -m bench.drain
 	$(VENV)/bin/python -m bench.frontend
+	$(VENV)/bin/python -m bench.gate
 	$(VENV)/bin/python -m bench.idle
 	$(VENV)/bin/python -m bench.limits
 	test -d $(BENCH_MODEL) || $(VENV)/bin/python -m bench.make_model qwen2.5-0.5b $(BENCH_MODEL)
