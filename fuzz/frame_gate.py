@@ -15,8 +15,8 @@ from server.frame_gate import (
     RST_STREAM,
     SETTINGS,
     FrameGate,
-    FrameLimits,
 )
+from server.frame_limits import FrameLimits
 
 _NUM_READS = 2_000  # at most, so that an input takes no longer than it is worth
 _END_HEADERS = 0x4

@@ -90,10 +90,10 @@ def _answer(said: bytes) -> None:
             if isinstance(event, BodyChunk):
                 protocol.acknowledge(event.stream_id, len(event.data))
             elif isinstance(event, HttpRequest | ProtocolViolation) and protocol.is_open(event.stream_id):
-                protocol.send_head(event.stream_id, _ANSWER)
-                protocol.send_data(event.stream_id, b"x" * 1_000)
+                protocol.responses.send_head(event.stream_id, _ANSWER)
+                protocol.responses.send_data(event.stream_id, b"x" * 1_000)
                 trailers = ((b"x-sum", b"1"),) if event.stream_id % 3 else ()
-                protocol.send_end(event.stream_id, trailers)
+                protocol.responses.send_end(event.stream_id, trailers)
         if number == 1:
             protocol.start_drain()
         list(_frames(b"".join(protocol.take_control())))

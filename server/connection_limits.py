@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from server.frame_gate import FrameLimits
+from server.frame_limits import FrameLimits
 from server.http1_prefilter import HeadLimits
 
 

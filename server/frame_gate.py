@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from h2.errors import ErrorCodes
 
+from server.frame_limits import Budget, FrameLimits
 from server.http2_settings import InvalidSetting, read_settings
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"  # RFC 9113 §3.4
@@ -20,7 +21,7 @@ DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDO
 FRAME_HEADER = struct.Struct(">BHBBL")  # RFC 9113 §4.1: length in 24 bits, type, flags, stream
 HEADER_BYTES = FRAME_HEADER.size
 
-_END_HEADERS = 0x4
+END_HEADERS = 0x4
 _PADDED = 0x8
 _HAS_PRIORITY = 0x20
 _ACK = 0x1
@@ -47,36 +48,6 @@ _PASSED_AS_THEY_ARE = frozenset((DATA, RST_STREAM, PING, CONTINUATION))
 _31_BITS = 0x7FFFFFFF  # RFC 9113 §4.1, §6.3, §6.9: the bit before them is reserved
 
 
-@dataclass(frozen=True, slots=True)
-class Rate:
-    """So many at once, and so many more a second."""
-
-    burst: int
-    per_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class FrameLimits:
-    """What the frames of one connection may be.
-
-    Args:
-        header_block_bytes: of a HEADERS frame and its CONTINUATIONs together.
-        resets: RST_STREAM from the peer, and those it makes us send.
-        num_overhead_frames: those that carry nothing, beyond one for each bytes_per_overhead_frame of content in either
-            direction; content earns at most so many in advance.
-    """
-
-    frame_bytes: int = 16_384  # RFC 9113 §4.2: the least that must be taken
-    header_block_bytes: int = 32 * 1024
-    num_continuations: int = 8
-    resets: Rate = Rate(200, 20)
-    pings: Rate = Rate(100, 10)
-    settings: Rate = Rate(100, 10)
-    num_settings: int = 32
-    num_overhead_frames: int = 1000
-    bytes_per_overhead_frame: int = 64
-
-
 class Refusal(Exception):
     """The connection is to end with a GOAWAY of this code."""
 
@@ -84,27 +55,6 @@ class Refusal(Exception):
         super().__init__(message)
         self.code = code
         self.message = message
-
-
-class Budget:
-    """A token bucket."""
-
-    __slots__ = ("_at", "_level", "_rate")
-
-    def __init__(self, rate: Rate) -> None:
-        self._rate = rate
-        self._level = float(rate.burst)
-        self._at = 0.0
-
-    def take(self, now: float) -> bool:
-        """Spend one; False: there is none left."""
-        rate = self._rate
-        self._level = min(rate.burst, self._level + (now - self._at) * rate.per_s)
-        self._at = now
-        if self._level < 1:
-            return False
-        self._level -= 1
-        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,7 +291,7 @@ class FrameGate:
         self.count_content(header.length)
         self._num_blocks += 1
         self._highest_stream_id = max(self._highest_stream_id, header.stream_id)
-        if not header.flags & _END_HEADERS:
+        if not header.flags & END_HEADERS:
             self._block_stream = header.stream_id
             self._block_bytes = header.length
             self._num_continuations = 0
@@ -357,7 +307,7 @@ class FrameGate:
             or self._block_bytes > self._limits.header_block_bytes
         ):
             raise Refusal(ErrorCodes.ENHANCE_YOUR_CALM, "The header block is too large.")  # CVE-2024-27316
-        if header.flags & _END_HEADERS:
+        if header.flags & END_HEADERS:
             self._block_stream = 0
 
     def _check_data(self, length: int, flags: int) -> None:

@@ -1,84 +1,32 @@
-"""HTTP/2 without I/O: bytes to events, response heads and bodies to bytes. Thread: loop.
+"""HTTP/2 without I/O: bytes to events, and the connection's own frames. Thread: loop.
 
-Raw frames pass the gate of frame_gate, then h2 understands them; heads are judged by http2_head, DATA is framed by
-http2_data, GOAWAY is written by hand. Of streams that have ended nothing is kept here; h2 keeps how they ended.
+Raw frames pass the gate of frame_gate, then h2 understands them; heads are judged by http2_head, responses are
+http2_response's, GOAWAY is written by hand. Of streams that have ended nothing is kept here; h2 keeps how they ended.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import h2.events
 from h2.errors import ErrorCodes
 from h2.exceptions import ProtocolError
-from h2.stream import H2Stream
-from hpack import HeaderTuple, NeverIndexedHeaderTuple
 
 from server.connection_limits import Http2Limits
 from server.frame_gate import FRAME_HEADER, GOAWAY, HEADER_BYTES, RST_STREAM, FrameGate
 from server.h2_connection import clamp_encoder, code_of, new_h2_connection
 from server.http1_prefilter import HeadLimits, HeadRefused
-from server.http2_data import OutgoingBody, h2_is_as_known, last_frame, next_frame
 from server.http2_head import Malformed, check_trailers, content_length, read_request
+from server.http2_response import DataOutput, Http2Stream, Responses
 from server.messages import (
     BodyChunk,
     BodyEnd,
     Event,
-    Headers,
     HttpRequest,
     ProtocolViolation,
-    ResponseHead,
     StreamReset,
 )
-from server.response_fields import ResponseError, check_fields
 
 MAX_STREAM_ID = 2**31 - 1
 DRAIN_PING = b"steploop"
-
-# Their values differ from answer to answer: in the peer's table they would only push out the others
-_NEVER_INDEXED = frozenset((b"x-request-id", b"server-timing", b"content-length"))
-
-
-class _Stream:
-    """The response of one stream, and what is still to come of its request."""
-
-    __slots__ = (
-        "awaited",
-        "body",
-        "h2",
-        "has_read_request",
-        "is_head_request",
-        "is_head_sent",
-        "remaining",
-        "sends_body",
-        "trailers",
-    )
-
-    def __init__(self, stream: H2Stream, is_head_request: bool, has_read_request: bool) -> None:
-        self.h2 = stream
-        self.awaited: int | None = None  # bytes of a request's body that were declared, and have not come
-        self.body = OutgoingBody()
-        self.is_head_request = is_head_request
-        self.has_read_request = has_read_request
-        self.is_head_sent = False
-        self.sends_body = True
-        self.trailers: Headers = ()
-        self.remaining: int | None = None  # of a counted body, not yet given to send_data
-
-
-@dataclass(slots=True)
-class DataOutput:
-    """What take_data gives.
-
-    Args:
-        sent: ids of the streams whose frames these are; an id may be there twice.
-        held: ids of those that have bytes, but no window.
-        has_more: the limit has cut it short.
-    """
-
-    frames: list[bytes]
-    sent: list[int]
-    held: list[int]
-    has_more: bool
 
 
 class Http2Protocol:
@@ -87,6 +35,7 @@ class Http2Protocol:
     Attributes:
         has_failed: the connection ends with the GOAWAY that take_control gives; no event comes any more.
         num_requests: whose heads have been taken.
+        responses: of the open streams.
     """
 
     def __init__(
@@ -104,11 +53,7 @@ class Http2Protocol:
         self.num_requests = 0
         self._head_limits = head
         self._limits = limits
-        self._date = date
         self._gate = FrameGate(limits.frames, highest_stream_id=0 if upgrade is None else 1)
-        self._by_hand = h2_is_as_known()
-        self._streams: dict[int, _Stream] = {}
-        self._ready: dict[int, _Stream] = {}  # may have something to send, in their turn
         self._out: list[bytes] = []
         self._num_refused = 0
         self._last_stream_id = 0  # whose request was taken
@@ -117,16 +62,13 @@ class Http2Protocol:
         self._now = 0.0
         self._h2, opening = new_h2_connection(head, limits, upgrade)
         self._out.append(opening)
+        self.responses = Responses(self._h2, self._out.append, date)
+        self._streams = self.responses.streams
 
     @property
     def has_output(self) -> bool:
         """take_control or take_data may have something."""
-        return bool(self._out or self._ready)
-
-    @property
-    def num_streams(self) -> int:
-        """Whose responses have not been sent to their end."""
-        return len(self._streams)
+        return bool(self._out) or self.responses.has_some
 
     @property
     def pending_head(self) -> int | None:
@@ -138,11 +80,6 @@ class Http2Protocol:
         """The client sent a GOAWAY that is an error: it wants no answer any more."""
         return bool(self._gate.goaway_code)
 
-    def num_unsent(self, stream_id: int) -> int:
-        """Bytes of the stream's body that take_data has not given; 0 when it is gone."""
-        stream = self._streams.get(stream_id)
-        return 0 if stream is None else stream.body.num_unsent
-
     def is_open(self, stream_id: int) -> bool:
         """Its response can be sent: no later frame, perhaps of the same read, has ended it."""
         return stream_id in self._streams
@@ -151,7 +88,7 @@ class Http2Protocol:
         """The request that came by HTTP/1.1 is answered here."""
         assert request.stream_id == 1
         clamp_encoder(self._h2)
-        self._streams[1] = _Stream(self._h2.streams[1], request.method == "HEAD", has_read_request=True)
+        self._streams[1] = Http2Stream(self._h2.streams[1], request.method == "HEAD", has_read_request=True)
         self._last_stream_id = self.num_requests = 1
 
     def receive(self, data: bytes, now: float) -> list[Event]:
@@ -186,8 +123,7 @@ class Http2Protocol:
     def fail(self, code: ErrorCodes) -> None:
         """End the connection, and all its streams."""
         self.has_failed = True
-        self._streams.clear()
-        self._ready.clear()
+        self.responses.clear()
         self._write_goaway(self._last_stream_id, code)
 
     def _collect(self, ours: int = 0) -> None:
@@ -219,11 +155,9 @@ class Http2Protocol:
         elif isinstance(event, h2.events.StreamReset):
             self._forget(event.stream_id, events)
         elif isinstance(event, h2.events.WindowUpdated):
-            stream = self._streams.get(event.stream_id)
-            if stream is not None:
-                self._ready[event.stream_id] = stream
+            self.responses.wake(event.stream_id)
         elif isinstance(event, h2.events.RemoteSettingsChanged):
-            self._ready.update(self._streams)
+            self.responses.wake_all()
         elif isinstance(event, h2.events.TrailersReceived):
             self._take_trailers(event, events)
         elif isinstance(event, h2.events.PingAckReceived) and event.ping_data == DRAIN_PING:
@@ -241,7 +175,7 @@ class Http2Protocol:
         self._num_refused = 0
         has_body = event.stream_ended is None
         fields = [(bytes(name), bytes(value)) for name, value in event.headers or ()]
-        stream = _Stream(h2_stream, (b":method", b"HEAD") in fields, not has_body)
+        stream = Http2Stream(h2_stream, (b":method", b"HEAD") in fields, not has_body)
         try:
             request = read_request(stream_id, fields, has_body, self._head_limits)
             stream.awaited = content_length(request.headers)
@@ -304,8 +238,7 @@ class Http2Protocol:
 
     def _forget(self, stream_id: int | None, events: list[Event]) -> None:
         assert stream_id is not None
-        if self._streams.pop(stream_id, None) is not None:
-            self._ready.pop(stream_id, None)
+        if self.responses.forget(stream_id):
             events.append(StreamReset(stream_id))
 
     # What the connection says.
@@ -318,75 +251,12 @@ class Http2Protocol:
 
     def reset(self, stream_id: int, code: ErrorCodes, is_their_fault: bool = False) -> None:
         """End the stream, both ways. What is unsent is lost."""
-        self._streams.pop(stream_id, None)
-        self._ready.pop(stream_id, None)
+        self.responses.forget(stream_id)
         stream = self._h2.streams.get(stream_id)
         if self.has_failed or stream is None or stream.closed:
             return
         self._h2.reset_stream(stream_id, code)
         self._collect(0 if is_their_fault else stream_id)
-
-    def send_head(self, stream_id: int, head: ResponseHead) -> None:
-        """Send the head. A status below 200 is informational, and the head is still to come.
-
-        Raises:
-            ResponseError: fields that are not the application's to send, or a head already sent.
-        """
-        stream = self._streams[stream_id]
-        if stream.is_head_sent or head.status == 101 or head.status < 100:
-            raise ResponseError(f"A head with status {head.status} cannot be sent here and now.")
-        length = check_fields(head)
-        is_final = head.status >= 200
-        stream.is_head_sent = is_final
-        stream.sends_body = not (is_final and (stream.is_head_request or head.status in (204, 304)))
-        stream.remaining = length if stream.sends_body else None
-        fields = [HeaderTuple(b":status", b"%d" % head.status)]
-        if is_final:
-            fields.append(HeaderTuple(b"date", self._date()))
-        # RFC 9113 §8.2.2: no connection-specific fields
-        fields += [
-            NeverIndexedHeaderTuple(*pair) if pair[0] in _NEVER_INDEXED else HeaderTuple(*pair)
-            for pair in head.headers
-            if pair[0] != b"connection"
-        ]
-        self._h2.send_headers(stream_id, fields)
-        self._collect()
-
-    def send_data(self, stream_id: int, data: bytes) -> int:
-        """The body's next bytes; they wait for take_data, and for the peer's windows. Returns num_unsent.
-
-        Raises:
-            ResponseError: before the head, after the end, or beyond the content-length.
-        """
-        stream = self._streams[stream_id]
-        body = stream.body
-        if not stream.is_head_sent or body.is_ending:
-            raise ResponseError("A body is sent after its head and before its end.")
-        if data and stream.sends_body:
-            if stream.remaining is not None:
-                stream.remaining -= len(data)
-                if stream.remaining < 0:
-                    raise ResponseError("The body is longer than its content-length.")
-            body.append(data)
-            self._ready[stream_id] = stream
-        return body.num_unsent
-
-    def send_end(self, stream_id: int, trailers: Headers = ()) -> None:
-        """Nothing follows in this body but the trailers.
-
-        Raises:
-            ResponseError: before the head, twice, or short of the content-length; trailers that cannot be sent.
-        """
-        stream = self._streams[stream_id]
-        if not stream.is_head_sent or stream.body.is_ending:
-            raise ResponseError("A response ends once, after its head.")
-        if stream.remaining:
-            raise ResponseError(f"The body is {stream.remaining} bytes shorter than its content-length.")
-        if check_fields(ResponseHead(200, trailers)) is not None:
-            raise ResponseError("A content-length comes too late in the trailers.")
-        stream.trailers = trailers if stream.sends_body else ()
-        stream.body.is_ending = True
-        self._ready[stream_id] = stream
 
     # Drain.
 
@@ -419,70 +289,12 @@ class Http2Protocol:
 
     def take_control(self) -> list[bytes]:
         """What is to be written before any DATA: heads, answers to the peer's frames."""
-        out, self._out = self._out, []
+        out = self._out.copy()
+        self._out.clear()
         return out
 
     def take_data(self, limit_bytes: int) -> DataOutput:
-        """DATA frames of all streams that have some and whose windows let them, one frame each in turn.
-
-        Args:
-            limit_bytes: no further frame begins past it.
-        """
-        output = DataOutput([], [], [], False)
-        shut_out: dict[int, _Stream] = {}  # by the connection's window: their turn is kept
-        num_bytes = 0
-        while self._ready and num_bytes < limit_bytes:
-            turn, self._ready = self._ready, {}
-            waiting: dict[int, _Stream] = {}
-            for stream_id, stream in turn.items():
-                if num_bytes >= limit_bytes:
-                    waiting[stream_id] = stream
-                    continue
-                body = stream.body
-                if body.is_ending:
-                    frame = self._ending_frame(stream_id, stream)
-                else:
-                    frame = next_frame(self._h2, stream.h2, body, self._by_hand)
-                    if frame and body.num_unsent:
-                        self._ready[stream_id] = stream
-                if frame:
-                    num_bytes += len(frame)
-                    output.frames.append(frame)
-                    output.sent.append(stream_id)
-                elif body.num_unsent:
-                    output.held.append(stream_id)
-                    if stream.h2.outbound_flow_control_window > 0:
-                        shut_out[stream_id] = stream
-            if waiting:
-                self._ready = waiting | self._ready
-        output.has_more = bool(self._ready)
-        self._ready.update(shut_out)
-        self._gate.count_content(num_bytes)
+        """See Responses.take_data: what it gives is the content that the peer may acknowledge."""
+        output = self.responses.take_data(limit_bytes)
+        self._gate.count_content(output.num_bytes)
         return output
-
-    def _ending_frame(self, stream_id: int, stream: _Stream) -> bytes:
-        """Of a body to which nothing will be added: the last frame, or, where that has to wait, one more before it."""
-        body = stream.body
-        if not stream.trailers:
-            frame = last_frame(self._h2, stream.h2, body)
-        else:
-            frame = b"" if body.num_unsent else self._trailers(stream_id, stream)
-        if frame:
-            return frame + self._forget_ended(stream_id, stream)
-        frame = next_frame(self._h2, stream.h2, body, self._by_hand)
-        if frame:
-            self._ready[stream_id] = stream
-        return frame
-
-    def _trailers(self, stream_id: int, stream: _Stream) -> bytes:
-        fields = [NeverIndexedHeaderTuple(*pair) for pair in stream.trailers]
-        self._h2.send_headers(stream_id, fields, end_stream=True)
-        return self._h2.data_to_send()
-
-    def _forget_ended(self, stream_id: int, stream: _Stream) -> bytes:
-        """A request that has not been read to its end is broken off (RFC 9113 §8.1)."""
-        del self._streams[stream_id]
-        if stream.has_read_request:
-            return b""
-        self._h2.reset_stream(stream_id, ErrorCodes.NO_ERROR)
-        return self._h2.data_to_send()

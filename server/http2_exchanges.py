@@ -63,6 +63,7 @@ class Http2Exchanges:
         self._loop = context.loop
         self._batch = context.batch
         self._protocol = Http2Protocol(context.limits.head, context.limits.http2, context.date, upgrade)
+        self._responses = self._protocol.responses
         self._exchanges: dict[int, _Exchange] = {}
         self._bodies: dict[int, float] = {}  # streams whose handlers wait for a body -> since when
         self._unsent: OrderedDict[int, float] = OrderedDict()  # streams -> when their last byte went, oldest first
@@ -193,9 +194,9 @@ class Http2Exchanges:
 
     def _answer_error(self, stream_id: int, status: int, message: str, stream: HttpStream | None) -> None:
         headers, body = self._refuse(status, message, self._connection.peer, stream)
-        self._protocol.send_head(stream_id, ResponseHead(status, headers))
-        self._protocol.send_data(stream_id, body)
-        self._protocol.send_end(stream_id)
+        self._responses.send_head(stream_id, ResponseHead(status, headers))
+        self._responses.send_data(stream_id, body)
+        self._responses.send_end(stream_id)
         self._mark_dirty()
 
     def fail(self, stream: HttpStream) -> None:
@@ -227,17 +228,17 @@ class Http2Exchanges:
             self._protocol.acknowledge(stream_id, exchange.num_unread)
             exchange.num_unread = 0
         elif stream.request.expects_continue and not stream.num_body_bytes:
-            self._protocol.send_head(stream_id, _CONTINUE)
+            self._responses.send_head(stream_id, _CONTINUE)
         self._mark_dirty()
         self._connection.adjust()
 
     def write_head(self, stream: HttpStream, head: ResponseHead) -> None:
-        self._protocol.send_head(stream.request.stream_id, head)
+        self._responses.send_head(stream.request.stream_id, head)
         self._mark_dirty()
 
     def write_data(self, stream: HttpStream, data: bytes) -> None:
         stream_id = stream.request.stream_id
-        if self._protocol.send_data(stream_id, data) > _LEAST_UNSENT_BYTES:
+        if self._responses.send_data(stream_id, data) > _LEAST_UNSENT_BYTES:
             self._over.add(stream_id)
         if not self._is_dirty:
             self._is_dirty = True
@@ -246,7 +247,7 @@ class Http2Exchanges:
     def write_end(self, stream: HttpStream, trailers: Headers) -> None:
         if trailers and (stream.request.header(b"te") or b"").lower() != b"trailers":
             trailers = ()  # RFC 9110 §6.5.1: unless the client is known to take them
-        self._protocol.send_end(stream.request.stream_id, trailers)
+        self._responses.send_end(stream.request.stream_id, trailers)
         self._forget(stream.request.stream_id)
         self._mark_dirty()
 
@@ -288,7 +289,7 @@ class Http2Exchanges:
         now = self._loop.time()
         for stream_id in sent:
             self._unsent.pop(stream_id, None)
-            if self._protocol.num_unsent(stream_id):
+            if self._responses.num_unsent(stream_id):
                 self._unsent[stream_id] = now
         for stream_id in held:
             self._unsent.setdefault(stream_id, now)
@@ -296,10 +297,10 @@ class Http2Exchanges:
 
     def _judge_shares(self) -> None:
         """Block the streams that have more than their share unsent, and let go of those that have got rid of it."""
-        share = _UNSENT_BYTES // max(1, self._protocol.num_streams)
+        share = _UNSENT_BYTES // max(1, len(self._responses.streams))
         high = max(_LEAST_UNSENT_BYTES, min(self._limits.unsent_bytes, share))
         for stream_id in tuple(self._over):
-            num_unsent = self._protocol.num_unsent(stream_id)
+            num_unsent = self._responses.num_unsent(stream_id)
             exchange = self._exchanges.get(stream_id)
             if exchange is None:
                 self._over.discard(stream_id)

@@ -8,10 +8,10 @@ import asyncio
 import gc
 import logging
 import os
+import secrets
 import signal
 import sys
 import time
-import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -116,7 +116,7 @@ class Server:
             self._gate,
             self._metrics,
             self._clock,
-            lambda: uuid.uuid4().hex,
+            lambda: secrets.token_hex(16),
             CrossOrigin(config.cors_origins),
         )
         self._tls = server_tls(config.tls_cert, config.tls_key, config.tls_client_ca, config.tls_client_auth)

@@ -7,7 +7,7 @@ from h2.errors import ErrorCodes
 from h2.settings import SettingCodes
 
 from server.connection_limits import Http2Limits
-from server.frame_gate import FrameLimits, Rate
+from server.frame_limits import FrameLimits, Rate
 from server.http1_prefilter import HeadLimits
 from server.http2 import Http2Protocol
 from server.messages import ResponseHead
@@ -22,7 +22,7 @@ class Pair:
 
     def __init__(self, by_hand: bool = True) -> None:
         self.server = Http2Protocol(HeadLimits(), NO_LIMITS, lambda: b"now")
-        self.server._by_hand = by_hand
+        self.server.responses._by_hand = by_hand
         self.client = H2Connection(H2Configuration(client_side=True))
         self.client.initiate_connection()
         self.sent: dict[int, bytes] = {}
@@ -34,12 +34,12 @@ class Pair:
         stream_id = self.client.get_next_available_stream_id()
         self.client.send_headers(stream_id, fields(), end_stream=True)
         self.exchange()
-        self.server.send_head(stream_id, HEAD)
+        self.server.responses.send_head(stream_id, HEAD)
         self.sent[stream_id] = self.received[stream_id] = b""
         return stream_id
 
     def send(self, stream_id: int, data: bytes) -> None:
-        self.server.send_data(stream_id, data)
+        self.server.responses.send_data(stream_id, data)
         self.sent[stream_id] += data
 
     def exchange(self, limit_bytes: int = 2**30) -> None:
@@ -62,12 +62,12 @@ class Pair:
         """Each stream has received what was sent, up to where its windows are shut."""
         ours, theirs = self.server._h2, self.client
         assert ours.outbound_flow_control_window == theirs.inbound_flow_control_window
-        for stream_id, stream in self.server._streams.items():
+        for stream_id, stream in self.server.responses.streams.items():
             window = theirs.streams[stream_id].inbound_flow_control_window
             assert stream.h2.outbound_flow_control_window == window
             sent, received = self.sent[stream_id], self.received[stream_id]
             assert received == sent[: len(received)]
-            assert stream.body.num_unsent == len(sent) - len(received)
+            assert stream.num_unsent == len(sent) - len(received)
             if len(received) < len(sent):
                 assert min(window, theirs.inbound_flow_control_window) <= 0
 
@@ -79,12 +79,12 @@ class Pair:
 
     def finish(self) -> None:
         """All answers come to their end, once the windows let them."""
-        live = list(self.server._streams)
-        for stream_id, stream in self.server._streams.items():
-            if not stream.body.is_ending:
-                self.server.send_end(stream_id)
+        live = list(self.server.responses.streams)
+        for stream_id, stream in self.server.responses.streams.items():
+            if not stream.is_ending:
+                self.server.responses.send_end(stream_id)
         self.open_windows()
-        assert not self.server._streams
+        assert not self.server.responses.streams
         for stream_id in live:
             assert self.received[stream_id] == self.sent[stream_id]
             assert stream_id in self.ended
@@ -113,7 +113,7 @@ def take_step(pair: Pair, name: str, number: int = 0, amount: int = 0) -> None:
         number: which of the live streams; of "window" and the settings, the value.
         amount: bytes.
     """
-    live = [stream_id for stream_id, stream in pair.server._streams.items() if not stream.body.is_ending]
+    live = [stream_id for stream_id, stream in pair.server.responses.streams.items() if not stream.is_ending]
     if name == "open":
         pair.open()
     elif name == "window":
@@ -128,11 +128,11 @@ def take_step(pair: Pair, name: str, number: int = 0, amount: int = 0) -> None:
         stream_id = live[number]
         if name == "send":
             pair.send(stream_id, bytes([65 + stream_id % 26]) * amount)
-        elif name == "end" and pair.server._streams[stream_id].h2.outbound_flow_control_window >= 0:
+        elif name == "end" and pair.server.responses.streams[stream_id].h2.outbound_flow_control_window >= 0:
             # RFC 9113 §6.9.1: an empty frame needs no window; h2's client takes one that is negative for an error
-            pair.server.send_end(stream_id)
+            pair.server.responses.send_end(stream_id)
         elif name == "end with trailers":
-            pair.server.send_end(stream_id, ((b"x-sum", b"1"),))
+            pair.server.responses.send_end(stream_id, ((b"x-sum", b"1"),))
         elif name == "peer resets":
             pair.client.reset_stream(stream_id)
         elif name == "we reset":

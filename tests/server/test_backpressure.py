@@ -103,7 +103,7 @@ class Http2Reader:
         (exchanges,) = (
             connection._exchanges for connection in self._connections() if connection._transport is transport
         )
-        return transport.get_write_buffer_size() + exchanges._protocol.num_unsent(self.stream_id)
+        return transport.get_write_buffer_size() + exchanges._responses.num_unsent(self.stream_id)
 
     def _connections(self) -> Any:
         return self.client._server.listener._connections

@@ -154,7 +154,7 @@ def num_held(server: Server) -> int:
         total += connection.num_unwritten
         protocol = connection._exchanges._protocol
         if isinstance(protocol, Http2Protocol):
-            total += sum(protocol.num_unsent(stream_id) for stream_id in protocol._streams)
+            total += sum(protocol.responses.num_unsent(stream_id) for stream_id in protocol.responses.streams)
     return total
 
 

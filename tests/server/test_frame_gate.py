@@ -18,9 +18,9 @@ from server.frame_gate import (
     SETTINGS,
     WINDOW_UPDATE,
     FrameGate,
-    FrameLimits,
     StreamFault,
 )
+from server.frame_limits import FrameLimits
 from tests.server.http2_frames import frame
 
 START = PREFACE + frame(SETTINGS)

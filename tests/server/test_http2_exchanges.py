@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from server.client_gate import ClientRules
 from server.connection_limits import ConnectionLimits, Http2Limits
-from server.frame_gate import FrameLimits, Rate
+from server.frame_limits import FrameLimits, Rate
 from server.stream import HttpStream
 from tests.server.fakes import MemoryServer
 from tests.server.http2_client import INITIAL_WINDOW, Http2Client, fields, without_goaways

@@ -15,7 +15,8 @@ import pytest
 from server.api import completions, decoding, fields
 from server.config import ServerConfig
 from server.connection_limits import ConnectionLimits, Http2Limits
-from server.frame_gate import GOAWAY, PRIORITY, WINDOW_UPDATE, FrameLimits, Rate
+from server.frame_gate import GOAWAY, PRIORITY, WINDOW_UPDATE
+from server.frame_limits import FrameLimits, Rate
 from tests.server.fakes import MemoryServer
 from tests.server.http2_client import Http2Client
 from tests.server.http2_client import fields as pseudo_fields

@@ -1,0 +1,54 @@
+"""How many frames of each kind a peer may send, and how fast. Thread: loop. Time is an argument."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """So many at once, and so many more a second."""
+
+    burst: int
+    per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class FrameLimits:
+    """What the frames of one connection may be.
+
+    Args:
+        header_block_bytes: of a HEADERS frame and its CONTINUATIONs together.
+        resets: RST_STREAM from the peer, and those it makes us send.
+        num_overhead_frames: those that carry nothing, beyond one for each bytes_per_overhead_frame of content in either
+            direction; content earns at most so many in advance.
+    """
+
+    frame_bytes: int = 16_384  # RFC 9113 §4.2: the least that must be taken
+    header_block_bytes: int = 32 * 1024
+    num_continuations: int = 8
+    resets: Rate = Rate(200, 20)
+    pings: Rate = Rate(100, 10)
+    settings: Rate = Rate(100, 10)
+    num_settings: int = 32
+    num_overhead_frames: int = 1000
+    bytes_per_overhead_frame: int = 64
+
+
+class Budget:
+    """A token bucket."""
+
+    __slots__ = ("_at", "_level", "_rate")
+
+    def __init__(self, rate: Rate) -> None:
+        self._rate = rate
+        self._level = float(rate.burst)
+        self._at = 0.0
+
+    def take(self, now: float) -> bool:
+        """Spend one; False: there is none left."""
+        rate = self._rate
+        self._level = min(rate.burst, self._level + (now - self._at) * rate.per_s)
+        self._at = now
+        if self._level < 1:
+            return False
+        self._level -= 1
+        return True

@@ -1,0 +1,111 @@
+"""Responses against h2 as the peer: what it receives is what was sent, and its windows agree with ours."""
+
+import pytest
+from h2 import events
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from server.messages import HttpRequest, ResponseHead
+from server.response_fields import ResponseError
+from tests.server.http2_client import fields
+from tests.server.http2_pair import HEAD, Pair, take_step
+
+STEPS = st.one_of(
+    st.tuples(st.just("open")),
+    st.tuples(st.just("send"), st.integers(0, 7), st.integers(0, 40_000)),
+    st.tuples(st.just("end"), st.integers(0, 7)),
+    st.tuples(st.just("end with trailers"), st.integers(0, 7)),
+    st.tuples(st.just("peer resets"), st.integers(0, 7)),
+    st.tuples(st.just("we reset"), st.integers(0, 7)),
+    st.tuples(st.just("stream window"), st.integers(0, 7), st.integers(1, 50_000)),
+    st.tuples(st.just("window"), st.integers(1, 50_000)),
+    st.tuples(st.just("initial window"), st.sampled_from([0, 1, 1000, 65_535, 100_000])),
+    st.tuples(st.just("frame size"), st.sampled_from([16_384, 20_000, 2**24 - 1])),
+    st.tuples(st.just("table size"), st.sampled_from([0, 100, 4096, 2**32 - 1])),
+    st.tuples(st.just("priority"), st.integers(0, 7)),
+)
+
+
+@settings(deadline=None, max_examples=200)
+@given(steps=st.lists(STEPS, max_size=40), by_hand=st.booleans(), limit_bytes=st.sampled_from([1, 20_000, 2**30]))
+def test_peer_receives_what_was_sent_and_its_windows_agree(
+    steps: list[tuple[str, int, int]], by_hand: bool, limit_bytes: int
+) -> None:
+    pair = Pair(by_hand)
+    for step in steps:
+        take_step(pair, *step)
+        pair.exchange(limit_bytes)
+        pair.check()
+    pair.finish()
+
+
+def test_no_stream_waits_for_another_to_end() -> None:
+    pair = Pair()
+    pair.open_windows()
+    ids = [pair.open() for _ in range(5)]
+    pair.exchange()
+    for stream_id in ids:
+        pair.send(stream_id, b"x" * 50_000)
+    sent = [stream_id for _ in range(5) for stream_id in pair.server.take_data(20_000).sent]
+    assert sent == [*ids, *ids]
+
+
+# What the application may not send.
+
+
+def test_wrong_answers_are_ours_to_find() -> None:
+    pair = Pair()
+    stream_id = pair.client.get_next_available_stream_id()
+    pair.client.send_headers(stream_id, fields(), end_stream=True)
+    (request,) = pair.server.receive(pair.client.data_to_send(), 0.0)
+    assert isinstance(request, HttpRequest)
+    server = pair.server
+    with pytest.raises(ResponseError):
+        server.responses.send_data(stream_id, b"x")
+    with pytest.raises(ResponseError):
+        server.responses.send_end(stream_id)
+    for head in (
+        ResponseHead(101, ()),
+        ResponseHead(200, ((b"Upper", b"x"),)),
+        ResponseHead(200, ((b"x", b"a\r\nb"),)),
+        ResponseHead(200, ((b"transfer-encoding", b"chunked"),)),
+        ResponseHead(200, ((b"content-length", b"1"), (b"content-length", b"1"))),
+    ):
+        with pytest.raises(ResponseError):
+            server.responses.send_head(stream_id, head)
+    server.responses.send_head(stream_id, ResponseHead(200, ((b"content-length", b"2"),)))
+    with pytest.raises(ResponseError):
+        server.responses.send_head(stream_id, HEAD)
+    server.responses.send_data(stream_id, b"x")
+    with pytest.raises(ResponseError):
+        server.responses.send_end(stream_id)
+    with pytest.raises(ResponseError):
+        server.responses.send_data(stream_id, b"xy")
+
+
+@pytest.mark.parametrize("trailers", [((b"content-length", b"1"),), ((b":status", b"200"),), ((b"X", b"1"),)])
+def test_wrong_trailers_are_ours_to_find(trailers: tuple[tuple[bytes, bytes], ...]) -> None:
+    pair = Pair()
+    stream_id = pair.open()
+    with pytest.raises(ResponseError):
+        pair.server.responses.send_end(stream_id, trailers)
+
+
+def test_fields_of_the_connection_are_left_out_and_ids_not_indexed() -> None:
+    pair = Pair()
+    stream_id = pair.client.get_next_available_stream_id()
+    pair.client.send_headers(stream_id, fields(), end_stream=True)
+    pair.server.receive(pair.client.data_to_send(), 0.0)
+    headers = ((b"connection", b"close"), (b"x-request-id", b"1"), (b"x", b"y"))
+    pair.server.responses.send_head(stream_id, ResponseHead(200, headers))
+    received = pair.client.receive_data(b"".join(pair.server.take_control()))
+    response = next(event for event in received if isinstance(event, events.ResponseReceived))
+    assert list(response.headers or ()) == [
+        (b":status", b"200"),
+        (b"date", b"now"),
+        (b"x-request-id", b"1"),
+        (b"x", b"y"),
+    ]
+    table = [name for name, _ in pair.server._h2.encoder.header_table.dynamic_entries]
+    assert b"x" in table
+    assert b"x-request-id" not in table
