@@ -20,6 +20,7 @@ from core.rope_config import RopeConfig as RopeConfig
 from core.rope_config import parse_rope
 
 BLOCK_SIZE = 16  # tokens per KV block
+INTER_TOKEN_TARGET = 1.6  # of EngineConfig
 QUANTIZE_SCHEMES = ("int8", "int4")
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 
@@ -49,6 +50,8 @@ class EngineConfig:
         quantize: the layers' matrices to "int8" or "int4" while they load; None: as they are.
         quantize_cache_bytes: how much of what was quantised is kept on disk; 0: nothing.
         has_prefix_cache: requests use the keys and values that earlier ones have left.
+        inter_token_target: how many times what its decodes alone would take a step with prompts in it may take, by
+            the step-cost model; None: as long as max_batch_tokens makes it.
     """
 
     device: str = "auto"
@@ -61,6 +64,7 @@ class EngineConfig:
     quantize: str | None = None
     quantize_cache_bytes: int = 0
     has_prefix_cache: bool = True
+    inter_token_target: float | None = INTER_TOKEN_TARGET
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import numpy as np
 
 from core.plan import SequenceStart, StepPlan
 from core.sequence import Sequence
+from core.step_cost import StepWork
 
 
 class PlanBuilder:
@@ -17,6 +18,7 @@ class PlanBuilder:
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
+        self.work = StepWork()
         self.sequences: list[Sequence] = []
         self.sources: set[int] = set()  # of copies
         self._copy_sources: list[int] = []
@@ -37,16 +39,26 @@ class PlanBuilder:
         self._starts.append(start)
         self._lengths.append(length)
         self._samples.append(end == len(sequence.token_ids))
-        if length == 1:
-            self._token_ids.append(sequence.token_ids[start])
-        else:
-            self._token_ids.extend(sequence.token_ids[start:end])
+        self._token_ids.extend(sequence.token_ids[start:end])
+        self.work.add(start, end, sequence.num_prompt_tokens)
         self.budget -= length
         sequence.is_in_flight = True
         if not sequence.is_started:
             self._start(sequence)
         if sequence.table.num_sent < len(sequence.table.blocks):
             self._send_table(sequence)
+
+    def add_decode(self, sequence: Sequence, position: int) -> None:
+        """Compute the last token of a sequence of which the runner knows all else, one that it has drawn itself."""
+        self.sequences.append(sequence)
+        self._starts.append(position)
+        self._lengths.append(1)
+        self._samples.append(True)
+        self._token_ids.append(sequence.token_ids[position])
+        self.budget -= 1
+        self.work.own_tokens += 1
+        self.work.own_kv += position + 1
+        sequence.is_in_flight = True
 
     def add_copy(self, source: int, target: int) -> None:
         self.sources.add(source)

@@ -1,24 +1,28 @@
 """Decides what each step computes, and what its result means. Thread: engine. No I/O; time and seeds are arguments.
 
-A step lets sequences catch up on their tokens: running decodes first, then prefill chunks, then admissions from the
-queue. Every submitted request ends with exactly one terminal TokenChunk, from the last of its sequences. Sequences end
-in one place (finish), and blocks are released in one place (_give_back).
+A step lets sequences catch up on their tokens: running decodes first, then, as far as the inter-token target allows,
+prompts: those that run and those that wait, in one order. Every submitted request ends with exactly one terminal
+TokenChunk, from the last of its sequences. Sequences end in one place (finish), and blocks are released in one place
+(_give_back).
 """
 
 import heapq
-from bisect import bisect_left, insort
+import math
 from collections.abc import Callable
-from operator import attrgetter
 
 from core.blocks import num_blocks_for
+from core.charges import Charges
+from core.config import INTER_TOKEN_TARGET
+from core.fairness import TenantShares
 from core.outbox import Outbox
 from core.plan import RunnerLimits, StepOutput, StepPlan
 from core.plan_builder import PlanBuilder, restart_rows, rows_misled
+from core.preemption import outranked, victim_order
 from core.prefix_cache import PrefixCache
-from core.sequence import NO_SLOT, Order, Sequence, SequenceGroup, SequenceState
+from core.sequence import NO_SLOT, Sequence, SequenceGroup, SequenceState
+from core.step_cost import PrefillAllowance, StepCostModel, StepWork
 from core.types import EngineStats, FinishReason, Request, StepDelivery, TokenChunk, TokenLogprobs, Usage
-
-_ORDER: Callable[[Sequence], Order] = attrgetter("order")
+from core.waiting import Rank, WaitingQueue, aged_class, rank
 
 
 class Scheduler:
@@ -29,6 +33,7 @@ class Scheduler:
         eos_ids: the model's own ends.
         seeds: draws a 64-bit seed for a request that names none.
         has_prefix_cache: requests use what others of their domain have computed.
+        inter_token_target: see EngineConfig.
     """
 
     def __init__(
@@ -37,6 +42,7 @@ class Scheduler:
         eos_ids: tuple[int, ...],
         seeds: Callable[[], int],
         has_prefix_cache: bool = True,
+        inter_token_target: float | None = INTER_TOKEN_TARGET,
     ) -> None:
         self.limits = limits
         self.cache = PrefixCache(limits.num_blocks, limits.block_size, has_prefix_cache)
@@ -48,11 +54,16 @@ class Scheduler:
         self._free_slots = list(range(num_slots))  # a heap: low slots first keep the runner's rows dense
         self._occupants: list[Sequence | None] = [None] * num_slots
         self._groups: dict[str, SequenceGroup] = {}
-        self._waiting: list[Sequence] = []  # by order; neither paused ones nor unforked siblings
-        self._running: list[Sequence] = []  # by order
+        self.step_cost = StepCostModel()
+        self.shares = TenantShares()
+        self._charges = Charges(self.step_cost, limits.num_blocks)
+        self._inter_token_target = inter_token_target
+        self._waiting = WaitingQueue()  # neither paused ones nor unforked siblings
+        self._running: dict[Sequence, None] = {}  # as they were admitted
         self._num_submitted = 0
         self._num_paused = 0
         self._planned_s = 0.0
+        self._planned_work = StepWork()
         self._counts = _Counts()
         self._outbox = Outbox()
 
@@ -73,16 +84,14 @@ class Scheduler:
                 )
             )
             return
-        seed = request.sampling.seed
-        group = SequenceGroup(request, self._num_submitted, self._seeds() if seed is None else seed)
-        self._num_submitted += 1
+        group = self._make_group(request)
         self._groups[request.request_id] = group
         for _ in range(request.num_sequences):
             self._add_sequence(group)
         leader, *siblings = group.sequences
         group.leader = leader
         group.unforked = {sibling.index: sibling for sibling in siblings}
-        insort(self._waiting, leader, key=_ORDER)
+        self._waiting.add(leader, request.arrival_s)
 
     def cancel(
         self, request_id: str, reason: FinishReason, index: int | None = None, num_tokens_kept: int | None = None
@@ -113,7 +122,7 @@ class Scheduler:
         self._num_paused += 1
         for sequence in group.sequences:
             sequence.is_paused = True
-            _remove(self._waiting, sequence)
+            self._waiting.remove(sequence)
 
     def resume(self, request_id: str) -> None:
         """Let a paused request go on, from its old place in the queue."""
@@ -125,7 +134,7 @@ class Scheduler:
         for sequence in group.sequences:
             sequence.is_paused = False
             if sequence.state is SequenceState.WAITING and sequence.index not in group.unforked:
-                insort(self._waiting, sequence, key=_ORDER)
+                self._waiting.add(sequence, self._planned_s)
 
     # One step
 
@@ -133,17 +142,20 @@ class Scheduler:
         """The next step, None when nothing can be computed now. Every plan must come back to apply()."""
         self._planned_s = now
         builder = PlanBuilder(self.limits.max_batch_tokens)
-        active = [sequence for sequence in self._running if not sequence.is_paused]
-        for sequence in active:
-            if sequence.num_uncomputed_tokens == 1:
-                self._add_row(builder, sequence)
-        for sequence in active:
-            if builder.budget == 0:
-                break
-            if sequence.num_uncomputed_tokens > 1:
-                self._add_row(builder, sequence)
-        while builder.budget > 0 and self._waiting and self._admit(self._waiting[0], builder):
-            pass
+        self._make_room(builder, now)
+        decodes: list[Sequence] = []
+        behind: list[Sequence] = []
+        for sequence in self._running:
+            if not sequence.is_paused:
+                is_decode = len(sequence.token_ids) == sequence.num_computed_tokens + 1
+                (decodes if is_decode else behind).append(sequence)
+        if len(decodes) > self.pool.num_free:  # some may have to give way: they must not be in the plan before
+            decodes.sort(key=victim_order(self.shares.least_s()))
+        self._add_decodes(builder, decodes)
+        allowance = self._allowance(builder.work)
+        num_reserved = len(builder.sequences)  # blocks, which the decodes need within 16 steps
+        self._catch_up(builder, allowance, behind, num_reserved, now)
+        self._planned_work = builder.work
         return builder.build()
 
     def restart(self, plan: StepPlan, rows: range) -> StepPlan:
@@ -157,6 +169,7 @@ class Scheduler:
         if output.failed_rows:
             misled = rows_misled(plan, sequences, output.failed_rows, self.limits.block_size)
         lost = misled.union(output.failed_rows)
+        self._account(plan, sequences, now - self._planned_s)
         self._advance(plan, sequences, lost)
         for i, (row, token_id) in enumerate(zip(output.rows.tolist(), output.token_ids.tolist(), strict=True)):
             if row not in lost:
@@ -166,8 +179,6 @@ class Scheduler:
         for sequence in sequences:
             if sequence.cancel_reason is not None:
                 self.finish(sequence, sequence.cancel_reason)
-        self._counts.num_steps += 1
-        self._counts.step_s = now - self._planned_s
         return self._outbox.take(self.stats())
 
     def flush(self) -> StepDelivery | None:
@@ -191,6 +202,8 @@ class Scheduler:
             num_cache_hits=self._counts.num_cache_hits,
             num_cache_evictions=self.pool.num_evictions,
             step_s=self._counts.step_s,
+            step_cost_error_p50=self.step_cost.error_p50,
+            step_cost_error_p90=self.step_cost.error_p90,
         )
 
     # Ends
@@ -202,7 +215,7 @@ class Scheduler:
         assert not sequence.is_in_flight, "what is in flight is finished by apply()"
         group = self._groups[sequence.request_id]
         self._leave_siblings(group, sequence)
-        _remove(self._waiting, sequence)
+        self._waiting.remove(sequence)
         self._give_back(sequence)
         sequence.state = SequenceState.FINISHED
         group.num_live -= 1
@@ -226,6 +239,7 @@ class Scheduler:
 
     def _end_group(self, group: SequenceGroup) -> Usage:
         del self._groups[group.request.request_id]
+        self.shares.leave(group.tenant)
         self._num_paused -= group.is_paused
         return Usage(
             num_prompt_tokens=group.num_prompt_tokens_done,
@@ -240,12 +254,14 @@ class Scheduler:
             if sequence.state is SequenceState.RUNNING:
                 self._fork(sequence, heir)
             elif not group.is_paused:
-                insort(self._waiting, heir, key=_ORDER)
+                self._waiting.add(heir, self._planned_s)
 
     def _give_back(self, sequence: Sequence) -> None:
         """The one place where a sequence loses its slot and its blocks: at its end, or when it is preempted."""
         if sequence.state is SequenceState.RUNNING:
-            _remove(self._running, sequence)
+            del self._running[sequence]
+            sequence.tenant.num_running -= 1
+            self._charges.refund(sequence)
             self.pool.release(sequence.table.take())
         if sequence.slot != NO_SLOT:
             self._occupants[sequence.slot] = None
@@ -266,6 +282,22 @@ class Scheduler:
             return f"{request.num_sequences} sequences were asked for; this server runs {len(self._occupants)} at once."
         return None
 
+    def _make_group(self, request: Request) -> SequenceGroup:
+        seed = request.sampling.seed
+        latest_start_s = math.inf
+        if request.deadline_s is not None:
+            num_tokens = len(request.prompt_ids)
+            latest_start_s = request.deadline_s - self._charges.prefill_s(0, num_tokens, num_tokens)
+        group = SequenceGroup(
+            request,
+            self.shares.enter(request.tenant),
+            self._num_submitted,
+            self._seeds() if seed is None else seed,
+            latest_start_s,
+        )
+        self._num_submitted += 1
+        return group
+
     def _add_sequence(self, group: SequenceGroup) -> None:
         sampling = group.request.sampling
         stop_ids = sampling.stop_token_ids if sampling.ignore_eos else self._eos_ids + sampling.stop_token_ids
@@ -279,33 +311,66 @@ class Scheduler:
 
     def _start_running(self, sequence: Sequence) -> None:
         sequence.state = SequenceState.RUNNING
-        insort(self._running, sequence, key=_ORDER)
+        sequence.progress_s = self._planned_s
+        self._running[sequence] = None
+        sequence.tenant.num_running += 1
 
-    def _admit(self, sequence: Sequence, builder: PlanBuilder) -> bool:
-        """Give the queue's head its slots, blocks for all its tokens and the next, and its first chunk. False: not yet.
+    def _joining(self, sequence: Sequence) -> list[Sequence]:
+        """Who needs a slot when this one is admitted."""
+        group = self._groups[sequence.request_id]
+        return [sequence, *group.unforked.values()] if sequence is group.leader else [sequence]
+
+    def _admit(self, builder: PlanBuilder, sequence: Sequence, level: int, num_reserved: int) -> bool:
+        """Give the queue's head its slots, and blocks for all its tokens and the next. False: not yet.
 
         The blocks are taken at once so that no prefill waits for blocks halfway.
+
+        Args:
+            level: its class, aged.
+            num_reserved: blocks that others will need soon.
         """
-        group = self._groups[sequence.request_id]
-        joining = [sequence, *group.unforked.values()] if sequence is group.leader else [sequence]
-        while len(joining) > len(self._free_slots) or not self._take_blocks(sequence):
+        joining = self._joining(sequence)
+        while len(joining) > len(self._free_slots) or not self._take_blocks(sequence, num_reserved):
             if not self._preempt_paused(builder):
                 return False
-        self._waiting.pop(0)
+        self._waiting.admit(sequence, self._planned_s)
         for member in joining:
             self._occupy_slot(member)
+        sequence.level = level
         self._start_running(sequence)
-        self._add_row(builder, sequence)
+        self._charges.prepay(sequence)
         return True
 
-    def _take_blocks(self, sequence: Sequence) -> bool:
+    def _make_room(self, builder: PlanBuilder, now: float) -> None:
+        """Preempt those whom the queue's head outranks, if that is what it takes to admit it."""
+        found = self._waiting.head(now)
+        if found is None:
+            return
+        head, level = found
+        num_slots = len(self._joining(head)) - len(self._free_slots)
+        num_blocks = num_blocks_for(len(head.token_ids) + 1, self.limits.block_size) - self.pool.num_free
+        if num_slots <= 0 and num_blocks <= 0:
+            return
+        victims = []
+        for sequence in outranked(self._running, head, level, self.shares.least_s()):
+            victims.append(sequence)
+            num_slots -= len(self._joining(sequence))
+            num_blocks -= len(sequence.table)
+            if num_slots <= 0 and num_blocks <= 0:
+                break
+        else:
+            return
+        for sequence in victims:
+            self._preempt(builder, sequence)
+
+    def _take_blocks(self, sequence: Sequence, num_reserved: int) -> bool:
         """Give a waiting sequence what is cached of it and new blocks for the rest, or nothing and False."""
         table, num_free = sequence.table, self.pool.num_free
-        if num_free < sequence.num_free_blocks_needed:  # so that a long prompt is not looked up in each step
+        if num_free - num_reserved < sequence.num_free_blocks_needed:  # a long prompt is not looked up in each step
             return False
         num_cached_tokens = self.cache.extend(table, sequence.token_ids)
         num_new = num_blocks_for(len(sequence.token_ids) + 1, self.limits.block_size) - len(table)
-        if num_new > self.pool.num_free:
+        if num_new > self.pool.num_free - num_reserved:
             sequence.num_free_blocks_needed = num_new + num_free - self.pool.num_free
             self.pool.release(table.take())
             return False
@@ -327,18 +392,71 @@ class Scheduler:
         child.table.blocks = parent.table.blocks[:num_blocks]
         child.table.num_published = min(parent.table.num_published, num_blocks)
         self.pool.share(child.table.blocks)
+        child.level = parent.level
         self._start_running(child)
 
     # Rows and their blocks
 
-    def _add_row(self, builder: PlanBuilder, sequence: Sequence) -> None:
+    def _allowance(self, decodes: StepWork) -> PrefillAllowance:
+        """What may be computed beside these decodes."""
+        if self._inter_token_target is None or decodes.own_tokens == 0 or not self.step_cost.is_ready:
+            return PrefillAllowance(self.step_cost, math.inf)
+        return PrefillAllowance(self.step_cost, (self._inter_token_target - 1) * self.step_cost.predict(decodes))
+
+    def _catch_up(
+        self, builder: PlanBuilder, allowance: PrefillAllowance, behind: list[Sequence], num_reserved: int, now: float
+    ) -> None:
+        """Add chunks of those that are behind and of those that wait, the first in rank first, as far as allowed."""
+
+        def rank_of(sequence: Sequence) -> Rank:
+            return rank(sequence, aged_class(sequence.level, now - sequence.progress_s), now)
+
+        behind.sort(key=rank_of, reverse=True)
+        is_admitting = True
+        while builder.budget > 0 and not allowance.is_spent:
+            found = self._waiting.head(now) if is_admitting else None
+            if found is not None and (not behind or rank(*found, now) < rank_of(behind[-1])):
+                head, level = found
+                is_admitting = self._admit(builder, head, level, num_reserved)
+                if is_admitting:
+                    self._add_row(builder, head, allowance)
+            elif behind:
+                self._add_row(builder, behind.pop(), allowance)
+            else:
+                return
+
+    def _add_decodes(self, builder: PlanBuilder, sequences: list[Sequence]) -> None:
+        """Add a row for each, in as few operations as can be where it only goes on within a block of its own.
+
+        One that was preempted meanwhile has computed nothing: it is left to _add_row.
+        """
+        block_size, is_shared = self.limits.block_size, self.pool.is_shared
+        for sequence in sequences:
+            position, table = sequence.num_computed_tokens, sequence.table
+            offset = position % block_size
+            if offset and sequence.is_started and not is_shared(table.blocks[position // block_size]):
+                builder.add_decode(sequence, position)
+                if offset == block_size - 1 and self.cache.is_behind(table, position + 1):
+                    self.cache.publish(table, sequence.token_ids, position + 1)
+            else:
+                self._add_row(builder, sequence)
+
+    def _add_row(self, builder: PlanBuilder, sequence: Sequence, allowance: PrefillAllowance | None = None) -> None:
+        """
+        Args:
+            allowance: bounds how much it catches up; None: it needs one token.
+        """
         if sequence.state is not SequenceState.RUNNING:  # preempted while this plan was made
             return
         table, cache = sequence.table, self.cache
-        start = sequence.num_computed_tokens
-        if start < len(sequence.token_ids) - 1 or cache.is_behind(table, start):
+        start, length = sequence.num_computed_tokens, 1
+        if allowance is not None or cache.is_behind(table, start):
             start = sequence.num_computed_tokens = max(start, cache.extend(table, sequence.token_ids))
-        length = min(len(sequence.token_ids) - start, builder.budget)
+        if allowance is not None:
+            length = allowance.chunk(start, len(sequence.token_ids), sequence.num_prompt_tokens, builder.budget)
+            if length == 0:
+                return
+            sequence.progress_s = self._planned_s
         end = start + length
         if self._secure_blocks(builder, sequence, end):
             builder.add_row(sequence, start, length)
@@ -349,19 +467,18 @@ class Scheduler:
         """Let the sequence own all blocks it writes up to position `end`; False if it had to give up its own."""
         blocks = sequence.table.blocks
         num_blocks = num_blocks_for(end, self.limits.block_size)
-        first = (
-            sequence.num_computed_tokens // self.limits.block_size
-        )  # only this one can be shared: later ones are new
+        # Only its first block can be shared: later ones are new.
+        first = sequence.num_computed_tokens // self.limits.block_size
         while True:
             is_shared = first < len(blocks) and self.pool.is_shared(blocks[first])
             num_missing = max(0, num_blocks - len(blocks)) + is_shared
             if num_missing <= self.pool.num_free:
                 break
-            if not self._preempt_paused(builder):
-                victim = next(candidate for candidate in reversed(self._running) if not candidate.is_in_flight)
-                self._preempt(builder, victim)
-                if victim is sequence:
-                    return False
+            order = victim_order(self.shares.least_s())
+            victim = max((candidate for candidate in self._running if not candidate.is_in_flight), key=order)
+            self._preempt(builder, victim)
+            if victim is sequence:
+                return False
         if is_shared:
             builder.replace_block(sequence, first, self.pool.take_for_shared(blocks[first]))
         if num_blocks > len(blocks):
@@ -369,10 +486,12 @@ class Scheduler:
         return True
 
     def _preempt_paused(self, builder: PlanBuilder) -> bool:
-        victim = next((candidate for candidate in reversed(self._running) if candidate.is_paused), None)
-        if victim is not None:
-            self._preempt(builder, victim)
-        return victim is not None
+        if self._num_paused == 0:
+            return False
+        paused = [sequence for sequence in self._running if sequence.is_paused]
+        if paused:
+            self._preempt(builder, max(paused, key=victim_order(self.shares.least_s())))
+        return bool(paused)
 
     def _preempt(self, builder: PlanBuilder, victim: Sequence) -> None:
         """Take a sequence's slot and blocks; it computes all its tokens again when its old place in the queue comes."""
@@ -390,7 +509,7 @@ class Scheduler:
             for sibling in group.unforked.values():
                 self._give_back(sibling)
         if not sequence.is_paused:
-            insort(self._waiting, sequence, key=_ORDER)
+            self._waiting.add(sequence, self._planned_s)
 
     def _occupant(self, slot: int) -> Sequence:
         sequence = self._occupants[slot]
@@ -398,6 +517,14 @@ class Scheduler:
         return sequence
 
     # Results
+
+    def _account(self, plan: StepPlan, sequences: list[Sequence], step_s: float) -> None:
+        """Learn from a step's duration, and charge for it."""
+        self._counts.num_steps += 1
+        self._counts.step_s = step_s
+        self.step_cost.observe(self._planned_work, step_s)
+        ends = (plan.starts + plan.lengths).tolist()
+        self._charges.charge_step(sequences, ends, self._running, self._planned_work, step_s)
 
     def _advance(self, plan: StepPlan, sequences: list[Sequence], lost: set[int]) -> None:
         """Count what was computed, and fork those who waited for their prompt.
@@ -444,18 +571,13 @@ class Scheduler:
             return
         sequence.token_ids.append(token_id)
         self._counts.num_generated_tokens += 1
-        reason = sequence.end_after_last_token()
+        reason = None
+        if token_id in sequence.stop_ids or len(sequence.token_ids) >= sequence.max_length:
+            reason = sequence.end_after_last_token()
         if reason is not FinishReason.STOP:
             self._outbox.add_token(sequence, token_id, logprobs)
         if reason is not None:
             self.finish(sequence, reason)
-
-
-def _remove(ordered: list[Sequence], sequence: Sequence) -> None:
-    """Take a sequence out of a list by order, if it is in it; found by bisection."""
-    i = bisect_left(ordered, sequence.order, key=_ORDER)
-    if i < len(ordered) and ordered[i] is sequence:
-        del ordered[i]
 
 
 class _Counts:

@@ -4,16 +4,23 @@ State only: who may change it, and when, is the scheduler's.
 """
 
 import enum
+import math
 from dataclasses import dataclass, field
 
 from core.blocks import BlockTable
+from core.fairness import Tenant
 from core.types import FinishReason, Request, SamplingParams
 
 NO_SLOT = -1
 _MASK_64 = (1 << 64) - 1
 _GOLDEN_64 = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, SplitMix64's increment (Steele et al., OOPSLA 2014)
 
-Order = tuple[int, float, int, int]  # (-priority, arrival_s, serial of the submit, index): smaller goes first
+# A short prompt goes as if it had arrived earlier: by so much if it had no tokens, by nothing from so many on.
+SHORT_PROMPT_BONUS_S = 2.0
+LONG_PROMPT_TOKENS = 2048
+
+Place = tuple[float, int, int]  # (arrival_s less the bonus, serial of the submit, index): smaller goes first
+DueOrder = tuple[float, int, int]  # (when its prompt must start at the latest, serial, index): smaller goes first
 
 
 class SequenceState(enum.Enum):
@@ -29,7 +36,10 @@ class Sequence:
     """One line of tokens that grows. It catches up when num_computed_tokens is less than its tokens.
 
     Args:
-        order: its place among all sequences, kept for life.
+        tenant: whose account it is on.
+        priority: its class, higher goes first.
+        place: among its tenant's and class's sequences, kept for life.
+        due_order: among those whose first token is due at some time; infinite for others.
         stop_ids: ids that end it: the model's ends (unless ignored) and the request's.
         token_ids: the prompt's, then its own.
         max_length: tokens, prompt included, at which it ends.
@@ -38,11 +48,18 @@ class Sequence:
         cancel_reason: set while in flight: what to finish it with when the step comes back.
         num_tokens_kept: of its own tokens, those the loop has used; None: all.
         num_free_blocks_needed: while it waits: with fewer free it cannot be admitted, as far as was seen.
+        level: its class, aged, when it was admitted.
+        progress_s: when it was admitted or last computed some of a prompt: from then on it ages.
+        prepaid_end: up to this position its tenant was charged when it was admitted ...
+        prepaid_token_s: ... so much for each token that was to be computed.
     """
 
     request_id: str
     index: int
-    order: Order
+    tenant: Tenant
+    priority: int
+    place: Place
+    due_order: DueOrder
     sampling: SamplingParams
     seed: int
     stop_ids: tuple[int, ...]
@@ -59,6 +76,15 @@ class Sequence:
     cancel_reason: FinishReason | None = None
     num_tokens_kept: int | None = None
     num_free_blocks_needed: int = 0
+    level: int = 0
+    progress_s: float = 0.0
+    prepaid_end: int = 0
+    prepaid_token_s: float = 0.0
+
+    @property
+    def has_deadline(self) -> bool:
+        """Whether its first token is yet to come, and due at some time."""
+        return self.due_order[0] < math.inf and self.num_own_tokens == 0
 
     @property
     def num_uncomputed_tokens(self) -> int:
@@ -95,6 +121,7 @@ class SequenceGroup:
     """A request while it lives: its sequences, finished ones included.
 
     Args:
+        latest_start_s: when its prompt must start to have the first token in time; infinite without a deadline.
         leader: computes the prompt for itself and the unforked.
         unforked: siblings that wait for it, by index. They hold slots while the leader runs, never blocks.
         num_live: sequences not yet finished.
@@ -103,8 +130,10 @@ class SequenceGroup:
     """
 
     request: Request
+    tenant: Tenant
     serial: int
     seed: int
+    latest_start_s: float
     sequences: list[Sequence] = field(default_factory=list)
     leader: Sequence | None = None
     unforked: dict[int, Sequence] = field(default_factory=dict)
@@ -119,7 +148,10 @@ class SequenceGroup:
         sequence = Sequence(
             request_id=self.request.request_id,
             index=index,
-            order=(-self.request.priority, self.request.arrival_s, self.serial, index),
+            tenant=self.tenant,
+            priority=self.request.priority,
+            place=(self.request.arrival_s - _bonus_s(len(self.request.prompt_ids)), self.serial, index),
+            due_order=(self.latest_start_s, self.serial, index),
             sampling=self.request.sampling,
             seed=sequence_seed(self.seed, index),
             stop_ids=stop_ids,
@@ -132,6 +164,10 @@ class SequenceGroup:
         self.sequences.append(sequence)
         self.num_live += 1
         return sequence
+
+
+def _bonus_s(num_prompt_tokens: int) -> float:
+    return SHORT_PROMPT_BONUS_S * max(0.0, 1 - num_prompt_tokens / LONG_PROMPT_TOKENS)
 
 
 def sequence_seed(seed: int, index: int) -> int:

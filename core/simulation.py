@@ -129,17 +129,24 @@ class SimulatedRunner:
 
 @dataclass(slots=True)
 class RequestTrace:
-    """What became of one request: its tokens by sequence, and when they came (simulated seconds)."""
+    """What became of one request: its tokens by sequence, and when they came (simulated seconds).
+
+    Args:
+        num_steps_to_first_token: that the engine made since the request was submitted.
+    """
 
     request: Request
+    num_steps_before: int = 0  # that the engine had made then
+    num_steps_to_first_token: int | None = None
     first_token_s: float | None = None
     end_s: float | None = None
     usage: Usage | None = None
     token_ids: dict[int, list[int]] = field(default_factory=dict)
 
-    def add(self, index: int, token_id: int, now: float) -> None:
+    def add(self, index: int, token_id: int, now: float, num_steps: int) -> None:
         if self.first_token_s is None:
             self.first_token_s = now
+            self.num_steps_to_first_token = num_steps - self.num_steps_before
         self.token_ids.setdefault(index, []).append(token_id)
 
 
@@ -148,6 +155,7 @@ class Simulation:
 
     Args:
         num_may_enter: how many more requests the engine may be given now, by the number it has; by default any.
+        on_step: called after every step.
     """
 
     def __init__(
@@ -157,6 +165,7 @@ class Simulation:
         requests: Iterable[Request],
         eos_ids: tuple[int, ...] = (),
         num_may_enter: Callable[[int], int] = lambda num_inside: sys.maxsize,
+        on_step: Callable[[Scheduler], None] = lambda scheduler: None,
     ) -> None:
         self.clock = SimulatedClock()
         self.traces = {request.request_id: RequestTrace(request) for request in requests}
@@ -165,6 +174,7 @@ class Simulation:
         self._inbox: deque[Message] = deque()
         self._num_inside = 0
         self._num_may_enter = num_may_enter
+        self._on_step = on_step
         runner = SimulatedRunner(limits, cost, self.clock)
         self._engine = Engine(self.scheduler, runner, self.clock, self._inbox, self._take)
 
@@ -172,7 +182,9 @@ class Simulation:
         """Step until every request has ended; time jumps over what is idle. Returns the traces in order of arrival."""
         while self._coming or self._num_inside:
             self._enter()
-            if not self._engine.step() and self._coming:
+            if self._engine.step():
+                self._on_step(self.scheduler)
+            elif self._coming:
                 self.clock.now = max(self.clock.now, self._coming[0].arrival_s)
         return sorted(self.traces.values(), key=lambda trace: trace.request.arrival_s)
 
@@ -180,13 +192,15 @@ class Simulation:
         num_may_enter = self._num_may_enter(self._num_inside)
         while self._coming and self._coming[0].arrival_s <= self.clock.now and num_may_enter > 0:
             num_may_enter -= 1
-            self._inbox.append(Submit(self._coming.popleft()))
+            request = self._coming.popleft()
+            self.traces[request.request_id].num_steps_before = self.scheduler.stats().num_steps
+            self._inbox.append(Submit(request))
             self._num_inside += 1
 
     def _take(self, delivery: StepDelivery) -> None:
         now = self.clock.now
         for request_id, index, token_id in zip(delivery.request_ids, delivery.indexes, delivery.token_ids, strict=True):
-            self.traces[request_id].add(index, token_id, now)
+            self.traces[request_id].add(index, token_id, now, delivery.stats.num_steps)
         for chunk in delivery.chunks:
             if chunk.usage is not None:
                 self.traces[chunk.request_id].end_s, self.traces[chunk.request_id].usage = now, chunk.usage

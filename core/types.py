@@ -51,6 +51,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One generation, of 1..k sequences over the same prompt.
 
     Args:
+        tenant: whose share of the engine it takes; "" is one like any other.
+        priority: its class, of LOWEST_CLASS to TOP_CLASS (core/waiting.py); higher goes first.
+        deadline_s: monotonic; when its first token is due, for its order in the queue: nothing is cancelled by it.
         cache_domain: whose cached prompts it may use, and who may use its own: those of the same domain.
         cache_salt: narrows that further, to those with the same salt.
     """
@@ -61,7 +64,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     arrival_s: float  # monotonic; when the head was parsed: its place in the queue
     num_sequences: int = 1
     tenant: str = "local"
-    priority: int = 0  # higher goes first
+    priority: int = 0
+    deadline_s: float | None = None
     cache_domain: str = ""
     cache_salt: str = ""
 
@@ -171,6 +175,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_cache_hits: int = 0  # of these, found: over all requests, Usage.num_cached_tokens
     num_cache_evictions: int = 0  # blocks
     step_s: float = 0.0  # duration of the last step
+    step_cost_error_p50: float = 0.0  # of the last steps: |predicted - measured| / measured; 0 before any prediction
+    step_cost_error_p90: float = 0.0
 
 
 class StepDelivery(msgspec.Struct, frozen=True):

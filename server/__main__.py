@@ -178,6 +178,7 @@ def engine_loader(config: "ServerConfig") -> "LoadEngine":
             files.eos_ids,
             seeds=lambda: random.SystemRandom().getrandbits(64),
             has_prefix_cache=engine.has_prefix_cache,
+            inter_token_target=engine.inter_token_target,
         )
         memory = runner.memory
         facts = EngineFacts(

@@ -9,7 +9,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Required, TypedDict
 
-from core.config import QUANTIZE_SCHEMES, EngineConfig
+from core.config import INTER_TOKEN_TARGET, QUANTIZE_SCHEMES, EngineConfig
 from core.errors import ExitCode, StartupError
 from server.auth import WAYS, way_value
 from server.binds import (
@@ -35,6 +35,7 @@ from server.values import (
     count_between,
     duration_between,
     existing_file,
+    factor_or_none,
     file_value,
     format_duration,
     format_size,
@@ -201,6 +202,17 @@ class ServerConfig:
             parse=count_between(1, 65_536),
             metavar="COUNT",
             help="sequences that run at once",
+            group="engine",
+        ),
+    )
+    inter_token_target: float = field(
+        default=INTER_TOKEN_TARGET,
+        metadata=Setting(
+            name="inter-token-target",
+            parse=factor_or_none(1.05, 1000),
+            metavar="FACTOR",
+            help="a step with prompts in it takes at most so many times what its running streams alone would: smaller"
+            " is smoother, larger has prompts done sooner; 0 for no bound",
             group="engine",
         ),
     )
@@ -659,6 +671,7 @@ class ServerConfig:
             quantize=self.quantize,
             quantize_cache_bytes=self.quantize_cache_bytes,
             has_prefix_cache=not self.no_prefix_cache,
+            inter_token_target=self.inter_token_target or None,
         )
 
 

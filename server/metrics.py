@@ -6,7 +6,7 @@ Own names are steploop_*; beside them stands the subset of vllm:* that routers a
 import logging
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from core.types import EngineStats, Usage
 from server.logs import escape
@@ -112,6 +112,9 @@ class Metrics:
         page.family("steploop_requests_paused", "gauge", "Sequences paused by slow readers.", stats.num_paused)
         page.family("steploop_steps_total", "counter", "Engine steps.", stats.num_steps)
         page.family("steploop_step_seconds", "gauge", "Duration of the last step.", stats.step_s)
+        errors = {"0.5": stats.step_cost_error_p50, "0.9": stats.step_cost_error_p90}
+        help_text = "Of the last steps, how far the time predicted was off, as a share of the time measured."
+        page.labelled("steploop_step_cost_error_ratio", help_text, "quantile", errors, kind="gauge")
         return page.encode()
 
     def _render_prefix_cache(self, page: "_Page", prefix: str, stats: EngineStats) -> None:
@@ -146,8 +149,10 @@ class _Page:
         self._head(name, kind, text)
         self._lines.append(f"{name}{{{self._label}}} {value}")
 
-    def labelled(self, name: str, text: str, label: str, values: Counter[str] | Counter[int]) -> None:
-        self._head(name, "counter", text)
+    def labelled(
+        self, name: str, text: str, label: str, values: Mapping[str, float] | Mapping[int, float], kind: str = "counter"
+    ) -> None:
+        self._head(name, kind, text)
         for key, value in sorted(values.items()):
             self._lines.append(f'{name}{{{self._label},{label}="{_escape(str(key))}"}} {value}')
 

@@ -80,9 +80,15 @@ class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         for text in self.certificates:
             certificate_name(text)
 
-    @property
-    def priority(self) -> int:
-        return CLASSES[self.tenant_class]
+    def priority_of(self, asked: int | None) -> int:
+        """Request.priority of a request that asks for one, or for none: its class is the most that a tenant gets.
+
+        Where no tenants are configured, clients are taken at their word.
+        """
+        own = CLASSES[self.tenant_class]
+        if asked is None:
+            return own
+        return asked if self.name == LOCAL_NAME else min(asked, own)
 
     @property
     def cache_salt_domain(self) -> str:

@@ -143,6 +143,19 @@ def duration_between(low_s: float, high_s: float) -> Callable[[str], float]:
     return parse
 
 
+def factor_or_none(low: float, high: float) -> Callable[[str], float]:
+    """How many times something: within both bounds, included, or 0, which stands for none."""
+
+    def parse(text: str) -> float:
+        match = _QUANTITY.fullmatch(text.strip())
+        factor = float(match[1]) if match and not match[2] else -1.0
+        if factor != 0 and not low <= factor <= high:
+            raise BadValueError(f"a number from {low:g} to {high:g}, such as 1.6, or 0 for none")
+        return factor
+
+    return parse
+
+
 def model_source(text: str) -> Path | HubId:
     """A directory, a GGUF file, or org/name[@revision] on a hub where no such path exists."""
     path = Path(text_value(text)).expanduser()

@@ -2,6 +2,7 @@
 
 from collections import deque
 
+from core.config import INTER_TOKEN_TARGET
 from core.engine import Engine
 from core.plan import RunnerLimits, SequenceStart, StepOutput, StepPlan
 from core.scheduler import Scheduler
@@ -95,6 +96,7 @@ class EngineUnderTest:
         eos_ids: tuple[int, ...] = (),
         runner: SimulatedRunner | None = None,
         has_prefix_cache: bool = True,
+        inter_token_target: float | None = INTER_TOKEN_TARGET,
     ) -> None:
         self.clock = FakeClock()
         self.limits = limits
@@ -102,7 +104,7 @@ class EngineUnderTest:
         self.inbox: deque[Message] = deque()
         self.log = DeliveryLog()
         self.runner = runner or SimulatedRunner(limits, self.cost, self.clock)
-        self.scheduler = Scheduler(limits, eos_ids, lambda: 1234, has_prefix_cache)
+        self.scheduler = Scheduler(limits, eos_ids, lambda: 1234, has_prefix_cache, inter_token_target)
         self.engine = Engine(self.scheduler, self.runner, self.clock, self.inbox, self.log)
 
     def send(self, *messages: Message) -> None:
@@ -154,6 +156,8 @@ def make_request(
     num_sequences: int = 1,
     arrival_s: float = 0.0,
     priority: int = 0,
+    tenant: str = "local",
+    deadline_s: float | None = None,
     cache_salt: str = "",
     **sampling: object,
 ) -> Request:
@@ -166,5 +170,7 @@ def make_request(
         arrival_s=arrival_s,
         num_sequences=num_sequences,
         priority=priority,
+        tenant=tenant,
+        deadline_s=deadline_s,
         cache_salt=cache_salt,
     )

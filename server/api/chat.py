@@ -52,6 +52,7 @@ class ChatSurface:
             sampling=fields.sampling_params(wire, defaults, _max_tokens(wire), _num_logprobs(wire)),
             num_sequences=1 if wire.n is None else wire.n,
             cache_salt=fields.checked_cache_salt(wire.cache_salt),
+            priority=wire.priority,
             is_stream=bool(wire.stream),
             includes_usage=wire.includes_usage,
             wants_timings=bool(wire.timings),

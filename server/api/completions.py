@@ -60,6 +60,7 @@ class CompletionsSurface:
             sampling=sampling,
             num_sequences=_num_sequences(wire),
             cache_salt=fields.checked_cache_salt(wire.cache_salt),
+            priority=wire.priority,
             is_stream=bool(wire.stream),
             includes_usage=wire.includes_usage,
             wants_timings=bool(wire.timings),

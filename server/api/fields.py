@@ -6,6 +6,7 @@ import msgspec
 
 from core.errors import InvalidRequest
 from core.types import SamplingParams
+from core.waiting import LOWEST_CLASS, TOP_CLASS
 from server.api.decoding import MAX_SHOWN_KEY
 from server.api.surface import UNLIMITED_TOKENS, GenerationDefaults
 
@@ -29,6 +30,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("frequency_penalty", -2, 2),
     ("n", 1, MAX_CHOICES),
     ("seed", -(2**63), 2**64 - 1),
+    ("priority", LOWEST_CLASS, TOP_CLASS),
 )
 
 # Fields known to ask for what is not built; shared by all surfaces.
@@ -63,7 +65,6 @@ WITHOUT_EFFECT = frozenset(
         "verbosity",
         "include_obfuscation",
         "cache_control",
-        "priority",
         "store",
         "parallel_tool_calls",
     }
@@ -91,6 +92,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     cache_salt: str | None = None
+    priority: int | None = None
     ignore_eos: bool | None = None
     timings: bool | None = None
     stream: bool | None = None

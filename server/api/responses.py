@@ -77,6 +77,7 @@ class ResponsesSurface:
             prompts=(_prompt(wire),),
             sampling=fields.sampling_params(wire, defaults, max_tokens, _num_logprobs(wire)),
             cache_salt=fields.checked_cache_salt(wire.cache_salt),
+            priority=wire.priority,
             is_stream=bool(wire.stream),
             wants_timings=bool(wire.timings),
             wire=wire,

@@ -53,6 +53,7 @@ class GenerationCall(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams
     num_sequences: int = 1
     cache_salt: str = ""  # prompts are cached for the same salt only
+    priority: int | None = None  # the class it asks for: higher goes first; None: its tenant's
     is_stream: bool = False
     includes_usage: bool = False  # stream_options.include_usage
     wants_timings: bool = False

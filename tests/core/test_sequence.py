@@ -1,5 +1,8 @@
+import math
+
 import pytest
 
+from core.fairness import Tenant
 from core.sequence import Sequence, SequenceGroup, sequence_seed
 from core.types import FinishReason
 from tests.fakes import make_request
@@ -7,7 +10,7 @@ from tests.fakes import make_request
 
 def make_sequence(stop_ids: tuple[int, ...] = (9,), max_length: int = 10, min_tokens: int = 0) -> Sequence:
     request = make_request(prompt_ids=(1, 2, 3), min_tokens=min_tokens)
-    return SequenceGroup(request, serial=0, seed=5).add(stop_ids, max_length)
+    return SequenceGroup(request, Tenant("local"), serial=0, seed=5, latest_start_s=math.inf).add(stop_ids, max_length)
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,7 @@ SAMPLES = {
     "quantize": "int8",
     "cors-origin": "https://app.example.com",
     "no-prefix-cache": "true",
+    "inter-token-target": "2.5",
 }
 
 
@@ -130,6 +131,12 @@ def test_a_switch_in_the_file_is_true_or_false(tmp_path: Path) -> None:
     assert error.cause.endswith("is list: it must be true or false")
     error = refusal({}, {"STEPLOOP_NO_PREFIX_CACHE": "maybe"})
     assert error.fix.startswith("--no-prefix-cache, STEPLOOP_NO_PREFIX_CACHE=BOOL or no_prefix_cache in the TOML file")
+
+
+@pytest.mark.parametrize(("value", "factor"), [("2", 2.0), ("1.25", 1.25), ("0", None)])
+def test_inter_token_target_of_0_is_no_bound(value: str, factor: float | None, tmp_path: Path) -> None:
+    config = load_config(toml_flag(tmp_path, f"inter_token_target = {value}"), {})
+    assert config.to_engine_config().inter_token_target == factor
 
 
 def test_a_switch_on_the_command_line_takes_no_value() -> None:

@@ -63,8 +63,8 @@ def test_a_tenants_name_class_and_cache_domain_go_with_its_requests() -> None:
     server.ask(as_caller(completion(), "a"))
     server.ask(as_caller(completion(), "t"))
     acme, third = (message.request for message in server.posted if isinstance(message, Submit))
-    assert (acme.tenant, acme.priority) == ("acme", ACME.priority)
-    assert (third.tenant, third.priority) == ("third", THIRD.priority)
+    assert (acme.tenant, acme.priority) == ("acme", ACME.priority_of(None))
+    assert (third.tenant, third.priority) == ("third", THIRD.priority_of(None))
     assert acme.cache_domain != third.cache_domain
     server.close()
 

@@ -35,7 +35,7 @@ def samples_of(page: bytes) -> dict[str, float]:
             key = f"{sample[1]}{{{sample[2]}}}"
             assert key not in samples
             samples[key] = float(sample[3])
-            if bound := re.search(r'le="([^"]*)"', sample[2] or ""):
+            if bound := re.search(r'\ble="([^"]*)"', sample[2] or ""):
                 buckets[family].append((float(bound[1]), float(sample[3])))
     for family, found in buckets.items():
         assert found == sorted(found), "bounds and counts grow"

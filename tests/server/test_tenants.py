@@ -6,7 +6,7 @@ import pytest
 
 from core.errors import StartupError
 from server.config_sources import load_config
-from server.tenants import Limits, Tenant
+from server.tenants import LOCAL, Limits, Tenant
 
 DIGEST = "0" * 64
 
@@ -55,7 +55,9 @@ def test_a_table_says_all_there_is_to_a_tenant(tmp_path: Path) -> None:
         key_sha256=(DIGEST,),
     )
     assert other == Tenant(name="other")
-    assert acme.priority > other.priority > Tenant(name="files", tenant_class="batch").priority
+    assert (
+        acme.priority_of(None) > other.priority_of(None) > Tenant(name="files", tenant_class="batch").priority_of(None)
+    )
 
 
 def test_cache_domains_are_shared_by_those_who_name_the_same_alone() -> None:
@@ -93,3 +95,12 @@ def test_a_mistake_names_the_tenant_the_field_and_what_there_is(tmp_path: Path, 
     assert str(tmp_path) in told
     for word in words:
         assert word in told
+
+
+def test_a_tenants_class_is_the_most_that_its_requests_get() -> None:
+    batch = Tenant(name="files", tenant_class="batch")
+    assert [batch.priority_of(asked) for asked in (None, 4, -1, -3)] == [-1, -1, -1, -3]
+
+
+def test_without_tenants_a_request_gets_the_class_it_asks_for() -> None:
+    assert [LOCAL.priority_of(asked) for asked in (None, 4, -4)] == [0, 4, -4]

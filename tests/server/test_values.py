@@ -12,6 +12,7 @@ from server.values import (
     duration_between,
     existing_directory,
     existing_file,
+    factor_or_none,
     format_count,
     format_duration,
     format_size,
@@ -52,6 +53,17 @@ def test_what_is_no_size(text: str) -> None:
 )
 def test_durations(text: str, duration_s: float) -> None:
     assert any_duration(text) == duration_s
+
+
+@pytest.mark.parametrize(("text", "factor"), [("1.6", 1.6), (" 2 ", 2.0), ("0", 0.0), ("0.0", 0.0), ("1000", 1000.0)])
+def test_factors(text: str, factor: float) -> None:
+    assert factor_or_none(1.05, 1000)(text) == factor
+
+
+@pytest.mark.parametrize("text", ["", "1", "1.04", "1001", "1.6x", "-2", "inf", "nan", "none"])
+def test_what_is_no_factor(text: str) -> None:
+    with pytest.raises(BadValueError, match=r"from 1.05 to 1000, such as 1.6, or 0 for none"):
+        factor_or_none(1.05, 1000)(text)
 
 
 @pytest.mark.parametrize("text", ["", "s", "1m", "1 day", "-1s", "inf", "nan"])

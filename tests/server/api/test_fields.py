@@ -202,6 +202,17 @@ def test_cache_salt_arrives_from_every_surface(surface: Any, ask: dict[str, Any]
         assert wire.refusal(surface, **ask, cache_salt=wrong).param == "cache_salt"
 
 
+@pytest.mark.parametrize(
+    ("surface", "ask"),
+    [(ChatSurface(), ASK), (CompletionsSurface(), {"prompt": "Hi"}), (ResponsesSurface(), {"input": "Hi"})],
+)
+def test_priority_arrives_from_every_surface(surface: Any, ask: dict[str, Any]) -> None:
+    assert wire.parse(surface, **ask).priority is wire.parse(surface, **ask, priority=None).priority is None
+    assert wire.parse(surface, **ask, priority=-4).priority == -4
+    for wrong in (5, -5, 0.5, "high"):
+        assert wire.refusal(surface, **ask, priority=wrong).param == "priority"
+
+
 def test_top_k_of_all_tokens_means_no_limit() -> None:
     assert [sampling(top_k=k).top_k for k in (-1, 0, VOCAB_SIZE, 2**60)] == [0, 0, 0, 0]
 

@@ -1,0 +1,74 @@
+"""What tenants are charged for: engine time, by the step-cost model, and KV blocks. Thread: engine.
+
+A prompt is charged when it is admitted, as in arXiv:2401.00588: the next admission knows of it. A step charges each
+row an equal part of its fixed time, and drawn tokens for themselves. Blocks count by the part of the cache that they
+are: to hold all of it for a second costs a second.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+
+from core.fairness import Tenant
+from core.sequence import Sequence
+from core.step_cost import StepCostModel, StepWork, row_cost_s
+
+
+class Charges:
+    """
+    Args:
+        num_blocks: that there are.
+    """
+
+    def __init__(self, model: StepCostModel, num_blocks: int) -> None:
+        self._model = model
+        self._num_blocks = num_blocks
+
+    def prefill_s(self, start: int, end: int, num_prompt_tokens: int) -> float:
+        """What these positions of a sequence cost."""
+        work = StepWork()
+        work.add(start, end, num_prompt_tokens)
+        return row_cost_s(self._model.coefficients_s, work)
+
+    def prepay(self, sequence: Sequence) -> None:
+        """Charge for all that an admitted sequence has to compute now."""
+        start, end = sequence.num_computed_tokens, len(sequence.token_ids)
+        cost_s = self.prefill_s(start, end, sequence.num_prompt_tokens)
+        sequence.prepaid_end = end
+        sequence.prepaid_token_s = cost_s / (end - start)
+        sequence.tenant.charge(cost_s)
+        sequence.tenant.prepaid_s += cost_s
+
+    def refund(self, sequence: Sequence) -> None:
+        """Give back what a sequence that loses its blocks, or ends, has not computed of it."""
+        num_left = sequence.prepaid_end - sequence.num_computed_tokens
+        if num_left > 0:
+            sequence.tenant.refund(num_left * sequence.prepaid_token_s)
+        sequence.prepaid_end = 0
+
+    def charge_step(
+        self, rows: Seq[Sequence], ends: Seq[int], running: Iterable[Sequence], work: StepWork, step_s: float
+    ) -> None:
+        """Charge a step that took step_s.
+
+        Args:
+            rows: the sequences that computed something, still in flight and before it is counted as computed.
+            ends: the position after the last that each computed.
+            running: all that hold blocks.
+        """
+        fixed_s, _, _, token_s, kv_s = self._model.coefficients_s
+        fixed_s /= len(rows)
+        block_s = (self._model.predict(work) if self._model.is_ready else step_s) / self._num_blocks
+        owed_s: defaultdict[Tenant, float] = defaultdict(float)
+        for sequence, end in zip(rows, ends, strict=True):
+            start = sequence.num_computed_tokens
+            owed_s[sequence.tenant] += fixed_s + block_s * len(sequence.table.blocks)
+            if start >= sequence.prepaid_end:
+                owed_s[sequence.tenant] += token_s + kv_s * start
+            else:
+                sequence.tenant.prepaid_s -= (end - start) * sequence.prepaid_token_s
+        for sequence in running:
+            if not sequence.is_in_flight:
+                owed_s[sequence.tenant] += block_s * len(sequence.table.blocks)
+        for tenant, seconds in owed_s.items():
+            tenant.charge(seconds)

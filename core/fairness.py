@@ -1,0 +1,109 @@
+"""Who has had how much: a virtual counter per tenant, in engine seconds. Thread: engine.
+
+After "Fairness in Serving Large Language Models" (arXiv:2401.00588), the virtual token counter: whoever waits with the
+smallest counter goes first, and who comes back from being idle is lifted to the least of those that were not, so that
+nobody saves up. Counters count seconds by the step-cost model, where the paper counts weighted tokens.
+"""
+
+import heapq
+from dataclasses import dataclass
+
+# Of engine time that one tenant has had more than another, before it gives way though it runs no more than one sequence
+# more: less would have them take turns too often, each time computing anew what was in the blocks.
+OVER_SHARE_S = 2.0
+
+
+@dataclass(slots=True, eq=False)
+class Tenant:
+    """One tenant's account.
+
+    Args:
+        counter_s: engine time it has had, and lifts. Never falls, so that queues by it stay in order.
+        served_s: engine time it has had.
+        credit_s: was charged and not used: later charges take it first.
+        prepaid_s: was charged and is not used yet.
+        num_live: requests that wait or run.
+        num_running: sequences that hold blocks.
+    """
+
+    name: str
+    counter_s: float = 0.0
+    served_s: float = 0.0
+    credit_s: float = 0.0
+    prepaid_s: float = 0.0
+    num_live: int = 0
+    num_running: int = 0
+
+    @property
+    def had_s(self) -> float:
+        """The counter less what was charged ahead."""
+        return self.counter_s - self.credit_s - self.prepaid_s
+
+    def charge(self, seconds: float) -> None:
+        self.served_s += seconds
+        if self.credit_s:
+            used_s = min(self.credit_s, seconds)
+            self.credit_s -= used_s
+            seconds -= used_s
+        self.counter_s += seconds
+
+    def refund(self, seconds: float) -> None:
+        """Some of what was prepaid was not computed after all."""
+        self.prepaid_s -= seconds
+        self.served_s -= seconds
+        self.credit_s += seconds
+
+    def gives_way_to(self, other: "Tenant") -> bool:
+        """Whether a running sequence of this tenant gives way to a waiting one of the other's.
+
+        Where it runs at least two more, both come nearer to each other: they cannot take turns for nothing.
+        """
+        ahead_s = self.had_s - other.had_s
+        return ahead_s > (0 if self.num_running > other.num_running + 1 else OVER_SHARE_S)
+
+
+class TenantShares:
+    """All tenants that have requests, and those that may not come back with less than they had. O(log n) operations."""
+
+    def __init__(self) -> None:
+        self._tenants: dict[str, Tenant] = {}
+        self._heap: list[tuple[float, str]] = []  # each of them once, with a counter that it has had
+        self._floor_s = 0.0  # the least counter of those that have requests, as last seen
+
+    def tenants(self) -> tuple[Tenant, ...]:
+        return tuple(self._tenants.values())
+
+    def enter(self, name: str) -> Tenant:
+        """A request of this tenant has come."""
+        floor_s = self.least_s()
+        tenant = self._tenants.get(name)
+        if tenant is None:
+            tenant = self._tenants[name] = Tenant(name, floor_s)
+            heapq.heappush(self._heap, (floor_s, name))
+        elif tenant.num_live == 0:
+            tenant.counter_s = max(tenant.counter_s, floor_s)
+        tenant.num_live += 1
+        return tenant
+
+    def leave(self, tenant: Tenant) -> None:
+        """A request of this tenant has ended."""
+        tenant.num_live -= 1
+
+    def least_s(self) -> float:
+        """The least counter of those that have requests; with none, the greatest of those that had.
+
+        Idle tenants with less are forgotten: if they come back, they are lifted to it.
+        """
+        heap = self._heap
+        while heap:
+            counter_s, name = heap[0]
+            tenant = self._tenants[name]
+            if tenant.counter_s > counter_s:
+                heapq.heapreplace(heap, (tenant.counter_s, name))
+                continue
+            self._floor_s = max(self._floor_s, counter_s)
+            if tenant.num_live:
+                break
+            heapq.heappop(heap)
+            del self._tenants[name]
+        return self._floor_s

@@ -1,0 +1,210 @@
+"""What a step costs, fitted online to the steps that were measured, and how much prefill a step may bear by it.
+
+Thread: engine. Nothing here reads a clock: durations are given.
+"""
+
+import math
+from bisect import bisect_right
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from core.config import BLOCK_SIZE
+
+# Prompts attend in tiles of so many query tokens, each of which reads its context once and is computed whole
+# (gpu/attention.py): chunks that end with a tile cost no tile twice.
+PROMPT_TILE = 64
+# Before anything was measured, for the tenants' shares alone: a drawn token at twice a prompt's (arXiv:2401.00588 §5).
+NOMINAL_S = (0.0, 1e-3, 0.0, 2e-3, 0.0)
+MEMORY_STEPS = 512  # of each kind, with prompts and without: older ones fade
+LEAST_STEPS = 8  # of each kind, before predictions are used
+MAX_SPREADS = 2.0  # a step that takes longer than predicted by more of these has its weight cut (Huber)
+FIRST_SPREAD, LEAST_SPREAD, SPREAD_RATE = 0.3, 0.02, 0.02
+NUM_SWEEPS = 3
+ERROR_WINDOW, ERROR_REFRESH = 256, 32  # steps
+
+Features = tuple[float, float, float, float, float]
+Float64Array = npt.NDArray[np.float64]
+
+
+@dataclass(slots=True)
+class StepWork:
+    """What a step computes.
+
+    Args:
+        prompt_kv: KV tokens that tiles of prompts read.
+        own_tokens: those that sequences have drawn themselves: each attends alone.
+        own_kv: KV tokens that these read.
+    """
+
+    prompt_tokens: int = 0
+    prompt_kv: int = 0
+    own_tokens: int = 0
+    own_kv: int = 0
+
+    def add(self, start: int, end: int, num_prompt_tokens: int) -> None:
+        """A row that computes positions `start` to `end` - 1 of a sequence with so long a prompt."""
+        border = min(max(start, num_prompt_tokens), end)
+        if start < border:
+            first, last = start // PROMPT_TILE, (border - 1) // PROMPT_TILE
+            self.prompt_tokens += border - start
+            self.prompt_kv += PROMPT_TILE * ((last + 1) * (last + 2) - first * (first + 1)) // 2
+        self.own_tokens += end - border
+        self.own_kv += (end * (end + 1) - border * (border + 1)) // 2
+
+    @property
+    def features(self) -> Features:
+        return 1.0, self.prompt_tokens, self.prompt_kv, self.own_tokens, self.own_kv
+
+
+class StepCostModel:
+    """seconds = fixed + a x prompt tokens + b x KV tokens these read + c x own tokens + d x KV tokens these read.
+
+    No coefficient is negative. The fit minimises squared relative errors over the last steps of each kind; a step that
+    was held up (by another process, by a compilation) counts less, one that was faster counts fully: nothing makes a
+    step faster than it is. Each observation costs the same, some tens of microseconds.
+    """
+
+    def __init__(self) -> None:
+        self.coefficients_s: Features = NOMINAL_S
+        self.error_p50 = 0.0  # of the last steps: |predicted - measured| / measured
+        self.error_p90 = 0.0
+        self._fit = [0.0] * 5
+        self._memories = {True: _Memory(), False: _Memory()}  # of steps with prompts, and without
+        self._spread = FIRST_SPREAD
+        self._errors: deque[float] = deque(maxlen=ERROR_WINDOW)
+        self._num_errors = 0
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether enough steps of both kinds were measured to predict one."""
+        return all(memory.num_steps >= LEAST_STEPS for memory in self._memories.values())
+
+    def predict(self, work: StepWork) -> float:
+        """Seconds; meaningless before is_ready."""
+        fixed, a, b, c, d = self._fit
+        return fixed + a * work.prompt_tokens + b * work.prompt_kv + c * work.own_tokens + d * work.own_kv
+
+    def observe(self, work: StepWork, seconds: float) -> None:
+        """Learn from a step. One that took no time says nothing."""
+        if seconds <= 0:
+            return
+        predicted = self.predict(work)
+        if self.is_ready:
+            self._note_error(abs(predicted - seconds) / seconds)
+        memory = self._memories[work.prompt_tokens > 0]
+        memory.add(np.array(work.features) / seconds, self._weight(predicted, seconds))
+        self._solve()
+        if self.is_ready:
+            fixed, a, b, c, d = self._fit
+            self.coefficients_s = (fixed, a, b, c, d)
+
+    def _weight(self, predicted: float, seconds: float) -> float:
+        if predicted <= 0:
+            return 1.0
+        excess = seconds / predicted - 1
+        limit = MAX_SPREADS * self._spread
+        self._spread += SPREAD_RATE * (min(abs(excess), 2 * limit) - self._spread)
+        self._spread = max(self._spread, LEAST_SPREAD)
+        return min(1.0, limit / excess) if excess > 0 else 1.0
+
+    def _solve(self) -> None:
+        """Coordinate descent from the last solution: exact in each coordinate, so it needs no step size."""
+        memories = self._memories.values()
+        gram = sum(memory.gram for memory in memories).tolist()  # type: ignore[union-attr]
+        target = sum(memory.target for memory in memories).tolist()  # type: ignore[union-attr]
+        fit = self._fit
+        for _ in range(NUM_SWEEPS):
+            for i, row in enumerate(gram):
+                if row[i] > 0:
+                    slope = target[i] - sum(map(float.__mul__, row, fit))
+                    fit[i] = max(0.0, fit[i] + slope / row[i])
+
+    def _note_error(self, error: float) -> None:
+        self._errors.append(error)
+        self._num_errors += 1
+        if self._num_errors % ERROR_REFRESH == 0:
+            ordered = sorted(self._errors)
+            self.error_p50, self.error_p90 = (ordered[int(share * (len(ordered) - 1))] for share in (0.5, 0.9))
+
+
+class _Memory:
+    """The normal equations of one kind of step, of which old ones fade."""
+
+    def __init__(self) -> None:
+        self.gram: Float64Array = np.zeros((5, 5))
+        self.target: Float64Array = np.zeros(5)
+        self.num_steps = 0
+
+    def add(self, row: Float64Array, weight: float) -> None:
+        """A step whose features over its seconds are `row`: what is wanted of it is 1."""
+        self.num_steps += 1
+        keep = 1 - 1 / min(self.num_steps + 1, MEMORY_STEPS)
+        self.gram *= keep
+        self.gram += weight * row[:, None] * row
+        self.target *= keep
+        self.target += weight * row
+
+
+class PrefillAllowance:
+    """What a step may compute beside its decodes.
+
+    Args:
+        seconds: by the model; infinite where no target is set or nobody decodes.
+    """
+
+    def __init__(self, model: StepCostModel, seconds: float) -> None:
+        self._model = model
+        self._seconds = seconds
+        self._has_granted = False
+
+    @property
+    def is_spent(self) -> bool:
+        return self._has_granted and self._seconds <= 0
+
+    def chunk(self, start: int, end: int, num_prompt_tokens: int, max_tokens: int) -> int:
+        """How many tokens from `start` on, of those up to `end`, may be computed now.
+
+        Chunks that do not reach the end stop at a tile's end, or at a block's where that is much further. The step's
+        first chunk has at least what is left of a block, so that nobody starves; a later one may be 0.
+        """
+        limit = min(end, start + max_tokens)
+        if not (limit == end and self._fits(start, end, num_prompt_tokens)):
+            limit = self._cut(start, limit, num_prompt_tokens)
+        if limit > start:
+            self._seconds -= self._cost_s(start, limit, num_prompt_tokens)
+            self._has_granted = True
+        return limit - start
+
+    def _cut(self, start: int, limit: int, num_prompt_tokens: int) -> int:
+        if limit - start < BLOCK_SIZE and self._fits(start, limit, num_prompt_tokens):
+            return limit
+        tile = self._last_fitting(start, limit, num_prompt_tokens, PROMPT_TILE)
+        block = self._last_fitting(start, limit, num_prompt_tokens, BLOCK_SIZE)
+        if block > start:
+            return tile if 4 * (tile - start) >= 3 * (block - start) else block
+        return start if self._has_granted else min(limit, start // BLOCK_SIZE * BLOCK_SIZE + BLOCK_SIZE)
+
+    def _last_fitting(self, start: int, limit: int, num_prompt_tokens: int, unit: int) -> int:
+        """The last multiple of `unit` up to which may be computed, `start` if there is none."""
+        ends = range(start // unit * unit + unit, limit + 1, unit)
+        num_fitting = bisect_right(ends, self._seconds, key=lambda end: self._cost_s(start, end, num_prompt_tokens))
+        return ends[num_fitting - 1] if num_fitting else start
+
+    def _fits(self, start: int, end: int, num_prompt_tokens: int) -> bool:
+        return self._cost_s(start, end, num_prompt_tokens) <= self._seconds
+
+    def _cost_s(self, start: int, end: int, num_prompt_tokens: int) -> float:
+        if math.isinf(self._seconds):
+            return 0.0
+        work = StepWork()
+        work.add(start, end, num_prompt_tokens)
+        return row_cost_s(self._model.coefficients_s, work)
+
+
+def row_cost_s(coefficients_s: Features, work: StepWork) -> float:
+    """What rows add to a step, its fixed part left out."""
+    _, a, b, c, d = coefficients_s
+    return a * work.prompt_tokens + b * work.prompt_kv + c * work.own_tokens + d * work.own_kv

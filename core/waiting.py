@@ -1,0 +1,146 @@
+"""Who waits, and who of them is next. Thread: engine.
+
+The order is by class, aged; within a class, requests whose first token is nearly due; then by tenant, the one that has
+had least; within a tenant by place: arrival, less a bounded bonus for short prompts. Adding, removing and finding the
+next take O(log n) comparisons.
+
+A class ages while it waits: each AGEING_S without an admission lift it by one, all but the top class even above that,
+and an admission takes that back. So whatever higher classes do, a class that waits goes before them, in the queue and
+by preemption, after AGEING_S x (TOP_CLASS + 1 - class) seconds: bound_s(). Of classes that age has made alike, the
+lower goes first: it has waited longer for it. That lifts the class, not the request: an old backlog of one tenant must
+not pass the fresh requests of others in the same class, which is what the counters decide.
+"""
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Callable
+from operator import attrgetter
+
+from core.sequence import DueOrder, Place, Sequence
+
+LOWEST_CLASS, TOP_CLASS = -4, 4
+AGEING_S = 10.0
+NEARLY_DUE_S = 1.0  # to the latest moment at which a prompt can start and have its first token in time
+
+# Urgency among all that have work to do, smaller first: (-class, is not nearly due, tenant's counter, place)
+Rank = tuple[int, bool, float, Place]
+
+_PLACE: Callable[[Sequence], Place] = attrgetter("place")
+_DUE_ORDER: Callable[[Sequence], DueOrder] = attrgetter("due_order")
+
+
+def bound_s(priority: int) -> float:
+    """How long a class can wait without an admission before it is preferred to all others."""
+    return AGEING_S * (TOP_CLASS + 1 - priority)
+
+
+def aged_class(priority: int, age_s: float) -> int:
+    """One above the top at most; the top class stays what it is."""
+    return max(priority, min(TOP_CLASS + (priority < TOP_CLASS), priority + int(age_s / AGEING_S)))
+
+
+def rank(sequence: Sequence, level: int, now: float) -> Rank:
+    """
+    Args:
+        level: its class, aged.
+    """
+    is_due = sequence.due_order[0] <= now + NEARLY_DUE_S
+    return -level, not is_due, sequence.tenant.counter_s, sequence.place
+
+
+class WaitingQueue:
+    """Sequences that wait for their blocks."""
+
+    def __init__(self) -> None:
+        self._classes: dict[int, _ClassQueue] = {}
+        self._num_waiting = 0
+
+    def __len__(self) -> int:
+        return self._num_waiting
+
+    def is_waiting(self, tenant: str) -> bool:
+        """Whether a tenant has a sequence here."""
+        return any(tenant in queue.tenants for queue in self._classes.values())
+
+    def add(self, sequence: Sequence, now: float) -> None:
+        """
+        Args:
+            now: since when its class ages if nobody else of it waits.
+        """
+        queue = self._classes.setdefault(sequence.priority, _ClassQueue())
+        if not queue.tenants:
+            queue.since_s = now
+        queue.add(sequence)
+        self._num_waiting += 1
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a sequence out, if it waits."""
+        queue = self._classes.get(sequence.priority)
+        if queue is not None and queue.remove(sequence):
+            self._num_waiting -= 1
+
+    def head(self, now: float) -> tuple[Sequence, int] | None:
+        """Who is next, and its aged class; None when nobody waits."""
+        levels = [(aged_class(c, now - queue.since_s), -c) for c, queue in self._classes.items() if queue.tenants]
+        if not levels:
+            return None
+        level, priority = max(levels)
+        return self._classes[-priority].head(now), level
+
+    def admit(self, sequence: Sequence, now: float) -> None:
+        """Take the head out: its class begins to age anew."""
+        self.remove(sequence)
+        self._classes[sequence.priority].since_s = now
+
+
+class _ClassQueue:
+    """The sequences of one class.
+
+    Args:
+        since_s: when it began to wait, or was last admitted from.
+    """
+
+    def __init__(self) -> None:
+        self.tenants: dict[str, list[Sequence]] = {}  # by place
+        self.since_s = 0.0
+        self._by_counter: list[tuple[float, str]] = []  # a heap of the tenants; counters may have grown since
+        self._queued: set[str] = set()  # those in the heap
+        self._due: list[Sequence] = []  # those with a deadline, by when they have to start
+
+    def add(self, sequence: Sequence) -> None:
+        tenant = sequence.tenant
+        waiting = self.tenants.setdefault(tenant.name, [])
+        insort(waiting, sequence, key=_PLACE)
+        if tenant.name not in self._queued:
+            self._queued.add(tenant.name)
+            heapq.heappush(self._by_counter, (tenant.counter_s, tenant.name))
+        if sequence.has_deadline:
+            insort(self._due, sequence, key=_DUE_ORDER)
+
+    def remove(self, sequence: Sequence) -> bool:
+        name = sequence.tenant.name
+        waiting = self.tenants.get(name, [])
+        i = bisect_left(waiting, sequence.place, key=_PLACE)
+        if i == len(waiting) or waiting[i] is not sequence:
+            return False
+        del waiting[i]
+        if not waiting:
+            del self.tenants[name]  # its entry in the heap is dropped when it comes to the top
+        if sequence.has_deadline:
+            del self._due[bisect_left(self._due, sequence.due_order, key=_DUE_ORDER)]
+        return True
+
+    def head(self, now: float) -> Sequence:
+        """Who is next. Somebody must wait."""
+        if self._due and self._due[0].due_order[0] <= now + NEARLY_DUE_S:
+            return self._due[0]
+        while True:
+            counter_s, name = self._by_counter[0]
+            if name not in self.tenants:
+                heapq.heappop(self._by_counter)
+                self._queued.remove(name)
+                continue
+            first = self.tenants[name][0]
+            if first.tenant.counter_s == counter_s:
+                return first
+            heapq.heapreplace(self._by_counter, (first.tenant.counter_s, name))

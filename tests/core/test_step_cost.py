@@ -1,0 +1,154 @@
+import math
+import random
+
+import pytest
+
+from core.step_cost import NOMINAL_S, Features, PrefillAllowance, StepCostModel, StepWork
+
+TRUE_S: Features = (0.02, 7e-4, 2e-6, 6e-4, 1.5e-6)
+
+
+def seconds_of(work: StepWork, coefficients_s: Features = TRUE_S) -> float:
+    return sum(a * b for a, b in zip(coefficients_s, work.features, strict=True))
+
+
+def random_step(rng: random.Random) -> StepWork:
+    """Some decodes, in every third step beside a chunk of a prompt."""
+    work = StepWork()
+    for _ in range(rng.choice((1, 4, 8, 8))):
+        position = rng.randint(100, 4000)
+        work.add(position, position + 1, 50)
+    if rng.random() < 0.3:
+        start = 64 * rng.randint(0, 60)
+        work.add(start, start + rng.choice((16, 64, 500)), 5000)
+    return work
+
+
+def trained(num_steps: int, disturbed: float = 0.0, noise: float = 0.0) -> StepCostModel:
+    """A model that has seen steps of the true costs; a share of them was held up, 2 to 10 times as long."""
+    rng, model = random.Random(1), StepCostModel()
+    for _ in range(num_steps):
+        work = random_step(rng)
+        held_up = rng.uniform(2, 10) if rng.random() < disturbed else 1.0
+        model.observe(work, seconds_of(work) * rng.gauss(1, noise) * held_up)
+    return model
+
+
+def worst_error(model: StepCostModel) -> float:
+    rng = random.Random(2)
+    works = [random_step(rng) for _ in range(50)]
+    return max(abs(model.predict(work) / seconds_of(work) - 1) for work in works)
+
+
+def test_work_parts_a_row_at_the_end_of_its_prompt() -> None:
+    work = StepWork()
+    work.add(start=60, end=72, num_prompt_tokens=70)
+    assert (work.prompt_tokens, work.prompt_kv) == (10, 64 + 128)  # of the tiles that end at 64 and at 128
+    assert (work.own_tokens, work.own_kv) == (2, 71 + 72)
+
+
+def test_chunks_that_end_with_tiles_read_no_context_twice() -> None:
+    whole, aligned, crooked = StepWork(), StepWork(), StepWork()
+    whole.add(0, 256, 256)
+    for start, end in ((0, 64), (64, 192), (192, 256)):
+        aligned.add(start, end, 256)
+    for start, end in ((0, 80), (80, 256)):
+        crooked.add(start, end, 256)
+    assert aligned == whole
+    assert crooked.prompt_kv > whole.prompt_kv
+
+
+def test_model_finds_the_cost_of_exact_steps() -> None:
+    assert worst_error(trained(2000)) < 0.02
+
+
+def test_disturbed_and_noisy_steps_hardly_move_it() -> None:
+    model = trained(2000, disturbed=0.05, noise=0.04)
+    assert worst_error(model) < 0.1
+    assert model.error_p50 < 0.05
+    assert 0.05 < model.error_p90 < 0.15
+
+
+def test_first_step_that_took_ages_is_forgotten() -> None:
+    model = StepCostModel()
+    model.observe(random_step(random.Random(0)), 30.0)
+    rng = random.Random(1)
+    for _ in range(100):
+        work = random_step(rng)
+        model.observe(work, seconds_of(work))
+    assert worst_error(model) < 0.15
+
+
+def test_machine_that_becomes_slower_is_followed() -> None:
+    rng, model = random.Random(3), trained(500)
+    for _ in range(1500):
+        work = random_step(rng)
+        model.observe(work, 2 * seconds_of(work))
+    assert worst_error(model) == pytest.approx(1.0, abs=0.2)  # twice the true cost
+
+
+def test_coefficients_are_never_negative() -> None:
+    rng, model = random.Random(4), StepCostModel()
+    for _ in range(300):
+        model.observe(random_step(rng), rng.uniform(0.001, 0.1))
+        assert min(model._fit) >= 0
+
+
+def test_steps_without_prompts_do_not_make_it_forget_prompts() -> None:
+    model = trained(500)
+    for _ in range(5000):
+        decode = StepWork(own_tokens=8, own_kv=8000)
+        model.observe(decode, seconds_of(decode))
+    chunk = StepWork(own_tokens=8, own_kv=8000)
+    chunk.add(1024, 1536, 4096)
+    assert model.predict(chunk) == pytest.approx(seconds_of(chunk), rel=0.05)
+
+
+def test_predictions_are_used_once_both_kinds_of_step_were_seen() -> None:
+    model = StepCostModel()
+    for _ in range(100):
+        model.observe(StepWork(own_tokens=1, own_kv=10), 0.1)
+    model.observe(StepWork(own_tokens=1, own_kv=10), 0.0)  # no clock
+    assert not model.is_ready
+    assert model.coefficients_s == NOMINAL_S
+    for _ in range(8):
+        model.observe(StepWork(prompt_tokens=100, prompt_kv=192), 0.2)
+    assert model.is_ready
+    assert model.coefficients_s != NOMINAL_S
+
+
+# The allowance
+
+
+def allowance(seconds: float, num_steps: int = 2000) -> PrefillAllowance:
+    return PrefillAllowance(trained(num_steps), seconds)
+
+
+def test_without_a_target_chunks_are_as_long_as_the_budget_and_end_with_tiles() -> None:
+    free = allowance(math.inf)
+    assert free.chunk(0, 4096, 4096, max_tokens=504) == 448
+    assert free.chunk(448, 500, 500, max_tokens=504) == 52  # the prompt's end
+    assert free.chunk(0, 100, 100, max_tokens=50) == 48  # far from a tile's end: a block's
+    assert free.chunk(0, 100, 100, max_tokens=7) == 7
+    assert not free.is_spent
+
+
+@pytest.mark.parametrize(("seconds", "length"), [(0.06, 64), (0.075, 96), (0.3, 384), (0.013, 16), (0.035, 48)])
+def test_chunks_are_as_long_as_the_seconds_allow(seconds: float, length: int) -> None:
+    assert allowance(seconds).chunk(0, 4096, 4096, max_tokens=512) == length
+
+
+def test_first_chunk_of_a_step_has_at_least_a_block_and_later_ones_what_is_left() -> None:
+    spent = allowance(0.0)
+    assert spent.chunk(32, 4096, 4096, max_tokens=512) == 16
+    assert spent.chunk(0, 10, 10, max_tokens=496) == 0
+    assert spent.is_spent
+
+
+def test_block_that_was_begun_is_ended_first() -> None:
+    assert allowance(0.0).chunk(37, 4096, 4096, max_tokens=512) == 11
+
+
+def test_several_prompts_share_a_step() -> None:
+    shared = allowance(0.1)
+    assert [shared.chunk(0, n, n, max_tokens=512) for n in (20, 70, 4096)] == [20, 70, 48]

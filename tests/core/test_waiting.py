@@ -1,0 +1,114 @@
+import math
+
+import pytest
+
+from core.fairness import Tenant
+from core.sequence import Sequence, SequenceGroup
+from core.waiting import AGEING_S, TOP_CLASS, WaitingQueue, aged_class, bound_s
+from tests.fakes import make_request
+
+LOCAL = Tenant("local")
+
+
+def waiting(
+    name: str,
+    arrival_s: float = 0.0,
+    priority: int = 0,
+    tenant: Tenant = LOCAL,
+    num_prompt_tokens: int = 6,
+    latest_start_s: float = math.inf,
+) -> Sequence:
+    request = make_request(name, num_prompt_tokens, arrival_s=arrival_s, priority=priority)
+    return SequenceGroup(request, tenant, int(arrival_s), 0, latest_start_s).add((), 100)
+
+
+def queue_of(*sequences: Sequence) -> WaitingQueue:
+    queue = WaitingQueue()
+    for sequence in sequences:
+        queue.add(sequence, 0.0)
+    return queue
+
+
+def drain(queue: WaitingQueue, now: float = 0.0) -> list[str]:
+    names = []
+    while (found := queue.head(now)) is not None:
+        names.append(found[0].request_id)
+        queue.admit(found[0], now)
+    assert len(queue) == 0
+    return names
+
+
+def test_classes_go_before_arrivals() -> None:
+    queue = queue_of(waiting("low", 0, -1), waiting("late", 2), waiting("early", 1), waiting("high", 3, 2))
+    assert drain(queue) == ["high", "early", "late", "low"]
+
+
+def test_tenant_that_has_had_least_goes_first_whoever_came_first() -> None:
+    flood, light = Tenant("flood", counter_s=5.0), Tenant("light", counter_s=4.0)
+    queue = queue_of(*(waiting(f"f{i}", i, tenant=flood) for i in range(3)), waiting("l", 9, tenant=light))
+    found = queue.head(0.0)
+    assert found is not None
+    assert found[0].request_id == "l"
+    light.charge(2.0)  # while they wait
+    assert drain(queue) == ["f0", "f1", "f2", "l"]
+
+
+def test_short_prompt_passes_a_long_one_that_came_a_little_earlier() -> None:
+    long = waiting("long", 0.0, num_prompt_tokens=4096)
+    assert drain(queue_of(long, waiting("soon", 1.9), waiting("later", 2.1))) == ["soon", "long", "later"]
+
+
+def test_request_that_is_nearly_due_goes_first_in_its_class() -> None:
+    greedy = Tenant("greedy", counter_s=9.0)
+    sequences = [waiting("first"), waiting("due", 1, tenant=greedy, latest_start_s=50.0), waiting("high", 2, 1)]
+    assert drain(queue_of(*sequences), now=48.0)[-2:] == ["first", "due"]
+    assert drain(queue_of(*sequences), now=49.0)[-2:] == ["due", "first"]
+
+
+def test_removed_sequences_are_gone_and_come_back_to_their_place() -> None:
+    a, b, c = (waiting(name, i) for i, name in enumerate("abc"))
+    queue = queue_of(a, b, c)
+    queue.remove(b)
+    queue.remove(b)
+    assert len(queue) == 2
+    queue.add(b, 0.0)
+    assert drain(queue) == ["a", "b", "c"]
+
+
+def test_class_rises_by_one_for_each_time_span_without_an_admission() -> None:
+    assert [aged_class(-1, age_s) for age_s in (-5.0, 0.0, AGEING_S - 0.1, AGEING_S, 3.5 * AGEING_S)] == [
+        -1,
+        -1,
+        -1,
+        0,
+        2,
+    ]
+    assert aged_class(0, 1e9) == TOP_CLASS + 1
+    assert aged_class(TOP_CLASS, 1e9) == TOP_CLASS
+
+
+@pytest.mark.parametrize("priority", range(-4, 5))
+def test_waiting_class_is_next_within_its_bound_while_the_top_class_never_runs_dry(priority: int) -> None:
+    queue = queue_of(waiting("low", 0, priority))
+    queue.add(waiting("top0", 1, TOP_CLASS), 0.0)
+    served_s = None
+    for second in range(1, 200):
+        found = queue.head(float(second))
+        assert found is not None
+        if found[0].request_id == "low":
+            served_s = second
+            break
+        queue.admit(found[0], float(second))
+        queue.add(waiting(f"top{second}", second, TOP_CLASS), float(second))
+    assert served_s is not None
+    assert served_s <= bound_s(priority)
+
+
+def test_admission_takes_the_age_of_its_class_back() -> None:
+    queue = queue_of(waiting("l0", 0, -1), waiting("l1", 1, -1), waiting("h0", 2), waiting("h1", 3))
+    now = 1.5 * AGEING_S
+    assert drain(queue, now) == ["h0", "l0", "h1", "l1"]  # the first admission leaves the other class older
+    queue = queue_of(waiting("l0", 0, -1), waiting("l1", 1, -1))
+    queue.add(waiting("h0", 2), now)
+    queue.add(waiting("h1", 3), now)
+    assert drain(queue, now) == ["l0", "h0", "h1", "l1"]
