@@ -27,7 +27,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         seed: of the noise, which depends on nothing else but the position; None: the engine draws one. The
             same seed and request give the same tokens whatever runs beside them, where the runner's sums are rounded
-            the same way in any company: on a CPU, but with quantised weights.
+            the same way in any company: in bfloat16 on a CPU. In float32 they may differ in the seventh digit.
     """
 
     max_tokens: int
