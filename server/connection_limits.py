@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from server.frame_limits import FrameLimits
 from server.http1_prefilter import HeadLimits
 
+HELD_BODY_BYTES = 16 * 1024 * 1024
+
 
 @dataclass(frozen=True, slots=True)
 class Http2Limits:
@@ -37,6 +39,7 @@ class ConnectionLimits:
     linger_bytes: int = 256 * 1024
     unsent_bytes: int = 16 * 1024  # high mark of our own unsent bytes; a quarter of it is the low mark
     unread_body_bytes: int = 64 * 1024  # held for a handler that does not read yet
+    held_body_bytes: int = HELD_BODY_BYTES  # of incomplete bodies: beyond it, the connection's oldest alone goes on
     num_requests: int = 1000  # of an HTTP/1.1 connection
     http2: Http2Limits = field(default_factory=Http2Limits)
     num_streams: int = 10_000  # of an HTTP/2 connection, one after the other

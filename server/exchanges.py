@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from server.body_room import BodyRoom
 from server.connection_limits import ConnectionLimits
 from server.messages import Headers
 from server.peer import Peer
@@ -52,6 +53,7 @@ class ConnectionContext:
     loop: asyncio.AbstractEventLoop
     batch: WriteBatch
     date: Callable[[], bytes]
+    bodies: BodyRoom
 
 
 class Exchanges(Flushable, Protocol):

@@ -9,6 +9,7 @@ import math
 from typing import TYPE_CHECKING
 
 from core.errors import ErrorKind, ServiceError
+from server.body_room import HeldBody
 from server.exchanges import SERVER_FAULT, SLOW_BODY, ConnectionContext
 from server.http1 import CONTINUE, Http1Protocol
 from server.http2_head import upgrade_settings
@@ -44,6 +45,8 @@ class Http1Exchanges:
         self._task: asyncio.Task[None] | None = None  # of the stream's handler
         self._upgrade: bytes | None = None  # the HTTP2-Settings of a request that asks for HTTP/2
         self._is_dirty = False
+        self._room = context.bodies
+        self._body: HeldBody | None = None  # while the handler waits for it
         self._body_is_awaited = False
         self._exchange_is_over = False  # and the next one has not begun
         self._drain_due = math.inf  # for a connection that has asked for nothing yet
@@ -60,6 +63,8 @@ class Http1Exchanges:
     @property
     def holds_enough(self) -> bool:
         stream = self._stream
+        if self._body is not None and not self._room.may_grow(self._body):
+            return True
         return self._protocol.num_buffered > self._limits.head.head_bytes or (
             stream is not None
             and not self._protocol.has_read_request
@@ -82,6 +87,7 @@ class Http1Exchanges:
         self._protocol.receive_eof()
         stream, task = self._stream, self._task
         self._stream = self._task = None
+        self._end_body()
         if stream is not None and not stream.disconnect() and task is not None:
             task.cancel()
 
@@ -94,7 +100,10 @@ class Http1Exchanges:
             elif type(event) is BodyChunk:
                 if self._stream is not None:
                     self._stream.receive_body(event.data)
+                    if self._body is not None:
+                        self._room.add(self._body, len(event.data))
             elif type(event) is BodyEnd:
+                self._end_body()
                 if self._stream is not None:
                     self._stream.complete_body()
             elif type(event) is ProtocolViolation:
@@ -144,11 +153,25 @@ class Http1Exchanges:
         self._connection.end_after_output()
         self.end_of_peer()
 
+    def _end_body(self) -> None:
+        """It is complete, or nobody waits for it any more."""
+        body, self._body = self._body, None
+        if body is not None:
+            self._room.close(body)
+
+    def _let_body_on(self) -> None:
+        self._waiting_since = self._loop.time()  # until now it has waited for us
+        self._connection.adjust()
+
     # What the stream asks (StreamCarrier).
 
     def start_body(self, stream: HttpStream) -> None:
         self._body_is_awaited = True
         self._waiting_since = self._loop.time()
+        if not self._protocol.has_read_request:
+            self._body = HeldBody(self._let_body_on)
+            self._room.open(self._body)
+            self._room.add(self._body, stream.num_body_bytes)
         # RFC 9110 §10.1.1: 100 may be left out once content has come
         if stream.request.expects_continue and not stream.num_body_bytes and not self._protocol.has_read_request:
             self._append(CONTINUE)
@@ -165,6 +188,7 @@ class Http1Exchanges:
 
     def write_end(self, stream: HttpStream, trailers: Headers) -> None:
         self._append(self._protocol.send_end())
+        self._end_body()
         self._stream = self._task = None
         self._exchange_is_over = True
         self._waiting_since = self._loop.time()
@@ -216,6 +240,8 @@ class Http1Exchanges:
         if self._stream is not None:
             if not self._body_is_awaited or self._protocol.has_read_request:
                 return None
+            if self._body is not None and not self._room.may_grow(self._body):
+                return None  # it waits for us
             return self._waiting_since + limits.body_s + self._stream.num_body_bytes / limits.body_bytes_per_s
         if self._protocol.is_idle:
             return min(self._waiting_since + limits.idle_s, self._drain_due)
@@ -224,6 +250,7 @@ class Http1Exchanges:
     def on_due(self) -> None:
         if self._stream is not None:
             self._body_is_awaited = False
+            self._end_body()
             self._stream.fail_body(ServiceError(ErrorKind.REQUEST_TIMEOUT, SLOW_BODY, "request_timeout"))
         elif self._protocol.is_idle:
             self._connection.close()

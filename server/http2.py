@@ -249,6 +249,23 @@ class Http2Protocol:
             self._h2.acknowledge_received_data(num_bytes, stream_id)
             self._collect()
 
+    def acknowledge_aside(self, num_bytes: int) -> None:
+        """As acknowledge, for the other streams alone: this one's window stays shut until reopen."""
+        if not self.has_failed:
+            self._h2.increment_flow_control_window(num_bytes)
+            self._collect()
+
+    def reopen(self, stream_id: int, num_bytes: int) -> None:
+        """Let the stream send so much again that was acknowledged aside."""
+        stream = self._h2.streams.get(stream_id)
+        if not self.has_failed and stream is not None and not stream.closed:
+            self._h2.increment_flow_control_window(num_bytes, stream_id)
+            self._collect()
+
+    def may_send(self, stream_id: int) -> bool:
+        """The windows let the peer send more of the open stream's body."""
+        return self._h2.remote_flow_control_window(stream_id) > 0
+
     def reset(self, stream_id: int, code: ErrorCodes, is_their_fault: bool = False) -> None:
         """End the stream, both ways. What is unsent is lost."""
         self.responses.forget(stream_id)

@@ -3,7 +3,9 @@
 Decisions a reader may look for:
 - A stream is blocked while more of it is unsent than its share (the peer's windows are shut), or while the transport
   takes nothing; the other streams go on. One that gets rid of no byte for stall_s is reset.
-- What a handler does not read is not acknowledged: the peer's windows shut, and nothing but them holds it back.
+- What a handler does not read is not acknowledged: the peer's windows shut, and nothing but them holds it back. Of what
+  is read, too much at once shuts the streams' windows, all but the oldest's (body_room); the connection's stays open
+  for that one, unless the oldest of the server is on another connection.
 - The client's GOAWAY says only that it takes no pushed streams; its requests go on. With an error, it has left.
 """
 
@@ -16,6 +18,7 @@ from typing import TYPE_CHECKING
 from h2.errors import ErrorCodes
 
 from core.errors import ErrorKind, ServiceError
+from server.body_room import BodyRoom, HeldBody
 from server.exchanges import SERVER_FAULT, SLOW_BODY, ConnectionContext
 from server.http2 import Http2Protocol
 from server.messages import (
@@ -43,12 +46,14 @@ _CONTINUE = ResponseHead(100, ())
 class _Exchange:
     """One stream, as long as its handler may write to it."""
 
-    __slots__ = ("body_is_complete", "num_unread", "stream", "task")
+    __slots__ = ("body", "body_is_complete", "num_shut", "num_unread", "stream", "task")
 
     def __init__(self, stream: HttpStream) -> None:
         self.stream = stream
         self.task: asyncio.Task[None] | None = None
+        self.body: HeldBody | None = None  # while the handler waits for it
         self.num_unread = 0  # bytes of the body not acknowledged
+        self.num_shut = 0  # bytes acknowledged for the connection alone
         self.body_is_complete = not stream.request.has_body
 
 
@@ -65,6 +70,7 @@ class Http2Exchanges:
         self._protocol = Http2Protocol(context.limits.head, context.limits.http2, context.date, upgrade)
         self._responses = self._protocol.responses
         self._exchanges: dict[int, _Exchange] = {}
+        self._room = BodyRoom(context.limits.held_body_bytes, context.bodies)
         self._bodies: dict[int, float] = {}  # streams whose handlers wait for a body -> since when
         self._unsent: OrderedDict[int, float] = OrderedDict()  # streams -> when their last byte went, oldest first
         self._over: set[int] = set()  # streams that have, or had, more unsent than their share
@@ -146,7 +152,7 @@ class Http2Exchanges:
 
     def _forget(self, stream_id: int) -> None:
         exchange = self._exchanges.pop(stream_id)
-        self._bodies.pop(stream_id, None)
+        self._end_body(stream_id, exchange)
         if exchange.num_unread:
             self._protocol.acknowledge(stream_id, exchange.num_unread)
         if not self._exchanges:
@@ -165,7 +171,7 @@ class Http2Exchanges:
                 exchange = self._exchanges.get(event.stream_id)
                 if exchange is not None:
                     exchange.body_is_complete = True
-                    self._bodies.pop(event.stream_id, None)
+                    self._end_body(event.stream_id, exchange)
                     exchange.stream.complete_body()
             elif type(event) is StreamReset:
                 self._unsent.pop(event.stream_id, None)
@@ -187,10 +193,45 @@ class Http2Exchanges:
             self._protocol.acknowledge(event.stream_id, len(event.data))
             return
         exchange.stream.receive_body(event.data)
-        if exchange.stream.is_reading_body:
-            self._protocol.acknowledge(event.stream_id, len(event.data))
-        else:
-            exchange.num_unread += len(event.data)
+        exchange.num_unread += len(event.data)
+        if exchange.stream.is_reading_body and exchange.body is not None:
+            self._room.add(exchange.body, len(event.data))
+            self._acknowledge_body(event.stream_id, exchange, exchange.body)
+
+    def _acknowledge_body(self, stream_id: int, exchange: _Exchange, body: HeldBody) -> None:
+        """Let the peer send as much again as it has sent, as far as there is room for it."""
+        if self._room.may_grow(body):
+            if exchange.num_shut:
+                self._protocol.reopen(stream_id, exchange.num_shut)
+                exchange.num_shut = 0
+            if exchange.num_unread:
+                self._protocol.acknowledge(stream_id, exchange.num_unread)
+                exchange.num_unread = 0
+        elif exchange.num_unread and not self._room.is_shut:
+            self._protocol.acknowledge_aside(exchange.num_unread)
+            exchange.num_shut += exchange.num_unread
+            exchange.num_unread = 0
+
+    def _let_bodies_on(self) -> None:
+        """There may be room: for those that had to wait for it, the clock begins again."""
+        waiting = [stream_id for stream_id in self._bodies if not self._protocol.may_send(stream_id)]
+        self._bodies.update(dict.fromkeys(waiting, self._loop.time()))
+        for stream_id in self._bodies:
+            exchange = self._exchanges[stream_id]
+            if exchange.body is not None and exchange.stream.is_reading_body:
+                self._acknowledge_body(stream_id, exchange, exchange.body)
+        self._mark_dirty()
+        self._connection.adjust()
+
+    def _end_body(self, stream_id: int, exchange: _Exchange) -> None:
+        """It is complete, or nobody waits for it any more."""
+        body, exchange.body = exchange.body, None
+        if body is not None:
+            del self._bodies[stream_id]
+            if exchange.num_unread:
+                self._protocol.acknowledge(stream_id, exchange.num_unread)
+                exchange.num_unread = 0
+            self._room.close(body)
 
     def _answer_error(self, stream_id: int, status: int, message: str, stream: HttpStream | None) -> None:
         headers, body = self._refuse(status, message, self._connection.peer, stream)
@@ -224,9 +265,11 @@ class Http2Exchanges:
         if exchange.body_is_complete:
             return
         self._bodies[stream_id] = self._loop.time()
+        body = exchange.body = HeldBody(self._let_bodies_on)
+        self._room.open(body)
         if exchange.num_unread:
-            self._protocol.acknowledge(stream_id, exchange.num_unread)
-            exchange.num_unread = 0
+            self._room.add(body, exchange.num_unread)
+            self._acknowledge_body(stream_id, exchange, body)
         elif stream.request.expects_continue and not stream.num_body_bytes:
             self._responses.send_head(stream_id, _CONTINUE)
         self._mark_dirty()
@@ -342,6 +385,8 @@ class Http2Exchanges:
         elif not self._is_draining and not self._exchanges and not self._unsent:
             yield self._idle_since + limits.idle_s, self.drain
         for stream_id, since in self._bodies.items():
+            if not self._protocol.may_send(stream_id):
+                continue  # it waits for us
             num_bytes = self._exchanges[stream_id].stream.num_body_bytes
             yield since + limits.body_s + num_bytes / limits.body_bytes_per_s, partial(self._end_slow_body, stream_id)
         if self._unsent:
@@ -357,10 +402,9 @@ class Http2Exchanges:
         self._protocol.finish_drain()
 
     def _end_slow_body(self, stream_id: int) -> None:
-        del self._bodies[stream_id]
-        self._exchanges[stream_id].stream.fail_body(
-            ServiceError(ErrorKind.REQUEST_TIMEOUT, SLOW_BODY, "request_timeout")
-        )
+        exchange = self._exchanges[stream_id]
+        self._end_body(stream_id, exchange)
+        exchange.stream.fail_body(ServiceError(ErrorKind.REQUEST_TIMEOUT, SLOW_BODY, "request_timeout"))
 
     def _end_stalled(self, stream_id: int) -> None:
         del self._unsent[stream_id]

@@ -15,6 +15,7 @@ from typing import Any
 
 from server.acceptor import Acceptor
 from server.binds import DEFAULT_UNIX_MODE, Bind, TcpAddress
+from server.body_room import BodyRoom
 from server.client_gate import ClientGate, ClientRules
 from server.connection import Connection
 from server.connection_limits import ConnectionLimits
@@ -30,6 +31,7 @@ from server.write_batch import WriteBatch
 
 logger = logging.getLogger(__name__)
 
+ALL_HELD_BODY_BYTES = 256 * 1024 * 1024
 PROXY_HEADER_S = 5.0  # from the accept; its sender has it ready
 
 _UNIX_SEND_BUFFER_BYTES = 32 * 1024  # TCP_NOTSENT_LOWAT's part: the kernel's default takes 200 KiB before we notice
@@ -45,6 +47,7 @@ class ListenerConfig:
         passed: sockets that listen already; each is served, whether a bind names it or not.
         unix_mode: permissions of Unix sockets' files.
         backlog: connections the kernel holds before they are accepted.
+        held_body_bytes: of incomplete bodies, all connections together: beyond it the oldest alone goes on.
         max_connections: open at once; one more is closed at once and counted as refused.
         clients: who may come, and what proxies may say.
         tls: None: in the clear.
@@ -55,6 +58,7 @@ class ListenerConfig:
     unix_mode: int = DEFAULT_UNIX_MODE
     backlog: int = 1024
     max_connections: int = 4096
+    held_body_bytes: int = ALL_HELD_BODY_BYTES
     clients: ClientRules = field(default_factory=ClientRules)
     connection: ConnectionLimits = field(default_factory=ConnectionLimits)
     tls: ServerTls | None = None
@@ -97,7 +101,14 @@ class Listener:
         self._config = config
         self._loop = loop
         self._context = ConnectionContext(
-            handler, refuse, config.connection, self, loop, self.batch, HttpDate(wall_clock)
+            handler,
+            refuse,
+            config.connection,
+            self,
+            loop,
+            self.batch,
+            HttpDate(wall_clock),
+            BodyRoom(config.held_body_bytes),
         )
         self._acceptors: list[tuple[ListeningSocket, Acceptor]] = []  # of the sockets that are still open
         self._connections: set[Connection] = set()

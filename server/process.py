@@ -26,7 +26,7 @@ from server.api.surface import GenerationDefaults
 from server.app import App, Readiness
 from server.banner import BannerFacts, Place, banner_lines, is_public, places_of
 from server.config import ServerConfig
-from server.connection_limits import ConnectionLimits
+from server.connection_limits import HELD_BODY_BYTES, ConnectionLimits
 from server.cross_origin import CrossOrigin
 from server.descriptors import allow_connections
 from server.engine_client import EngineClient
@@ -34,7 +34,7 @@ from server.engine_thread import EngineThread, Inbox
 from server.gate import Gate
 from server.http1_prefilter import HeadLimits
 from server.lifecycle import Clock, Lifecycle, PromptReader
-from server.listener import Listener, ListenerConfig
+from server.listener import ALL_HELD_BODY_BYTES, Listener, ListenerConfig
 from server.listening_sockets import shown_addresses
 from server.metrics import Metrics
 from server.model_files import ModelFiles
@@ -380,7 +380,9 @@ def _listener_config(config: ServerConfig, tls: ServerTls | None, passed: Sequen
         tls=tls,
         max_connections=config.max_connections,
         clients=config.client_rules,
+        held_body_bytes=max(ALL_HELD_BODY_BYTES, config.max_body_bytes),
         connection=ConnectionLimits(
+            held_body_bytes=max(HELD_BODY_BYTES, config.max_body_bytes),
             head=HeadLimits(),
             head_s=config.head_timeout_s,
             body_s=config.body_timeout_s,

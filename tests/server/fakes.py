@@ -9,7 +9,7 @@ from server.api.envelope import protocol_error_body
 from server.client_gate import ClientRules
 from server.connection_limits import ConnectionLimits
 from server.exchanges import Refuse
-from server.listener import Listener, ListenerConfig
+from server.listener import ALL_HELD_BODY_BYTES, Listener, ListenerConfig
 from server.messages import Headers
 from server.peer import Peer
 from server.stream import HttpStream
@@ -157,9 +157,14 @@ class MemoryServer:
         loop: VirtualTimeLoop | None = None,
         refuse: Refuse = refuse,
         clients: ClientRules | None = None,
+        held_body_bytes: int = ALL_HELD_BODY_BYTES,
     ) -> None:
         self.loop = VirtualTimeLoop() if loop is None else loop
-        config = ListenerConfig(connection=limits or ConnectionLimits(), clients=clients or ClientRules())
+        config = ListenerConfig(
+            connection=limits or ConnectionLimits(),
+            clients=clients or ClientRules(),
+            held_body_bytes=held_body_bytes,
+        )
         self.listener = Listener(handler, refuse, config, self.loop, lambda: 0.0)
 
     def connect(self, peer_reads: bool = True) -> MemoryTransport:

@@ -1,0 +1,121 @@
+"""Request bodies that come at once: what is held of them, and that each is complete in the end."""
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+
+from server.body_room import BodyRoom, HeldBody
+from server.connection_limits import ConnectionLimits
+from server.frame_gate import WINDOW_UPDATE
+from tests.server.fakes import MemoryServer
+from tests.server.raw_http2 import data, post
+from tests.server.raw_peer import MemoryPeer, respond
+
+WINDOW = 65_535  # RFC 9113 §6.9.2
+ROOM = 256 * 1024
+BODY = 400 * 1000
+PIECE = 10_000
+BODY_S = ConnectionLimits().body_s
+
+
+class Uploader(MemoryPeer):
+    """Sends bodies as far as the windows let it."""
+
+    def __init__(self, server: MemoryServer) -> None:
+        super().__init__(server)
+        self.num_sent: dict[int, int] = {}
+
+    def window(self, stream: int) -> int:
+        opened = sum(frame.number for frame in self.seen.of(WINDOW_UPDATE, stream))
+        return WINDOW + opened - (self.num_sent.get(stream, 0) if stream else sum(self.num_sent.values()))
+
+    def begin(self, *streams: int) -> None:
+        for stream in streams:
+            self.num_sent[stream] = 0
+            self.feed(post(b"/read", stream).encode(0))
+
+    def upload(self, stream: int, most: int = BODY) -> int:
+        """So much of the body as may be sent. Returns what has been sent of it."""
+        self.look()
+        while (size := min(PIECE, most - self.num_sent[stream], self.window(stream), self.window(0))) > 0:
+            self.num_sent[stream] += size
+            self.feed(data(bytes(size), int(self.num_sent[stream] == BODY), stream).encode(0))
+        return self.num_sent[stream]
+
+
+@pytest.fixture
+def server() -> Iterator[MemoryServer]:
+    with contextlib.closing(MemoryServer(respond, ConnectionLimits(held_body_bytes=ROOM))) as server:
+        yield server
+
+
+STREAMS = tuple(range(1, 21, 2))
+
+
+def test_bodies_beyond_the_room_wait_for_the_oldest_and_are_all_complete(server: MemoryServer) -> None:
+    peer = Uploader(server)
+    peer.begin(*STREAMS)
+    for stream in STREAMS:
+        peer.upload(stream, BODY - 1)
+    assert peer.num_sent == {1: BODY - 1} | dict.fromkeys(STREAMS[1:], WINDOW)
+    for stream in STREAMS:
+        assert peer.upload(stream) == BODY
+    assert peer.seen.statuses == dict.fromkeys(STREAMS, 200)
+    assert all(peer.seen.body(stream) == b"%d" % BODY for stream in STREAMS)
+    assert peer.window(0) > 0
+
+
+def test_body_that_waits_for_room_is_not_called_slow_until_it_has_some(server: MemoryServer) -> None:
+    peer = Uploader(server)
+    peer.begin(1, 3)
+    peer.upload(1, BODY - 1)
+    peer.upload(3, BODY - 1)
+    for _ in range(12):
+        peer.advance(BODY_S)
+    assert not peer.seen.statuses
+    peer.upload(1)
+    assert peer.seen.statuses == {1: 200}
+    peer.advance(BODY_S - 1)
+    assert peer.upload(3) == BODY
+    assert peer.seen.statuses == {1: 200, 3: 200}
+
+
+@pytest.mark.parametrize("is_part", [False, True], ids=["of the whole", "of a part"])
+def test_body_that_is_given_up_makes_room(is_part: bool) -> None:
+    room = BodyRoom(ROOM)
+    told: list[str] = []
+    oldest, waiting = HeldBody(lambda: told.append("oldest")), HeldBody(lambda: told.append("waiting"))
+    part = BodyRoom(2 * ROOM, room) if is_part else room
+    part.open(oldest)
+    room.open(waiting)
+    part.add(oldest, ROOM)
+    room.add(waiting, 1)
+    assert (part.may_grow(oldest), room.may_grow(waiting)) == (True, False)
+    part.close(oldest)
+    assert told == ["waiting"]
+    assert room.may_grow(waiting)
+    assert room.num_held == 1
+
+
+def test_full_server_takes_its_oldest_body_alone_whatever_connection_it_is_on() -> None:
+    with contextlib.closing(MemoryServer(respond, held_body_bytes=ROOM)) as server:
+        first, second = Uploader(server), Uploader(server)
+        first.begin(1)
+        second.begin(*STREAMS)
+        first.upload(1, BODY - 1)
+        num_taken = sum(second.upload(stream, BODY - 1) for stream in STREAMS)
+        assert num_taken <= ConnectionLimits().http2.window_bytes
+        classic = server.connect()
+        classic.feed(b"POST /read HTTP/1.1\r\nHost: a\r\nContent-Length: 30000\r\n\r\n" + bytes(10))
+        server.loop.settle()
+        assert classic.is_reading_paused
+        server.loop.advance(4 * BODY_S)
+        assert first.upload(1) == BODY
+        for stream in STREAMS:
+            assert second.upload(stream) == BODY
+        assert not classic.is_reading_paused
+        classic.feed(bytes(29990))
+        server.loop.settle()
+        assert b"30000" in bytes(classic.received)
+        assert second.seen.statuses == dict.fromkeys(STREAMS, 200)
