@@ -37,6 +37,8 @@ from server.timing import Timings
 
 logger = logging.getLogger(__name__)
 
+_SHOWN_CHARS = 200  # of what a client asked for, in errors that repeat it
+
 INTERNAL = ServiceError(
     ErrorKind.ENGINE, "The server failed to answer. The fault is not in the request; try again later.", "internal_error"
 )
@@ -260,7 +262,9 @@ class App:
         if methods is None:
             patterns = [f"{prefix}{{id}}" for prefix, _ in self._patterns]
             known = ", ".join(sorted([*self._routes, *patterns]))
-            raise ServiceError(ErrorKind.NOT_FOUND, f"There is no {request.path} here. Known: {known}.", "not_found")
+            raise ServiceError(
+                ErrorKind.NOT_FOUND, f"There is no {request.path[:_SHOWN_CHARS]} here. Known: {known}.", "not_found"
+            )
         route = methods.get("GET" if request.method == "HEAD" else request.method)
         if route is None:
             raise MethodNotAllowed(request.path, request.method, methods)
@@ -345,7 +349,7 @@ class App:
         for prefix in REPLY_PREFIXES:
             request_id = request_id.removeprefix(prefix)
         if not self._served.cancel(request_id, exchange.known_caller.tenant.name):
-            message = f"No request {exchange.argument!r} is in progress. It may have ended already."
+            message = f"No request {exchange.argument[:_SHOWN_CHARS]!r} is in progress. It may have ended already."
             raise ServiceError(ErrorKind.NOT_FOUND, message, "request_not_found")
         self._send(exchange, b'{"status":"cancelled"}')
 
@@ -432,7 +436,7 @@ class MethodNotAllowed(ServiceError):
 
     def __init__(self, path: str, method: str, allowed: Iterable[str]) -> None:
         self.allowed = ", ".join("GET, HEAD" if name == "GET" else name for name in allowed)
-        message = f"{path} does not take {method}. Allowed: {self.allowed}."
+        message = f"{path[:_SHOWN_CHARS]} does not take {method}. Allowed: {self.allowed}."
         super().__init__(ErrorKind.METHOD_NOT_ALLOWED, message, "method_not_allowed")
 
 

@@ -384,10 +384,12 @@ class Http2Exchanges:
             yield self._drain_due, self._finish_drain
         elif not self._is_draining and not self._exchanges and not self._unsent:
             yield self._idle_since + limits.idle_s, self.drain
+        is_shut = bool(self._bodies) and self._room.is_shut
         for stream_id, since in self._bodies.items():
-            if not self._protocol.may_send(stream_id):
+            exchange = self._exchanges[stream_id]
+            if (exchange.num_shut or is_shut) and not self._protocol.may_send(stream_id):
                 continue  # it waits for us
-            num_bytes = self._exchanges[stream_id].stream.num_body_bytes
+            num_bytes = exchange.stream.num_body_bytes
             yield since + limits.body_s + num_bytes / limits.body_bytes_per_s, partial(self._end_slow_body, stream_id)
         if self._unsent:
             stream_id, since = next(iter(self._unsent.items()))

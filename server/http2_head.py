@@ -7,6 +7,7 @@ connection where RFC 9113 §8.1.1 has only the stream at fault.
 import base64
 import binascii
 import re
+import sys
 from collections.abc import Iterable
 
 from server.http1_prefilter import HeadLimits, HeadRefused, is_authority
@@ -20,6 +21,8 @@ _LENGTH = re.compile(rb"[0-9]{1,19}")  # 19 digits: below 2**64
 _PSEUDO = frozenset((b":method", b":scheme", b":authority", b":path"))
 # RFC 9113 §8.2.2: connection-specific fields MUST be treated as malformed
 _OF_CONNECTION = frozenset((b"connection", b"proxy-connection", b"keep-alive", b"transfer-encoding", b"upgrade"))
+# Host is put first. Cookies mean nothing here, and put together (RFC 9113 §8.2.3) they would weigh more than was sent
+_NOT_KEPT = frozenset((b"host", b"cookie"))
 _OF_UPGRADE = (b"connection", b"upgrade", b"http2-settings")
 _OF_PROXIES = frozenset((b"forwarded", b"via", b"x-forwarded-for"))
 _SETTING_BYTES = 6
@@ -47,13 +50,14 @@ def read_request(
     length = content_length(headers)
     if length and not has_body:
         raise Malformed  # RFC 9113 §8.1.1: the DATA frames must add up to it
-    headers = ((b"host", _authority(pseudo.get(b":authority"), headers)), *_rest(headers))
+    rest = (field for field in headers if field[0] not in _NOT_KEPT)
+    headers = ((b"host", _authority(pseudo.get(b":authority"), headers)), *rest)
     route, _, query = path.decode("ascii").partition("?")
     return HttpRequest(
         stream_id=stream_id,
         method=method.decode("ascii"),
-        path=route,
-        query=query,
+        path=sys.intern(route),  # an index of one byte may say it on each of many streams
+        query=sys.intern(query),
         headers=headers,
         has_body=has_body,
         expects_continue=has_body
@@ -166,10 +170,3 @@ def _authority(authority: bytes | None, headers: Headers) -> bytes:
     if not value or not is_authority(value):
         raise Malformed
     return value
-
-
-def _rest(headers: Headers) -> Headers:
-    """The fields but Host, with the crumbs of a cookie put together (RFC 9113 §8.2.3)."""
-    crumbs = [value for name, value in headers if name == b"cookie"]
-    rest = tuple(field for field in headers if field[0] not in (b"host", b"cookie"))
-    return (*rest, (b"cookie", b"; ".join(crumbs))) if crumbs else rest

@@ -219,6 +219,26 @@ def dribbled() -> Turns:
     return ((bytes((octet,)),) for octet in headers(bytes(LARGEST)).encode(0))
 
 
+def crumbs() -> Turns:
+    """Open bodies, each with three cookies of one byte: put together they weigh 12 kB."""
+    entry = literal(b"cookie", b"a" * 3900, 0x40)
+    head = block(path=b"/read", method=b"POST")
+    return itertools.chain(
+        [(headers(head + entry + indexed(62) * 2, END_HEADERS, 5),)],
+        by_stream(lambda s: headers(head + indexed(62) * 3, END_HEADERS, s), first=7),
+    )
+
+
+def long_paths() -> Turns:
+    """Open requests for one path of 4 kB, which is one byte but for the first."""
+    entry = literal(b":path", b"/read?" + b"a" * 3900, 0x40)
+    head = block(without=b"path", method=b"POST")
+    return itertools.chain(
+        [(headers(head + entry, END_HEADERS, 5),)],
+        by_stream(lambda s: headers(head + indexed(62), END_HEADERS, s), first=7),
+    )
+
+
 def wait(stream: int) -> Frame:
     return get(b"/wait", stream)
 
@@ -257,6 +277,8 @@ ATTACKS = (
     Attack("CONTINUATION of much", lambda: repeated(continuation(bytes(LARGEST), 0)), 2, 60, (headers(TINY, 0),)),
     Attack("HPACK bomb", bomb, 3, 600, sent=2, handlers=2),
     Attack("large header lists", large_lists, 100, 500, code=None, sent=2, handlers=1),
+    Attack("crumbs of a cookie on open streams", crumbs, 256, 750, code=None, handlers=256),
+    Attack("long paths on open streams", long_paths, 256, 750, code=None, handlers=256),
     Attack("head that is dribbled", dribbled, 1000, 50, code=None),
     Attack(
         "tiny requests without a window",
