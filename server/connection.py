@@ -10,6 +10,7 @@ What is said on it is the exchanges' (http1_exchanges, http2_exchanges). Decisio
 import asyncio
 import enum
 import logging
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import cast
 
@@ -137,16 +138,18 @@ class Connection(asyncio.Protocol):
         """Bytes that the transport holds."""
         return self._transport.get_write_buffer_size()
 
-    def serve(self, stream: HttpStream) -> asyncio.Task[None]:
-        """Start the stream's handler."""
-        task = self._loop.create_task(self._serve(stream))
+    def serve(self, stream: HttpStream, wait_turn: Callable[[], Awaitable[None]] | None = None) -> asyncio.Task[None]:
+        """Start the stream's handler, once wait_turn has returned."""
+        task = self._loop.create_task(self._serve(stream, wait_turn))
         self._context.registry.keep_task(task)
         return task
 
-    async def _serve(self, stream: HttpStream) -> None:
+    async def _serve(self, stream: HttpStream, wait_turn: Callable[[], Awaitable[None]] | None) -> None:
         """Run the handler, and see that the exchange ends with it. Nothing it raises is lost."""
         request = stream.request
         try:
+            if wait_turn is not None:
+                await wait_turn()
             await self._context.handler(stream)
         except ClientDisconnected:
             logger.debug("the client left before its request was read")

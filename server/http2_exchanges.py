@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 _FLUSH_BYTES = 64 * 1024  # of bodies, in one write
 _UNSENT_BYTES = 512 * 1024  # of all streams: each may have its share, down to _LEAST_UNSENT_BYTES
 _LEAST_UNSENT_BYTES = 1024
+_ENDED_UNSENT_BYTES = 256 * 1024  # of answers that are complete: beyond it, no further handler begins
 _CONTINUE = ResponseHead(100, ())
 
 
@@ -74,6 +75,8 @@ class Http2Exchanges:
         self._bodies: dict[int, float] = {}  # streams whose handlers wait for a body -> since when
         self._unsent: OrderedDict[int, float] = OrderedDict()  # streams -> when their last byte went, oldest first
         self._over: set[int] = set()  # streams that have, or had, more unsent than their share
+        self._num_ended = 0  # bytes of complete answers; those that have been sent since may still be among them
+        self._turns: list[asyncio.Future[None]] = []  # handlers that have not begun
         self._is_dirty = False
         self._pending_head: int | None = 0
         self._head_since = self._idle_since = context.loop.time()
@@ -115,6 +118,7 @@ class Http2Exchanges:
         if protocol.pending_head != self._pending_head:
             self._pending_head = protocol.pending_head
             self._head_since = now
+        self._give_turns()
         self._mark_dirty()
 
     def _abort(self) -> None:
@@ -183,9 +187,29 @@ class Http2Exchanges:
     def _start_stream(self, request: HttpRequest) -> None:
         stream = HttpStream(request, self)
         exchange = self._exchanges[request.stream_id] = _Exchange(stream)
-        exchange.task = self._connection.serve(stream)
+        exchange.task = self._connection.serve(stream, self._wait_turn)
         if self._protocol.num_requests >= self._limits.num_streams:
             self.drain()
+
+    async def _wait_turn(self) -> None:
+        """Answers wait for the peer's windows: whoever does not read them gets no more of them made."""
+        while self._turns or self._has_too_many_answers():
+            turn = self._loop.create_future()
+            self._turns.append(turn)
+            await turn
+
+    def _has_too_many_answers(self) -> bool:
+        if self._num_ended > _ENDED_UNSENT_BYTES:
+            self._num_ended = self._responses.num_unsent_ending()
+        return self._num_ended > _ENDED_UNSENT_BYTES
+
+    def _give_turns(self) -> None:
+        if not self._turns or self._has_too_many_answers():
+            return
+        turns, self._turns = self._turns, []
+        for turn in turns:
+            if not turn.done():
+                turn.set_result(None)
 
     def _take_body(self, event: BodyChunk) -> None:
         exchange = self._exchanges.get(event.stream_id)
@@ -290,6 +314,7 @@ class Http2Exchanges:
     def write_end(self, stream: HttpStream, trailers: Headers) -> None:
         if trailers and (stream.request.header(b"te") or b"").lower() != b"trailers":
             trailers = ()  # RFC 9110 §6.5.1: unless the client is known to take them
+        self._num_ended += self._responses.num_unsent(stream.request.stream_id)
         self._responses.send_end(stream.request.stream_id, trailers)
         self._forget(stream.request.stream_id)
         self._mark_dirty()
@@ -323,6 +348,7 @@ class Http2Exchanges:
             connection.adjust()  # holds_enough may be true by now
         if self._over:
             self._judge_shares()
+        self._give_turns()
         if protocol.has_drained and connection.is_open:
             connection.linger()
         elif has_more:

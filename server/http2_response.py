@@ -96,6 +96,10 @@ class Responses:
         stream = self.streams.get(stream_id)
         return 0 if stream is None else stream.num_unsent
 
+    def num_unsent_ending(self) -> int:
+        """Bytes unsent of all bodies to which nothing will be added."""
+        return sum(stream.num_unsent for stream in self.streams.values() if stream.is_ending)
+
     def wake(self, stream_id: int) -> None:
         """Its window may have opened."""
         stream = self.streams.get(stream_id)

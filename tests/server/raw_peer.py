@@ -22,6 +22,8 @@ async def respond(stream: HttpStream) -> None:
             stream.send_head(ResponseHead(200, ()))
             stream.send(bytes(2**16))
             await asyncio.get_running_loop().create_future()
+        case "/large":
+            answer(stream, 200, bytes(10_000))
         case "/read":
             try:
                 answer(stream, 200, b"%d" % len(await stream.read_body(2**20)))

@@ -70,6 +70,14 @@ def test_refusals_have_their_status_and_code(data: bytes, expected: tuple[int, s
     assert refusal(data) == expected
 
 
+@pytest.mark.parametrize("prefix", ["/", "/v1/models/", "/v1/requests/"])
+@pytest.mark.parametrize("method", ["GET", "PUT", "DELETE"])
+def test_refusals_repeat_a_long_path_in_part(prefix: str, method: str) -> None:
+    answer = ask(request(method, prefix + "a" * 4000))
+    assert 400 <= answer.status < 500
+    assert len(answer.json["error"]["message"]) < 1000
+
+
 @pytest.mark.parametrize("fields", [{}, STREAM, {"max_tokens": 500}])
 def test_more_min_tokens_than_the_context_leaves_are_refused(fields: dict[str, Any]) -> None:
     fields = {"max_tokens": None, **fields}  # the prompt has 18 tokens, the context 200
