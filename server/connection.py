@@ -275,7 +275,8 @@ class Connection(asyncio.Protocol):
 
     def _on_due(self) -> None:
         if self._stalled_since is not None:
-            if self._transport.get_write_buffer_size() < self._num_stalled:
+            num_read = self._num_stalled - self._transport.get_write_buffer_size()
+            if num_read >= self._limits.stall_s * self._limits.stall_bytes_per_s:
                 self._watch_stall()  # it reads, if slowly
             else:
                 self.abort()

@@ -34,7 +34,8 @@ class ConnectionLimits:
     body_s: float = 30.0  # for a body, and one more second for each body_bytes_per_s received
     body_bytes_per_s: float = 500.0
     idle_s: float = 75.0  # without a byte between requests, or before the first
-    stall_s: float = 30.0  # without the peer reading a byte of what is unsent
+    stall_s: float = 30.0  # in which the peer reads less than stall_bytes_per_s, and not all that is unsent
+    stall_bytes_per_s: float = 500.0
     linger_s: float = 2.0  # and linger_bytes: thrown away after an answer that comes before its request's end
     linger_bytes: int = 256 * 1024
     unsent_bytes: int = 16 * 1024  # high mark of our own unsent bytes; a quarter of it is the low mark

@@ -26,16 +26,17 @@ class OutgoingBody:
     Attributes:
         h2: the stream, with its window.
         frame_end: of each DATA frame's header, behind the length.
+        num_partly_sent: bytes that were taken while more was there.
         num_unsent: bytes.
         is_ending: nothing follows what is there.
     """
 
-    __slots__ = ("_data", "_start", "frame_end", "h2", "is_ending", "num_unsent")
+    __slots__ = ("_data", "_start", "frame_end", "h2", "is_ending", "num_partly_sent", "num_unsent")
 
     def __init__(self, stream: H2Stream) -> None:
         self.h2 = stream
         self.frame_end = FRAME_HEADER.pack(0, 0, DATA, 0, stream.stream_id)[_LENGTH_BYTES:]
-        self.num_unsent = 0
+        self.num_partly_sent = self.num_unsent = 0
         self.is_ending = False
         self._data = b""
         self._start = 0  # of what is unsent in it
@@ -57,6 +58,7 @@ class OutgoingBody:
             return data
         start = self._start
         self._start += size
+        self.num_partly_sent += size
         self.num_unsent -= size
         return self._data[start : start + size]
 

@@ -2,7 +2,7 @@
 
 Decisions a reader may look for:
 - A stream is blocked while more of it is unsent than its share (the peer's windows are shut), or while the transport
-  takes nothing; the other streams go on. One that gets rid of no byte for stall_s is reset.
+  takes nothing; the other streams go on. One that gets rid of too little in stall_s is reset.
 - What a handler does not read is not acknowledged: the peer's windows shut, and nothing but them holds it back. Of what
   is read, too much at once shuts the streams' windows, all but the oldest's (body_room); the connection's stays open
   for that one, unless the oldest of the server is on another connection.
@@ -73,7 +73,10 @@ class Http2Exchanges:
         self._exchanges: dict[int, _Exchange] = {}
         self._room = BodyRoom(context.limits.held_body_bytes, context.bodies)
         self._bodies: dict[int, float] = {}  # streams whose handlers wait for a body -> since when
-        self._unsent: OrderedDict[int, float] = OrderedDict()  # streams -> when their last byte went, oldest first
+        # Streams -> since when they have to get rid of what is enough, oldest first, and num_partly_sent then
+        self._unsent: OrderedDict[int, tuple[float, int]] = OrderedDict()
+        self._enough_bytes = context.limits.stall_s * context.limits.stall_bytes_per_s
+        self._blocked_since = 0.0
         self._over: set[int] = set()  # streams that have, or had, more unsent than their share
         self._num_ended = 0  # bytes of complete answers; those that have been sent since may still be among them
         self._turns: list[asyncio.Future[None]] = []  # handlers that have not begun
@@ -137,9 +140,11 @@ class Http2Exchanges:
         for exchange in tuple(self._exchanges.values()):
             if is_blocked or exchange.stream.request.stream_id not in self._over:
                 exchange.stream.set_blocked(is_blocked)
-        if not is_blocked:
-            now = self._loop.time()
-            self._unsent = OrderedDict.fromkeys(self._unsent, now)
+        if is_blocked:
+            self._blocked_since = self._loop.time()
+        else:
+            pause_s = self._loop.time() - self._blocked_since
+            self._unsent = OrderedDict((key, (since + pause_s, num)) for key, (since, num) in self._unsent.items())
             self.flush()
 
     def end_of_peer(self) -> None:
@@ -357,11 +362,16 @@ class Http2Exchanges:
     def _watch_progress(self, sent: list[int], held: list[int]) -> None:
         now = self._loop.time()
         for stream_id in sent:
-            self._unsent.pop(stream_id, None)
-            if self._responses.num_unsent(stream_id):
-                self._unsent[stream_id] = now
+            if not self._responses.num_unsent(stream_id):
+                self._unsent.pop(stream_id, None)
+                continue
+            num_sent = self._responses.num_partly_sent(stream_id)
+            _, num_before = self._unsent.setdefault(stream_id, (now, num_sent))
+            if num_sent - num_before >= self._enough_bytes:
+                self._unsent[stream_id] = (now, num_sent)
+                self._unsent.move_to_end(stream_id)
         for stream_id in held:
-            self._unsent.setdefault(stream_id, now)
+            self._unsent.setdefault(stream_id, (now, self._responses.num_partly_sent(stream_id)))
         self._connection.adjust()
 
     def _judge_shares(self) -> None:
@@ -418,7 +428,7 @@ class Http2Exchanges:
             num_bytes = exchange.stream.num_body_bytes
             yield since + limits.body_s + num_bytes / limits.body_bytes_per_s, partial(self._end_slow_body, stream_id)
         if self._unsent:
-            stream_id, since = next(iter(self._unsent.items()))
+            stream_id, (since, _) = next(iter(self._unsent.items()))
             yield since + limits.stall_s, partial(self._end_stalled, stream_id)
 
     def _end_slow_head(self) -> None:

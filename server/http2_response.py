@@ -96,6 +96,11 @@ class Responses:
         stream = self.streams.get(stream_id)
         return 0 if stream is None else stream.num_unsent
 
+    def num_partly_sent(self, stream_id: int) -> int:
+        """Bytes of the stream's body that went while more was there: how far a peer is that never takes all."""
+        stream = self.streams.get(stream_id)
+        return 0 if stream is None else stream.num_partly_sent
+
     def num_unsent_ending(self) -> int:
         """Bytes unsent of all bodies to which nothing will be added."""
         return sum(stream.num_unsent for stream in self.streams.values() if stream.is_ending)

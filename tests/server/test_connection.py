@@ -456,17 +456,20 @@ def test_slow_reader_blocks_its_stream_alone(serve: Serve) -> None:
     assert hold.told == ["blocked", "unblocked"]
 
 
-def test_reader_that_stopped_is_aborted_after_the_stall_timeout(serve: Serve) -> None:
+@pytest.mark.parametrize(("num_read", "is_enough"), [(15_000, True), (14_999, False)])
+def test_reader_that_takes_less_than_500_bytes_per_second_is_aborted(
+    serve: Serve, num_read: int, is_enough: bool
+) -> None:
     hold = Hold()
     server = serve(hold)
     transport = server.connect(peer_reads=False)
     transport.feed(GET)
     server.loop.settle()
-    hold.streams[0].send(b"x" * 20_000)
+    hold.streams[0].send(b"x" * 40_000)
     server.loop.advance(29)
-    transport.peer_read(100)  # progress: another 30 s
+    transport.peer_read(num_read)
     server.loop.advance(30.9)
-    assert not transport.is_lost
+    assert transport.was_aborted is not is_enough
     server.loop.advance(29.2)
     assert transport.was_aborted
     assert hold.told == ["blocked", "gone"]

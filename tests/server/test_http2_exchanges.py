@@ -215,22 +215,35 @@ def test_stalled_stream_is_reset_and_the_others_go_on(serve: Serve) -> None:
     assert client.responses[other].is_complete
 
 
-def test_progress_of_any_byte_defers_the_stall(serve: Serve) -> None:
+@pytest.mark.parametrize(("every_s", "num_bytes", "is_enough"), [(29, 15_000, True), (1.5, 1, False), (1, 499, False)])
+def test_slow_reader_defers_the_stall_by_500_bytes_per_second(
+    serve: Serve, every_s: float, num_bytes: int, is_enough: bool
+) -> None:
     hold = Hold()
     client = Http2Client(serve(hold), reads=False, settings={INITIAL_WINDOW: 0})
     stream_id = client.request()
-    hold.streams[0].send(b"x" * 3)
-    hold.end(0)
+    hold.streams[0].send(b"x" * 60_000)
     client.exchange()
-    for _ in range(2):
+    for _ in range(int(59 / every_s)):
+        client.advance(every_s)
+        if client.responses[stream_id].reset is None:
+            client.h2.increment_flow_control_window(num_bytes, stream_id)
+        client.exchange()
+    assert client.responses[stream_id].reset is (None if is_enough else ErrorCodes.CANCEL)
+
+
+def test_reader_of_the_last_bytes_has_read_enough(serve: Serve) -> None:
+    hold = Hold()
+    client = Http2Client(serve(hold), reads=False, settings={INITIAL_WINDOW: 0})
+    stream_id = client.request()
+    for _ in range(3):
+        hold.streams[0].send(b"x")
+        client.exchange()
         client.advance(29)
         client.h2.increment_flow_control_window(1, stream_id)
         client.exchange()
-    client.advance(29)
     assert client.responses[stream_id].reset is None
-    client.advance(2)
-    assert client.responses[stream_id].reset is ErrorCodes.CANCEL
-    assert client.responses[stream_id].body == b"xx"
+    assert client.responses[stream_id].body == b"xxx"
 
 
 def test_peer_that_reads_nothing_loses_its_connection(serve: Serve) -> None:
