@@ -80,6 +80,31 @@ def test_more_min_tokens_than_the_context_leaves_are_refused(fields: dict[str, A
     assert ask(chat(min_tokens=182, **fields)).finish_reason() == "length"
 
 
+LONG, TOO_LONG = "a step " * 200, "a step " * 12_000  # refused by its tokens, and by its characters
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/v1/responses", {"input": LONG}, "input"),
+        ("/v1/responses", {"input": TOO_LONG}, "input"),
+        ("/v1/responses", {"input": [{"role": "user", "content": LONG}]}, "input"),
+        ("/v1/responses/input_tokens", {"input": TOO_LONG}, "input"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}]}, "messages"),
+        ("/tokenize", {"messages": [{"role": "user", "content": TOO_LONG}]}, "messages"),
+        ("/tokenize", {"prompt": TOO_LONG}, "prompt"),
+        ("/v1/completions", {"prompt": LONG}, "prompt"),
+        ("/v1/completions", {"prompt": ["a", TOO_LONG]}, "prompt[1]"),
+    ],
+)
+def test_a_prompt_that_is_too_long_is_told_by_the_field_that_it_came_in(
+    path: str, fields: dict[str, Any], param: str
+) -> None:
+    answer = ask(request("POST", path, {"model": MODEL, **fields}))
+    error = answer.json["error"]
+    assert (answer.status, error["param"], error["code"]) == (400, param, "context_length_exceeded")
+
+
 def test_wrong_method_names_the_right_ones() -> None:
     assert ask(request("PUT", "/v1/completions", {})).headers["allow"] == "POST"
     assert ask(request("PUT", "/v1/models/small")).headers["allow"] == "GET, HEAD"
