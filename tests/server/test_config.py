@@ -233,6 +233,19 @@ def test_a_missing_model_names_what_lies_near(tmp_path: Path) -> None:
     assert error.fix == f"--model {tmp_path / 'Llama-3.2-1B'}"
 
 
+def test_a_missing_model_with_nothing_like_it_names_the_models_where_it_would_be(tmp_path: Path) -> None:
+    (tmp_path / "unlike").mkdir()
+    (tmp_path / "notes.gguf.txt").touch()
+    missing = str(tmp_path / "nope")
+    assert refusal({"model": missing}, {}).cause.endswith(f"; there is no model in {tmp_path}")
+    models = [tmp_path / f"Llama-{i}" for i in range(7)]
+    for model in models:
+        model.mkdir()
+        (model / "config.json").touch()
+    listed = ", ".join(map(str, models[:5]))
+    assert refusal({"model": missing}, {}).cause.endswith(f"; the models in {tmp_path}: {listed} and 2 more")
+
+
 def test_a_path_missing_early_names_where_it_stops_being_true(tmp_path: Path) -> None:
     (tmp_path / "unlike").mkdir()
     cause = refusal({"model": str(tmp_path / "models" / "deep" / "er")}, {}).cause
