@@ -12,6 +12,7 @@ from server.config import ENVIRONMENT_PREFIX, OPTIONS, Option, ServerConfig
 from server.tenants import Tenant, parse_tenants
 from server.values import BadValueError, MissingPathError, did_you_mean
 
+FLAG_AS_KEY = "max_queue = 8 for --max-queue 8"
 TENANTS = "tenants"  # the file's tables of this name are no settings
 _BY_FIELD = {option.field_name: option for option in OPTIONS}
 
@@ -58,7 +59,8 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Given]:
             continue
         option = by_variable.get(variable)
         if option is None:
-            raise _unknown("environment variable", variable, by_variable, f"or unset it: unset {variable}")
+            fix = f"use a name that `steploop serve --help` lists, or unset it: unset {variable}"
+            raise _unknown("environment variable", variable, by_variable, fix)
         text = environ[variable]
         values[option.field_name] = _parse(option, text.split(",") if option.is_list else text, variable)
     return values
@@ -73,7 +75,8 @@ def _from_file(table: Mapping[str, Any], path: Path) -> dict[str, Given]:
             fix = f"remove the line [{key}]: only [[{TENANTS}]] is a table; settings stand above it, as in port = 8080"
             raise StartupError(f"{path} has a table, [{key}]", fix, ExitCode.CONFIGURATION)
         if option is None:
-            raise _unknown(f"key in {path}", key, by_key, "or remove it")
+            fix = f"remove it, or name a flag of those that `steploop serve --help` lists: {FLAG_AS_KEY}"
+            raise _unknown(f"key in {path}", key, by_key, fix)
         values[option.field_name] = _parse(option, _toml_text(option, value, path), f"{key} in {path}")
     return values
 
@@ -139,6 +142,5 @@ def _fix(option: Option, proposal: str | None) -> str:
     return f"{', '.join(ways[:-1])} or {ways[-1]}: {option.help}"
 
 
-def _unknown(kind: str, name: str, known: Mapping[str, Option], alternative: str) -> StartupError:
-    cause = f"unknown {kind}: {name}{did_you_mean(name, known)}"
-    return StartupError(cause, f"use a name that `steploop serve --help` lists, {alternative}", ExitCode.CONFIGURATION)
+def _unknown(kind: str, name: str, known: Mapping[str, Option], fix: str) -> StartupError:
+    return StartupError(f"unknown {kind}: {name}{did_you_mean(name, known)}", fix, ExitCode.CONFIGURATION)

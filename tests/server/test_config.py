@@ -9,7 +9,7 @@ from core.config import EngineConfig
 from core.errors import ExitCode, StartupError
 from server.command_line import build_parsers, flags_given
 from server.config import OPTIONS, Option, ServerConfig
-from server.config_sources import load_config
+from server.config_sources import FLAG_AS_KEY, load_config
 from server.values import HubId
 
 
@@ -175,6 +175,13 @@ def test_unknown_variable_names_the_nearest(tmp_path: Path) -> None:
 def test_unknown_toml_key_names_the_nearest(key: str, near: str, tmp_path: Path) -> None:
     error = refusal(toml_flag(tmp_path, f"{key} = 1"), {})
     assert f"did you mean {near}?" in error.cause
+
+
+def test_unknown_toml_key_like_no_other_says_where_all_are_listed(tmp_path: Path) -> None:
+    error = refusal(toml_flag(tmp_path, "zzzzqq = 1"), {})
+    assert error.cause.endswith("steploop.toml: zzzzqq")
+    assert "`steploop serve --help` lists: max_queue = 8 for --max-queue 8" in error.fix
+    assert load_config(toml_flag(tmp_path, FLAG_AS_KEY.partition(" for ")[0]), {}).max_queue == 8
 
 
 def test_a_toml_table_is_told_to_go_not_taken_for_a_misspelt_key(tmp_path: Path) -> None:
