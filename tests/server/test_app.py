@@ -14,6 +14,7 @@ from core.simulation import SimulatedRunner
 from server.client_gate import ClientRules
 from server.lifecycle import OFFLOAD_BYTES
 from server.metrics import MAX_UNKNOWN_FIELDS
+from tests.server import raw_http2
 from tests.server.fakes import MemoryTransport
 from tests.server.simulated_server import (
     MODEL,
@@ -183,7 +184,7 @@ BROKEN_CHUNK = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nX-Request-Id: their
             (501, "server_error", "not_implemented", "r1"),
             "- - 501 0.0ms",
         ),
-        ([b"GET / HT"], 11, (408, "timeout_error", "request_timeout", "r1"), "- - 408 0.0ms"),
+        ([b"GET / HT"], 11, (408, "timeout_error", "request_timeout", "r1"), "- - 408 10000.0ms"),
         (
             [BROKEN_CHUNK, b"x\r\n"],
             0,
@@ -219,6 +220,39 @@ def test_refusals_of_the_protocol_are_accounted_for_like_others(
     assert answer.headers["cache-control"] == "no-store"
     assert [record.getMessage() for record in caplog.records] == [f"{line} error={code} client=192.0.2.7:4242"]
     assert server.metrics.responses == {status: 1}
+    server.close()
+
+
+def test_a_head_that_never_ends_is_timed_from_its_first_byte_not_from_the_connections(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "server.access")
+    server = SimulatedServer()
+    transport = server.send(request("GET", "/health"))
+    server.run_for(3)
+    transport.feed(b"GET / HT")
+    server.run_for(11)
+    assert [record.getMessage().partition(" error=")[0] for record in caplog.records] == [
+        "GET /health 200 0.0ms client=192.0.2.7:4242",
+        "- - 408 10000.0ms",
+    ]
+    server.close()
+
+
+def test_a_head_refused_over_http2_is_timed_from_its_own_first_frame(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "server.access")
+    server = SimulatedServer()
+    transport = server.send(raw_http2.START)
+    server.run_for(3)
+    head = raw_http2.literal(b":method", b"CONNECT") + raw_http2.literal(b":authority", b"a:1")
+    transport.feed(raw_http2.wire([raw_http2.headers(head[:5], raw_http2.END_STREAM)]))
+    server.run_for(2)
+    transport.feed(raw_http2.wire([raw_http2.continuation(head[5:])]))
+    server.run_for(1)
+    transport.feed(raw_http2.wire([raw_http2.headers(head, stream=3)]))
+    server.run_for(0)
+    lines = [record.getMessage().partition(" error=")[0] for record in caplog.records]
+    assert lines == ["- - 501 2000.0ms", "- - 501 0.0ms"]
     server.close()
 
 
