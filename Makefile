@@ -72,6 +72,7 @@ bench: $(VENV)/.installed-bench
 	$(VENV)/bin/python -m bench.drain
 	$(VENV)/bin/python -m bench.fairness
 	$(VENV)/bin/python -m bench.frontend
+	$(VENV)/bin/python -m bench.gate
 	$(VENV)/bin/python -m bench.idle
 	$(VENV)/bin/python -m bench.limits
 	$(VENV)/bin/python -m bench.scheduler

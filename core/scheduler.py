@@ -296,7 +296,7 @@ class Scheduler:
             latest_start_s = request.deadline_s - self._charges.prefill_s(0, num_tokens, num_tokens)
         group = SequenceGroup(
             request,
-            self.shares.enter(request.tenant),
+            self.shares.enter(request.tenant, request.share),
             self._num_submitted,
             self._seeds() if seed is None else seed,
             latest_start_s,

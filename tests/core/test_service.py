@@ -3,6 +3,7 @@
 import random
 from collections import defaultdict
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -66,6 +67,27 @@ def test_equal_tenants_get_equal_service_whatever_they_ask() -> None:
     first, second = served[-1]
     assert min(served[-1]) > 3.0
     assert first / second == pytest.approx(1.0, abs=0.1)
+
+
+@pytest.mark.parametrize("share", [2, 5])
+def test_a_tenant_with_a_larger_share_gets_so_many_times_as_much(share: int) -> None:
+    rng = random.Random(1)
+    limits = small_limits(num_blocks=256, max_sequences=8, max_batch_tokens=24)
+    requests = greedy_requests(rng, "a", 200, 60, 2)
+    requests += [
+        msgspec.structs.replace(request, share=share) for request in greedy_requests(rng, "b", 200 * share, 2, 60)
+    ]
+    served: list[tuple[float, ...]] = []
+
+    def measure(scheduler: Scheduler) -> None:
+        if all(scheduler._waiting.is_waiting(name) for name in "ab"):
+            by_name = {tenant.name: tenant.served_s for tenant in scheduler.shares.tenants()}
+            served.append((by_name["a"], by_name["b"]))
+
+    Simulation(limits, CostModel(0.0, TOKEN_S), requests, on_step=measure).run()
+    first, second = served[-1]
+    assert first > 1.0
+    assert second / first == pytest.approx(share, rel=0.1)
 
 
 def test_late_light_tenant_is_not_queued_behind_a_flood() -> None:
