@@ -145,6 +145,7 @@ ONE_AT_A_TIME = RunnerLimits(64, 4, 1, 16, 200, TOKENIZER.vocab_size)
 def test_waiting_request_has_the_slot_in_the_next_plan(ask: Ask, call_off: CallOff) -> None:
     with serving(limits=ONE_AT_A_TIME) as server:
         asked = ask(server, **LONG)
+        server.step()  # it has the slot: the shorter prompt would go first
         waiting = server.send(completion(prompt=[6], max_tokens=3, **STREAM))
         for _ in range(5):
             server.step()
