@@ -117,11 +117,16 @@ class MemoryRun(msgspec.Struct, frozen=True):
 
 
 class EngineRuns(msgspec.Struct, frozen=True):
-    """All that was measured of one engine."""
+    """All that was measured of one engine.
+
+    Args:
+        cost_errors: p50 and p90, over the last steps, of what the step-cost model was off by: shares.
+    """
 
     prefills: tuple[PrefillRun, ...]
     decodes: tuple[DecodeRun, ...]
     memory: MemoryRun
+    cost_errors: tuple[float, float] = (0.0, 0.0)
 
 
 class EngineBench:
@@ -134,8 +139,13 @@ class EngineBench:
         self._random = random.Random(seed)
         self._vocab_size = runner.limits.vocab_size
         self._num_requests = 0
-        scheduler = Scheduler(runner.limits, (), lambda: 0)
-        self._engine = Engine(scheduler, runner, time.monotonic, self._inbox, self._take)
+        self._scheduler = Scheduler(runner.limits, (), lambda: 0)
+        self._engine = Engine(self._scheduler, runner, time.monotonic, self._inbox, self._take)
+
+    @property
+    def cost_errors(self) -> tuple[float, float]:
+        stats = self._scheduler.stats()
+        return stats.step_cost_error_p50, stats.step_cost_error_p90
 
     def prefill(self, num_tokens: int) -> float:
         """Seconds from a prompt's submission to its first token."""
@@ -251,8 +261,13 @@ def result_tables(
     return [
         Table("Prefill of one prompt", ("tokens", "tokens/s", "limit tokens/s", "share of limit"), tuple(prefills)),
         Table("Decode", columns, tuple(decodes), Plot("context", "share of limit", "batch")),
+        Table("Step cost, predicted against measured", ("p50 off %", "p90 off %"), (_percent(runs.cost_errors),)),
         _memory_table(runs.memory),
     ]
+
+
+def _percent(shares: tuple[float, float]) -> tuple[float, float]:
+    return 100 * shares[0], 100 * shares[1]
 
 
 def _memory_table(memory: MemoryRun) -> Table:
@@ -310,7 +325,7 @@ def _measure(runner: ModelRunner, cases: Cases, before: int) -> EngineRuns:
         run = bench.decode(num_rows, context, cases.num_steps)
         decodes.append(run)
         print(f"decode {num_rows} x {context}: {num_rows / run.step_s:,.1f} tokens/s", file=sys.stderr)
-    return EngineRuns(tuple(prefills), tuple(decodes), _memory_of(runner.memory, before))
+    return EngineRuns(tuple(prefills), tuple(decodes), _memory_of(runner.memory, before), bench.cost_errors)
 
 
 def _memory_of(plan: MemoryPlan, before: int) -> MemoryRun:

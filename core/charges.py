@@ -36,15 +36,19 @@ class Charges:
         cost_s = self.prefill_s(start, end, sequence.num_prompt_tokens)
         sequence.prepaid_end = end
         sequence.prepaid_token_s = cost_s / (end - start)
+        sequence.prepaid_s = cost_s
         sequence.tenant.charge(cost_s)
         sequence.tenant.prepaid_s += cost_s
 
     def refund(self, sequence: Sequence) -> None:
-        """Give back what a sequence that loses its blocks, or ends, has not computed of it."""
-        num_left = sequence.prepaid_end - sequence.num_computed_tokens
-        if num_left > 0:
-            sequence.tenant.refund(num_left * sequence.prepaid_token_s)
-        sequence.prepaid_end = 0
+        """Give back what a sequence has not used of it, because it came from the cache, or because it gives way."""
+        sequence.tenant.refund(sequence.prepaid_s)
+        sequence.prepaid_s = 0.0
+
+    def _use(self, sequence: Sequence, seconds: float) -> None:
+        seconds = min(seconds, sequence.prepaid_s)
+        sequence.prepaid_s -= seconds
+        sequence.tenant.prepaid_s -= seconds
 
     def charge_step(
         self, rows: Seq[Sequence], ends: Seq[int], running: Iterable[Sequence], work: StepWork, step_s: float
@@ -66,7 +70,9 @@ class Charges:
             if start >= sequence.prepaid_end:
                 owed_s[sequence.tenant] += token_s + kv_s * start
             else:
-                sequence.tenant.prepaid_s -= (end - start) * sequence.prepaid_token_s
+                self._use(sequence, (end - start) * sequence.prepaid_token_s)
+                if end >= sequence.prepaid_end:
+                    self.refund(sequence)
         for sequence in running:
             if not sequence.is_in_flight:
                 owed_s[sequence.tenant] += block_s * len(sequence.table.blocks)

@@ -2,7 +2,8 @@
 
 After "Fairness in Serving Large Language Models" (arXiv:2401.00588), the virtual token counter: whoever waits with the
 smallest counter goes first, and who comes back from being idle is lifted to the least of those that were not, so that
-nobody saves up. Counters count seconds by the step-cost model, where the paper counts weighted tokens.
+nobody saves up. Counters count seconds by the step-cost model, where the paper counts weighted tokens; of a tenant with
+a share of two, each counts half (there: weighted VTC).
 """
 
 import heapq
@@ -18,15 +19,17 @@ class Tenant:
     """One tenant's account.
 
     Args:
+        share: weight against others: counter and credit count engine time divided by it.
         counter_s: engine time it has had, and lifts. Never falls, so that queues by it stay in order.
-        served_s: engine time it has had.
+        served_s: engine time it has had, undivided.
         credit_s: was charged and not used: later charges take it first.
-        prepaid_s: was charged and is not used yet.
+        prepaid_s: was charged and is not used yet, undivided.
         num_live: requests that wait or run.
         num_running: sequences that hold blocks.
     """
 
     name: str
+    share: int = 1
     counter_s: float = 0.0
     served_s: float = 0.0
     credit_s: float = 0.0
@@ -37,10 +40,11 @@ class Tenant:
     @property
     def had_s(self) -> float:
         """The counter less what was charged ahead."""
-        return self.counter_s - self.credit_s - self.prepaid_s
+        return self.counter_s - self.credit_s - self.prepaid_s / self.share
 
     def charge(self, seconds: float) -> None:
         self.served_s += seconds
+        seconds /= self.share
         if self.credit_s:
             used_s = min(self.credit_s, seconds)
             self.credit_s -= used_s
@@ -51,15 +55,16 @@ class Tenant:
         """Some of what was prepaid was not computed after all."""
         self.prepaid_s -= seconds
         self.served_s -= seconds
-        self.credit_s += seconds
+        self.credit_s += seconds / self.share
 
     def gives_way_to(self, other: "Tenant") -> bool:
         """Whether a running sequence of this tenant gives way to a waiting one of the other's.
 
         Where it runs at least two more, both come nearer to each other: they cannot take turns for nothing.
         """
-        ahead_s = self.had_s - other.had_s
-        return ahead_s > (0 if self.num_running > other.num_running + 1 else OVER_SHARE_S)
+        if self.num_running > other.num_running + 1:
+            return self.counter_s > other.counter_s
+        return self.had_s > other.counter_s + OVER_SHARE_S
 
 
 class TenantShares:
@@ -73,15 +78,16 @@ class TenantShares:
     def tenants(self) -> tuple[Tenant, ...]:
         return tuple(self._tenants.values())
 
-    def enter(self, name: str) -> Tenant:
-        """A request of this tenant has come."""
+    def enter(self, name: str, share: int = 1) -> Tenant:
+        """A request of this tenant has come; its share is this from now on."""
         floor_s = self.least_s()
         tenant = self._tenants.get(name)
         if tenant is None:
-            tenant = self._tenants[name] = Tenant(name, floor_s)
+            tenant = self._tenants[name] = Tenant(name, share, floor_s)
             heapq.heappush(self._heap, (floor_s, name))
         elif tenant.num_live == 0:
             tenant.counter_s = max(tenant.counter_s, floor_s)
+        tenant.share = share
         tenant.num_live += 1
         return tenant
 

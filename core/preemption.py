@@ -5,17 +5,22 @@ from collections.abc import Callable, Iterable
 from core.fairness import OVER_SHARE_S
 from core.sequence import Place, Sequence
 
+VictimOrder = tuple[bool, int, bool, int, Place]
 
-def victim_order(least_s: float) -> Callable[[Sequence], tuple[bool, int, bool, Place]]:
+
+def victim_order(least_s: float) -> Callable[[Sequence], VictimOrder]:
     """A key, largest for who goes first: the paused, the lowest class, tenants over their share, the latest arrival.
+
+    Over its share is a tenant that has had much more than the one that has had least; then, whoever runs most.
 
     Args:
         least_s: the least counter of all tenants that have requests.
     """
     limit_s = least_s + OVER_SHARE_S
 
-    def key(sequence: Sequence) -> tuple[bool, int, bool, Place]:
-        return sequence.is_paused, -sequence.level, sequence.tenant.counter_s > limit_s, sequence.place
+    def key(sequence: Sequence) -> VictimOrder:
+        tenant = sequence.tenant
+        return sequence.is_paused, -sequence.level, tenant.had_s > limit_s, tenant.num_running, sequence.place
 
     return key
 
@@ -37,3 +42,21 @@ def outranked(running: Iterable[Sequence], head: Sequence, level: int, least_s: 
         if (s.level < level and s.priority != head.priority) or (s.level <= level and s.tenant in giving_way)
     ]
     return sorted(lower, key=victim_order(least_s), reverse=True)
+
+
+def enough_of(
+    candidates: Iterable[Sequence], num_slots: int, num_blocks: int, slots_of: Callable[[Sequence], int]
+) -> list[Sequence]:
+    """The first of them that together hold so many slots and blocks; nobody if all of them do not.
+
+    Args:
+        slots_of: how many one holds, for siblings that wait for it too.
+    """
+    chosen = []
+    for sequence in candidates:
+        chosen.append(sequence)
+        num_slots -= slots_of(sequence)
+        num_blocks -= len(sequence.table)
+        if num_slots <= 0 and num_blocks <= 0:
+            return chosen
+    return []

@@ -17,10 +17,10 @@ from core.fairness import TenantShares
 from core.outbox import Outbox
 from core.plan import RunnerLimits, StepOutput, StepPlan
 from core.plan_builder import PlanBuilder, restart_rows, rows_misled
-from core.preemption import outranked, victim_order
+from core.preemption import enough_of, outranked, victim_order
 from core.prefix_cache import PrefixCache
 from core.sequence import NO_SLOT, Sequence, SequenceGroup, SequenceState
-from core.step_cost import PrefillAllowance, StepCostModel, StepWork
+from core.step_cost import PrefillAllowance, StepCostModel, StepWork, allow_prefill
 from core.types import EngineStats, FinishReason, Request, StepDelivery, TokenChunk, TokenLogprobs, Usage
 from core.waiting import Rank, WaitingQueue, aged_class, rank
 
@@ -152,7 +152,8 @@ class Scheduler:
         if len(decodes) > self.pool.num_free:  # some may have to give way: they must not be in the plan before
             decodes.sort(key=victim_order(self.shares.least_s()))
         self._add_decodes(builder, decodes)
-        allowance = self._allowance(builder.work)
+        num_coming = len(behind) + min(len(self._waiting), len(self._free_slots))
+        allowance = allow_prefill(self.step_cost, self._inter_token_target, builder.work, num_coming)
         num_reserved = len(builder.sequences)  # blocks, which the decodes need within 16 steps
         self._catch_up(builder, allowance, behind, num_reserved, now)
         self._planned_work = builder.work
@@ -171,9 +172,10 @@ class Scheduler:
         lost = misled.union(output.failed_rows)
         self._account(plan, sequences, now - self._planned_s)
         self._advance(plan, sequences, lost)
+        logprobs = output.logprobs
         for i, (row, token_id) in enumerate(zip(output.rows.tolist(), output.token_ids.tolist(), strict=True)):
             if row not in lost:
-                self._append(sequences[row], token_id, output.logprobs.get(i))
+                self._append(sequences[row], token_id, logprobs.get(i) if logprobs else None)
         for row in sorted(lost):
             self._lose_row(sequences[row], None if row in misled else output.failed_rows[row])
         for sequence in sequences:
@@ -205,6 +207,10 @@ class Scheduler:
             step_cost_error_p50=self.step_cost.error_p50,
             step_cost_error_p90=self.step_cost.error_p90,
         )
+
+    def is_waiting(self, tenant: str) -> bool:
+        """Whether a tenant has a sequence in the queue."""
+        return self._waiting.is_waiting(tenant)
 
     # Ends
 
@@ -290,7 +296,7 @@ class Scheduler:
             latest_start_s = request.deadline_s - self._charges.prefill_s(0, num_tokens, num_tokens)
         group = SequenceGroup(
             request,
-            self.shares.enter(request.tenant),
+            self.shares.enter(request.tenant, request.share),
             self._num_submitted,
             self._seeds() if seed is None else seed,
             latest_start_s,
@@ -351,16 +357,8 @@ class Scheduler:
         num_blocks = num_blocks_for(len(head.token_ids) + 1, self.limits.block_size) - self.pool.num_free
         if num_slots <= 0 and num_blocks <= 0:
             return
-        victims = []
-        for sequence in outranked(self._running, head, level, self.shares.least_s()):
-            victims.append(sequence)
-            num_slots -= len(self._joining(sequence))
-            num_blocks -= len(sequence.table)
-            if num_slots <= 0 and num_blocks <= 0:
-                break
-        else:
-            return
-        for sequence in victims:
+        candidates = outranked(self._running, head, level, self.shares.least_s())
+        for sequence in enough_of(candidates, num_slots, num_blocks, lambda s: len(self._joining(s))):
             self._preempt(builder, sequence)
 
     def _take_blocks(self, sequence: Sequence, num_reserved: int) -> bool:
@@ -396,12 +394,6 @@ class Scheduler:
         self._start_running(child)
 
     # Rows and their blocks
-
-    def _allowance(self, decodes: StepWork) -> PrefillAllowance:
-        """What may be computed beside these decodes."""
-        if self._inter_token_target is None or decodes.own_tokens == 0 or not self.step_cost.is_ready:
-            return PrefillAllowance(self.step_cost, math.inf)
-        return PrefillAllowance(self.step_cost, (self._inter_token_target - 1) * self.step_cost.predict(decodes))
 
     def _catch_up(
         self, builder: PlanBuilder, allowance: PrefillAllowance, behind: list[Sequence], num_reserved: int, now: float

@@ -51,7 +51,8 @@ class Sequence:
         level: its class, aged, when it was admitted.
         progress_s: when it was admitted or last computed some of a prompt: from then on it ages.
         prepaid_end: up to this position its tenant was charged when it was admitted ...
-        prepaid_token_s: ... so much for each token that was to be computed.
+        prepaid_token_s: ... so much for each token that was to be computed ...
+        prepaid_s: ... of which so much has not been used.
     """
 
     request_id: str
@@ -80,6 +81,7 @@ class Sequence:
     progress_s: float = 0.0
     prepaid_end: int = 0
     prepaid_token_s: float = 0.0
+    prepaid_s: float = 0.0
 
     @property
     def has_deadline(self) -> bool:

@@ -22,7 +22,7 @@ MEMORY_STEPS = 512  # of each kind, with prompts and without: older ones fade
 LEAST_STEPS = 8  # of each kind, before predictions are used
 MAX_SPREADS = 2.0  # a step that takes longer than predicted by more of these has its weight cut (Huber)
 FIRST_SPREAD, LEAST_SPREAD, SPREAD_RATE = 0.3, 0.02, 0.02
-NUM_SWEEPS = 3
+NUM_SWEEPS, SOLVE_EVERY = 3, 4  # steps, once predictions are used
 ERROR_WINDOW, ERROR_REFRESH = 256, 32  # steps
 
 Features = tuple[float, float, float, float, float]
@@ -76,6 +76,7 @@ class StepCostModel:
         self._spread = FIRST_SPREAD
         self._errors: deque[float] = deque(maxlen=ERROR_WINDOW)
         self._num_errors = 0
+        self._num_observed = 0
 
     @property
     def is_ready(self) -> bool:
@@ -96,6 +97,9 @@ class StepCostModel:
             self._note_error(abs(predicted - seconds) / seconds)
         memory = self._memories[work.prompt_tokens > 0]
         memory.add(np.array(work.features) / seconds, self._weight(predicted, seconds))
+        self._num_observed += 1
+        if self.is_ready and self._num_observed % SOLVE_EVERY:
+            return
         self._solve()
         if self.is_ready:
             fixed, a, b, c, d = self._fit
@@ -202,6 +206,24 @@ class PrefillAllowance:
         work = StepWork()
         work.add(start, end, num_prompt_tokens)
         return row_cost_s(self._model.coefficients_s, work)
+
+
+def allow_prefill(
+    model: StepCostModel, inter_token_target: float | None, decodes: StepWork, num_coming: int
+) -> PrefillAllowance:
+    """What may be computed beside these decodes: up to the target for a step of all who could decode by now.
+
+    The target is not for those alone who do: with many prompts waiting, the batch would stay small, and the queue
+    grow. What streams notice stays bounded by what they notice once the prompts have become streams.
+
+    Args:
+        inter_token_target: see EngineConfig.
+        num_coming: sequences that still have a prompt to compute, and could run.
+    """
+    if inter_token_target is None or decodes.own_tokens == 0 or not model.is_ready:
+        return PrefillAllowance(model, math.inf)
+    soon = StepWork(own_tokens=decodes.own_tokens + num_coming, own_kv=decodes.own_kv)
+    return PrefillAllowance(model, inter_token_target * model.predict(soon) - model.predict(decodes))
 
 
 def row_cost_s(coefficients_s: Features, work: StepWork) -> float:

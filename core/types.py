@@ -52,6 +52,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         tenant: whose share of the engine it takes; "" is one like any other.
+        share: of the engine against other tenants: 2 gets twice what 1 gets, while both have work.
         priority: its class, of LOWEST_CLASS to TOP_CLASS (core/waiting.py); higher goes first.
         deadline_s: monotonic; when its first token is due, for its order in the queue: nothing is cancelled by it.
         cache_domain: whose cached prompts it may use, and who may use its own: those of the same domain.
@@ -64,6 +65,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     arrival_s: float  # monotonic; when the head was parsed: its place in the queue
     num_sequences: int = 1
     tenant: str = "local"
+    share: int = 1
     priority: int = 0
     deadline_s: float | None = None
     cache_domain: str = ""

@@ -73,6 +73,14 @@ class Allowance:
         self._hold(choice)
         return self._allowed[choice]
 
+    def drop(self, choice: int) -> None:
+        """The choice has ended: nobody waits for its sake."""
+        if choice in self._short:
+            del self._short[choice]
+            if not self._short and self._timer is not None:
+                self.close()
+                self._held.resume()
+
     def close(self) -> None:
         """Let go of the timer. Idempotent."""
         if self._timer is not None:

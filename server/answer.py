@@ -111,6 +111,8 @@ class Answer:
         if reason is not None:
             self._reasons[reason] = None
             self._metrics.finished[reason] += 1
+            if self._allowance is not None:
+                self._allowance.drop(choice)
         # What ends a choice for no reason that the wire knows is told with the end of the request, as an error
         if self._is_open and (delta.text or delta.logprobs or reason in WIRE_REASONS):
             self._body.add(choice, delta, now_s)

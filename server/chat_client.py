@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from core.errors import ExitCode, StartupError
+from server.auth import WAYS
 from server.config import ServerConfig
 
 Message = dict[str, str]
@@ -34,6 +35,10 @@ _PRIVATE: dict[str, Any] = {
     "trusted_proxies": (),
     "allow": (),
     "deny": (),
+    "tenants": (),
+    "keys_file": None,
+    "jwks": None,
+    "auth": WAYS,
     "log_level": "error",
 }
 

@@ -17,7 +17,8 @@ from server.quota import S_NS, Moment, Quotas
 
 logger = logging.getLogger(__name__)
 
-RELOADED = ("tenants", "api_keys")  # fields of ServerConfig; the keys file's content and certificates besides
+# Fields of ServerConfig; besides, what the files of certificates and of JWTs' keys hold
+RELOADED = ("tenants", "api_keys", "keys_file")
 SILENT = ("origins", *RELOADED)
 
 

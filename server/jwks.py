@@ -4,12 +4,9 @@ A URL is fetched on another thread, at start, when what is here has grown old, a
 here. While it cannot be had, the old keys go on to count, for MAX_AGE_S.
 """
 
-import asyncio
 import importlib.util
 import logging
-import urllib.error
 import urllib.parse
-import urllib.request
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,6 +18,8 @@ from core.errors import ExitCode, StartupError
 from server.values import BadValueError, existing_file
 
 if TYPE_CHECKING:
+    import asyncio
+
     from joserfc.jwk import Key
 
 logger = logging.getLogger(__name__)
@@ -126,6 +125,8 @@ class KeySource:
         now_s = self._clock()
         if not isinstance(self._source, JwksUrl) or (self._tried_s is not None and now_s - self._tried_s < RETRY_S):
             return
+        import asyncio  # 50 ms, which --help need not pay: the settings' table knows this module
+
         self._tried_s = now_s
         self.is_fetching = True
         fetching = asyncio.get_running_loop().run_in_executor(None, _fetch, self._source)
@@ -145,6 +146,9 @@ class KeySource:
 
 def _fetch(url: str) -> bytes:
     """Thread: any but the loop's."""
+    import urllib.error
+    import urllib.request
+
     try:
         with urllib.request.urlopen(url, timeout=FETCH_TIMEOUT_S) as answer:
             data: bytes = answer.read(MAX_JWKS_BYTES + 1)

@@ -240,6 +240,7 @@ class Lifecycle:
                 arrival_s=timings.head_s,
                 num_sequences=call.num_sequences,
                 tenant=tenant.name,
+                share=tenant.share,
                 priority=tenant.priority_of(call.priority),
                 cache_domain=tenant.cache_salt_domain,
                 cache_salt=call.cache_salt,

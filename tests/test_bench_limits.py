@@ -135,10 +135,11 @@ def test_the_engine_bench_decodes_all_rows_in_each_step_it_times(tiny_directory:
 def test_shares_are_of_the_limits_given() -> None:
     memory = MemoryRun(weights=2**20, kv=2**20, activations=0, before=0, peak=5 * 2**20, anonymous=4 * 2**20)
     speed = Speed(1000.0, 1e9)
-    runs = EngineRuns((PrefillRun(3, 4.0),), (DecodeRun(5, 50, 8.0),), memory)
-    prefill, decode, sizes = result_tables(runs, DENSE, speed, number_bytes=2)
+    runs = EngineRuns((PrefillRun(3, 4.0),), (DecodeRun(5, 50, 8.0),), memory, (0.02, 0.1))
+    prefill, decode, cost, sizes = result_tables(runs, DENSE, speed, number_bytes=2)
     assert prefill.rows == ((3, 0.75, 1.5, 0.5),)
     assert decode.rows == ((5, 50, 8000.0, 0.625, 1.25, 0.5),)
+    assert cost.rows == ((2.0, 10.0),)
     assert sizes.rows[0][-2:] == (3.0, 2.0)
 
 
@@ -156,6 +157,11 @@ def test_the_engine_bench_measures_and_writes(tiny_directory: Path, tmp_path: Pa
     path = tmp_path / "engine.json"
     assert main(["--model", str(tiny_directory), "--quick", "--json", str(path)]) == 0
     result = read_result(path)
-    assert [table.title for table in result.tables][:3] == ["Prefill of one prompt", "Decode", "Memory, MiB"]
+    assert [table.title for table in result.tables][:4] == [
+        "Prefill of one prompt",
+        "Decode",
+        "Step cost, predicted against measured",
+        "Memory, MiB",
+    ]
     assert result.details["memory"]["peak"] > result.details["memory"]["weights"]
     assert {probe["kind"] for probe in result.details["limits"]["probes"]} == {"read", "product"}

@@ -69,6 +69,18 @@ def test_refund_is_used_up_before_the_counter_grows_again() -> None:
     assert (tenant.counter_s, tenant.served_s) == (6.0, 6.0)
 
 
+def test_a_share_divides_what_is_charged_and_what_is_refunded_alike() -> None:
+    tenant = TenantShares().enter("a", 2)
+    tenant.charge(6.0)
+    tenant.prepaid_s = 6.0
+    assert tenant.had_s == 0.0
+    tenant.refund(4.0)
+    assert (tenant.counter_s, tenant.served_s, tenant.credit_s, tenant.had_s) == (3.0, 2.0, 2.0, 0.0)
+    tenant.prepaid_s = 0.0
+    tenant.charge(6.0)
+    assert (tenant.counter_s, tenant.served_s, tenant.had_s) == (4.0, 8.0, 4.0)
+
+
 def test_who_has_had_more_gives_way_where_it_runs_more_or_is_far_ahead() -> None:
     shares = TenantShares()
     ahead, behind = shares.enter("ahead"), shares.enter("behind")

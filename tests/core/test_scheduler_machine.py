@@ -50,7 +50,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_prompt_tokens=st.integers(1, 20),
         max_tokens=st.integers(1, 12),
         num_sequences=st.sampled_from((1, 1, 2, 3)),
-        priority=st.sampled_from((0, 0, 1)),
+        priority=st.sampled_from((0, 0, 1, -2)),
+        tenant=st.sampled_from(("", "a", "b")),
+        due_in_s=st.sampled_from((None, None, 0.0, 20.0)),
         min_tokens=st.sampled_from((0, 3)),
         prompt=st.sampled_from(PROMPTS),
         salt=st.sampled_from(("", "", "s")),
@@ -61,6 +63,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens: int,
         num_sequences: int,
         priority: int,
+        tenant: str,
+        due_in_s: float | None,
         min_tokens: int,
         prompt: tuple[int, ...],
         salt: str,
@@ -70,8 +74,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_tokens=max_tokens,
             prompt_ids=prompt[:num_prompt_tokens],
             num_sequences=num_sequences,
-            arrival_s=float(len(self.requests)),
+            arrival_s=self.clock(),
             priority=priority,
+            tenant=tenant,
+            deadline_s=None if due_in_s is None else self.clock() + due_in_s,
             min_tokens=min_tokens,
             seed=len(self.requests) % 2,  # the same prompt and seed: the same tokens
             cache_salt=salt,
@@ -138,10 +144,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         self, prompt: tuple[int, ...], num_prompt_tokens: int, failing: int
     ) -> None:
         for _ in range(3):
-            self.submit(num_prompt_tokens, 3, 1, 1, 0, prompt, "")
+            self.submit(num_prompt_tokens, 3, 1, 1, "", None, 0, prompt, "")
         self.plan()
         if self.in_flight is not None:
             self.apply(computed_again=False, failing=failing)
+
+    @rule(seconds=st.sampled_from((0.1, 3.0, 40.0)))
+    def let_time_pass(self, seconds: float) -> None:
+        """Classes age, deadlines come near; in mid-step it makes the step slow."""
+        self.clock.advance(seconds)
+
+    @rule(name=st.sampled_from(("", "a", "b")))
+    def find_a_tenant_far_ahead(self, name: str) -> None:
+        for tenant in self.scheduler.shares.tenants():
+            if tenant.name == name:
+                tenant.charge(5.0)
 
     @rule()
     def clear_cache(self) -> None:
@@ -175,6 +192,32 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         occupied = [sequence.slot for sequence in self.all_sequences() if sequence.slot >= 0]
         assert sorted(occupied + self.scheduler._free_slots) == list(range(len(self.scheduler._occupants)))
+
+    @invariant()
+    def everyone_is_in_one_place(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        live = [s for s in self.all_sequences() if s.state is not SequenceState.FINISHED]
+        assert set(self.scheduler._running) == {s for s in live if s.state is SequenceState.RUNNING}
+        unforked = {s for group in self.scheduler._groups.values() for s in group.unforked.values()}
+        waiting = {s for s in live if s.state is SequenceState.WAITING and not s.is_paused} - unforked
+        queues = self.scheduler._waiting._classes
+        assert waiting == {s for queue in queues.values() for line in queue.tenants.values() for s in line}
+        assert len(self.scheduler._waiting) == len(waiting)
+        for queue in queues.values():
+            assert set(queue._due) == {s for line in queue.tenants.values() for s in line if s.has_deadline}
+
+    @invariant()
+    def accounts_add_up(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        for tenant in self.scheduler.shares.tenants():
+            requests = [g.request for g in self.scheduler._groups.values() if g.tenant is tenant]
+            assert tenant.num_live == len(requests)
+            running = [s for s in self.scheduler._running if s.tenant is tenant]
+            assert tenant.num_running == len(running)
+            assert abs(tenant.prepaid_s - sum(s.prepaid_s for s in running)) < 1e-9
+            assert tenant.credit_s >= 0
 
     @invariant()
     def only_running_sequences_hold_blocks(self) -> None:

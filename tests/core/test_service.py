@@ -3,6 +3,7 @@
 import random
 from collections import defaultdict
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -42,7 +43,7 @@ def test_service_gap_of_backlogged_tenants_stays_under_the_papers_bound_at_every
     gaps = []
 
     def measure(scheduler: Scheduler) -> None:
-        served = [t.served_s for t in scheduler.shares.tenants() if scheduler._waiting.is_waiting(t.name)]
+        served = [t.served_s for t in scheduler.shares.tenants() if scheduler.is_waiting(t.name)]
         if len(served) == 3:  # until then all three were backlogged, without a break
             gaps.append(max(served) - min(served))
 
@@ -59,13 +60,34 @@ def test_equal_tenants_get_equal_service_whatever_they_ask() -> None:
     served: list[tuple[float, ...]] = []
 
     def measure(scheduler: Scheduler) -> None:
-        if all(scheduler._waiting.is_waiting(name) for name in "ab"):
+        if all(scheduler.is_waiting(name) for name in "ab"):
             served.append(tuple(tenant.served_s for tenant in scheduler.shares.tenants()))
 
     Simulation(limits, CostModel(0.0, TOKEN_S), requests, on_step=measure).run()
     first, second = served[-1]
     assert min(served[-1]) > 3.0
     assert first / second == pytest.approx(1.0, abs=0.1)
+
+
+@pytest.mark.parametrize("share", [2, 5])
+def test_a_tenant_with_a_larger_share_gets_so_many_times_as_much(share: int) -> None:
+    rng = random.Random(1)
+    limits = small_limits(num_blocks=256, max_sequences=8, max_batch_tokens=24)
+    requests = greedy_requests(rng, "a", 200, 60, 2)
+    requests += [
+        msgspec.structs.replace(request, share=share) for request in greedy_requests(rng, "b", 200 * share, 2, 60)
+    ]
+    served: list[tuple[float, ...]] = []
+
+    def measure(scheduler: Scheduler) -> None:
+        if all(scheduler._waiting.is_waiting(name) for name in "ab"):
+            by_name = {tenant.name: tenant.served_s for tenant in scheduler.shares.tenants()}
+            served.append((by_name["a"], by_name["b"]))
+
+    Simulation(limits, CostModel(0.0, TOKEN_S), requests, on_step=measure).run()
+    first, second = served[-1]
+    assert first > 1.0
+    assert second / first == pytest.approx(share, rel=0.1)
 
 
 def test_late_light_tenant_is_not_queued_behind_a_flood() -> None:
@@ -180,7 +202,7 @@ def token_gaps(inter_token_target: float | None) -> tuple[np.ndarray, np.ndarray
 
 def test_long_prompt_slows_running_streams_by_no_more_than_the_target() -> None:
     quiet, loud, prefill_s = token_gaps(1.6)
-    assert loud.max() <= 1.65 * np.median(quiet)
+    assert loud.max() <= 1.7 * np.median(quiet)  # a ninth is about to join them
     assert prefill_s > 3.0  # it was there
 
 

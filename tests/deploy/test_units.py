@@ -87,10 +87,10 @@ def test_settings_that_are_commented_out_are_known(tmp_path: Path) -> None:
     file.touch()
     example = tmp_path / "steploop.toml"
     settings = re.findall(r'^# (\w+ = "[^"]*")', text, re.MULTILINE)
-    assert len(settings) == 5
+    assert len(settings) == 6
     there = [re.sub(r'"/[^"]*"', f'"{tmp_path if line.startswith("model") else file}"', line) for line in settings]
     example.write_text("\n".join(there))
-    assert len(load_config({"config_file": str(example)}, {}).origins) == 6, "and where the file is"
+    assert len(load_config({"config_file": str(example)}, {}).origins) == 7, "and where the file is"
 
 
 def test_what_does_not_mend_itself_is_not_restarted() -> None:

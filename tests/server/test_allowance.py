@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from core.plan import RunnerLimits
-from core.types import Pause, Resume
-from server.allowance import AHEAD_TOKENS, MAX_WAIT_S
+from core.types import Pause, Request, Resume, SamplingParams
+from server.allowance import AHEAD_TOKENS, MAX_WAIT_S, Allowance
+from server.auth import Caller
 from server.config import ServerConfig
-from server.quota import FIRST_TOKENS, DayPool
+from server.quota import FIRST_TOKENS, DayPool, Moment, Quotas
 from server.tenants import Limits, Tenant
 from tests.server.fakes import MemoryTransport
 from tests.server.simulated_server import (
@@ -25,6 +26,7 @@ from tests.server.simulated_server import (
     late_by,
     request,
 )
+from tests.server.virtual_loop import VirtualTimeLoop
 
 LONG = RunnerLimits(
     num_blocks=1200, block_size=4, max_sequences=8, max_batch_tokens=64, max_model_len=2000,
@@ -247,6 +249,44 @@ def test_tokens_that_another_request_gives_back_let_a_stream_go_on() -> None:
     assert answer.usage["completion_tokens"] == 700
     assert holds(server) == ["Pause", "Resume"]
     server.close()
+
+
+class HeldAnswer:
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def pause(self) -> None:
+        self.told.append("pause")
+
+    def resume(self) -> None:
+        self.told.append("resume")
+
+    def end_early(self) -> None:
+        self.told.append("end")
+
+
+def test_a_choice_that_ends_while_it_is_held_lets_the_others_go_on() -> None:
+    loop, held = VirtualTimeLoop(), HeldAnswer()
+    caller = Caller(Tenant(name="acme", limits=Limits(tokens_per_day=1 + 2 * FIRST_TOKENS)))
+    ticket = Quotas(lambda: Moment(0, 0)).ticket_for(caller)
+    two = Request(
+        request_id="r", prompt_ids=(7,), sampling=SamplingParams(max_tokens=900), arrival_s=0.0, num_sequences=2
+    )
+    ticket.reserve([two])
+    allowance = Allowance(held, ticket, [two], loop)
+    mark = FIRST_TOKENS - AHEAD_TOKENS
+    assert [allowance.on_mark(choice, 0) for choice in range(2)] == [mark, mark]
+    assert allowance.on_mark(0, mark) == FIRST_TOKENS
+    allowance.drop(1)
+    assert held.told == ["pause"]
+    allowance.drop(0)
+    assert held.told == ["pause", "resume"]
+    loop.advance(2 * MAX_WAIT_S)
+    assert held.told == ["pause", "resume"]
+    assert allowance.extras == {}
+    loop.close()
 
 
 def test_a_client_that_leaves_while_its_stream_is_held_leaves_nothing() -> None:

@@ -3,13 +3,16 @@
 import io
 import itertools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from core.errors import ExitCode, StartupError
+from server.auth import WAYS
 from server.chat import SETTINGS, Conversation, ReadLine, harmless, stats_line
 from server.chat_client import ChatStats, HttpChatBackend, serve_and_chat
 from server.config import ServerConfig
+from server.tenants import Tenant
 from tests.server.chat_peer import ANSWER, Peer, running_peer
 
 
@@ -225,12 +228,17 @@ def test_in_process_server_is_private_and_stopped_after(peer: Peer) -> None:
         started.append(config)
         return peer.url, lambda: stopped.append(True)
 
-    config = ServerConfig(host="0.0.0.0", port=8000, max_sequences=4)
+    config = ServerConfig(
+        host="0.0.0.0", port=8000, max_sequences=4,
+        tenants=(Tenant(name="acme"),), keys_file=Path("/nowhere/keys.json"), auth=("jwt",),
+    )  # fmt: skip
     with serve_and_chat(config, start, lambda stage: None) as backend:
         assert "".join(backend.stream([], {})) == "KV cache"
         assert not stopped
     assert stopped == [True]
-    assert (started[0].host, started[0].port, started[0].max_sequences) == ("127.0.0.1", 0, 4)
+    private = started[0]
+    assert (private.host, private.port, private.max_sequences) == ("127.0.0.1", 0, 4)
+    assert (private.tenants, private.keys_file, private.jwks, private.auth) == ((), None, None, WAYS)
     assert peer.keys == [f"Bearer {started[0].api_keys[0]}"]
 
 

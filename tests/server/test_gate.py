@@ -21,7 +21,7 @@ from server.lifecycle import Clock
 from server.tenants import Tenant
 from tests.server.simulated_server import MODEL, STREAM, SimulatedServer, chat, completion, request
 
-ACME = Tenant(name="acme", key_sha256=(sha256(b"a").hexdigest(),), tenant_class="batch", models=(MODEL,))
+ACME = Tenant(name="acme", key_sha256=(sha256(b"a").hexdigest(),), tenant_class="batch", share=2, models=(MODEL,))
 OTHER = Tenant(name="other", key_sha256=(sha256(b"o").hexdigest(),), models=("large",))
 THIRD = Tenant(name="third", key_sha256=(sha256(b"t").hexdigest(),))
 CLOCK = Clock(lambda: 0.0, lambda: 0.0)
@@ -63,6 +63,7 @@ def test_a_tenants_name_class_and_cache_domain_go_with_its_requests() -> None:
     server.ask(as_caller(completion(), "a"))
     server.ask(as_caller(completion(), "t"))
     acme, third = (message.request for message in server.posted if isinstance(message, Submit))
+    assert (acme.share, third.share) == (2, 1)
     assert (acme.tenant, acme.priority) == ("acme", ACME.priority_of(None))
     assert (third.tenant, third.priority) == ("third", THIRD.priority_of(None))
     assert acme.cache_domain != third.cache_domain

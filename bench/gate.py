@@ -1,0 +1,143 @@
+"""What each check of the gate costs the event loop: `python -m bench.gate`.
+
+One thread, no network, no model: the server's own objects, called as the app calls them. A check is run in turns of
+TURN_S with the others, so that what disturbs the machine meets them all alike; the fastest turn of each is shown, in
+microseconds a call.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import orjson
+from joserfc import jwt
+from joserfc.jwk import ECKey, OKPKey, RSAKey
+
+from bench.results import RESULTS_DIR, Table, command_line, print_tables, write_result
+from core.errors import ServiceError
+from core.types import Request, SamplingParams, Usage
+from server.auth import Authenticator, Caller, make_directory
+from server.jwks import KeySource
+from server.jwt_auth import JwtRules, JwtVerifier
+from server.messages import Headers, HttpRequest
+from server.peer import ClientCertificate
+from server.quota import S_NS, Moment, Quotas
+from server.tenants import Limits, Tenant
+
+NUM_KEYS = 10_000
+TURN_S = 0.05
+PLENTY = 10**9
+EVERY_LIMIT = Limits(
+    requests_per_minute=PLENTY, tokens_per_minute=PLENTY, tokens_per_day=PLENTY, concurrent_requests=PLENTY
+)
+REQUEST = Request(request_id="r", prompt_ids=(7,) * 100, sampling=SamplingParams(max_tokens=200), arrival_s=0.0)
+
+Check = Callable[[], object]
+
+
+def now() -> Moment:
+    return Moment(time.monotonic_ns(), int(time.time()))
+
+
+def request(*fields: tuple[bytes, bytes]) -> HttpRequest:
+    """As common clients send it: their key stands behind seven other fields."""
+    others: Headers = tuple((b"field-%d" % i, b"value") for i in range(7))
+    return HttpRequest(stream_id=1, method="POST", path="/", query="", headers=(*others, *fields), has_body=True)
+
+
+def refused(authenticator: Authenticator, asked: HttpRequest) -> None:
+    try:
+        authenticator.identify(asked, None)
+    except ServiceError:
+        return
+    raise AssertionError("nobody has that key")
+
+
+def identity_checks(directory: Path) -> dict[str, Check]:
+    """Who asks, in each way."""
+    keys = tuple(f"sl-{number:040}" for number in range(NUM_KEYS))
+    tenant = Tenant(name="acme", certificates=("DNS:acme.example",))
+    authenticator = Authenticator(make_directory([tenant], keys), time.time)
+    known = request((b"authorization", b"Bearer " + keys[NUM_KEYS // 2].encode()))
+    unknown = request((b"authorization", b"Bearer " + b"sl-" + b"x" * 40))
+    certificate = ClientCertificate("CN=acme", (("DNS", "acme.example"),))
+    checks: dict[str, Check] = {
+        f"one of {NUM_KEYS:,} keys": lambda: authenticator.identify(known, None),
+        f"none of {NUM_KEYS:,} keys": lambda: refused(authenticator, unknown),
+        "a client certificate": lambda: authenticator.identify(request(), certificate),
+    }
+    signing: dict[str, RSAKey | ECKey | OKPKey] = {
+        "RS256": RSAKey.generate_key(2048, {"kid": "rsa"}),
+        "ES256": ECKey.generate_key("P-256", {"kid": "ec"}),
+        "Ed25519": OKPKey.generate_key("Ed25519", {"kid": "okp"}),
+    }
+    path = directory / "jwks.json"
+    path.write_bytes(orjson.dumps({"keys": [key.as_dict(private=False) for key in signing.values()]}))
+    verifier = JwtVerifier(JwtRules("issuer", "steploop"), KeySource(path, time.monotonic), time.time)
+    claims = {"iss": "issuer", "aud": "steploop", "exp": int(time.time()) + 3600, "tenant": "acme"}
+    for algorithm, key in signing.items():
+        token = jwt.encode({"alg": algorithm, "kid": key.kid}, claims, key, [algorithm]).encode()
+        checks[f"a JWT, {algorithm}"] = lambda token=token: verifier.tenant_of(token)  # type: ignore[misc]
+    return checks
+
+
+def quota_checks() -> dict[str, Check]:
+    """A request's whole way, and a stream's next 256 tokens."""
+
+    def way(caller: Caller) -> Check:
+        quotas = Quotas(now)
+
+        def go() -> None:
+            ticket = quotas.ticket_for(caller)
+            ticket.enter()
+            ticket.reserve([REQUEST])
+            ticket.settle(Usage(100, 50))
+            ticket.leave()
+
+        return go
+
+    bounded = Caller(Tenant(name="acme", limits=EVERY_LIMIT, key_limits=EVERY_LIMIT), key_id="sl-1")
+    topped_up = Quotas(lambda: Moment(time.monotonic_ns() * S_NS, 0)).ticket_for(bounded)
+    topped_up.reserve([REQUEST])
+    return {
+        "a request without limits": way(Caller(Tenant(name="acme"), key_id="sl-1")),
+        "a request, all limits of tenant and key": way(bounded),
+        "a top-up by 256 tokens": lambda: topped_up.top_up(256),
+    }
+
+
+def measure(checks: dict[str, Check], num_turns: int) -> dict[str, float]:
+    """Microseconds a call, of the fastest turn."""
+    best = dict.fromkeys(checks, float("inf"))
+    for _ in range(num_turns):
+        for name, check in checks.items():
+            num_calls, start_s = 0, time.perf_counter()
+            while (elapsed_s := time.perf_counter() - start_s) < TURN_S:
+                for _ in range(10):
+                    check()
+                num_calls += 10
+            best[name] = min(best[name], elapsed_s / num_calls * 1e6)
+    return best
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(prog="python -m bench.gate", description=__doc__)
+    parser.add_argument("--turns", type=int, default=20, help="of each check (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", default=RESULTS_DIR / "gate.json")
+    arguments = parser.parse_args(argv)
+    with TemporaryDirectory() as directory:
+        found = measure(identity_checks(Path(directory)) | quota_checks(), arguments.turns)
+    rows = tuple((name, round(us, 1)) for name, us in found.items())
+    tables = [Table("Event loop, us a call, by the gate's check", ("check", "us"), rows)]
+    print_tables(tables)
+    command = command_line("python -m bench.gate", argv)
+    write_result(arguments.json, "gate", command, tables, {"turns": arguments.turns}, {})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

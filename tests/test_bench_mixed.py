@@ -1,0 +1,43 @@
+"""bench.mixed on a model of two layers, bench.fairness and bench.scheduler on few requests: what their tables say."""
+
+from pathlib import Path
+
+import pytest
+
+from bench import fairness, mixed, scheduler
+from bench.results import read_result
+from tests.oracle import save_random_model
+
+
+def test_mixed_measures_every_policy_on_one_runner(tmp_path: Path) -> None:
+    model = save_random_model("llama2", tmp_path / "model")
+    out = tmp_path / "mixed.json"
+    assert mixed.main(["--model", str(model), "--quick", "--threads", "1", "--json", str(out)]) == 0
+    (table,) = read_result(out).tables
+    assert [row[0] for row in table.rows] == [policy.name for policy in mixed.POLICIES]
+    assert all(isinstance(cell, float) and cell >= 0 for row in table.rows for cell in row[1:6])
+
+
+def test_mixed_refuses_a_directory_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert mixed.main(["--model", str(tmp_path), "--quick"]) == 2
+    assert "Fix: name a model directory" in capsys.readouterr().err
+
+
+def test_fairness_compares_the_same_light_requests_with_and_without_the_flood(tmp_path: Path) -> None:
+    out = tmp_path / "fairness.json"
+    assert fairness.main(["--quick", "--json", str(out)]) == 0
+    flood, gap = read_result(out).tables
+    (_, num_without, *_), (_, num_with, *_) = flood.rows
+    assert num_without == num_with == len(fairness.QUICK.light_requests())
+    ((num_steps, furthest_s, bound_s),) = gap.rows
+    assert isinstance(num_steps, int)
+    assert isinstance(furthest_s, float)
+    assert isinstance(bound_s, float)
+    assert num_steps > 0
+    assert 0 < furthest_s < bound_s
+
+
+def test_scheduler_measures_by_sequences_by_prompt_and_by_queue(tmp_path: Path) -> None:
+    out = tmp_path / "scheduler.json"
+    assert scheduler.main(["--quick", "--json", str(out)]) == 0
+    assert [[row[0] for row in table.rows] for table in read_result(out).tables] == [[2, 4], [32], [1, 3]]
