@@ -348,9 +348,8 @@ class Server:
             logger.warning("the engine's step has not ended after %g s", ENGINE_STOP_S)
 
     def _say_farewell(self) -> None:
-        if self._app.lifecycle is not None:
-            message = "The server is shutting down. Send the request again once it is back."
-            self._app.lifecycle.fail_all(ServiceError(ErrorKind.UNAVAILABLE, message, "draining", retry_after_s=5))
+        message = "The server is shutting down. Send the request again once it is back."
+        self._app.fail_all(ServiceError(ErrorKind.UNAVAILABLE, message, "draining", retry_after_s=5))
 
 
 async def serve(
