@@ -174,6 +174,13 @@ class App:
                 error_code = PROTOCOL_CODES[exchange.refused_status]
             self._accounting.close(exchange, exchange.refused_status or status_told(stream), error_code)
 
+    def fail_all(self, error: ServiceError) -> None:
+        """Break off every generation, and every wait for a body: each has the error for its answer, or its end."""
+        if self.lifecycle is not None:
+            self.lifecycle.fail_all(error)
+        for stream in self._exchanges:
+            stream.fail_body(error)
+
     def refuse(
         self, status: int, message: str, peer: Peer, since: float, stream: HttpStream | None
     ) -> tuple[Headers, bytes]:

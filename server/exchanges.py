@@ -79,7 +79,7 @@ class Exchanges(Flushable, Protocol):
         ...
 
     def close_after_answer(self) -> None:
-        """Take one more request at most, where the protocol can say so."""
+        """Take one more request, and what is on its way when the peer hears of the end."""
         ...
 
     def drain(self) -> None:

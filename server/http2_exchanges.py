@@ -73,6 +73,7 @@ class Http2Exchanges:
         self._head_since = self._idle_since = context.loop.time()
         self._drain_due: float | None = None  # when the second GOAWAY goes, heard or not
         self._is_draining = False
+        self._closes_after_answer = False
 
     @property
     def peer(self) -> Peer:
@@ -178,7 +179,7 @@ class Http2Exchanges:
         stream = HttpStream(request, self)
         exchange = self._exchanges[request.stream_id] = _Exchange(stream)
         exchange.task = self._connection.serve(stream)
-        if self._protocol.num_requests >= self._limits.num_streams:
+        if self._closes_after_answer or self._protocol.num_requests >= self._limits.num_streams:
             self.drain()
 
     def _take_body(self, event: BodyChunk) -> None:
@@ -314,7 +315,10 @@ class Http2Exchanges:
     # The end, and the clocks.
 
     def close_after_answer(self) -> None:
-        """No limit can be told that would let one request in: every stream is answered until drain()."""
+        """Drain with the first request: told before it, a peer would not send it, and not hear why."""
+        self._closes_after_answer = True
+        if self._protocol.num_requests:
+            self.drain()
 
     def drain(self) -> None:
         """Two GOAWAYs: what is under way when the first arrives is still taken (RFC 9113 §6.8)."""

@@ -350,6 +350,18 @@ def test_draining_refuses_new_requests_and_finishes_those_in_progress() -> None:
     server.close()
 
 
+def test_who_is_still_sending_is_told_of_the_end() -> None:
+    server = SimulatedServer()
+    whole = chat()
+    for data in (whole, whole.replace(b"/v1/chat/completions", b"/tokenize"), chat(**STREAM)):
+        transport = server.send(data[:-1])
+        server.app.fail_all(ServiceError(ErrorKind.UNAVAILABLE, "Ending.", "draining", retry_after_s=5))
+        server.loop.settle()
+        (answer,) = answers(bytes(transport.received))
+        assert refusal_of(answer) == (503, "draining")
+    server.close()
+
+
 def refusal_of(answer: Answer) -> tuple[int, str]:
     return answer.status, answer.json["error"]["code"]
 

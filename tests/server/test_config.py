@@ -357,6 +357,9 @@ def test_binds_stand_instead_of_the_default_and_beside_what_is_given() -> None:
         ("proxy:unix:/a", ("127.0.0.1",), True),
         ("proxy:127.0.0.1:1", ("127.0.0.1",), False),
         ("proxy:unix:/a", ("unix",), False),
+        ("proxy:systemd:front", (), True),
+        ("proxy:systemd:front", ("unix",), False),
+        ("proxy:systemd:front", ("127.0.0.1",), False),
         ("127.0.0.1:1", (), False),
     ],
 )
