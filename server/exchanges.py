@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from server.connection import Connection
 
 Handler = Callable[[HttpStream], Awaitable[None]]
-# (status, message, peer, the stream whose body or handler failed, if any) -> what ends the exchange
-Refuse = Callable[[int, str, Peer, HttpStream | None], tuple[Headers, bytes]]
+# (status, message, peer, when the first byte came by the loop's clock, the stream whose body or handler failed, if any)
+# -> what ends the exchange
+Refuse = Callable[[int, str, Peer, float, HttpStream | None], tuple[Headers, bytes]]
 
 SERVER_FAULT = "The server failed to answer. The fault is not in the request; try again later."
 SLOW_BODY = "The body came too slowly. Send it again, faster."

@@ -194,7 +194,8 @@ class Http2Exchanges:
             exchange.num_unread += len(event.data)
 
     def _answer_error(self, stream_id: int, status: int, message: str, stream: HttpStream | None) -> None:
-        headers, body = self._refuse(status, message, self._connection.peer, stream)
+        since = self._head_since if stream_id == self._pending_head else self._loop.time()
+        headers, body = self._refuse(status, message, self._connection.peer, since, stream)
         self._responses.send_head(stream_id, ResponseHead(status, headers))
         self._responses.send_data(stream_id, body)
         self._responses.send_end(stream_id)
