@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from bench import http2_frames
-from bench.drain_idlers import stop_in_midst, upload_http1, upload_http2
+from bench.drain_idlers import hear, stop_in_midst, upload_http1, upload_http2
 from bench.http2_frames import (
     ACK,
     DATA,
@@ -324,7 +324,7 @@ async def run_round(plan: RoundPlan) -> Round:
                 body = json.dumps({"model": MODEL, "prompt": [5, 6], "max_tokens": ENDLESS_TOKENS, "stream": True})
                 stopped += stop_in_midst(port, PATH, body.encode())
                 clients += [upload(round_, port, is_http2) for is_http2 in (False, True)]
-            await asyncio.gather(*clients, _signal(round_, process.pid or 0))
+            await asyncio.gather(*clients, _signal(round_, process.pid or 0, port))
     except TimeoutError:
         round_.end(BROKEN, "the clients were not at their end in time")
     finally:
@@ -340,14 +340,21 @@ async def run_round(plan: RoundPlan) -> Round:
     return round_
 
 
-async def _signal(round_: Round, pid: int) -> None:
+async def _signal(round_: Round, pid: int, port: int) -> None:
     await asyncio.sleep(round_.plan.signal_after_s)
     round_.is_signalled = True
     os.kill(pid, signal.SIGTERM)
     if round_.plan.has_second:
+        if round_.plan.grace_s == UNREACHED_GRACE_S:
+            await _wait_draining(port)  # the kernel makes one of two signals that come at once
         await asyncio.sleep(round_.plan.signal_after_s / 4)
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
+
+
+async def _wait_draining(port: int) -> None:
+    while b'"draining"' not in await hear(port, b"GET /ready HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n"):
+        pass
 
 
 def round_plans(num_rounds: int, seed: int) -> list[RoundPlan]:

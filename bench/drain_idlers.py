@@ -15,16 +15,17 @@ NO_WINDOW = (4).to_bytes(2, "big") + bytes(4)  # RFC 9113 §6.5.2: SETTINGS_INIT
 async def upload_http1(port: int, path: str, body: bytes) -> bytes:
     """All that is said to a request whose last byte never comes."""
     head = f"POST {path} HTTP/1.1\r\nhost: a\r\ncontent-length: {len(body)}\r\n\r\n".encode()
-    return await _hear(port, head + body[:-1])
+    return await hear(port, head + body[:-1])
 
 
 async def upload_http2(port: int, path: str, body: bytes) -> bytes:
     """Likewise; frames."""
     upload = frame(HEADERS, http2_frames.request_head("POST", path), END_HEADERS, 1)
-    return await _hear(port, http2_frames.OPENING + upload + frame(http2_frames.DATA, body[:-1], 0, 1))
+    return await hear(port, http2_frames.OPENING + upload + frame(http2_frames.DATA, body[:-1], 0, 1))
 
 
-async def _hear(port: int, sent: bytes) -> bytes:
+async def hear(port: int, sent: bytes) -> bytes:
+    """What is said on a connection to its end."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     received = b""
     with suppress(ConnectionError):
