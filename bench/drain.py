@@ -3,7 +3,9 @@
 Each round forks a real server (null runner, sockets, signals, threads) from a process that has imported everything,
 loads it over HTTP/1.1 and HTTP/2, sends SIGTERM at a random moment, sometimes a second one, and goes on asking until it
 is turned away. Every stream that has begun must come to its end or to an error event; every request that was sent
-before the signal must be answered; HTTP/2 clients must hear two GOAWAYs, HTTP/1.1 ones `connection: close`.
+before the signal must be answered; HTTP/2 clients must hear two GOAWAYs, HTTP/1.1 ones `connection: close`. Some rounds
+have clients beside them that stop in the midst of it: whose upload stops is told why, and for no one does the server
+stay once the grace is over, or after a second signal.
 """
 
 import argparse
@@ -13,15 +15,17 @@ import multiprocessing
 import os
 import random
 import signal
+import socket
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 from bench import http2_frames
+from bench.drain_idlers import hear, stop_in_midst, upload_http1, upload_http2
 from bench.http2_frames import (
     ACK,
     DATA,
@@ -46,6 +50,8 @@ NUM_HTTP1 = 4  # clients, one request at a time each
 NUM_HTTP2 = 2  # connections
 NUM_STREAMS = 6  # at once on each
 ROUND_TIMEOUT_S = 30.0
+CLIENT_CLOCK_S = 3_600.0  # the server's on heads, bodies and readers: none of them ends a round
+UNREACHED_GRACE_S = 60.0  # likewise
 PATH = "/v1/completions"
 ENDLESS_TOKENS = 15_000
 
@@ -68,6 +74,7 @@ class RoundPlan:
         step_rate: of the null runner, steps/s; 0: as fast as it goes.
         signal_after_s: under load.
         has_second: another SIGTERM follows.
+        has_idlers: some clients do not move.
     """
 
     grace_s: float
@@ -75,6 +82,7 @@ class RoundPlan:
     signal_after_s: float
     has_second: bool
     seed: int
+    has_idlers: bool = False
 
 
 @dataclass
@@ -102,7 +110,13 @@ def serve_in_child(pipe: Connection, plan: RoundPlan) -> None:
     from server.process import Server
 
     configure_logging("error", "text")
-    config = ServerConfig(port=0, drain_timeout_s=plan.grace_s)
+    config = ServerConfig(
+        port=0,
+        drain_timeout_s=plan.grace_s,
+        head_timeout_s=CLIENT_CLOCK_S,
+        body_timeout_s=CLIENT_CLOCK_S,
+        stall_timeout_s=CLIENT_CLOCK_S,
+    )
 
     async def main() -> int:
         loop = asyncio.get_running_loop()
@@ -277,6 +291,19 @@ class Http2Client:
             self._round.end(BROKEN, f"HTTP/2: GOAWAYs for {self._goaways} instead of {MAX_STREAM_ID} and the last one")
 
 
+async def upload(round_: Round, port: int, is_http2: bool) -> None:
+    """Ask, but for the last byte of the body."""
+    was_signalled = round_.is_signalled
+    body = json.dumps({"model": MODEL, "prompt": [5, 6]}).encode()
+    try:
+        received = await (upload_http2 if is_http2 else upload_http1)(port, PATH, body)
+    except OSError as error:
+        received = repr(error).encode()
+    is_told = b'"draining"' in received and (is_http2 or b"\r\nconnection: close" in received.lower())
+    how = TOLD if is_told else CLOSED if was_signalled else BROKEN
+    round_.end(how, f"an upload under way by HTTP/{2 if is_http2 else 1.1}: {received[-200:]!r}")
+
+
 async def run_round(plan: RoundPlan) -> Round:
     """One server's life."""
     round_ = Round(plan)
@@ -285,6 +312,7 @@ async def run_round(plan: RoundPlan) -> Round:
     process = context.Process(target=serve_in_child, args=(theirs, plan), daemon=True)
     process.start()
     theirs.close()
+    stopped: list[socket.socket] = []
     try:
         port = await asyncio.to_thread(ours.recv)
         async with asyncio.timeout(ROUND_TIMEOUT_S):
@@ -292,7 +320,11 @@ async def run_round(plan: RoundPlan) -> Round:
                 *(Http1Client(round_, port, number).run() for number in range(NUM_HTTP1)),
                 *(Http2Client(round_, port, number).run() for number in range(NUM_HTTP2)),
             ]
-            await asyncio.gather(*clients, _signal(round_, process.pid or 0))
+            if plan.has_idlers:
+                body = json.dumps({"model": MODEL, "prompt": [5, 6], "max_tokens": ENDLESS_TOKENS, "stream": True})
+                stopped += stop_in_midst(port, PATH, body.encode())
+                clients += [upload(round_, port, is_http2) for is_http2 in (False, True)]
+            await asyncio.gather(*clients, _signal(round_, process.pid or 0, port))
     except TimeoutError:
         round_.end(BROKEN, "the clients were not at their end in time")
     finally:
@@ -303,31 +335,44 @@ async def run_round(plan: RoundPlan) -> Round:
             process.kill()
             process.join()
         process.close()
+        for connection in stopped:
+            connection.close()
     return round_
 
 
-async def _signal(round_: Round, pid: int) -> None:
+async def _signal(round_: Round, pid: int, port: int) -> None:
     await asyncio.sleep(round_.plan.signal_after_s)
     round_.is_signalled = True
     os.kill(pid, signal.SIGTERM)
     if round_.plan.has_second:
+        if round_.plan.grace_s == UNREACHED_GRACE_S:
+            await _wait_draining(port)  # the kernel makes one of two signals that come at once
         await asyncio.sleep(round_.plan.signal_after_s / 4)
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
 
 
+async def _wait_draining(port: int) -> None:
+    while b'"draining"' not in await hear(port, b"GET /ready HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n"):
+        pass
+
+
 def round_plans(num_rounds: int, seed: int) -> list[RoundPlan]:
     chance = random.Random(seed)
-    return [
-        RoundPlan(
+    plans = []
+    for number in range(num_rounds):
+        plan = RoundPlan(
             grace_s=chance.choice((0.0, 0.02, 10.0, 10.0)),
             step_rate=chance.choice((0.0, 500.0)),
             signal_after_s=chance.random() * 0.1,
             has_second=chance.random() < 0.2,
             seed=seed + number,
+            has_idlers=chance.random() < 0.3,
         )
-        for number in range(num_rounds)
-    ]
+        if plan.has_idlers and plan.grace_s > 1:  # only a second signal is to end it
+            plan = replace(plan, grace_s=UNREACHED_GRACE_S, has_second=True)
+        plans.append(plan)
+    return plans
 
 
 def run_rounds(plans: Sequence[RoundPlan]) -> list[Round]:
@@ -347,7 +392,7 @@ def run_rounds(plans: Sequence[RoundPlan]) -> list[Round]:
 
 
 def table_of(rounds: Sequence[Round]) -> Table:
-    kinds = {"streams end (10 s)": 10.0, "20 ms of grace": 0.02, "no grace": 0.0}
+    kinds = {"streams end (10 s)": 10.0, "until the second": UNREACHED_GRACE_S, "20 ms of grace": 0.02, "no grace": 0.0}
     ways = (DONE, TOLD, REFUSED, CLOSED, BROKEN)
     rows: list[tuple[Cell, ...]] = []
     for label, grace_s in kinds.items():
