@@ -266,6 +266,16 @@ def http1_body_of(num_bytes: int, seconds: float) -> str:
     return http1(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n\r\n" + bytes(num_bytes), seconds)
 
 
+def tiny_chunks(num_chunks: int) -> str:
+    """A whole body, a byte in each."""
+    server = MemoryServer(respond)
+    head = b"POST /read HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+    ((status, body),) = responses(bytes(server.exchange(head + b"1\r\na\r\n" * num_chunks + b"0\r\n\r\n").received))
+    server.close()
+    assert status != 200 or body == b"%d" % num_chunks
+    return PASSES if status == 200 else str(status)
+
+
 def http1_idle_for(seconds: float) -> str:
     return http1(b"", seconds)
 
@@ -374,6 +384,7 @@ TABLE = (
     row("body, counted", ServerConfig().max_body_bytes, 8 * MiB, partial(body_of, over="length"), "413"),
     row("body, in chunks", ServerConfig().max_body_bytes, 8 * MiB, partial(body_of, over="chunks"), "413"),
     row("body, over HTTP/2", ServerConfig().max_body_bytes, 8 * MiB, partial(body_of, over="HTTP/2"), "413"),
+    Row("chunks of one byte", CONNECTION.head.num_small_chunks, 1000, tiny_chunks, 1002, 1003, "400"),
     row("JSON depth", decoding.MAX_DEPTH, 64, nested, "400"),
     time("head, HTTP/1.1", CONNECTION.head_s, 10, http1_head_of, "408"),
     time("head, HTTP/2", CONNECTION.head_s, 10, http2_head_of, CALM),
