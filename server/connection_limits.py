@@ -34,8 +34,9 @@ class ConnectionLimits:
     idle_s: float = 75.0  # without a byte between requests, or before the first
     stall_s: float = 30.0  # without the peer reading a byte of what is unsent
     linger_s: float = 2.0  # and linger_bytes: thrown away after an answer that comes before its request's end
-    linger_bytes: int = 256 * 1024
+    linger_bytes: int = 16 * 1024 * 1024  # twice a body's limit: who still sends one is to read why it is refused
     unsent_bytes: int = 16 * 1024  # high mark of our own unsent bytes; a quarter of it is the low mark
+    pipelined_bytes: int = 64 * 1024  # behind a request that is being answered; with more, its answer is the last
     unread_body_bytes: int = 64 * 1024  # held for a handler that does not read yet
     num_requests: int = 1000  # of an HTTP/1.1 connection
     http2: Http2Limits = field(default_factory=Http2Limits)

@@ -1,7 +1,9 @@
 """HTTP/1.1 on a connection: one exchange at a time. Thread: loop.
 
-While more than a head's worth of pipelined bytes waits, or a body nobody reads, reading is paused. The end of such a
-peer is seen at the next write.
+While a request is answered the peer is read on, whatever it pipelines: its end must be seen, and is not behind bytes
+that are left in the network. Pipelined requests above a limit are thrown away, and the answer under way is the last
+(RFC 9112 §9.6: the client asks for them again elsewhere). Reading is paused while a body waits that nobody reads, or
+while a peer that has its answers does not read them.
 """
 
 import asyncio
@@ -46,6 +48,7 @@ class Http1Exchanges:
         self._is_dirty = False
         self._body_is_awaited = False
         self._exchange_is_over = False  # and the next one has not begun
+        self._num_refused: int | None = None  # bytes thrown away, once too many have been pipelined
         self._drain_due = math.inf  # for a connection that has asked for nothing yet
         self._waiting_since = context.loop.time()  # for a request, its head or its body, whichever it is now
 
@@ -60,17 +63,31 @@ class Http1Exchanges:
     @property
     def holds_enough(self) -> bool:
         stream = self._stream
-        return self._protocol.num_buffered > self._limits.head.head_bytes or (
-            stream is not None
-            and not self._protocol.has_read_request
+        if stream is None:
+            return self._protocol.num_buffered > self._limits.head.head_bytes
+        return (
+            self._protocol.is_reading_body
             and not stream.is_reading_body
             and stream.num_body_bytes > self._limits.unread_body_bytes
         )
 
     def receive(self, data: bytes) -> None:
+        if self._num_refused is not None:
+            self._refuse_pipelined(len(data))
+            return
         if self._protocol.is_idle:
             self._waiting_since = self._loop.time()
         self._handle_events(self._protocol.receive(data))
+        num_pipelined = self._protocol.num_buffered
+        if self._stream is not None and num_pipelined > self._limits.pipelined_bytes:
+            self._protocol.stop_reading()
+            self._refuse_pipelined(num_pipelined)
+
+    def _refuse_pipelined(self, num_bytes: int) -> None:
+        """Throw them away; a flood that goes on ends the connection."""
+        self._num_refused = (self._num_refused or 0) + num_bytes
+        if self._num_refused > self._limits.linger_bytes:
+            self._connection.abort()
 
     def set_blocked(self, is_blocked: bool) -> None:
         if self._stream is not None:
@@ -214,7 +231,7 @@ class Http1Exchanges:
     def next_due(self) -> float | None:
         limits = self._limits
         if self._stream is not None:
-            if not self._body_is_awaited or self._protocol.has_read_request:
+            if not self._body_is_awaited or not self._protocol.is_reading_body:
                 return None
             return self._waiting_since + limits.body_s + self._stream.num_body_bytes / limits.body_bytes_per_s
         if self._protocol.is_idle:
