@@ -29,7 +29,7 @@ class ConnectionLimits:
 
     head: HeadLimits = field(default_factory=HeadLimits)
     head_s: float = 10.0  # from a head's first byte to its last, however it dribbles
-    body_s: float = 30.0  # for a body, and one more second for each body_bytes_per_s received
+    body_s: float = 30.0  # for a body, and one more second for each body_bytes_per_s; without a byte, never longer
     body_bytes_per_s: float = 500.0
     idle_s: float = 75.0  # without a byte between requests, or before the first
     stall_s: float = 30.0  # without the peer reading a byte of what is unsent

@@ -11,6 +11,7 @@ import math
 from typing import TYPE_CHECKING
 
 from core.errors import ErrorKind, ServiceError
+from server.body_clock import BodyClock
 from server.exchanges import SERVER_FAULT, SLOW_BODY, ConnectionContext
 from server.http1 import CONTINUE, Http1Protocol
 from server.http2_head import upgrade_settings
@@ -46,11 +47,11 @@ class Http1Exchanges:
         self._task: asyncio.Task[None] | None = None  # of the stream's handler
         self._upgrade: bytes | None = None  # the HTTP2-Settings of a request that asks for HTTP/2
         self._is_dirty = False
-        self._body_is_awaited = False
+        self._body_clock: BodyClock | None = None  # of a body that is awaited
         self._exchange_is_over = False  # and the next one has not begun
         self._num_refused: int | None = None  # bytes thrown away, once too many have been pipelined
         self._drain_due = math.inf  # for a connection that has asked for nothing yet
-        self._waiting_since = context.loop.time()  # for a request, its head or its body, whichever it is now
+        self._waiting_since = context.loop.time()  # for a request, or for the rest of its head
 
     @property
     def peer(self) -> Peer:
@@ -111,6 +112,8 @@ class Http1Exchanges:
             elif type(event) is BodyChunk:
                 if self._stream is not None:
                     self._stream.receive_body(event.data)
+                if self._body_clock is not None:
+                    self._body_clock.receive(len(event.data), self._loop.time())
             elif type(event) is BodyEnd:
                 if self._stream is not None:
                     self._stream.complete_body()
@@ -136,7 +139,7 @@ class Http1Exchanges:
     def _start_stream(self, request: HttpRequest) -> None:
         if request.stream_id >= self._limits.num_requests:
             self._protocol.keep_alive = False
-        self._body_is_awaited = False
+        self._body_clock = None
         stream = self._stream = HttpStream(request, self)
         self._task = self._connection.serve(stream)
         if request.stream_id == 1 and not self._connection.is_secure and not self.peer.is_proxy:
@@ -164,8 +167,7 @@ class Http1Exchanges:
     # What the stream asks (StreamCarrier).
 
     def start_body(self, stream: HttpStream) -> None:
-        self._body_is_awaited = True
-        self._waiting_since = self._loop.time()
+        self._body_clock = BodyClock(self._limits, self._loop.time())
         # RFC 9110 §10.1.1: 100 may be left out once content has come
         if stream.request.expects_continue and not stream.num_body_bytes and not self._protocol.has_read_request:
             self._append(CONTINUE)
@@ -231,16 +233,14 @@ class Http1Exchanges:
     def next_due(self) -> float | None:
         limits = self._limits
         if self._stream is not None:
-            if not self._body_is_awaited or not self._protocol.is_reading_body:
-                return None
-            return self._waiting_since + limits.body_s + self._stream.num_body_bytes / limits.body_bytes_per_s
+            return self._body_clock.due if self._body_clock is not None and self._protocol.is_reading_body else None
         if self._protocol.is_idle:
             return min(self._waiting_since + limits.idle_s, self._drain_due)
         return self._waiting_since + limits.head_s
 
     def on_due(self) -> None:
         if self._stream is not None:
-            self._body_is_awaited = False
+            self._body_clock = None
             self._stream.fail_body(ServiceError(ErrorKind.REQUEST_TIMEOUT, SLOW_BODY, "request_timeout"))
         elif self._protocol.is_idle:
             self._connection.close()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from h2.errors import ErrorCodes
 
 from core.errors import ErrorKind, ServiceError
+from server.body_clock import BodyClock
 from server.exchanges import SERVER_FAULT, SLOW_BODY, ConnectionContext
 from server.http2 import Http2Protocol
 from server.messages import (
@@ -65,7 +66,7 @@ class Http2Exchanges:
         self._protocol = Http2Protocol(context.limits.head, context.limits.http2, context.date, upgrade)
         self._responses = self._protocol.responses
         self._exchanges: dict[int, _Exchange] = {}
-        self._bodies: dict[int, float] = {}  # streams whose handlers wait for a body -> since when
+        self._bodies: dict[int, BodyClock] = {}  # of the streams whose handlers wait for a body
         self._unsent: OrderedDict[int, float] = OrderedDict()  # streams -> when their last byte went, oldest first
         self._over: set[int] = set()  # streams that have, or had, more unsent than their share
         self._is_dirty = False
@@ -187,6 +188,8 @@ class Http2Exchanges:
             self._protocol.acknowledge(event.stream_id, len(event.data))
             return
         exchange.stream.receive_body(event.data)
+        if event.stream_id in self._bodies:
+            self._bodies[event.stream_id].receive(len(event.data), self._loop.time())
         if exchange.stream.is_reading_body:
             self._protocol.acknowledge(event.stream_id, len(event.data))
         else:
@@ -223,7 +226,7 @@ class Http2Exchanges:
         exchange = self._exchanges[stream_id]
         if exchange.body_is_complete:
             return
-        self._bodies[stream_id] = self._loop.time()
+        self._bodies[stream_id] = BodyClock(self._limits, self._loop.time())
         if exchange.num_unread:
             self._protocol.acknowledge(stream_id, exchange.num_unread)
             exchange.num_unread = 0
@@ -341,9 +344,8 @@ class Http2Exchanges:
             yield self._drain_due, self._finish_drain
         elif not self._is_draining and not self._exchanges and not self._unsent:
             yield self._idle_since + limits.idle_s, self.drain
-        for stream_id, since in self._bodies.items():
-            num_bytes = self._exchanges[stream_id].stream.num_body_bytes
-            yield since + limits.body_s + num_bytes / limits.body_bytes_per_s, partial(self._end_slow_body, stream_id)
+        for stream_id, clock in self._bodies.items():
+            yield clock.due, partial(self._end_slow_body, stream_id)
         if self._unsent:
             stream_id, since = next(iter(self._unsent.items()))
             yield since + limits.stall_s, partial(self._end_stalled, stream_id)
