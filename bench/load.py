@@ -14,6 +14,7 @@ stream. Only loopback addresses are asked, unless --allow-remote says that the l
 import argparse
 import ipaddress
 import os
+import shlex
 import socket
 import sys
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ import msgspec
 from bench.load_run import ENDPOINTS, CannotRun, LoadConfig, LoadResult, run_load
 from bench.measures import Distribution
 from bench.prompts import DEFAULT_PROMPT
-from bench.results import Table, command_line, print_tables, write_result
+from bench.results import RESULTS_DIR, Table, command_line, print_tables, write_result
 from core.errors import ExitCode
 from server.command_line import CommandParser
 
@@ -38,11 +39,13 @@ def main(argv: Sequence[str]) -> int:
     Returns: an ExitCode: UNREACHABLE where requests failed.
 
     Raises:
-        CannotRun: nothing could be measured.
+        CannotRun: nothing could be measured, or its result could not be written.
         StartupError: the flags are not understood.
     """
     arguments = _parser().parse_args(argv)
     config = _config_of(arguments)
+    if arguments.json is not None:
+        check_result_file(arguments.json)
     try:
         result = run_load(config)
     except KeyboardInterrupt:
@@ -128,6 +131,28 @@ def loopback_address(url: str, is_remote_allowed: bool) -> tuple[str, int]:
             ExitCode.USAGE,
         )
     return address, port
+
+
+def check_result_file(path: Path) -> None:
+    """Before the run, which may be long: a result that cannot be written is a run for nothing.
+
+    Raises:
+        CannotRun: no file can be written there. Directories are nobody's to make who only asked for a file; but for
+            bench/results, where results are expected.
+    """
+    directory = path.parent
+    if path.is_dir():
+        cause, fix = f"--json {path} is a directory", f"name a file in it: --json {path / 'load.json'}"
+    elif not directory.is_dir() and directory.resolve() != RESULTS_DIR.resolve():
+        cause, fix = (
+            f"--json {path}: there is no directory {directory}",
+            f"make it first: mkdir -p {shlex.quote(str(directory))}",
+        )
+    elif directory.is_dir() and not os.access(path if path.exists() else directory, os.W_OK):
+        cause, fix = f"--json {path} cannot be written", "name a file in a directory that you may write to"
+    else:
+        return
+    raise CannotRun(cause, fix, ExitCode.USAGE)
 
 
 def _config_of(arguments: argparse.Namespace) -> LoadConfig:

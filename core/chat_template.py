@@ -67,6 +67,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
+        param: str = "messages",
     ) -> str:
         """The prompt of a chat, special tokens written out: encode it with add_special_tokens=False.
 
@@ -76,14 +77,15 @@ class ChatTemplate:
             now: what the template's strftime_now tells, in the time zone it should tell.
             tools: OpenAI's form, {"type": "function", "function": {...}}.
             template_kwargs: more variables, e.g. {"enable_thinking": False}; over special tokens of the same name.
+            param: the request's field that the messages came in, for refusals.
 
         Raises:
             InvalidRequest: no template; the template refuses the messages (its own words), fails on them, or is over
                 its budget; template_kwargs name what is not theirs.
         """
-        template = self._choose(has_tools=tools is not None)
+        template = self._choose(param, has_tools=tools is not None)
         if not messages:
-            raise InvalidRequest("messages is empty. Send at least one message.", "messages")
+            raise InvalidRequest(f"{param} is empty. Send at least one message.", param)
         extra = dict(template_kwargs or {})
         if taken := sorted(_RESERVED & extra.keys()):
             raise InvalidRequest(f"chat_template_kwargs may not set {', '.join(taken)}.", "chat_template_kwargs")
@@ -96,16 +98,16 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
             "strftime_now": now.strftime,
         }
-        return self._run(template, variables)
+        return self._run(template, variables, param)
 
-    def _choose(self, has_tools: bool) -> Template:
+    def _choose(self, param: str, has_tools: bool) -> Template:
         if has_tools and "tool_use" in self._templates:
             return self._templates["tool_use"]
         if "default" in self._templates:
             return self._templates["default"]
-        raise InvalidRequest(NO_TEMPLATE, "messages", "no_chat_template")
+        raise InvalidRequest(NO_TEMPLATE, param, "no_chat_template")
 
-    def _run(self, template: Template, variables: Mapping[str, Any]) -> str:
+    def _run(self, template: Template, variables: Mapping[str, Any], param: str) -> str:
         """Raises InvalidRequest, with the template's words where it has any, whatever it does."""
         try:
             with use_budget(self._new_budget()):
@@ -114,16 +116,16 @@ class ChatTemplate:
             raise InvalidRequest(
                 f"In the model's chat template the messages come to more than {self._max_output_chars} characters, "
                 "which its context cannot hold. Shorten them.",
-                "messages",
+                param,
                 "context_length_exceeded",
             ) from error
         except BudgetExceeded as error:
-            raise InvalidRequest(f"The model's chat template does too much here: {error}.", "messages") from error
+            raise InvalidRequest(f"The model's chat template does too much here: {error}.", param) from error
         except TemplateError as error:
-            raise InvalidRequest(f"The model's chat template refuses this: {error}", "messages") from error
+            raise InvalidRequest(f"The model's chat template refuses this: {error}", param) from error
         except Exception as error:  # a template's code may raise anything that Python can
             cause = f"{type(error).__name__}: {error}"
-            raise InvalidRequest(f"The model's chat template fails on these messages: {cause}", "messages") from error
+            raise InvalidRequest(f"The model's chat template fails on these messages: {cause}", param) from error
 
     def _join(self, template: Template, variables: Mapping[str, Any]) -> str:
         pieces: list[str] = []

@@ -42,3 +42,21 @@ def outranked(running: Iterable[Sequence], head: Sequence, level: int, least_s: 
         if (s.level < level and s.priority != head.priority) or (s.level <= level and s.tenant in giving_way)
     ]
     return sorted(lower, key=victim_order(least_s), reverse=True)
+
+
+def enough_of(
+    candidates: Iterable[Sequence], num_slots: int, num_blocks: int, slots_of: Callable[[Sequence], int]
+) -> list[Sequence]:
+    """The first of them that together hold so many slots and blocks; nobody if all of them do not.
+
+    Args:
+        slots_of: how many one holds, for siblings that wait for it too.
+    """
+    chosen = []
+    for sequence in candidates:
+        chosen.append(sequence)
+        num_slots -= slots_of(sequence)
+        num_blocks -= len(sequence.table)
+        if num_slots <= 0 and num_blocks <= 0:
+            return chosen
+    return []

@@ -17,10 +17,10 @@ from core.fairness import TenantShares
 from core.outbox import Outbox
 from core.plan import RunnerLimits, StepOutput, StepPlan
 from core.plan_builder import PlanBuilder, restart_rows, rows_misled
-from core.preemption import outranked, victim_order
+from core.preemption import enough_of, outranked, victim_order
 from core.prefix_cache import PrefixCache
 from core.sequence import NO_SLOT, Sequence, SequenceGroup, SequenceState
-from core.step_cost import PrefillAllowance, StepCostModel, StepWork
+from core.step_cost import PrefillAllowance, StepCostModel, StepWork, allow_prefill
 from core.types import EngineStats, FinishReason, Request, StepDelivery, TokenChunk, TokenLogprobs, Usage
 from core.waiting import Rank, WaitingQueue, aged_class, rank
 
@@ -153,7 +153,7 @@ class Scheduler:
             decodes.sort(key=victim_order(self.shares.least_s()))
         self._add_decodes(builder, decodes)
         num_coming = len(behind) + min(len(self._waiting), len(self._free_slots))
-        allowance = self._allowance(builder.work, num_coming)
+        allowance = allow_prefill(self.step_cost, self._inter_token_target, builder.work, num_coming)
         num_reserved = len(builder.sequences)  # blocks, which the decodes need within 16 steps
         self._catch_up(builder, allowance, behind, num_reserved, now)
         self._planned_work = builder.work
@@ -357,16 +357,8 @@ class Scheduler:
         num_blocks = num_blocks_for(len(head.token_ids) + 1, self.limits.block_size) - self.pool.num_free
         if num_slots <= 0 and num_blocks <= 0:
             return
-        victims = []
-        for sequence in outranked(self._running, head, level, self.shares.least_s()):
-            victims.append(sequence)
-            num_slots -= len(self._joining(sequence))
-            num_blocks -= len(sequence.table)
-            if num_slots <= 0 and num_blocks <= 0:
-                break
-        else:
-            return
-        for sequence in victims:
+        candidates = outranked(self._running, head, level, self.shares.least_s())
+        for sequence in enough_of(candidates, num_slots, num_blocks, lambda s: len(self._joining(s))):
             self._preempt(builder, sequence)
 
     def _take_blocks(self, sequence: Sequence, num_reserved: int) -> bool:
@@ -402,21 +394,6 @@ class Scheduler:
         self._start_running(child)
 
     # Rows and their blocks
-
-    def _allowance(self, decodes: StepWork, num_coming: int) -> PrefillAllowance:
-        """What may be computed beside these decodes: up to the target for a step of all who could decode by now.
-
-        The target is not for those alone who do: with many prompts waiting, the batch would stay small, and the queue
-        grow. What streams notice stays bounded by what they notice once the prompts have become streams.
-
-        Args:
-            num_coming: sequences that still have a prompt to compute, and could run.
-        """
-        model, target = self.step_cost, self._inter_token_target
-        if target is None or decodes.own_tokens == 0 or not model.is_ready:
-            return PrefillAllowance(model, math.inf)
-        soon = StepWork(own_tokens=decodes.own_tokens + num_coming, own_kv=decodes.own_kv)
-        return PrefillAllowance(model, target * model.predict(soon) - model.predict(decodes))
 
     def _catch_up(
         self, builder: PlanBuilder, allowance: PrefillAllowance, behind: list[Sequence], num_reserved: int, now: float

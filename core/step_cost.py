@@ -208,6 +208,24 @@ class PrefillAllowance:
         return row_cost_s(self._model.coefficients_s, work)
 
 
+def allow_prefill(
+    model: StepCostModel, inter_token_target: float | None, decodes: StepWork, num_coming: int
+) -> PrefillAllowance:
+    """What may be computed beside these decodes: up to the target for a step of all who could decode by now.
+
+    The target is not for those alone who do: with many prompts waiting, the batch would stay small, and the queue
+    grow. What streams notice stays bounded by what they notice once the prompts have become streams.
+
+    Args:
+        inter_token_target: see EngineConfig.
+        num_coming: sequences that still have a prompt to compute, and could run.
+    """
+    if inter_token_target is None or decodes.own_tokens == 0 or not model.is_ready:
+        return PrefillAllowance(model, math.inf)
+    soon = StepWork(own_tokens=decodes.own_tokens + num_coming, own_kv=decodes.own_kv)
+    return PrefillAllowance(model, inter_token_target * model.predict(soon) - model.predict(decodes))
+
+
 def row_cost_s(coefficients_s: Features, work: StepWork) -> float:
     """What rows add to a step, its fixed part left out."""
     _, a, b, c, d = coefficients_s

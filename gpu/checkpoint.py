@@ -226,11 +226,7 @@ def _listed_tensors(directory: Path) -> dict[str, Path]:
     if (directory / SINGLE_FILE).exists():
         return {}
     if not index_file.exists():
-        others = sorted(path.name for path in directory.glob("*.safetensors")) + sorted(
-            path.name for path in directory.glob("*.bin")
-        )
-        near = f"; it holds {named_tensors(others)}" if others else ""
-        raise bad_checkpoint(f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}{near}.")
+        raise _no_weights(directory)
     try:
         weight_map = json.loads(index_file.read_bytes())["weight_map"]
         listed = {str(name): str(file) for name, file in weight_map.items()}
@@ -243,6 +239,20 @@ def _listed_tensors(directory: Path) -> dict[str, Path]:
     if not listed:
         raise bad_checkpoint(f"{INDEX_FILE} lists no tensors.")
     return {name: directory / file for name, file in listed.items()}
+
+
+def _no_weights(directory: Path) -> BadCheckpoint:
+    safetensors, pickles = (sorted(path.name for path in directory.glob(name)) for name in ("*.safetensors", "*.bin"))
+    held = f"; it holds {named_tensors(safetensors + pickles)}" if safetensors or pickles else ""
+    cause = f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}{held}."
+    if safetensors or not any(name.startswith("pytorch_model") for name in pickles):
+        return bad_checkpoint(cause)
+    fix = (
+        "only safetensors and GGUF are read: convert it, with transformers: "
+        f"AutoModelForCausalLM.from_pretrained({str(directory)!r})"
+        f".save_pretrained({str(directory)!r}, safe_serialization=True)"
+    )
+    return BadCheckpoint(cause, fix)
 
 
 def open_safetensors(file: Path) -> Any:  # safetensors ships no types

@@ -174,12 +174,22 @@ class App:
                 error_code = PROTOCOL_CODES[exchange.refused_status]
             self._accounting.close(exchange, exchange.refused_status or status_told(stream), error_code)
 
-    def refuse(self, status: int, message: str, peer: Peer, stream: HttpStream | None) -> tuple[Headers, bytes]:
+    def fail_all(self, error: ServiceError) -> None:
+        """Break off every generation, and every wait for a body: each has the error for its answer, or its end."""
+        if self.lifecycle is not None:
+            self.lifecycle.fail_all(error)
+        for stream in self._exchanges:
+            stream.fail_body(error)
+
+    def refuse(
+        self, status: int, message: str, peer: Peer, since: float, stream: HttpStream | None
+    ) -> tuple[Headers, bytes]:
         """What the connection answers where no handler can: no request came of the bytes, or its body broke off.
 
         Args:
             status: one of PROTOCOL_CODES.
             peer: of the connection.
+            since: when the first byte came of what is no request, on the loop's clock.
             stream: whose body it was; its handler hears that nobody waits for it any more.
         """
         account: Account | None = None if stream is None else self._exchanges.get(stream)
@@ -190,7 +200,7 @@ class App:
         else:
             request = NO_REQUEST if stream is None else stream.request  # whose handler has not begun
             account = Account(
-                request=request, client=peer, request_id=self._new_request_id(), timings=Timings(now, end_s=now)
+                request=request, client=peer, request_id=self._new_request_id(), timings=Timings(since, end_s=now)
             )
             self._accounting.close(account, status, PROTOCOL_CODES[status])
         body = protocol_error_body(status, message)

@@ -17,6 +17,7 @@ from server.binds import (
     DEFAULT_PORT,
     DEFAULT_UNIX_MODE,
     Bind,
+    PassedAddress,
     TcpAddress,
     UnixAddress,
     bind_value,
@@ -647,11 +648,10 @@ class ServerConfig:
             StartupError: a bind is for proxies, and none that could reach it is trusted.
         """
         for bind in self.binds:
-            is_unix = isinstance(bind.address, UnixAddress)
-            if bind.takes_proxy and not any(is_unix == (proxy == UNIX) for proxy in self.trusted_proxies):
+            if bind.takes_proxy and not any(_can_reach(proxy, bind.address) for proxy in self.trusted_proxies):
                 raise StartupError(
                     f"the bind proxy:{bind.address} is for trusted proxies alone, and none that can reach it is named",
-                    f"--trusted-proxies {UNIX if is_unix else '127.0.0.1, or the network that the proxy is in'}",
+                    f"--trusted-proxies {_sample_proxy(bind.address)}",
                     ExitCode.CONFIGURATION,
                 )
         is_given = any(name in ("host", "port") for name, _ in self.origins)
@@ -673,6 +673,18 @@ class ServerConfig:
             has_prefix_cache=not self.no_prefix_cache,
             inter_token_target=self.inter_token_target or None,
         )
+
+
+def _can_reach(proxy: IpNetwork | str, address: TcpAddress | UnixAddress | PassedAddress) -> bool:
+    """Of a passed socket only its bearer knows whether it is TCP or Unix: whoever is trusted may be meant."""
+    return isinstance(address, PassedAddress) or isinstance(address, UnixAddress) == (proxy == UNIX)
+
+
+def _sample_proxy(address: TcpAddress | UnixAddress | PassedAddress) -> str:
+    network = "127.0.0.1, or the network that the proxy is in"
+    if isinstance(address, UnixAddress):
+        return UNIX
+    return f"{UNIX} for a Unix socket; else {network}" if isinstance(address, PassedAddress) else network
 
 
 def _row(config_field: Field[Any]) -> Option:

@@ -12,6 +12,8 @@ from server.config import ENVIRONMENT_PREFIX, OPTIONS, Option, ServerConfig
 from server.tenants import Tenant, parse_tenants
 from server.values import BadValueError, MissingPathError, did_you_mean
 
+_TOML_KINDS: dict[type, str] = {list: "a list", dict: "a table"}  # what tomllib gives that is no setting's value
+FLAG_AS_KEY = "max_queue = 8 for --max-queue 8"
 TENANTS = "tenants"  # the file's tables of this name are no settings
 _BY_FIELD = {option.field_name: option for option in OPTIONS}
 
@@ -58,7 +60,8 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Given]:
             continue
         option = by_variable.get(variable)
         if option is None:
-            raise _unknown("environment variable", variable, by_variable, f"or unset it: unset {variable}")
+            fix = f"use a name that `steploop serve --help` lists, or unset it: unset {variable}"
+            raise _unknown("environment variable", variable, by_variable, fix)
         text = environ[variable]
         values[option.field_name] = _parse(option, text.split(",") if option.is_list else text, variable)
     return values
@@ -73,7 +76,8 @@ def _from_file(table: Mapping[str, Any], path: Path) -> dict[str, Given]:
             fix = f"remove the line [{key}]: only [[{TENANTS}]] is a table; settings stand above it, as in port = 8080"
             raise StartupError(f"{path} has a table, [{key}]", fix, ExitCode.CONFIGURATION)
         if option is None:
-            raise _unknown(f"key in {path}", key, by_key, "or remove it")
+            fix = f"remove it, or name a flag of those that `steploop serve --help` lists: {FLAG_AS_KEY}"
+            raise _unknown(f"key in {path}", key, by_key, fix)
         values[option.field_name] = _parse(option, _toml_text(option, value, path), f"{key} in {path}")
     return values
 
@@ -102,12 +106,23 @@ def _toml_text(option: Option, value: Any, path: Path) -> str | list[str]:
         return [str(value)] if option.is_list else str(value)
     if option.is_list and isinstance(value, list) and all(isinstance(item, str) for item in value):
         return value
-    wanted = "a list of texts" if option.is_list else "true or false" if option.is_switch else "a text or a number"
-    raise StartupError(
-        f"{option.toml_key} in {path} is {type(value).__name__}: it must be {wanted}",
-        f"{option.toml_key} = ...  ({option.help})",
-        ExitCode.CONFIGURATION,
-    )
+    shown = str(value).lower() if isinstance(value, bool) else _TOML_KINDS.get(type(value), "a date or time")
+    cause = f"{option.toml_key} in {path} is {shown}: it must be {_expected(option, str(value))}"
+    raise StartupError(cause, _fix(option, None), ExitCode.CONFIGURATION)
+
+
+def _expected(option: Option, text: str) -> str:
+    """What the setting may be, of one whose kind in the file is wrong; in its own words where it would refuse the text.
+
+    A text that it would take, as any name is, lacks its quotes.
+    """
+    if option.is_list:
+        return "a list of texts"
+    try:
+        option.parse(text)
+    except BadValueError as error:
+        return error.expected
+    return "a text in quotes"
 
 
 def _parse(option: Option, text: str | list[str], origin: str) -> Given:
@@ -139,6 +154,5 @@ def _fix(option: Option, proposal: str | None) -> str:
     return f"{', '.join(ways[:-1])} or {ways[-1]}: {option.help}"
 
 
-def _unknown(kind: str, name: str, known: Mapping[str, Option], alternative: str) -> StartupError:
-    cause = f"unknown {kind}: {name}{did_you_mean(name, known)}"
-    return StartupError(cause, f"use a name that `steploop serve --help` lists, {alternative}", ExitCode.CONFIGURATION)
+def _unknown(kind: str, name: str, known: Mapping[str, Option], fix: str) -> StartupError:
+    return StartupError(f"unknown {kind}: {name}{did_you_mean(name, known)}", fix, ExitCode.CONFIGURATION)

@@ -61,6 +61,7 @@ class Connection(asyncio.Protocol):
         self._timer = DeadlineTimer(context.loop, self._next_due, self._on_due)
         self._transport: asyncio.Transport
         self._is_draining = False
+        self._closes_after_answer = False
         self._closing = _Closing.NO
         self._is_reading_paused = False
         self._num_lingered = 0
@@ -165,6 +166,8 @@ class Connection(asyncio.Protocol):
     def speak_http2(self, data: bytes = b"") -> None:
         """The peer speaks HTTP/2; `data` is all that it has said."""
         self._exchanges = Http2Exchanges(self, self._context)
+        if self._closes_after_answer:
+            self._exchanges.close_after_answer()
         self._exchanges.receive(data)
         if self._is_draining:
             self._exchanges.drain()
@@ -201,7 +204,11 @@ class Connection(asyncio.Protocol):
         self._closing = _Closing.LAST_WORDS
 
     def close_after_answer(self) -> None:
-        """Take one more request at most: the answer under way, or the first to come, is the last."""
+        """Take one more request at most: the answer under way, or the first to come, is the last.
+
+        By HTTP/2, those are answered too that are sent before the peer has heard of it.
+        """
+        self._closes_after_answer = True
         self._exchanges.close_after_answer()
 
     def abort(self) -> None:

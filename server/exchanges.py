@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from server.connection import Connection
 
 Handler = Callable[[HttpStream], Awaitable[None]]
-# (status, message, peer, the stream whose body or handler failed, if any) -> what ends the exchange
-Refuse = Callable[[int, str, Peer, HttpStream | None], tuple[Headers, bytes]]
+# (status, message, peer, when the first byte came by the loop's clock, the stream whose body or handler failed, if any)
+# -> what ends the exchange
+Refuse = Callable[[int, str, Peer, float, HttpStream | None], tuple[Headers, bytes]]
 
 SERVER_FAULT = "The server failed to answer. The fault is not in the request; try again later."
 SLOW_BODY = "The body came too slowly. Send it again, faster."
@@ -78,7 +79,7 @@ class Exchanges(Flushable, Protocol):
         ...
 
     def close_after_answer(self) -> None:
-        """Take one more request at most, where the protocol can say so."""
+        """Take one more request, and what is on its way when the peer hears of the end."""
         ...
 
     def drain(self) -> None:

@@ -74,6 +74,7 @@ class Http2Exchanges:
         self._head_since = self._idle_since = context.loop.time()
         self._drain_due: float | None = None  # when the second GOAWAY goes, heard or not
         self._is_draining = False
+        self._closes_after_answer = False
 
     @property
     def peer(self) -> Peer:
@@ -179,7 +180,7 @@ class Http2Exchanges:
         stream = HttpStream(request, self)
         exchange = self._exchanges[request.stream_id] = _Exchange(stream)
         exchange.task = self._connection.serve(stream)
-        if self._protocol.num_requests >= self._limits.num_streams:
+        if self._closes_after_answer or self._protocol.num_requests >= self._limits.num_streams:
             self.drain()
 
     def _take_body(self, event: BodyChunk) -> None:
@@ -196,7 +197,8 @@ class Http2Exchanges:
             exchange.num_unread += len(event.data)
 
     def _answer_error(self, stream_id: int, status: int, message: str, stream: HttpStream | None) -> None:
-        headers, body = self._refuse(status, message, self._connection.peer, stream)
+        since = self._head_since if stream_id == self._pending_head else self._loop.time()
+        headers, body = self._refuse(status, message, self._connection.peer, since, stream)
         self._responses.send_head(stream_id, ResponseHead(status, headers))
         self._responses.send_data(stream_id, body)
         self._responses.send_end(stream_id)
@@ -316,7 +318,10 @@ class Http2Exchanges:
     # The end, and the clocks.
 
     def close_after_answer(self) -> None:
-        """No limit can be told that would let one request in: every stream is answered until drain()."""
+        """Drain with the first request: told before it, a peer would not send it, and not hear why."""
+        self._closes_after_answer = True
+        if self._protocol.num_requests:
+            self.drain()
 
     def drain(self) -> None:
         """Two GOAWAYs: what is under way when the first arrives is still taken (RFC 9113 §6.8)."""

@@ -89,8 +89,9 @@ class PromptReader:
             case TextPrompt(text):
                 self._check_length(text, param)
                 return tuple(self.tokenizer.encode(text))
-            case ChatPrompt(messages):
-                text = self.chat_template.render(messages, now=datetime.fromtimestamp(self.unix_clock()))
+            case ChatPrompt(messages, field_name):
+                now = datetime.fromtimestamp(self.unix_clock())
+                text = self.chat_template.render(messages, now=now, param=field_name)
                 return tuple(self.tokenizer.encode(text, add_special_tokens=False))
 
     def encode_checked(self, prompt: Prompt, param: str) -> tuple[int, ...]:
@@ -262,5 +263,5 @@ class Lifecycle:
 def _param(prompt: Prompt, position: int, num_prompts: int) -> str:
     """The field that a prompt came in."""
     if isinstance(prompt, ChatPrompt):
-        return "messages"
+        return prompt.param
     return "prompt" if num_prompts == 1 else f"prompt[{position}]"

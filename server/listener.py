@@ -106,7 +106,7 @@ class Listener:
         self._awaited: set[Connection] = self._connections  # whose end drain() waits for
         self._is_draining = False
         self._is_closed = False
-        self._quiet: asyncio.Future[None] | None = None
+        self._quiet: asyncio.Future[bool] | None = None  # False: it has not become so in time
 
     @property
     def port(self) -> int:
@@ -254,7 +254,7 @@ class Listener:
 
     def _tell_quiet(self) -> None:
         if self._quiet is not None and not self._quiet.done() and not self._awaited and not self.num_handlers:
-            self._quiet.set_result(None)
+            self._quiet.set_result(True)
 
     # The end.
 
@@ -286,6 +286,10 @@ class Listener:
         if self._tasks:
             await asyncio.wait(tuple(self._tasks))
 
+    def hurry(self, grace_s: float) -> None:
+        """Whatever drain() waits for, it waits for grace_s more at most. Also just before drain() is called."""
+        self._loop.call_later(grace_s, self._give_up)
+
     def _stop_listening(self) -> None:
         self._is_closed = True
         for listening, acceptor in self._acceptors:
@@ -312,8 +316,15 @@ class Listener:
         """Whether connections and handlers were all gone in time."""
         self._quiet = self._loop.create_future()
         self._tell_quiet()
-        await asyncio.wait([self._quiet], timeout=timeout_s)
-        return self._quiet.done()
+        timer = self._loop.call_later(timeout_s, self._give_up)
+        try:
+            return await self._quiet
+        finally:
+            timer.cancel()
+
+    def _give_up(self) -> None:
+        if self._quiet is not None and not self._quiet.done():
+            self._quiet.set_result(False)
 
 
 async def _read_proxy_header(loop: asyncio.AbstractEventLoop, accepted: socket.socket) -> ProxyHeader:

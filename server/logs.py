@@ -23,6 +23,9 @@ access_logger = logging.getLogger("server.access")
 class AccessRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One request, as its access line tells it. Times in milliseconds from the parsed head; None: it never came so far.
 
+    What never became a request is timed from its first byte.
+
+
     Args:
         status: as sent; 499 when the client left first.
         finish_reason: of a generation, over all its sequences.

@@ -4,7 +4,6 @@ A Hugging Face directory holds them, or a GGUF file's metadata. Read once, at st
 templates: no pickle, no code from the model directory. The weights are the engine's (gpu/weights.py).
 """
 
-import difflib
 import json
 import math
 import mmap
@@ -21,6 +20,7 @@ from core.gguf import GgufFile, parse_gguf
 from core.gguf_model import ROPE_FACTORS, config_of, generation_of
 from core.gguf_tokenizer import end_ids, tokenizer_files
 from core.tokenizer import Tokenizer, UnsupportedTokenizer
+from server.values import show_models
 
 MAX_FILE_BYTES = 256 * 2**20  # the largest tokenizer.json known is 35 MB
 
@@ -158,24 +158,7 @@ def _existing_directory(path: Path) -> Path:
         return path
     if path.exists():
         raise StartupError(f"{path} is a file, not a model directory", f"--model {path.parent}", ExitCode.MODEL)
-    raise StartupError(f"Model directory {path} does not exist", _near(path), ExitCode.MODEL)
-
-
-def _near(path: Path) -> str:
-    """What lies where the path breaks off, the likeliest first."""
-    parent = path.parent
-    name = path.name
-    while not parent.is_dir():
-        name, parent = parent.name, parent.parent
-    try:
-        entries = sorted(entry.name for entry in parent.iterdir() if not entry.name.startswith("."))
-    except OSError as error:
-        return f"make {parent} readable ({error.strerror})"
-    by_case = {entry.lower(): entry for entry in entries}
-    if found := [by_case[match] for match in difflib.get_close_matches(name.lower(), by_case, n=3, cutoff=0.5)]:
-        return f"did you mean {', '.join(str(parent / entry) for entry in found)}?"
-    listed = ", ".join(entries[:5]) or "nothing"
-    return f"name a directory with config.json; {parent} has {listed}{', ...' if len(entries) > 5 else ''}"
+    raise StartupError(f"Model directory {path} does not exist", show_models(path.parent), ExitCode.MODEL)
 
 
 def _read_text(file: Path) -> str:
@@ -199,12 +182,16 @@ def _read_text(file: Path) -> str:
 
 
 def _fix_missing(file: Path) -> str:
+    if file.name == "config.json":
+        return f"name a Hugging Face model directory, or a {GGUF_SUFFIX} file; {show_models(file.parent)}"
     if file.name == "tokenizer.json" and (file.parent / "tokenizer.model").exists():
         return (
             "only tokenizer.model is there: write tokenizer.json from it, with transformers: "
             f"AutoTokenizer.from_pretrained({str(file.parent)!r}).save_pretrained({str(file.parent)!r})"
         )
-    return f"give a complete Hugging Face model directory; {_near(file)}"
+    if file.name == "tokenizer.json":
+        return "tokenizer.json comes with the model's directory: download the whole of it again"
+    return "check its name"
 
 
 def _read_json(file: Path, is_optional: bool = False) -> dict[str, Any]:

@@ -50,6 +50,7 @@ T = TypeVar("T")
 SWITCH_INTERVAL_S = 1e-4  # how long a thread may keep the GIL from one that waits (PERFORMANCE.md, The GIL)
 GC_THRESHOLDS = (100_000, 50, 100)  # collections stall every stream: few, after what start made is frozen
 FAREWELL_S = 2.0  # for the last error events to leave
+HURRIED_FAREWELL_S = 1.0  # likewise, for who has signalled twice
 ENGINE_STOP_S = 10.0  # for the step that runs
 
 
@@ -208,9 +209,13 @@ class Server:
         apply()
 
     def stop(self, grace_s: float) -> None:
-        """Take no new requests, give those in progress grace_s. A second call gives them no more time."""
+        """Take no new requests, give those in progress grace_s. A second call gives them no more time.
+
+        What has not ended by its error soon after that (a reader has stopped, half a head has come) is aborted.
+        """
         if self._stopping.done():
             self._say_farewell()
+            self.listener.hurry(HURRIED_FAREWELL_S)
         else:
             self._stopping.set_result(grace_s)
 
@@ -348,9 +353,8 @@ class Server:
             logger.warning("the engine's step has not ended after %g s", ENGINE_STOP_S)
 
     def _say_farewell(self) -> None:
-        if self._app.lifecycle is not None:
-            message = "The server is shutting down. Send the request again once it is back."
-            self._app.lifecycle.fail_all(ServiceError(ErrorKind.UNAVAILABLE, message, "draining", retry_after_s=5))
+        message = "The server is shutting down. Send the request again once it is back."
+        self._app.fail_all(ServiceError(ErrorKind.UNAVAILABLE, message, "draining", retry_after_s=5))
 
 
 async def serve(

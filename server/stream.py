@@ -109,7 +109,7 @@ class HttpStream:
 
         Raises:
             ServiceError: BODY_TOO_LARGE, at once where content-length says so and else as soon as the limit is passed;
-                REQUEST_TIMEOUT when it comes too slowly.
+                REQUEST_TIMEOUT when it comes too slowly; or what fail_body was told.
             ClientDisconnected: the peer left.
         """
         declared = self.request.header(b"content-length")

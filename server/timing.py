@@ -8,7 +8,7 @@ class Timings:
     """Seconds on the monotonic clock; None until the stage is passed.
 
     Args:
-        head_s: the request's head was parsed.
+        head_s: the request's head was parsed; of what never became a request: its first byte came.
         body_s: its body was complete.
         submitted_s: validated, tokenized, and handed to the engine.
         first_token_s: the first delta came.

@@ -23,6 +23,7 @@ SIZE_UNITS = {
     "TiB": 2**40,
 }
 LEAST_SIMILARITY = 0.65  # of a path's name to the one that may have been meant: of four letters, three are the same
+SHOWN_MODELS = 5
 DURATION_UNITS = {"ms": 0.001, "s": 1.0, "min": 60.0, "h": 3600.0}
 _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 
@@ -169,12 +170,29 @@ def model_source(text: str) -> Path | HubId:
     match = _HUB_ID.fullmatch(text)
     is_path = match is None or Path(path.parts[0]).exists() or path.suffix == GGUF_SUFFIX
     if match is None or is_path or ".." in text or "--" in match[1]:
-        raise _missing(f"org/name, a {GGUF_SUFFIX} file or a directory", path, names_near(path, _may_be_model))
+        raise _missing_model(path)
     return HubId(match[1], match[2])
 
 
 def _may_be_model(path: Path) -> bool:
     return os.path.isfile(path / "config.json") or (path.suffix == GGUF_SUFFIX and os.path.isfile(path))
+
+
+def models_in(directory: Path) -> list[Path]:
+    """What lies there that --model could name; none where nobody may look."""
+    try:
+        return sorted(child for child in directory.iterdir() if _may_be_model(child))
+    except OSError:
+        return []
+
+
+def show_models(directory: Path) -> str:
+    """A clause that names the models of a directory, as --model takes them."""
+    models = models_in(directory)
+    if not models:
+        return f"there is no model in {directory.absolute()}"
+    more = f" and {len(models) - SHOWN_MODELS} more" if len(models) > SHOWN_MODELS else ""
+    return f"the models in {directory.absolute()}: {', '.join(map(str, models[:SHOWN_MODELS]))}{more}"
 
 
 def existing_directory(text: str) -> Path:
@@ -209,6 +227,13 @@ def _missing(kind: str, path: Path, near: list[Path]) -> MissingPathError:
         return MissingPathError(f"{expected}; near it: {', '.join(map(str, near))}", str(near[0]))
     missing = _where_it_ends(path)
     return MissingPathError(expected if missing == path else f"{expected}; {missing.parent} exists, {missing} does not")
+
+
+def _missing_model(path: Path) -> MissingPathError:
+    error = _missing(f"org/name, a {GGUF_SUFFIX} file or a directory", path, names_near(path, _may_be_model))
+    if error.proposal is not None:
+        return error
+    return MissingPathError(f"{error.expected}; {show_models(_where_it_ends(path).parent)}")
 
 
 def _where_it_ends(path: Path) -> Path:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bench.client import CONNECTION_CLOSED, ERROR_EVENT, NO_END
-from bench.load import loopback_address, result_tables
+from bench.load import check_result_file, loopback_address, result_tables
 from bench.load_run import CannotRun, LoadConfig, LoadResult, LoadRun, poisson_arrivals, run_on_fast_loop
 from bench.measures import percentile, summarize
 from bench.prompts import CALIBRATION_WORDS, RandomPrompts, words_for_tokens
@@ -303,6 +303,32 @@ def test_settings_reach_the_request() -> None:
 
 def bench_serve(*words: str) -> int:
     return main(["bench", "serve", *words])
+
+
+def test_a_result_that_could_not_be_written_is_refused_before_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = tmp_path / "no such" / "x.json"
+    for path, cause, fix in (
+        (missing, f"there is no directory {missing.parent}", f"mkdir -p '{missing.parent}'"),
+        (tmp_path, "is a directory", f"--json {tmp_path / 'load.json'}"),
+    ):
+        assert bench_serve("--url", "http://127.0.0.1:1", "--json", str(path)) == ExitCode.USAGE  # no server is asked
+        told = capsys.readouterr().err.splitlines()
+        assert cause in told[0]
+        assert fix in told[1]
+    assert not missing.parent.exists()
+
+
+def test_a_result_goes_where_one_may_write_and_into_the_results_that_there_are_not_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bench.load.RESULTS_DIR", tmp_path / "results")
+    check_result_file(tmp_path / "results" / "x.json")
+    check_result_file(tmp_path / "x.json")
+    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)  # root may write everywhere
+    with pytest.raises(CannotRun, match="cannot be written"):
+        check_result_file(tmp_path / "x.json")
 
 
 def test_no_server_is_a_cause_and_a_fix(capsys: pytest.CaptureFixture[str]) -> None:

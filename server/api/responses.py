@@ -201,10 +201,10 @@ def input_tokens_reply(num_tokens: int) -> bytes:
 def _prompt(wire: ResponsesBody) -> ChatPrompt:
     messages = [{"role": "system", "content": wire.instructions}] if wire.instructions else []
     if isinstance(wire.input, str):
-        return ChatPrompt((*messages, {"role": "user", "content": wire.input}))
+        return ChatPrompt((*messages, {"role": "user", "content": wire.input}), "input")
     if not wire.input:
         raise InvalidRequest("input is empty: send text or at least one message.", "input")
-    return ChatPrompt((*messages, *(_message(item, f"input[{i}]") for i, item in enumerate(wire.input))))
+    return ChatPrompt((*messages, *(_message(item, f"input[{i}]") for i, item in enumerate(wire.input))), "input")
 
 
 def _message(item: InputItem, param: str) -> dict[str, Any]:

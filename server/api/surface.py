@@ -24,9 +24,14 @@ class IdsPrompt(msgspec.Struct, frozen=True):
 
 
 class ChatPrompt(msgspec.Struct, frozen=True):
-    """Messages for the chat template: content already flattened to one string per message."""
+    """Messages for the chat template: content already flattened to one string per message.
+
+    Args:
+        param: the request's field that they came in.
+    """
 
     messages: tuple[dict[str, Any], ...]
+    param: str = "messages"
 
 
 # Of ours, in a whole answer or a stream's last chunk: "timings" on request, "steploop" where there is something to say

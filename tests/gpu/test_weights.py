@@ -214,8 +214,13 @@ def test_an_index_that_promises_more_than_its_files_hold_is_refused(tmp_path: Pa
 
 def test_a_directory_without_safetensors_says_what_it_holds(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(BadCheckpoint, match=r"it holds pytorch_model\.bin"):
+    with pytest.raises(BadCheckpoint, match=r"it holds pytorch_model\.bin") as caught:
         open_checkpoint(tmp_path)
+    assert f"save_pretrained({str(tmp_path)!r}, safe_serialization=True)" in caught.value.fix
+    (tmp_path / "part.safetensors").touch()  # a download that stopped: its other half is no conversion
+    with pytest.raises(BadCheckpoint, match=r"it holds part\.safetensors, pytorch_model\.bin") as caught:
+        open_checkpoint(tmp_path)
+    assert caught.value.fix.startswith("download")
 
 
 def test_a_truncated_file_is_refused_at_every_length(tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ class MemoryTransport(asyncio.Transport):
             self._protocol.connection_lost(error)
 
 
-def refuse(status: int, message: str, peer: Peer, stream: HttpStream | None) -> tuple[Headers, bytes]:
+def refuse(status: int, message: str, peer: Peer, since: float, stream: HttpStream | None) -> tuple[Headers, bytes]:
     """What a connection answers by itself where no app accounts for it."""
     body = protocol_error_body(status, message)
     return content_headers(body), body

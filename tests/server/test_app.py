@@ -14,6 +14,7 @@ from core.simulation import SimulatedRunner
 from server.client_gate import ClientRules
 from server.lifecycle import OFFLOAD_BYTES
 from server.metrics import MAX_UNKNOWN_FIELDS
+from tests.server import raw_http2
 from tests.server.fakes import MemoryTransport
 from tests.server.simulated_server import (
     MODEL,
@@ -78,6 +79,31 @@ def test_more_min_tokens_than_the_context_leaves_are_refused(fields: dict[str, A
     assert (answer.status, error["param"], error["code"]) == (400, "min_tokens", "context_length_exceeded")
     assert "leaves 182" in error["message"]
     assert ask(chat(min_tokens=182, **fields)).finish_reason() == "length"
+
+
+LONG, TOO_LONG = "a step " * 200, "a step " * 12_000  # refused by its tokens, and by its characters
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/v1/responses", {"input": LONG}, "input"),
+        ("/v1/responses", {"input": TOO_LONG}, "input"),
+        ("/v1/responses", {"input": [{"role": "user", "content": LONG}]}, "input"),
+        ("/v1/responses/input_tokens", {"input": TOO_LONG}, "input"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}]}, "messages"),
+        ("/tokenize", {"messages": [{"role": "user", "content": TOO_LONG}]}, "messages"),
+        ("/tokenize", {"prompt": TOO_LONG}, "prompt"),
+        ("/v1/completions", {"prompt": LONG}, "prompt"),
+        ("/v1/completions", {"prompt": ["a", TOO_LONG]}, "prompt[1]"),
+    ],
+)
+def test_a_prompt_that_is_too_long_is_told_by_the_field_that_it_came_in(
+    path: str, fields: dict[str, Any], param: str
+) -> None:
+    answer = ask(request("POST", path, {"model": MODEL, **fields}))
+    error = answer.json["error"]
+    assert (answer.status, error["param"], error["code"]) == (400, param, "context_length_exceeded")
 
 
 def test_wrong_method_names_the_right_ones() -> None:
@@ -158,7 +184,7 @@ BROKEN_CHUNK = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nX-Request-Id: their
             (501, "server_error", "not_implemented", "r1"),
             "- - 501 0.0ms",
         ),
-        ([b"GET / HT"], 11, (408, "timeout_error", "request_timeout", "r1"), "- - 408 0.0ms"),
+        ([b"GET / HT"], 11, (408, "timeout_error", "request_timeout", "r1"), "- - 408 10000.0ms"),
         (
             [BROKEN_CHUNK, b"x\r\n"],
             0,
@@ -194,6 +220,39 @@ def test_refusals_of_the_protocol_are_accounted_for_like_others(
     assert answer.headers["cache-control"] == "no-store"
     assert [record.getMessage() for record in caplog.records] == [f"{line} error={code} client=192.0.2.7:4242"]
     assert server.metrics.responses == {status: 1}
+    server.close()
+
+
+def test_a_head_that_never_ends_is_timed_from_its_first_byte_not_from_the_connections(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "server.access")
+    server = SimulatedServer()
+    transport = server.send(request("GET", "/health"))
+    server.run_for(3)
+    transport.feed(b"GET / HT")
+    server.run_for(11)
+    assert [record.getMessage().partition(" error=")[0] for record in caplog.records] == [
+        "GET /health 200 0.0ms client=192.0.2.7:4242",
+        "- - 408 10000.0ms",
+    ]
+    server.close()
+
+
+def test_a_head_refused_over_http2_is_timed_from_its_own_first_frame(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "server.access")
+    server = SimulatedServer()
+    transport = server.send(raw_http2.START)
+    server.run_for(3)
+    head = raw_http2.literal(b":method", b"CONNECT") + raw_http2.literal(b":authority", b"a:1")
+    transport.feed(raw_http2.wire([raw_http2.headers(head[:5], raw_http2.END_STREAM)]))
+    server.run_for(2)
+    transport.feed(raw_http2.wire([raw_http2.continuation(head[5:])]))
+    server.run_for(1)
+    transport.feed(raw_http2.wire([raw_http2.headers(head, stream=3)]))
+    server.run_for(0)
+    lines = [record.getMessage().partition(" error=")[0] for record in caplog.records]
+    assert lines == ["- - 501 2000.0ms", "- - 501 0.0ms"]
     server.close()
 
 
@@ -288,6 +347,18 @@ def test_draining_refuses_new_requests_and_finishes_those_in_progress() -> None:
     assert refusal_of(server.ask(chat())) == (503, "draining")
     server.run()
     assert answers(bytes(transport.received))[0].text() == ask(chat()).text()
+    server.close()
+
+
+def test_who_is_still_sending_is_told_of_the_end() -> None:
+    server = SimulatedServer()
+    whole = chat()
+    for data in (whole, whole.replace(b"/v1/chat/completions", b"/tokenize"), chat(**STREAM)):
+        transport = server.send(data[:-1])
+        server.app.fail_all(ServiceError(ErrorKind.UNAVAILABLE, "Ending.", "draining", retry_after_s=5))
+        server.loop.settle()
+        (answer,) = answers(bytes(transport.received))
+        assert refusal_of(answer) == (503, "draining")
     server.close()
 
 

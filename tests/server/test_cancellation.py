@@ -145,8 +145,9 @@ ONE_AT_A_TIME = RunnerLimits(64, 4, 1, 16, 200, TOKENIZER.vocab_size)
 def test_waiting_request_has_the_slot_in_the_next_plan(ask: Ask, call_off: CallOff) -> None:
     with serving(limits=ONE_AT_A_TIME) as server:
         asked = ask(server, **LONG)
+        server.step()
         waiting = server.send(completion(prompt=[6], max_tokens=3, **STREAM))
-        for _ in range(5):
+        for _ in range(4):
             server.step()
         assert server.stats.num_waiting == 1
         server.loop.call_later(0.005, call_off, asked)

@@ -9,7 +9,7 @@ from core.config import EngineConfig
 from core.errors import ExitCode, StartupError
 from server.command_line import build_parsers, flags_given
 from server.config import OPTIONS, Option, ServerConfig
-from server.config_sources import load_config
+from server.config_sources import FLAG_AS_KEY, load_config
 from server.values import HubId
 
 
@@ -128,7 +128,7 @@ def test_a_switch_in_the_file_is_true_or_false(tmp_path: Path) -> None:
     assert load_config(toml_flag(tmp_path, "no_prefix_cache = true"), {}).no_prefix_cache
     assert not load_config(toml_flag(tmp_path, "no_prefix_cache = false"), {}).no_prefix_cache
     error = refusal(toml_flag(tmp_path, "no_prefix_cache = []"), {})
-    assert error.cause.endswith("is list: it must be true or false")
+    assert error.cause.endswith("is a list: it must be true or false")
     error = refusal({}, {"STEPLOOP_NO_PREFIX_CACHE": "maybe"})
     assert error.fix.startswith("--no-prefix-cache, STEPLOOP_NO_PREFIX_CACHE=BOOL or no_prefix_cache in the TOML file")
 
@@ -177,10 +177,40 @@ def test_unknown_toml_key_names_the_nearest(key: str, near: str, tmp_path: Path)
     assert f"did you mean {near}?" in error.cause
 
 
+def test_unknown_toml_key_like_no_other_says_where_all_are_listed(tmp_path: Path) -> None:
+    error = refusal(toml_flag(tmp_path, "zzzzqq = 1"), {})
+    assert error.cause.endswith("steploop.toml: zzzzqq")
+    assert "`steploop serve --help` lists: max_queue = 8 for --max-queue 8" in error.fix
+    assert load_config(toml_flag(tmp_path, FLAG_AS_KEY.partition(" for ")[0]), {}).max_queue == 8
+
+
 def test_a_toml_table_is_told_to_go_not_taken_for_a_misspelt_key(tmp_path: Path) -> None:
     error = refusal(toml_flag(tmp_path, "[server]\nport = 1"), {})
     assert error.cause.endswith("has a table, [server]")
     assert "remove the line [server]" in error.fix
+
+
+@pytest.mark.parametrize(
+    ("text", "shown", "like"),
+    [
+        ("port = true", "port in FILE is true", 'port = "x"'),
+        ("port = [1]", "port in FILE is a list", 'port = "x"'),
+        ("kv_memory = 2026-01-31", "kv_memory in FILE is a date or time", 'kv_memory = "x"'),
+        ("log_level = false", "log_level in FILE is false", 'log_level = "x"'),
+    ],
+)
+def test_a_toml_value_of_the_wrong_kind_is_told_as_one_out_of_range_is(
+    text: str, shown: str, like: str, tmp_path: Path
+) -> None:
+    error, alike = refusal(toml_flag(tmp_path, text), {}), refusal(toml_flag(tmp_path, like), {})
+    expected = alike.cause.partition(": it must be ")[2]
+    assert error.cause == f"{shown.replace('FILE', str(tmp_path / 'steploop.toml'))}: it must be {expected}"
+    assert error.fix == alike.fix
+
+
+def test_a_toml_value_that_would_be_a_name_if_it_had_quotes_is_told_so(tmp_path: Path) -> None:
+    assert refusal(toml_flag(tmp_path, "served_model_name = true"), {}).cause.endswith("it must be a text in quotes")
+    assert refusal(toml_flag(tmp_path, "api_key = true"), {}).cause.endswith("it must be a list of texts")
 
 
 @pytest.mark.parametrize("text", ["port = ", "port = true", "port = [1]", "[port]\nx = 1", 'api_key = [1, "b"]'])
@@ -231,6 +261,19 @@ def test_a_missing_model_names_what_lies_near(tmp_path: Path) -> None:
     assert error.exit_code == ExitCode.MODEL
     assert str(tmp_path / "Llama-3.2-1B") in error.cause
     assert error.fix == f"--model {tmp_path / 'Llama-3.2-1B'}"
+
+
+def test_a_missing_model_with_nothing_like_it_names_the_models_where_it_would_be(tmp_path: Path) -> None:
+    (tmp_path / "unlike").mkdir()
+    (tmp_path / "notes.gguf.txt").touch()
+    missing = str(tmp_path / "nope")
+    assert refusal({"model": missing}, {}).cause.endswith(f"; there is no model in {tmp_path}")
+    models = [tmp_path / f"Llama-{i}" for i in range(7)]
+    for model in models:
+        model.mkdir()
+        (model / "config.json").touch()
+    listed = ", ".join(map(str, models[:5]))
+    assert refusal({"model": missing}, {}).cause.endswith(f"; the models in {tmp_path}: {listed} and 2 more")
 
 
 def test_a_path_missing_early_names_where_it_stops_being_true(tmp_path: Path) -> None:
@@ -314,6 +357,9 @@ def test_binds_stand_instead_of_the_default_and_beside_what_is_given() -> None:
         ("proxy:unix:/a", ("127.0.0.1",), True),
         ("proxy:127.0.0.1:1", ("127.0.0.1",), False),
         ("proxy:unix:/a", ("unix",), False),
+        ("proxy:systemd:front", (), True),
+        ("proxy:systemd:front", ("unix",), False),
+        ("proxy:systemd:front", ("127.0.0.1",), False),
         ("127.0.0.1:1", (), False),
     ],
 )

@@ -824,6 +824,22 @@ def test_drain_aborts_what_outlives_its_grace_and_tells_the_handler(serve: Serve
     assert draining.done()
 
 
+@pytest.mark.parametrize("is_before", [True, False])
+def test_drain_that_is_hurried_waits_no_longer_than_it_may_then(serve: Serve, is_before: bool) -> None:
+    server = serve(Hold())
+    reading, in_head = server.exchange(GET), server.exchange(GET[:5])
+    if is_before:
+        server.listener.hurry(1)
+    draining = start_drain(server, 60)
+    if not is_before:
+        server.listener.hurry(1)
+    server.loop.advance(0.9)
+    assert [transport.is_lost for transport in (reading, in_head)] == [False, False]
+    server.loop.advance(0.2)
+    assert [transport.was_aborted for transport in (reading, in_head)] == [True, True]
+    assert draining.done()
+
+
 def test_drain_cancels_a_handler_that_does_not_listen(serve: Serve) -> None:
     async def deaf(stream: HttpStream) -> None:
         stream.on_disconnect = lambda: None

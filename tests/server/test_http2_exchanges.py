@@ -816,6 +816,23 @@ def test_preface_that_was_sent_before_the_drain_and_is_read_after_it_is_answered
     assert drain.done()
 
 
+def test_connection_that_comes_during_a_drain_is_answered_and_told_of_the_end(serve: Serve) -> None:
+    hold = Hold()
+    server = serve(hold)
+    Http2Client(server).request()
+    draining = server.loop.create_task(server.listener.drain(60))
+    server.loop.settle()
+    late = Http2Client(server)
+    assert late.goaways == [], "it may still ask"
+    stream_id = late.request()
+    assert late.goaways == [(ErrorCodes.NO_ERROR, 2**31 - 1), (ErrorCodes.NO_ERROR, stream_id)]
+    hold.end(1)
+    late.exchange()
+    assert late.responses[stream_id].is_complete
+    assert late.transport.has_sent_eof
+    assert not draining.done()
+
+
 def test_connection_ends_after_its_last_stream(serve: Serve) -> None:
     client = Http2Client(serve(echo, ConnectionLimits(num_streams=2)))
     ids = [client.request() for _ in range(2)]

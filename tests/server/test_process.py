@@ -30,6 +30,7 @@ from server.engine_thread import Inbox
 from server.model_files import GenerationDefaults, ModelFiles
 from server.process import EngineFacts, LoadedEngine, LoadEngine, Server
 from tests.core.chat_templates import CHATML
+from tests.server.raw_http2 import START, Seen, post
 from tests.server.simulated_server import EOS_ID, MODEL, STREAM, TOKENIZER, Answer, answers, chat, request
 from tests.server.test_metrics import samples_of
 
@@ -240,6 +241,57 @@ def test_second_stop_ends_what_the_first_gave_time() -> None:
         writer.close()
         assert answer.events[-1]["error"]["code"] == "draining"
         assert await running.exit is ExitCode.OK
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("num_stops", [1, 2])
+def test_who_is_still_sending_when_the_grace_is_over_is_told(num_stops: int) -> None:
+    """By HTTP/1.1 and HTTP/2, long before any clock of theirs runs out."""
+    upload = START + post(b"/v1/chat/completions", 1, (b"content-type", b"application/json")).encode(0)
+
+    async def scenario() -> None:
+        running = Running(load_with(), body_timeout_s=3600)
+        await running.server.wait_ready()
+        first = await open_with(running.server, chat(**STREAM)[:-1])
+        second = await open_with(running.server, upload)
+        while running.server.listener.num_handlers < 2:
+            await asyncio.sleep(0)
+        for grace_s in (1000, 0)[-num_stops:]:
+            running.server.stop(grace_s)
+        answer = await read_answer(*first)
+        assert (answer.status, answer.json["error"]["code"]) == (503, "draining")
+        assert answer.headers["connection"] == "close"
+        seen = Seen()
+        while not seen.has_ended():
+            data = await second[0].read(65_536)
+            assert data
+            seen.add(data)
+        second[1].close()
+        assert seen.statuses == {1: 503}
+        assert b'"draining"' in seen.body()
+        assert await running.exit is ExitCode.OK
+
+    run(scenario)
+
+
+def test_second_stop_waits_for_nobody_who_does_not_move() -> None:
+    """Half a head, and a reader that has stopped: no clock but the stop's own ends them within the test's limit."""
+
+    async def scenario() -> None:
+        running = Running(load_with(), head_timeout_s=3600, stall_timeout_s=3600)
+        server = running.server
+        await server.wait_ready()
+        with socket.create_connection(("127.0.0.1", server.listener.port)) as in_head, socket.socket() as stalled:
+            in_head.send(b"GET /hea")
+            stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            stalled.connect(("127.0.0.1", server.listener.port))
+            stalled.send(chat(**FOREVER))
+            while not any(connection.is_writing_paused for connection in server.listener._connections):
+                await asyncio.sleep(0)
+            server.stop(1000)
+            server.stop(1000)
+            assert await running.exit is ExitCode.OK
 
     run(scenario)
 
