@@ -31,14 +31,15 @@ class ConnectionLimits:
 
     head: HeadLimits = field(default_factory=HeadLimits)
     head_s: float = 10.0  # from a head's first byte to its last, however it dribbles
-    body_s: float = 30.0  # for a body, and one more second for each body_bytes_per_s received
+    body_s: float = 30.0  # for a body, and one more second for each body_bytes_per_s; without a byte, never longer
     body_bytes_per_s: float = 500.0
     idle_s: float = 75.0  # without a byte between requests, or before the first
     stall_s: float = 30.0  # in which the peer reads less than stall_bytes_per_s, and not all that is unsent
     stall_bytes_per_s: float = 500.0
     linger_s: float = 2.0  # and linger_bytes: thrown away after an answer that comes before its request's end
-    linger_bytes: int = 256 * 1024
+    linger_bytes: int = 16 * 1024 * 1024  # twice a body's limit: who still sends one is to read why it is refused
     unsent_bytes: int = 16 * 1024  # high mark of our own unsent bytes; a quarter of it is the low mark
+    pipelined_bytes: int = 64 * 1024  # behind a request that is being answered; with more, its answer is the last
     unread_body_bytes: int = 64 * 1024  # held for a handler that does not read yet
     held_body_bytes: int = HELD_BODY_BYTES  # of incomplete bodies: beyond it, the connection's oldest alone goes on
     num_requests: int = 1000  # of an HTTP/1.1 connection

@@ -88,6 +88,11 @@ class Http1Protocol:
         return self._reading is _Reading.COMPLETE
 
     @property
+    def is_reading_body(self) -> bool:
+        """Some of the request's body is still to come."""
+        return self._reading is _Reading.BODY
+
+    @property
     def num_buffered(self) -> int:
         """Bytes received and not yet understood."""
         return len(self._buffer)

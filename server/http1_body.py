@@ -56,6 +56,7 @@ class ChunkedBody:
         self._is_after_data = False  # its CRLF is due
         self._extension_bytes = 0
         self._limits = limits
+        self._credit = self._most_credit = limits.num_small_chunks * limits.bytes_per_chunk  # in bytes of content
         self._trailers: LineScanner | None = None
 
     def decode(self, buffer: bytearray) -> bytes:
@@ -107,9 +108,20 @@ class ChunkedBody:
         if self._extension_bytes > _EXTENSION_BYTES:
             raise HeadRefused(400, f"The chunk extensions are larger than {_EXTENSION_BYTES} bytes.")
         self._remaining = int(match[1], 16)
+        self._charge(self._remaining)
         if self._remaining == 0:
             self._trailers = LineScanner(self._limits, has_request_line=False)
         return newline + 1
+
+    def _charge(self, num_bytes: int) -> None:
+        """A chunk of so many bytes begins; its content is here before the next can begin."""
+        limits = self._limits
+        self._credit = min(self._most_credit, self._credit + num_bytes) - limits.bytes_per_chunk
+        if self._credit < 0:
+            raise HeadRefused(
+                400,
+                f"The chunks are too small. Send at least {limits.bytes_per_chunk} bytes in each, or the whole body.",
+            )
 
     def _take_trailers(self, scanner: LineScanner, buffer: bytearray) -> None:
         """Read them for their end only: RFC 9110 §6.5.1 lets a recipient drop trailers it has no use for."""

@@ -1,7 +1,9 @@
 """HTTP/1.1 on a connection: one exchange at a time. Thread: loop.
 
-While more than a head's worth of pipelined bytes waits, or a body nobody reads, reading is paused. The end of such a
-peer is seen at the next write.
+While a request is answered the peer is read on, whatever it pipelines: its end must be seen, and is not behind bytes
+that are left in the network. Pipelined requests above a limit are thrown away, and the answer under way is the last
+(RFC 9112 §9.6: the client asks for them again elsewhere). Reading is paused while a body waits that nobody reads, or
+while a peer that has its answers does not read them.
 """
 
 import asyncio
@@ -9,6 +11,7 @@ import math
 from typing import TYPE_CHECKING
 
 from core.errors import ErrorKind, ServiceError
+from server.body_clock import BodyClock
 from server.body_room import HeldBody
 from server.exchanges import SERVER_FAULT, SLOW_BODY, ConnectionContext
 from server.http1 import CONTINUE, Http1Protocol
@@ -47,10 +50,11 @@ class Http1Exchanges:
         self._is_dirty = False
         self._room = context.bodies
         self._body: HeldBody | None = None  # while the handler waits for it
-        self._body_is_awaited = False
+        self._body_clock: BodyClock | None = None  # of a body that is awaited
         self._exchange_is_over = False  # and the next one has not begun
+        self._num_refused: int | None = None  # bytes thrown away, once too many have been pipelined
         self._drain_due = math.inf  # for a connection that has asked for nothing yet
-        self._waiting_since = context.loop.time()  # for a request, its head or its body, whichever it is now
+        self._waiting_since = context.loop.time()  # for a request, or for the rest of its head
 
     @property
     def peer(self) -> Peer:
@@ -65,17 +69,31 @@ class Http1Exchanges:
         stream = self._stream
         if self._body is not None and not self._room.may_grow(self._body):
             return True
-        return self._protocol.num_buffered > self._limits.head.head_bytes or (
-            stream is not None
-            and not self._protocol.has_read_request
+        if stream is None:
+            return self._protocol.num_buffered > self._limits.head.head_bytes
+        return (
+            self._protocol.is_reading_body
             and not stream.is_reading_body
             and stream.num_body_bytes > self._limits.unread_body_bytes
         )
 
     def receive(self, data: bytes) -> None:
+        if self._num_refused is not None:
+            self._refuse_pipelined(len(data))
+            return
         if self._protocol.is_idle:
             self._waiting_since = self._loop.time()
         self._handle_events(self._protocol.receive(data))
+        num_pipelined = self._protocol.num_buffered
+        if self._stream is not None and num_pipelined > self._limits.pipelined_bytes:
+            self._protocol.stop_reading()
+            self._refuse_pipelined(num_pipelined)
+
+    def _refuse_pipelined(self, num_bytes: int) -> None:
+        """Throw them away; a flood that goes on ends the connection."""
+        self._num_refused = (self._num_refused or 0) + num_bytes
+        if self._num_refused > self._limits.linger_bytes:
+            self._connection.abort()
 
     def set_blocked(self, is_blocked: bool) -> None:
         if self._stream is not None:
@@ -102,6 +120,8 @@ class Http1Exchanges:
                     self._stream.receive_body(event.data)
                     if self._body is not None:
                         self._room.add(self._body, len(event.data))
+                if self._body_clock is not None:
+                    self._body_clock.receive(len(event.data), self._loop.time())
             elif type(event) is BodyEnd:
                 self._end_body()
                 if self._stream is not None:
@@ -128,7 +148,7 @@ class Http1Exchanges:
     def _start_stream(self, request: HttpRequest) -> None:
         if request.stream_id >= self._limits.num_requests:
             self._protocol.keep_alive = False
-        self._body_is_awaited = False
+        self._body_clock = None
         stream = self._stream = HttpStream(request, self)
         self._task = self._connection.serve(stream)
         if request.stream_id == 1 and not self._connection.is_secure and not self.peer.is_proxy:
@@ -160,14 +180,14 @@ class Http1Exchanges:
             self._room.close(body)
 
     def _let_body_on(self) -> None:
-        self._waiting_since = self._loop.time()  # until now it has waited for us
+        if self._body_clock is not None:
+            self._body_clock = BodyClock(self._limits, self._loop.time())  # until now it has waited for us
         self._connection.adjust()
 
     # What the stream asks (StreamCarrier).
 
     def start_body(self, stream: HttpStream) -> None:
-        self._body_is_awaited = True
-        self._waiting_since = self._loop.time()
+        self._body_clock = BodyClock(self._limits, self._loop.time())
         if not self._protocol.has_read_request:
             self._body = HeldBody(self._let_body_on)
             self._room.open(self._body)
@@ -238,18 +258,18 @@ class Http1Exchanges:
     def next_due(self) -> float | None:
         limits = self._limits
         if self._stream is not None:
-            if not self._body_is_awaited or self._protocol.has_read_request:
+            if self._body_clock is None or not self._protocol.is_reading_body:
                 return None
             if self._body is not None and not self._room.may_grow(self._body):
                 return None  # it waits for us
-            return self._waiting_since + limits.body_s + self._stream.num_body_bytes / limits.body_bytes_per_s
+            return self._body_clock.due
         if self._protocol.is_idle:
             return min(self._waiting_since + limits.idle_s, self._drain_due)
         return self._waiting_since + limits.head_s
 
     def on_due(self) -> None:
         if self._stream is not None:
-            self._body_is_awaited = False
+            self._body_clock = None
             self._end_body()
             self._stream.fail_body(ServiceError(ErrorKind.REQUEST_TIMEOUT, SLOW_BODY, "request_timeout"))
         elif self._protocol.is_idle:

@@ -19,11 +19,18 @@ _HOST = re.compile(rb"(?:\[[0-9A-Za-z:.%_~-]+\]|[0-9A-Za-z._~%!$&'()*+,;=-]*)(?:
 
 @dataclass(frozen=True, slots=True)
 class HeadLimits:
-    """What a request's head may weigh; sizes count the line ends."""
+    """What a request's head and the framing of its body may weigh; sizes count the line ends.
+
+    Args:
+        num_small_chunks: of a body, beyond one for each bytes_per_chunk of its content; content earns at most so many
+            in advance. A chunk costs us as much however little it carries: 1,000 about as much as their request.
+    """
 
     request_line_bytes: int = 8 * 1024
     head_bytes: int = 16 * 1024
     num_fields: int = 100
+    num_small_chunks: int = 1000  # as FrameLimits.num_overhead_frames
+    bytes_per_chunk: int = 256
 
 
 class HeadRefused(Exception):

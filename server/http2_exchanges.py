@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from h2.errors import ErrorCodes
 
 from core.errors import ErrorKind, ServiceError
+from server.body_clock import BodyClock
 from server.body_room import BodyRoom, HeldBody
 from server.exchanges import SERVER_FAULT, SLOW_BODY, ConnectionContext
 from server.http2 import Http2Protocol
@@ -72,7 +73,7 @@ class Http2Exchanges:
         self._responses = self._protocol.responses
         self._exchanges: dict[int, _Exchange] = {}
         self._room = BodyRoom(context.limits.held_body_bytes, context.bodies)
-        self._bodies: dict[int, float] = {}  # streams whose handlers wait for a body -> since when
+        self._bodies: dict[int, BodyClock] = {}  # of the streams whose handlers wait for a body
         # Streams -> since when they have to get rid of what is enough, oldest first, and num_partly_sent then
         self._unsent: OrderedDict[int, tuple[float, int]] = OrderedDict()
         self._enough_bytes = context.limits.stall_s * context.limits.stall_bytes_per_s
@@ -223,6 +224,8 @@ class Http2Exchanges:
             self._protocol.acknowledge(event.stream_id, len(event.data))
             return
         exchange.stream.receive_body(event.data)
+        if event.stream_id in self._bodies:
+            self._bodies[event.stream_id].receive(len(event.data), self._loop.time())
         exchange.num_unread += len(event.data)
         if exchange.stream.is_reading_body and exchange.body is not None:
             self._room.add(exchange.body, len(event.data))
@@ -245,7 +248,7 @@ class Http2Exchanges:
     def _let_bodies_on(self) -> None:
         """There may be room: for those that had to wait for it, the clock begins again."""
         waiting = [stream_id for stream_id in self._bodies if not self._protocol.may_send(stream_id)]
-        self._bodies.update(dict.fromkeys(waiting, self._loop.time()))
+        self._bodies.update({stream_id: BodyClock(self._limits, self._loop.time()) for stream_id in waiting})
         for stream_id in self._bodies:
             exchange = self._exchanges[stream_id]
             if exchange.body is not None and exchange.stream.is_reading_body:
@@ -295,7 +298,7 @@ class Http2Exchanges:
         exchange = self._exchanges[stream_id]
         if exchange.body_is_complete:
             return
-        self._bodies[stream_id] = self._loop.time()
+        self._bodies[stream_id] = BodyClock(self._limits, self._loop.time())
         body = exchange.body = HeldBody(self._let_bodies_on)
         self._room.open(body)
         if exchange.num_unread:
@@ -426,12 +429,10 @@ class Http2Exchanges:
         elif not self._is_draining and not self._exchanges and not self._unsent:
             yield self._idle_since + limits.idle_s, self.drain
         is_shut = bool(self._bodies) and self._room.is_shut
-        for stream_id, since in self._bodies.items():
-            exchange = self._exchanges[stream_id]
-            if (exchange.num_shut or is_shut) and not self._protocol.may_send(stream_id):
+        for stream_id, clock in self._bodies.items():
+            if (self._exchanges[stream_id].num_shut or is_shut) and not self._protocol.may_send(stream_id):
                 continue  # it waits for us
-            num_bytes = exchange.stream.num_body_bytes
-            yield since + limits.body_s + num_bytes / limits.body_bytes_per_s, partial(self._end_slow_body, stream_id)
+            yield clock.due, partial(self._end_slow_body, stream_id)
         if self._unsent:
             stream_id, (since, _) = next(iter(self._unsent.items()))
             yield since + limits.stall_s, partial(self._end_stalled, stream_id)

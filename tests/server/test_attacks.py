@@ -1,4 +1,4 @@
-"""THREATS.md's attacks on an HTTP/2 connection: the code that ends each, the bytes it makes us hold, the work it costs.
+"""THREATS.md's attacks on a connection: the code that ends each, the bytes it makes us hold, the work it costs.
 
 Work is counted, never timed: functions of ours and of the libraries entered for each frame of the attack, frames sent
 back, handlers begun. Each attack goes on for ever; how many of its frames are read before the end is part of the table.
@@ -104,16 +104,21 @@ def is_counted(code: CodeType) -> bool:
 
 
 class Victim:
-    """A server, one connection to it that attacks, and what it costs."""
+    """A server, one connection to it that attacks, and what it costs.
 
-    def __init__(self, reads: bool) -> None:
+    Attributes:
+        answer: what an attack over HTTP/1.1 was told.
+    """
+
+    def __init__(self, reads: bool, start: bytes = START) -> None:
+        self.answer = b""
         self.num_handlers = 0
         self.num_calls = 0
         self.num_sent = 0
         self.seen = Seen()
         self.server = MemoryServer(self._handle)
         self.transport = self.server.connect(reads)
-        self.feed(START)
+        self.feed(start)
         self.begin()
 
     def begin(self) -> None:
@@ -162,6 +167,9 @@ class Victim:
         self.transport.writes.clear()
         received = bytes(self.transport.received)
         self.transport.received.clear()
+        if received.startswith(b"HTTP/1.1"):
+            self.answer = received
+            return
         heard = Seen()
         heard._decoder = self.seen._decoder
         heard.add(received)
@@ -387,6 +395,19 @@ def test_attack_ends_and_costs_little(attack: Attack) -> None:
     neighbour = MemoryPeer(victim.server)
     neighbour.send(get().encode(0))
     assert neighbour.seen.statuses == {1: 200}
+    victim.server.close()
+
+
+@pytest.mark.parametrize("chunk", [b"1\r\na\r\n", b"00001;a=b\r\na\r\n"], ids=["bare", "with an extension"])
+def test_body_in_tiny_chunks_over_http1_ends_and_costs_little(chunk: bytes) -> None:
+    """All of it comes in one read: how much of that is looked at is the table's number, and not the read's size."""
+    victim = Victim(reads=True, start=b"POST /read HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n")
+    victim.feed(chunk * 200_000)
+    assert victim.is_over
+    assert victim.answer.startswith(b"HTTP/1.1 400 ")
+    assert victim.num_calls <= 6 * 1003 + 200  # of chunks that are read; and of the answer
+    victim.server.loop.advance(3.0)  # it is lingered for
+    assert victim.transport.is_lost
     victim.server.close()
 
 

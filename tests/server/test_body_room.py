@@ -17,6 +17,7 @@ ROOM = 256 * 1024
 BODY = 400 * 1000
 PIECE = 10_000
 BODY_S = ConnectionLimits().body_s
+TRICKLE = 20_000  # more than body_bytes_per_s asks for in BODY_S
 
 
 class Uploader(MemoryPeer):
@@ -69,10 +70,11 @@ def test_bodies_beyond_the_room_wait_for_the_oldest_and_are_all_complete(server:
 def test_body_that_waits_for_room_is_not_called_slow_until_it_has_some(server: MemoryServer) -> None:
     peer = Uploader(server)
     peer.begin(1, 3)
-    peer.upload(1, BODY - 1)
+    peer.upload(1, BODY - 5 * TRICKLE)
     peer.upload(3, BODY - 1)
-    for _ in range(12):
-        peer.advance(BODY_S)
+    for _ in range(5):  # the oldest comes slowly, but fast enough
+        peer.advance(BODY_S - 1)
+        peer.upload(1, min(BODY - 1, peer.num_sent[1] + TRICKLE))
     assert not peer.seen.statuses
     peer.upload(1)
     assert peer.seen.statuses == {1: 200}
@@ -103,14 +105,16 @@ def test_full_server_takes_its_oldest_body_alone_whatever_connection_it_is_on() 
         first, second = Uploader(server), Uploader(server)
         first.begin(1)
         second.begin(*STREAMS)
-        first.upload(1, BODY - 1)
+        first.upload(1, BODY - 5 * TRICKLE)
         num_taken = sum(second.upload(stream, BODY - 1) for stream in STREAMS)
         assert num_taken <= ConnectionLimits().http2.window_bytes
         classic = server.connect()
         classic.feed(b"POST /read HTTP/1.1\r\nHost: a\r\nContent-Length: 30000\r\n\r\n" + bytes(10))
         server.loop.settle()
         assert classic.is_reading_paused
-        server.loop.advance(4 * BODY_S)
+        for _ in range(4):
+            server.loop.advance(BODY_S - 1)
+            first.upload(1, first.num_sent[1] + TRICKLE)
         assert first.upload(1) == BODY
         for stream in STREAMS:
             assert second.upload(stream) == BODY

@@ -45,6 +45,9 @@ async def echo(stream: HttpStream) -> None:
         answer(stream, 200, stream.request.path.encode() + body)
 
 
+MIB = 1024 * 1024
+
+
 class Hold:
     """A handler that starts a streamed answer and leaves the rest to the test."""
 
@@ -143,15 +146,39 @@ def test_pipelined_requests_are_answered_in_order_one_at_a_time(serve: Serve) ->
     assert responses(bytes(transport.received), 5) == [(200, b"/%d" % n) for n in range(5)]
 
 
-def test_pipelined_flood_is_left_in_the_network(serve: Serve) -> None:
+def test_requests_pipelined_up_to_the_limit_are_answered_and_past_it_the_answer_is_the_last(serve: Serve) -> None:
+    for num_past in (0, 1):
+        hold = Hold()
+        server = serve(hold)
+        transport = server.exchange(GET, (GET * 3000)[: 64 * 1024 + num_past])
+        assert not transport.is_reading_paused
+        hold.end(0)
+        server.loop.settle()
+        assert len(hold.streams) == 2 - num_past
+        assert transport.has_sent_eof == bool(num_past)
+        assert b"0\r\n\r\n" in transport.received
+
+
+def test_pipelined_flood_is_thrown_away_and_ends_the_connection(serve: Serve) -> None:
     hold = Hold()
     server = serve(hold)
-    transport = server.exchange(GET, GET * 1000)
-    assert transport.is_reading_paused
-    hold.end(0)
+    transport = server.exchange(GET, *[bytes(MIB)] * 16)
+    assert hold.told == []
+    transport.feed(b"x")
     server.loop.settle()
-    assert len(hold.streams) == 2
-    assert transport.is_reading_paused
+    assert transport.was_aborted
+    assert hold.told == ["gone"]
+
+
+@pytest.mark.parametrize("num_bytes", [0, 20_000, 200_000])
+def test_end_of_a_peer_that_has_pipelined_is_seen(serve: Serve, num_bytes: int) -> None:
+    hold = Hold()
+    server = serve(hold)
+    transport = server.exchange(GET, b"x" * num_bytes)
+    transport.feed_eof()
+    server.loop.settle()
+    assert hold.told == ["gone"]
+    assert transport.is_lost
 
 
 def test_pipelined_answers_wait_for_a_peer_that_does_not_read(serve: Serve) -> None:
@@ -288,7 +315,7 @@ def test_error_after_a_head_request_has_its_body(serve: Serve) -> None:
 def test_lingering_is_bounded_in_bytes_and_time(serve: Serve) -> None:
     server = serve(echo)
     flood, silent = server.exchange(b"x\n"), server.exchange(b"x\n")
-    flood.feed(b"x" * (256 * 1024))
+    flood.feed(b"x" * 16 * MIB)
     server.loop.settle()
     assert not flood.is_lost
     flood.feed(b"x")

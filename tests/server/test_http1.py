@@ -70,6 +70,7 @@ BROKEN_CHUNKS = [
     b"5;a\rb\r\nhello\r\n0\r\n\r\n",
     b"5;" + b"a" * 300 + b"\r\nhello\r\n0\r\n\r\n",
     (b"1;" + b"a" * 200 + b"\r\nx\r\n") * 100 + b"0\r\n\r\n",
+    b"1\r\nx\r\n" * 1015 + b"0\r\n\r\n",
     b"0\r\nX: 1\n\r\n",
     b"0\r\n X: 1\r\n\r\n",
     b"0\r\nX 1\r\n\r\n",
@@ -133,6 +134,13 @@ def violations(data: bytes) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("broken", BROKEN_CHUNKS)
 def test_broken_chunks_are_refused_with_400(broken: bytes) -> None:
     assert violations(CHUNKED + broken) == [(1, 400)]
+
+
+def test_small_chunks_are_taken_without_end_once_they_carry_enough() -> None:
+    assert violations(CHUNKED + (b"100\r\n" + b"x" * 256 + b"\r\n") * 5000 + b"0\r\n\r\n" + GET) == []
+    large = b"186a0\r\n" + b"x" * 100_000 + b"\r\n"  # earns no more than there was in the beginning
+    assert violations(CHUNKED + large + b"1\r\nx\r\n" * 1001 + b"0\r\n\r\n") == []
+    assert violations(CHUNKED + large + b"1\r\nx\r\n" * 1002 + b"0\r\n\r\n") == [(1, 400)]
 
 
 def test_trailers_have_the_limits_of_heads() -> None:

@@ -336,7 +336,7 @@ def test_frames_in_flight_after_an_early_answer_are_forgiven(serve: Serve) -> No
 def test_slow_body_gets_408(serve: Serve) -> None:
     client = Http2Client(serve(echo))
     stream_id = client.request(POST, b"x" * 500, end=False)
-    client.advance(30.9)
+    client.advance(29.9)
     assert not client.responses[stream_id].headers
     client.advance(0.2)
     assert client.responses[stream_id].status == 408

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from core.errors import ServiceError
 from server.api import completions, decoding, fields
 from server.config import ServerConfig
 from server.connection_limits import ConnectionLimits, Http2Limits
@@ -211,10 +212,13 @@ def http2_head_of(seconds: float) -> str:
         return str(peer.outcome())
 
 
-def http2_body_of(num_bytes: int, seconds: float) -> str:
-    with connected(handler=echo) as peer:
-        peer.feed(wire([post(), data(bytes(num_bytes))]))
-        peer.advance(seconds)
+def http2_body_of(num_bytes: int, at_s: float, seconds: float) -> str:
+    """A body of which some comes once, and nothing more."""
+    with connected(handler=unlimited) as peer:
+        peer.feed(wire([post()]))
+        peer.advance(at_s)
+        peer.feed(wire([data(bytes(16_384))] * (num_bytes // 16_384) + [data(bytes(num_bytes % 16_384))]))
+        peer.advance(seconds - at_s)
         return str(peer.outcome())
 
 
@@ -243,6 +247,13 @@ async def answer_at_once(stream: Any) -> None:
     answer(stream, 200, b"")
 
 
+async def unlimited(stream: Any) -> None:
+    try:
+        answer(stream, 200, b"%d" % len(await stream.read_body(16 * MiB)))
+    except ServiceError:
+        answer(stream, 408, b"")
+
+
 def http1(data: bytes, seconds: float = 0.0, num_requests: int = 1) -> str:
     server = MemoryServer(echo)
     transport = server.exchange(data)
@@ -262,8 +273,25 @@ def http1_head_of(seconds: float) -> str:
     return http1(GET[:-1], seconds)
 
 
-def http1_body_of(num_bytes: int, seconds: float) -> str:
-    return http1(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n\r\n" + bytes(num_bytes), seconds)
+def http1_body_of(num_bytes: int, at_s: float, seconds: float) -> str:
+    server = MemoryServer(unlimited)
+    transport = server.exchange(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 9000000\r\n\r\n")
+    server.loop.advance(at_s)
+    transport.feed(bytes(num_bytes))
+    server.loop.advance(seconds - at_s)
+    received = bytes(transport.received)
+    server.close()
+    return str(responses(received)[0][0]) if received else PASSES
+
+
+def tiny_chunks(num_chunks: int) -> str:
+    """A whole body, a byte in each."""
+    server = MemoryServer(respond)
+    head = b"POST /read HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+    ((status, body),) = responses(bytes(server.exchange(head + b"1\r\na\r\n" * num_chunks + b"0\r\n\r\n").received))
+    server.close()
+    assert status != 200 or body == b"%d" % num_chunks
+    return PASSES if status == 200 else str(status)
 
 
 def http1_idle_for(seconds: float) -> str:
@@ -374,13 +402,16 @@ TABLE = (
     row("body, counted", ServerConfig().max_body_bytes, 8 * MiB, partial(body_of, over="length"), "413"),
     row("body, in chunks", ServerConfig().max_body_bytes, 8 * MiB, partial(body_of, over="chunks"), "413"),
     row("body, over HTTP/2", ServerConfig().max_body_bytes, 8 * MiB, partial(body_of, over="HTTP/2"), "413"),
+    Row("chunks of one byte", CONNECTION.head.num_small_chunks, 1000, tiny_chunks, 1002, 1003, "400"),
     row("JSON depth", decoding.MAX_DEPTH, 64, nested, "400"),
     time("head, HTTP/1.1", CONNECTION.head_s, 10, http1_head_of, "408"),
     time("head, HTTP/2", CONNECTION.head_s, 10, http2_head_of, CALM),
-    time("body, HTTP/1.1", CONNECTION.body_s, 30, partial(http1_body_of, 0), "408"),
-    time("body, HTTP/2", CONNECTION.body_s, 30, partial(http2_body_of, 0), "408"),
-    time("500 bytes more of a body, HTTP/1.1", CONNECTION.body_s + 1, 31, partial(http1_body_of, 500), "408"),
-    time("500 bytes more of a body, HTTP/2", CONNECTION.body_s + 1, 31, partial(http2_body_of, 500), "408"),
+    time("body, HTTP/1.1", CONNECTION.body_s, 30, partial(http1_body_of, 0, 0.0), "408"),
+    time("body, HTTP/2", CONNECTION.body_s, 30, partial(http2_body_of, 0, 0.0), "408"),
+    time("500 bytes more of a body, HTTP/1.1", CONNECTION.body_s + 1, 31, partial(http1_body_of, 500, 20.0), "408"),
+    time("500 bytes more of a body, HTTP/2", CONNECTION.body_s + 1, 31, partial(http2_body_of, 500, 20.0), "408"),
+    time("body that came fast, HTTP/1.1", CONNECTION.body_s + 20, 50, partial(http1_body_of, 8 * MiB, 20.0), "408"),
+    time("body that came fast, HTTP/2", CONNECTION.body_s + 20, 50, partial(http2_body_of, 50_000, 20.0), "408"),
     time("idle, HTTP/1.1", CONNECTION.idle_s, 75, http1_idle_for, "closed"),
     time("idle, HTTP/2", CONNECTION.idle_s, 75, http2_idle_for, "closed"),
     Row(

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import struct
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
@@ -309,6 +310,39 @@ def test_graceful_stop_lets_an_answer_finish() -> None:
         writer.close()
         assert answer.events[-1] == "[DONE]"
         assert answer.finish_reason() == "length"
+        assert await running.exit is ExitCode.OK
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("num_bytes", [20_000, 4_000_000])
+@pytest.mark.parametrize("is_reset", [False, True], ids=["FIN", "RST"])
+def test_client_that_has_pipelined_and_leaves_frees_its_blocks_at_once(is_reset: bool, num_bytes: int) -> None:
+    async def scenario() -> None:
+        gate = threading.Semaphore(3)
+        GatedRunner.gate = gate
+        running = Running(load_with(GatedRunner))
+        await running.server.wait_ready()
+        reader, writer = await open_with(running.server, chat(**FOREVER))
+        await reader.readuntil(b"data: ")
+        writer.write(request("GET", "/health").ljust(100) * (num_bytes // 100))
+        await writer.drain()
+        if is_reset:
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            writer.transport.abort()
+        else:
+            writer.write_eof()
+        client = running.server._client
+        assert client is not None
+        while client.stats.num_used_blocks:
+            num_steps = client.stats.num_steps
+            gate.release()
+            while client.stats.num_used_blocks and client.stats.num_steps == num_steps:
+                await asyncio.sleep(0)
+        assert client.stats.num_generated_tokens < 1_000
+        gate.release(10_000)
+        writer.close()
+        running.server.stop(1000)
         assert await running.exit is ExitCode.OK
 
     run(scenario)
