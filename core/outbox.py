@@ -5,9 +5,14 @@ from core.types import EngineStats, StepDelivery, TokenChunk, TokenLogprobs
 
 
 class Outbox:
-    """News for the loop, until the next delivery."""
+    """News for the loop, until the next delivery.
 
-    def __init__(self) -> None:
+    Args:
+        stats: what the loop knows already.
+    """
+
+    def __init__(self, stats: EngineStats) -> None:
+        self._told = stats
         self._request_ids: list[str] = []
         self._indexes: list[int] = []
         self._token_ids: list[int] = []
@@ -25,7 +30,12 @@ class Outbox:
                 )
             )
 
+    def has_news(self, stats: EngineStats) -> bool:
+        """Whether anything is to be told that no step is needed for: an end, or a change of what the stats count."""
+        return bool(self.chunks) or stats != self._told
+
     def take(self, stats: EngineStats) -> StepDelivery:
+        self._told = stats
         delivery = StepDelivery(self._request_ids, self._indexes, self._token_ids, self.chunks, stats)
         self._request_ids, self._indexes, self._token_ids, self.chunks = [], [], [], []
         return delivery

@@ -65,7 +65,7 @@ class Scheduler:
         self._planned_s = 0.0
         self._planned_work = StepWork()
         self._counts = _Counts()
-        self._outbox = Outbox()
+        self._outbox = Outbox(self.stats())
 
     # What the loop asks
 
@@ -184,8 +184,9 @@ class Scheduler:
         return self._outbox.take(self.stats())
 
     def flush(self) -> StepDelivery | None:
-        """News that no step will bring: the ends of what was not in flight. None when there are none."""
-        return self._outbox.take(self.stats()) if self._outbox.chunks else None
+        """News that no step will bring: ends of what was not in flight, who is paused. None when there are none."""
+        stats = self.stats()
+        return self._outbox.take(stats) if self._outbox.has_news(stats) else None
 
     def stats(self) -> EngineStats:
         """A snapshot. Waiting is the queue's length, running are sequences that hold blocks, paused are requests."""

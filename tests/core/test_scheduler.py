@@ -171,8 +171,9 @@ def test_what_can_never_run_is_refused_at_once(num_prompt_tokens: int, num_seque
     scheduler = make_scheduler(small_limits(num_blocks=6))
     scheduler.submit(make_request(num_prompt_tokens=num_prompt_tokens, num_sequences=num_sequences))
     delivery = scheduler.flush()
+    assert delivery is not None
     if cause is None:
-        assert delivery is None
+        assert (delivery.chunks, delivery.stats.num_waiting) == ([], 1)
         return
     assert delivery is not None
     (chunk,) = delivery.chunks
@@ -261,8 +262,24 @@ def test_unknown_ids_and_indexes_are_ignored() -> None:
     scheduler.cancel("a", FinishReason.CANCELLED, index=1)
     scheduler.pause("b")
     scheduler.resume("b")
+    told = scheduler.flush()
+    assert told is not None
+    assert (told.chunks, told.stats.num_waiting) == ([], 1)
     assert scheduler.flush() is None
     assert plan(scheduler).num_rows == 1
+
+
+def test_pause_is_told_although_no_step_comes() -> None:
+    scheduler = make_scheduler()
+    scheduler.submit(make_request(max_tokens=9))
+    step(scheduler)
+    assert scheduler.flush() is None
+    scheduler.pause("a")
+    assert scheduler.plan(0.0) is None
+    told = scheduler.flush()
+    assert told is not None
+    assert (told.chunks, told.stats.num_paused) == ([], 1)
+    assert scheduler.flush() is None
 
 
 def test_paused_request_keeps_its_blocks_and_sits_out() -> None:

@@ -117,8 +117,14 @@ def test_connection_without_a_request_is_closed_without_an_answer(strict_server:
 
 
 def test_connection_over_the_cap_is_closed_and_the_others_go_on(strict_server: ServerProcess) -> None:
-    clients = [RawClient(strict_server.port) for _ in range(8)]
+    clients: list[RawClient] = []
     try:
+        for _ in range(100):  # the connection of who asked before may still be counted
+            clients.append(RawClient(strict_server.port))
+            if not clients[-1].is_kept_open():
+                clients.pop().close()
+            if len(clients) == 8:
+                break
         with connected(strict_server.port) as ninth:
             assert not ninth.is_kept_open()
         assert clients[7].is_kept_open()
