@@ -188,4 +188,4 @@ def test_ten_thousand_cancels_leave_no_block_stream_task_or_descriptor(
 
     uvloop.run(asyncio.wait_for(scenario(), LIMIT_S))
     assert posted[FinishReason.CANCELLED] > NUM_CANCELS / 2
-    assert posted[FinishReason.STOP] > NUM_CANCELS / 50
+    assert posted[FinishReason.STOP] > NUM_CANCELS / 100  # a fifth of the clients, and of them one in 50 has streams
