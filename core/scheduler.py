@@ -21,7 +21,17 @@ from core.preemption import enough_of, outranked, victim_order
 from core.prefix_cache import PrefixCache
 from core.sequence import NO_SLOT, Sequence, SequenceGroup, SequenceState
 from core.step_cost import PrefillAllowance, StepCostModel, StepWork, allow_prefill
-from core.types import EngineStats, FinishReason, Request, StepDelivery, TokenChunk, TokenLogprobs, Usage
+from core.types import (
+    Admitted,
+    EngineStats,
+    FinishReason,
+    Prefilled,
+    Request,
+    StepDelivery,
+    TokenChunk,
+    TokenLogprobs,
+    Usage,
+)
 from core.waiting import Rank, WaitingQueue, aged_class, rank
 
 
@@ -171,7 +181,7 @@ class Scheduler:
             misled = rows_misled(plan, sequences, output.failed_rows, self.limits.block_size)
         lost = misled.union(output.failed_rows)
         self._account(plan, sequences, now - self._planned_s)
-        self._advance(plan, sequences, lost)
+        self._advance(plan, sequences, lost, now)
         logprobs = output.logprobs
         for i, (row, token_id) in enumerate(zip(output.rows.tolist(), output.token_ids.tolist(), strict=True)):
             if row not in lost:
@@ -346,6 +356,10 @@ class Scheduler:
         sequence.level = level
         self._start_running(sequence)
         self._charges.prepay(sequence)
+        group = self._groups[sequence.request_id]
+        if not group.is_admitted:
+            group.is_admitted = True
+            self._outbox.marks.append(Admitted(sequence.request_id, self._planned_s))
         return True
 
     def _make_room(self, builder: PlanBuilder, now: float) -> None:
@@ -519,7 +533,7 @@ class Scheduler:
         ends = (plan.starts + plan.lengths).tolist()
         self._charges.charge_step(sequences, ends, self._running, self._planned_work, step_s)
 
-    def _advance(self, plan: StepPlan, sequences: list[Sequence], lost: set[int]) -> None:
+    def _advance(self, plan: StepPlan, sequences: list[Sequence], lost: set[int], now: float) -> None:
         """Count what was computed, and fork those who waited for their prompt.
 
         Args:
@@ -532,9 +546,9 @@ class Scheduler:
                 continue
             before, sequence.num_computed_tokens = sequence.num_computed_tokens, ends[row]
             if before < sequence.num_prompt_tokens:
-                self._advance_prompt(sequence, before)
+                self._advance_prompt(sequence, before, now)
 
-    def _advance_prompt(self, sequence: Sequence, before: int) -> None:
+    def _advance_prompt(self, sequence: Sequence, before: int, now: float) -> None:
         num_computed = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
         self._counts.num_prompt_tokens += num_computed - before
         group = self._groups[sequence.request_id]
@@ -544,6 +558,12 @@ class Scheduler:
         group.num_cached_tokens += num_cached
         self._counts.num_cache_hits += num_cached
         group.num_prompt_tokens_done = max(group.num_prompt_tokens_done, num_computed)
+        if not group.is_prefilled:
+            group.num_prompt_chunks += 1
+            if num_computed == sequence.num_prompt_tokens:
+                group.is_prefilled = True
+                num_chunks, num_cached = group.num_prompt_chunks, group.num_cached_tokens
+                self._outbox.marks.append(Prefilled(sequence.request_id, now, num_chunks, num_cached))
         if num_computed == sequence.num_prompt_tokens and sequence is group.leader:
             for sibling in group.unforked.values():
                 self._fork(sequence, sibling)

@@ -11,7 +11,7 @@ from server.messages import HttpRequest
 from server.metrics import Metrics
 from server.peer import Peer
 from server.stream import HttpStream
-from server.timing import Timings
+from server.timing import MS_NS, StageClock
 
 CLIENT_GONE = 499  # nginx's word for it; in the log only
 SANE_REQUEST_ID = re.compile(rb"[A-Za-z0-9_.:\-]{1,128}")
@@ -31,7 +31,7 @@ class Account:
     request: HttpRequest
     client: Peer
     request_id: str
-    timings: Timings
+    timings: StageClock
     caller: Caller | None = None
     outcome: Outcome | None = None  # of a generation
     refused_status: int | None = None  # what the connection answered, over the handler's head
@@ -53,6 +53,7 @@ class Accounting:
         self._clock = clock
 
     def close(self, account: Account, status: int, error_code: str | None) -> None:
+        account.timings.finish(self._clock.monotonic())
         self._metrics.responses[status] += 1
         log_access(self._record(account, status, error_code))
 
@@ -65,7 +66,7 @@ class Accounting:
             method=account.request.method,
             path=account.request.path,
             status=status,
-            duration_ms=(self._clock.monotonic() - timings.head_s) * 1e3,
+            duration_ms=timings.total_ns / MS_NS,
             ttft_ms=None if timings.ttft_s is None else timings.ttft_s * 1e3,
             num_prompt_tokens=None if usage is None else usage.num_prompt_tokens,
             num_cached_tokens=None if usage is None else usage.num_cached_tokens,
@@ -74,6 +75,7 @@ class Accounting:
             error_code=error_code,
             tenant=None if caller is None else caller.tenant.name,
             key_id=None if caller is None else caller.key_id,
+            stages_ms=timings.stages_ms(),
             client=str(account.client),
             certificate_subject=None if certificate is None else certificate.subject,
         )

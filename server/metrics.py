@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 from core.types import EngineStats, Usage
 from server.logs import escape
-from server.timing import Timings
+from server.timing import StageClock
 
 logger = logging.getLogger(__name__)
 
@@ -78,11 +78,11 @@ class Metrics:
         self.num_generation_tokens = 0
         self.num_disconnects = 0
 
-    def count_generation(self, usage: Usage, timings: Timings) -> None:
+    def count_generation(self, usage: Usage, timings: StageClock) -> None:
         self.num_prompt_tokens += usage.num_prompt_tokens
         self.num_generation_tokens += usage.num_completion_tokens
         if timings.end_s is not None:
-            self.e2e.observe(timings.end_s - timings.head_s)
+            self.e2e.observe(timings.end_s - timings.accepted_s)
 
     def count_unknown_fields(self, names: Iterable[str]) -> None:
         """Of each told apart, the first is told in a debug line."""

@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 
 from core.types import EngineStats, Usage
 from server.metrics import MAX_UNKNOWN_FIELDS, Histogram, Metrics
-from server.timing import Timings
+from server.timing import StageClock
 
 NAME = r"[a-zA-Z_:][a-zA-Z0-9_:]*"
 LABEL = r'[a-zA-Z_][a-zA-Z0-9_]*="(?:[^"\\\n]|\\["\\n])*"'
@@ -70,10 +70,16 @@ def test_histogram_counts_a_bound_into_its_bucket() -> None:
     assert (histogram.counts, histogram.total) == ([2, 2, 1], 14.0)
 
 
+def ended_after(seconds: float) -> StageClock:
+    clock = StageClock(1.0)
+    clock.end_s = 1.0 + seconds
+    return clock
+
+
 def test_generations_are_counted_with_their_time() -> None:
     metrics = Metrics()
-    metrics.count_generation(Usage(num_prompt_tokens=3, num_completion_tokens=4), Timings(head_s=1.0, end_s=3.5))
-    metrics.count_generation(Usage(num_prompt_tokens=1, num_completion_tokens=1), Timings(head_s=1.0))
+    metrics.count_generation(Usage(num_prompt_tokens=3, num_completion_tokens=4), ended_after(2.5))
+    metrics.count_generation(Usage(num_prompt_tokens=1, num_completion_tokens=1), StageClock(1.0))
     assert (metrics.num_prompt_tokens, metrics.num_generation_tokens, metrics.e2e.total) == (4, 5, 2.5)
 
 
