@@ -208,6 +208,8 @@ class Scheduler:
             num_used_blocks=self.pool.num_used,
             num_cached_blocks=self.pool.num_kept,
             num_steps=self._counts.num_steps,
+            num_rows=self._counts.num_rows,
+            num_prefill_rows=self._counts.num_prefill_rows,
             num_prompt_tokens=self._counts.num_prompt_tokens,
             num_generated_tokens=self._counts.num_generated_tokens,
             num_preemptions=self._counts.num_preemptions,
@@ -528,6 +530,7 @@ class Scheduler:
     def _account(self, plan: StepPlan, sequences: list[Sequence], step_s: float) -> None:
         """Learn from a step's duration, and charge for it."""
         self._counts.num_steps += 1
+        self._counts.num_rows += plan.num_rows
         self._counts.step_s = step_s
         self.step_cost.observe(self._planned_work, step_s)
         ends = (plan.starts + plan.lengths).tolist()
@@ -550,6 +553,7 @@ class Scheduler:
 
     def _advance_prompt(self, sequence: Sequence, before: int, now: float) -> None:
         num_computed = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
+        self._counts.num_prefill_rows += 1
         self._counts.num_prompt_tokens += num_computed - before
         group = self._groups[sequence.request_id]
         if group.num_prompt_tokens_done == 0 and self.cache.is_enabled:
@@ -598,6 +602,8 @@ class _Counts:
 
     def __init__(self) -> None:
         self.num_steps = 0
+        self.num_rows = 0
+        self.num_prefill_rows = 0
         self.num_prompt_tokens = 0
         self.num_generated_tokens = 0
         self.num_preemptions = 0

@@ -194,6 +194,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_used_blocks: int = 0
     num_cached_blocks: int = 0  # of those that nobody uses: they keep what may be asked for again
     num_steps: int = 0
+    num_rows: int = 0  # of all steps: sequences that computed something in one
+    num_prefill_rows: int = 0  # of these, those that computed some of a prompt
     num_prompt_tokens: int = 0  # computed in prefill
     num_generated_tokens: int = 0
     num_preemptions: int = 0

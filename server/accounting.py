@@ -3,16 +3,19 @@
 import re
 from dataclasses import dataclass
 
+from core.errors import ErrorKind
 from server.answer import Outcome
 from server.auth import LOCAL_CALLER, Caller
 from server.lifecycle import Clock
 from server.logs import AccessRecord, log_access
 from server.messages import HttpRequest
-from server.metrics import Metrics
+from server.metrics import Finished, Metrics
 from server.peer import Peer
 from server.stream import HttpStream
+from server.tenants import LOCAL_NAME
 from server.timing import MS_NS, StageClock
 
+OUR_FAULTS = frozenset({ErrorKind.ENGINE, ErrorKind.UNAVAILABLE})  # of what can break a generation off
 CLIENT_GONE = 499  # nginx's word for it; in the log only
 SANE_REQUEST_ID = re.compile(rb"[A-Za-z0-9_.:\-]{1,128}")
 # Stands in the access line for what never became a request
@@ -54,7 +57,7 @@ class Accounting:
 
     def close(self, account: Account, status: int, error_code: str | None) -> None:
         account.timings.finish(self._clock.monotonic())
-        self._metrics.responses[status] += 1
+        self._metrics.count_request(_finished(account, status, error_code))
         log_access(self._record(account, status, error_code))
 
     def _record(self, account: Account, status: int, error_code: str | None) -> AccessRecord:
@@ -79,6 +82,18 @@ class Accounting:
             client=str(account.client),
             certificate_subject=None if certificate is None else certificate.subject,
         )
+
+
+def _finished(account: Account, status: int, error_code: str | None) -> Finished:
+    outcome = account.outcome
+    return Finished(
+        tenant=LOCAL_NAME if account.caller is None else account.caller.tenant.name,
+        status=status,
+        timings=account.timings,
+        usage=None if outcome is None else outcome.usage,
+        error_code=error_code,
+        is_our_fault=outcome is not None and outcome.error is not None and outcome.error.kind in OUR_FAULTS,
+    )
 
 
 def status_told(stream: HttpStream) -> int:

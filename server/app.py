@@ -22,13 +22,14 @@ from server.api.responses import ResponsesSurface, input_tokens_reply
 from server.api.surface import Surface
 from server.auth import Caller
 from server.cross_origin import CrossOrigin
+from server.exposition import CONTENT_TYPE
 from server.gate import Gate
 from server.keys import Scope
 from server.lifecycle import Clock, Lifecycle
 from server.listener import Listener
 from server.logs import current_request_id
 from server.messages import Headers, HttpRequest, ResponseHead
-from server.metrics import CONTENT_TYPE, Metrics
+from server.metrics import Metrics
 from server.peer import Peer
 from server.quota import Ticket
 from server.rate_limit_fields import show_limits
@@ -304,7 +305,7 @@ class App:
             "/detokenize": {"POST": Route(self._detokenize, asks, is_counted=True)},
             "/health": {"GET": Route(self._health, None, needs_model=False)},
             "/ready": {"GET": Route(self._ready, None, needs_model=False)},
-            "/metrics": {"GET": Route(self._show_metrics, Scope.ADMIN, needs_model=False)},
+            "/metrics": {"GET": Route(self._show_metrics, Scope.METRICS, needs_model=False)},
         }
 
     def _generating(self, surface: Surface) -> Handler:
@@ -341,6 +342,8 @@ class App:
         assert self.listener is not None
         stats = self.lifecycle.backend.stats if self.lifecycle is not None else EngineStats()
         listener = self.listener
+        if self.lifecycle is not None:
+            self._metrics.num_active = self.lifecycle.active.__len__
         body = self._metrics.render(stats, listener.num_open, listener.num_accepted, listener.refusals.counts)
         self._send(exchange, body, media_type=CONTENT_TYPE)
 

@@ -29,6 +29,7 @@ from server.cross_origin import origin_value
 from server.forwarded import FORWARDED, X_FORWARDED_FOR
 from server.jwks import JwksUrl, jwks_source
 from server.networks import UNIX, IpNetwork, network_value, proxy_value
+from server.slo import NO_PROMISES, SloRules
 from server.tenants import Tenant
 from server.values import (
     HubId,
@@ -622,6 +623,9 @@ class ServerConfig:
 
     tenants: tuple[Tenant, ...] = ()
     """[[tenants]] of the TOML file, the only place where they can stand."""
+
+    slo: SloRules = NO_PROMISES
+    """[slo] of the TOML file, likewise."""
 
     origins: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
     """Fields that were set, each with the flag, the variable, or the key of the file that set it."""

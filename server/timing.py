@@ -134,7 +134,7 @@ class StageClock:
         return None if self.first_token_s is None else self.first_token_s - self.accepted_s
 
     def intervals(self) -> list[tuple[Stage, int, int]]:
-        """The stages left so far, in order: when each was entered and left, in nanoseconds. One ends where the next begins."""
+        """The stages left so far, in order, each with when it was entered and left, in nanoseconds."""
         ends = [start for _, start in self.entries[1:]]
         if self._finished_ns is not None:
             ends.append(self._finished_ns)

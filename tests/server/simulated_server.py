@@ -395,7 +395,9 @@ class SimulatedServer:
                 self.loop.call_soon(self._hand_over)
 
     def _hand_over(self) -> None:
-        self.client.deliver(self._on_its_way.popleft())
+        delivery = self._on_its_way.popleft()
+        self.metrics.observe_step(delivery.stats)
+        self.client.deliver(delivery)
 
 
 async def _inline(work: Callable[[], Any]) -> Any:
