@@ -21,7 +21,17 @@ from core.preemption import enough_of, outranked, victim_order
 from core.sequence import NO_SLOT, Sequence, SequenceGroup, SequenceState
 from core.sequence_blocks import SequenceBlocks
 from core.step_cost import PrefillAllowance, StepCostModel, StepWork, allow_prefill
-from core.types import EngineStats, FinishReason, Request, StepDelivery, TokenChunk, TokenLogprobs, Usage
+from core.types import (
+    Admitted,
+    EngineStats,
+    FinishReason,
+    Prefilled,
+    Request,
+    StepDelivery,
+    TokenChunk,
+    TokenLogprobs,
+    Usage,
+)
 from core.waiting import Rank, WaitingQueue, aged_class, rank
 
 
@@ -185,7 +195,7 @@ class Scheduler:
         ends = (plan.starts + plan.lengths).tolist()
         self.host.on_applied(len(output.failed_rows) < plan.num_rows, output.host_copy_s)
         self._account(sequences, ends, now - self._planned_s - output.host_copy_s)
-        self._advance(sequences, ends, lost)
+        self._advance(sequences, ends, lost, now)
         self._take_tokens(output, sequences, lost)
         for row in sorted(lost):
             self._lose_row(sequences[row], None if row in misled else output.failed_rows[row])
@@ -209,6 +219,8 @@ class Scheduler:
             num_used_blocks=self.pool.num_used,
             num_cached_blocks=self.pool.num_kept,
             num_steps=self._counts.num_steps,
+            num_rows=self._counts.num_rows,
+            num_prefill_rows=self._counts.num_prefill_rows,
             num_prompt_tokens=self._counts.num_prompt_tokens,
             num_generated_tokens=self._counts.num_generated_tokens,
             num_preemptions=self._counts.num_preemptions,
@@ -364,6 +376,10 @@ class Scheduler:
         sequence.level = level
         self._start_running(sequence)
         self._charges.prepay(sequence)
+        group = self._groups[sequence.request_id]
+        if not group.is_admitted:
+            group.is_admitted = True
+            self._outbox.marks.append(Admitted(sequence.request_id, self._planned_s))
         return True
 
     def _make_room(self, builder: PlanBuilder, now: float) -> None:
@@ -499,11 +515,12 @@ class Scheduler:
     def _account(self, sequences: list[Sequence], ends: list[int], step_s: float) -> None:
         """Learn from a step's duration, and charge for it."""
         self._counts.num_steps += 1
+        self._counts.num_rows += len(sequences)
         self._counts.step_s = step_s
         self.step_cost.observe(self._planned_work, step_s)
         self._charges.charge_step(sequences, ends, self._running, self._planned_work, step_s)
 
-    def _advance(self, sequences: list[Sequence], ends: list[int], lost: set[int]) -> None:
+    def _advance(self, sequences: list[Sequence], ends: list[int], lost: set[int], now: float) -> None:
         """Count what was computed, and fork those who waited for their prompt.
 
         Args:
@@ -515,10 +532,11 @@ class Scheduler:
                 continue
             before, sequence.num_computed_tokens = sequence.num_computed_tokens, end
             if before < sequence.num_prompt_tokens:
-                self._advance_prompt(sequence, before)
+                self._advance_prompt(sequence, before, now)
 
-    def _advance_prompt(self, sequence: Sequence, before: int) -> None:
+    def _advance_prompt(self, sequence: Sequence, before: int, now: float) -> None:
         num_computed = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
+        self._counts.num_prefill_rows += 1
         self._counts.num_prompt_tokens += num_computed - before
         group = self._groups[sequence.request_id]
         if group.num_prompt_tokens_done == 0 and self.cache.is_enabled:
@@ -527,6 +545,12 @@ class Scheduler:
         group.num_cached_tokens += num_cached
         self._counts.num_cache_hits += num_cached
         group.num_prompt_tokens_done = max(group.num_prompt_tokens_done, num_computed)
+        if not group.is_prefilled:
+            group.num_prompt_chunks += 1
+            if num_computed == sequence.num_prompt_tokens:
+                group.is_prefilled = True
+                num_chunks, num_cached = group.num_prompt_chunks, group.num_cached_tokens
+                self._outbox.marks.append(Prefilled(sequence.request_id, now, num_chunks, num_cached))
         if num_computed == sequence.num_prompt_tokens and sequence is group.leader:
             for sibling in group.unforked.values():
                 self._fork(sequence, sibling)
@@ -575,6 +599,8 @@ class _Counts:
 
     def __init__(self) -> None:
         self.num_steps = 0
+        self.num_rows = 0
+        self.num_prefill_rows = 0
         self.num_prompt_tokens = 0
         self.num_generated_tokens = 0
         self.num_preemptions = 0
