@@ -137,6 +137,14 @@ class DeviceError(Exception):
     """The device itself is broken: nothing after it can succeed. The engine ends every request and stops."""
 
 
+class BlockStore(Protocol):
+    """Keeps blocks beyond the end of the process."""
+
+    def keep(self, copies: BlockCopies | None) -> None:
+        """After the last step: copy these out, and return once all that was copied out is kept, or time is up."""
+        ...
+
+
 Ticket = TypeVar("Ticket")
 
 
