@@ -493,6 +493,7 @@ class App:
         """Answer with a document that no generation is told in."""
         exchange.timings.enter(Stage.LAST_FLUSH, self._clock.monotonic())
         send_document(exchange.stream, status, body, (*answer_headers(exchange.timings), *headers), media_type)
+        exchange.stream.call_once_written(lambda: exchange.timings.finish(self._clock.monotonic()))
 
 
 def _plain_id(shown: str) -> str:

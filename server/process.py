@@ -175,7 +175,6 @@ class Server:
         self._gate.start()
         self._engine_thread.start()
         self._supervision.start()
-        self._loop_lag.start()
 
     async def wait_ready(self) -> None:
         """
@@ -256,6 +255,7 @@ class Server:
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)
         self._readiness.is_ready = True
+        self._loop_lag.start()
         self._ready.set_result(None)
         self._supervision.on_ready(loaded.facts.limits.max_batch_tokens)
         self._announce(banner_lines(self._banner_facts(loaded.facts)))
