@@ -156,7 +156,7 @@ class Answer:
                 self.fail(ServiceError(ErrorKind.ENGINE, error, "engine_error"))
             if is_last:
                 self._finish()
-        except Exception as fault:  # whatever a surface, or settling, can raise: the request's task must not wait for ever
+        except Exception as fault:  # whatever a surface or settling can raise: its task must not wait for ever
             if not self._finished.done():
                 self._finished.set_exception(fault)
 

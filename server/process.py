@@ -39,6 +39,7 @@ from server.listening_sockets import shown_addresses
 from server.loop_lag import LoopLag
 from server.metrics import Metrics
 from server.model_files import ModelFiles
+from server.otel import TraceExporter
 from server.socket_activation import PassedSocket, take_passed_sockets
 from server.supervision import EngineLost, Supervision
 from server.systemd import ServiceManager
@@ -103,7 +104,7 @@ class Server:
     ) -> None:
         """
         Raises:
-            StartupError: the certificate or the keys file is not fit.
+            StartupError: the certificate or the keys file is not fit, or an extra that is asked for is missing.
         """
         self._config = config
         self._read_config = read_config or (lambda: config)
@@ -121,6 +122,9 @@ class Server:
             lambda: secrets.token_hex(16),
             CrossOrigin(config.cors_origins),
         )
+        self._tracing = None if config.otlp_endpoint is None else TraceExporter(config.otlp_endpoint)
+        if self._tracing is not None:
+            self._app.export_to(self._tracing.put)
         self._tls = server_tls(config.tls_cert, config.tls_key, config.tls_client_ca, config.tls_client_auth)
         self.listener = Listener(self._app.handle, self._app.refuse, _listener_config(config, self._tls, passed))
         self._app.listener = self.listener
@@ -155,6 +159,8 @@ class Server:
         finally:
             self._supervision.close()
             self._loop_lag.close()
+            if self._tracing is not None:
+                await self._tracing.close()
         if isinstance(self._failure, StartupError):
             raise self._failure
         return ExitCode.OK if self._failure is None else ExitCode.ENGINE

@@ -76,6 +76,7 @@ SAMPLES = {
     "api-key": "secret",
     "log-level": "debug",
     "log-format": "json",
+    "otlp-endpoint": "http://collector:4318/v1/traces",
     "max-body": "1MiB",
     "head-timeout": "500ms",
     "body-timeout": "5s",
