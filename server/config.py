@@ -18,16 +18,27 @@ from server.settings.listening import NO_HEADER, ListeningSettings
 from server.settings.model import ModelSettings
 from server.settings.option import Option, rows_of
 from server.settings.process import ProcessSettings
+from server.settings.wire import WireSettings
 from server.tenants import Tenant
 
-_TABLES = (ModelSettings, EngineSettings, ProcessSettings, ListeningSettings, IdentitySettings, LimitSettings)
+_TABLES = (
+    ModelSettings,
+    EngineSettings,
+    ProcessSettings,
+    ListeningSettings,
+    IdentitySettings,
+    LimitSettings,
+    WireSettings,
+)
 
 OPTIONS: tuple[Option, ...] = tuple(row for table in _TABLES for row in rows_of(table))
 """In the order of --help."""
 
 
 @dataclass(frozen=True)
-class ServerConfig(ModelSettings, EngineSettings, ProcessSettings, ListeningSettings, IdentitySettings, LimitSettings):
+class ServerConfig(
+    ModelSettings, EngineSettings, ProcessSettings, ListeningSettings, IdentitySettings, LimitSettings, WireSettings
+):
     """All settings, parsed and in range. None: chosen at start, from the model or by measurement."""
 
     tenants: tuple[Tenant, ...] = ()

@@ -10,7 +10,10 @@ from core.errors import ExitCode, StartupError
 from server.command_line import build_parsers, flags_given
 from server.config import OPTIONS, ServerConfig
 from server.config_sources import FLAG_AS_KEY, load_config
-from server.settings.option import Option
+from server.connection_limits import ConnectionLimits
+from server.process import listener_config
+from server.settings.option import Option, rows_of
+from server.settings.wire import WireSettings
 from server.values import HubId
 
 
@@ -86,6 +89,15 @@ SAMPLES = {
     "cors-origin": "https://app.example.com",
     "no-prefix-cache": "true",
     "inter-token-target": "2.5",
+    "handshake-timeout": "1s",
+    "max-head": "8KiB",
+    "max-unsent": "8KiB",
+    "max-frame": "32KiB",
+    "max-header-block": "20KiB",
+    "max-control-output": "2MiB",
+    "max-resets": "20+2.5/s",
+    "max-pings": "20+0/s",
+    "max-settings": "1+1/s",
 }
 
 
@@ -101,6 +113,30 @@ def test_each_option_means_the_same_from_flag_environment_and_file(option: Optio
     from_file = load_config(toml_flag(tmp_path, f'{option.toml_key} = "{text}"'), {})
     assert from_flag == from_environment == dataclasses.replace(from_file, config_file=None)
     assert getattr(from_flag, option.field_name) != option.default
+
+
+def test_what_a_connection_may_take_is_by_default_what_the_protocols_default_to() -> None:
+    assert ServerConfig().connection_limits == ConnectionLimits()
+
+
+@pytest.mark.parametrize("option", rows_of(WireSettings), ids=lambda option: option.name)
+def test_each_limit_of_a_connection_changes_something(option: Option) -> None:
+    text = SAMPLES.get(option.name, "123")
+    assert text is not None
+    config = listener_config(load_config({option.field_name: text}, {}), None, ())
+    assert config != listener_config(ServerConfig(), None, ())
+
+
+def test_a_head_that_is_not_too_large_fits_however_it_is_packed() -> None:
+    limits = load_config({"max_head_bytes": "100KiB"}, {}).connection_limits
+    assert limits.http2.frames.header_block_bytes >= limits.head.head_bytes
+    assert limits.http2.list_bytes > limits.head.head_bytes
+
+
+@pytest.mark.parametrize("text", ["", "200", "200/s", "0+1/s", "200+20", "-1+1/s", "1+1e3/s", "1+1/min", "1.5+1/s"])
+def test_a_rate_is_a_burst_and_a_rate(text: str) -> None:
+    message = str(refusal({"max_resets": text}, {}))
+    assert "200+20/s: 200 at once, and 20 more each second" in message
 
 
 def test_names_follow_one_rule() -> None:
