@@ -377,7 +377,7 @@ async def serve(
 
 def listener_config(config: ServerConfig, tls: ServerTls | None, passed: Sequence[PassedSocket]) -> ListenerConfig:
     return ListenerConfig(
-        binds=config.all_binds(has_passed=bool(passed)),
+        binds=config.all_binds(passed),
         passed=passed,
         unix_mode=config.unix_mode,
         tls=tls,

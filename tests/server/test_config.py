@@ -1,6 +1,9 @@
 """The table of settings: where values come from, which ones are refused, and how the refusal helps."""
 
+import contextlib
 import dataclasses
+import socket
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ from server.connection_limits import ConnectionLimits
 from server.process import listener_config
 from server.settings.option import Option, rows_of
 from server.settings.wire import WireSettings
+from server.socket_activation import PassedSocket
 from server.values import HubId
 
 
@@ -372,8 +376,15 @@ def test_of_a_list_the_value_that_is_wrong_is_told(tmp_path: Path) -> None:
     assert "trusted_proxies in" in refusal(file, {}).cause
 
 
-def addresses(config: ServerConfig, has_passed: bool = False) -> list[str]:
-    return [str(bind.address) for bind in config.all_binds(has_passed)]
+def addresses(config: ServerConfig, passed: Sequence[PassedSocket] = ()) -> list[str]:
+    return [str(bind.address) for bind in config.all_binds(passed)]
+
+
+@contextlib.contextmanager
+def passed_sockets(*families: int) -> Iterator[list[PassedSocket]]:
+    """As systemd would pass them under one name."""
+    with contextlib.ExitStack() as stack:
+        yield [PassedSocket(stack.enter_context(socket.socket(family)), "front") for family in families]
 
 
 def test_binds_stand_instead_of_the_default_and_beside_what_is_given() -> None:
@@ -382,8 +393,9 @@ def test_binds_stand_instead_of_the_default_and_beside_what_is_given() -> None:
     assert addresses(load_config(two, {})) == ["127.0.0.1:1", "unix:/a"]
     assert addresses(load_config(two | {"port": "2"}, {})) == ["127.0.0.1:2", "127.0.0.1:1", "unix:/a"]
     assert addresses(load_config(two, {"STEPLOOP_HOST": "::1"})) == ["[::1]:8000", "127.0.0.1:1", "unix:/a"]
-    assert addresses(load_config({}, {}), has_passed=True) == []
-    assert addresses(load_config({"port": "2"}, {}), has_passed=True) == ["127.0.0.1:2"]
+    with passed_sockets(socket.AF_INET) as passed:
+        assert addresses(load_config({}, {}), passed) == []
+        assert addresses(load_config({"port": "2"}, {}), passed) == ["127.0.0.1:2"]
 
 
 @pytest.mark.parametrize(
@@ -409,6 +421,30 @@ def test_a_bind_for_proxies_needs_one_that_is_trusted(bind: str, trusted: tuple[
     with pytest.raises(StartupError, match="for trusted proxies alone") as caught:
         config.all_binds()
     assert caught.value.fix.startswith("--trusted-proxies ")
+
+
+@pytest.mark.parametrize(
+    ("families", "trusted", "fix"),
+    [
+        ((socket.AF_UNIX,), ["127.0.0.1"], "--trusted-proxies unix"),
+        ((socket.AF_UNIX,), ["unix"], None),
+        ((socket.AF_INET,), ["unix"], "--trusted-proxies 127.0.0.1, or the network that the proxy is in"),
+        ((socket.AF_INET,), ["127.0.0.1"], None),
+        ((socket.AF_UNIX, socket.AF_INET), ["127.0.0.1"], "--trusted-proxies unix for a Unix socket; else 127.0.0.1"),
+        ((socket.AF_UNIX, socket.AF_INET), ["127.0.0.1", "unix"], None),
+    ],
+)
+def test_a_passed_socket_for_proxies_needs_one_that_can_reach_it(
+    families: tuple[int, ...], trusted: list[str], fix: str | None
+) -> None:
+    config = load_config({"binds": ["proxy:systemd:front"], "trusted_proxies": trusted}, {})
+    with passed_sockets(*families) as passed:
+        if fix is None:
+            assert addresses(config, passed) == ["systemd:front"]
+            return
+        with pytest.raises(StartupError, match="none that can reach it is named") as caught:
+            config.all_binds(passed)
+        assert caught.value.fix.startswith(fix)
 
 
 def test_nobody_takes_all_connections_alone_unless_they_are_few() -> None:
