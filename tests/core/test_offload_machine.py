@@ -40,7 +40,7 @@ class CrampedOffloadMachine(OffloadMachine):
 
 
 TestOffload = OffloadMachine.TestCase
-TestOffload.settings = settings(TestScheduler.settings, max_examples=80)
+TestOffload.settings = settings(TestScheduler.settings, max_examples=50)
 TestCrampedOffload = CrampedOffloadMachine.TestCase
-TestCrampedOffload.settings = settings(TestScheduler.settings, max_examples=40)
+TestCrampedOffload.settings = settings(TestScheduler.settings, max_examples=25)
 del SchedulerMachine, TestScheduler  # run where they are defined
