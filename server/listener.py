@@ -96,6 +96,7 @@ class Listener:
         config: ListenerConfig,
         loop: asyncio.AbstractEventLoop | None = None,
         wall_clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Bind nothing yet. Without `loop`, the running one."""
         loop = loop or asyncio.get_running_loop()
@@ -115,6 +116,7 @@ class Listener:
             self.batch,
             HttpDate(wall_clock),
             BodyRoom(config.held_body_bytes),
+            clock,
         )
         self._acceptors: list[tuple[ListeningSocket, Acceptor]] = []  # of the sockets that are still open
         self._connections: set[Connection] = set()
