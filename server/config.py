@@ -20,6 +20,7 @@ from server.settings.listening import NO_HEADER, ListeningSettings
 from server.settings.model import ModelSettings
 from server.settings.option import Option, rows_of
 from server.settings.process import ProcessSettings
+from server.settings.requests import RequestSettings
 from server.settings.wire import WireSettings
 from server.slo import NO_PROMISES, SloRules
 from server.socket_activation import PassedSocket
@@ -35,6 +36,7 @@ _TABLES = (
     IdentitySettings,
     LimitSettings,
     WireSettings,
+    RequestSettings,
 )
 
 OPTIONS: tuple[Option, ...] = tuple(row for table in _TABLES for row in rows_of(table))
@@ -43,7 +45,14 @@ OPTIONS: tuple[Option, ...] = tuple(row for table in _TABLES for row in rows_of(
 
 @dataclass(frozen=True)
 class ServerConfig(
-    ModelSettings, EngineSettings, ProcessSettings, ListeningSettings, IdentitySettings, LimitSettings, WireSettings
+    ModelSettings,
+    EngineSettings,
+    ProcessSettings,
+    ListeningSettings,
+    IdentitySettings,
+    LimitSettings,
+    WireSettings,
+    RequestSettings,
 ):
     """All settings, parsed and in range. None: chosen at start, from the model or by measurement."""
 

@@ -102,6 +102,7 @@ SAMPLES = {
     "max-resets": "20+2.5/s",
     "max-pings": "20+0/s",
     "max-settings": "1+1/s",
+    "max-top-logprobs": "5",
 }
 
 
