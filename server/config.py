@@ -94,11 +94,24 @@ class ServerConfig(
         return bool(trusted) and _kinds(address, passed) <= trusted
 
     def to_engine_config(self) -> EngineConfig:
+        """
+        Raises:
+            StartupError: settings that say nothing together.
+        """
+        if self.no_prefix_cache and self.kv_offload_bytes:
+            cause = "--kv-offload-memory holds what the prefix cache has found, and --no-prefix-cache turns that off"
+            raise StartupError(cause, "leave one of them out", ExitCode.CONFIGURATION)
+        if self.kv_offload_dir is not None and not self.kv_offload_bytes:
+            cause = "--kv-offload-dir keeps what lies in --kv-offload-memory, and there is none"
+            raise StartupError(cause, "--kv-offload-memory 1GiB, or as much as is to be kept", ExitCode.CONFIGURATION)
         return EngineConfig(
             device=self.device,
             dtype=self.dtype,
             max_model_len=self.max_model_len,
             kv_memory_bytes=self.kv_memory_bytes,
+            kv_offload_bytes=self.kv_offload_bytes,
+            kv_offload_dir=None if self.kv_offload_dir is None else str(self.kv_offload_dir),
+            kv_offload_dir_bytes=self.kv_offload_dir_bytes,
             max_batch_tokens=self.max_batch_tokens,
             max_sequences=self.max_sequences,
             threads=self.threads,
