@@ -52,29 +52,50 @@ class Charges:
 
     def charge_step(
         self, rows: Seq[Sequence], ends: Seq[int], running: Iterable[Sequence], work: StepWork, step_s: float
-    ) -> None:
-        """Charge a step that took step_s.
+    ) -> int:
+        """Charge a step that took step_s, and attribute it to the sequences that were in it.
 
         Args:
             rows: the sequences that computed something, still in flight and before it is counted as computed.
             ends: the position after the last that each computed.
             running: all that hold blocks.
+
+        Returns: how many blocks they hold; a shared one counts for each.
         """
         fixed_s, _, _, token_s, kv_s = self._model.coefficients_s
         fixed_s /= len(rows)
         block_s = (self._model.predict(work) if self._model.is_ready else step_s) / self._num_blocks
         owed_s: defaultdict[Tenant, float] = defaultdict(float)
+        parts_s: list[float] = []  # of the step, as predicted
         for sequence, end in zip(rows, ends, strict=True):
             start = sequence.num_computed_tokens
-            owed_s[sequence.tenant] += fixed_s + block_s * len(sequence.table.blocks)
+            owed_s[sequence.tenant] += fixed_s
             if start >= sequence.prepaid_end:
-                owed_s[sequence.tenant] += token_s + kv_s * start
+                part_s = token_s + kv_s * start
+                owed_s[sequence.tenant] += part_s
             else:
-                self._use(sequence, (end - start) * sequence.prepaid_token_s)
+                part_s = (end - start) * sequence.prepaid_token_s
+                self._use(sequence, part_s)
                 if end >= sequence.prepaid_end:
                     self.refund(sequence)
+            parts_s.append(fixed_s + part_s)
+        _attribute(rows, parts_s, step_s)
+        num_held = 0
         for sequence in running:
-            if not sequence.is_in_flight:
-                owed_s[sequence.tenant] += block_s * len(sequence.table.blocks)
+            num_blocks = len(sequence.table.blocks)
+            num_held += num_blocks
+            sequence.kv_block_s += num_blocks * step_s
+            owed_s[sequence.tenant] += block_s * num_blocks
         for tenant, seconds in owed_s.items():
             tenant.charge(seconds)
+        return num_held
+
+
+def _attribute(rows: Seq[Sequence], parts_s: list[float], step_s: float) -> None:
+    """Divide a step among its rows in proportion to their parts; where nothing is predicted, equally."""
+    predicted_s = sum(parts_s)
+    if predicted_s <= 0.0:
+        parts_s, predicted_s = [1.0] * len(rows), len(rows)
+    scale = step_s / predicted_s
+    for sequence, part_s in zip(rows, parts_s, strict=True):
+        sequence.device_s += part_s * scale

@@ -21,7 +21,7 @@ from core.preemption import enough_of, outranked, victim_order
 from core.prefix_cache import PrefixCache
 from core.sequence import NO_SLOT, Sequence, SequenceGroup, SequenceState
 from core.step_cost import PrefillAllowance, StepCostModel, StepWork, allow_prefill
-from core.types import EngineStats, FinishReason, Request, StepDelivery, TokenChunk, TokenLogprobs, Usage
+from core.types import Cost, EngineStats, FinishReason, Request, StepDelivery, TokenChunk, TokenLogprobs, Usage
 from core.waiting import Rank, WaitingQueue, aged_class, rank
 
 
@@ -205,6 +205,8 @@ class Scheduler:
             num_cache_hits=self._counts.num_cache_hits,
             num_cache_evictions=self.pool.num_evictions,
             step_s=self._counts.step_s,
+            device_s=self._counts.device_s,
+            kv_block_s=self._counts.kv_block_s,
             step_cost_error_p50=self.step_cost.error_p50,
             step_cost_error_p90=self.step_cost.error_p90,
         )
@@ -226,13 +228,15 @@ class Scheduler:
         self._give_back(sequence)
         sequence.state = SequenceState.FINISHED
         group.num_live -= 1
+        is_last = group.num_live == 0
         self._outbox.chunks.append(
             TokenChunk(
                 request_id=sequence.request_id,
                 index=sequence.index,
                 finish_reason=reason,
                 num_sequence_tokens=sequence.num_billed_tokens,
-                usage=self._end_group(group) if group.num_live == 0 else None,
+                usage=self._end_group(group) if is_last else None,
+                cost=group.cost if is_last else Cost(),
                 error=error if reason is FinishReason.ERROR else None,
             )
         )
@@ -515,9 +519,11 @@ class Scheduler:
         """Learn from a step's duration, and charge for it."""
         self._counts.num_steps += 1
         self._counts.step_s = step_s
+        self._counts.device_s += step_s
         self.step_cost.observe(self._planned_work, step_s)
         ends = (plan.starts + plan.lengths).tolist()
-        self._charges.charge_step(sequences, ends, self._running, self._planned_work, step_s)
+        num_held = self._charges.charge_step(sequences, ends, self._running, self._planned_work, step_s)
+        self._counts.kv_block_s += num_held * step_s
 
     def _advance(self, plan: StepPlan, sequences: list[Sequence], lost: set[int]) -> None:
         """Count what was computed, and fork those who waited for their prompt.
@@ -584,3 +590,5 @@ class _Counts:
         self.num_cache_queries = 0
         self.num_cache_hits = 0
         self.step_s = 0.0
+        self.device_s = 0.0
+        self.kv_block_s = 0.0
