@@ -1,20 +1,18 @@
 """What is told of each request once it is over: its access line, and its place among the counters. Thread: loop."""
 
-import re
 from dataclasses import dataclass
 
-from server.answer import Outcome
+from server.answer import CLIENT_GONE, Outcome
 from server.auth import LOCAL_CALLER, Caller
 from server.lifecycle import Clock
 from server.logs import AccessRecord, log_access
 from server.messages import HttpRequest
 from server.metrics import Metrics
 from server.peer import Peer
+from server.request_ids import client_request_id
 from server.stream import HttpStream
 from server.timing import Timings
 
-CLIENT_GONE = 499  # nginx's word for it; in the log only
-SANE_REQUEST_ID = re.compile(rb"[A-Za-z0-9_.:\-]{1,128}")
 # Stands in the access line for what never became a request
 NO_REQUEST = HttpRequest(stream_id=0, method="-", path="-", query="", headers=(), has_body=False)
 
@@ -39,10 +37,7 @@ class Account:
     @property
     def request_id_header(self) -> tuple[bytes, bytes]:
         """The client's own, if it is sane; ours otherwise."""
-        theirs = self.request.header(b"x-request-id")
-        if theirs is None or not SANE_REQUEST_ID.fullmatch(theirs):
-            theirs = self.request_id.encode()
-        return (b"x-request-id", theirs)
+        return (b"x-request-id", (client_request_id(self.request) or self.request_id).encode())
 
 
 class Accounting:

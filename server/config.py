@@ -29,6 +29,7 @@ from server.cross_origin import origin_value
 from server.forwarded import FORWARDED, X_FORWARDED_FOR
 from server.jwks import JwksUrl, jwks_source
 from server.networks import UNIX, IpNetwork, network_value, proxy_value
+from server.prices import NO_PRICES, Prices
 from server.tenants import Tenant
 from server.values import (
     HubId,
@@ -52,6 +53,7 @@ ENVIRONMENT_PREFIX = "STEPLOOP_"
 GiB = 2**30
 MiB = 2**20
 KiB = 2**10
+DAY_S = 86_400.0
 
 
 class Setting(TypedDict, total=False):
@@ -619,6 +621,32 @@ class ServerConfig:
             show=format_duration,
         ),
     )
+
+    ledger: Path | None = field(
+        default=None,
+        metadata=Setting(
+            name="ledger",
+            parse=file_value,
+            metavar="FILE",
+            help="write down there what each request used, durably: steploop usage shows it, and the day's quotas go on"
+            " from it after a restart (default: nothing is written)",
+            group="server",
+        ),
+    )
+    ledger_keep_s: float = field(
+        default=400 * DAY_S,
+        metadata=Setting(
+            name="ledger-keep",
+            parse=duration_between(DAY_S, 36_500 * DAY_S),
+            metavar="TIME",
+            help="requests of the ledger that ended longer ago are deleted",
+            group="server",
+            show=format_duration,
+        ),
+    )
+
+    prices: Prices = NO_PRICES
+    """[prices] of the TOML file, the only place where they can stand."""
 
     tenants: tuple[Tenant, ...] = ()
     """[[tenants]] of the TOML file, the only place where they can stand."""

@@ -30,9 +30,11 @@ from server.api.surface import (
     TextPrompt,
 )
 from server.backend import Backend
+from server.ledger import Entry, Ledger, Subject
 from server.metrics import Metrics
 from server.quota import Ticket
 from server.rate_limit_fields import show_limits
+from server.request_ids import client_request_id
 from server.stream import HttpStream
 from server.tenants import Tenant
 from server.timing import Timings
@@ -132,6 +134,7 @@ class Lifecycle:
     max_body_bytes: int
     max_requests: int  # in progress, waiting ones included
     max_sequences: int  # that the engine runs at once
+    ledger: Ledger | None = None
     active: dict[str, tuple[str, Answer]] = field(default_factory=dict)
     _farewell: ServiceError | None = None  # what those are told whose body was still on its way
 
@@ -165,7 +168,8 @@ class Lifecycle:
             continues_text = not isinstance(call.prompts[0], ChatPrompt)
             requests = self._requests(call, prompts, request_id, timings, tenant)
             try:
-                answer.submit(self.backend, requests, continues_text, ticket)
+                entry = self._entry(stream, request_id, call.model, ticket)
+                answer.submit(self.backend, requests, continues_text, ticket, entry)
             finally:
                 show_limits(stream, ticket)
             return await answer.wait_finished()
@@ -176,6 +180,8 @@ class Lifecycle:
     def _check_admission(self) -> None:
         if self._farewell is not None:
             raise self._farewell
+        if self.ledger is not None:
+            self.ledger.check()
         if len(self.active) >= self.max_requests:
             message = f"The server has {self.max_requests} requests in progress. Try again in a second."
             raise ServiceError(ErrorKind.UNAVAILABLE, message, "overloaded", retry_after_s=1)
@@ -206,6 +212,15 @@ class Lifecycle:
             ]
 
         return await self.compute(parse, len(body))
+
+    def _entry(self, stream: HttpStream, request_id: str, model: str, ticket: Ticket) -> Entry | None:
+        """Of the ledger, where there is one."""
+        if self.ledger is None:
+            return None
+        request, caller = stream.request, ticket.caller
+        client_id = client_request_id(request)
+        subject = Subject(request_id, client_id, caller.tenant.name, caller.key_id, model, request.path, ticket.cost)
+        return self.ledger.open(subject)
 
     async def compute(self, work: Callable[[], T], num_bytes: int) -> T:
         """Do what takes as long as the body is large: here, or off the loop if that would stall every stream."""

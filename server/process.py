@@ -33,6 +33,7 @@ from server.engine_client import EngineClient
 from server.engine_thread import EngineThread, Inbox
 from server.gate import Gate
 from server.http1_prefilter import HeadLimits
+from server.ledger_setup import open_ledger
 from server.lifecycle import Clock, Lifecycle, PromptReader
 from server.listener import ALL_HELD_BODY_BYTES, Listener, ListenerConfig
 from server.listening_sockets import shown_addresses
@@ -111,7 +112,8 @@ class Server:
         self._readiness = Readiness()
         self._metrics = Metrics()
         self._clock = Clock(time.monotonic, time.time)
-        self._gate = Gate(config, self._clock)
+        self._ledger, used_today = open_ledger(config, self._clock, self._loop)
+        self._gate = Gate(config, self._clock, used_today)
         self._app = App(
             self._readiness,
             self._gate,
@@ -170,6 +172,8 @@ class Server:
             raise
         logger.info("listening on %s, loading the model", shown_addresses(self.listener.sockets))
         self._gate.start()
+        if self._ledger is not None:
+            self._ledger.start()
         self._engine_thread.start()
         self._supervision.start()
 
@@ -247,6 +251,7 @@ class Server:
             max_body_bytes=self._config.max_body_bytes,
             max_requests=self._config.max_queue,
             max_sequences=min(loaded.facts.limits.max_sequences, loaded.facts.limits.max_batch_tokens),
+            ledger=self._ledger,
         )
         gc.collect()
         gc.freeze()
@@ -346,6 +351,8 @@ class Server:
         farewell = self._loop.call_later(grace_s, self._say_farewell)
         await self.listener.drain(grace_s + FAREWELL_S)
         farewell.cancel()
+        if self._ledger is not None:
+            self._ledger.close()
         self._engine_thread.stop()
         if self._client is None or isinstance(self._failure, EngineLost):
             return  # it is still loading, or hangs, which nothing can interrupt: the process ends without it
