@@ -21,6 +21,7 @@ from server.ledger_journal import Written
 from server.ledger_records import (
     Checkpoint,
     Forget,
+    Keep,
     LedgerRow,
     Probe,
     Progress,
@@ -64,7 +65,6 @@ class End(NamedTuple):
 
     Args:
         stages_ms: durations of its stages.
-        answer: to be kept with it.
     """
 
     usage: Usage
@@ -73,7 +73,6 @@ class End(NamedTuple):
     status: int
     error_code: str | None
     stages_ms: Mapping[str, float]
-    answer: StoredAnswer | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -107,7 +106,7 @@ class Entry:
 
     def settle(self, end: End, on_settled: Callable[[bool], None]) -> None:
         """Write down its true usage. Of what was not reserved there is nothing to settle."""
-        self.ledger.end(self, self.settled_row(end), end.answer, on_settled)
+        self.ledger.end(self, self.settled_row(end), on_settled)
 
     def settled_row(self, end: End) -> LedgerRow:
         return msgspec.structs.replace(
@@ -203,11 +202,13 @@ class Ledger:
         if self._checkpoint is None:
             self._checkpoint = self._loop.call_later(CHECKPOINT_S, self._write_checkpoint)
 
-    def end(
-        self, entry: Entry, row: LedgerRow, answer: StoredAnswer | None, on_settled: Callable[[bool], None]
-    ) -> None:
+    def end(self, entry: Entry, row: LedgerRow, on_settled: Callable[[bool], None]) -> None:
         self._entries.pop(entry, None)
-        self._write(Settle(row, answer), on_settled)
+        self._write(Settle(row), on_settled)
+
+    def keep(self, answer: StoredAnswer) -> None:
+        """Store it with its key."""
+        self._write(Keep(answer), _ignore)
 
     def forget(self, keys: tuple[tuple[str, str], ...]) -> None:
         """Delete stored answers, by tenant and key."""
@@ -221,7 +222,7 @@ class Ledger:
         for entry in list(self._entries):
             assert entry.progress is not None
             end = End(entry.progress(), Cost(), State.ABORTED, 503, SHUTDOWN, {})
-            self.end(entry, msgspec.structs.replace(entry.settled_row(end), state=State.ABORTED), None, _ignore)
+            self.end(entry, msgspec.structs.replace(entry.settled_row(end), state=State.ABORTED), _ignore)
         self._writer.close()
 
     def _write(self, write: Write, tell: Callable[[bool], None]) -> None:

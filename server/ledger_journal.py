@@ -116,6 +116,9 @@ def open_journal(path: Path, num_records: int, open_database: Connect = connect)
     except BaseException as error:
         for close in made:
             close()
+        if isinstance(error, BlockingIOError):
+            fix = "stop it, or give this one a ledger of its own: --ledger FILE"
+            raise StartupError(f"another server writes to the ledger {path}", fix, ExitCode.CONFIGURATION) from error
         if isinstance(error, (sqlite3.Error, OSError)):
             fix = f"make room, or the directory writable: {path.absolute().parent}; or name another: --ledger FILE"
             raise StartupError(f"the ledger {path} cannot be opened: {error}", fix, ExitCode.CONFIGURATION) from error

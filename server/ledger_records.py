@@ -102,14 +102,15 @@ class Checkpoint(msgspec.Struct, frozen=True):
 
 
 class Settle(msgspec.Struct, frozen=True):
-    """A request has ended. Once it is settled, nothing changes it.
-
-    Args:
-        answer: to be kept with it, in the same transaction.
-    """
+    """A request has ended. Once it is settled, nothing changes it."""
 
     row: LedgerRow
-    answer: StoredAnswer | None = None
+
+
+class Keep(msgspec.Struct, frozen=True):
+    """An answer that may be replayed."""
+
+    answer: StoredAnswer
 
 
 class Forget(msgspec.Struct, frozen=True):
@@ -128,4 +129,4 @@ class Probe(msgspec.Struct, frozen=True):
     """See whether the database takes writes again."""
 
 
-Write = Reserve | Checkpoint | Settle | Forget | Prune | Probe
+Write = Reserve | Checkpoint | Settle | Keep | Forget | Prune | Probe

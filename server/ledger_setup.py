@@ -2,21 +2,34 @@
 
 import asyncio
 import logging
+from typing import NamedTuple
 
 from server.config import ServerConfig
+from server.idempotency import Idempotency
 from server.ledger import MICRO, Ledger
 from server.ledger_journal import Journal, open_journal
-from server.ledger_thread import LedgerThread
+from server.ledger_thread import LedgerThread, Writer
 from server.lifecycle import Clock
 from server.quota import DAY_S, UsedTokens
 
 logger = logging.getLogger(__name__)
 
 
-def open_ledger(
-    config: ServerConfig, clock: Clock, loop: asyncio.AbstractEventLoop
-) -> tuple[Ledger | None, UsedTokens]:
-    """The ledger that is configured, and what it knows of the day.
+class OpenLedger(NamedTuple):
+    """
+    Args:
+        ledger: None: none is configured.
+        used_today: what it knows of the day.
+        idempotency: with the answers that it has.
+    """
+
+    ledger: Ledger | None
+    used_today: UsedTokens
+    idempotency: Idempotency
+
+
+def open_ledger(config: ServerConfig, clock: Clock, loop: asyncio.AbstractEventLoop) -> OpenLedger:
+    """The ledger that is configured, and what is made of it.
 
     Raises:
         StartupError: see open_journal.
@@ -24,13 +37,16 @@ def open_ledger(
     if config.ledger is None:
         if any(one.limits.tokens_per_day or one.key_limits.tokens_per_day for one in config.tenants):
             logger.warning("without --ledger FILE, tokens_per_day begins anew with each start of the server")
-        return None, {}
+        return OpenLedger(None, {}, Idempotency(clock.unix))
     journal = open_journal(config.ledger, config.max_queue)
-    used_today = used_of_day(journal, clock.unix())
-    writer = LedgerThread(journal, loop)
-    return Ledger(writer, config.prices, clock.unix, loop, config.ledger_keep_s), used_today
+    return opened(journal, LedgerThread(journal, loop), config, clock, loop)
 
 
-def used_of_day(journal: Journal, unix_s: float) -> UsedTokens:
-    midnight_s = int(unix_s) // DAY_S * DAY_S
-    return journal.used_since(midnight_s * MICRO)
+def opened(
+    journal: Journal, writer: Writer, config: ServerConfig, clock: Clock, loop: asyncio.AbstractEventLoop
+) -> OpenLedger:
+    """What is read of the journal is read now: it is the writer's from then on."""
+    midnight_s = int(clock.unix()) // DAY_S * DAY_S
+    used_today, answers = journal.used_since(midnight_s * MICRO), journal.answers()
+    ledger = Ledger(writer, config.prices, clock.unix, loop, config.ledger_keep_s)
+    return OpenLedger(ledger, used_today, Idempotency(clock.unix, answers, ledger.keep, ledger.forget))

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import msgspec
 
-from core.errors import ExitCode, StartupError
 from server.ledger_records import LedgerRow
 
 RECORD_BYTES = 2048  # at most: ids, names and stages are bounded
@@ -35,12 +34,12 @@ class Spill:
     def __init__(self, path: Path, num_records: int) -> None:
         """
         Raises:
-            StartupError: another server writes to this ledger.
+            BlockingIOError: another process has it open.
             OSError: it cannot be made, or found no room.
         """
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            self._lock(path)
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._size_bytes = max(num_records * RECORD_BYTES, os.fstat(self._file).st_size)
             self._fill_up()
             self._rows, self._end = self._read()
@@ -79,16 +78,6 @@ class Spill:
 
     def close(self) -> None:
         os.close(self._file)
-
-    def _lock(self, path: Path) -> None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise StartupError(
-                f"another server writes to the ledger that {path} belongs to",
-                "stop it, or give this one a ledger of its own: --ledger FILE",
-                ExitCode.CONFIGURATION,
-            ) from None
 
     def _fill_up(self) -> None:
         """Take all its room now. Written, not reserved: reserved room may still need some when it is written to."""

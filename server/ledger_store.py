@@ -15,6 +15,7 @@ from core.errors import ExitCode, StartupError
 from server.ledger_records import (
     Checkpoint,
     Forget,
+    Keep,
     LedgerRow,
     Probe,
     Prune,
@@ -158,8 +159,8 @@ class LedgerStore:
 
     def has_older(self, than_us: int) -> bool:
         """Whether there is more to prune."""
-        oldest = _value(self._database.execute("SELECT min(updated_us) FROM requests"))
-        return oldest is not None and oldest < than_us
+        old = f"SELECT EXISTS (SELECT 1 FROM requests WHERE updated_us < ? AND state != '{State.RESERVED}')"
+        return bool(_value(self._database.execute(old, (than_us,))))
 
     def close(self) -> None:
         self._database.close()
@@ -169,10 +170,10 @@ class LedgerStore:
         match write:
             case Reserve(row):
                 execute(_INSERT, msgspec.structs.astuple(row))
-            case Settle(row, answer):
+            case Settle(row):
                 execute(_SETTLE, msgspec.structs.astuple(row))
-                if answer is not None:
-                    self._keep(answer)
+            case Keep(answer):
+                self._keep(answer)
             case Checkpoint(progress):
                 for one in progress:
                     request_id, *values = msgspec.structs.astuple(one)

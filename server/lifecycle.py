@@ -16,7 +16,7 @@ import msgspec
 from core.chat_template import ChatTemplate, max_text_chars
 from core.errors import ContextLengthExceeded, ErrorKind, InvalidRequest, ServiceError
 from core.tokenizer import Tokenizer
-from core.types import Request, SamplingParams
+from core.types import Request, SamplingParams, Usage
 from server.answer import Answer, Outcome, StreamedBody, WholeBody
 from server.api.models import ServedModel, find_model
 from server.api.surface import (
@@ -30,16 +30,20 @@ from server.api.surface import (
     TextPrompt,
 )
 from server.backend import Backend
+from server.idempotency import MAX_ANSWER_BYTES, Idempotency, replay
 from server.ledger import Entry, Ledger, Subject
 from server.metrics import Metrics
 from server.quota import Ticket
 from server.rate_limit_fields import show_limits
+from server.recording import Recording
 from server.request_ids import client_request_id
 from server.stream import HttpStream
 from server.tenants import Tenant
 from server.timing import Timings
 
 OFFLOAD_BYTES = 8 * 1024  # a body from this size on is parsed and tokenized off the loop: 2.5 ms, measured
+
+NOTHING_USED = Outcome(Usage(0, 0), (), None)  # by what is answered from memory
 
 T = TypeVar("T")
 
@@ -134,6 +138,7 @@ class Lifecycle:
     max_body_bytes: int
     max_requests: int  # in progress, waiting ones included
     max_sequences: int  # that the engine runs at once
+    idempotency: Idempotency
     ledger: Ledger | None = None
     active: dict[str, tuple[str, Answer]] = field(default_factory=dict)
     _farewell: ServiceError | None = None  # what those are told whose body was still on its way
@@ -149,10 +154,35 @@ class Lifecycle:
         Raises:
             ServiceError: nothing of the answer has been sent yet.
         """
-        tenant = ticket.caller.tenant
         self._check_admission()
         body = await stream.read_body(self.max_body_bytes)
         timings.body_s = self.clock.monotonic()
+        claim = self.idempotency.claim(ticket.caller.tenant.name, stream.request, body)
+        if claim is None:
+            return await self._generate(surface, stream, body, request_id, timings, ticket)
+        if claim.stored is not None:
+            replay(stream, claim.stored)
+            return NOTHING_USED
+        recording = Recording(stream.carrier, MAX_ANSWER_BYTES)
+        stream.move_to(recording)
+        try:
+            outcome = await self._generate(surface, stream, body, request_id, timings, ticket)
+            if outcome.error is None:
+                claim.keep(recording, request_id)
+            return outcome
+        finally:
+            claim.leave()
+
+    async def _generate(
+        self,
+        surface: Surface,
+        stream: HttpStream,
+        body: bytes,
+        request_id: str,
+        timings: Timings,
+        ticket: Ticket,
+    ) -> Outcome:
+        tenant = ticket.caller.tenant
         call, prompts = await self._prepare(surface, body, tenant)
         self._check_admission()  # again: others came, or the end, while this one's body did
         self.metrics.count_unknown_fields(call.unknown_fields)

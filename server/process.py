@@ -112,7 +112,7 @@ class Server:
         self._readiness = Readiness()
         self._metrics = Metrics()
         self._clock = Clock(time.monotonic, time.time)
-        self._ledger, used_today = open_ledger(config, self._clock, self._loop)
+        self._ledger, used_today, self._idempotency = open_ledger(config, self._clock, self._loop)
         self._gate = Gate(config, self._clock, used_today)
         self._app = App(
             self._readiness,
@@ -251,6 +251,7 @@ class Server:
             max_body_bytes=self._config.max_body_bytes,
             max_requests=self._config.max_queue,
             max_sequences=min(loaded.facts.limits.max_sequences, loaded.facts.limits.max_batch_tokens),
+            idempotency=self._idempotency,
             ledger=self._ledger,
         )
         gc.collect()

@@ -33,8 +33,8 @@ from server.connection_limits import ConnectionLimits
 from server.cross_origin import CrossOrigin
 from server.engine_client import EngineClient
 from server.gate import Gate
-from server.ledger import Ledger
-from server.ledger_setup import used_of_day
+from server.idempotency import Idempotency
+from server.ledger_setup import OpenLedger, opened
 from server.lifecycle import Clock, Lifecycle, PromptReader
 from server.metrics import Metrics
 from server.prices import NO_PRICES, Prices
@@ -245,8 +245,11 @@ class SimulatedServer:
         self._engine = Engine(self.scheduler, runner(limits, cost, time), time, self._inbox, self._send_delivery)
         clock = Clock(time, lambda: UNIX_S + time())
         self.ledger_writer = None if ledger is None else InlineWriter(ledger, self.loop)
-        used_today = {} if self.ledger_writer is None else used_of_day(self.ledger_writer.journal, clock.unix())
-        self.gate = Gate(ServerConfig(api_keys=keys, tenants=tenants), clock, used_today)
+        config = ServerConfig(api_keys=keys, tenants=tenants, prices=prices)
+        opening = OpenLedger(None, {}, Idempotency(clock.unix))
+        if self.ledger_writer is not None:
+            opening = opened(self.ledger_writer.journal, self.ledger_writer, config, clock, self.loop)
+        self.gate = Gate(config, clock, opening.used_today)
         numbers = itertools.count(1)
         self.app = App(
             self.readiness,
@@ -276,9 +279,9 @@ class SimulatedServer:
             max_body_bytes=100_000,
             max_requests=max_requests,
             max_sequences=limits.max_sequences,
+            idempotency=opening.idempotency,
+            ledger=opening.ledger,
         )
-        if self.ledger_writer is not None:
-            self.lifecycle.ledger = Ledger(self.ledger_writer, prices, clock.unix, self.loop)
         if is_ready:
             self.app.lifecycle = self.lifecycle
 
