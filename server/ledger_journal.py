@@ -18,7 +18,7 @@ from server.ledger_store import Connect, LedgerStore, connect
 
 logger = logging.getLogger(__name__)
 
-DAY_US = 86_400 * 10**6
+BAD_WRITE = (sqlite3.IntegrityError, sqlite3.ProgrammingError, OverflowError)  # the write's fault, not the disk's
 
 
 class Written(NamedTuple):
@@ -63,10 +63,10 @@ class Journal:
         if self._fault is None or any(isinstance(write, Probe) for write in writes):
             try:
                 self._replay()
-                self._store.commit(writes)
+                are_durable = self._commit(writes)
                 self._fault = None
                 limits = [write.before_us for write in writes if isinstance(write, Prune)]
-                return Written([True] * len(writes), None, any(map(self._store.has_older, limits)))
+                return Written(are_durable, None, any(map(self._store.has_older, limits)))
             except (sqlite3.Error, OSError) as error:
                 self._fault = str(error)
         has_spilled = self._try_spill([write for write in writes if isinstance(write, Settle)])
@@ -75,6 +75,17 @@ class Journal:
     def close(self) -> None:
         self._store.close()
         self._spill.close()
+
+    def _commit(self, writes: Sequence[Write]) -> list[bool]:
+        """In one transaction; where one of them cannot be taken by any database, the others without it."""
+        try:
+            self._store.commit(writes)
+        except BAD_WRITE as error:
+            if len(writes) > 1:
+                return [self._commit([write])[0] for write in writes]
+            logger.error("the ledger cannot take %s: %s", type(writes[0]).__name__, error)
+            return [False]
+        return [True] * len(writes)
 
     def _replay(self) -> None:
         rows = self._spill.rows

@@ -209,6 +209,7 @@ class SimulatedServer:
         schedule: when the loop gets each step's news.
         is_ready: the model is loaded.
         ledger: its file; None: there is none.
+        first_id: of requests: r1, r2, ...
     """
 
     def __init__(
@@ -227,6 +228,7 @@ class SimulatedServer:
         clients: ClientRules | None = None,
         ledger: Path | None = None,
         prices: Prices = NO_PRICES,
+        first_id: int = 1,
     ) -> None:
         self.loop = VirtualTimeLoop()
         self.limits = limits
@@ -250,7 +252,7 @@ class SimulatedServer:
         if self.ledger_writer is not None:
             opening = opened(self.ledger_writer.journal, self.ledger_writer, config, clock, self.loop)
         self.gate = Gate(config, clock, opening.used_today)
-        numbers = itertools.count(1)
+        numbers = itertools.count(first_id)
         self.app = App(
             self.readiness,
             self.gate,

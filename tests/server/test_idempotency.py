@@ -146,7 +146,7 @@ def test_answers_outlive_the_process_with_a_ledger(tmp_path: Path) -> None:
     first = SimulatedServer(ledger=tmp_path / "ledger.db")
     said = first.ask(keyed(chat(**STREAM)))
     first.close()
-    second = SimulatedServer(ledger=tmp_path / "ledger.db")
+    second = SimulatedServer(ledger=tmp_path / "ledger.db", first_id=10)
     again = second.ask(keyed(chat(**STREAM)))
     assert content(again) == content(said)
     assert second.stats.num_generated_tokens == 0
@@ -154,6 +154,6 @@ def test_answers_outlive_the_process_with_a_ledger(tmp_path: Path) -> None:
     second.run_for(KEPT_S + 10)
     assert second.ask(keyed(chat(max_tokens=13))).status == 200
     second.close()
-    third = SimulatedServer(ledger=tmp_path / "ledger.db")
+    third = SimulatedServer(ledger=tmp_path / "ledger.db", first_id=20)
     assert third.ask(keyed(chat(max_tokens=13))).headers["idempotent-replayed"] == "true"
     third.close()

@@ -9,7 +9,7 @@ import pytest
 
 from core.errors import StartupError
 from server.ledger_journal import Journal, open_journal
-from server.ledger_records import Checkpoint, LedgerRow, Probe, Progress, Prune, Reserve, Settle, State
+from server.ledger_records import Checkpoint, LedgerRow, Probe, Progress, Prune, Reserve, Settle, State, Write
 from server.ledger_spill import RECORD_BYTES, Spill, SpillFull
 from server.ledger_store import PRUNED_ROWS, LedgerStore
 
@@ -89,12 +89,12 @@ def test_what_is_settled_stays_as_it_is(path: Path, journal: Journal) -> None:
     assert rows(path) == {"a": settled().row}
 
 
-def test_batch_is_durable_all_or_none(path: Path, journal: Journal) -> None:
+@pytest.mark.parametrize("bad", [Reserve(row("a")), settled("c", device_us=2**70)])
+def test_write_that_no_database_takes_fails_alone(path: Path, journal: Journal, bad: Write) -> None:
     journal.write([Reserve(row("a"))])
-    written = journal.write([Reserve(row("b")), Reserve(row("a"))])  # the second cannot be: the id is there
-    assert written.are_durable == [False, False]
-    assert written.fault is not None
-    assert rows(path).keys() == {"a"}
+    written = journal.write([Reserve(row("b")), bad, settled("b")])
+    assert written == ([True, False, True], None, False)
+    assert rows(path).keys() == {"a", "b"}
 
 
 def test_while_someone_holds_the_lock_settlements_are_spilled(
