@@ -9,15 +9,17 @@ from typing import Any
 import pytest
 
 from core.simulation import CostModel
-from core.types import FinishReason
-from server.ledger import CHECKPOINT_S, PROBE_S
+from core.types import FinishReason, Usage
+from server.ledger import CHECKPOINT_S, PROBE_S, Ledger, Subject
 from server.ledger_records import Checkpoint, LedgerRow, State
 from server.ledger_store import LedgerStore
 from server.prices import ModelPrice, Prices
 from server.quota import Moment
 from server.tenants import Limits, Tenant
 from tests.server.fakes import MemoryTransport
+from tests.server.inline_ledger import InlineWriter
 from tests.server.simulated_server import MODEL, STREAM, UNIX_S, Answer, SimulatedServer, answers, chat, completion
+from tests.server.virtual_loop import VirtualTimeLoop
 
 PRICES = Prices(((MODEL, ModelPrice(prompt=2_000_000, cached=500_000, completion=10_000_000)),))
 
@@ -168,15 +170,15 @@ def test_running_requests_are_checkpointed_in_one_transaction(path: Path) -> Non
 
 
 def test_what_runs_at_shutdown_is_closed_where_it_is(path: Path) -> None:
-    server = SimulatedServer(ledger=path)
-    stream_until_first_byte(server)
-    assert server.lifecycle.ledger is not None
-    server.lifecycle.ledger.close()
-    server.network.close()
+    loop = VirtualTimeLoop()
+    ledger = Ledger(InlineWriter(path, loop), PRICES, lambda: UNIX_S, loop)
+    subject = Subject("r1", None, "local", None, MODEL, "/v1/completions", lambda usage: usage.num_completion_tokens)
+    ledger.open(subject).reserve(500, lambda: Usage(10, 3), lambda is_durable: None)
+    ledger.close()
+    loop.close()
     (row,) = rows(path)
     assert (row.state, row.status, row.error_code) == (State.ABORTED, 503, "shutdown")
-    assert row.completion_tokens > 0
-    assert row.prompt_tokens > 0
+    assert (row.prompt_tokens, row.completion_tokens, row.counted_tokens, row.price_micro) == (10, 3, 3, 50)
 
 
 @pytest.fixture
