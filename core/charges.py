@@ -6,7 +6,7 @@ are: to hold all of it for a second costs a second.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection
 from collections.abc import Sequence as Seq
 
 from core.fairness import Tenant
@@ -51,7 +51,7 @@ class Charges:
         sequence.tenant.prepaid_s -= seconds
 
     def charge_step(
-        self, rows: Seq[Sequence], ends: Seq[int], running: Iterable[Sequence], work: StepWork, step_s: float
+        self, rows: Seq[Sequence], ends: Seq[int], running: Collection[Sequence], work: StepWork, step_s: float
     ) -> int:
         """Charge a step that took step_s, and attribute it to the sequences that were in it.
 
@@ -66,26 +66,31 @@ class Charges:
         fixed_s /= len(rows)
         block_s = (self._model.predict(work) if self._model.is_ready else step_s) / self._num_blocks
         owed_s: defaultdict[Tenant, float] = defaultdict(float)
+        own_token_s = fixed_s + token_s
         parts_s: list[float] = []  # of the step, as predicted
-        for sequence, end in zip(rows, ends, strict=True):
-            start = sequence.num_computed_tokens
-            owed_s[sequence.tenant] += fixed_s
-            if start >= sequence.prepaid_end:
-                part_s = token_s + kv_s * start
-                owed_s[sequence.tenant] += part_s
-            else:
-                part_s = (end - start) * sequence.prepaid_token_s
-                self._use(sequence, part_s)
-                if end >= sequence.prepaid_end:
-                    self.refund(sequence)
-            parts_s.append(fixed_s + part_s)
-        _attribute(rows, parts_s, step_s)
         num_held = 0
-        for sequence in running:
-            num_blocks = len(sequence.table.blocks)
+        for sequence, end in zip(rows, ends, strict=True):
+            start, num_blocks = sequence.num_computed_tokens, len(sequence.table.blocks)
             num_held += num_blocks
             sequence.kv_block_s += num_blocks * step_s
-            owed_s[sequence.tenant] += block_s * num_blocks
+            if start >= sequence.prepaid_end:
+                part_s = own_token_s + kv_s * start
+                owed_s[sequence.tenant] += part_s + block_s * num_blocks
+            else:
+                part_s = fixed_s + (end - start) * sequence.prepaid_token_s
+                owed_s[sequence.tenant] += fixed_s + block_s * num_blocks
+                self._use(sequence, part_s - fixed_s)
+                if end >= sequence.prepaid_end:
+                    self.refund(sequence)
+            parts_s.append(part_s)
+        _attribute(rows, parts_s, step_s)
+        if len(running) > len(rows):
+            for sequence in running:
+                if not sequence.is_in_flight:
+                    num_blocks = len(sequence.table.blocks)
+                    num_held += num_blocks
+                    sequence.kv_block_s += num_blocks * step_s
+                    owed_s[sequence.tenant] += block_s * num_blocks
         for tenant, seconds in owed_s.items():
             tenant.charge(seconds)
         return num_held

@@ -18,11 +18,15 @@ class Outbox:
         self._token_ids: list[int] = []
         self.chunks: list[TokenChunk] = []
 
+    def add_tokens(self, sequences: list[Sequence], token_ids: list[int]) -> None:
+        """One token of each, without logprobs."""
+        self._request_ids += [sequence.request_id for sequence in sequences]
+        self._indexes += [sequence.index for sequence in sequences]
+        self._token_ids += token_ids
+
     def add_token(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
         if logprobs is None:
-            self._request_ids.append(sequence.request_id)
-            self._indexes.append(sequence.index)
-            self._token_ids.append(token_id)
+            self.add_tokens([sequence], [token_id])
         else:
             self.chunks.append(
                 TokenChunk(

@@ -44,6 +44,7 @@ class Sequence:
         token_ids: the prompt's, then its own.
         max_length: tokens, prompt included, at which it ends.
         is_started: the runner has this sequence in its slot.
+        plain_end: up to this position its tokens fill a block that is its own and that the runner knows.
         is_in_flight: a plan with it was made and not yet applied.
         cancel_reason: set while in flight: what to finish it with when the step comes back.
         num_tokens_kept: of its own tokens, those the loop has used; None: all.
@@ -74,6 +75,7 @@ class Sequence:
     table: BlockTable = field(default_factory=BlockTable)
     is_started: bool = False
     is_paused: bool = False
+    plain_end: int = 0
     is_in_flight: bool = False
     cancel_reason: FinishReason | None = None
     num_tokens_kept: int | None = None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from core.errors import ErrorKind, ServiceError
 from server.body_clock import BodyClock
 from server.body_room import HeldBody
-from server.exchanges import SERVER_FAULT, SLOW_BODY, ConnectionContext
+from server.exchanges import SERVER_FAULT, SLOW_BODY, ConnectionContext, slow_head
 from server.http1 import CONTINUE, Http1Protocol
 from server.http2_head import upgrade_settings
 from server.messages import (
@@ -36,14 +36,19 @@ if TYPE_CHECKING:
 class Http1Exchanges:
     """The exchanges of one connection (Exchanges), and the carrier of their streams (StreamCarrier)."""
 
-    def __init__(self, connection: "Connection", context: ConnectionContext) -> None:
+    def __init__(self, connection: "Connection", context: ConnectionContext, misdirected: str | None = None) -> None:
+        """
+        Args:
+            misdirected: why whatever is asked is refused.
+        """
         self._connection = connection
         self._limits = context.limits
         self._loop = context.loop
         self._batch = context.batch
         self._out = connection.out
         self._refusal = context.refuse
-        self._protocol = Http1Protocol(context.limits.head, context.date)
+        self._misdirected = misdirected
+        self._protocol = Http1Protocol(context.limits.head, context.date, context.limits.pieces_per_turn)
         self._stream: HttpStream | None = None
         self._task: asyncio.Task[None] | None = None  # of the stream's handler
         self._upgrade: bytes | None = None  # the HTTP2-Settings of a request that asks for HTTP/2
@@ -65,6 +70,10 @@ class Http1Exchanges:
         return self._stream is not None
 
     @property
+    def has_more(self) -> bool:
+        return self._protocol.has_more
+
+    @property
     def holds_enough(self) -> bool:
         stream = self._stream
         if self._body is not None and not self._room.may_grow(self._body):
@@ -78,13 +87,16 @@ class Http1Exchanges:
         )
 
     def receive(self, data: bytes) -> None:
+        if self._misdirected is not None:
+            self._refuse(400, self._misdirected)
+            return
         if self._num_refused is not None:
             self._refuse_pipelined(len(data))
             return
         if self._protocol.is_idle:
             self._waiting_since = self._loop.time()
         self._handle_events(self._protocol.receive(data))
-        num_pipelined = self._protocol.num_buffered
+        num_pipelined = 0 if self._protocol.has_more else self._protocol.num_buffered
         if self._stream is not None and num_pipelined > self._limits.pipelined_bytes:
             self._protocol.stop_reading()
             self._refuse_pipelined(num_pipelined)
@@ -275,4 +287,4 @@ class Http1Exchanges:
         elif self._protocol.is_idle:
             self._connection.close()
         else:
-            self._refuse(408, f"The request's head took longer than {self._limits.head_s:g} s.")
+            self._refuse(408, slow_head(self._limits.head_s))

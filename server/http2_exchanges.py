@@ -20,7 +20,7 @@ from h2.errors import ErrorCodes
 from core.errors import ErrorKind, ServiceError
 from server.body_clock import BodyClock
 from server.body_room import BodyRoom, HeldBody
-from server.exchanges import SERVER_FAULT, SLOW_BODY, ConnectionContext
+from server.exchanges import SERVER_FAULT, SLOW_BODY, ConnectionContext, slow_head
 from server.http2 import Http2Protocol
 from server.messages import (
     BodyChunk,
@@ -69,7 +69,8 @@ class Http2Exchanges:
         self._limits = context.limits
         self._loop = context.loop
         self._batch = context.batch
-        self._protocol = Http2Protocol(context.limits.head, context.limits.http2, context.date, upgrade)
+        limits = context.limits
+        self._protocol = Http2Protocol(limits.head, limits.http2, context.date, upgrade, limits.pieces_per_turn)
         self._responses = self._protocol.responses
         self._exchanges: dict[int, _Exchange] = {}
         self._room = BodyRoom(context.limits.held_body_bytes, context.bodies)
@@ -95,6 +96,10 @@ class Http2Exchanges:
     @property
     def has_streams(self) -> bool:
         return bool(self._exchanges)
+
+    @property
+    def has_more(self) -> bool:
+        return self._protocol.has_more
 
     @property
     def holds_enough(self) -> bool:
@@ -438,6 +443,8 @@ class Http2Exchanges:
             yield since + limits.stall_s, partial(self._end_stalled, stream_id)
 
     def _end_slow_head(self) -> None:
+        if self._pending_head:  # a request's, which is accounted for; a GOAWAY is all that can be said of it
+            self._refuse(408, slow_head(self._limits.head_s), self._connection.peer, self._head_since, None)
         self._protocol.fail(ErrorCodes.ENHANCE_YOUR_CALM)
         self._end()
 

@@ -264,6 +264,25 @@ def test_a_head_refused_over_http2_is_timed_from_its_own_first_frame(caplog: pyt
     server.close()
 
 
+def test_a_head_that_never_ends_over_http2_is_accounted_for(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "server.access")
+    server = SimulatedServer()
+    transport = server.send(raw_http2.START)
+    server.run_for(3)
+    head = raw_http2.block()
+    transport.feed(raw_http2.wire([raw_http2.headers(head, raw_http2.END_STREAM)]))
+    silent = server.send(raw_http2.START[:30])  # asks for nothing
+    server.run_for(11)
+    assert [record.getMessage() for record in caplog.records] == [
+        "- - 408 10000.0ms error=request_timeout client=192.0.2.7:4242"
+    ]
+    assert server.metrics.responses == {408: 1}
+    server.run_for(3)
+    assert transport.is_lost
+    assert silent.is_lost
+    server.close()
+
+
 def test_slow_body_and_slow_head_are_the_same_error() -> None:
     server = SimulatedServer()
     slow = [server.send(b"GET / HT"), server.send(b"POST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n")]
