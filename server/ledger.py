@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -143,18 +144,21 @@ class Ledger:
     """All entries in progress, and the way to the file.
 
     Args:
+        path: of the file, for who reads it.
         unix: seconds since 1970.
         keep_s: rows older than that are deleted; None: none are.
     """
 
     def __init__(
         self,
+        path: Path,
         writer: Writer,
         prices: Prices,
         unix: Callable[[], float],
         loop: asyncio.AbstractEventLoop,
         keep_s: float | None = None,
     ) -> None:
+        self.path = path
         self.prices = prices
         self.fault: str | None = None  # why the database takes no writes
         self._writer = writer

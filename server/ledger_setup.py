@@ -48,5 +48,6 @@ def opened(
     """What is read of the journal is read now: it is the writer's from then on."""
     midnight_s = int(clock.unix()) // DAY_S * DAY_S
     used_today, answers = journal.used_since(midnight_s * MICRO), journal.answers()
-    ledger = Ledger(writer, config.prices, clock.unix, loop, config.ledger_keep_s)
+    assert config.ledger is not None
+    ledger = Ledger(config.ledger, writer, config.prices, clock.unix, loop, config.ledger_keep_s)
     return OpenLedger(ledger, used_today, Idempotency(clock.unix, answers, ledger.keep, ledger.forget))

@@ -28,11 +28,13 @@ def print_usage(arguments: argparse.Namespace, config: ServerConfig, now: dateti
         print(f"note: {arguments.tenant} is no tenant of the configuration", file=sys.stderr)
     query = UsageQuery(Grouping(arguments.by), arguments.tenant, _since(arguments.since, now))
     lines = read_usage(config.ledger, query)
+    if not lines:
+        print(f"nothing of this kind is in {config.ledger}", file=sys.stderr)
     if arguments.json:
         print(msgspec.json.format(msgspec.json.encode(lines)).decode())
     elif arguments.csv:
         _print_csv(query.by, lines)
-    else:
+    elif lines:
         _print_table(query.by, lines)
 
 

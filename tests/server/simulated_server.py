@@ -247,7 +247,7 @@ class SimulatedServer:
         self._engine = Engine(self.scheduler, runner(limits, cost, time), time, self._inbox, self._send_delivery)
         clock = Clock(time, lambda: UNIX_S + time())
         self.ledger_writer = None if ledger is None else InlineWriter(ledger, self.loop)
-        config = ServerConfig(api_keys=keys, tenants=tenants, prices=prices)
+        config = ServerConfig(api_keys=keys, tenants=tenants, prices=prices, ledger=ledger)
         opening = OpenLedger(None, {}, Idempotency(clock.unix))
         if self.ledger_writer is not None:
             opening = opened(self.ledger_writer.journal, self.ledger_writer, config, clock, self.loop)

@@ -171,7 +171,7 @@ def test_running_requests_are_checkpointed_in_one_transaction(path: Path) -> Non
 
 def test_what_runs_at_shutdown_is_closed_where_it_is(path: Path) -> None:
     loop = VirtualTimeLoop()
-    ledger = Ledger(InlineWriter(path, loop), PRICES, lambda: UNIX_S, loop)
+    ledger = Ledger(path, InlineWriter(path, loop), PRICES, lambda: UNIX_S, loop)
     subject = Subject("r1", None, "local", None, MODEL, "/v1/completions", lambda usage: usage.num_completion_tokens)
     ledger.open(subject).reserve(500, lambda: Usage(10, 3), lambda is_durable: None)
     ledger.close()
