@@ -7,9 +7,9 @@ from typing import NoReturn
 from core.errors import ExitCode, StartupError
 from server import __version__
 from server.config import OPTIONS
+from server.ledger_records import Grouping
 from server.settings.option import Option
 from server.tenants import LOCAL_NAME
-from server.usage_report import Grouping
 from server.values import did_you_mean
 
 COMMANDS = {

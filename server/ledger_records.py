@@ -16,6 +16,15 @@ class State(StrEnum):
     ABORTED = "aborted"
 
 
+class Grouping(StrEnum):
+    """What makes a line of a report of usage."""
+
+    DAY = "day"
+    MODEL = "model"
+    KEY = "key"
+    TENANT = "tenant"
+
+
 class LedgerRow(msgspec.Struct, frozen=True, kw_only=True):
     """One request.
 

@@ -12,6 +12,8 @@ from server.ledger_thread import LedgerThread, Writer
 from server.lifecycle import Clock
 from server.quota import DAY_S, UsedTokens
 
+MAX_SPILLED = 32_768  # requests that the spill journal has room for: 64 MiB
+
 logger = logging.getLogger(__name__)
 
 
@@ -38,7 +40,7 @@ def open_ledger(config: ServerConfig, clock: Clock, loop: asyncio.AbstractEventL
         if any(one.limits.tokens_per_day or one.key_limits.tokens_per_day for one in config.tenants):
             logger.warning("without --ledger FILE, tokens_per_day begins anew with each start of the server")
         return OpenLedger(None, {}, Idempotency(clock.unix))
-    journal = open_journal(config.ledger, config.max_queue)
+    journal = open_journal(config.ledger, min(config.max_queue, MAX_SPILLED))
     return opened(journal, LedgerThread(journal, loop), config, clock, loop)
 
 

@@ -10,7 +10,8 @@ import msgspec
 
 from core.errors import ExitCode, StartupError
 from server.config import ServerConfig
-from server.usage_report import MICRO, Grouping, UsageLine, UsageQuery, read_usage, since_value, total
+from server.ledger_records import Grouping
+from server.usage_report import MICRO, UsageLine, UsageQuery, read_usage, since_value, total
 from server.values import BadValueError
 
 NO_KEY = "(no key)"

@@ -3,7 +3,6 @@
 import sqlite3
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +10,11 @@ import msgspec
 
 from core.errors import ExitCode, StartupError
 from server.keys import AGE, AGE_UNITS
+from server.ledger_records import Grouping
 from server.ledger_store import APPLICATION_ID, BUSY_MS, SCHEMA_VERSION
 from server.values import BadValueError
 
 MICRO = 10**6
-
-
-class Grouping(StrEnum):
-    """What makes a line of the report."""
-
-    DAY = "day"
-    MODEL = "model"
-    KEY = "key"
-    TENANT = "tenant"
 
 
 _GROUP_SQL = {

@@ -7,7 +7,8 @@ import msgspec
 
 from core.errors import ErrorKind, InvalidRequest, ServiceError
 from server import sse
-from server.usage_report import Grouping, UsageLine, UsageQuery, since_value
+from server.ledger_records import Grouping
+from server.usage_report import UsageLine, UsageQuery, since_value
 from server.values import BadValueError, did_you_mean
 
 DEFAULT_SINCE = "30d"
