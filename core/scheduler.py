@@ -21,7 +21,18 @@ from core.preemption import enough_of, outranked, victim_order
 from core.sequence import NO_SLOT, Sequence, SequenceGroup, SequenceState
 from core.sequence_blocks import SequenceBlocks
 from core.step_cost import PrefillAllowance, StepCostModel, StepWork, allow_prefill
-from core.types import Cost, EngineStats, FinishReason, Request, StepDelivery, TokenChunk, TokenLogprobs, Usage
+from core.types import (
+    Admitted,
+    Cost,
+    EngineStats,
+    FinishReason,
+    Prefilled,
+    Request,
+    StepDelivery,
+    TokenChunk,
+    TokenLogprobs,
+    Usage,
+)
 from core.waiting import Rank, WaitingQueue, aged_class, rank
 
 
@@ -172,7 +183,7 @@ class Scheduler:
         lost = misled.union(output.failed_rows)
         ends = (plan.starts + plan.lengths).tolist()
         self._account(sequences, ends, now - self._planned_s)
-        self._advance(sequences, ends, lost)
+        self._advance(sequences, ends, lost, now)
         self._take_tokens(output, sequences, lost)
         for row in sorted(lost):
             self._lose_row(sequences[row], None if row in misled else output.failed_rows[row])
@@ -196,6 +207,8 @@ class Scheduler:
             num_used_blocks=self.pool.num_used,
             num_cached_blocks=self.pool.num_kept,
             num_steps=self._counts.num_steps,
+            num_rows=self._counts.num_rows,
+            num_prefill_rows=self._counts.num_prefill_rows,
             num_prompt_tokens=self._counts.num_prompt_tokens,
             num_generated_tokens=self._counts.num_generated_tokens,
             num_preemptions=self._counts.num_preemptions,
@@ -349,6 +362,10 @@ class Scheduler:
         sequence.level = level
         self._start_running(sequence)
         self._charges.prepay(sequence)
+        group = self._groups[sequence.request_id]
+        if not group.is_admitted:
+            group.is_admitted = True
+            self._outbox.marks.append(Admitted(sequence.request_id, self._planned_s))
         return True
 
     def _make_room(self, builder: PlanBuilder, now: float) -> None:
@@ -482,13 +499,14 @@ class Scheduler:
     def _account(self, sequences: list[Sequence], ends: list[int], step_s: float) -> None:
         """Learn from a step's duration, and charge for it."""
         self._counts.num_steps += 1
+        self._counts.num_rows += len(sequences)
         self._counts.step_s = step_s
         self._counts.device_s += step_s
         self.step_cost.observe(self._planned_work, step_s)
         num_held = self._charges.charge_step(sequences, ends, self._running, self._planned_work, step_s)
         self._counts.kv_block_s += num_held * step_s
 
-    def _advance(self, sequences: list[Sequence], ends: list[int], lost: set[int]) -> None:
+    def _advance(self, sequences: list[Sequence], ends: list[int], lost: set[int], now: float) -> None:
         """Count what was computed, and fork those who waited for their prompt.
 
         Args:
@@ -500,10 +518,11 @@ class Scheduler:
                 continue
             before, sequence.num_computed_tokens = sequence.num_computed_tokens, end
             if before < sequence.num_prompt_tokens:
-                self._advance_prompt(sequence, before)
+                self._advance_prompt(sequence, before, now)
 
-    def _advance_prompt(self, sequence: Sequence, before: int) -> None:
+    def _advance_prompt(self, sequence: Sequence, before: int, now: float) -> None:
         num_computed = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
+        self._counts.num_prefill_rows += 1
         self._counts.num_prompt_tokens += num_computed - before
         group = self._groups[sequence.request_id]
         if group.num_prompt_tokens_done == 0 and self.cache.is_enabled:
@@ -512,6 +531,12 @@ class Scheduler:
         group.num_cached_tokens += num_cached
         self._counts.num_cache_hits += num_cached
         group.num_prompt_tokens_done = max(group.num_prompt_tokens_done, num_computed)
+        if not group.is_prefilled:
+            group.num_prompt_chunks += 1
+            if num_computed == sequence.num_prompt_tokens:
+                group.is_prefilled = True
+                num_chunks, num_cached = group.num_prompt_chunks, group.num_cached_tokens
+                self._outbox.marks.append(Prefilled(sequence.request_id, now, num_chunks, num_cached))
         if num_computed == sequence.num_prompt_tokens and sequence is group.leader:
             for sibling in group.unforked.values():
                 self._fork(sequence, sibling)
@@ -560,6 +585,8 @@ class _Counts:
 
     def __init__(self) -> None:
         self.num_steps = 0
+        self.num_rows = 0
+        self.num_prefill_rows = 0
         self.num_prompt_tokens = 0
         self.num_generated_tokens = 0
         self.num_preemptions = 0

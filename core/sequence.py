@@ -134,6 +134,9 @@ class SequenceGroup:
         num_live: sequences not yet finished.
         num_prompt_tokens_done: the furthest that any of them has come in the prompt.
         num_cached_tokens: of these, what came from the prefix cache.
+        is_admitted: it has left the queue, be it that it was sent back there since.
+        num_prompt_chunks: steps that computed some of the prompt, until it was done for the first time.
+        is_prefilled: the prompt has been done.
     """
 
     request: Request
@@ -148,6 +151,9 @@ class SequenceGroup:
     num_prompt_tokens_done: int = 0
     num_cached_tokens: int = 0
     is_paused: bool = False
+    is_admitted: bool = False
+    num_prompt_chunks: int = 0
+    is_prefilled: bool = False
 
     @property
     def cost(self) -> Cost:

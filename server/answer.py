@@ -7,7 +7,7 @@ from typing import Protocol
 import msgspec
 
 from core.errors import ErrorKind, ServiceError
-from core.types import Cost, Delta, FinishReason, Request, TokenLogprobs, Usage
+from core.types import Cost, Delta, EngineMark, FinishReason, Request, TokenLogprobs, Usage
 from server.allowance import Allowance
 from server.api.envelope import WIRE_REASONS, cut_short, status_of
 from server.api.surface import Choice, Extras, GenerationCall, ReplyContext, Surface
@@ -20,7 +20,7 @@ from server.metrics import Metrics
 from server.quota import Ticket
 from server.sse import KEEP_ALIVE
 from server.stream import HttpStream
-from server.timing import Timings
+from server.timing import MS_NS, Stage, StageClock
 
 KEEP_ALIVE_S = 15.0  # of silence on a stream before a comment goes out (DESIGN, Answers)
 
@@ -51,7 +51,7 @@ class Answer:
     """
 
     def __init__(
-        self, stream: HttpStream, body: "AnswerBody", timings: Timings, clock: Callable[[], float], metrics: Metrics
+        self, stream: HttpStream, body: "AnswerBody", timings: StageClock, clock: Callable[[], float], metrics: Metrics
     ) -> None:
         self._stream = stream
         self._body: AnswerBody = body
@@ -61,6 +61,8 @@ class Answer:
         self._observe_gap = metrics.inter_token.observe
         self._entry: Entry | None = None  # in the ledger, until it is settled
         self._held: HeldBody | None = None  # until it is reserved there
+        self._backend: Backend | None = None  # once it is asked
+        self._work_before = (0, 0.0)  # of the loop, for tokens of all requests
         self._handles: list[GenerationHandle] = []
         self._prompt_lengths: list[int] = []  # of the handles
         self._usages: list[Usage] = []  # of the handles whose terminal news has come
@@ -96,6 +98,8 @@ class Answer:
         self._ticket = ticket
         if ticket.is_bounded:
             self._allowance = Allowance(self, ticket, requests, asyncio.get_running_loop())
+        self._backend, self._work_before = backend, (backend.work.num_tokens, backend.work.busy_s)
+        self._timings.enter(Stage.QUEUE, self._clock())
         if entry is None:
             self._body.start()
         else:
@@ -107,7 +111,6 @@ class Answer:
             first_choice = len(self._last_token_s)
             self._last_token_s += [None] * request.num_sequences
             self._handles.append(backend.submit(request, self, continues_text, first_choice))
-        self._timings.submitted_s = self._clock()
 
     async def wait_finished(self) -> Outcome:
         """Until all its requests have ended. An error that no head has gone out for is the caller's to tell."""
@@ -118,10 +121,11 @@ class Answer:
         """Let go of timers, and of what is still being generated if the task itself is cancelled. Idempotent."""
         self._body.close()
         self._cancel()
-        if not self._handles:  # no news will come of any
-            self._settle(Usage(0, 0))
+        if len(self._usages) == len(self._handles):  # no news will come of any; settled already, unless that failed
+            usage = total_usage(self._usages)
+            self._settle(usage)
             if self._entry is not None:
-                self._write_end(self._entry, Usage(0, 0), lambda is_durable: None)
+                self._write_end(self._entry, usage, lambda is_durable: None)
 
     def on_text(self, choice: int, text: str, now_s: float) -> None:
         self._time_token(choice, now_s)
@@ -148,8 +152,20 @@ class Answer:
             observe = self._observe_gap  # called as an attribute, it would be looked for as a method first: 40 ns
             observe(now_s - last_s)
         elif self._timings.first_token_s is None:
-            self._timings.first_token_s = now_s
-            self._metrics.ttft.observe(now_s - self._timings.head_s)
+            self._time_first_token(now_s)
+
+    def _time_first_token(self, now_s: float) -> None:
+        timings = self._timings
+        timings.first_token_s = now_s
+        self._metrics.ttft.observe(now_s - timings.accepted_s)
+        if self._body.is_streamed:
+            timings.enter(Stage.FIRST_FLUSH, now_s)
+            self._stream.call_once_written(lambda: timings.go_on(Stage.FIRST_FLUSH, Stage.DECODE, self._clock()))
+        else:
+            timings.enter(Stage.DECODE, now_s)
+
+    def on_engine_mark(self, mark: EngineMark) -> None:
+        self._timings.on_engine_mark(mark)
 
     def on_mark(self, choice: int, num_tokens: int) -> int:
         return NEVER if self._allowance is None else self._allowance.on_mark(choice, num_tokens)
@@ -157,14 +173,15 @@ class Answer:
     def on_end(self, usage: Usage, error: str | None) -> None:
         self._usages.append(usage)
         is_last = len(self._usages) == len(self._handles)
-        if is_last:
-            self._settle(total_usage(self._usages))  # whatever becomes of the answer
         try:
+            if is_last:
+                self._end_decode()
+                self._settle(total_usage(self._usages))  # whatever becomes of the answer
             if error is not None:
                 self.fail(ServiceError(ErrorKind.ENGINE, error, "engine_error"))
             if is_last:
                 self._finish()
-        except Exception as fault:
+        except Exception as fault:  # whatever a surface or settling can raise: its task must not wait for ever
             self._break_down(fault)
 
     def fail(self, error: ServiceError) -> None:
@@ -212,8 +229,15 @@ class Answer:
         for handle in self._handles:
             handle.cancel(FinishReason.CANCELLED)
 
+    def _end_decode(self) -> None:
+        timings = self._timings
+        timings.end_s = self._clock()
+        timings.enter(Stage.SETTLE, timings.end_s)
+        if self._backend is not None:
+            num_tokens = sum(usage.num_completion_tokens for usage in self._usages)
+            timings.detokenize_s = self._backend.work.cost_s(self._work_before, num_tokens)
+
     def _finish(self) -> None:
-        self._timings.end_s = self._clock()
         usage = total_usage(self._usages)
         self._metrics.count_generation(usage, self._timings)
         broken = [reason for reason in self._reasons if reason not in WIRE_REASONS]
@@ -229,7 +253,9 @@ class Answer:
             return  # the task that waited was cancelled
         if self._is_open:
             self._is_open = False
+            self._timings.enter(Stage.LAST_FLUSH, self._clock())
             self._body.complete(usage, {} if self._allowance is None else self._allowance.extras)
+            self._stream.call_once_written(lambda: self._timings.finish(self._clock()))
         self._finished.set_result(usage)
 
     def _break_down(self, fault: Exception) -> None:
@@ -279,14 +305,22 @@ class Answer:
     def _progress(self) -> Usage:
         """As far as it has come: a prompt of which something has been said was computed."""
         pairs = zip(self._handles, self._prompt_lengths, strict=True)
+        num_prompt_tokens = sum(length for handle, length in pairs if handle.num_tokens)
         return Usage(
-            num_prompt_tokens=sum(length for handle, length in pairs if handle.num_tokens),
+            num_prompt_tokens=num_prompt_tokens,
             num_completion_tokens=sum(handle.num_tokens for handle in self._handles),
+            num_cached_tokens=min(num_prompt_tokens, self._timings.num_cached_tokens),
         )
 
 
 class AnswerBody(Protocol):
-    """What an answer writes: events as they come, or one document at the end."""
+    """What an answer writes: events as they come, or one document at the end.
+
+    Attributes:
+        is_streamed: the former.
+    """
+
+    is_streamed: bool
 
     def start(self) -> None:
         """It may write from now on."""
@@ -310,8 +344,10 @@ class StreamedBody:
     The loop's time and the clock that news are stamped with are one, as in asyncio and uvloop.
     """
 
+    is_streamed = True
+
     def __init__(
-        self, surface: Surface, call: GenerationCall, context: ReplyContext, stream: HttpStream, timings: Timings
+        self, surface: Surface, call: GenerationCall, context: ReplyContext, stream: HttpStream, timings: StageClock
     ) -> None:
         self._call = call
         self._reply = surface.stream_reply(call, context)
@@ -377,8 +413,10 @@ class StreamedBody:
 class WholeBody:
     """An answer as one JSON document."""
 
+    is_streamed = False
+
     def __init__(
-        self, surface: Surface, call: GenerationCall, context: ReplyContext, stream: HttpStream, timings: Timings
+        self, surface: Surface, call: GenerationCall, context: ReplyContext, stream: HttpStream, timings: StageClock
     ) -> None:
         self._surface = surface
         self._call = call
@@ -420,8 +458,8 @@ class WholeBody:
         """Nothing is held."""
 
 
-def _timings_of(call: GenerationCall, timings: Timings) -> Extras:
-    return {"timings": timings.stages_ms()} if call.wants_timings else {}
+def _timings_of(call: GenerationCall, timings: StageClock) -> Extras:
+    return {"timings": timings.details()} if call.wants_timings else {}
 
 
 def send_document(
@@ -437,13 +475,13 @@ def content_headers(body: bytes, media_type: bytes = JSON_TYPE) -> Headers:
     return ((b"content-type", media_type), (b"content-length", b"%d" % len(body)))
 
 
-def answer_headers(timings: Timings) -> Headers:
+def answer_headers(timings: StageClock) -> Headers:
     """What an answer bears beside its content: where the time went until now."""
-    processing_ms = b"%d" % round(timings.elapsed_s * 1e3)
+    processing_ms = b"%d" % round(timings.total_ns / MS_NS)
     return (NO_STORE, (b"server-timing", timings.server_timing()), (b"openai-processing-ms", processing_ms))
 
 
-def answer_trailers(usage: Usage, timings: Timings) -> Headers:
+def answer_trailers(usage: Usage, timings: StageClock) -> Headers:
     """What is only known at a stream's end. RFC 9651 §3.2: the usage is a dictionary."""
     counts = (usage.num_prompt_tokens, usage.num_cached_tokens, usage.num_completion_tokens)
     return (

@@ -17,6 +17,7 @@ from core.types import (
     Cancel,
     Cost,
     Delta,
+    EngineMark,
     EngineStats,
     FinishReason,
     Message,
@@ -29,7 +30,7 @@ from core.types import (
     TokenLogprobs,
     Usage,
 )
-from server.backend import DeltaSink
+from server.backend import DeltaSink, LoopWork
 
 logger = logging.getLogger(__name__)
 
@@ -112,9 +113,9 @@ class RequestHandle:
         if sequence.is_finished:
             return
         detokenizer = sequence.detokenizer
-        text = detokenizer.push_token(token_id)
-        sequence.num_tokens = num_tokens = detokenizer.num_tokens_kept
         try:
+            text = detokenizer.push_token(token_id)
+            sequence.num_tokens = num_tokens = detokenizer.num_tokens_kept
             if detokenizer.is_stopped:
                 self._finish_at_stop_string(sequence, text, now_s)
             elif text:
@@ -122,7 +123,7 @@ class RequestHandle:
                 self._sink.on_text(sequence.choice, text, now_s)
             if num_tokens >= sequence.mark:
                 self._pass_mark(sequence)
-        except Exception:  # whatever a writer of answers can raise
+        except Exception:  # whatever a detokenizer or a writer of answers can raise
             self._break_off()
 
     def on_chunk(self, chunk: TokenChunk, now_s: float) -> None:
@@ -137,6 +138,9 @@ class RequestHandle:
         if chunk.usage is not None:
             self.cost = chunk.cost
             self._end(self._cut(chunk.usage), self._error)
+
+    def on_engine_mark(self, mark: EngineMark) -> None:
+        self._sink.on_engine_mark(mark)
 
     def fail(self, message: str) -> None:
         """The engine will not tell its end any more: end it here."""
@@ -207,7 +211,7 @@ class EngineClient:
         table: what the model's tokens say.
         flush: writes out what the deltas of one slice have left in the connections.
         call_soon: the loop's.
-        clock: monotonic seconds; read once a slice.
+        clock: monotonic seconds; read twice a slice.
         on_delivered: called for each delivery once it has been told in full.
     """
 
@@ -221,6 +225,7 @@ class EngineClient:
         on_delivered: Callable[[], None],
     ) -> None:
         self.stats = EngineStats()
+        self.work = LoopWork()
         self._post = post
         self._table = table
         self._flush = flush
@@ -277,16 +282,22 @@ class EngineClient:
         start, end = self._next_row, self._next_row + SLICE_ROWS
         now_s = self._clock()
         handles = self._handles
+        if delivery.marks and start == 0:
+            for mark in delivery.marks:
+                handles[mark.request_id].on_engine_mark(mark)
         for request_id, index, token_id in zip(
             delivery.request_ids[start:end], delivery.indexes[start:end], delivery.token_ids[start:end], strict=True
         ):
             handles[request_id].on_token(index, token_id, now_s)
+        self.work.num_tokens += min(end, len(delivery.request_ids)) - start
         if end >= len(delivery.request_ids):
             self._deliver_chunks(delivery, now_s)
+            self.work.num_tokens += len(delivery.chunks)
             self._deliveries.popleft()
             self._on_delivered()
             end = 0
         self._next_row = end
+        self.work.busy_s += self._clock() - now_s
         self._flush()
         if self._deliveries:
             self._call_soon(self._deliver_slice)

@@ -59,6 +59,7 @@ class ConnectionContext:
     batch: WriteBatch
     date: Callable[[], bytes]
     bodies: BodyRoom
+    clock: Callable[[], float]  # monotonic seconds, finer than the loop's
 
 
 class Exchanges(Flushable, Protocol):

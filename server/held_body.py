@@ -18,6 +18,7 @@ class HeldBody:
     """
 
     def __init__(self, body: "AnswerBody") -> None:
+        self.is_streamed = body.is_streamed
         self._body = body
         self._writes: list[Callable[[], None]] = []
 

@@ -8,6 +8,7 @@ while a peer that has its answers does not read them.
 
 import asyncio
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from core.errors import ErrorKind, ServiceError
@@ -60,6 +61,9 @@ class Http1Exchanges:
         self._num_refused: int | None = None  # bytes thrown away, once too many have been pipelined
         self._drain_due = math.inf  # for a connection that has asked for nothing yet
         self._waiting_since = context.loop.time()  # for a request, or for the rest of its head
+        self._clock = context.clock
+        self._received_s = 0.0  # the first byte of the request
+        self._on_written: list[Callable[[], None]] = []  # to be called after the next flush
 
     @property
     def peer(self) -> Peer:
@@ -95,6 +99,7 @@ class Http1Exchanges:
             return
         if self._protocol.is_idle:
             self._waiting_since = self._loop.time()
+            self._received_s = self._clock()
         self._handle_events(self._protocol.receive(data))
         num_pipelined = 0 if self._protocol.has_more else self._protocol.num_buffered
         if self._stream is not None and num_pipelined > self._limits.pipelined_bytes:
@@ -115,6 +120,7 @@ class Http1Exchanges:
 
     def end_of_peer(self) -> None:
         self._protocol.receive_eof()
+        self._tell_written()
         stream, task = self._stream, self._task
         self._stream = self._task = None
         self._end_body()
@@ -161,7 +167,7 @@ class Http1Exchanges:
         if request.stream_id >= self._limits.num_requests:
             self._protocol.keep_alive = False
         self._body_clock = None
-        stream = self._stream = HttpStream(request, self)
+        stream = self._stream = HttpStream(request, self, self._received_s)
         self._task = self._connection.serve(stream)
         if request.stream_id == 1 and not self._connection.is_secure and not self.peer.is_proxy:
             self._upgrade = upgrade_settings(request, self._limits.http2.frames.num_settings)
@@ -231,10 +237,22 @@ class Http1Exchanges:
             self._is_dirty = True
             self._batch.add(self)
 
+    def call_once_written(self, stream: HttpStream, callback: Callable[[], None]) -> None:
+        self._on_written.append(callback)
+        if not self._is_dirty:  # no flush need come
+            self._tell_written()
+
+    def _tell_written(self) -> None:
+        callbacks, self._on_written = self._on_written, []
+        for callback in callbacks:
+            callback()
+
     def flush(self) -> None:
         """Write what has been sent, at once. Then the next request, or the end."""
         self._is_dirty = False
         self._connection.write_out()
+        if self._on_written:
+            self._tell_written()
         if self._stream is None:
             self._go_on()
 
@@ -249,6 +267,7 @@ class Http1Exchanges:
         elif not connection.is_writing_paused:
             # A peer that pipelines and does not read gets no further answers to hold for it
             self._exchange_is_over = False
+            self._received_s = self._clock()  # of one that was pipelined: its turn
             self._handle_events(self._protocol.next_request())
             connection.adjust()
 

@@ -134,6 +134,7 @@ class Entry:
             self.row.request_id,
             self.ledger.now_us(),
             usage.num_prompt_tokens,
+            usage.num_cached_tokens,
             usage.num_completion_tokens,
             self.subject.count(usage),
             self.ledger.prices.cost_micro(self.subject.model, usage),

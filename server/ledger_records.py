@@ -71,6 +71,7 @@ class Progress(msgspec.Struct, frozen=True):
     request_id: str
     updated_us: int
     prompt_tokens: int
+    cached_tokens: int
     completion_tokens: int
     counted_tokens: int
     price_micro: int

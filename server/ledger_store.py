@@ -18,6 +18,7 @@ from server.ledger_records import (
     Keep,
     LedgerRow,
     Probe,
+    Progress,
     Prune,
     Reserve,
     Settle,
@@ -58,7 +59,7 @@ _SETTLE = (
     + f" WHERE state = '{State.RESERVED}'"
 )
 _CHECKPOINT = (
-    "UPDATE requests SET updated_us = ?, prompt_tokens = ?, completion_tokens = ?, counted_tokens = ?, price_micro = ?"
+    f"UPDATE requests SET {', '.join(f'{name} = ?' for name in Progress.__struct_fields__[1:])}"
     f" WHERE request_id = ? AND state = '{State.RESERVED}'"
 )
 _ABORT = (

@@ -91,6 +91,7 @@ class Listener:
         config: ListenerConfig,
         loop: asyncio.AbstractEventLoop | None = None,
         wall_clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Bind nothing yet. Without `loop`, the running one."""
         loop = loop or asyncio.get_running_loop()
@@ -110,6 +111,7 @@ class Listener:
             self.batch,
             HttpDate(wall_clock),
             BodyRoom(config.held_body_bytes),
+            clock,
         )
         self._acceptors: list[tuple[ListeningSocket, Acceptor]] = []  # of the sockets that are still open
         self._connections: set[Connection] = set()
@@ -360,10 +362,10 @@ class Listener:
 
 
 async def _peek(loop: asyncio.AbstractEventLoop, accepted: socket.socket) -> bytes:
-    readable = loop.create_future()
-    loop.add_reader(accepted, lambda: readable.done() or readable.set_result(None))
+    readable = asyncio.Event()
+    loop.add_reader(accepted, readable.set)
     try:
-        await readable
+        await readable.wait()
     finally:
         loop.remove_reader(accepted)
     return accepted.recv(1, socket.MSG_PEEK)

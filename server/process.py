@@ -37,8 +37,10 @@ from server.ledger_setup import open_ledger
 from server.lifecycle import Clock, Lifecycle, PromptReader
 from server.listener import ALL_HELD_BODY_BYTES, Listener, ListenerConfig
 from server.listening_sockets import shown_addresses
+from server.loop_lag import LoopLag
 from server.metrics import Metrics
 from server.model_files import ModelFiles
+from server.otel import TraceExporter
 from server.socket_activation import PassedSocket, take_passed_sockets
 from server.supervision import EngineLost, Supervision
 from server.systemd import ServiceManager
@@ -103,16 +105,16 @@ class Server:
     ) -> None:
         """
         Raises:
-            StartupError: the certificate or the keys file is not fit.
+            StartupError: the certificate or the keys file is not fit, or an extra that is asked for is missing.
         """
         self._config = config
         self._read_config = read_config or (lambda: config)
         self._announce = announce
         self._loop = asyncio.get_running_loop()
         self._readiness = Readiness()
-        self._metrics = Metrics()
         self._clock = Clock(time.monotonic, time.time)
         self._ledger, used_today, self._idempotency = open_ledger(config, self._clock, self._loop)
+        self._metrics = Metrics(config.slo, self._clock.monotonic)
         self._gate = Gate(config, self._clock, used_today)
         self._app = App(
             self._readiness,
@@ -122,6 +124,9 @@ class Server:
             lambda: secrets.token_hex(16),
             CrossOrigin(config.cors_origins),
         )
+        self._tracing = None if config.otlp_endpoint is None else TraceExporter(config.otlp_endpoint)
+        if self._tracing is not None:
+            self._app.export_to(self._tracing.put)
         self._tls = server_tls(config.tls_cert, config.tls_key, config.tls_client_ca, config.tls_client_auth)
         self.listener = Listener(self._app.handle, self._app.refuse, _listener_config(config, self._tls, passed))
         self._app.listener = self.listener
@@ -130,6 +135,7 @@ class Server:
         )
         self._manager = ServiceManager(os.environ, os.getpid())
         self._supervision = Supervision(self, self._manager, self._loop)
+        self._loop_lag = LoopLag(self._loop, self._clock.monotonic, self._metrics.loop_lag)
         self._client: EngineClient | None = None
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._stopping: asyncio.Future[float] = self._loop.create_future()  # seconds of grace
@@ -154,6 +160,9 @@ class Server:
             await self._shut_down(grace_s)
         finally:
             self._supervision.close()
+            self._loop_lag.close()
+            if self._tracing is not None:
+                await self._tracing.close()
         if isinstance(self._failure, StartupError):
             raise self._failure
         return ExitCode.OK if self._failure is None else ExitCode.ENGINE
@@ -258,6 +267,7 @@ class Server:
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)
         self._readiness.is_ready = True
+        self._loop_lag.start()
         self._ready.set_result(None)
         self._supervision.on_ready(loaded.facts.limits.max_batch_tokens)
         self._announce(banner_lines(self._banner_facts(loaded.facts)))
@@ -265,9 +275,11 @@ class Server:
     def on_delivery(self, delivery: StepDelivery) -> None:
         assert self._client is not None, "nothing is delivered before the engine is ready"
         self._supervision.on_step(delivery.stats)
+        self._metrics.observe_step(delivery.stats)
         self._client.deliver(delivery)
 
-    def on_beat(self) -> None:
+    def on_beat(self, gil_wait_s: float) -> None:
+        self._metrics.gil_wait.observe(gil_wait_s)
         self._supervision.on_beat()
 
     def on_failed(self, error: BaseException) -> None:

@@ -1,5 +1,7 @@
 """An answer's bytes as they pass, to be said again. Thread: loop."""
 
+from collections.abc import Callable
+
 from server.messages import Headers, ResponseHead
 from server.peer import Peer
 from server.stream import HttpStream, StreamCarrier
@@ -49,3 +51,6 @@ class Recording:
     def write_end(self, stream: HttpStream, trailers: Headers) -> None:
         self.is_whole = not self._is_too_long
         self._carrier.write_end(stream, trailers)
+
+    def call_once_written(self, stream: HttpStream, callback: Callable[[], None]) -> None:
+        self._carrier.call_once_written(stream, callback)

@@ -77,6 +77,7 @@ SAMPLES = {
     "ledger-keep": "90d",
     "log-level": "debug",
     "log-format": "json",
+    "otlp-endpoint": "http://collector:4318/v1/traces",
     "max-body": "1MiB",
     "head-timeout": "500ms",
     "body-timeout": "5s",

@@ -72,20 +72,20 @@ def lock(path: Path, journal: Journal) -> Iterator[sqlite3.Connection]:
 def test_orphan_closes_at_its_last_checkpoint_and_not_at_its_reservation(path: Path) -> None:
     journal = open_journal(path, NUM_RECORDS)
     journal.write([Reserve(row("a")), Reserve(row("b"))])
-    journal.write([Checkpoint((Progress("a", 5, 20, 3, 23, 11),))])
-    journal.write([Checkpoint((Progress("a", 6, 20, 4, 24, 12),))])
+    journal.write([Checkpoint((Progress("a", 5, 20, 16, 3, 23, 11),))])
+    journal.write([Checkpoint((Progress("a", 6, 20, 16, 4, 24, 12),))])
     journal.close()
     open_journal(path, NUM_RECORDS).close()
     found = rows(path)
     a, b = found["a"], found["b"]
     assert (a.state, a.prompt_tokens, a.completion_tokens, a.counted_tokens) == (State.ABORTED, 20, 4, 24)
-    assert (a.price_micro, a.updated_us) == (12, 6)
+    assert (a.cached_tokens, a.price_micro, a.updated_us) == (16, 12, 6)
     assert (b.state, b.prompt_tokens, b.completion_tokens, b.price_micro) == (State.ABORTED, 0, 0, 0)
 
 
 def test_what_is_settled_stays_as_it_is(path: Path, journal: Journal) -> None:
     journal.write([Reserve(row()), settled()])
-    journal.write([settled(completion_tokens=8), Checkpoint((Progress("a", 5, 20, 3, 23, 11),))])
+    journal.write([settled(completion_tokens=8), Checkpoint((Progress("a", 5, 20, 16, 3, 23, 11),))])
     assert rows(path) == {"a": settled().row}
 
 

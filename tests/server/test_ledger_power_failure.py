@@ -36,7 +36,7 @@ def batches(rng: random.Random) -> list[list[Write]]:
         running.append(number)
         batch: list[Write] = [Reserve(row(number))]
         if rng.random() < 0.3:
-            batch.append(Checkpoint(tuple(Progress(f"r{i}", i, 5, 7, 12, 0) for i in running)))
+            batch.append(Checkpoint(tuple(Progress(f"r{i}", i, 5, 0, 7, 12, 0) for i in running)))
         while running and rng.random() < 0.45:
             ended = running.pop(rng.randrange(len(running)))
             batch.append(Settle(row(ended, state=State.SETTLED, completion_tokens=ended)))

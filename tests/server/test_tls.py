@@ -263,7 +263,7 @@ def test_who_is_one_too_many_gets_an_alert(tmp_path: Path) -> None:
             assert await reader.read() == REFUSED_ALERT
             client = ssl.create_default_context().wrap_bio(told := ssl.MemoryBIO(), ssl.MemoryBIO(), False, "a")
             told.write(REFUSED_ALERT)
-            with pytest.raises(ssl.SSLError, match="(?i)internal"):
+            with pytest.raises(ssl.SSLError, match=r"(?i)internal"):
                 client.do_handshake()
             writer.close()
             first.close()
