@@ -32,12 +32,14 @@ from server.descriptors import allow_connections
 from server.engine_client import EngineClient
 from server.engine_thread import EngineThread, Inbox
 from server.gate import Gate
+from server.ledger_setup import open_ledger
 from server.lifecycle import Clock, Lifecycle, PromptReader
 from server.listener import ALL_HELD_BODY_BYTES, Listener, ListenerConfig
 from server.listening_sockets import shown_addresses
 from server.loop_lag import LoopLag
 from server.metrics import Metrics
 from server.model_files import ModelFiles
+from server.otel import TraceExporter
 from server.socket_activation import PassedSocket, take_passed_sockets
 from server.supervision import EngineLost, Supervision
 from server.systemd import ServiceManager
@@ -102,7 +104,7 @@ class Server:
     ) -> None:
         """
         Raises:
-            StartupError: the certificate or the keys file is not fit.
+            StartupError: the certificate or the keys file is not fit, or an extra that is asked for is missing.
         """
         self._config = config
         self._read_config = read_config or (lambda: config)
@@ -110,8 +112,9 @@ class Server:
         self._loop = asyncio.get_running_loop()
         self._readiness = Readiness()
         self._clock = Clock(time.monotonic, time.time)
+        self._ledger, used_today, self._idempotency = open_ledger(config, self._clock, self._loop)
         self._metrics = Metrics(config.slo, self._clock.monotonic)
-        self._gate = Gate(config, self._clock)
+        self._gate = Gate(config, self._clock, used_today)
         self._app = App(
             self._readiness,
             self._gate,
@@ -120,6 +123,9 @@ class Server:
             lambda: secrets.token_hex(16),
             CrossOrigin(config.cors_origins),
         )
+        self._tracing = None if config.otlp_endpoint is None else TraceExporter(config.otlp_endpoint)
+        if self._tracing is not None:
+            self._app.export_to(self._tracing.put)
         self._tls = server_tls(config.tls_cert, config.tls_key, config.tls_client_ca, config.tls_client_auth)
         self.listener = Listener(self._app.handle, self._app.refuse, listener_config(config, self._tls, passed))
         self._app.listener = self.listener
@@ -154,6 +160,8 @@ class Server:
         finally:
             self._supervision.close()
             self._loop_lag.close()
+            if self._tracing is not None:
+                await self._tracing.close()
         if isinstance(self._failure, StartupError):
             raise self._failure
         return ExitCode.OK if self._failure is None else ExitCode.ENGINE
@@ -172,9 +180,10 @@ class Server:
             raise
         logger.info("listening on %s, loading the model", shown_addresses(self.listener.sockets))
         self._gate.start()
+        if self._ledger is not None:
+            self._ledger.start()
         self._engine_thread.start()
         self._supervision.start()
-        self._loop_lag.start()
 
     async def wait_ready(self) -> None:
         """
@@ -250,11 +259,14 @@ class Server:
             max_body_bytes=self._config.max_body_bytes,
             max_requests=self._config.max_queue,
             max_sequences=min(loaded.facts.limits.max_sequences, loaded.facts.limits.max_batch_tokens),
+            idempotency=self._idempotency,
+            ledger=self._ledger,
         )
         gc.collect()
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)
         self._readiness.is_ready = True
+        self._loop_lag.start()
         self._ready.set_result(None)
         self._supervision.on_ready(loaded.facts.limits.max_batch_tokens)
         self._announce(banner_lines(self._banner_facts(loaded.facts)))
@@ -351,6 +363,8 @@ class Server:
         farewell = self._loop.call_later(grace_s, self._say_farewell)
         await self.listener.drain(grace_s + FAREWELL_S)
         farewell.cancel()
+        if self._ledger is not None:
+            self._ledger.close()
         self._engine_thread.stop()
         if self._client is None or isinstance(self._failure, EngineLost):
             return  # it is still loading, or hangs, which nothing can interrupt: the process ends without it
