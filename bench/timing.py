@@ -1,7 +1,7 @@
 """What a request's clock costs, and whether it is right: `python -m bench.timing`.
 
-- Each request's stages against a clock of the client's: both read CLOCK_MONOTONIC, so that what the server's total leaves
-  unexplained of the client's time is the kernel and the client itself.
+- Each request's stages against a clock of the client's: both read CLOCK_MONOTONIC, so what the server's total
+  leaves unexplained of the client's time is the kernel and the client itself.
 - A scrape of /metrics while streams run: what it takes of the event loop, by the server's own gauge.
 - The stamps of a delivery, alone: microseconds per token, by the rows of its slices.
 """
