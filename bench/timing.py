@@ -7,6 +7,7 @@
 """
 
 import argparse
+import contextlib
 import json
 import socket
 import sys
@@ -89,7 +90,8 @@ def scrape_under_load(port: int) -> list[float]:
 
 
 def _drain(connection: socket.socket) -> None:
-    with connection:
+    """To the end, whoever makes it."""
+    with connection, contextlib.suppress(ConnectionResetError):
         while connection.recv(65_536):
             pass
 
