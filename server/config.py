@@ -13,8 +13,10 @@ from core.errors import ExitCode, StartupError
 from server.binds import Bind, PassedAddress, TcpAddress, UnixAddress
 from server.client_gate import ClientRules
 from server.networks import UNIX
+from server.prices import NO_PRICES, Prices
 from server.settings.engine import EngineSettings
 from server.settings.identity import IdentitySettings
+from server.settings.ledger import LedgerSettings
 from server.settings.limits import LimitSettings
 from server.settings.listening import NO_HEADER, ListeningSettings
 from server.settings.model import ModelSettings
@@ -33,6 +35,7 @@ _TABLES = (
     ProcessSettings,
     ListeningSettings,
     IdentitySettings,
+    LedgerSettings,
     LimitSettings,
     WireSettings,
 )
@@ -43,9 +46,19 @@ OPTIONS: tuple[Option, ...] = tuple(row for table in _TABLES for row in rows_of(
 
 @dataclass(frozen=True)
 class ServerConfig(
-    ModelSettings, EngineSettings, ProcessSettings, ListeningSettings, IdentitySettings, LimitSettings, WireSettings
+    ModelSettings,
+    EngineSettings,
+    ProcessSettings,
+    ListeningSettings,
+    IdentitySettings,
+    LedgerSettings,
+    LimitSettings,
+    WireSettings,
 ):
     """All settings, parsed and in range. None: chosen at start, from the model or by measurement."""
+
+    prices: Prices = NO_PRICES
+    """[prices] of the TOML file, the only place where they can stand."""
 
     tenants: tuple[Tenant, ...] = ()
     """[[tenants]] of the TOML file, the only place where they can stand."""

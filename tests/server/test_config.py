@@ -82,6 +82,7 @@ SAMPLES = {
     "allow": "10.0.0.0/8",
     "deny": "2001:db8::/32",
     "api-key": "secret",
+    "ledger-keep": "90d",
     "log-level": "debug",
     "log-format": "json",
     "otlp-endpoint": "http://collector:4318/v1/traces",
