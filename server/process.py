@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from core.engine import Engine
@@ -26,13 +26,12 @@ from server.api.surface import GenerationDefaults
 from server.app import App, Readiness
 from server.banner import BannerFacts, Place, banner_lines, is_public, places_of
 from server.config import ServerConfig
-from server.connection_limits import HELD_BODY_BYTES, ConnectionLimits
+from server.connection_limits import HELD_BODY_BYTES
 from server.cross_origin import CrossOrigin
 from server.descriptors import allow_connections
 from server.engine_client import EngineClient
 from server.engine_thread import EngineThread, Inbox
 from server.gate import Gate
-from server.http1_prefilter import HeadLimits
 from server.ledger_setup import open_ledger
 from server.lifecycle import Clock, Lifecycle, PromptReader
 from server.listener import ALL_HELD_BODY_BYTES, Listener, ListenerConfig
@@ -128,7 +127,7 @@ class Server:
         if self._tracing is not None:
             self._app.export_to(self._tracing.put)
         self._tls = server_tls(config.tls_cert, config.tls_key, config.tls_client_ca, config.tls_client_auth)
-        self.listener = Listener(self._app.handle, self._app.refuse, _listener_config(config, self._tls, passed))
+        self.listener = Listener(self._app.handle, self._app.refuse, listener_config(config, self._tls, passed))
         self._app.listener = self.listener
         self._engine_thread = EngineThread(
             lambda inbox, deliver: load(inbox, deliver, self._report_stage), self, self._loop
@@ -396,18 +395,20 @@ async def serve(
     return await server.run()
 
 
-def _listener_config(config: ServerConfig, tls: ServerTls | None, passed: Sequence[PassedSocket]) -> ListenerConfig:
+def listener_config(config: ServerConfig, tls: ServerTls | None, passed: Sequence[PassedSocket]) -> ListenerConfig:
     return ListenerConfig(
-        binds=config.all_binds(has_passed=bool(passed)),
+        binds=config.all_binds(passed),
         passed=passed,
         unix_mode=config.unix_mode,
         tls=tls,
         max_connections=config.max_connections,
         clients=config.client_rules,
         held_body_bytes=max(ALL_HELD_BODY_BYTES, config.max_body_bytes),
-        connection=ConnectionLimits(
+        handshake_s=config.handshake_timeout_s,
+        notsent_bytes=config.max_unsent_bytes,
+        connection=replace(
+            config.connection_limits,
             held_body_bytes=max(HELD_BODY_BYTES, config.max_body_bytes),
-            head=HeadLimits(),
             head_s=config.head_timeout_s,
             body_s=config.body_timeout_s,
             idle_s=config.idle_timeout_s,
