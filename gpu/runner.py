@@ -89,8 +89,7 @@ class ModelRunner:
             dtype,
             device,
             config.windows,
-            has_decode_kernel=operators.attention is not None,
-            has_prefill_kernel=operators.attention is not None and operators.attention.can_prefill,
+            has_kernels=operators.attention is not None,
         )
 
     def open_offload(self, engine: EngineConfig, checkpoint: Checkpoint) -> None:
