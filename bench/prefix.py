@@ -12,8 +12,9 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import bench.no_spin  # noqa: F401
 from bench.results import RESULTS_DIR, Table, command_line, print_tables, write_result
@@ -22,8 +23,10 @@ from core.engine import Engine
 from core.errors import StartupError
 from core.scheduler import Scheduler
 from core.types import EngineStats, Message, Request, SamplingParams, StepDelivery, Submit
+from gpu.checkpoint import open_checkpoint
 from gpu.device import DTYPES, choose_device
 from gpu.kv_cache import bytes_per_token
+from gpu.kv_offload import KVOffload
 from gpu.runner import ModelRunner, load_runner
 
 NUM_PAIRS = 6
@@ -38,6 +41,7 @@ class Cases:
         num_streams: of each such run, all at once.
         long_prompt: of which cached_share is cached.
         num_turns: of a chat; each adds a question and its answer to the prompt.
+        model: the runner's directory.
     """
 
     num_pairs: int = NUM_PAIRS
@@ -52,6 +56,7 @@ class Cases:
     system: int = 256
     question: int = 48
     answer: int = 24
+    model: Path = Path()
 
     @property
     def longest(self) -> int:
@@ -83,18 +88,26 @@ class PrefixBench:
     """A scheduler and an engine over a loaded runner, stepped by hand.
 
     Several may use a runner in turn, as long as none of them counts on what it has cached before another's turn.
+
+    Args:
+        store: host memory, and a directory, for what is evicted.
     """
 
-    def __init__(self, runner: ModelRunner, has_prefix_cache: bool) -> None:
+    def __init__(self, runner: ModelRunner, has_prefix_cache: bool, store: KVOffload | None = None) -> None:
         self._inbox: deque[Message] = deque()
         self._tokens: dict[str, list[int]] = {}
         self._num_requests = 0
-        self._scheduler = Scheduler(runner.limits, (), lambda: 0, has_prefix_cache)
-        self._engine = Engine(self._scheduler, runner, time.monotonic, self._inbox, self._take)
+        stored = () if store is None else store.stored
+        self._scheduler = Scheduler(runner.limits, (), lambda: 0, has_prefix_cache, stored=stored)
+        self._engine = Engine(self._scheduler, runner, time.monotonic, self._inbox, self._take, store)
 
     @property
     def stats(self) -> EngineStats:
         return self._scheduler.stats()
+
+    def close(self) -> None:
+        """As the server does when it ends."""
+        self._engine.close()
 
     def ask(self, prompt_ids: Sequence[int], max_tokens: int) -> tuple[float, list[int]]:
         """One request alone: seconds to its first token, and its tokens."""
@@ -105,6 +118,12 @@ class PrefixBench:
         ttft_s = time.perf_counter() - started_s
         self._run()
         return ttft_s, self._tokens.pop(name)
+
+    def ask_counted(self, prompt_ids: Sequence[int]) -> tuple[int, float]:
+        """One request alone: how many tokens were cached, and ms to its first token."""
+        before = self.stats.num_cache_hits
+        ttft_s, _ = self.ask(prompt_ids, 1)
+        return self.stats.num_cache_hits - before, ttft_s * 1e3
 
     def ask_at_once(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> float:
         """All of them together: seconds until the last has ended."""
@@ -199,7 +218,52 @@ def measure_chats(runner: ModelRunner, cases: Cases, rng: random.Random) -> Tabl
     return Table(f"{cases.num_chats} chats of {cases.num_turns} turns", columns, tuple(rows))
 
 
-PARTS = {"no-hits": measure_no_hits, "ttft": measure_ttft, "chats": measure_chats}
+def measure_restart(runner: ModelRunner, cases: Cases, rng: random.Random) -> Table:
+    """The long prompt: cold, from host memory, and in the first moments of a process that finds a warm directory.
+
+    The model stays loaded: what a restart takes beside is its loading of the weights.
+    """
+    prompt, other = (_random_ids(runner, cases.long_prompt, rng) for _ in range(2))
+    limits, rows = runner.limits, []
+    with TemporaryDirectory() as directory:
+        offer_memory(runner, cases, directory)
+        bench = PrefixBench(runner, True, runner.offload)
+        bench.ask(other, 1)
+        rows.append(("cold", *bench.ask_counted(prompt)))
+        for _ in range(3):  # more than the device has room for
+            bench.ask(_random_ids(runner, cases.long_prompt, rng), 1)
+        rows.append(("from host memory", *bench.ask_counted(prompt)))
+        started_s = time.perf_counter()
+        bench.close()
+        closed_s = time.perf_counter()
+        offer_memory(runner, cases, directory)
+        loaded_s = time.perf_counter()
+        warm = PrefixBench(runner, True, runner.offload)
+        rows.append(("after a restart", *warm.ask_counted(prompt)))
+        assert runner.offload is not None
+        num_stored, block_bytes = len(runner.offload.stored), runner.limits.block_bytes
+        warm.close()
+    runner.offload, runner.limits = None, limits
+    title = (
+        f"A prompt of {cases.long_prompt} over a restart: {closed_s - started_s:.2f} s to write what was not yet,"
+        f" {loaded_s - closed_s:.2f} s to read {num_stored} blocks of {block_bytes} bytes and the model's digest"
+    )
+    cold_ms = rows[0][2]
+    return Table(
+        title,
+        ("prompt", "cached tokens", "TTFT ms", "share of cold"),
+        tuple((name, cached, ttft_ms, ttft_ms / cold_ms) for name, cached, ttft_ms in rows),
+    )
+
+
+def offer_memory(runner: ModelRunner, cases: Cases, directory: str) -> None:
+    """Host memory for some long prompts, with a directory; as a process that starts would have it."""
+    size_bytes = 8 * (cases.long_prompt // BLOCK_SIZE + 2) * runner.limits.block_bytes
+    checkpoint = open_checkpoint(cases.model, runner.config.packed)
+    runner.open_offload(EngineConfig(kv_offload_bytes=size_bytes, kv_offload_dir=directory), checkpoint)
+
+
+PARTS = {"no-hits": measure_no_hits, "ttft": measure_ttft, "chats": measure_chats, "restart": measure_restart}
 
 
 def _random_ids(runner: ModelRunner, count: int, rng: random.Random) -> list[int]:
@@ -236,7 +300,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, show, write. Returns the exit code: 2 when the model cannot be loaded."""
     argv = sys.argv[1:] if argv is None else argv
     arguments = _parser().parse_args(argv)
-    cases = QUICK if arguments.quick else Cases(num_pairs=arguments.pairs)
+    cases = replace(QUICK if arguments.quick else Cases(num_pairs=arguments.pairs), model=arguments.model)
     try:
         runner = _open(arguments.model, cases, arguments.dtype, arguments.threads)
     except StartupError as error:

@@ -13,7 +13,7 @@ def test_tables_tell_what_was_computed_and_what_was_cached(tmp_path: Path, capsy
     model = save_random_model("llama2", tmp_path / "model")
     out = tmp_path / "prefix.json"
     assert prefix.main(["--model", str(model), "--quick", "--threads", "1", "--json", str(out)]) == 0
-    no_hits, ttft, chats = read_result(out).tables
+    no_hits, ttft, chats, restart = read_result(out).tables
     assert [row[0] for row in no_hits.rows] == [1, "median"]
     num_common = int(prefix.QUICK.long_prompt * prefix.QUICK.cached_share)
     assert [row[1] for row in ttft.rows] == [0, num_common // 16 * 16]
@@ -23,6 +23,8 @@ def test_tables_tell_what_was_computed_and_what_was_cached(tmp_path: Path, capsy
     assert isinstance(cached_with, int)
     assert cached_with > 0
     assert computed_with + cached_with == computed_without
+    most = (prefix.QUICK.long_prompt - 1) // 16 * 16
+    assert [row[:2] for row in restart.rows] == [("cold", 0), ("from host memory", most), ("after a restart", most)]
 
 
 def test_a_part_can_be_measured_alone(tmp_path: Path) -> None:
