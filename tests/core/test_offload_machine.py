@@ -18,7 +18,7 @@ class OffloadMachine(SchedulerMachine):
     num_host_blocks = 6
 
     @invariant()
-    def slots_are_conserved(self) -> None:
+    def host_slots_are_conserved(self) -> None:
         if hasattr(self, "scheduler"):
             assert_slots_are_conserved(self.scheduler.host)
 
