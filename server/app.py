@@ -419,7 +419,8 @@ class App:
         """By our id, or by the client's own x-request-id: all of its tenant's that bear it."""
         shown, tenant = exchange.argument, exchange.known_caller.tenant.name
         named = [one.request_id for one in self._generations() if client_request_id(one.request) == shown]
-        if not any([self._served.cancel(request_id, tenant) for request_id in (_plain_id(shown), *named)]):
+        is_cancelled = [self._served.cancel(request_id, tenant) for request_id in (_plain_id(shown), *named)]
+        if not any(is_cancelled):
             message = f"No request {exchange.argument[:_SHOWN_CHARS]!r} is in progress. It may have ended already."
             raise ServiceError(ErrorKind.NOT_FOUND, message, "request_not_found")
         self._send(exchange, b'{"status":"cancelled"}')
