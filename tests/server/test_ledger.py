@@ -11,7 +11,7 @@ import pytest
 
 from core.simulation import CostModel
 from core.types import FinishReason, Usage
-from server.ledger import CHECKPOINT_S, PROBE_S, Ledger, Subject
+from server.ledger import CHECKPOINT_S, PROBE_S, STUCK_S, Ledger, Subject
 from server.ledger_records import Checkpoint, LedgerRow, State
 from server.ledger_store import LedgerStore
 from server.prices import ModelPrice, Prices
@@ -213,6 +213,24 @@ def test_while_nothing_can_be_written_requests_are_refused_before_work(path: Pat
     assert (found["r1"].state, found["r1"].completion_tokens) == (State.SETTLED, 60)
     assert (found["r2"].state, found["r2"].status) == (State.SETTLED, 503)
     assert "r3" not in found
+
+
+def test_while_the_disk_hangs_requests_are_refused_before_work(path: Path) -> None:
+    server = SimulatedServer(ledger=path)
+    assert server.ledger_writer is not None
+    server.ledger_writer.is_stuck = True
+    waiting = server.send(chat())
+    server.run_for(STUCK_S + 1)
+    num_submitted = len(server.posted)
+    refused = server.send(chat())
+    assert answers(bytes(refused.received))[0].json["error"]["code"] == "ledger_unavailable"
+    assert len(server.posted) == num_submitted
+    server.ledger_writer.is_stuck = False
+    server.ledger_writer.commit()
+    server.run()
+    assert answers(bytes(waiting.received))[0].status == 200
+    assert server.ask(chat()).status == 200
+    server.close()
 
 
 def test_days_pools_go_on_from_the_ledger(path: Path) -> None:
