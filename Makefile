@@ -80,6 +80,7 @@ bench: $(VENV)/.installed-bench
 	$(VENV)/bin/python -m bench.ledger
 	$(VENV)/bin/python -m bench.limits
 	$(VENV)/bin/python -m bench.scheduler
+	$(VENV)/bin/python -m bench.timing
 	test -d $(BENCH_MODEL) || $(VENV)/bin/python -m bench.make_model qwen2.5-0.5b $(BENCH_MODEL)
 	$(VENV)/bin/python -m bench.engine --model $(BENCH_MODEL)
 	$(VENV)/bin/python -m bench.prefix --model $(BENCH_MODEL)
