@@ -19,6 +19,7 @@ from core.plan import DeviceError, RunnerLimits, SequenceStart, StepOutput, Step
 from core.types import SamplingParams, TokenLogprobs
 from gpu.batch import BatchBuilder, DeviceBatch
 from gpu.checkpoint import Progress, open_checkpoint
+from gpu.code_pages import drop_code_pages
 from gpu.cpu_kernels.choice import find_operators
 from gpu.device import apply_threads, choose_device, free_memory_bytes
 from gpu.kv_cache import KVCache
@@ -165,10 +166,12 @@ def load_runner(directory: Path, config: ModelConfig, engine: EngineConfig, prog
     apply_threads(choice)
     checkpoint = open_checkpoint(directory, config.packed)
     memory = plan_memory(config, engine, choice, checkpoint.size_bytes, free_memory_bytes(choice.device))
+    operators = find_operators(config, choice)  # compiles or loads kernels
+    drop_code_pages()
     with torch.inference_mode(), quantizing(engine) as convert:
         form = MatrixForm(convert, keeps_packed(config, engine.quantize))
         weights = load_weights(checkpoint, config, choice.dtype, choice.device, progress, form)
-    runner = ModelRunner(config, engine, memory, weights, find_operators(config, choice))
+    runner = ModelRunner(config, engine, memory, weights, operators)
     runner.warm_up()
     return runner
 
