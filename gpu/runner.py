@@ -76,7 +76,7 @@ class ModelRunner:
         with torch.inference_mode():
             self._model = Model(config, weights, operators)
             self._cache = KVCache(config, memory.num_blocks, dtype, device)
-            self._sampler = Sampler(engine.max_sequences, config.vocab_size, device)
+            self._sampler = Sampler(engine.max_sequences, config.vocab_size, device, operators.gumbel_argmax)
             probes = self._model.probes(PROBE_BYTES)
             self.measured = choose_measured(config, memory.device, probes, operators.product_choice)
         self._builder = BatchBuilder(
