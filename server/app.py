@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import partial
 from secrets import token_hex
 from urllib.parse import unquote
@@ -21,6 +22,7 @@ from server.api.completions import CompletionsSurface
 from server.api.envelope import PROTOCOL_CODES, error_body, protocol_error_body, status_of
 from server.api.responses import ResponsesSurface, input_tokens_reply
 from server.api.surface import Surface
+from server.api.usage import NO_LEDGER, parse_usage, usage_reply
 from server.auth import Caller
 from server.cross_origin import CrossOrigin
 from server.exposition import CONTENT_TYPE
@@ -36,10 +38,12 @@ from server.peer import Peer
 from server.quota import Ticket
 from server.rate_limit_fields import show_limits
 from server.refusals import DENIED
+from server.request_ids import client_request_id
 from server.stream import ClientDisconnected, HttpStream
 from server.timelines import requests_reply, timeline_reply
 from server.timing import Stage, StageClock
 from server.trace_context import TraceContext, continue_trace
+from server.usage_report import read_usage
 
 logger = logging.getLogger(__name__)
 
@@ -195,8 +199,9 @@ class App:
                 error_code = PROTOCOL_CODES[exchange.refused_status]
             stream.call_once_written(partial(self._close, exchange, error_code))
 
-    def _close(self, exchange: Exchange, error_code: str | None) -> None:
+    def _close(self, exchange: Exchange, error_code: str | None, now_s: float) -> None:
         """The last of it: what was said of it is with the kernel, or nobody is there any more."""
+        exchange.timings.finish(now_s)
         self._accounting.close(exchange, exchange.refused_status or status_told(exchange.stream), error_code)
 
     def fail_all(self, error: ServiceError) -> None:
@@ -328,6 +333,7 @@ class App:
             "/v1/models": {"GET": Route(self._list_models, asks)},
             "/model_info": {"GET": Route(self._show_model_info, asks)},
             "/server_info": {"GET": Route(self._show_server_info, asks)},
+            "/v1/usage": {"GET": Route(self._show_usage, Scope.USAGE, is_counted=True)},
             "/tokenize": {"POST": Route(self._tokenize, asks, is_counted=True)},
             "/detokenize": {"POST": Route(self._detokenize, asks, is_counted=True)},
             "/health": {"GET": Route(self._health, None, needs_model=False)},
@@ -410,11 +416,23 @@ class App:
         return [one for one in self._exchanges.values() if one.request_id in active]
 
     async def _delete_request(self, exchange: Exchange) -> None:
-        request_id = _plain_id(exchange.argument)
-        if not self._served.cancel(request_id, exchange.known_caller.tenant.name):
+        """By our id, or by the client's own x-request-id: all of its tenant's that bear it."""
+        shown, tenant = exchange.argument, exchange.known_caller.tenant.name
+        named = [one.request_id for one in self._generations() if client_request_id(one.request) == shown]
+        is_cancelled = [self._served.cancel(request_id, tenant) for request_id in (_plain_id(shown), *named)]
+        if not any(is_cancelled):
             message = f"No request {exchange.argument[:_SHOWN_CHARS]!r} is in progress. It may have ended already."
             raise ServiceError(ErrorKind.NOT_FOUND, message, "request_not_found")
         self._send(exchange, b'{"status":"cancelled"}')
+
+    async def _show_usage(self, exchange: Exchange) -> None:
+        """Of the caller's tenant, by ?by=day|model|key and ?since=."""
+        ledger, now = self._served.ledger, datetime.fromtimestamp(self._clock.unix(), UTC)
+        query = parse_usage(exchange.request.query, exchange.known_caller.tenant.name, now)
+        if ledger is None:
+            raise NO_LEDGER
+        lines = await self._served.offload(lambda: read_usage(ledger.path, query))
+        self._send(exchange, usage_reply(query, lines))
 
     async def _tokenize(self, exchange: Exchange) -> None:
         reader, cards = self._served.reader, self._cards_for(exchange)
@@ -493,7 +511,7 @@ class App:
         """Answer with a document that no generation is told in."""
         exchange.timings.enter(Stage.LAST_FLUSH, self._clock.monotonic())
         send_document(exchange.stream, status, body, (*answer_headers(exchange.timings), *headers), media_type)
-        exchange.stream.call_once_written(lambda: exchange.timings.finish(self._clock.monotonic()))
+        exchange.stream.call_once_written(exchange.timings.finish)
 
 
 def _plain_id(shown: str) -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from core.types import EngineStats, Usage
 from server.exposition import Histogram, Page
 from server.logs import escape
+from server.nvml import DeviceMonitor
 from server.process_memory import cpu_s, resident_bytes
 from server.slo import NO_PROMISES, SloMonitor, SloRules
 from server.timing import S_NS, Stage, StageClock
@@ -94,6 +95,7 @@ class Metrics:
         self.slo = SloMonitor(slo or NO_PROMISES, clock)
         self._clock = clock
         self._started_s = clock()
+        self._devices = DeviceMonitor()
         self._scrape_s = 0.0  # of the last page
         self._step = EngineStats()  # the last that was observed
 
@@ -175,6 +177,7 @@ class Metrics:
         self._render_tenants(page)
         self._render_engine(page, stats)
         self._render_process(page)
+        self._render_devices(page)
         self._render_slo(page, stats)
         body = page.encode()
         self._scrape_s = self._clock() - began_s
@@ -215,6 +218,7 @@ class Metrics:
         page.gauge("steploop_kv_blocks_cached", "Free KV blocks that are kept.", stats.num_cached_blocks)
         self._render_prefix_cache(page, "steploop_", stats)
         page.counter("steploop_prefix_cache_evictions_total", "Cached KV blocks reused.", stats.num_cache_evictions)
+        self._render_offload(page, stats)
         page.gauge("steploop_requests_paused", "Requests paused by slow readers or quotas.", stats.num_paused)
         page.counter("steploop_steps_total", "Engine steps.", stats.num_steps)
         page.gauge("steploop_step_last_seconds", "Duration of the last step.", stats.step_s)
@@ -226,6 +230,17 @@ class Metrics:
         help_text = "Of the last steps, how far the time predicted was off, as a share of the time measured."
         page.gauges("steploop_step_cost_error_ratio", help_text, "quantile", errors)
 
+    def _render_offload(self, page: Page, stats: EngineStats) -> None:
+        page.gauge("steploop_kv_host_blocks", "KV blocks that fit in host memory.", stats.num_host_blocks)
+        page.gauge("steploop_kv_host_blocks_used", "KV blocks kept there.", stats.num_used_host_blocks)
+        page.counter("steploop_kv_offloaded_blocks_total", "KV blocks copied to it.", stats.num_offloaded_blocks)
+        page.counter("steploop_kv_restored_blocks_total", "KV blocks copied back.", stats.num_restored_blocks)
+        help_text = "KV blocks found there and computed again: that was faster."
+        page.counter("steploop_kv_recomputed_blocks_total", help_text, stats.num_recomputed_blocks)
+        copied = {"out": stats.num_offloaded_blocks, "back": stats.num_restored_blocks}
+        copied_bytes = {direction: count * stats.block_bytes for direction, count in copied.items()}
+        page.counters("steploop_kv_copied_bytes_total", "Of these copies.", "direction", copied_bytes)
+
     def _render_process(self, page: Page) -> None:
         page.histogram("steploop_loop_lag_seconds", "How late the event loop calls a timer.", self.loop_lag)
         help_text = "How long the engine's thread waits for the interpreter's lock; one sample a second."
@@ -234,6 +249,15 @@ class Metrics:
         page.gauge("steploop_uptime_seconds", "Since the process began to listen.", self._clock() - self._started_s)
         page.gauge("process_resident_memory_bytes", "Memory of the process.", resident_bytes())
         page.counter("process_cpu_seconds_total", "CPU time of the process, all threads.", cpu_s())
+
+    def _render_devices(self, page: Page) -> None:
+        states = self._devices.states()
+        used = {number: state.memory_used_bytes for number, state in states.items()}
+        total = {number: state.memory_total_bytes for number, state in states.items()}
+        busy = {number: state.utilization for number, state in states.items() if state.utilization is not None}
+        page.gauges("steploop_device_memory_used_bytes", "Memory in use, by whomever.", "device", used)
+        page.gauges("steploop_device_memory_bytes", "Memory of the device.", "device", total)
+        page.gauges("steploop_device_utilization_ratio", "Share of time in which something ran.", "device", busy)
 
     def _render_slo(self, page: Page, stats: EngineStats) -> None:
         states = self.slo.states(stats.num_waiting, resident_bytes())
