@@ -14,6 +14,7 @@ from core.blocks import num_blocks_for
 from core.charges import Charges
 from core.config import INTER_TOKEN_TARGET
 from core.fairness import TenantShares
+from core.inspection import SchedulerView
 from core.outbox import Outbox
 from core.plan import RunnerLimits, StepOutput, StepPlan
 from core.plan_builder import PlanBuilder, restart_rows, rows_misled
@@ -156,8 +157,10 @@ class Scheduler:
         allowance = allow_prefill(self.step_cost, self._inter_token_target, builder.work, num_coming)
         num_reserved = len(builder.sequences)  # blocks, which the decodes need within 16 steps
         self._catch_up(builder, allowance, behind, num_reserved, now)
-        self._planned_work = builder.work
-        return builder.build()
+        plan = builder.build()
+        if plan is not None:
+            self._planned_work = builder.work
+        return plan
 
     def restart(self, plan: StepPlan, rows: range) -> StepPlan:
         """These rows of a plan whose step failed, to be computed anew whatever the failed step has left behind."""
@@ -207,6 +210,23 @@ class Scheduler:
             step_s=self._counts.step_s,
             step_cost_error_p50=self.step_cost.error_p50,
             step_cost_error_p90=self.step_cost.error_p90,
+        )
+
+    def view(self) -> SchedulerView:
+        """Its insides, to be looked at between two calls."""
+        return SchedulerView(
+            groups=self._groups,
+            running=self._running,
+            num_waiting=len(self._waiting),
+            num_paused=self._num_paused,
+            occupants=self._occupants,
+            free_slots=self._free_slots,
+            cache=self.cache,
+            block_size=self.limits.block_size,
+            last_work=self._planned_work,
+            last_step_s=self._counts.step_s,
+            step_cost=self.step_cost,
+            tenants=self.shares.tenants(),
         )
 
     def is_waiting(self, tenant: str) -> bool:

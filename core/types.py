@@ -1,12 +1,14 @@
 """What crosses between the loop and the engine thread. All of it frozen; tuples inside. Any thread.
 
-Loop to engine, through the inbox: Submit, Cancel, Pause, Resume, ClearCache.
+Loop to engine, through the inbox: Submit, Cancel, Pause, Resume, ClearCache, Inspect.
 Engine to loop, through the outbox, once a step: StepDelivery (columns of tokens, TokenChunks, EngineStats).
 """
 
 import enum
 
 import msgspec
+
+from core.snapshot import EngineSnapshot
 
 
 class FinishReason(enum.StrEnum):
@@ -109,7 +111,17 @@ class ClearCache(msgspec.Struct, frozen=True):
     """Let no request find what was computed before now. Those that run keep what they hold."""
 
 
-Message = Submit | Cancel | Pause | Resume | ClearCache
+class Inspect(msgspec.Struct, frozen=True):
+    """Deliver an EngineSnapshot, once the messages before this one have had their effect.
+
+    Args:
+        serial: larger than those before; the snapshot repeats it.
+    """
+
+    serial: int
+
+
+Message = Submit | Cancel | Pause | Resume | ClearCache | Inspect
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -185,6 +197,9 @@ class StepDelivery(msgspec.Struct, frozen=True):
     """What one step gives the loop. Row i of the columns: one token of sequence indexes[i] of request_ids[i].
 
     Columns come first in time, chunks after them. A sequence's tokens are in order, within a delivery and over several.
+
+    Args:
+        snapshot: where an Inspect has come since the last delivery.
     """
 
     request_ids: list[str]
@@ -192,6 +207,7 @@ class StepDelivery(msgspec.Struct, frozen=True):
     token_ids: list[int]
     chunks: list[TokenChunk]
     stats: EngineStats
+    snapshot: EngineSnapshot | None = None
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
