@@ -10,7 +10,6 @@ import heapq
 import math
 from collections.abc import Callable
 
-from core.blocks import num_blocks_for
 from core.charges import Charges
 from core.config import INTER_TOKEN_TARGET
 from core.fairness import TenantShares
@@ -19,8 +18,8 @@ from core.outbox import Outbox
 from core.plan import RunnerLimits, StepOutput, StepPlan
 from core.plan_builder import PlanBuilder, restart_rows, rows_misled
 from core.preemption import enough_of, outranked, victim_order
-from core.prefix_cache import PrefixCache
 from core.sequence import NO_SLOT, Sequence, SequenceGroup, SequenceState
+from core.sequence_blocks import SequenceBlocks
 from core.step_cost import PrefillAllowance, StepCostModel, StepWork, allow_prefill
 from core.types import EngineStats, FinishReason, Request, StepDelivery, TokenChunk, TokenLogprobs, Usage
 from core.waiting import Rank, WaitingQueue, aged_class, rank
@@ -46,8 +45,8 @@ class Scheduler:
         inter_token_target: float | None = INTER_TOKEN_TARGET,
     ) -> None:
         self.limits = limits
-        self.cache = PrefixCache(limits.num_blocks, limits.block_size, has_prefix_cache)
-        self.pool = self.cache.pool
+        self._blocks = SequenceBlocks(limits, has_prefix_cache)
+        self.cache, self.pool = self._blocks.cache, self._blocks.pool
         self._eos_ids = eos_ids
         self._seeds = seeds
         self._max_length = min(limits.max_model_len, limits.num_blocks * limits.block_size)  # a lone sequence fits
@@ -357,7 +356,7 @@ class Scheduler:
             num_reserved: blocks that others will need soon.
         """
         joining = self._joining(sequence)
-        while len(joining) > len(self._free_slots) or not self._take_blocks(sequence, num_reserved):
+        while len(joining) > len(self._free_slots) or not self._blocks.admit(sequence, num_reserved):
             if not self._preempt_paused(builder):
                 return False
         self._waiting.admit(sequence, self._planned_s)
@@ -375,42 +374,16 @@ class Scheduler:
             return
         head, level = found
         num_slots = len(self._joining(head)) - len(self._free_slots)
-        num_blocks = num_blocks_for(len(head.token_ids) + 1, self.limits.block_size) - self.pool.num_free
+        num_blocks = self._blocks.num_to_admit(head) - self.pool.num_free
         if num_slots <= 0 and num_blocks <= 0:
             return
         candidates = outranked(self._running, head, level, self.shares.least_s())
         for sequence in enough_of(candidates, num_slots, num_blocks, lambda s: len(self._joining(s))):
             self._preempt(builder, sequence)
 
-    def _take_blocks(self, sequence: Sequence, num_reserved: int) -> bool:
-        """Give a waiting sequence what is cached of it and new blocks for the rest, or nothing and False."""
-        table, num_free = sequence.table, self.pool.num_free
-        if num_free - num_reserved < sequence.num_free_blocks_needed:  # a long prompt is not looked up in each step
-            return False
-        num_cached_tokens = self.cache.extend(table, sequence.token_ids)
-        num_new = num_blocks_for(len(sequence.token_ids) + 1, self.limits.block_size) - len(table)
-        if num_new > self.pool.num_free - num_reserved:
-            sequence.num_free_blocks_needed = num_new + num_free - self.pool.num_free
-            self.pool.release(table.take())
-            return False
-        table.blocks += self.pool.allocate(num_new)
-        sequence.num_computed_tokens = num_cached_tokens
-        sequence.num_free_blocks_needed = 0
-        return True
-
     def _fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let a child that has a slot start where its parent is, but for its last token: that one it computes itself.
-
-        They share the parent's blocks; whoever writes into a shared one first, copies it. Into a full one nobody
-        writes: where the last token fills a block, the child computes that block's tokens.
-        """
-        child.num_computed_tokens = min(parent.num_computed_tokens, len(child.token_ids) - 1)
-        if len(child.token_ids) % self.limits.block_size == 0:
-            child.num_computed_tokens -= child.num_computed_tokens % self.limits.block_size
-        num_blocks = num_blocks_for(child.num_computed_tokens, self.limits.block_size)
-        child.table.blocks = parent.table.blocks[:num_blocks]
-        child.table.num_published = min(parent.table.num_published, num_blocks)
-        self.pool.share(child.table.blocks)
+        """Let a child that has a slot go on where its parent is."""
+        self._blocks.fork(parent, child)
         child.level = parent.level
         self._start_running(child)
 
@@ -449,8 +422,8 @@ class Scheduler:
             offset = position % block_size
             if offset and sequence.is_started and not is_shared(table.blocks[position // block_size]):
                 builder.add_decode(sequence, position)
-                if offset == block_size - 1 and self.cache.is_behind(table, position + 1):
-                    self.cache.publish(table, sequence.token_ids, position + 1)
+                if offset == block_size - 1:
+                    self._blocks.publish(sequence, position + 1)
             else:
                 self._add_row(builder, sequence)
 
@@ -461,10 +434,9 @@ class Scheduler:
         """
         if sequence.state is not SequenceState.RUNNING:  # preempted while this plan was made
             return
-        table, cache = sequence.table, self.cache
         start, length = sequence.num_computed_tokens, 1
-        if allowance is not None or cache.is_behind(table, start):
-            start = sequence.num_computed_tokens = max(start, cache.extend(table, sequence.token_ids))
+        if allowance is not None or self._blocks.is_behind(sequence, start):
+            start = self._blocks.skip_cached(sequence)
         if allowance is not None:
             length = allowance.chunk(start, len(sequence.token_ids), sequence.num_prompt_tokens, builder.budget)
             if length == 0:
@@ -473,29 +445,17 @@ class Scheduler:
         end = start + length
         if self._secure_blocks(builder, sequence, end):
             builder.add_row(sequence, start, length)
-            if cache.is_behind(table, end):
-                cache.publish(table, sequence.token_ids, end)
+            self._blocks.publish(sequence, end)
 
     def _secure_blocks(self, builder: PlanBuilder, sequence: Sequence, end: int) -> bool:
         """Let the sequence own all blocks it writes up to position `end`; False if it had to give up its own."""
-        blocks = sequence.table.blocks
-        num_blocks = num_blocks_for(end, self.limits.block_size)
-        # Only its first block can be shared: later ones are new.
-        first = sequence.num_computed_tokens // self.limits.block_size
-        while True:
-            is_shared = first < len(blocks) and self.pool.is_shared(blocks[first])
-            num_missing = max(0, num_blocks - len(blocks)) + is_shared
-            if num_missing <= self.pool.num_free:
-                break
+        while self._blocks.is_short_of(sequence, end):
             order = victim_order(self.shares.least_s())
             victim = max((candidate for candidate in self._running if not candidate.is_in_flight), key=order)
             self._preempt(builder, victim)
             if victim is sequence:
                 return False
-        if is_shared:
-            builder.replace_block(sequence, first, self.pool.take_for_shared(blocks[first]))
-        if num_blocks > len(blocks):
-            blocks += self.pool.allocate(num_blocks - len(blocks))
+        self._blocks.own(builder, sequence, end)
         return True
 
     def _preempt_paused(self, builder: PlanBuilder) -> bool:

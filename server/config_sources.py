@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from core.errors import ExitCode, StartupError
-from server.config import ENVIRONMENT_PREFIX, OPTIONS, Option, ServerConfig
+from server.config import OPTIONS, ServerConfig
+from server.settings.option import ENVIRONMENT_PREFIX, Option
 from server.tenants import Tenant, parse_tenants
 from server.values import BadValueError, MissingPathError, did_you_mean
 
