@@ -377,7 +377,7 @@ class Scheduler:
         num_blocks = self._blocks.num_to_admit(head) - self.pool.num_free
         if num_slots <= 0 and num_blocks <= 0:
             return
-        candidates = outranked(self._running, head, level, self.shares.least_s())
+        candidates = outranked(self._running, head, level, self.shares.least_s(), now)
         for sequence in enough_of(candidates, num_slots, num_blocks, lambda s: len(self._joining(s))):
             self._preempt(builder, sequence)
 
