@@ -6,6 +6,8 @@
 # make bench        measure, against peers where they are installed; results under bench/results/
 # make peers        set up the servers that bench.peers compares with: llama.cpp is compiled for minutes (needs a
 #                   C++ compiler), from the source that llama-cpp-python brings
+# make simulate     random histories of every fault against the simulated server, and 10 million steps of the scheduler's
+#                   machine (over an hour); ARGS="--seed N" one again, --steps and --histories for other numbers
 # make storm        a million random cancels against the simulated server (10 minutes); nothing may be left of them
 #
 # TORCH_INDEX=URL   where torch comes from, when not from your default index: for the CPU build
@@ -105,3 +107,7 @@ clean:
 .PHONY: storm
 storm: $(VENV)/.installed-test
 	$(VENV)/bin/python -m tests.server.cancel_storm 1000000
+
+.PHONY: simulate
+simulate: $(VENV)/.installed-test
+	$(VENV)/bin/python -m tests.simulate $(ARGS)

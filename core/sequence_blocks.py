@@ -56,6 +56,7 @@ class SequenceBlocks:
         child.table.blocks = parent.table.blocks[:num_blocks]
         child.table.num_published = min(parent.table.num_published, num_blocks)
         self.pool.share(child.table.blocks)
+        parent.plain_end = 0
 
     def skip_cached(self, sequence: Sequence) -> int:
         """Let it go on after what others have computed of it by now. Returns its first position to compute."""

@@ -18,6 +18,7 @@ from server.settings.listening import NO_HEADER, ListeningSettings
 from server.settings.model import ModelSettings
 from server.settings.option import Option, rows_of
 from server.settings.process import ProcessSettings
+from server.slo import NO_PROMISES, SloRules
 from server.tenants import Tenant
 
 _TABLES = (ModelSettings, EngineSettings, ProcessSettings, ListeningSettings, IdentitySettings, LimitSettings)
@@ -32,6 +33,9 @@ class ServerConfig(ModelSettings, EngineSettings, ProcessSettings, ListeningSett
 
     tenants: tuple[Tenant, ...] = ()
     """[[tenants]] of the TOML file, the only place where they can stand."""
+
+    slo: SloRules = NO_PROMISES
+    """[slo] of the TOML file, likewise."""
 
     origins: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
     """Fields that were set, each with the flag, the variable, or the key of the file that set it."""

@@ -35,7 +35,7 @@ from server.quota import Ticket
 from server.rate_limit_fields import show_limits
 from server.stream import HttpStream
 from server.tenants import Tenant
-from server.timing import Timings
+from server.timing import Stage, StageClock, StageMarks
 
 OFFLOAD_BYTES = 8 * 1024  # a body from this size on is parsed and tokenized off the loop: 2.5 ms, measured
 
@@ -77,8 +77,11 @@ class PromptReader:
         """The models that it may use."""
         return tuple(card for card in self.cards if tenant.models is None or card.id in tenant.models)
 
-    def encode(self, prompt: Prompt, param: str = "prompt") -> tuple[int, ...]:
+    def encode(self, prompt: Prompt, param: str = "prompt", marks: StageMarks | None = None) -> tuple[int, ...]:
         """Whatever form a prompt has, as ids.
+
+        Args:
+            marks: told of the stages that it passes.
 
         Raises:
             InvalidRequest: its text is longer than any that fits the context, so that nobody need count its tokens.
@@ -88,18 +91,24 @@ class PromptReader:
                 return ids
             case TextPrompt(text):
                 self._check_length(text, param)
+                if marks is not None:
+                    marks.enter(Stage.TOKENIZE)
                 return tuple(self.tokenizer.encode(text))
             case ChatPrompt(messages, field_name):
                 now = datetime.fromtimestamp(self.unix_clock())
+                if marks is not None:
+                    marks.enter(Stage.TEMPLATE)
                 text = self.chat_template.render(messages, now=now, param=field_name)
+                if marks is not None:
+                    marks.enter(Stage.TOKENIZE)
                 return tuple(self.tokenizer.encode(text, add_special_tokens=False))
 
-    def encode_checked(self, prompt: Prompt, param: str) -> tuple[int, ...]:
+    def encode_checked(self, prompt: Prompt, param: str, marks: StageMarks | None = None) -> tuple[int, ...]:
         """
         Raises:
             InvalidRequest: the prompt has no token, or leaves no room for one.
         """
-        ids = self.encode(prompt, param)
+        ids = self.encode(prompt, param, marks)
         if not ids:
             raise InvalidRequest("The prompt is empty. Send at least one token.", param)
         if len(ids) >= self.max_model_len:
@@ -136,7 +145,7 @@ class Lifecycle:
     _farewell: ServiceError | None = None  # what those are told whose body was still on its way
 
     async def generate(
-        self, surface: Surface, stream: HttpStream, request_id: str, timings: Timings, ticket: Ticket
+        self, surface: Surface, stream: HttpStream, request_id: str, timings: StageClock, ticket: Ticket
     ) -> Outcome:
         """Answer one generation request.
 
@@ -148,9 +157,10 @@ class Lifecycle:
         """
         tenant = ticket.caller.tenant
         self._check_admission()
+        timings.enter(Stage.BODY, self.clock.monotonic())
         body = await stream.read_body(self.max_body_bytes)
-        timings.body_s = self.clock.monotonic()
-        call, prompts = await self._prepare(surface, body, tenant)
+        call, prompts = await self._prepare(surface, body, tenant, timings)
+        timings.enter(Stage.QUOTA, self.clock.monotonic())
         self._check_admission()  # again: others came, or the end, while this one's body did
         self.metrics.count_unknown_fields(call.unknown_fields)
         context = self._reply_context(call, request_id)
@@ -194,18 +204,27 @@ class Lifecycle:
         for _, answer in list(self.active.values()):
             answer.fail(error)
 
-    async def _prepare(self, surface: Surface, body: bytes, tenant: Tenant) -> _Prepared:
+    async def _prepare(self, surface: Surface, body: bytes, tenant: Tenant, timings: StageClock) -> _Prepared:
+        marks = StageMarks(self.clock.monotonic)
+
         def parse() -> _Prepared:
+            marks.enter(Stage.VALIDATE)
             call = surface.parse(body, self.defaults)
             find_model(self.reader.cards_for(tenant), call.model)
             if call.num_sequences > self.max_sequences:
                 raise InvalidRequest(f"n must be at most {self.max_sequences} on this server.", "n")
-            return call, [
-                self.reader.encode_checked(prompt, _param(prompt, i, len(call.prompts)))
+            prompts = [
+                self.reader.encode_checked(prompt, _param(prompt, i, len(call.prompts)), marks)
                 for i, prompt in enumerate(call.prompts)
             ]
+            marks.enter(Stage.OFFLOAD)
+            return call, prompts
 
-        return await self.compute(parse, len(body))
+        timings.enter(Stage.OFFLOAD, self.clock.monotonic())
+        try:
+            return await self.compute(parse, len(body))
+        finally:
+            timings.take_over(marks)
 
     async def compute(self, work: Callable[[], T], num_bytes: int) -> T:
         """Do what takes as long as the body is large: here, or off the loop if that would stall every stream."""
@@ -230,14 +249,14 @@ class Lifecycle:
         return msgspec.structs.replace(call.sampling, max_tokens=max_tokens)
 
     def _requests(
-        self, call: GenerationCall, prompts: list[tuple[int, ...]], request_id: str, timings: Timings, tenant: Tenant
+        self, call: GenerationCall, prompts: list[tuple[int, ...]], request_id: str, timings: StageClock, tenant: Tenant
     ) -> list[Request]:
         return [
             Request(
                 request_id=f"{request_id}-{i}" if i else request_id,
                 prompt_ids=ids,
                 sampling=self._sampling(call, len(ids)),
-                arrival_s=timings.head_s,
+                arrival_s=timings.arrived_s,
                 num_sequences=call.num_sequences,
                 tenant=tenant.name,
                 share=tenant.share,

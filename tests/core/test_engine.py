@@ -106,6 +106,25 @@ def test_step_that_raises_fails_only_its_guilty_row() -> None:
     assert under_test.scheduler.pool.num_used == 0
 
 
+def test_who_was_admitted_beside_a_guilty_row_does_not_count_on_what_it_should_have_written() -> None:
+    limits = small_limits(max_batch_tokens=32, vocab_size=999)
+    runner = FaultyRunner(limits, FakeClock(), {GUILTY: ValueError("shape")})
+    under_test = EngineUnderTest(limits, runner=runner)
+    runner._clock = under_test.clock
+    under_test.send(Submit(make_request("decodes", 4, 100)))
+    for number in range(9):  # so that the step-cost model bounds what a step may compute beside it
+        under_test.send(Submit(make_request(f"warm{number}", 8 + 3 * number, 1)))
+        under_test.step(4)
+    shared = (5, 6, 7, 8)
+    sharing = make_request("shares", prompt_ids=(*shared, *range(40, 70)))
+    under_test.send(Submit(make_request("guilty", prompt_ids=(*shared, GUILTY, *range(20)))), Submit(sharing))
+    under_test.step()
+    assert under_test.scheduler.step_cost.is_ready
+    under_test.run()
+    assert under_test.log.finish_reason("guilty") is FinishReason.ERROR
+    assert under_test.log.tokens("shares") == under_test.reference(sharing)
+
+
 def test_guilty_row_beside_forks_leaves_their_copies_true() -> None:
     under_test, _ = faulty(ValueError("shape"))
     siblings = make_request("s", 6, max_tokens=8, num_sequences=3)

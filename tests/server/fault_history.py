@@ -20,7 +20,7 @@ from core.errors import StartupError
 from core.plan import DeviceError, RunnerLimits, SequenceStart, StepOutput, StepPlan
 from core.sequence import sequence_seed
 from core.simulation import CostModel, SimulatedClock, SimulatedRunner, continuation
-from core.types import FinishReason, Pause, Request, Submit, Usage
+from core.types import Pause, Request, Submit, Usage
 from server.config import ServerConfig
 from server.connection_limits import ConnectionLimits
 from server.quota import DayPool, Moment
@@ -369,7 +369,7 @@ class _Life:
         self._check_calls()
         self._check_counters()
         for caller in self._callers:
-            caller.leave("eof")
+            caller.leave("reset")
         server.run()
         assert server.network.listener.num_open == 0, "connections are left over"
         tally, stats = self._tally, server.stats
@@ -462,6 +462,3 @@ class _Life:
 
 def _cost(usage: Usage) -> int:
     return usage.num_prompt_tokens + usage.num_completion_tokens - usage.num_cached_tokens * 50 // 100
-
-
-__all__ = ["FaultHistory", "FinishReason", "Tally"]
