@@ -78,7 +78,9 @@ bench: $(VENV)/.installed-bench
 	$(VENV)/bin/python -m bench.frontend
 	$(VENV)/bin/python -m bench.gate
 	$(VENV)/bin/python -m bench.idle
+	$(VENV)/bin/python -m bench.lag
 	$(VENV)/bin/python -m bench.limits
+	$(VENV)/bin/python -m bench.scale
 	$(VENV)/bin/python -m bench.scheduler
 	test -d $(BENCH_MODEL) || $(VENV)/bin/python -m bench.make_model qwen2.5-0.5b $(BENCH_MODEL)
 	$(VENV)/bin/python -m bench.engine --model $(BENCH_MODEL)

@@ -185,7 +185,13 @@ def measure_rush(load: Load) -> list[Table]:
     )
     columns = ("streams", "all done s", "tokens/s", "queue at most", "TTFT p50 s", "p99 s", "max s", "step p50 ms")
     more = ("p99 ms", "last tenant done / first", "preemptions")
-    return [Table("10,000 streams of 1,000 tenants at once, simulated H200", (*columns, *more), (row,))]
+    return [
+        Table(
+            f"{len(traces):,} streams of {load.num_tenants:,} tenants at once, simulated H200",
+            (*columns, *more),
+            (row,),
+        )
+    ]
 
 
 def measure_day(load: Load) -> list[Table]:
