@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from core.inspection import BooksDoNotBalance, check_conservation, snapshot_of
-from core.plan import DeviceError, Runner, StepOutput, StepPlan
+from core.plan import BlockStore, DeviceError, Runner, StepOutput, StepPlan
 from core.scheduler import Scheduler
 from core.types import (
     Cancel,
@@ -50,6 +50,7 @@ class Engine:
         clock: monotonic seconds.
         inbox: messages of the loop, oldest first. Only popped here, from the left.
         deliver: takes each step's news. Called once a step, and for news without a step.
+        store: is given the cached blocks when no more steps come; None: they are forgotten.
     """
 
     def __init__(
@@ -59,12 +60,14 @@ class Engine:
         clock: Callable[[], float],
         inbox: deque[Message],
         deliver: Callable[[StepDelivery], None],
+        store: BlockStore | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._compute: Callable[[StepPlan], StepOutput] = lambda plan: _compute(runner, plan)
         self._clock = clock
         self._inbox = inbox
         self._deliver = deliver
+        self._store = store
         self._broken: str | None = None  # what its clients are told
         self._inspect: Inspect | None = None  # still to be answered
 
@@ -101,6 +104,11 @@ class Engine:
         self._drain_inbox()
         self._scheduler.end_all(reason, error)
         self._flush()
+
+    def close(self) -> None:
+        """No more steps come: have stored what the next process can use."""
+        if self._store is not None and self._broken is None:
+            self._store.keep(self._scheduler.offload_kept())
 
     def _break(self, message: str, cause: Exception | None = None) -> NoReturn:
         self._broken = message

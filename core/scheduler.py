@@ -8,7 +8,7 @@ TokenChunk, from the last of its sequences. Sequences end in one place (finish),
 
 import heapq
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from core.blocks import num_blocks_for
 from core.charges import Charges
@@ -16,7 +16,7 @@ from core.config import INTER_TOKEN_TARGET
 from core.fairness import TenantShares
 from core.inspection import SchedulerView
 from core.outbox import Outbox
-from core.plan import RunnerLimits, StepOutput, StepPlan
+from core.plan import BlockCopies, BlockLabel, RunnerLimits, StepOutput, StepPlan
 from core.plan_builder import PlanBuilder, restart_rows, rows_misled
 from core.preemption import enough_of, outranked, victim_order
 from core.sequence import NO_SLOT, Sequence, SequenceGroup, SequenceState
@@ -45,6 +45,7 @@ class Scheduler:
         seeds: draws a 64-bit seed for a request that names none.
         has_prefix_cache: requests use what others of their domain have computed.
         inter_token_target: see EngineConfig.
+        stored: see HostBlocks.
     """
 
     def __init__(
@@ -54,10 +55,9 @@ class Scheduler:
         seeds: Callable[[], int],
         has_prefix_cache: bool = True,
         inter_token_target: float | None = INTER_TOKEN_TARGET,
+        stored: Iterable[tuple[int, BlockLabel]] = (),
     ) -> None:
         self.limits = limits
-        self._blocks = SequenceBlocks(limits, has_prefix_cache)
-        self.cache, self.pool = self._blocks.cache, self._blocks.pool
         self._eos_ids = eos_ids
         self._seeds = seeds
         self._max_length = min(limits.max_model_len, limits.num_blocks * limits.block_size)  # a lone sequence fits
@@ -68,6 +68,8 @@ class Scheduler:
         self.step_cost = StepCostModel()
         self.shares = TenantShares()
         self._charges = Charges(self.step_cost, limits.num_blocks)
+        self._blocks = SequenceBlocks(limits, has_prefix_cache, self._charges.prefill_s, stored)
+        self.cache, self.pool, self.host = self._blocks.cache, self._blocks.pool, self._blocks.host
         self._inter_token_target = inter_token_target
         self._waiting = WaitingQueue()  # neither paused ones nor unforked siblings
         self._running: dict[Sequence, None] = {}  # as they were admitted
@@ -170,11 +172,19 @@ class Scheduler:
         plan = builder.build()
         if plan is not None:
             self._planned_work = builder.work
+            plan.host_copies = self.host.take_copies()
         return plan
+
+    def offload_kept(self) -> BlockCopies | None:
+        """No more steps come: what has to be copied out for all that nobody holds to be on the host."""
+        self.cache.offload_kept()
+        return self.host.take_copies()
 
     def restart(self, plan: StepPlan, rows: range) -> StepPlan:
         """These rows of a plan whose step failed, to be computed anew whatever the failed step has left behind."""
-        return restart_rows(plan, rows, self._sequences_of(plan, rows))
+        restarted = restart_rows(plan, rows, self._sequences_of(plan, rows))
+        restarted.host_copies = self.host.on_restart()
+        return restarted
 
     def apply(self, plan: StepPlan, output: StepOutput, now: float) -> StepDelivery:
         """Take in a step's result: tokens, forks, ends. Returns all news since the last delivery."""
@@ -185,7 +195,8 @@ class Scheduler:
             bystanders = self._bystanders_misled(unwritten)
         lost = misled.union(output.failed_rows)
         ends = (plan.starts + plan.lengths).tolist()
-        self._account(sequences, ends, now - self._planned_s)
+        self.host.on_applied(len(output.failed_rows) < plan.num_rows, output.host_copy_s)
+        self._account(sequences, ends, now - self._planned_s - output.host_copy_s)
         self._advance(sequences, ends, lost, now)
         self._take_tokens(output, sequences, lost)
         for row in sorted(lost):
@@ -220,6 +231,12 @@ class Scheduler:
             num_cache_queries=self._counts.num_cache_queries,
             num_cache_hits=self._counts.num_cache_hits,
             num_cache_evictions=self.pool.num_evictions,
+            num_host_blocks=self.host.num_slots,
+            num_used_host_blocks=self.host.num_used,
+            num_offloaded_blocks=self.host.num_offloaded,
+            num_restored_blocks=self.host.num_restored,
+            num_recomputed_blocks=self.host.num_recomputed,
+            block_bytes=self.limits.block_bytes,
             step_s=self._counts.step_s,
             step_cost_error_p50=self.step_cost.error_p50,
             step_cost_error_p90=self.step_cost.error_p90,
@@ -422,7 +439,9 @@ class Scheduler:
             found = self._waiting.head(now) if is_admitting else None
             if found is not None and (not behind or rank(*found, now) < rank_of(behind[-1])):
                 head, level = found
+                copying_s = self.host.planned_s
                 is_admitting = self._admit(builder, head, level, num_reserved)
+                allowance.spend(self.host.planned_s - copying_s)
                 if is_admitting:
                     self._add_row(builder, head, allowance)
             elif behind:

@@ -214,6 +214,12 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_cache_queries: int = 0  # tokens of prompts that were looked up in the prefix cache
     num_cache_hits: int = 0  # of these, found: over all requests, Usage.num_cached_tokens
     num_cache_evictions: int = 0  # blocks
+    num_host_blocks: int = 0  # of host memory for what is evicted
+    num_used_host_blocks: int = 0
+    num_offloaded_blocks: int = 0  # copied to the host
+    num_restored_blocks: int = 0  # copied back
+    num_recomputed_blocks: int = 0  # found on the host, and computed all the same: that was cheaper
+    block_bytes: int = 0
     step_s: float = 0.0  # duration of the last step
     step_cost_error_p50: float = 0.0  # of the last steps: |predicted - measured| / measured; 0 before any prediction
     step_cost_error_p90: float = 0.0

@@ -179,6 +179,7 @@ def engine_loader(config: "ServerConfig") -> "LoadEngine":
             seeds=lambda: random.SystemRandom().getrandbits(64),
             has_prefix_cache=engine.has_prefix_cache,
             inter_token_target=engine.inter_token_target,
+            stored=() if runner.offload is None else runner.offload.stored,
         )
         memory = runner.memory
         facts = EngineFacts(
@@ -192,7 +193,7 @@ def engine_loader(config: "ServerConfig") -> "LoadEngine":
             context_origin=config.context_origin,
             limits=runner.limits,
         )
-        return LoadedEngine(Engine(scheduler, runner, time.monotonic, inbox, deliver), files, facts)
+        return LoadedEngine(Engine(scheduler, runner, time.monotonic, inbox, deliver, runner.offload), files, facts)
 
     return load
 

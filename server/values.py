@@ -212,6 +212,14 @@ def file_value(text: str) -> Path:
     return path
 
 
+def directory_value(text: str) -> Path:
+    """The path of a directory, there or not."""
+    path = Path(text_value(text)).expanduser()
+    if path.exists() and not path.is_dir():
+        raise MissingPathError("a directory, and this is a file")
+    return path
+
+
 def existing_file(text: str) -> Path:
     path = Path(text_value(text)).expanduser()
     if not path.exists():
