@@ -8,6 +8,7 @@
 #                   C++ compiler), from the source that llama-cpp-python brings
 # make simulate     random histories of every fault against the simulated server, and 10 million steps of the scheduler's
 #                   machine (over an hour); ARGS="--seed N" one again, --steps and --histories for other numbers
+# make crash        kill a server under load ten thousand times (an hour) and read its ledger each time
 # make storm        a million random cancels against the simulated server (10 minutes); nothing may be left of them
 #
 # TORCH_INDEX=URL   where torch comes from, when not from your default index: for the CPU build
@@ -79,9 +80,11 @@ bench: $(VENV)/.installed-bench
 	$(VENV)/bin/python -m bench.gate
 	$(VENV)/bin/python -m bench.idle
 	$(VENV)/bin/python -m bench.lag
+	$(VENV)/bin/python -m bench.ledger
 	$(VENV)/bin/python -m bench.limits
 	$(VENV)/bin/python -m bench.scale
 	$(VENV)/bin/python -m bench.scheduler
+	$(VENV)/bin/python -m bench.timing
 	test -d $(BENCH_MODEL) || $(VENV)/bin/python -m bench.make_model qwen2.5-0.5b $(BENCH_MODEL)
 	$(VENV)/bin/python -m bench.engine --model $(BENCH_MODEL)
 	$(VENV)/bin/python -m bench.prefix --model $(BENCH_MODEL)
@@ -105,6 +108,10 @@ $(VENV)/bin/llama-server: | $(VENV)/.installed-bench
 
 clean:
 	rm -rf $(VENV) *.egg-info
+
+.PHONY: crash
+crash: $(VENV)/.installed
+	$(VENV)/bin/python -m bench.crash --kills 10000
 
 .PHONY: storm
 storm: $(VENV)/.installed-test

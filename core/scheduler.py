@@ -24,6 +24,7 @@ from core.sequence_blocks import SequenceBlocks
 from core.step_cost import PrefillAllowance, StepCostModel, StepWork, allow_prefill
 from core.types import (
     Admitted,
+    Cost,
     EngineStats,
     FinishReason,
     Prefilled,
@@ -238,6 +239,8 @@ class Scheduler:
             num_recomputed_blocks=self.host.num_recomputed,
             block_bytes=self.limits.block_bytes,
             step_s=self._counts.step_s,
+            device_s=self._counts.device_s,
+            kv_block_s=self._counts.kv_block_s,
             step_cost_error_p50=self.step_cost.error_p50,
             step_cost_error_p90=self.step_cost.error_p90,
         )
@@ -276,13 +279,15 @@ class Scheduler:
         self._give_back(sequence)
         sequence.state = SequenceState.FINISHED
         group.num_live -= 1
+        is_last = group.num_live == 0
         self._outbox.chunks.append(
             TokenChunk(
                 request_id=sequence.request_id,
                 index=sequence.index,
                 finish_reason=reason,
                 num_sequence_tokens=sequence.num_billed_tokens,
-                usage=self._end_group(group) if group.num_live == 0 else None,
+                usage=self._end_group(group) if is_last else None,
+                cost=group.cost if is_last else Cost(),
                 error=error if reason is FinishReason.ERROR else None,
             )
         )
@@ -538,8 +543,10 @@ class Scheduler:
         self._counts.num_steps += 1
         self._counts.num_rows += len(sequences)
         self._counts.step_s = step_s
+        self._counts.device_s += step_s
         self.step_cost.observe(self._planned_work, step_s)
-        self._charges.charge_step(sequences, ends, self._running, self._planned_work, step_s)
+        num_held = self._charges.charge_step(sequences, ends, self._running, self._planned_work, step_s)
+        self._counts.kv_block_s += num_held * step_s
 
     def _advance(self, sequences: list[Sequence], ends: list[int], lost: set[int], now: float) -> None:
         """Count what was computed, and fork those who waited for their prompt.
@@ -633,3 +640,5 @@ class _Counts:
         self.num_cache_queries = 0
         self.num_cache_hits = 0
         self.step_s = 0.0
+        self.device_s = 0.0
+        self.kv_block_s = 0.0

@@ -139,6 +139,18 @@ class Usage(msgspec.Struct, frozen=True):
     num_cached_tokens: int = 0
 
 
+class Cost(msgspec.Struct, frozen=True):
+    """What a request took of the machine, over all its sequences. Over all requests: EngineStats of the same names.
+
+    Args:
+        device_s: its part of the steps that it was in, by the step-cost model.
+        kv_block_s: blocks it held, times the duration of the steps meanwhile; a shared one counts for each holder.
+    """
+
+    device_s: float = 0.0
+    kv_block_s: float = 0.0
+
+
 class TokenLogprobs(msgspec.Struct, frozen=True):
     """Natural logarithms of the model's own probabilities, for one drawn token.
 
@@ -165,6 +177,7 @@ class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason | None = None
     num_sequence_tokens: int = 0  # with finish_reason: what this sequence counts in the usage
     usage: Usage | None = None
+    cost: Cost = Cost()  # with usage
     error: str | None = None  # with FinishReason.ERROR: the cause, fit for the client
 
     @property
@@ -221,6 +234,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_recomputed_blocks: int = 0  # found on the host, and computed all the same: that was cheaper
     block_bytes: int = 0
     step_s: float = 0.0  # duration of the last step
+    device_s: float = 0.0  # of all steps
+    kv_block_s: float = 0.0  # blocks held, times the duration of the steps meanwhile
     step_cost_error_p50: float = 0.0  # of the last steps: |predicted - measured| / measured; 0 before any prediction
     step_cost_error_p90: float = 0.0
 

@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import partial
 from secrets import token_hex
 from urllib.parse import unquote
@@ -21,6 +22,7 @@ from server.api.completions import CompletionsSurface
 from server.api.envelope import PROTOCOL_CODES, error_body, protocol_error_body, status_of
 from server.api.responses import ResponsesSurface, input_tokens_reply
 from server.api.surface import Surface
+from server.api.usage import NO_LEDGER, parse_usage, usage_reply
 from server.auth import Caller
 from server.backend import Backend
 from server.cross_origin import CrossOrigin
@@ -41,6 +43,7 @@ from server.stream import ClientDisconnected, HttpStream
 from server.timelines import requests_reply, timeline_reply
 from server.timing import Stage, StageClock
 from server.trace_context import TraceContext, continue_trace
+from server.usage_report import read_usage
 
 logger = logging.getLogger(__name__)
 
@@ -197,8 +200,9 @@ class App:
                 error_code = PROTOCOL_CODES[exchange.refused_status]
             stream.call_once_written(partial(self._close, exchange, error_code))
 
-    def _close(self, exchange: Exchange, error_code: str | None) -> None:
+    def _close(self, exchange: Exchange, error_code: str | None, now_s: float) -> None:
         """The last of it: what was said of it is with the kernel, or nobody is there any more."""
+        exchange.timings.finish(now_s)
         self._accounting.close(exchange, exchange.refused_status or status_told(exchange.stream), error_code)
 
     def fail_all(self, error: ServiceError) -> None:
@@ -330,6 +334,7 @@ class App:
             "/v1/models": {"GET": Route(self._list_models, asks)},
             "/model_info": {"GET": Route(self._show_model_info, asks)},
             "/server_info": {"GET": Route(self._show_server_info, asks)},
+            "/v1/usage": {"GET": Route(self._show_usage, Scope.USAGE, is_counted=True)},
             "/tokenize": {"POST": Route(self._tokenize, asks, is_counted=True)},
             "/detokenize": {"POST": Route(self._detokenize, asks, is_counted=True)},
             "/health": {"GET": Route(self._health, None, needs_model=False)},
@@ -450,6 +455,15 @@ class App:
             raise ServiceError(ErrorKind.NOT_FOUND, message, "request_not_found")
         self._send(exchange, b'{"status":"cancelled"}')
 
+    async def _show_usage(self, exchange: Exchange) -> None:
+        """Of the caller's tenant, by ?by=day|model|key and ?since=."""
+        ledger, now = self._served.ledger, datetime.fromtimestamp(self._clock.unix(), UTC)
+        query = parse_usage(exchange.request.query, exchange.known_caller.tenant.name, now)
+        if ledger is None:
+            raise NO_LEDGER
+        lines = await self._served.offload(lambda: read_usage(ledger.path, query))
+        self._send(exchange, usage_reply(query, lines))
+
     async def _tokenize(self, exchange: Exchange) -> None:
         reader, cards = self._served.reader, self._cards_for(exchange)
 
@@ -527,7 +541,7 @@ class App:
         """Answer with a document that no generation is told in."""
         exchange.timings.enter(Stage.LAST_FLUSH, self._clock.monotonic())
         send_document(exchange.stream, status, body, (*answer_headers(exchange.timings), *headers), media_type)
-        exchange.stream.call_once_written(lambda: exchange.timings.finish(self._clock.monotonic()))
+        exchange.stream.call_once_written(exchange.timings.finish)
 
 
 def _plain_id(shown: str) -> str:

@@ -13,13 +13,16 @@ from core.errors import ExitCode, StartupError
 from server.binds import Bind, PassedAddress, TcpAddress, UnixAddress
 from server.client_gate import ClientRules
 from server.networks import UNIX
+from server.prices import NO_PRICES, Prices
 from server.settings.engine import EngineSettings
 from server.settings.identity import IdentitySettings
+from server.settings.ledger import LedgerSettings
 from server.settings.limits import LimitSettings
 from server.settings.listening import NO_HEADER, ListeningSettings
 from server.settings.model import ModelSettings
 from server.settings.option import Option, rows_of
 from server.settings.process import ProcessSettings
+from server.settings.requests import RequestSettings
 from server.settings.wire import WireSettings
 from server.slo import NO_PROMISES, SloRules
 from server.socket_activation import PassedSocket
@@ -33,8 +36,10 @@ _TABLES = (
     ProcessSettings,
     ListeningSettings,
     IdentitySettings,
+    LedgerSettings,
     LimitSettings,
     WireSettings,
+    RequestSettings,
 )
 
 OPTIONS: tuple[Option, ...] = tuple(row for table in _TABLES for row in rows_of(table))
@@ -43,9 +48,20 @@ OPTIONS: tuple[Option, ...] = tuple(row for table in _TABLES for row in rows_of(
 
 @dataclass(frozen=True)
 class ServerConfig(
-    ModelSettings, EngineSettings, ProcessSettings, ListeningSettings, IdentitySettings, LimitSettings, WireSettings
+    ModelSettings,
+    EngineSettings,
+    ProcessSettings,
+    ListeningSettings,
+    IdentitySettings,
+    LedgerSettings,
+    LimitSettings,
+    WireSettings,
+    RequestSettings,
 ):
     """All settings, parsed and in range. None: chosen at start, from the model or by measurement."""
+
+    prices: Prices = NO_PRICES
+    """[prices] of the TOML file, the only place where they can stand."""
 
     tenants: tuple[Tenant, ...] = ()
     """[[tenants]] of the TOML file, the only place where they can stand."""

@@ -16,7 +16,7 @@ import msgspec
 from core.chat_template import ChatTemplate, max_text_chars
 from core.errors import ContextLengthExceeded, ErrorKind, InvalidRequest, ServiceError
 from core.tokenizer import Tokenizer
-from core.types import Request, SamplingParams
+from core.types import Request, SamplingParams, Usage
 from server.answer import Answer, Outcome, StreamedBody, WholeBody
 from server.api.models import ServedModel, find_model
 from server.api.surface import (
@@ -30,14 +30,20 @@ from server.api.surface import (
     TextPrompt,
 )
 from server.backend import Backend
+from server.idempotency import MAX_ANSWER_BYTES, Idempotency, replay
+from server.ledger import Entry, Ledger, Subject
 from server.metrics import Metrics
 from server.quota import Ticket
 from server.rate_limit_fields import show_limits
+from server.recording import Recording
+from server.request_ids import client_request_id
 from server.stream import HttpStream
 from server.tenants import Tenant
 from server.timing import Stage, StageClock, StageMarks
 
 OFFLOAD_BYTES = 8 * 1024  # a body from this size on is parsed and tokenized off the loop: 2.5 ms, measured
+
+NOTHING_USED = Outcome(Usage(0, 0), (), None)  # by what is answered from memory
 
 T = TypeVar("T")
 
@@ -141,6 +147,8 @@ class Lifecycle:
     max_body_bytes: int
     max_requests: int  # in progress, waiting ones included
     max_sequences: int  # that the engine runs at once
+    idempotency: Idempotency
+    ledger: Ledger | None = None
     active: dict[str, tuple[str, Answer]] = field(default_factory=dict)
     _farewell: ServiceError | None = None  # what those are told whose body was still on its way
 
@@ -155,10 +163,36 @@ class Lifecycle:
         Raises:
             ServiceError: nothing of the answer has been sent yet.
         """
-        tenant = ticket.caller.tenant
         self._check_admission()
         timings.enter(Stage.BODY, self.clock.monotonic())
         body = await stream.read_body(self.max_body_bytes)
+        claim = self.idempotency.claim(ticket.caller.tenant.name, stream.request, body)
+        if claim is None:
+            return await self._generate(surface, stream, body, request_id, timings, ticket)
+        if claim.stored is not None:
+            timings.enter(Stage.ANSWER, self.clock.monotonic())
+            replay(stream, claim.stored)
+            return NOTHING_USED
+        recording = Recording(stream.carrier, MAX_ANSWER_BYTES)
+        stream.move_to(recording)
+        try:
+            outcome = await self._generate(surface, stream, body, request_id, timings, ticket)
+            if outcome.error is None:
+                claim.keep(recording, request_id)
+            return outcome
+        finally:
+            claim.leave()
+
+    async def _generate(
+        self,
+        surface: Surface,
+        stream: HttpStream,
+        body: bytes,
+        request_id: str,
+        timings: StageClock,
+        ticket: Ticket,
+    ) -> Outcome:
+        tenant = ticket.caller.tenant
         call, prompts = await self._prepare(surface, body, tenant, timings)
         timings.enter(Stage.QUOTA, self.clock.monotonic())
         self._check_admission()  # again: others came, or the end, while this one's body did
@@ -175,7 +209,8 @@ class Lifecycle:
             continues_text = not isinstance(call.prompts[0], ChatPrompt)
             requests = self._requests(call, prompts, request_id, timings, tenant)
             try:
-                answer.submit(self.backend, requests, continues_text, ticket)
+                entry = self._entry(stream, request_id, call.model, ticket)
+                answer.submit(self.backend, requests, continues_text, ticket, entry)
             finally:
                 show_limits(stream, ticket)
             return await answer.wait_finished()
@@ -186,6 +221,8 @@ class Lifecycle:
     def _check_admission(self) -> None:
         if self._farewell is not None:
             raise self._farewell
+        if self.ledger is not None:
+            self.ledger.check()
         if len(self.active) >= self.max_requests:
             message = f"The server has {self.max_requests} requests in progress. Try again in a second."
             raise ServiceError(ErrorKind.UNAVAILABLE, message, "overloaded", retry_after_s=1)
@@ -225,6 +262,15 @@ class Lifecycle:
             return await self.compute(parse, len(body))
         finally:
             timings.take_over(marks)
+
+    def _entry(self, stream: HttpStream, request_id: str, model: str, ticket: Ticket) -> Entry | None:
+        """Of the ledger, where there is one."""
+        if self.ledger is None:
+            return None
+        request, caller = stream.request, ticket.caller
+        client_id = client_request_id(request)
+        subject = Subject(request_id, client_id, caller.tenant.name, caller.key_id, model, request.path, ticket.cost)
+        return self.ledger.open(subject)
 
     async def compute(self, work: Callable[[], T], num_bytes: int) -> T:
         """Do what takes as long as the body is large: here, or off the loop if that would stall every stream."""

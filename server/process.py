@@ -22,7 +22,7 @@ from core.plan import RunnerLimits
 from core.types import EngineStats, StepDelivery
 from server import __version__
 from server.api.models import ServedModel, ServerCard
-from server.api.surface import GenerationDefaults
+from server.api.surface import GenerationDefaults, RequestLimits
 from server.app import App, Readiness
 from server.banner import BannerFacts, Place, banner_lines, is_public, places_of
 from server.config import ServerConfig
@@ -32,6 +32,7 @@ from server.descriptors import allow_connections
 from server.engine_client import EngineClient
 from server.engine_thread import EngineThread, Inbox
 from server.gate import Gate
+from server.ledger_setup import open_ledger
 from server.lifecycle import Clock, Lifecycle, PromptReader
 from server.listener import ALL_HELD_BODY_BYTES, Listener, ListenerConfig
 from server.listening_sockets import shown_addresses
@@ -111,8 +112,9 @@ class Server:
         self._loop = asyncio.get_running_loop()
         self._readiness = Readiness()
         self._clock = Clock(time.monotonic, time.time)
+        self._ledger, used_today, self._idempotency = open_ledger(config, self._clock, self._loop)
         self._metrics = Metrics(config.slo, self._clock.monotonic)
-        self._gate = Gate(config, self._clock)
+        self._gate = Gate(config, self._clock, used_today)
         self._app = App(
             self._readiness,
             self._gate,
@@ -179,6 +181,8 @@ class Server:
             raise
         logger.info("listening on %s, loading the model", shown_addresses(self.listener.sockets))
         self._gate.start()
+        if self._ledger is not None:
+            self._ledger.start()
         self._engine_thread.start()
         self._supervision.start()
 
@@ -255,7 +259,7 @@ class Server:
         self._app.card = _server_card(reader.cards[0], loaded, self._places)
         self._app.lifecycle = Lifecycle(
             reader=reader,
-            defaults=_generation_defaults(loaded),
+            defaults=_generation_defaults(loaded, self._config.request_limits),
             backend=client,
             clock=self._clock,
             offload=self._offload,
@@ -263,6 +267,8 @@ class Server:
             max_body_bytes=self._config.max_body_bytes,
             max_requests=self._config.max_queue,
             max_sequences=min(loaded.facts.limits.max_sequences, loaded.facts.limits.max_batch_tokens),
+            idempotency=self._idempotency,
+            ledger=self._ledger,
         )
         gc.collect()
         gc.freeze()
@@ -365,6 +371,8 @@ class Server:
         farewell = self._loop.call_later(grace_s, self._say_farewell)
         await self.listener.drain(grace_s + FAREWELL_S)
         farewell.cancel()
+        if self._ledger is not None:
+            self._ledger.close()
         self._engine_thread.stop()
         if self._client is None or isinstance(self._failure, EngineLost):
             return  # it is still loading, or hangs, which nothing can interrupt: the process ends without it
@@ -445,11 +453,12 @@ def _server_card(model: ServedModel, loaded: LoadedEngine, places: Sequence[Plac
 DEMONSTRATION = "demonstration model: it has memorised a glossary of LLM serving and knows nothing else"
 
 
-def _generation_defaults(loaded: LoadedEngine) -> GenerationDefaults:
+def _generation_defaults(loaded: LoadedEngine, limits: RequestLimits) -> GenerationDefaults:
     """The model's own recommendations, where its generation_config.json has any."""
     recommended = loaded.files.defaults
     known = {name: getattr(recommended, name) for name in recommended.__slots__}
     return GenerationDefaults(
         vocab_size=loaded.facts.limits.vocab_size,
+        limits=limits,
         **{name: value for name, value in known.items() if value is not None},
     )

@@ -17,6 +17,9 @@ class ClientDisconnected(Exception):
     """The peer has gone before its request was read, or broke the protocol. Nobody is left to be answered."""
 
 
+WrittenCallback = Callable[[float], None]  # called with the time, on the monotonic clock
+
+
 class StreamCarrier(Protocol):
     """What a stream asks of its connection.
 
@@ -37,7 +40,7 @@ class StreamCarrier(Protocol):
 
     def write_end(self, stream: "HttpStream", trailers: Headers) -> None: ...
 
-    def call_once_written(self, stream: "HttpStream", callback: Callable[[], None]) -> None:
+    def call_once_written(self, stream: "HttpStream", callback: WrittenCallback) -> None:
         """Call it when all that was sent of the stream so far is with the kernel, or never will be."""
         ...
 
@@ -101,6 +104,11 @@ class HttpStream:
     def peer(self) -> Peer:
         """Who is at the other end of the connection; a trusted proxy names whom it speaks for in the head."""
         return self._carrier.peer
+
+    @property
+    def carrier(self) -> StreamCarrier:
+        """What it is written to now; for whoever stands in between (move_to)."""
+        return self._carrier
 
     @property
     def head_sent(self) -> bool:
@@ -172,17 +180,14 @@ class HttpStream:
             self._carrier.write_end(self, trailers)
             self.is_open = False
 
-    def call_once_written(self, callback: Callable[[], None]) -> None:
+    def call_once_written(self, callback: WrittenCallback) -> None:
         """Call it once, when what was sent so far is with the kernel, or can never be."""
-        if self.has_lost_peer:
-            callback()
-        else:
-            self._carrier.call_once_written(self, callback)
+        self._carrier.call_once_written(self, callback)
 
     # What follows is the connection's side.
 
     def move_to(self, carrier: StreamCarrier) -> None:
-        """Another protocol carries the answer (an upgrade); nothing of it has been sent."""
+        """Another one carries the answer (after an upgrade, or to remember it); nothing of it has been sent."""
         assert not self.head_sent
         self._carrier = carrier
 
