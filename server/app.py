@@ -241,12 +241,15 @@ class App:
         return (*headers, *self._cross_origin.headers(account.request)), body
 
     def _trace_of(self, exchange: Exchange) -> TraceContext | None:
-        """The trace that the client names; of our own, where somebody collects them."""
+        """The trace that the client names."""
         traceparent = exchange.request.header(b"traceparent")
-        trace = None if traceparent is None else continue_trace(traceparent, self._new_span_id())
-        if trace is None and self._accounting.export is not None:
-            return TraceContext(token_hex(16), self._new_span_id(), None, is_sampled=True)
-        return trace
+        return None if traceparent is None else continue_trace(traceparent, self._new_span_id())
+
+    def _begin_trace(self, exchange: Exchange) -> None:
+        """A generation belongs to one, where somebody collects them."""
+        if exchange.trace is None and self._accounting.export is not None:
+            exchange.trace = TraceContext(token_hex(16), self._new_span_id(), None, is_sampled=True)
+            current_trace_id.set(exchange.trace.trace_id)
 
     def export_to(self, export: Callable[[Flight], None]) -> None:
         """Hand it each generation that is over, from now on."""
@@ -350,6 +353,7 @@ class App:
     def _generating(self, surface: Surface) -> Handler:
         async def generate(exchange: Exchange) -> None:
             check_media_type(exchange.request)
+            self._begin_trace(exchange)
             outcome = await self._served.generate(
                 surface, exchange.stream, exchange.request_id, exchange.timings, exchange.known_ticket
             )
