@@ -13,6 +13,7 @@ from server.api.envelope import WIRE_REASONS, cut_short
 from server.api.surface import Choice, Extras, GenerationCall, ReplyContext, Surface
 from server.backend import NEVER, Backend, GenerationHandle
 from server.deadline import DeadlineTimer
+from server.deadlines import Deadlines, DeadlineWatch
 from server.messages import Headers, ResponseHead
 from server.metrics import Metrics
 from server.quota import Ticket
@@ -48,7 +49,13 @@ class Answer:
     """
 
     def __init__(
-        self, stream: HttpStream, body: "AnswerBody", timings: Timings, clock: Callable[[], float], metrics: Metrics
+        self,
+        stream: HttpStream,
+        body: "AnswerBody",
+        timings: Timings,
+        clock: Callable[[], float],
+        metrics: Metrics,
+        deadlines: Deadlines,
     ) -> None:
         self._stream = stream
         self._body = body
@@ -57,10 +64,12 @@ class Answer:
         self._metrics = metrics
         self._observe_gap = metrics.inter_token.observe
         self._handles: list[GenerationHandle] = []
+        self._owners: list[GenerationHandle] = []  # by choice
         self._usages: list[Usage] = []  # of the handles whose terminal news has come
         self._error: ServiceError | None = None
         self._is_open = True
         self._last_token_s: list[float | None] = []  # by choice
+        self._watch = DeadlineWatch(deadlines, timings, self._last_token_s, self._num_untold, self.fail)
         self._reasons: dict[FinishReason, None] = {}  # a set in order
         self._num_holds = 0  # by a slow reader, by an empty quota
         self._ticket: Ticket | None = None  # while it holds tokens
@@ -84,8 +93,11 @@ class Answer:
         for request in requests:
             first_choice = len(self._last_token_s)
             self._last_token_s += [None] * request.num_sequences
-            self._handles.append(backend.submit(request, self, continues_text, first_choice))
+            handle = backend.submit(request, self, continues_text, first_choice)
+            self._handles.append(handle)
+            self._owners += [handle] * request.num_sequences
         self._timings.submitted_s = self._clock()
+        self._watch.arm()
 
     async def wait_finished(self) -> Outcome:
         """Until all its requests have ended. An error that no head has gone out for is the caller's to tell."""
@@ -111,6 +123,7 @@ class Answer:
         if reason is not None:
             self._reasons[reason] = None
             self._metrics.finished[reason] += 1
+            self._watch.drop(choice)
             if self._allowance is not None:
                 self._allowance.drop(choice)
         # What ends a choice for no reason that the wire knows is told with the end of the request, as an error
@@ -123,9 +136,17 @@ class Answer:
         if last_s is not None:
             observe = self._observe_gap  # called as an attribute, it would be looked for as a method first: 40 ns
             observe(now_s - last_s)
-        elif self._timings.first_token_s is None:
+        else:
+            self._begin_choice(now_s)
+
+    def _num_untold(self, choice: int) -> int:
+        return self._owners[choice].num_untold(choice)
+
+    def _begin_choice(self, now_s: float) -> None:
+        if self._timings.first_token_s is None:
             self._timings.first_token_s = now_s
             self._metrics.ttft.observe(now_s - self._timings.head_s)
+        self._watch.arm()
 
     def on_mark(self, choice: int, num_tokens: int) -> int:
         return NEVER if self._allowance is None else self._allowance.on_mark(choice, num_tokens)
@@ -150,7 +171,8 @@ class Answer:
             return
         self._error = error
         self._body.break_off(error)
-        self._cancel()
+        is_late = error.kind is ErrorKind.DEADLINE_EXCEEDED
+        self._cancel(FinishReason.DEADLINE if is_late else FinishReason.CANCELLED)
 
     def on_disconnect(self) -> None:
         if self._is_open:
@@ -161,12 +183,14 @@ class Answer:
         """Until as many resume() have come."""
         self._num_holds += 1
         if self._num_holds == 1:
+            self._watch.hold(self._clock())
             for handle in self._handles:
                 handle.pause()
 
     def resume(self) -> None:
         self._num_holds -= 1
         if self._num_holds == 0:
+            self._watch.release(self._clock())
             for handle in self._handles:
                 handle.resume()
 
@@ -182,12 +206,13 @@ class Answer:
             self._ticket.settle(usage)
             self._ticket = None
 
-    def _cancel(self) -> None:
+    def _cancel(self, reason: FinishReason = FinishReason.CANCELLED) -> None:
         self._is_open = False
+        self._watch.close()
         if self._allowance is not None:
             self._allowance.close()
         for handle in self._handles:
-            handle.cancel(FinishReason.CANCELLED)
+            handle.cancel(reason)
 
     def _finish(self) -> None:
         self._timings.end_s = self._clock()
@@ -200,6 +225,7 @@ class Answer:
             return  # the task that waited was cancelled
         if self._is_open:
             self._is_open = False
+            self._watch.close()
             self._body.complete(usage, {} if self._allowance is None else self._allowance.extras)
         self._finished.set_result(usage)
 

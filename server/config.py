@@ -26,6 +26,7 @@ from server.binds import (
 )
 from server.client_gate import ClientRules
 from server.cross_origin import origin_value
+from server.deadlines import Deadlines
 from server.forwarded import FORWARDED, X_FORWARDED_FOR
 from server.jwks import JwksUrl, jwks_source
 from server.networks import UNIX, IpNetwork, network_value, proxy_value
@@ -608,6 +609,40 @@ class ServerConfig:
             show=format_duration,
         ),
     )
+    ttft_deadline_s: float = field(
+        default=120.0,
+        metadata=Setting(
+            name="ttft-deadline",
+            parse=duration_between(0.001, 604_800),
+            metavar="TIME",
+            help="from a request's head to its first token; then 504. A request that cannot have it by then is refused"
+            " at once",
+            group="limits",
+            show=format_duration,
+        ),
+    )
+    inter_token_deadline_s: float = field(
+        default=30.0,
+        metadata=Setting(
+            name="inter-token-deadline",
+            parse=duration_between(0.001, 604_800),
+            metavar="TIME",
+            help="from one token of an answer to its next, less what a slow reader takes",
+            group="limits",
+            show=format_duration,
+        ),
+    )
+    total_deadline_s: float = field(
+        default=3600.0,
+        metadata=Setting(
+            name="total-deadline",
+            parse=duration_between(0.001, 604_800),
+            metavar="TIME",
+            help="from a request's head to its answer's end. Requests and tenants may ask for less",
+            group="limits",
+            show=format_duration,
+        ),
+    )
     drain_timeout_s: float = field(
         default=60.0,
         metadata=Setting(
@@ -637,6 +672,12 @@ class ServerConfig:
         others = self.max_connections // 64 * 8  # an eighth is left to them; of a few connections, nothing
         cap = self.max_connections_per_address or self.max_connections - others
         return ClientRules(self.allow, self.deny, self.trusted_proxies, header, cap)
+
+    @property
+    def deadlines(self) -> Deadlines:
+        return Deadlines(
+            ttft_s=self.ttft_deadline_s, inter_token_s=self.inter_token_deadline_s, total_s=self.total_deadline_s
+        )
 
     def all_binds(self, has_passed: bool = False) -> tuple[Bind, ...]:
         """What to listen on: the binds, and --host and --port where they are set, or where there is nothing else.

@@ -98,6 +98,10 @@ class RequestHandle:
                 self._finish(sequence, end)
                 self._sink.on_delta(sequence.choice, sequence.take_delta(text, end), now_s)
 
+    def num_untold(self, choice: int) -> int:
+        sequence = self._sequences[choice - self._sequences[0].choice]
+        return sequence.num_tokens - sequence.num_tokens_told
+
     def pause(self) -> None:
         self._post(Pause(self.request.request_id))
 

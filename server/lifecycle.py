@@ -6,6 +6,7 @@
 for the end. In between no task runs: the engine client calls the Answer with each delta, which writes into the stream.
 """
 
+import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -30,6 +31,7 @@ from server.api.surface import (
     TextPrompt,
 )
 from server.backend import Backend
+from server.deadlines import ANY_TIME, Deadlines
 from server.metrics import Metrics
 from server.quota import Ticket
 from server.rate_limit_fields import show_limits
@@ -132,6 +134,7 @@ class Lifecycle:
     max_body_bytes: int
     max_requests: int  # in progress, waiting ones included
     max_sequences: int  # that the engine runs at once
+    deadlines: Deadlines  # of requests whose tenants have none of their own
     active: dict[str, tuple[str, Answer]] = field(default_factory=dict)
     _farewell: ServiceError | None = None  # what those are told whose body was still on its way
 
@@ -156,7 +159,12 @@ class Lifecycle:
         context = self._reply_context(call, request_id)
         body_type = StreamedBody if call.is_stream else WholeBody
         answer = Answer(
-            stream, body_type(surface, call, context, stream, timings), timings, self.clock.monotonic, self.metrics
+            stream,
+            body_type(surface, call, context, stream, timings),
+            timings,
+            self.clock.monotonic,
+            self.metrics,
+            self.deadlines.replaced_by(tenant.deadlines).narrowed_by(call.deadlines),
         )
         stream.on_disconnect = answer.on_disconnect
         stream.on_blocked, stream.on_unblocked = answer.pause, answer.resume
@@ -232,6 +240,8 @@ class Lifecycle:
     def _requests(
         self, call: GenerationCall, prompts: list[tuple[int, ...]], request_id: str, timings: Timings, tenant: Tenant
     ) -> list[Request]:
+        # The server's own deadline is no wish to be served before others
+        asked_ttft_s = ANY_TIME.replaced_by(tenant.deadlines).narrowed_by(call.deadlines).ttft_s
         return [
             Request(
                 request_id=f"{request_id}-{i}" if i else request_id,
@@ -242,6 +252,7 @@ class Lifecycle:
                 tenant=tenant.name,
                 share=tenant.share,
                 priority=tenant.priority_of(call.priority),
+                deadline_s=timings.head_s + asked_ttft_s if asked_ttft_s < math.inf else None,
                 cache_domain=tenant.cache_salt_domain,
                 cache_salt=call.cache_salt,
             )

@@ -247,6 +247,7 @@ class Server:
             max_body_bytes=self._config.max_body_bytes,
             max_requests=self._config.max_queue,
             max_sequences=min(loaded.facts.limits.max_sequences, loaded.facts.limits.max_batch_tokens),
+            deadlines=self._config.deadlines,
         )
         gc.collect()
         gc.freeze()

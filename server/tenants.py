@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import msgspec
 
 from core.errors import ExitCode, StartupError
+from server.deadlines import DeadlineTable
 
 LOCAL_NAME = "local"  # who asks where no tenants are configured
 # class -> Request.priority: higher goes first
@@ -45,6 +46,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 UNLIMITED = Limits()
+NO_DEADLINES = DeadlineTable()
 
 
 class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename={"tenant_class": "class"}):
@@ -55,6 +57,7 @@ class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         key_limits: of those of each of its keys, beside the tenant's own.
         tenant_class: of CLASSES.
         share: of the machine, against the other tenants of its class: 2 gets twice what 1 gets.
+        deadlines: of its requests, in place of the server's.
         models: that it may use; None: all.
         cache_domain: tenants that name the same one may find each other's prompts in the prefix cache; None: nobody
             else finds this tenant's.
@@ -68,6 +71,7 @@ class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     key_limits: Limits = UNLIMITED
     tenant_class: str = "standard"
     share: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 1
+    deadlines: DeadlineTable = NO_DEADLINES
     models: tuple[str, ...] | None = None
     cache_domain: _Name | None = None
     cached_token_discount: Annotated[int, msgspec.Meta(ge=0, le=100)] = 0
@@ -143,7 +147,8 @@ def _fix(error: str) -> str:
     """What to write, for what msgspec says: it names a field's path, but not those that there are."""
     if "unknown field" not in error:
         return f"mend it, as in: {SAMPLE}"
-    kind = Limits if "limits" in error.rpartition("`$")[2] else Tenant
+    place = error.rpartition("`$")[2]
+    kind = Limits if "limits" in place else DeadlineTable if "deadlines" in place else Tenant
     above = "; the server's own settings stand above the first [[tenants]]" if kind is Tenant else ""
     return f"known: {', '.join(kind.__struct_encode_fields__)}{above}"
 

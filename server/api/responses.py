@@ -78,6 +78,7 @@ class ResponsesSurface:
             sampling=fields.sampling_params(wire, defaults, max_tokens, _num_logprobs(wire)),
             cache_salt=fields.checked_cache_salt(wire.cache_salt),
             priority=wire.priority,
+            deadlines=fields.checked_deadlines(wire.deadlines),
             is_stream=bool(wire.stream),
             wants_timings=bool(wire.timings),
             wire=wire,

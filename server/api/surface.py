@@ -11,6 +11,7 @@ import msgspec
 
 from core.errors import ServiceError
 from core.types import Delta, FinishReason, SamplingParams, TokenLogprobs, Usage
+from server.deadlines import ANY_TIME, Deadlines
 
 UNLIMITED_TOKENS = 2**31 - 1  # max_tokens when the request names none: the lifecycle cuts it to the context
 
@@ -59,6 +60,7 @@ class GenerationCall(msgspec.Struct, frozen=True, kw_only=True):
     num_sequences: int = 1
     cache_salt: str = ""  # prompts are cached for the same salt only
     priority: int | None = None  # the class it asks for: higher goes first; None: its tenant's
+    deadlines: Deadlines = ANY_TIME  # that it asks for
     is_stream: bool = False
     includes_usage: bool = False  # stream_options.include_usage
     wants_timings: bool = False

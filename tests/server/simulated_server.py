@@ -30,6 +30,7 @@ from server.client_gate import ClientRules
 from server.config import ServerConfig
 from server.connection_limits import ConnectionLimits
 from server.cross_origin import CrossOrigin
+from server.deadlines import Deadlines
 from server.engine_client import EngineClient
 from server.gate import Gate
 from server.lifecycle import Clock, Lifecycle, PromptReader
@@ -42,6 +43,7 @@ from tests.server.virtual_loop import VirtualTimeLoop
 
 MODEL = "small"
 UNIX_S = 1_700_000_000.0
+SERVER_DEADLINES = ServerConfig().deadlines
 COST = CostModel(fixed_s=0.01, token_s=0.001)
 TOKENIZER = Tokenizer(byte_level().to_str())
 EOS_ID = SPECIAL.index("<|im_end|>")
@@ -215,6 +217,7 @@ class SimulatedServer:
         keys: tuple[str, ...] = (),
         tenants: tuple[Tenant, ...] = (),
         max_requests: int = 100,
+        deadlines: Deadlines = SERVER_DEADLINES,
         connection_limits: ConnectionLimits | None = None,
         is_ready: bool = True,
         origins: tuple[str, ...] = (),
@@ -266,6 +269,7 @@ class SimulatedServer:
             max_body_bytes=100_000,
             max_requests=max_requests,
             max_sequences=limits.max_sequences,
+            deadlines=deadlines,
         )
         if is_ready:
             self.app.lifecycle = self.lifecycle
