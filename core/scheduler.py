@@ -205,6 +205,7 @@ class Scheduler:
             num_cache_hits=self._counts.num_cache_hits,
             num_cache_evictions=self.pool.num_evictions,
             step_s=self._counts.step_s,
+            step_cost_s=self.step_cost.rough_s,
             step_cost_error_p50=self.step_cost.error_p50,
             step_cost_error_p90=self.step_cost.error_p90,
         )

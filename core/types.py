@@ -177,6 +177,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_cache_hits: int = 0  # of these, found: over all requests, Usage.num_cached_tokens
     num_cache_evictions: int = 0  # blocks
     step_s: float = 0.0  # duration of the last step
+    step_cost_s: tuple[float, float, float, float, float] | None = None  # StepCostModel.rough_s
     step_cost_error_p50: float = 0.0  # of the last steps: |predicted - measured| / measured; 0 before any prediction
     step_cost_error_p90: float = 0.0
 

@@ -8,6 +8,7 @@ import msgspec
 
 from core.errors import ErrorKind, ServiceError
 from core.types import Delta, FinishReason, Request, TokenLogprobs, Usage
+from server.admission import Place
 from server.allowance import Allowance
 from server.api.envelope import WIRE_REASONS, cut_short
 from server.api.surface import Choice, Extras, GenerationCall, ReplyContext, Surface
@@ -56,12 +57,14 @@ class Answer:
         clock: Callable[[], float],
         metrics: Metrics,
         deadlines: Deadlines,
+        place: Place,
     ) -> None:
         self._stream = stream
         self._body = body
         self._timings = timings
         self._clock = clock
         self._metrics = metrics
+        self._place = place
         self._observe_gap = metrics.inter_token.observe
         self._handles: list[GenerationHandle] = []
         self._owners: list[GenerationHandle] = []  # by choice
@@ -124,6 +127,8 @@ class Answer:
             self._reasons[reason] = None
             self._metrics.finished[reason] += 1
             self._watch.drop(choice)
+            if self._last_token_s[choice] is not None:
+                self._place.on_choice_end()
             if self._allowance is not None:
                 self._allowance.drop(choice)
         # What ends a choice for no reason that the wire knows is told with the end of the request, as an error
@@ -137,15 +142,16 @@ class Answer:
             observe = self._observe_gap  # called as an attribute, it would be looked for as a method first: 40 ns
             observe(now_s - last_s)
         else:
-            self._begin_choice(now_s)
+            self._begin_choice(choice, now_s)
 
     def _num_untold(self, choice: int) -> int:
         return self._owners[choice].num_untold(choice)
 
-    def _begin_choice(self, now_s: float) -> None:
+    def _begin_choice(self, choice: int, now_s: float) -> None:
         if self._timings.first_token_s is None:
             self._timings.first_token_s = now_s
             self._metrics.ttft.observe(now_s - self._timings.head_s)
+        self._place.on_first_token(choice, now_s)
         self._watch.arm()
 
     def on_mark(self, choice: int, num_tokens: int) -> int:

@@ -11,6 +11,7 @@ from typing import Any, Required, TypedDict
 
 from core.config import INTER_TOKEN_TARGET, QUANTIZE_SCHEMES, EngineConfig
 from core.errors import ExitCode, StartupError
+from server.admission import QueueLimits
 from server.auth import WAYS, way_value
 from server.binds import (
     DEFAULT_HOST,
@@ -565,6 +566,27 @@ class ServerConfig:
             group="limits",
         ),
     )
+    max_queue_tokens: int = field(
+        default=1_000_000,
+        metadata=Setting(
+            name="max-queue-tokens",
+            parse=count_between(1, 10**12),
+            metavar="COUNT",
+            help="of prompts that wait for their first token; more get 503",
+            group="limits",
+        ),
+    )
+    max_queue_bytes: int = field(
+        default=256 * MiB,
+        metadata=Setting(
+            name="max-queue-bytes",
+            parse=size_between(KiB, 2**50),
+            metavar="SIZE",
+            help="of bodies of requests that wait or run, those being tokenized among them; more get 503",
+            group="limits",
+            show=format_size,
+        ),
+    )
     head_timeout_s: float = field(
         default=10.0,
         metadata=Setting(
@@ -672,6 +694,12 @@ class ServerConfig:
         others = self.max_connections // 64 * 8  # an eighth is left to them; of a few connections, nothing
         cap = self.max_connections_per_address or self.max_connections - others
         return ClientRules(self.allow, self.deny, self.trusted_proxies, header, cap)
+
+    @property
+    def queue_limits(self) -> QueueLimits:
+        return QueueLimits(
+            max_requests=self.max_queue, max_tokens=self.max_queue_tokens, max_bytes=self.max_queue_bytes
+        )
 
     @property
     def deadlines(self) -> Deadlines:

@@ -18,6 +18,8 @@ from core.chat_template import ChatTemplate, max_text_chars
 from core.errors import ContextLengthExceeded, ErrorKind, InvalidRequest, ServiceError
 from core.tokenizer import Tokenizer
 from core.types import Request, SamplingParams
+from core.waiting import TOP_CLASS
+from server.admission import Admission, Asker, Place
 from server.answer import Answer, Outcome, StreamedBody, WholeBody
 from server.api.models import ServedModel, find_model
 from server.api.surface import (
@@ -132,7 +134,7 @@ class Lifecycle:
     offload: Offload
     metrics: Metrics
     max_body_bytes: int
-    max_requests: int  # in progress, waiting ones included
+    admission: Admission
     max_sequences: int  # that the engine runs at once
     deadlines: Deadlines  # of requests whose tenants have none of their own
     active: dict[str, tuple[str, Answer]] = field(default_factory=dict)
@@ -149,12 +151,47 @@ class Lifecycle:
         Raises:
             ServiceError: nothing of the answer has been sent yet.
         """
+        self._check_open()
         tenant = ticket.caller.tenant
-        self._check_admission()
-        body = await stream.read_body(self.max_body_bytes)
+        # As it would be for the most that the body can ask for
+        asker = Asker(tenant.priority_of(TOP_CLASS), tenant.name, tenant.share, is_due=True)
+        self.admission.check_hope(asker, self.deadlines.replaced_by(tenant.deadlines).ttft_s)
+        body = await self.read_body(stream)
         timings.body_s = self.clock.monotonic()
+        place = self.admission.enter(len(body))  # others came while this one's body did
+        usage = None
+        try:
+            outcome = await self._generate(surface, stream, request_id, timings, ticket, body, place)
+            usage = outcome.usage
+            return outcome
+        finally:
+            place.leave(usage, self.clock.monotonic())
+
+    async def read_body(self, stream: HttpStream) -> bytes:
+        """
+        Raises:
+            ServiceError: there is no room for it, which is told before it is read where its head says how long it is;
+                or see HttpStream.read_body.
+            ClientDisconnected: the peer left.
+        """
+        declared = stream.request.header(b"content-length")
+        self.admission.check(0 if declared is None else int(declared))
+        return await stream.read_body(self.max_body_bytes)
+
+    async def _generate(
+        self,
+        surface: Surface,
+        stream: HttpStream,
+        request_id: str,
+        timings: Timings,
+        ticket: Ticket,
+        body: bytes,
+        place: Place,
+    ) -> Outcome:
+        tenant = ticket.caller.tenant
         call, prompts = await self._prepare(surface, body, tenant)
-        self._check_admission()  # again: others came, or the end, while this one's body did
+        self._check_open()  # again: the end may have come meanwhile
+        deadlines = self.deadlines.replaced_by(tenant.deadlines).narrowed_by(call.deadlines)
         self.metrics.count_unknown_fields(call.unknown_fields)
         context = self._reply_context(call, request_id)
         body_type = StreamedBody if call.is_stream else WholeBody
@@ -164,7 +201,8 @@ class Lifecycle:
             timings,
             self.clock.monotonic,
             self.metrics,
-            self.deadlines.replaced_by(tenant.deadlines).narrowed_by(call.deadlines),
+            deadlines,
+            place,
         )
         stream.on_disconnect = answer.on_disconnect
         stream.on_blocked, stream.on_unblocked = answer.pause, answer.resume
@@ -172,6 +210,7 @@ class Lifecycle:
         try:
             continues_text = not isinstance(call.prompts[0], ChatPrompt)
             requests = self._requests(call, prompts, request_id, timings, tenant)
+            place.admit(requests, timings.head_s + deadlines.ttft_s, self.clock.monotonic())
             try:
                 answer.submit(self.backend, requests, continues_text, ticket)
             finally:
@@ -181,12 +220,9 @@ class Lifecycle:
             answer.close()
             del self.active[request_id]
 
-    def _check_admission(self) -> None:
+    def _check_open(self) -> None:
         if self._farewell is not None:
             raise self._farewell
-        if len(self.active) >= self.max_requests:
-            message = f"The server has {self.max_requests} requests in progress. Try again in a second."
-            raise ServiceError(ErrorKind.UNAVAILABLE, message, "overloaded", retry_after_s=1)
 
     def cancel(self, request_id: str, tenant: str) -> bool:
         """End a generation at its owner's wish. False: the tenant has none of that id."""

@@ -17,12 +17,15 @@ from typing import Any
 import h11
 
 from core.chat_template import ChatTemplate
+from core.config import INTER_TOKEN_TARGET
 from core.engine import Engine, EngineBroken
 from core.plan import RunnerLimits, StepOutput, StepPlan
 from core.scheduler import Scheduler
 from core.simulation import CostModel, SimulatedClock, SimulatedRunner
 from core.tokenizer import Tokenizer
 from core.types import EngineStats, FinishReason, Message, StepDelivery, TokenLogprobs
+from core.wait_estimate import Backlog, EngineRoom
+from server.admission import Admission, QueueLimits
 from server.api.models import ServedModel
 from server.api.surface import GenerationDefaults
 from server.app import App, Readiness
@@ -217,6 +220,8 @@ class SimulatedServer:
         keys: tuple[str, ...] = (),
         tenants: tuple[Tenant, ...] = (),
         max_requests: int = 100,
+        max_queue_tokens: int = 100_000,
+        max_queue_bytes: int = 1_000_000,
         deadlines: Deadlines = SERVER_DEADLINES,
         connection_limits: ConnectionLimits | None = None,
         is_ready: bool = True,
@@ -267,7 +272,17 @@ class SimulatedServer:
             offload=_inline,
             metrics=self.metrics,
             max_body_bytes=100_000,
-            max_requests=max_requests,
+            admission=Admission(
+                QueueLimits(max_requests=max_requests, max_tokens=max_queue_tokens, max_bytes=max_queue_bytes),
+                EngineRoom(
+                    limits.max_sequences,
+                    limits.max_batch_tokens,
+                    limits.num_blocks * limits.block_size,
+                    INTER_TOKEN_TARGET,
+                ),
+                lambda: self.client.stats,
+                time,
+            ),
             max_sequences=limits.max_sequences,
             deadlines=deadlines,
         )
@@ -362,6 +377,10 @@ class SimulatedServer:
         assert (self.stats.num_waiting, self.stats.num_running, self.stats.num_paused) == (0, 0, 0)
         assert not self.client._handles
         assert not self.lifecycle.active
+        admission = self.lifecycle.admission
+        assert (admission.num_requests, admission.num_bytes, admission.num_decoding) == (0, 0, 0)
+        assert not admission._lines
+        assert admission._waiting == Backlog()
         assert self.network.listener.num_handlers == 0
         assert not any(account.num_active or account.num_reserved for account in self.gate.quotas.accounts)
         submitted = [message.request.request_id for message in self.posted if hasattr(message, "request")]
