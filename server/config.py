@@ -580,7 +580,7 @@ class ServerConfig:
         default=256 * MiB,
         metadata=Setting(
             name="max-queue-bytes",
-            parse=size_between(KiB, 2**50),
+            parse=size_between(1, 2**50),
             metavar="SIZE",
             help="of bodies of requests that wait or run, those being tokenized among them; more get 503",
             group="limits",
