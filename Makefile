@@ -12,6 +12,7 @@
 #                   https://download.pytorch.org/whl/cpu, for CUDA builds https://download.pytorch.org/whl/cu130
 # PYTHON=python3.12 the interpreter .venv is made with (3.11 or newer)
 # ARGS="..."        more flags for `steploop serve`
+# BUILD_JOBS=1      compilers at a time for `make peers`; otherwise one for each core
 
 PYTHON ?= python3
 VENV := .venv
@@ -20,6 +21,7 @@ PIP_INSTALL := $(VENV)/bin/python -m pip install --quiet --constraint constraint
 DEBIAN_TEST_PACKAGES := chromium curl default-jdk-headless haproxy nghttp2-client nginx nodejs openssl systemd
 TEST_PROGRAMS := chromium curl haproxy java nghttp nginx node openssl systemd-analyze
 BENCH_MODEL := $(VENV)/models/qwen2.5-0.5b
+BUILD_JOBS ?= $(shell nproc)
 
 .PHONY: setup serve test fuzz bench peers clean
 .DEFAULT_GOAL := setup
@@ -93,7 +95,7 @@ $(VENV)/bin/llama-server: | $(VENV)/.installed-bench
 	tar -xzf $(VENV)/llama/llama_cpp_python-*.tar.gz -C $(VENV)/llama --strip-components=1
 	$(VENV)/bin/cmake -S $(VENV)/llama/vendor/llama.cpp -B $(VENV)/llama/build -DCMAKE_BUILD_TYPE=Release \
 		-DBUILD_SHARED_LIBS=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF
-	$(VENV)/bin/cmake --build $(VENV)/llama/build --target llama-server --parallel
+	$(VENV)/bin/cmake --build $(VENV)/llama/build --target llama-server --parallel $(BUILD_JOBS)
 	cp $(VENV)/llama/build/bin/llama-server $@
 	rm -rf $(VENV)/llama
 

@@ -139,6 +139,9 @@ class Client:
     def write_end(self, stream: HttpStream, trailers: Headers) -> None:
         self.end_s = self._clock() - self._began_s
 
+    def call_once_written(self, stream: HttpStream, callback: Callable[[], None]) -> None:
+        callback()
+
     @property
     def is_whole(self) -> bool:
         return self.status == 200 and self.end_s is not None and not self.has_error

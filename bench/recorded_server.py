@@ -82,8 +82,9 @@ class RecordingScheduler(Scheduler):
         if plan is not None:
             step = len(self._record.steps)
             self._record.steps.append(StepRecord(time.monotonic(), 0.0))
-            for slot, length, draws in zip(plan.slots, plan.lengths, plan.samples, strict=True):
-                seed = self._seeds_by_id.get(self._occupant(slot).request_id)
+            sequences = self._sequences_of(plan, range(plan.num_rows))
+            for sequence, length, draws in zip(sequences, plan.lengths, plan.samples, strict=True):
+                seed = self._seeds_by_id.get(sequence.request_id)
                 if seed is not None:
                     self._record.requests[seed].rows.append(RowRecord(step, int(length), bool(draws)))
         return plan

@@ -100,17 +100,33 @@ def _request(number: int, prompt: int, max_tokens: int) -> Request:
 
 
 def measure_all(cases: Cases) -> list[Table]:
-    def table(title: str, name: str, sizes: Sequence[int], times: list[StepTime]) -> Table:
-        rows = tuple((size, t.plan_ms, t.apply_ms, t.mean_ms, t.p95_ms) for size, t in zip(sizes, times, strict=True))
-        return Table(title, (name, "plan ms", "apply ms", "both, mean ms", "p95 ms"), rows, Plot(name, "both, mean ms"))
+    def table(title: str, name: str, sizes: Sequence[int], times: list[StepTime], batches: Sequence[int]) -> Table:
+        rows = tuple(
+            (size, t.plan_ms, t.apply_ms, t.mean_ms, t.p95_ms, 1e3 * (t.plan_ms + t.apply_ms) / batch)
+            for size, t, batch in zip(sizes, times, batches, strict=True)
+        )
+        columns = (name, "plan ms", "apply ms", "both, mean ms", "p95 ms", "us per sequence")
+        return Table(title, columns, rows, Plot(name, "both, mean ms"))
 
     by_batch = [measure(batch, cases.prompt, cases.num_steps) for batch in cases.batches]
     by_prompt = [measure(cases.batch, prompt, cases.num_steps) for prompt in cases.prompts]
     by_queue = [measure(cases.batch, cases.prompt, cases.num_steps, tenants) for tenants in cases.tenants]
     return [
-        table(f"By sequences, prompts of {cases.prompt}", "sequences", cases.batches, by_batch),
-        table(f"By prompt, {cases.batch} sequences", "prompt tokens", cases.prompts, by_prompt),
-        table(f"By tenants that wait, {cases.batch} sequences", "waiting", cases.tenants, by_queue),
+        table(f"By sequences, prompts of {cases.prompt}", "sequences", cases.batches, by_batch, cases.batches),
+        table(
+            f"By prompt, {cases.batch} sequences",
+            "prompt tokens",
+            cases.prompts,
+            by_prompt,
+            [cases.batch] * len(by_prompt),
+        ),
+        table(
+            f"By tenants that wait, {cases.batch} sequences",
+            "waiting",
+            cases.tenants,
+            by_queue,
+            [cases.batch] * len(by_queue),
+        ),
     ]
 
 

@@ -6,7 +6,7 @@ are: to hold all of it for a second costs a second.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection
 from collections.abc import Sequence as Seq
 
 from core.fairness import Tenant
@@ -51,7 +51,7 @@ class Charges:
         sequence.tenant.prepaid_s -= seconds
 
     def charge_step(
-        self, rows: Seq[Sequence], ends: Seq[int], running: Iterable[Sequence], work: StepWork, step_s: float
+        self, rows: Seq[Sequence], ends: Seq[int], running: Collection[Sequence], work: StepWork, step_s: float
     ) -> None:
         """Charge a step that took step_s.
 
@@ -64,17 +64,19 @@ class Charges:
         fixed_s /= len(rows)
         block_s = (self._model.predict(work) if self._model.is_ready else step_s) / self._num_blocks
         owed_s: defaultdict[Tenant, float] = defaultdict(float)
+        own_token_s = fixed_s + token_s
         for sequence, end in zip(rows, ends, strict=True):
-            start = sequence.num_computed_tokens
-            owed_s[sequence.tenant] += fixed_s + block_s * len(sequence.table.blocks)
+            start, held_s = sequence.num_computed_tokens, block_s * len(sequence.table.blocks)
             if start >= sequence.prepaid_end:
-                owed_s[sequence.tenant] += token_s + kv_s * start
+                owed_s[sequence.tenant] += own_token_s + kv_s * start + held_s
             else:
+                owed_s[sequence.tenant] += fixed_s + held_s
                 self._use(sequence, (end - start) * sequence.prepaid_token_s)
                 if end >= sequence.prepaid_end:
                     self.refund(sequence)
-        for sequence in running:
-            if not sequence.is_in_flight:
-                owed_s[sequence.tenant] += block_s * len(sequence.table.blocks)
+        if len(running) > len(rows):
+            for sequence in running:
+                if not sequence.is_in_flight:
+                    owed_s[sequence.tenant] += block_s * len(sequence.table.blocks)
         for tenant, seconds in owed_s.items():
             tenant.charge(seconds)

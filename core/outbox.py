@@ -1,7 +1,7 @@
 """What the sequences have to tell the loop, gathered until the next delivery. Thread: engine."""
 
 from core.sequence import Sequence
-from core.types import EngineStats, StepDelivery, TokenChunk, TokenLogprobs
+from core.types import EngineMark, EngineStats, StepDelivery, TokenChunk, TokenLogprobs
 
 
 class Outbox:
@@ -17,12 +17,17 @@ class Outbox:
         self._indexes: list[int] = []
         self._token_ids: list[int] = []
         self.chunks: list[TokenChunk] = []
+        self.marks: list[EngineMark] = []
+
+    def add_tokens(self, sequences: list[Sequence], token_ids: list[int]) -> None:
+        """One token of each, without logprobs."""
+        self._request_ids += [sequence.request_id for sequence in sequences]
+        self._indexes += [sequence.index for sequence in sequences]
+        self._token_ids += token_ids
 
     def add_token(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
         if logprobs is None:
-            self._request_ids.append(sequence.request_id)
-            self._indexes.append(sequence.index)
-            self._token_ids.append(token_id)
+            self.add_tokens([sequence], [token_id])
         else:
             self.chunks.append(
                 TokenChunk(
@@ -36,6 +41,6 @@ class Outbox:
 
     def take(self, stats: EngineStats) -> StepDelivery:
         self._told = stats
-        delivery = StepDelivery(self._request_ids, self._indexes, self._token_ids, self.chunks, stats)
-        self._request_ids, self._indexes, self._token_ids, self.chunks = [], [], [], []
+        delivery = StepDelivery(self._request_ids, self._indexes, self._token_ids, self.chunks, stats, self.marks)
+        self._request_ids, self._indexes, self._token_ids, self.chunks, self.marks = [], [], [], [], []
         return delivery

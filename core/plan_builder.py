@@ -48,17 +48,22 @@ class PlanBuilder:
         if sequence.table.num_sent < len(sequence.table.blocks):
             self._send_table(sequence)
 
-    def add_decode(self, sequence: Sequence, position: int) -> None:
-        """Compute the last token of a sequence of which the runner knows all else, one that it has drawn itself."""
-        self.sequences.append(sequence)
-        self._starts.append(position)
-        self._lengths.append(1)
-        self._samples.append(True)
-        self._token_ids.append(sequence.token_ids[position])
-        self.budget -= 1
-        self.work.own_tokens += 1
-        self.work.own_kv += position + 1
-        sequence.is_in_flight = True
+    def add_decodes(self, sequences: list[Sequence]) -> None:
+        """Compute the last token of each, one that it has drawn itself; the runner knows all else of them.
+
+        As add_row would, column by column: most rows of most steps are these.
+        """
+        num_rows, positions = len(sequences), [sequence.num_computed_tokens for sequence in sequences]
+        self.sequences += sequences
+        self._starts += positions
+        self._lengths += [1] * num_rows
+        self._samples += [True] * num_rows
+        self._token_ids += [sequence.token_ids[-1] for sequence in sequences]
+        self.budget -= num_rows
+        self.work.own_tokens += num_rows
+        self.work.own_kv += sum(positions) + num_rows
+        for sequence in sequences:
+            sequence.is_in_flight = True
 
     def add_copy(self, source: int, target: int) -> None:
         self.sources.add(source)

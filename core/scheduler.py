@@ -18,10 +18,20 @@ from core.outbox import Outbox
 from core.plan import RunnerLimits, StepOutput, StepPlan
 from core.plan_builder import PlanBuilder, restart_rows, rows_misled
 from core.preemption import enough_of, outranked, victim_order
-from core.prefix_cache import PrefixCache
 from core.sequence import NO_SLOT, Sequence, SequenceGroup, SequenceState
+from core.sequence_blocks import SequenceBlocks
 from core.step_cost import PrefillAllowance, StepCostModel, StepWork, allow_prefill
-from core.types import EngineStats, FinishReason, Request, StepDelivery, TokenChunk, TokenLogprobs, Usage
+from core.types import (
+    Admitted,
+    EngineStats,
+    FinishReason,
+    Prefilled,
+    Request,
+    StepDelivery,
+    TokenChunk,
+    TokenLogprobs,
+    Usage,
+)
 from core.waiting import Rank, WaitingQueue, aged_class, rank
 
 
@@ -45,8 +55,8 @@ class Scheduler:
         inter_token_target: float | None = INTER_TOKEN_TARGET,
     ) -> None:
         self.limits = limits
-        self.cache = PrefixCache(limits.num_blocks, limits.block_size, has_prefix_cache)
-        self.pool = self.cache.pool
+        self._blocks = SequenceBlocks(limits, has_prefix_cache)
+        self.cache, self.pool = self._blocks.cache, self._blocks.pool
         self._eos_ids = eos_ids
         self._seeds = seeds
         self._max_length = min(limits.max_model_len, limits.num_blocks * limits.block_size)  # a lone sequence fits
@@ -161,21 +171,19 @@ class Scheduler:
 
     def restart(self, plan: StepPlan, rows: range) -> StepPlan:
         """These rows of a plan whose step failed, to be computed anew whatever the failed step has left behind."""
-        return restart_rows(plan, rows, [self._occupant(slot) for slot in plan.slots[rows.start : rows.stop].tolist()])
+        return restart_rows(plan, rows, self._sequences_of(plan, rows))
 
     def apply(self, plan: StepPlan, output: StepOutput, now: float) -> StepDelivery:
         """Take in a step's result: tokens, forks, ends. Returns all news since the last delivery."""
-        sequences = [self._occupant(slot) for slot in plan.slots.tolist()]
+        sequences = self._sequences_of(plan, range(plan.num_rows))
         misled = set[int]()
         if output.failed_rows:
             misled = rows_misled(plan, sequences, output.failed_rows, self.limits.block_size)
         lost = misled.union(output.failed_rows)
-        self._account(plan, sequences, now - self._planned_s)
-        self._advance(plan, sequences, lost)
-        logprobs = output.logprobs
-        for i, (row, token_id) in enumerate(zip(output.rows.tolist(), output.token_ids.tolist(), strict=True)):
-            if row not in lost:
-                self._append(sequences[row], token_id, logprobs.get(i) if logprobs else None)
+        ends = (plan.starts + plan.lengths).tolist()
+        self._account(sequences, ends, now - self._planned_s)
+        self._advance(sequences, ends, lost, now)
+        self._take_tokens(output, sequences, lost)
         for row in sorted(lost):
             self._lose_row(sequences[row], None if row in misled else output.failed_rows[row])
         for sequence in sequences:
@@ -198,6 +206,8 @@ class Scheduler:
             num_used_blocks=self.pool.num_used,
             num_cached_blocks=self.pool.num_kept,
             num_steps=self._counts.num_steps,
+            num_rows=self._counts.num_rows,
+            num_prefill_rows=self._counts.num_prefill_rows,
             num_prompt_tokens=self._counts.num_prompt_tokens,
             num_generated_tokens=self._counts.num_generated_tokens,
             num_preemptions=self._counts.num_preemptions,
@@ -271,6 +281,7 @@ class Scheduler:
             sequence.tenant.num_running -= 1
             self._charges.refund(sequence)
             self.pool.release(sequence.table.take())
+            sequence.plain_end = 0
         if sequence.slot != NO_SLOT:
             self._occupants[sequence.slot] = None
             heapq.heappush(self._free_slots, sequence.slot)
@@ -338,7 +349,7 @@ class Scheduler:
             num_reserved: blocks that others will need soon.
         """
         joining = self._joining(sequence)
-        while len(joining) > len(self._free_slots) or not self._take_blocks(sequence, num_reserved):
+        while len(joining) > len(self._free_slots) or not self._blocks.admit(sequence, num_reserved):
             if not self._preempt_paused(builder):
                 return False
         self._waiting.admit(sequence, self._planned_s)
@@ -347,6 +358,10 @@ class Scheduler:
         sequence.level = level
         self._start_running(sequence)
         self._charges.prepay(sequence)
+        group = self._groups[sequence.request_id]
+        if not group.is_admitted:
+            group.is_admitted = True
+            self._outbox.marks.append(Admitted(sequence.request_id, self._planned_s))
         return True
 
     def _make_room(self, builder: PlanBuilder, now: float) -> None:
@@ -356,42 +371,16 @@ class Scheduler:
             return
         head, level = found
         num_slots = len(self._joining(head)) - len(self._free_slots)
-        num_blocks = num_blocks_for(len(head.token_ids) + 1, self.limits.block_size) - self.pool.num_free
+        num_blocks = self._blocks.num_to_admit(head) - self.pool.num_free
         if num_slots <= 0 and num_blocks <= 0:
             return
         candidates = outranked(self._running, head, level, self.shares.least_s())
         for sequence in enough_of(candidates, num_slots, num_blocks, lambda s: len(self._joining(s))):
             self._preempt(builder, sequence)
 
-    def _take_blocks(self, sequence: Sequence, num_reserved: int) -> bool:
-        """Give a waiting sequence what is cached of it and new blocks for the rest, or nothing and False."""
-        table, num_free = sequence.table, self.pool.num_free
-        if num_free - num_reserved < sequence.num_free_blocks_needed:  # a long prompt is not looked up in each step
-            return False
-        num_cached_tokens = self.cache.extend(table, sequence.token_ids)
-        num_new = num_blocks_for(len(sequence.token_ids) + 1, self.limits.block_size) - len(table)
-        if num_new > self.pool.num_free - num_reserved:
-            sequence.num_free_blocks_needed = num_new + num_free - self.pool.num_free
-            self.pool.release(table.take())
-            return False
-        table.blocks += self.pool.allocate(num_new)
-        sequence.num_computed_tokens = num_cached_tokens
-        sequence.num_free_blocks_needed = 0
-        return True
-
     def _fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let a child that has a slot start where its parent is, but for its last token: that one it computes itself.
-
-        They share the parent's blocks; whoever writes into a shared one first, copies it. Into a full one nobody
-        writes: where the last token fills a block, the child computes that block's tokens.
-        """
-        child.num_computed_tokens = min(parent.num_computed_tokens, len(child.token_ids) - 1)
-        if len(child.token_ids) % self.limits.block_size == 0:
-            child.num_computed_tokens -= child.num_computed_tokens % self.limits.block_size
-        num_blocks = num_blocks_for(child.num_computed_tokens, self.limits.block_size)
-        child.table.blocks = parent.table.blocks[:num_blocks]
-        child.table.num_published = min(parent.table.num_published, num_blocks)
-        self.pool.share(child.table.blocks)
+        """Let a child that has a slot go on where its parent is."""
+        self._blocks.fork(parent, child)
         child.level = parent.level
         self._start_running(child)
 
@@ -424,16 +413,18 @@ class Scheduler:
 
         One that was preempted meanwhile has computed nothing: it is left to _add_row.
         """
-        block_size, is_shared = self.limits.block_size, self.pool.is_shared
+        plain: list[Sequence] = []  # in a row: added together
         for sequence in sequences:
-            position, table = sequence.num_computed_tokens, sequence.table
-            offset = position % block_size
-            if offset and sequence.is_started and not is_shared(table.blocks[position // block_size]):
-                builder.add_decode(sequence, position)
-                if offset == block_size - 1 and self.cache.is_behind(table, position + 1):
-                    self.cache.publish(table, sequence.token_ids, position + 1)
+            position = sequence.num_computed_tokens
+            if position < sequence.plain_end:
+                plain.append(sequence)
+                if position + 1 == sequence.plain_end:
+                    self._blocks.publish(sequence, sequence.plain_end)
             else:
+                builder.add_decodes(plain)
+                plain = []
                 self._add_row(builder, sequence)
+        builder.add_decodes(plain)
 
     def _add_row(self, builder: PlanBuilder, sequence: Sequence, allowance: PrefillAllowance | None = None) -> None:
         """
@@ -442,10 +433,9 @@ class Scheduler:
         """
         if sequence.state is not SequenceState.RUNNING:  # preempted while this plan was made
             return
-        table, cache = sequence.table, self.cache
         start, length = sequence.num_computed_tokens, 1
-        if allowance is not None or cache.is_behind(table, start):
-            start = sequence.num_computed_tokens = max(start, cache.extend(table, sequence.token_ids))
+        if allowance is not None or self._blocks.is_behind(sequence, start):
+            start = self._blocks.skip_cached(sequence)
         if allowance is not None:
             length = allowance.chunk(start, len(sequence.token_ids), sequence.num_prompt_tokens, builder.budget)
             if length == 0:
@@ -454,29 +444,18 @@ class Scheduler:
         end = start + length
         if self._secure_blocks(builder, sequence, end):
             builder.add_row(sequence, start, length)
-            if cache.is_behind(table, end):
-                cache.publish(table, sequence.token_ids, end)
+            self._blocks.publish(sequence, end)
+            sequence.plain_end = num_blocks_for(end, self.limits.block_size) * self.limits.block_size
 
     def _secure_blocks(self, builder: PlanBuilder, sequence: Sequence, end: int) -> bool:
         """Let the sequence own all blocks it writes up to position `end`; False if it had to give up its own."""
-        blocks = sequence.table.blocks
-        num_blocks = num_blocks_for(end, self.limits.block_size)
-        # Only its first block can be shared: later ones are new.
-        first = sequence.num_computed_tokens // self.limits.block_size
-        while True:
-            is_shared = first < len(blocks) and self.pool.is_shared(blocks[first])
-            num_missing = max(0, num_blocks - len(blocks)) + is_shared
-            if num_missing <= self.pool.num_free:
-                break
+        while self._blocks.is_short_of(sequence, end):
             order = victim_order(self.shares.least_s())
             victim = max((candidate for candidate in self._running if not candidate.is_in_flight), key=order)
             self._preempt(builder, victim)
             if victim is sequence:
                 return False
-        if is_shared:
-            builder.replace_block(sequence, first, self.pool.take_for_shared(blocks[first]))
-        if num_blocks > len(blocks):
-            blocks += self.pool.allocate(num_blocks - len(blocks))
+        self._blocks.own(builder, sequence, end)
         return True
 
     def _preempt_paused(self, builder: PlanBuilder) -> bool:
@@ -505,38 +484,39 @@ class Scheduler:
         if not sequence.is_paused:
             self._waiting.add(sequence, self._planned_s)
 
-    def _occupant(self, slot: int) -> Sequence:
-        sequence = self._occupants[slot]
-        assert sequence is not None, f"slot {slot} of the plan has no sequence"
-        return sequence
+    def _sequences_of(self, plan: StepPlan, rows: range) -> list[Sequence]:
+        slots = plan.slots[rows.start : rows.stop].tolist()
+        sequences = [sequence for slot in slots if (sequence := self._occupants[slot]) is not None]
+        assert len(sequences) == len(slots), "a slot of the plan has no sequence"
+        return sequences
 
     # Results
 
-    def _account(self, plan: StepPlan, sequences: list[Sequence], step_s: float) -> None:
+    def _account(self, sequences: list[Sequence], ends: list[int], step_s: float) -> None:
         """Learn from a step's duration, and charge for it."""
         self._counts.num_steps += 1
+        self._counts.num_rows += len(sequences)
         self._counts.step_s = step_s
         self.step_cost.observe(self._planned_work, step_s)
-        ends = (plan.starts + plan.lengths).tolist()
         self._charges.charge_step(sequences, ends, self._running, self._planned_work, step_s)
 
-    def _advance(self, plan: StepPlan, sequences: list[Sequence], lost: set[int]) -> None:
+    def _advance(self, sequences: list[Sequence], ends: list[int], lost: set[int], now: float) -> None:
         """Count what was computed, and fork those who waited for their prompt.
 
         Args:
             lost: rows that computed nothing that can be used.
         """
-        ends = (plan.starts + plan.lengths).tolist()
-        for row, sequence in enumerate(sequences):
+        for row, (sequence, end) in enumerate(zip(sequences, ends, strict=True)):
             sequence.is_in_flight = False
             if row in lost:
                 continue
-            before, sequence.num_computed_tokens = sequence.num_computed_tokens, ends[row]
+            before, sequence.num_computed_tokens = sequence.num_computed_tokens, end
             if before < sequence.num_prompt_tokens:
-                self._advance_prompt(sequence, before)
+                self._advance_prompt(sequence, before, now)
 
-    def _advance_prompt(self, sequence: Sequence, before: int) -> None:
+    def _advance_prompt(self, sequence: Sequence, before: int, now: float) -> None:
         num_computed = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
+        self._counts.num_prefill_rows += 1
         self._counts.num_prompt_tokens += num_computed - before
         group = self._groups[sequence.request_id]
         if group.num_prompt_tokens_done == 0 and self.cache.is_enabled:
@@ -545,6 +525,12 @@ class Scheduler:
         group.num_cached_tokens += num_cached
         self._counts.num_cache_hits += num_cached
         group.num_prompt_tokens_done = max(group.num_prompt_tokens_done, num_computed)
+        if not group.is_prefilled:
+            group.num_prompt_chunks += 1
+            if num_computed == sequence.num_prompt_tokens:
+                group.is_prefilled = True
+                num_chunks, num_cached = group.num_prompt_chunks, group.num_cached_tokens
+                self._outbox.marks.append(Prefilled(sequence.request_id, now, num_chunks, num_cached))
         if num_computed == sequence.num_prompt_tokens and sequence is group.leader:
             for sibling in group.unforked.values():
                 self._fork(sequence, sibling)
@@ -559,15 +545,29 @@ class Scheduler:
         elif sequence.cancel_reason is None:
             self._requeue(sequence)
 
-    def _append(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
-        """Give a sequence the token it has drawn, unless it has ended before it or is about to be cancelled."""
-        if sequence.state is SequenceState.FINISHED or sequence.cancel_reason is not None:
-            return
-        sequence.token_ids.append(token_id)
+    def _take_tokens(self, output: StepOutput, sequences: list[Sequence], lost: set[int]) -> None:
+        """Give sequences the tokens they have drawn, but those that ended before it or are about to be cancelled."""
+        told: list[Sequence] = []
+        told_ids: list[int] = []
+        logprobs = output.logprobs
+        for i, (row, token_id) in enumerate(zip(output.rows.tolist(), output.token_ids.tolist(), strict=True)):
+            sequence = sequences[row]
+            if row in lost or sequence.cancel_reason is not None or sequence.state is SequenceState.FINISHED:
+                continue
+            token_ids = sequence.token_ids
+            token_ids.append(token_id)
+            if i in logprobs or token_id in sequence.stop_ids or len(token_ids) >= sequence.max_length:
+                self._take_notable_token(sequence, token_id, logprobs.get(i))
+            else:
+                told.append(sequence)
+                told_ids.append(token_id)
+        self._counts.num_generated_tokens += len(told)
+        self._outbox.add_tokens(told, told_ids)
+
+    def _take_notable_token(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        """Tell a token that has logprobs, or may end its sequence, which it has been appended to."""
         self._counts.num_generated_tokens += 1
-        reason = None
-        if token_id in sequence.stop_ids or len(sequence.token_ids) >= sequence.max_length:
-            reason = sequence.end_after_last_token()
+        reason = sequence.end_after_last_token()
         if reason is not FinishReason.STOP:
             self._outbox.add_token(sequence, token_id, logprobs)
         if reason is not None:
@@ -579,6 +579,8 @@ class _Counts:
 
     def __init__(self) -> None:
         self.num_steps = 0
+        self.num_rows = 0
+        self.num_prefill_rows = 0
         self.num_prompt_tokens = 0
         self.num_generated_tokens = 0
         self.num_preemptions = 0

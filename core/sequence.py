@@ -44,6 +44,7 @@ class Sequence:
         token_ids: the prompt's, then its own.
         max_length: tokens, prompt included, at which it ends.
         is_started: the runner has this sequence in its slot.
+        plain_end: up to this position its tokens fill a block that is its own and that the runner knows.
         is_in_flight: a plan with it was made and not yet applied.
         cancel_reason: set while in flight: what to finish it with when the step comes back.
         num_tokens_kept: of its own tokens, those the loop has used; None: all.
@@ -73,6 +74,7 @@ class Sequence:
     table: BlockTable = field(default_factory=BlockTable)
     is_started: bool = False
     is_paused: bool = False
+    plain_end: int = 0
     is_in_flight: bool = False
     cancel_reason: FinishReason | None = None
     num_tokens_kept: int | None = None
@@ -129,6 +131,9 @@ class SequenceGroup:
         num_live: sequences not yet finished.
         num_prompt_tokens_done: the furthest that any of them has come in the prompt.
         num_cached_tokens: of these, what came from the prefix cache.
+        is_admitted: it has left the queue, be it that it was sent back there since.
+        num_prompt_chunks: steps that computed some of the prompt, until it was done for the first time.
+        is_prefilled: the prompt has been done.
     """
 
     request: Request
@@ -143,6 +148,9 @@ class SequenceGroup:
     num_prompt_tokens_done: int = 0
     num_cached_tokens: int = 0
     is_paused: bool = False
+    is_admitted: bool = False
+    num_prompt_chunks: int = 0
+    is_prefilled: bool = False
 
     def add(self, stop_ids: tuple[int, ...], max_length: int) -> Sequence:
         """A new sequence with the next index and its own seed."""

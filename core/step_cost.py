@@ -125,8 +125,8 @@ class StepCostModel:
     def _solve(self) -> None:
         """Coordinate descent from the last solution: exact in each coordinate, so it needs no step size."""
         memories = self._memories.values()
-        gram = sum(memory.gram for memory in memories).tolist()  # type: ignore[union-attr]
-        target = sum(memory.target for memory in memories).tolist()  # type: ignore[union-attr]
+        gram = np.sum([memory.gram for memory in memories], axis=0).tolist()
+        target = np.sum([memory.target for memory in memories], axis=0).tolist()
         fit = self._fit
         for _ in range(NUM_SWEEPS):
             for i, row in enumerate(gram):

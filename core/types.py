@@ -160,6 +160,30 @@ class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):
         return self.usage is not None
 
 
+class Admitted(msgspec.Struct, frozen=True):
+    """A request has left the queue, the first time; at_s is monotonic."""
+
+    request_id: str
+    at_s: float
+
+
+class Prefilled(msgspec.Struct, frozen=True):
+    """A request's prompt is computed, and with it its first token; at_s is monotonic.
+
+    Args:
+        num_chunks: steps that computed some of the prompt.
+        num_cached_tokens: of the prompt, that nobody had to compute.
+    """
+
+    request_id: str
+    at_s: float
+    num_chunks: int
+    num_cached_tokens: int
+
+
+EngineMark = Admitted | Prefilled
+
+
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """A snapshot of the engine: what the loop's metrics and estimates come from. Counters are since the start."""
 
@@ -170,6 +194,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_used_blocks: int = 0
     num_cached_blocks: int = 0  # of those that nobody uses: they keep what may be asked for again
     num_steps: int = 0
+    num_rows: int = 0  # of all steps: sequences that computed something in one
+    num_prefill_rows: int = 0  # of these, those that computed some of a prompt
     num_prompt_tokens: int = 0  # computed in prefill
     num_generated_tokens: int = 0
     num_preemptions: int = 0
@@ -185,7 +211,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 class StepDelivery(msgspec.Struct, frozen=True):
     """What one step gives the loop. Row i of the columns: one token of sequence indexes[i] of request_ids[i].
 
-    Columns come first in time, chunks after them. A sequence's tokens are in order, within a delivery and over several.
+    Marks come first in time, then columns, then chunks. A sequence's tokens are in order, within a delivery and over
+    several.
     """
 
     request_ids: list[str]
@@ -193,6 +220,7 @@ class StepDelivery(msgspec.Struct, frozen=True):
     token_ids: list[int]
     chunks: list[TokenChunk]
     stats: EngineStats
+    marks: list[EngineMark] = []  # at most two in a request's life
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):

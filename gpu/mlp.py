@@ -1,7 +1,6 @@
 """The gated MLP of a layer: one, or several experts of which each token goes through a few. Thread: engine."""
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -73,7 +72,7 @@ class Experts:
     def __init__(self, config: ExpertsConfig, weights: ExpertWeights, gated: Gated, make: MakeLinear) -> None:
         self._num_active = config.num_active
         self._is_normalized = config.is_normalized
-        self._router = partial(F.linear, weight=weights.router, bias=weights.router_bias)
+        self._router = make(weights.router, weights.router_bias)
         self.experts = [
             Mlp(
                 make(weights.gate_up[index], _row(weights.gate_up_bias, index)),

@@ -3,8 +3,11 @@
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+# From so many rows on MKL and oneDNN add each row's numbers in the same order, however many there are.
+LEAST_ROWS = 4
 # Of scores at a time, float32, and as much again twice: what a long prompt's chunk is cut to.
 MAX_SCORES = 4 * 1024**2
 
@@ -50,14 +53,16 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, sco
         end = min(first + step, num_tokens)
         hidden = mask[..., first:end, :] if mask is not None and mask.shape[-2] > 1 else mask
         shares = _shares(query[..., first:end, :], keys, hidden, scores)
-        part = shares.to(values.dtype).flatten(-3, -2) @ values  # [..., kv_heads, heads per kv * tokens, head_dim]
+        part = _product(
+            shares.to(values.dtype).flatten(-3, -2), values
+        )  # [..., kv_heads, heads per kv * tokens, head_dim]
         outputs.append(part.view(*rows, per_kv, end - first, -1))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -2)
 
 
 def _shares(query: Tensor, keys: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
     """[..., kv_heads, heads per kv, tokens, context], float32; of each token they sum to 1, its sink counted in."""
-    products = query.flatten(-3, -2) @ keys.transpose(-1, -2)  # heads that share keys: as if more tokens
+    products = _product(query.flatten(-3, -2), keys.transpose(-1, -2))  # heads that share keys: as if more tokens
     found = products.float().mul_(scores.scale or query.shape[-1] ** -0.5).view(*query.shape[:-1], -1)
     if scores.cap is not None:
         found = found.div_(scores.cap).tanh_().mul_(scores.cap)
@@ -68,3 +73,11 @@ def _shares(query: Tensor, keys: Tensor, mask: Tensor | None, scores: Scores) ->
     sinks = scores.sinks.float().view(*query.shape[-4:-2], 1, 1).expand(*found.shape[:-1], 1)
     shares = torch.cat([found, sinks], -1).softmax(-1)
     return shares[..., :-1]
+
+
+def _product(rows: Tensor, matrix: Tensor) -> Tensor:
+    """rows @ matrix, each row the same to the last bit in any company."""
+    num_rows = rows.shape[-2]
+    if num_rows >= LEAST_ROWS:
+        return rows @ matrix
+    return (F.pad(rows, (0, 0, 0, LEAST_ROWS - num_rows)) @ matrix)[..., :num_rows, :]

@@ -3,16 +3,19 @@
 import re
 from dataclasses import dataclass
 
+from core.errors import ErrorKind
 from server.answer import Outcome
 from server.auth import LOCAL_CALLER, Caller
 from server.lifecycle import Clock
 from server.logs import AccessRecord, log_access
 from server.messages import HttpRequest
-from server.metrics import Metrics
+from server.metrics import Finished, Metrics
 from server.peer import Peer
 from server.stream import HttpStream
-from server.timing import Timings
+from server.tenants import LOCAL_NAME
+from server.timing import MS_NS, StageClock
 
+OUR_FAULTS = frozenset({ErrorKind.ENGINE, ErrorKind.UNAVAILABLE})  # of what can break a generation off
 CLIENT_GONE = 499  # nginx's word for it; in the log only
 SANE_REQUEST_ID = re.compile(rb"[A-Za-z0-9_.:\-]{1,128}")
 # Stands in the access line for what never became a request
@@ -31,7 +34,7 @@ class Account:
     request: HttpRequest
     client: Peer
     request_id: str
-    timings: Timings
+    timings: StageClock
     caller: Caller | None = None
     outcome: Outcome | None = None  # of a generation
     refused_status: int | None = None  # what the connection answered, over the handler's head
@@ -53,7 +56,8 @@ class Accounting:
         self._clock = clock
 
     def close(self, account: Account, status: int, error_code: str | None) -> None:
-        self._metrics.responses[status] += 1
+        account.timings.finish(self._clock.monotonic())
+        self._metrics.count_request(_finished(account, status, error_code))
         log_access(self._record(account, status, error_code))
 
     def _record(self, account: Account, status: int, error_code: str | None) -> AccessRecord:
@@ -65,7 +69,7 @@ class Accounting:
             method=account.request.method,
             path=account.request.path,
             status=status,
-            duration_ms=(self._clock.monotonic() - timings.head_s) * 1e3,
+            duration_ms=timings.total_ns / MS_NS,
             ttft_ms=None if timings.ttft_s is None else timings.ttft_s * 1e3,
             num_prompt_tokens=None if usage is None else usage.num_prompt_tokens,
             num_cached_tokens=None if usage is None else usage.num_cached_tokens,
@@ -74,9 +78,22 @@ class Accounting:
             error_code=error_code,
             tenant=None if caller is None else caller.tenant.name,
             key_id=None if caller is None else caller.key_id,
+            stages_ms=timings.stages_ms(),
             client=str(account.client),
             certificate_subject=None if certificate is None else certificate.subject,
         )
+
+
+def _finished(account: Account, status: int, error_code: str | None) -> Finished:
+    outcome = account.outcome
+    return Finished(
+        tenant=LOCAL_NAME if account.caller is None else account.caller.tenant.name,
+        status=status,
+        timings=account.timings,
+        usage=None if outcome is None else outcome.usage,
+        error_code=error_code,
+        is_our_fault=outcome is not None and outcome.error is not None and outcome.error.kind in OUR_FAULTS,
+    )
 
 
 def status_told(stream: HttpStream) -> int:

@@ -7,7 +7,7 @@ from typing import Protocol
 import msgspec
 
 from core.errors import ErrorKind, ServiceError
-from core.types import Delta, FinishReason, Request, TokenLogprobs, Usage
+from core.types import Delta, EngineMark, FinishReason, Request, TokenLogprobs, Usage
 from server.admission import Place
 from server.allowance import Allowance
 from server.api.envelope import WIRE_REASONS, cut_short
@@ -20,7 +20,7 @@ from server.metrics import Metrics
 from server.quota import Ticket
 from server.sse import KEEP_ALIVE
 from server.stream import HttpStream
-from server.timing import Timings
+from server.timing import MS_NS, Stage, StageClock
 
 KEEP_ALIVE_S = 15.0  # of silence on a stream before a comment goes out (DESIGN, Answers)
 
@@ -53,7 +53,7 @@ class Answer:
         self,
         stream: HttpStream,
         body: "AnswerBody",
-        timings: Timings,
+        timings: StageClock,
         clock: Callable[[], float],
         metrics: Metrics,
         deadlines: Deadlines,
@@ -66,6 +66,8 @@ class Answer:
         self._metrics = metrics
         self._place = place
         self._observe_gap = metrics.inter_token.observe
+        self._backend: Backend | None = None  # once it is asked
+        self._work_before = (0, 0.0)  # of the loop, for tokens of all requests
         self._handles: list[GenerationHandle] = []
         self._owners: list[GenerationHandle] = []  # by choice
         self._usages: list[Usage] = []  # of the handles whose terminal news has come
@@ -93,13 +95,14 @@ class Answer:
         self._ticket = ticket
         if ticket.is_bounded:
             self._allowance = Allowance(self, ticket, requests, asyncio.get_running_loop())
+        self._backend, self._work_before = backend, (backend.work.num_tokens, backend.work.busy_s)
+        self._timings.enter(Stage.QUEUE, self._clock())
         for request in requests:
             first_choice = len(self._last_token_s)
             self._last_token_s += [None] * request.num_sequences
             handle = backend.submit(request, self, continues_text, first_choice)
             self._handles.append(handle)
             self._owners += [handle] * request.num_sequences
-        self._timings.submitted_s = self._clock()
         self._watch.arm()
 
     async def wait_finished(self) -> Outcome:
@@ -149,10 +152,22 @@ class Answer:
 
     def _begin_choice(self, choice: int, now_s: float) -> None:
         if self._timings.first_token_s is None:
-            self._timings.first_token_s = now_s
-            self._metrics.ttft.observe(now_s - self._timings.head_s)
+            self._time_first_token(now_s)
         self._place.on_first_token(choice, now_s)
         self._watch.arm()
+
+    def _time_first_token(self, now_s: float) -> None:
+        timings = self._timings
+        timings.first_token_s = now_s
+        self._metrics.ttft.observe(now_s - timings.accepted_s)
+        if self._body.is_streamed:
+            timings.enter(Stage.FIRST_FLUSH, now_s)
+            self._stream.call_once_written(lambda: timings.go_on(Stage.FIRST_FLUSH, Stage.DECODE, self._clock()))
+        else:
+            timings.enter(Stage.DECODE, now_s)
+
+    def on_engine_mark(self, mark: EngineMark) -> None:
+        self._timings.on_engine_mark(mark)
 
     def on_mark(self, choice: int, num_tokens: int) -> int:
         return NEVER if self._allowance is None else self._allowance.on_mark(choice, num_tokens)
@@ -161,6 +176,7 @@ class Answer:
         self._usages.append(usage)
         is_last = len(self._usages) == len(self._handles)
         if is_last:
+            self._end_decode()
             self._settle(total_usage(self._usages))  # whatever becomes of the answer
         try:
             if error is not None:
@@ -220,8 +236,15 @@ class Answer:
         for handle in self._handles:
             handle.cancel(reason)
 
+    def _end_decode(self) -> None:
+        timings = self._timings
+        timings.end_s = self._clock()
+        timings.enter(Stage.SETTLE, timings.end_s)
+        if self._backend is not None:
+            num_tokens = sum(usage.num_completion_tokens for usage in self._usages)
+            timings.detokenize_s = self._backend.work.cost_s(self._work_before, num_tokens)
+
     def _finish(self) -> None:
-        self._timings.end_s = self._clock()
         usage = total_usage(self._usages)
         self._metrics.count_generation(usage, self._timings)
         broken = [reason for reason in self._reasons if reason not in WIRE_REASONS]
@@ -232,12 +255,19 @@ class Answer:
         if self._is_open:
             self._is_open = False
             self._watch.close()
+            self._timings.enter(Stage.LAST_FLUSH, self._clock())
             self._body.complete(usage, {} if self._allowance is None else self._allowance.extras)
         self._finished.set_result(usage)
 
 
 class AnswerBody(Protocol):
-    """What an answer writes: events as they come, or one document at the end."""
+    """What an answer writes: events as they come, or one document at the end.
+
+    Attributes:
+        is_streamed: the former.
+    """
+
+    is_streamed: bool
 
     def add_text(self, choice: int, text: str, now_s: float) -> None: ...
 
@@ -258,8 +288,10 @@ class StreamedBody:
     The loop's time and the clock that news are stamped with are one, as in asyncio and uvloop.
     """
 
+    is_streamed = True
+
     def __init__(
-        self, surface: Surface, call: GenerationCall, context: ReplyContext, stream: HttpStream, timings: Timings
+        self, surface: Surface, call: GenerationCall, context: ReplyContext, stream: HttpStream, timings: StageClock
     ) -> None:
         self._call = call
         self._reply = surface.stream_reply(call, context)
@@ -323,8 +355,10 @@ class StreamedBody:
 class WholeBody:
     """An answer as one JSON document."""
 
+    is_streamed = False
+
     def __init__(
-        self, surface: Surface, call: GenerationCall, context: ReplyContext, stream: HttpStream, timings: Timings
+        self, surface: Surface, call: GenerationCall, context: ReplyContext, stream: HttpStream, timings: StageClock
     ) -> None:
         self._surface = surface
         self._call = call
@@ -363,8 +397,8 @@ class WholeBody:
         """Nothing is held."""
 
 
-def _timings_of(call: GenerationCall, timings: Timings) -> Extras:
-    return {"timings": timings.stages_ms()} if call.wants_timings else {}
+def _timings_of(call: GenerationCall, timings: StageClock) -> Extras:
+    return {"timings": timings.details()} if call.wants_timings else {}
 
 
 def send_document(
@@ -380,13 +414,13 @@ def content_headers(body: bytes, media_type: bytes = JSON_TYPE) -> Headers:
     return ((b"content-type", media_type), (b"content-length", b"%d" % len(body)))
 
 
-def answer_headers(timings: Timings) -> Headers:
+def answer_headers(timings: StageClock) -> Headers:
     """What an answer bears beside its content: where the time went until now."""
-    processing_ms = b"%d" % round(timings.elapsed_s * 1e3)
+    processing_ms = b"%d" % round(timings.total_ns / MS_NS)
     return (NO_STORE, (b"server-timing", timings.server_timing()), (b"openai-processing-ms", processing_ms))
 
 
-def answer_trailers(usage: Usage, timings: Timings) -> Headers:
+def answer_trailers(usage: Usage, timings: StageClock) -> Headers:
     """What is only known at a stream's end. RFC 9651 §3.2: the usage is a dictionary."""
     counts = (usage.num_prompt_tokens, usage.num_cached_tokens, usage.num_completion_tokens)
     return (

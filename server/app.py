@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from urllib.parse import unquote
 
 from core.errors import ErrorKind, ServiceError
@@ -21,19 +22,20 @@ from server.api.responses import ResponsesSurface, input_tokens_reply
 from server.api.surface import Surface
 from server.auth import Caller
 from server.cross_origin import CrossOrigin
+from server.exposition import CONTENT_TYPE
 from server.gate import Gate
 from server.keys import Scope
 from server.lifecycle import Clock, Lifecycle
 from server.listener import Listener
 from server.logs import current_request_id
 from server.messages import Headers, HttpRequest, ResponseHead
-from server.metrics import CONTENT_TYPE, Metrics
+from server.metrics import Metrics
 from server.peer import Peer
 from server.quota import Ticket
 from server.rate_limit_fields import show_limits
 from server.refusals import DENIED
 from server.stream import ClientDisconnected, HttpStream
-from server.timing import Timings
+from server.timing import Stage, StageClock
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +144,9 @@ class App:
 
     async def handle(self, stream: HttpStream) -> None:
         """The connection's handler: exactly one answer, whatever happens."""
-        timings = Timings(head_s=self._clock.monotonic())
+        now = self._clock.monotonic()
+        timings = StageClock(stream.received_s, now)
+        timings.enter(Stage.AUTH, now)
         exchange = Exchange(
             request=stream.request,
             client=self._client_of(stream),
@@ -174,7 +178,11 @@ class App:
             del self._exchanges[stream]
             if exchange.refused_status is not None:
                 error_code = PROTOCOL_CODES[exchange.refused_status]
-            self._accounting.close(exchange, exchange.refused_status or status_told(stream), error_code)
+            stream.call_once_written(partial(self._close, exchange, error_code))
+
+    def _close(self, exchange: Exchange, error_code: str | None) -> None:
+        """The last of it: what was said of it is with the kernel, or nobody is there any more."""
+        self._accounting.close(exchange, exchange.refused_status or status_told(exchange.stream), error_code)
 
     def fail_all(self, error: ServiceError) -> None:
         """Break off every generation, and every wait for a body: each has the error for its answer, or its end."""
@@ -198,12 +206,13 @@ class App:
         now = self._clock.monotonic()
         if account is not None:
             account.refused_status = status
-            account.timings.end_s = now
+            account.timings.enter(Stage.LAST_FLUSH, now)
         else:
             request = NO_REQUEST if stream is None else stream.request  # whose handler has not begun
             account = Account(
-                request=request, client=peer, request_id=self._new_request_id(), timings=Timings(since, end_s=now)
+                request=request, client=peer, request_id=self._new_request_id(), timings=StageClock(since)
             )
+            account.timings.enter(Stage.LAST_FLUSH, now)
             self._accounting.close(account, status, PROTOCOL_CODES[status])
         body = protocol_error_body(status, message)
         headers = (*content_headers(body), *answer_headers(account.timings), account.request_id_header)
@@ -247,10 +256,12 @@ class App:
         if route.is_counted:
             await self._handle_counted(route.handler, exchange)
         else:
+            exchange.timings.enter(Stage.ANSWER, self._clock.monotonic())
             await route.handler(exchange)
 
     async def _handle_counted(self, handler: Handler, exchange: Exchange) -> None:
         """Let the request in and out of its caller's quotas."""
+        exchange.timings.enter(Stage.QUOTA, self._clock.monotonic())
         ticket = exchange.ticket = self._gate.quotas.ticket_for(exchange.known_caller)
         try:
             ticket.enter()
@@ -294,7 +305,7 @@ class App:
             "/detokenize": {"POST": Route(self._detokenize, asks, is_counted=True)},
             "/health": {"GET": Route(self._health, None, needs_model=False)},
             "/ready": {"GET": Route(self._ready, None, needs_model=False)},
-            "/metrics": {"GET": Route(self._show_metrics, Scope.ADMIN, needs_model=False)},
+            "/metrics": {"GET": Route(self._show_metrics, Scope.METRICS, needs_model=False)},
         }
 
     def _generating(self, surface: Surface) -> Handler:
@@ -331,6 +342,8 @@ class App:
         assert self.listener is not None
         stats = self.lifecycle.backend.stats if self.lifecycle is not None else EngineStats()
         listener = self.listener
+        if self.lifecycle is not None:
+            self._metrics.num_active = self.lifecycle.active.__len__
         body = self._metrics.render(stats, listener.num_open, listener.num_accepted, listener.refusals.counts)
         self._send(exchange, body, media_type=CONTENT_TYPE)
 
@@ -416,8 +429,9 @@ class App:
 
     async def _read_json(self, exchange: Exchange) -> bytes:
         check_media_type(exchange.request)
+        exchange.timings.enter(Stage.BODY, self._clock.monotonic())
         body = await self._served.read_body(exchange.stream)
-        exchange.timings.body_s = self._clock.monotonic()
+        exchange.timings.enter(Stage.ANSWER, self._clock.monotonic())
         return body
 
     def _answer_error(self, exchange: Exchange, error: ServiceError) -> None:
@@ -441,7 +455,7 @@ class App:
         media_type: bytes = JSON_TYPE,
     ) -> None:
         """Answer with a document that no generation is told in."""
-        exchange.timings.end_s = self._clock.monotonic()
+        exchange.timings.enter(Stage.LAST_FLUSH, self._clock.monotonic())
         send_document(exchange.stream, status, body, (*answer_headers(exchange.timings), *headers), media_type)
 
 

@@ -1,10 +1,24 @@
 """What the lifecycle asks tokens of. Here it is the engine of this process (engine_client.py). Thread: loop."""
 
+from dataclasses import dataclass
 from typing import Protocol
 
-from core.types import Delta, EngineStats, FinishReason, Request, Usage
+from core.types import Delta, EngineMark, EngineStats, FinishReason, Request, Usage
 
 NEVER = 2**63  # tokens: a mark that no sequence reaches
+
+
+@dataclass(slots=True)
+class LoopWork:
+    """What the loop has done for tokens since the start: text, stop strings, events. Measured once a slice of many."""
+
+    num_tokens: int = 0
+    busy_s: float = 0.0
+
+    def cost_s(self, since: tuple[int, float], num_tokens: int) -> float:
+        """What so many tokens have cost, at the mean price since then: (num_tokens, busy_s) as they were."""
+        num, busy_s = self.num_tokens - since[0], self.busy_s - since[1]
+        return busy_s * num_tokens / num if num else 0.0
 
 
 class DeltaSink(Protocol):
@@ -24,6 +38,10 @@ class DeltaSink(Protocol):
 
         Returns: at how many to call again; NEVER.
         """
+        ...
+
+    def on_engine_mark(self, mark: EngineMark) -> None:
+        """How far one of its requests has come, before any token of it."""
         ...
 
     def on_end(self, usage: Usage, error: str | None) -> None:
@@ -55,6 +73,7 @@ class Backend(Protocol):
     """Turns requests into deltas."""
 
     stats: EngineStats
+    work: LoopWork
 
     def submit(
         self, request: Request, sink: DeltaSink, continues_text: bool, first_choice: int = 0

@@ -6,7 +6,8 @@ from typing import NoReturn
 
 from core.errors import ExitCode, StartupError
 from server import __version__
-from server.config import OPTIONS, Option
+from server.config import OPTIONS
+from server.settings.option import Option
 from server.tenants import LOCAL_NAME
 from server.values import did_you_mean
 

@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from core.errors import ExitCode, StartupError
-from server.config import ENVIRONMENT_PREFIX, OPTIONS, Option, ServerConfig
+from server.config import OPTIONS, ServerConfig
+from server.settings.option import ENVIRONMENT_PREFIX, Option
+from server.slo import NO_PROMISES, parse_slo
 from server.tenants import Tenant, parse_tenants
 from server.values import BadValueError, MissingPathError, did_you_mean
 
 _TOML_KINDS: dict[type, str] = {list: "a list", dict: "a table"}  # what tomllib gives that is no setting's value
 FLAG_AS_KEY = "max_queue = 8 for --max-queue 8"
-TENANTS = "tenants"  # the file's tables of this name are no settings
+TENANTS, SLO = "tenants", "slo"  # the file's tables of these names are no settings
 _BY_FIELD = {option.field_name: option for option in OPTIONS}
 
 
@@ -38,14 +40,16 @@ def load_config(flags: Mapping[str, str | list[str]], environ: Mapping[str, str]
     given = _from_environment(environ) | _from_flags(flags)
     config_file = given.get("config_file")
     tenants: tuple[Tenant, ...] = ()
+    slo = NO_PROMISES
     if config_file is not None:
         path = config_file.value
         table = _read_toml(path)
         tenants = parse_tenants(table.pop(TENANTS, []), path)
+        slo = parse_slo(table.pop(SLO, {}), path)
         given = _from_file(table, path) | given
     values = {name: one.value for name, one in given.items()}
     origins = tuple((name, one.origin) for name, one in given.items())
-    return ServerConfig(**values, tenants=tenants, origins=origins)
+    return ServerConfig(**values, tenants=tenants, slo=slo, origins=origins)
 
 
 def _from_flags(flags: Mapping[str, str | list[str]]) -> dict[str, Given]:
@@ -73,7 +77,10 @@ def _from_file(table: Mapping[str, Any], path: Path) -> dict[str, Given]:
     for key, value in table.items():
         option = by_key.get(key)
         if option is None and isinstance(value, dict):
-            fix = f"remove the line [{key}]: only [[{TENANTS}]] is a table; settings stand above it, as in port = 8080"
+            fix = (
+                f"remove the line [{key}]: only [[{TENANTS}]] and [{SLO}] are tables; settings stand above it, as in"
+                " port = 8080"
+            )
             raise StartupError(f"{path} has a table, [{key}]", fix, ExitCode.CONFIGURATION)
         if option is None:
             fix = f"remove it, or name a flag of those that `steploop serve --help` lists: {FLAG_AS_KEY}"

@@ -27,6 +27,8 @@ from server.tls import client_certificate
 
 logger = logging.getLogger(__name__)
 
+PLAIN_ON_TLS = "This port speaks TLS, and the request came in the clear. Ask by https."
+
 
 class _Closing(enum.Enum):
     """How far the end of the connection has come."""
@@ -65,6 +67,7 @@ class Connection(asyncio.Protocol):
         self._closes_after_answer = False
         self._closing = _Closing.NO
         self._is_reading_paused = False
+        self._waits_turn = False
         self._num_lingered = 0
         self._lingering_since = 0.0
         self._stalled_since: float | None = None
@@ -90,7 +93,22 @@ class Connection(asyncio.Protocol):
             self._throw_away(data)
             return
         self._exchanges.receive(data)
+        if len(data) >= self._limits.bytes_per_turn:
+            self._wait_turn()
         self.adjust()
+
+    def _wait_turn(self) -> None:
+        """Nothing is read, and nothing understood that has been, until the loop has seen to others."""
+        if not self._waits_turn:
+            self._waits_turn = True
+            self._loop.call_soon(self._take_turn)
+
+    def _take_turn(self) -> None:
+        self._waits_turn = False
+        if self._closing is _Closing.NO:
+            if self._exchanges.has_more:
+                self._exchanges.receive(b"")
+            self.adjust()
 
     def eof_received(self) -> bool:
         """The peer has left. False: the transport closes itself."""
@@ -214,6 +232,10 @@ class Connection(asyncio.Protocol):
         self._closes_after_answer = True
         self._exchanges.close_after_answer()
 
+    def misdirect(self) -> None:
+        """It is in the clear, and came where TLS is spoken: whatever it says is answered with that."""
+        self._exchanges = Http1Exchanges(self, self._context, PLAIN_ON_TLS)
+
     def abort(self) -> None:
         """Close now; what is unsent is lost."""
         self._closing = _Closing.CLOSED
@@ -239,6 +261,8 @@ class Connection(asyncio.Protocol):
 
     def adjust(self) -> None:
         """Reading's brake and the clock, after anything that may concern them."""
+        if self._exchanges.has_more and self._closing is _Closing.NO:
+            self._wait_turn()
         self._adjust_reading()
         self._timer.arm()
 
@@ -257,7 +281,7 @@ class Connection(asyncio.Protocol):
 
     def _adjust_reading(self) -> None:
         """Pause reading while enough is held unread."""
-        has_enough = self._closing is _Closing.NO and self._exchanges.holds_enough
+        has_enough = self._closing is _Closing.NO and (self._waits_turn or self._exchanges.holds_enough)
         if has_enough == self._is_reading_paused or self._transport.is_closing():
             return
         self._is_reading_paused = has_enough

@@ -42,6 +42,8 @@ class ConnectionLimits:
     pipelined_bytes: int = 64 * 1024  # behind a request that is being answered; with more, its answer is the last
     unread_body_bytes: int = 64 * 1024  # held for a handler that does not read yet
     held_body_bytes: int = HELD_BODY_BYTES  # of incomplete bodies: beyond it, the connection's oldest alone goes on
+    pieces_per_turn: int = 64  # chunks, or frames, that are understood before the loop turns to others
+    bytes_per_turn: int = 64 * 1024  # in one read: the next waits for the loop's next turn
     num_requests: int = 1000  # of an HTTP/1.1 connection
     http2: Http2Limits = field(default_factory=Http2Limits)
     num_streams: int = 10_000  # of an HTTP/2 connection, one after the other

@@ -14,7 +14,7 @@ import msgspec
 
 from core.errors import ErrorKind, ServiceError
 from server.deadline import RESOLUTION_S, DeadlineTimer
-from server.timing import Timings
+from server.timing import StageClock
 
 MAX_DEADLINE_MS = 7 * 24 * 3600 * 1000
 
@@ -79,7 +79,7 @@ class DeadlineWatch:
     def __init__(
         self,
         deadlines: Deadlines,
-        timings: Timings,
+        timings: StageClock,
         last_token_s: list[float | None],
         num_untold: Callable[[int], int],
         fail: Callable[[ServiceError], None],
@@ -133,7 +133,7 @@ class DeadlineWatch:
 
     def _first_due(self) -> tuple[float, str]:
         """The deadline that comes first, and what is to be said when it has passed."""
-        head_s, limits = self._timings.head_s, self._deadlines
+        head_s, limits = self._timings.arrived_s, self._deadlines
         dues = [(head_s + limits.total_s, f"The answer was not complete after {limits.total_s:g} s")]
         if self._timings.first_token_s is None:
             dues.append((head_s + limits.ttft_s, f"No token came within {limits.ttft_s:g} s"))

@@ -16,6 +16,7 @@ from core.errors import ErrorKind, ServiceError
 from core.types import (
     Cancel,
     Delta,
+    EngineMark,
     EngineStats,
     FinishReason,
     Message,
@@ -28,7 +29,7 @@ from core.types import (
     TokenLogprobs,
     Usage,
 )
-from server.backend import DeltaSink
+from server.backend import DeltaSink, LoopWork
 
 logger = logging.getLogger(__name__)
 
@@ -139,6 +140,9 @@ class RequestHandle:
         if chunk.usage is not None:
             self._end(self._cut(chunk.usage), self._error)
 
+    def on_engine_mark(self, mark: EngineMark) -> None:
+        self._sink.on_engine_mark(mark)
+
     def fail(self, message: str) -> None:
         """The engine will not tell its end any more: end it here."""
         for sequence in self._sequences:
@@ -208,7 +212,7 @@ class EngineClient:
         table: what the model's tokens say.
         flush: writes out what the deltas of one slice have left in the connections.
         call_soon: the loop's.
-        clock: monotonic seconds; read once a slice.
+        clock: monotonic seconds; read twice a slice.
         on_delivered: called for each delivery once it has been told in full.
     """
 
@@ -222,6 +226,7 @@ class EngineClient:
         on_delivered: Callable[[], None],
     ) -> None:
         self.stats = EngineStats()
+        self.work = LoopWork()
         self._post = post
         self._table = table
         self._flush = flush
@@ -278,16 +283,22 @@ class EngineClient:
         start, end = self._next_row, self._next_row + SLICE_ROWS
         now_s = self._clock()
         handles = self._handles
+        if delivery.marks and start == 0:
+            for mark in delivery.marks:
+                handles[mark.request_id].on_engine_mark(mark)
         for request_id, index, token_id in zip(
             delivery.request_ids[start:end], delivery.indexes[start:end], delivery.token_ids[start:end], strict=True
         ):
             handles[request_id].on_token(index, token_id, now_s)
+        self.work.num_tokens += min(end, len(delivery.request_ids)) - start
         if end >= len(delivery.request_ids):
             self._deliver_chunks(delivery, now_s)
+            self.work.num_tokens += len(delivery.chunks)
             self._deliveries.popleft()
             self._on_delivered()
             end = 0
         self._next_row = end
+        self.work.busy_s += self._clock() - now_s
         self._flush()
         if self._deliveries:
             self._call_soon(self._deliver_slice)

@@ -4,6 +4,7 @@ The two crossings: the inbox (a deque and a wake-up) and the outbox (one call_so
 """
 
 import threading
+import time
 from asyncio import AbstractEventLoop
 from collections import deque
 from collections.abc import Callable
@@ -37,8 +38,12 @@ class EngineEvents(Protocol[L_contra]):
 
     def on_delivery(self, delivery: StepDelivery) -> None: ...
 
-    def on_beat(self) -> None:
-        """The engine is between two steps, as ask_for_beat() has asked."""
+    def on_beat(self, gil_wait_s: float) -> None:
+        """The engine is between two steps, as ask_for_beat() has asked.
+
+        Args:
+            gil_wait_s: what its thread waited for the interpreter, coming back from a call that had let go of it.
+        """
         ...
 
     def on_failed(self, error: BaseException) -> None:
@@ -119,7 +124,9 @@ class EngineThread(Generic[L]):
     def _beat(self) -> None:
         if self._owes_beat:
             self._owes_beat = False
-            self._tell(self._events.on_beat)
+            before_s = time.perf_counter()
+            time.sleep(0)  # lets go of the interpreter, as every wait for a device does, and asks for it back
+            self._tell(self._events.on_beat, time.perf_counter() - before_s)
 
     def _deliver(self, delivery: StepDelivery) -> None:
         self._room.acquire()

@@ -27,6 +27,10 @@ SERVER_FAULT = "The server failed to answer. The fault is not in the request; tr
 SLOW_BODY = "The body came too slowly. Send it again, faster."
 
 
+def slow_head(head_s: float) -> str:
+    return f"The request's head took longer than {head_s:g} s."
+
+
 class ConnectionRegistry(Protocol):
     """Who knows all connections, and all handlers."""
 
@@ -55,6 +59,7 @@ class ConnectionContext:
     batch: WriteBatch
     date: Callable[[], bytes]
     bodies: BodyRoom
+    clock: Callable[[], float]  # monotonic seconds, finer than the loop's
 
 
 class Exchanges(Flushable, Protocol):
@@ -63,6 +68,11 @@ class Exchanges(Flushable, Protocol):
     @property
     def has_streams(self) -> bool:
         """Somebody would miss the peer."""
+        ...
+
+    @property
+    def has_more(self) -> bool:
+        """Of what was received, some is left for the loop's next turn: receive(b"") goes on."""
         ...
 
     @property

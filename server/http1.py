@@ -7,6 +7,7 @@ strict gate of http1_prefilter and then h11; response heads are written and stre
 import enum
 import http
 import re
+import sys
 from collections.abc import Callable
 
 import h11
@@ -62,11 +63,16 @@ class Http1Protocol:
         num_requests: whose heads have been read.
     """
 
-    def __init__(self, limits: HeadLimits, date: Callable[[], bytes]) -> None:
+    def __init__(self, limits: HeadLimits, date: Callable[[], bytes], chunks_at_once: int = sys.maxsize) -> None:
+        """
+        Args:
+            chunks_at_once: of a body, that one call understands.
+        """
         self.keep_alive = True
         self.num_requests = 0
         self._limits = limits
         self._date = date
+        self._chunks_at_once = chunks_at_once
         self._buffer = bytearray()
         self._scanner = LineScanner(limits)
         self._body: BodyDecoder = CountedBody(0)
@@ -91,6 +97,11 @@ class Http1Protocol:
     def is_reading_body(self) -> bool:
         """Some of the request's body is still to come."""
         return self._reading is _Reading.BODY
+
+    @property
+    def has_more(self) -> bool:
+        """The last call understood as much as it may: receive(b"") goes on."""
+        return self._reading is _Reading.BODY and self._body.has_more
 
     @property
     def num_buffered(self) -> int:
@@ -178,7 +189,8 @@ class Http1Protocol:
         # RFC 9112 §9.3. An HTTP/1.0 client's keep-alive is not honoured: it cannot read chunks, a close ends its body.
         self.keep_alive = self.keep_alive and not self._is_http10 and b"close" not in connection
         self._is_head_request = parsed.method == b"HEAD"
-        self._body = ChunkedBody(self._limits) if framing is Framing.CHUNKED else CountedBody(length)
+        is_chunked = framing is Framing.CHUNKED
+        self._body = ChunkedBody(self._limits, self._chunks_at_once) if is_chunked else CountedBody(length)
         self._reading = _Reading.COMPLETE if framing is Framing.NONE else _Reading.BODY
         self._sending = _Sending.HEAD
         self.num_requests += 1

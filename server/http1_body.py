@@ -5,12 +5,14 @@ sizes: a strict gate ahead of it would have to find every chunk anyway, and of t
 """
 
 import re
+import sys
 from typing import Protocol
 
 from server.http1_prefilter import HeadLimits, HeadRefused, LineScanner, check_trailers
 
 _SIZE_LINE_BYTES = 256
 _EXTENSION_BYTES = 16 * 1024  # of all chunks of a body together: extensions are read, and mean nothing
+_STEPS_PER_CHUNK = 3  # its size, its data, its line end
 _TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
 _QUOTED = rb'"(?:[\t\x20\x21\x23-\x5b\x5d-\x7e\x80-\xff]|\\[\t\x20-\x7e\x80-\xff])*"'
 # RFC 9112 §7.1.1. All of it, quotes too: a reader that heeds them would go on past the CRLF within an open one
@@ -19,9 +21,14 @@ _SIZE_LINE = re.compile(rb"([0-9A-Fa-f]{1,16})((?:%b)*)\r\n" % _EXTENSION)
 
 
 class BodyDecoder(Protocol):
-    """Takes its own bytes from the front of a buffer, and leaves what comes after the body."""
+    """Takes its own bytes from the front of a buffer, and leaves what comes after the body.
+
+    Attributes:
+        has_more: enough was taken at once; the buffer may have more of it.
+    """
 
     is_complete: bool
+    has_more: bool
 
     def decode(self, buffer: bytearray) -> bytes:
         """The next content, possibly none.
@@ -38,6 +45,7 @@ class CountedBody:
     def __init__(self, length: int) -> None:
         self._remaining = length
         self.is_complete = length == 0
+        self.has_more = False
 
     def decode(self, buffer: bytearray) -> bytes:
         content = bytes(buffer[: self._remaining])
@@ -50,8 +58,10 @@ class CountedBody:
 class ChunkedBody:
     """chunk = size [extension] CRLF data CRLF, until a chunk of size 0 and the trailers (RFC 9112 §7.1)."""
 
-    def __init__(self, limits: HeadLimits) -> None:
+    def __init__(self, limits: HeadLimits, chunks_at_once: int = sys.maxsize) -> None:
         self.is_complete = False
+        self.has_more = False
+        self._steps_at_once = chunks_at_once * _STEPS_PER_CHUNK
         self._remaining = 0  # of the chunk's data
         self._is_after_data = False  # its CRLF is due
         self._extension_bytes = 0
@@ -62,7 +72,13 @@ class ChunkedBody:
     def decode(self, buffer: bytearray) -> bytes:
         pieces: list[bytes] = []
         position = 0  # bytes before it are done with
+        num_steps = 0
+        self.has_more = False
         while not self.is_complete and self._trailers is None:
+            if num_steps >= self._steps_at_once:
+                self.has_more = True
+                break
+            num_steps += 1
             after = self._step(buffer, position, pieces)
             if after == position:
                 break

@@ -8,12 +8,13 @@ while a peer that has its answers does not read them.
 
 import asyncio
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from core.errors import ErrorKind, ServiceError
 from server.body_clock import BodyClock
 from server.body_room import HeldBody
-from server.exchanges import SERVER_FAULT, SLOW_BODY, ConnectionContext
+from server.exchanges import SERVER_FAULT, SLOW_BODY, ConnectionContext, slow_head
 from server.http1 import CONTINUE, Http1Protocol
 from server.http2_head import upgrade_settings
 from server.messages import (
@@ -36,14 +37,19 @@ if TYPE_CHECKING:
 class Http1Exchanges:
     """The exchanges of one connection (Exchanges), and the carrier of their streams (StreamCarrier)."""
 
-    def __init__(self, connection: "Connection", context: ConnectionContext) -> None:
+    def __init__(self, connection: "Connection", context: ConnectionContext, misdirected: str | None = None) -> None:
+        """
+        Args:
+            misdirected: why whatever is asked is refused.
+        """
         self._connection = connection
         self._limits = context.limits
         self._loop = context.loop
         self._batch = context.batch
         self._out = connection.out
         self._refusal = context.refuse
-        self._protocol = Http1Protocol(context.limits.head, context.date)
+        self._misdirected = misdirected
+        self._protocol = Http1Protocol(context.limits.head, context.date, context.limits.pieces_per_turn)
         self._stream: HttpStream | None = None
         self._task: asyncio.Task[None] | None = None  # of the stream's handler
         self._upgrade: bytes | None = None  # the HTTP2-Settings of a request that asks for HTTP/2
@@ -55,6 +61,9 @@ class Http1Exchanges:
         self._num_refused: int | None = None  # bytes thrown away, once too many have been pipelined
         self._drain_due = math.inf  # for a connection that has asked for nothing yet
         self._waiting_since = context.loop.time()  # for a request, or for the rest of its head
+        self._clock = context.clock
+        self._received_s = 0.0  # the first byte of the request
+        self._on_written: list[Callable[[], None]] = []  # to be called after the next flush
 
     @property
     def peer(self) -> Peer:
@@ -63,6 +72,10 @@ class Http1Exchanges:
     @property
     def has_streams(self) -> bool:
         return self._stream is not None
+
+    @property
+    def has_more(self) -> bool:
+        return self._protocol.has_more
 
     @property
     def holds_enough(self) -> bool:
@@ -78,13 +91,17 @@ class Http1Exchanges:
         )
 
     def receive(self, data: bytes) -> None:
+        if self._misdirected is not None:
+            self._refuse(400, self._misdirected)
+            return
         if self._num_refused is not None:
             self._refuse_pipelined(len(data))
             return
         if self._protocol.is_idle:
             self._waiting_since = self._loop.time()
+            self._received_s = self._clock()
         self._handle_events(self._protocol.receive(data))
-        num_pipelined = self._protocol.num_buffered
+        num_pipelined = 0 if self._protocol.has_more else self._protocol.num_buffered
         if self._stream is not None and num_pipelined > self._limits.pipelined_bytes:
             self._protocol.stop_reading()
             self._refuse_pipelined(num_pipelined)
@@ -103,6 +120,7 @@ class Http1Exchanges:
 
     def end_of_peer(self) -> None:
         self._protocol.receive_eof()
+        self._tell_written()
         stream, task = self._stream, self._task
         self._stream = self._task = None
         self._end_body()
@@ -149,7 +167,7 @@ class Http1Exchanges:
         if request.stream_id >= self._limits.num_requests:
             self._protocol.keep_alive = False
         self._body_clock = None
-        stream = self._stream = HttpStream(request, self)
+        stream = self._stream = HttpStream(request, self, self._received_s)
         self._task = self._connection.serve(stream)
         if request.stream_id == 1 and not self._connection.is_secure and not self.peer.is_proxy:
             self._upgrade = upgrade_settings(request, self._limits.http2.frames.num_settings)
@@ -219,10 +237,22 @@ class Http1Exchanges:
             self._is_dirty = True
             self._batch.add(self)
 
+    def call_once_written(self, stream: HttpStream, callback: Callable[[], None]) -> None:
+        self._on_written.append(callback)
+        if not self._is_dirty:  # no flush need come
+            self._tell_written()
+
+    def _tell_written(self) -> None:
+        callbacks, self._on_written = self._on_written, []
+        for callback in callbacks:
+            callback()
+
     def flush(self) -> None:
         """Write what has been sent, at once. Then the next request, or the end."""
         self._is_dirty = False
         self._connection.write_out()
+        if self._on_written:
+            self._tell_written()
         if self._stream is None:
             self._go_on()
 
@@ -237,6 +267,7 @@ class Http1Exchanges:
         elif not connection.is_writing_paused:
             # A peer that pipelines and does not read gets no further answers to hold for it
             self._exchange_is_over = False
+            self._received_s = self._clock()  # of one that was pipelined: its turn
             self._handle_events(self._protocol.next_request())
             connection.adjust()
 
@@ -275,4 +306,4 @@ class Http1Exchanges:
         elif self._protocol.is_idle:
             self._connection.close()
         else:
-            self._refuse(408, f"The request's head took longer than {self._limits.head_s:g} s.")
+            self._refuse(408, slow_head(self._limits.head_s))

@@ -4,6 +4,7 @@ Raw frames pass the gate of frame_gate, then h2 understands them; heads are judg
 http2_response's, GOAWAY is written by hand. Of streams that have ended nothing is kept here; h2 keeps how they ended.
 """
 
+import sys
 from collections.abc import Callable
 
 import h2.events
@@ -39,10 +40,16 @@ class Http2Protocol:
     """
 
     def __init__(
-        self, head: HeadLimits, limits: Http2Limits, date: Callable[[], bytes], upgrade: bytes | None = None
+        self,
+        head: HeadLimits,
+        limits: Http2Limits,
+        date: Callable[[], bytes],
+        upgrade: bytes | None = None,
+        frames_at_once: int = sys.maxsize,
     ) -> None:
         """
         Args:
+            frames_at_once: that one call of receive understands.
             upgrade: the HTTP2-Settings field of the HTTP/1.1 request that asked for HTTP/2 (`upgrade_settings`); it has
                 been read to its end and becomes stream 1, by `adopt`.
 
@@ -53,7 +60,7 @@ class Http2Protocol:
         self.num_requests = 0
         self._head_limits = head
         self._limits = limits
-        self._gate = FrameGate(limits.frames, highest_stream_id=0 if upgrade is None else 1)
+        self._gate = FrameGate(limits.frames, 0 if upgrade is None else 1, frames_at_once)
         self._out: list[bytes] = []
         self._num_refused = 0
         self._last_stream_id = 0  # whose request was taken
@@ -69,6 +76,11 @@ class Http2Protocol:
     def has_output(self) -> bool:
         """take_control or take_data may have something."""
         return bool(self._out) or self.responses.has_some
+
+    @property
+    def has_more(self) -> bool:
+        """receive has understood as much at once as it may: receive(b"", now) goes on."""
+        return self._gate.has_more and not self.has_failed
 
     @property
     def pending_head(self) -> int | None:

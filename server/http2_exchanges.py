@@ -20,7 +20,7 @@ from h2.errors import ErrorCodes
 from core.errors import ErrorKind, ServiceError
 from server.body_clock import BodyClock
 from server.body_room import BodyRoom, HeldBody
-from server.exchanges import SERVER_FAULT, SLOW_BODY, ConnectionContext
+from server.exchanges import SERVER_FAULT, SLOW_BODY, ConnectionContext, slow_head
 from server.http2 import Http2Protocol
 from server.messages import (
     BodyChunk,
@@ -69,7 +69,8 @@ class Http2Exchanges:
         self._limits = context.limits
         self._loop = context.loop
         self._batch = context.batch
-        self._protocol = Http2Protocol(context.limits.head, context.limits.http2, context.date, upgrade)
+        limits = context.limits
+        self._protocol = Http2Protocol(limits.head, limits.http2, context.date, upgrade, limits.pieces_per_turn)
         self._responses = self._protocol.responses
         self._exchanges: dict[int, _Exchange] = {}
         self._room = BodyRoom(context.limits.held_body_bytes, context.bodies)
@@ -84,6 +85,10 @@ class Http2Exchanges:
         self._is_dirty = False
         self._pending_head: int | None = 0
         self._head_since = self._idle_since = context.loop.time()
+        self._clock = context.clock
+        self._received_s = 0.0  # the first byte of the head that is read
+        self._has_peer = True
+        self._on_written: list[tuple[int, Callable[[], None]]] = []  # once nothing of the stream is unsent
         self._drain_due: float | None = None  # when the second GOAWAY goes, heard or not
         self._is_draining = False
         self._closes_after_answer = False
@@ -95,6 +100,10 @@ class Http2Exchanges:
     @property
     def has_streams(self) -> bool:
         return bool(self._exchanges)
+
+    @property
+    def has_more(self) -> bool:
+        return self._protocol.has_more
 
     @property
     def holds_enough(self) -> bool:
@@ -113,6 +122,8 @@ class Http2Exchanges:
     def receive(self, data: bytes) -> None:
         now = self._loop.time()
         protocol = self._protocol
+        if not protocol.pending_head:
+            self._received_s = self._clock()
         self._handle_events(protocol.receive(data, now))
         if protocol.has_failed:
             self._end()
@@ -152,6 +163,8 @@ class Http2Exchanges:
     def end_of_peer(self) -> None:
         for stream_id in tuple(self._exchanges):
             self._drop(stream_id)
+        self._has_peer = False
+        self._tell_written()
 
     def _drop(self, stream_id: int) -> None:
         """The stream has no peer any more: tell its handler, or cancel it."""
@@ -188,11 +201,12 @@ class Http2Exchanges:
                 self._unsent.pop(event.stream_id, None)
                 self._over.discard(event.stream_id)
                 self._drop(event.stream_id)
+                self._tell_written()
             elif type(event) is ProtocolViolation and self._protocol.is_open(event.stream_id):
                 self._answer_error(event.stream_id, event.status, event.message, None)
 
     def _start_stream(self, request: HttpRequest) -> None:
-        stream = HttpStream(request, self)
+        stream = HttpStream(request, self, self._received_s)
         exchange = self._exchanges[request.stream_id] = _Exchange(stream)
         exchange.task = self._connection.serve(stream, self._wait_turn)
         if self._closes_after_answer or self._protocol.num_requests >= self._limits.num_streams:
@@ -329,6 +343,19 @@ class Http2Exchanges:
         self._forget(stream.request.stream_id)
         self._mark_dirty()
 
+    def call_once_written(self, stream: HttpStream, callback: Callable[[], None]) -> None:
+        self._on_written.append((stream.request.stream_id, callback))
+        if not self._is_dirty:  # no flush need come
+            self._tell_written()
+
+    def _tell_written(self) -> None:
+        waiting, self._on_written = self._on_written, []
+        for stream_id, callback in waiting:
+            if not self._has_peer or self._responses.is_written(stream_id):
+                callback()
+            else:
+                self._on_written.append((stream_id, callback))
+
     def _mark_dirty(self) -> None:
         if not self._is_dirty and (self._protocol.has_output or self._connection.out):
             self._is_dirty = True
@@ -341,6 +368,7 @@ class Http2Exchanges:
         out = connection.out
         if not connection.takes_output:
             out.clear()
+            self._tell_written()
             return
         out += protocol.take_control()
         has_more = False
@@ -351,6 +379,8 @@ class Http2Exchanges:
             if self._unsent or output.held or has_more:
                 self._watch_progress(output.sent, output.held)
         connection.write_out()
+        if self._on_written:
+            self._tell_written()
         if connection.is_writing_paused:
             if connection.num_unwritten > self._limits.max_control_bytes:
                 self._abort()  # nothing but answers to the peer's frames can have become so much
@@ -438,6 +468,8 @@ class Http2Exchanges:
             yield since + limits.stall_s, partial(self._end_stalled, stream_id)
 
     def _end_slow_head(self) -> None:
+        if self._pending_head:  # a request's, which is accounted for; a GOAWAY is all that can be said of it
+            self._refuse(408, slow_head(self._limits.head_s), self._connection.peer, self._head_since, None)
         self._protocol.fail(ErrorCodes.ENHANCE_YOUR_CALM)
         self._end()
 

@@ -96,6 +96,11 @@ class Responses:
         stream = self.streams.get(stream_id)
         return 0 if stream is None else stream.num_unsent
 
+    def is_written(self, stream_id: int) -> bool:
+        """All that was sent so far has been taken, with the end of a response that has ended."""
+        stream = self.streams.get(stream_id)
+        return stream is None or not (stream.num_unsent or stream.is_ending)
+
     def num_partly_sent(self, stream_id: int) -> int:
         """Bytes of the stream's body that went while more was there: how far a peer is that never takes all."""
         stream = self.streams.get(stream_id)

@@ -39,7 +39,8 @@ class Scope(StrEnum):
 
     INFERENCE = "inference"  # generate, tokenize, list models, cancel its tenant's requests
     USAGE = "usage"  # read its tenant's usage
-    ADMIN = "admin"  # see and steer the server, for all tenants
+    METRICS = "metrics"  # read what the server counts, of all tenants together and apart
+    ADMIN = "admin"  # see and steer the server, for all tenants; metrics included
 
 
 class KeyRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

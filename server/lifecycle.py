@@ -39,7 +39,7 @@ from server.quota import Ticket
 from server.rate_limit_fields import show_limits
 from server.stream import HttpStream
 from server.tenants import Tenant
-from server.timing import Timings
+from server.timing import Stage, StageClock, StageMarks
 
 OFFLOAD_BYTES = 8 * 1024  # a body from this size on is parsed and tokenized off the loop: 2.5 ms, measured
 
@@ -81,8 +81,11 @@ class PromptReader:
         """The models that it may use."""
         return tuple(card for card in self.cards if tenant.models is None or card.id in tenant.models)
 
-    def encode(self, prompt: Prompt, param: str = "prompt") -> tuple[int, ...]:
+    def encode(self, prompt: Prompt, param: str = "prompt", marks: StageMarks | None = None) -> tuple[int, ...]:
         """Whatever form a prompt has, as ids.
+
+        Args:
+            marks: told of the stages that it passes.
 
         Raises:
             InvalidRequest: its text is longer than any that fits the context, so that nobody need count its tokens.
@@ -92,18 +95,24 @@ class PromptReader:
                 return ids
             case TextPrompt(text):
                 self._check_length(text, param)
+                if marks is not None:
+                    marks.enter(Stage.TOKENIZE)
                 return tuple(self.tokenizer.encode(text))
             case ChatPrompt(messages, field_name):
                 now = datetime.fromtimestamp(self.unix_clock())
+                if marks is not None:
+                    marks.enter(Stage.TEMPLATE)
                 text = self.chat_template.render(messages, now=now, param=field_name)
+                if marks is not None:
+                    marks.enter(Stage.TOKENIZE)
                 return tuple(self.tokenizer.encode(text, add_special_tokens=False))
 
-    def encode_checked(self, prompt: Prompt, param: str) -> tuple[int, ...]:
+    def encode_checked(self, prompt: Prompt, param: str, marks: StageMarks | None = None) -> tuple[int, ...]:
         """
         Raises:
             InvalidRequest: the prompt has no token, or leaves no room for one.
         """
-        ids = self.encode(prompt, param)
+        ids = self.encode(prompt, param, marks)
         if not ids:
             raise InvalidRequest("The prompt is empty. Send at least one token.", param)
         if len(ids) >= self.max_model_len:
@@ -141,7 +150,7 @@ class Lifecycle:
     _farewell: ServiceError | None = None  # what those are told whose body was still on its way
 
     async def generate(
-        self, surface: Surface, stream: HttpStream, request_id: str, timings: Timings, ticket: Ticket
+        self, surface: Surface, stream: HttpStream, request_id: str, timings: StageClock, ticket: Ticket
     ) -> Outcome:
         """Answer one generation request.
 
@@ -156,8 +165,8 @@ class Lifecycle:
         # As it would be for the most that the body can ask for
         asker = Asker(tenant.priority_of(TOP_CLASS), tenant.name, tenant.share, is_due=True)
         self.admission.check_hope(asker, self.deadlines.replaced_by(tenant.deadlines).ttft_s)
+        timings.enter(Stage.BODY, self.clock.monotonic())
         body = await self.read_body(stream)
-        timings.body_s = self.clock.monotonic()
         place = self.admission.enter(len(body))  # others came while this one's body did
         usage = None
         try:
@@ -183,13 +192,14 @@ class Lifecycle:
         surface: Surface,
         stream: HttpStream,
         request_id: str,
-        timings: Timings,
+        timings: StageClock,
         ticket: Ticket,
         body: bytes,
         place: Place,
     ) -> Outcome:
         tenant = ticket.caller.tenant
-        call, prompts = await self._prepare(surface, body, tenant)
+        call, prompts = await self._prepare(surface, body, tenant, timings)
+        timings.enter(Stage.QUOTA, self.clock.monotonic())
         self._check_open()  # again: the end may have come meanwhile
         deadlines = self.deadlines.replaced_by(tenant.deadlines).narrowed_by(call.deadlines)
         self.metrics.count_unknown_fields(call.unknown_fields)
@@ -210,7 +220,7 @@ class Lifecycle:
         try:
             continues_text = not isinstance(call.prompts[0], ChatPrompt)
             requests = self._requests(call, prompts, request_id, timings, tenant)
-            place.admit(requests, timings.head_s + deadlines.ttft_s, self.clock.monotonic())
+            place.admit(requests, timings.arrived_s + deadlines.ttft_s, self.clock.monotonic())
             try:
                 answer.submit(self.backend, requests, continues_text, ticket)
             finally:
@@ -238,18 +248,27 @@ class Lifecycle:
         for _, answer in list(self.active.values()):
             answer.fail(error)
 
-    async def _prepare(self, surface: Surface, body: bytes, tenant: Tenant) -> _Prepared:
+    async def _prepare(self, surface: Surface, body: bytes, tenant: Tenant, timings: StageClock) -> _Prepared:
+        marks = StageMarks(self.clock.monotonic)
+
         def parse() -> _Prepared:
+            marks.enter(Stage.VALIDATE)
             call = surface.parse(body, self.defaults)
             find_model(self.reader.cards_for(tenant), call.model)
             if call.num_sequences > self.max_sequences:
                 raise InvalidRequest(f"n must be at most {self.max_sequences} on this server.", "n")
-            return call, [
-                self.reader.encode_checked(prompt, _param(prompt, i, len(call.prompts)))
+            prompts = [
+                self.reader.encode_checked(prompt, _param(prompt, i, len(call.prompts)), marks)
                 for i, prompt in enumerate(call.prompts)
             ]
+            marks.enter(Stage.OFFLOAD)
+            return call, prompts
 
-        return await self.compute(parse, len(body))
+        timings.enter(Stage.OFFLOAD, self.clock.monotonic())
+        try:
+            return await self.compute(parse, len(body))
+        finally:
+            timings.take_over(marks)
 
     async def compute(self, work: Callable[[], T], num_bytes: int) -> T:
         """Do what takes as long as the body is large: here, or off the loop if that would stall every stream."""
@@ -274,7 +293,7 @@ class Lifecycle:
         return msgspec.structs.replace(call.sampling, max_tokens=max_tokens)
 
     def _requests(
-        self, call: GenerationCall, prompts: list[tuple[int, ...]], request_id: str, timings: Timings, tenant: Tenant
+        self, call: GenerationCall, prompts: list[tuple[int, ...]], request_id: str, timings: StageClock, tenant: Tenant
     ) -> list[Request]:
         # The server's own deadline is no wish to be served before others
         asked_ttft_s = ANY_TIME.replaced_by(tenant.deadlines).narrowed_by(call.deadlines).ttft_s
@@ -283,12 +302,12 @@ class Lifecycle:
                 request_id=f"{request_id}-{i}" if i else request_id,
                 prompt_ids=ids,
                 sampling=self._sampling(call, len(ids)),
-                arrival_s=timings.head_s,
+                arrival_s=timings.arrived_s,
                 num_sequences=call.num_sequences,
                 tenant=tenant.name,
                 share=tenant.share,
                 priority=tenant.priority_of(call.priority),
-                deadline_s=timings.head_s + asked_ttft_s if asked_ttft_s < math.inf else None,
+                deadline_s=timings.arrived_s + asked_ttft_s if asked_ttft_s < math.inf else None,
                 cache_domain=tenant.cache_salt_domain,
                 cache_salt=call.cache_salt,
             )

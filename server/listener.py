@@ -4,6 +4,7 @@ A connection counts from the moment it is accepted: its TLS handshake is a part 
 """
 
 import asyncio
+import contextlib
 import errno
 import logging
 import socket
@@ -26,7 +27,7 @@ from server.proxy_protocol import ProxyHeader, ProxyHeaderParser, ProxyProtocolE
 from server.refusals import HANDSHAKE, MAX_CONNECTIONS, PROXY_HEADER, SHUTDOWN, UNTRUSTED_PROXY, Refusals
 from server.response_fields import HttpDate
 from server.socket_activation import PassedSocket
-from server.tls import HANDSHAKE_S, ServerTls
+from server.tls import HANDSHAKE_S, REFUSED_ALERT, ServerTls
 from server.write_batch import WriteBatch
 
 logger = logging.getLogger(__name__)
@@ -90,6 +91,7 @@ class Listener:
         config: ListenerConfig,
         loop: asyncio.AbstractEventLoop | None = None,
         wall_clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Bind nothing yet. Without `loop`, the running one."""
         loop = loop or asyncio.get_running_loop()
@@ -109,6 +111,7 @@ class Listener:
             self.batch,
             HttpDate(wall_clock),
             BodyRoom(config.held_body_bytes),
+            clock,
         )
         self._acceptors: list[tuple[ListeningSocket, Acceptor]] = []  # of the sockets that are still open
         self._connections: set[Connection] = set()
@@ -158,6 +161,9 @@ class Listener:
     def _welcome(self, bind: Bind, family: int, accepted: socket.socket, address: Any) -> None:
         connection = self.admit(socket_peer(family, address), bind.takes_proxy)
         if connection is None:
+            if self._config.tls is not None and not (bind.is_plain or bind.takes_proxy):
+                with contextlib.suppress(OSError):
+                    accepted.send(REFUSED_ALERT)
             accepted.close()
             return
         if family == socket.AF_UNIX:
@@ -199,6 +205,15 @@ class Listener:
         if bind.takes_proxy and not await self._hear_proxy(connection, accepted):
             return
         tls = None if bind.is_plain else self._config.tls
+        handshake_end = self._loop.time() + HANDSHAKE_S
+        if tls is not None:
+            first = await self._hear_first(accepted, handshake_end)
+            if not first:
+                self.refusals.add(HANDSHAKE, connection.peer)
+                return
+            if first.isalpha():  # of a method, in the clear; a TLS record begins with 22
+                connection.misdirect()
+                tls = None
         if tls is None:  # it is open in a turn of the loop, and uvloop would not tell it of a cancellation
             self._opening[connection].may_be_cancelled = False
         try:
@@ -206,12 +221,20 @@ class Listener:
                 lambda: connection,
                 accepted,
                 ssl=None if tls is None else tls.context,
-                ssl_handshake_timeout=None if tls is None else HANDSHAKE_S,
+                ssl_handshake_timeout=None if tls is None else max(1e-3, handshake_end - self._loop.time()),
             )
         except OSError as error:  # ssl.SSLError is one
             logger.debug("the connection from %s did not open: %s", connection.peer, error)
             if connection in self._opening:
                 self.refusals.add(HANDSHAKE, connection.peer)
+
+    async def _hear_first(self, accepted: socket.socket, end: float) -> bytes:
+        """The first byte, which stays where it is; b"": the connection has ended, or nothing came by then."""
+        try:
+            async with asyncio.timeout_at(end):
+                return await _peek(self._loop, accepted)
+        except OSError:  # TimeoutError is one
+            return b""
 
     async def _hear_proxy(self, connection: Connection, accepted: socket.socket) -> bool:
         """Whether the client may come that the proxy names; it is the connection's peer from now on."""
@@ -336,6 +359,16 @@ class Listener:
     def _give_up(self) -> None:
         if self._quiet is not None and not self._quiet.done():
             self._quiet.set_result(False)
+
+
+async def _peek(loop: asyncio.AbstractEventLoop, accepted: socket.socket) -> bytes:
+    readable = asyncio.Event()
+    loop.add_reader(accepted, readable.set)
+    try:
+        await readable.wait()
+    finally:
+        loop.remove_reader(accepted)
+    return accepted.recv(1, socket.MSG_PEEK)
 
 
 async def _read_proxy_header(loop: asyncio.AbstractEventLoop, accepted: socket.socket) -> ProxyHeader:

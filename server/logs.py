@@ -16,15 +16,13 @@ NO_REQUEST = "-"
 # Set where a request's task starts; records of code that knows its request better pass extra={"request_id": ...}.
 current_request_id: ContextVar[str] = ContextVar("request_id", default=NO_REQUEST)
 
+LEAST_SHOWN_MS = 0.005  # of a stage, in a line for people; JSON has them all
 OUR_LOGGERS = ("server", "core", "gpu", "bench")
 access_logger = logging.getLogger("server.access")
 
 
 class AccessRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One request, as its access line tells it. Times in milliseconds from the parsed head; None: it never came so far.
-
-    What never became a request is timed from its first byte.
-
+    """One request, as its access line tells it. Times in milliseconds from its first byte; None: it never came so far.
 
     Args:
         status: as sent; 499 when the client left first.
@@ -33,6 +31,7 @@ class AccessRecord(msgspec.Struct, frozen=True, kw_only=True):
         key_id: the prefix of the key that it showed.
         client: its address, and its port where it is known.
         certificate_subject: of the client's certificate.
+        stages_ms: where its time went: all of it.
     """
 
     request_id: str
@@ -50,10 +49,14 @@ class AccessRecord(msgspec.Struct, frozen=True, kw_only=True):
     key_id: str | None = None
     client: str | None = None
     certificate_subject: str | None = None
+    stages_ms: dict[str, float] | None = None
 
 
 def access_line(record: AccessRecord) -> str:
-    """`POST /v1/chat/completions 200 1234.5ms ttft=45.1ms prompt=12 completion=34 stop`; what is None is left out."""
+    """`POST /v1/chat/completions 200 1234.5ms ttft=45.1ms prompt=12 completion=34 finish=stop stages=auth:0.10,...`.
+
+    What is None is left out.
+    """
     parts = [escape(record.method), escape(record.path), str(record.status), f"{record.duration_ms:.1f}ms"]
     if record.ttft_ms is not None:
         parts.append(f"ttft={record.ttft_ms:.1f}ms")
@@ -72,6 +75,9 @@ def access_line(record: AccessRecord) -> str:
         ("certificate", record.certificate_subject),
     )
     parts += [f"{name}={escape(value)}" for name, value in words if value is not None]
+    stages = [f"{name}:{ms:.2f}" for name, ms in (record.stages_ms or {}).items() if ms >= LEAST_SHOWN_MS]
+    if stages:
+        parts.append(f"stages={','.join(stages)}")
     return " ".join(parts)
 
 

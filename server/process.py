@@ -38,6 +38,7 @@ from server.http1_prefilter import HeadLimits
 from server.lifecycle import Clock, Lifecycle, PromptReader
 from server.listener import ALL_HELD_BODY_BYTES, Listener, ListenerConfig
 from server.listening_sockets import shown_addresses
+from server.loop_lag import LoopLag
 from server.metrics import Metrics
 from server.model_files import ModelFiles
 from server.socket_activation import PassedSocket, take_passed_sockets
@@ -111,8 +112,8 @@ class Server:
         self._announce = announce
         self._loop = asyncio.get_running_loop()
         self._readiness = Readiness()
-        self._metrics = Metrics()
         self._clock = Clock(time.monotonic, time.time)
+        self._metrics = Metrics(config.slo, self._clock.monotonic)
         self._gate = Gate(config, self._clock)
         self._app = App(
             self._readiness,
@@ -130,6 +131,7 @@ class Server:
         )
         self._manager = ServiceManager(os.environ, os.getpid())
         self._supervision = Supervision(self, self._manager, self._loop)
+        self._loop_lag = LoopLag(self._loop, self._clock.monotonic, self._metrics.loop_lag)
         self._client: EngineClient | None = None
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._stopping: asyncio.Future[float] = self._loop.create_future()  # seconds of grace
@@ -154,6 +156,7 @@ class Server:
             await self._shut_down(grace_s)
         finally:
             self._supervision.close()
+            self._loop_lag.close()
         if isinstance(self._failure, StartupError):
             raise self._failure
         return ExitCode.OK if self._failure is None else ExitCode.ENGINE
@@ -174,6 +177,7 @@ class Server:
         self._gate.start()
         self._engine_thread.start()
         self._supervision.start()
+        self._loop_lag.start()
 
     async def wait_ready(self) -> None:
         """
@@ -267,9 +271,11 @@ class Server:
     def on_delivery(self, delivery: StepDelivery) -> None:
         assert self._client is not None, "nothing is delivered before the engine is ready"
         self._supervision.on_step(delivery.stats)
+        self._metrics.observe_step(delivery.stats)
         self._client.deliver(delivery)
 
-    def on_beat(self) -> None:
+    def on_beat(self, gil_wait_s: float) -> None:
+        self._metrics.gil_wait.observe(gil_wait_s)
         self._supervision.on_beat()
 
     def on_failed(self, error: BaseException) -> None:

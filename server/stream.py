@@ -37,12 +37,17 @@ class StreamCarrier(Protocol):
 
     def write_end(self, stream: "HttpStream", trailers: Headers) -> None: ...
 
+    def call_once_written(self, stream: "HttpStream", callback: Callable[[], None]) -> None:
+        """Call it when all that was sent of the stream so far is with the kernel, or never will be."""
+        ...
+
 
 class HttpStream:
     """One request and its response. Thread: loop.
 
     Attributes:
         request: its head.
+        received_s: when its first byte came, on the monotonic clock.
         is_open: the response has not ended and the peer has not gone: what is sent now is on its way.
         has_lost_peer: it went before the response had ended.
         status: of the head, once it is sent: too late for another.
@@ -68,12 +73,14 @@ class HttpStream:
         "on_blocked",
         "on_disconnect",
         "on_unblocked",
+        "received_s",
         "request",
         "status",
     )
 
-    def __init__(self, request: HttpRequest, carrier: StreamCarrier) -> None:
+    def __init__(self, request: HttpRequest, carrier: StreamCarrier, received_s: float = 0.0) -> None:
         self.request = request
+        self.received_s = received_s
         self.is_open = True
         self.has_lost_peer = False
         self.status: int | None = None
@@ -164,6 +171,13 @@ class HttpStream:
         if self.is_open:
             self._carrier.write_end(self, trailers)
             self.is_open = False
+
+    def call_once_written(self, callback: Callable[[], None]) -> None:
+        """Call it once, when what was sent so far is with the kernel, or can never be."""
+        if self.has_lost_peer:
+            callback()
+        else:
+            self._carrier.call_once_written(self, callback)
 
     # What follows is the connection's side.
 

@@ -1,49 +1,176 @@
-"""When a request passed each stage, on the loop's monotonic clock, and what that makes in headers. Thread: loop."""
+"""Where a request's time goes: one clock per request, always in exactly one stage. Thread: loop.
 
-from dataclasses import dataclass
+Integers of monotonic nanoseconds, added up when a stage is left: the stages of a request are its whole time, whatever
+became of it. Stages that the engine knows come with its marks; none is stamped per token.
+"""
+
+from collections.abc import Callable
+from enum import StrEnum
+
+from core.types import EngineMark, Prefilled
+
+S_NS = 1_000_000_000
+MS_NS = 1_000_000
 
 
-@dataclass(slots=True)
-class Timings:
-    """Seconds on the monotonic clock; None until the stage is passed.
+class Stage(StrEnum):
+    """What a request is doing, in the order in which a streamed generation does it."""
 
-    Args:
-        head_s: the request's head was parsed; of what never became a request: its first byte came.
-        body_s: its body was complete.
-        submitted_s: validated, tokenized, and handed to the engine.
-        first_token_s: the first delta came.
-        end_s: the terminal chunk came.
+    HEAD = "head"  # from its head's first byte until its handler runs
+    AUTH = "auth"  # routed, identified, its rights looked at
+    QUOTA = "quota"  # requests and tokens taken from the quotas, before the body and after it
+    BODY = "body"
+    OFFLOAD = "offload"  # waiting for another thread to take what is long, and for the loop to take it back
+    VALIDATE = "validate"
+    TEMPLATE = "template"
+    TOKENIZE = "tokenize"
+    QUEUE = "queue"  # from the engine's inbox to the step that admits it
+    PREFILL = "prefill"
+    FIRST_TOKEN = "first_token"  # drawn, on its way to the loop
+    FIRST_FLUSH = "first_flush"  # at the loop, as text; of a stream only
+    DECODE = "decode"  # until the last token is at the loop, less what is next
+    DETOKENIZE = "detokenize"  # the loop's work on its tokens: text, stop strings, events
+    SETTLE = "settle"  # what it cost is written down
+    ANSWER = "answer"  # the whole of an answer that nothing is generated for
+    LAST_FLUSH = "last_flush"  # until the answer's last byte is with the kernel
+
+
+class StageMarks:
+    """When work passed from stage to stage, on whichever thread it runs; the loop takes them over afterwards."""
+
+    __slots__ = ("_clock", "entries")
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self.entries: list[tuple[Stage, float]] = []
+
+    def enter(self, stage: Stage) -> None:
+        self.entries.append((stage, self._clock()))
+
+
+class StageClock:
+    """One request's time. Times are seconds of the monotonic clock, as its callers have them; kept as nanoseconds.
+
+    A time before the last one counts as the last one: threads read one clock, but not always in the order of events.
+
+    Attributes:
+        accepted_s: its first byte came.
+        arrived_s: its handler began: its place in the queue dates from then.
+        entries: the stages that it has entered, and when, in nanoseconds.
+        first_token_s: its first token was at the loop.
+        end_s: its last token was, and the engine's word on its usage.
+        detokenize_s: of the decode, what the loop worked on its tokens.
+        num_prefill_chunks: steps that computed some of a prompt.
+        num_cached_tokens: of prompts, as they were first computed.
     """
 
-    head_s: float
-    body_s: float | None = None
-    submitted_s: float | None = None
-    first_token_s: float | None = None
-    end_s: float | None = None
+    __slots__ = (
+        "_finished_ns",
+        "accepted_s",
+        "arrived_s",
+        "detokenize_s",
+        "end_s",
+        "entries",
+        "first_token_s",
+        "num_cached_tokens",
+        "num_prefill_chunks",
+    )
+
+    def __init__(self, accepted_s: float, arrived_s: float | None = None) -> None:
+        self.accepted_s = accepted_s
+        self.arrived_s = accepted_s if arrived_s is None else arrived_s
+        self.first_token_s: float | None = None
+        self.end_s: float | None = None
+        self.detokenize_s = 0.0
+        self.num_prefill_chunks = 0
+        self.num_cached_tokens = 0
+        self.entries: list[tuple[Stage, int]] = [(Stage.HEAD, round(accepted_s * S_NS))]
+        self._finished_ns: int | None = None
+
+    @property
+    def stage(self) -> Stage | None:
+        """It is in now; None: it is over."""
+        return self.entries[-1][0] if self._finished_ns is None else None
+
+    def enter(self, stage: Stage, now_s: float) -> None:
+        """Leave the stage that it is in for this one."""
+        self.entries.append((stage, self._not_before(now_s)))
+
+    def go_on(self, before: Stage, stage: Stage, now_s: float) -> None:
+        """Enter the stage if it is in the one before; a late word of what has been overtaken changes nothing."""
+        if self.stage is before:
+            self.enter(stage, now_s)
+
+    def take_over(self, marks: StageMarks) -> None:
+        """What was entered elsewhere, while this clock stood in a stage of waiting."""
+        for stage, at_s in tuple(marks.entries):
+            self.enter(stage, at_s)
+
+    def on_engine_mark(self, mark: EngineMark) -> None:
+        """Of several requests of one call, the first that gets on leads."""
+        if isinstance(mark, Prefilled):
+            self.num_prefill_chunks += mark.num_chunks
+            self.num_cached_tokens += mark.num_cached_tokens
+            self.go_on(Stage.PREFILL, Stage.FIRST_TOKEN, mark.at_s)
+        else:
+            self.go_on(Stage.QUEUE, Stage.PREFILL, mark.at_s)
+
+    def finish(self, now_s: float) -> None:
+        """It is over."""
+        if self._finished_ns is None:
+            self._finished_ns = self._not_before(now_s)
+
+    def _not_before(self, now_s: float) -> int:
+        return max(self.entries[-1][1], round(now_s * S_NS))
+
+    @property
+    def total_ns(self) -> int:
+        """Until the latest stage was left."""
+        latest_ns = self.entries[-1][1] if self._finished_ns is None else self._finished_ns
+        return latest_ns - self.entries[0][1]
 
     @property
     def ttft_s(self) -> float | None:
-        return None if self.first_token_s is None else self.first_token_s - self.head_s
+        return None if self.first_token_s is None else self.first_token_s - self.accepted_s
 
-    @property
-    def elapsed_s(self) -> float:
-        """Until the latest stage passed."""
-        passed = (self.end_s, self.first_token_s, self.submitted_s, self.body_s)
-        return next((mark for mark in passed if mark is not None), self.head_s) - self.head_s
+    def intervals(self) -> list[tuple[Stage, int, int]]:
+        """The stages left so far, in order, each with when it was entered and left, in nanoseconds."""
+        ends = [start for _, start in self.entries[1:]]
+        if self._finished_ns is not None:
+            ends.append(self._finished_ns)
+        return [(stage, start, end) for (stage, start), end in zip(self.entries, ends, strict=False)]
+
+    def stages_ns(self) -> dict[Stage, int]:
+        """Of the stages left so far, in the order of Stage: together, total_ns."""
+        spent: dict[Stage, int] = {}
+        for stage, start, end in self.intervals():
+            spent[stage] = spent.get(stage, 0) + end - start
+        if Stage.DECODE in spent:
+            spent[Stage.DETOKENIZE] = min(round(self.detokenize_s * S_NS), spent[Stage.DECODE])
+            spent[Stage.DECODE] -= spent[Stage.DETOKENIZE]
+        return {stage: spent[stage] for stage in Stage if stage in spent}
 
     def stages_ms(self) -> dict[str, float]:
-        """Durations of the stages passed so far, in order, in milliseconds."""
-        marks = [
-            ("receive", self.head_s, self.body_s),
-            ("prepare", self.body_s, self.submitted_s),
-            ("first_token", self.submitted_s, self.first_token_s),
-            ("generate", self.first_token_s, self.end_s),
-            ("total", self.head_s, self.end_s),
-        ]
-        return {
-            name: round((end - start) * 1e3, 3) for name, start, end in marks if start is not None and end is not None
-        }
+        """Likewise, rounded to microseconds."""
+        return {stage.value: round(ns / MS_NS, 3) for stage, ns in self.stages_ns().items()}
+
+    def details(self) -> dict[str, float]:
+        """The `timings` object: the stages, their total, the time to the first token, and what the prefill was."""
+        details = self.stages_ms() | {"total": round(self.total_ns / MS_NS, 3)}
+        if self.ttft_s is not None:
+            details["ttft"] = round(self.ttft_s * 1e3, 3)
+        if self.num_prefill_chunks:
+            details |= {"prefill_chunks": self.num_prefill_chunks, "cached_tokens": self.num_cached_tokens}
+        return details
 
     def server_timing(self) -> bytes:
-        """The Server-Timing header's value (W3C Server Timing, section 3)."""
-        return ", ".join(f"{name};dur={ms}" for name, ms in self.stages_ms().items()).encode()
+        """The Server-Timing header's value (W3C Server Timing, section 3); with the total, once the answer is ready."""
+        entries = [f"{name};dur={ms}{self._description(name)}" for name, ms in self.stages_ms().items()]
+        if self.stage in (Stage.LAST_FLUSH, None):
+            entries.append(f"total;dur={round(self.total_ns / MS_NS, 3)}")
+        return ", ".join(entries).encode()
+
+    def _description(self, name: str) -> str:
+        if name != Stage.PREFILL or not self.num_prefill_chunks:
+            return ""
+        return f';desc="chunks={self.num_prefill_chunks} cached={self.num_cached_tokens}"'

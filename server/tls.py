@@ -16,6 +16,7 @@ from server.peer import ClientCertificate
 
 HANDSHAKE_S = 5.0
 ALPN = ("h2", "http/1.1")
+REFUSED_ALERT = bytes((21, 3, 3, 0, 2, 2, 80))  # RFC 8446 §5.1, §6: fatal internal_error, to who gets no handshake
 
 _CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"  # of TLS 1.2; those of 1.3 are all fit
 

@@ -11,9 +11,9 @@ import numpy as np
 from numba import cfunc, njit, types
 
 from core.config import BLOCK_SIZE
-from gpu.cpu_kernels.choice import HEAD_DIM_STEP
 from gpu.cpu_kernels.emit import LANES, REGISTER_BYTES
 from gpu.cpu_kernels.exponent import exp2
+from gpu.cpu_kernels.support import HEAD_DIM_STEP
 from gpu.cpu_kernels.vectors import (
     add,
     add_products,

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from core.config import ModelConfig
-from gpu.cpu_kernels.choice import why_no_attention
 from gpu.cpu_kernels.elementwise import (
     GateArguments,
     NormArguments,
@@ -31,11 +30,15 @@ NUMBERS_PER_THREAD = 1 << 16
 
 
 class KernelOperators(Operators):
-    """Not for two threads at once: the kernels' arguments are its own."""
+    """Not for two threads at once: the kernels' arguments are its own.
 
-    def __init__(self, config: ModelConfig) -> None:
+    Args:
+        has_attention: its kernel knows the model; False: torch attends.
+    """
+
+    def __init__(self, config: ModelConfig, has_attention: bool) -> None:
         super().__init__(torch.bfloat16, torch.device("cpu"), config.rms_norm_eps)
-        self.attention = PagedAttention(config.head_dim) if why_no_attention(config) is None else None
+        self.attention = PagedAttention(config.head_dim) if has_attention else None
         self.product_choice = ProductChoice(uses_kernel=True)
         self._products = PackedProducts(self.product_choice)
         self._norm, self._norm_arguments = Kernel(add_and_norm), NormArguments(eps=config.rms_norm_eps)

@@ -15,12 +15,12 @@ import msgspec
 import orjson
 
 from core.errors import InvalidRequest
+from server.api.long_json import MAX_DEPTH, LongJson, UnfitJson
 from server.logs import escape
 
 logger = logging.getLogger(__name__)
 
-MAX_DEPTH = 64
-MAX_CONTAINERS = 100_000  # arrays and objects in one body: each costs some 60 bytes of memory for two on the wire
+LONG_BYTES = 32 * 1024  # a body from this size on is parsed in steps: up to it, no other thread waits for 5 ms
 MAX_SHOWN_KEY = 32  # characters of a client's own word, in a refusal or a warning
 MAX_SHOWN_KINDS = 8  # of tools, in one warning
 MAX_UNKNOWN_FIELDS = 16  # reported per request
@@ -74,16 +74,21 @@ def parse_object(body: bytes) -> dict[str, Any]:
     Raises:
         InvalidRequest: it is not one; the message says where it breaks.
     """
-    _check_nesting(body)
+    is_long = len(body) >= LONG_BYTES
+    if not is_long:
+        _check_nesting(body)
     try:
-        value = _DECODER.decode(body.decode())
+        value = LongJson(body.decode(), _finite).parse() if is_long else _DECODER.decode(body.decode())
     except UnicodeDecodeError as error:
         raise _bad_json(f"byte {error.start} is not UTF-8") from None
     except json.JSONDecodeError as error:
         raise _bad_json(f"{error.msg} at line {error.lineno}, column {error.colno}") from None
+    except UnfitJson as error:
+        raise _bad_json(str(error)) from None
     except ValueError:  # int() of over 4,300 digits
         raise _bad_json("it has a number that is too long") from None
-    _check_surrogates(body)
+    if not is_long:
+        _check_surrogates(body)
     if not isinstance(value, dict):
         raise InvalidRequest("The body must be a JSON object.", code="invalid_json")
     return value
@@ -93,8 +98,6 @@ def _check_nesting(body: bytes) -> None:
     if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
         return
     brackets = _STRING.sub(b"", body).translate(None, _NO_BRACKETS)
-    if brackets.count(b"[") + brackets.count(b"{") > MAX_CONTAINERS:
-        raise _bad_json(f"it has more than {MAX_CONTAINERS} arrays and objects")
     if max(accumulate(map(_STEPS.__getitem__, brackets)), default=0) > MAX_DEPTH:
         raise _bad_json(f"it is nested deeper than {MAX_DEPTH}")
 

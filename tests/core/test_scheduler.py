@@ -3,7 +3,7 @@ import pytest
 
 from core.plan import RunnerLimits, StepOutput, StepPlan
 from core.scheduler import Scheduler
-from core.types import FinishReason, StepDelivery, TokenLogprobs, Usage
+from core.types import Admitted, FinishReason, Prefilled, StepDelivery, TokenLogprobs, Usage
 from tests.fakes import make_request, small_limits
 
 
@@ -363,3 +363,26 @@ def test_stats_count_steps_tokens_and_the_time_of_a_step() -> None:
     stats = scheduler.apply(made, StepOutput(np.zeros(1, np.int32), np.array([500], np.int32)), 10.25).stats
     assert (stats.num_steps, stats.num_prompt_tokens, stats.num_generated_tokens) == (3, 20, 2)
     assert (stats.num_running, stats.num_waiting, stats.step_s) == (1, 0, 0.25)
+
+
+def test_marks_tell_once_when_a_request_was_admitted_and_when_its_prompt_was_done() -> None:
+    scheduler = make_scheduler()
+    scheduler.submit(make_request("a", num_prompt_tokens=24, max_tokens=3, num_sequences=2))
+    marks = []
+    for now in range(1, 20):
+        made = scheduler.plan(float(now))
+        if made is None:
+            break
+        rows = np.flatnonzero(made.samples).astype(np.int32)
+        output = StepOutput(rows, np.full(len(rows), 500, np.int32))
+        marks += scheduler.apply(made, output, now + 0.5).marks
+    assert marks == [Admitted("a", 1.0), Prefilled("a", 2.5, num_chunks=2, num_cached_tokens=0)]
+
+
+def test_mark_of_a_prompt_counts_what_was_cached() -> None:
+    scheduler = make_scheduler()
+    prompt = tuple(range(10, 22))
+    scheduler.submit(make_request("a", prompt_ids=prompt, max_tokens=1))
+    step(scheduler)
+    scheduler.submit(make_request("b", prompt_ids=prompt, max_tokens=1))
+    assert step(scheduler).marks[-1] == Prefilled("b", 0.0, num_chunks=1, num_cached_tokens=8)

@@ -118,7 +118,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.log(delivery)
             return
         assert made.num_tokens <= self.limits.max_batch_tokens
-        assert not any(self.scheduler._occupant(slot).is_paused for slot in made.slots.tolist())
+        assert not any(s.is_paused for s in self.scheduler._sequences_of(made, range(made.num_rows)))
         ticket = self.runner.forward(made)
         self.runner.sample(ticket)
         self.in_flight = made, self.runner.collect(ticket)

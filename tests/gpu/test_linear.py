@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gpu.linear import can_pack, make_linear, packed_linear
+from gpu.linear import can_pack, has_onednn, make_linear, packed_linear
 
 CPU = torch.device("cpu")
 
@@ -25,14 +25,15 @@ def test_packed_products_equal_plain_ones(rows: int, has_bias: bool) -> None:
     assert torch.allclose(got.float(), want.float(), rtol=0.02, atol=0.05)
 
 
-@pytest.mark.parametrize("is_packed", [True, False])
-def test_a_rows_product_is_the_same_to_the_last_bit_however_many_there_are(is_packed: bool) -> None:
+@pytest.mark.parametrize(("dtype", "is_packed"), [("bfloat16", True), ("bfloat16", False), ("float32", False)])
+def test_a_rows_product_is_the_same_to_the_last_bit_however_many_there_are(dtype: str, is_packed: bool) -> None:
     """4,096 inputs: from about 2,048 on oneDNN adds a lone row's products in another order."""
-    if is_packed and not can_pack(torch.bfloat16, CPU):
-        pytest.skip("needs a torch with oneDNN's packed products")
+    number = getattr(torch, dtype)
+    if not has_onednn(number, CPU):
+        pytest.skip("needs a torch with oneDNN's products")
     torch.manual_seed(0)
-    linear = make_linear(torch.randn(256, 4096).bfloat16(), None, packed_linear if is_packed else None)
-    x = torch.randn(70, 4096).bfloat16()
+    linear = make_linear(torch.randn(256, 4096).to(number), None, packed_linear if is_packed else None)
+    x = torch.randn(70, 4096).to(number)
     whole = linear(x)
     for num_rows in (1, 2, 3, 5, 16, 33, 64):
         assert torch.equal(linear(x[:num_rows]), whole[:num_rows])

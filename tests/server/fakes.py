@@ -165,7 +165,7 @@ class MemoryServer:
             clients=clients or ClientRules(),
             held_body_bytes=held_body_bytes,
         )
-        self.listener = Listener(handler, refuse, config, self.loop, lambda: 0.0)
+        self.listener = Listener(handler, refuse, config, self.loop, lambda: 0.0, self.loop.time)
 
     def connect(self, peer_reads: bool = True) -> MemoryTransport:
         transport = self.dial(peer_reads)

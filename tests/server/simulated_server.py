@@ -66,6 +66,8 @@ def at_once(delivery: StepDelivery) -> Iterable[tuple[float, StepDelivery]]:
 def token_by_token(delivery: StepDelivery) -> Iterable[tuple[float, StepDelivery]]:
     """Each token and each chunk in a delivery of its own."""
     columns = zip(delivery.request_ids, delivery.indexes, delivery.token_ids, strict=True)
+    if delivery.marks:
+        yield 0.0, StepDelivery([], [], [], [], delivery.stats, delivery.marks)
     for request_id, index, token_id in columns:
         yield 0.0, StepDelivery([request_id], [index], [token_id], [], delivery.stats)
     for chunk in delivery.chunks:
@@ -416,7 +418,9 @@ class SimulatedServer:
                 self.loop.call_soon(self._hand_over)
 
     def _hand_over(self) -> None:
-        self.client.deliver(self._on_its_way.popleft())
+        delivery = self._on_its_way.popleft()
+        self.metrics.observe_step(delivery.stats)
+        self.client.deliver(delivery)
 
 
 async def _inline(work: Callable[[], Any]) -> Any:

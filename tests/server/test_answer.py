@@ -121,9 +121,11 @@ def test_logprobs_stand_beside_every_token_of_the_text(schedule: Schedule) -> No
 
 def test_timings_are_told_when_asked_for() -> None:
     answer = ask(chat(timings=True))
-    assert answer.json["timings"]["total"] > answer.json["timings"]["first_token"] > 0
-    stages = [stage.split(";dur=") for stage in answer.headers["server-timing"].split(", ")]
-    assert {name: float(ms) for name, ms in stages} == answer.json["timings"]
+    told = answer.json["timings"]
+    assert told["total"] > told["ttft"] >= told["prefill"] > 0
+    stages = dict(stage.split(";")[:2] for stage in answer.headers["server-timing"].split(", "))
+    assert {name: float(ms.removeprefix("dur=")) for name, ms in stages.items()}.items() <= told.items()
+    assert told.keys() - stages.keys() == {"ttft", "prefill_chunks", "cached_tokens"}
 
 
 def test_silent_stream_gets_its_head_and_a_comment_every_15_seconds() -> None:
@@ -311,3 +313,29 @@ def test_engine_refusal_before_the_first_token_keeps_its_status() -> None:
     (answer,) = answers(bytes(transport.received))
     assert (answer.status, json.loads(answer.body)["error"]["message"]) == (500, "No more.")
     server.close()
+
+
+STAGES = "head auth quota body offload validate template tokenize queue prefill first_token"
+
+
+@pytest.mark.parametrize(
+    ("fields", "rest"), [({}, "decode detokenize settle"), (STREAM, "first_flush decode detokenize settle")]
+)
+def test_every_stage_of_a_generation_is_told_and_together_they_are_its_time(fields: dict[str, Any], rest: str) -> None:
+    answer = ask(chat(timings=True, **fields), late_by(0.005))
+    told = (answer.events[-2] if fields else answer.json)["timings"]
+    stages = list(told)[: list(told).index("total")]
+    assert stages == [*STAGES.split(), *rest.split()]
+    assert sum(told[stage] for stage in stages) == pytest.approx(told["total"], abs=0.001 * len(stages))
+    assert told["first_token"] == 5.0  # its news were on their way for so long
+    assert (told["prefill_chunks"], told["cached_tokens"]) == (2, 0)
+
+
+def test_access_line_of_a_stream_is_written_when_its_last_byte_is(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "server.access")
+    server = SimulatedServer()
+    transport = server.send(chat(**STREAM))
+    server.run_until(lambda: bool(caplog.records))
+    assert b"[DONE]" in transport.received
+    server.close()
+    assert len(caplog.records) == 1

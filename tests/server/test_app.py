@@ -226,7 +226,8 @@ def test_refusals_of_the_protocol_are_accounted_for_like_others(
     assert (answer.status, error["type"], error["code"], answer.headers["x-request-id"]) == expected
     assert "total;dur=" in answer.headers["server-timing"]
     assert answer.headers["cache-control"] == "no-store"
-    assert [record.getMessage() for record in caplog.records] == [f"{line} error={code} client=192.0.2.7:4242"]
+    (told,) = [record.getMessage().partition(" stages=")[0] for record in caplog.records]
+    assert told == f"{line} error={code} client=192.0.2.7:4242"
     assert server.metrics.responses == {status: 1}
     server.close()
 
@@ -244,6 +245,7 @@ def test_a_head_that_never_ends_is_timed_from_its_first_byte_not_from_the_connec
         "GET /health 200 0.0ms client=192.0.2.7:4242",
         "- - 408 10000.0ms",
     ]
+    assert caplog.records[1].getMessage().endswith("stages=head:10000.00")
     server.close()
 
 
@@ -261,6 +263,25 @@ def test_a_head_refused_over_http2_is_timed_from_its_own_first_frame(caplog: pyt
     server.run_for(0)
     lines = [record.getMessage().partition(" error=")[0] for record in caplog.records]
     assert lines == ["- - 501 2000.0ms", "- - 501 0.0ms"]
+    server.close()
+
+
+def test_a_head_that_never_ends_over_http2_is_accounted_for(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "server.access")
+    server = SimulatedServer()
+    transport = server.send(raw_http2.START)
+    server.run_for(3)
+    head = raw_http2.block()
+    transport.feed(raw_http2.wire([raw_http2.headers(head, raw_http2.END_STREAM)]))
+    silent = server.send(raw_http2.START[:30])  # asks for nothing
+    server.run_for(11)
+    assert [record.getMessage() for record in caplog.records] == [
+        "- - 408 10000.0ms error=request_timeout client=192.0.2.7:4242 stages=head:10000.00"
+    ]
+    assert server.metrics.responses == {408: 1}
+    server.run_for(3)
+    assert transport.is_lost
+    assert silent.is_lost
     server.close()
 
 
@@ -522,10 +543,13 @@ def test_access_lines_say_how_it_ended(caplog: pytest.LogCaptureFixture) -> None
     lines = [record.getMessage() for record in caplog.records if record.name == "server.access"]
     assert re.fullmatch(
         r"POST /v1/chat/completions 200 \S+ms ttft=\S+ms prompt=18 cached=0 completion=1 finish=length"
-        r" client=192.0.2.7:4242",
+        r" client=192.0.2.7:4242 stages=prefill:\S+",
         lines[0],
     )
-    assert re.search(r" 200 .* cached=16 completion=2 finish=error error=engine_error client=192.0.2.7:4242$", lines[1])
+    ending = (
+        r"cached=16 completion=2 finish=error error=engine_error client=192.0.2.7:4242 stages=prefill:\S+,decode:\S+"
+    )
+    assert re.search(f" 200 .* {ending}$", lines[1])
     server.close()
 
 

@@ -187,3 +187,11 @@ def test_what_a_caller_may_not_do_says_what_it_may() -> None:
         Caller(ACME, frozenset({Scope.USAGE})).check_scope(Scope.INFERENCE)
     assert (caught.value.kind, caught.value.code) == (ErrorKind.PERMISSION, "permission_denied")
     assert "'inference', and yours are: usage" in caught.value.message
+
+
+def test_right_to_metrics_comes_with_admin_and_brings_nothing_else() -> None:
+    Caller(ACME, frozenset({Scope.METRICS})).check_scope(Scope.METRICS)
+    Caller(ACME, frozenset({Scope.ADMIN})).check_scope(Scope.METRICS)
+    for scope in set(Scope) - {Scope.METRICS}:
+        with pytest.raises(ServiceError, match="needs the right"):
+            Caller(ACME, frozenset({Scope.METRICS})).check_scope(scope)

@@ -8,8 +8,9 @@ import pytest
 from core.config import EngineConfig
 from core.errors import ExitCode, StartupError
 from server.command_line import build_parsers, flags_given
-from server.config import OPTIONS, Option, ServerConfig
+from server.config import OPTIONS, ServerConfig
 from server.config_sources import FLAG_AS_KEY, load_config
+from server.settings.option import Option
 from server.values import HubId
 
 

@@ -13,6 +13,7 @@ from core.errors import ErrorKind, ServiceError
 from core.types import (
     Cancel,
     Delta,
+    EngineMark,
     EngineStats,
     FinishReason,
     Message,
@@ -39,6 +40,7 @@ class Sink:
         self.deltas: list[Delta] = []  # text that comes alone, too
         self.choices: list[int] = []  # whose they are
         self.times_s: list[float] = []
+        self.engine_marks: list[EngineMark] = []
         self.ends: list[tuple[Usage, str | None]] = []
         self.marked: list[tuple[int, int]] = []  # choices, and how many tokens they had
         self._marks = marks or {}  # at how many to be asked again
@@ -58,6 +60,9 @@ class Sink:
     def on_mark(self, choice: int, num_tokens: int) -> int:
         self.marked.append((choice, num_tokens))
         return self._marks.get(num_tokens, NEVER)
+
+    def on_engine_mark(self, mark: EngineMark) -> None:
+        self.engine_marks.append(mark)
 
     def on_end(self, usage: Usage, error: str | None) -> None:
         self.ends.append((usage, error))
@@ -147,7 +152,7 @@ def test_all_of_a_slice_came_at_one_time() -> None:
     bench.submit()
     bench.deliver(*[("r", 0, 0)] * (SLICE_ROWS + 2), chunks=(end(num_tokens=SLICE_ROWS + 2),))
     bench.run()
-    assert bench.sinks["r"].times_s == [1.0] * SLICE_ROWS + [2.0] * 3
+    assert bench.sinks["r"].times_s == [1.0] * SLICE_ROWS + [3.0] * 3
 
 
 def test_deliveries_that_come_meanwhile_wait_for_their_turn() -> None:

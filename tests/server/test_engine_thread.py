@@ -52,7 +52,8 @@ class Events:
                 self._end(chunk.request_id).set()
         self.on_delivered()
 
-    def on_beat(self) -> None:
+    def on_beat(self, gil_wait_s: float) -> None:
+        assert gil_wait_s >= 0
         assert threading.current_thread() is threading.main_thread()
         self.beat.set()
 

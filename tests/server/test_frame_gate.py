@@ -232,14 +232,19 @@ FRAMES = st.builds(
 
 
 @given(st.lists(FRAMES, max_size=30), st.binary(max_size=20))
-def test_whole_input_is_byte_by_byte_input(frames: list[bytes], rest: bytes) -> None:
+def test_whole_input_is_byte_by_byte_and_turn_by_turn_input(frames: list[bytes], rest: bytes) -> None:
     data = START + b"".join(frames) + rest
     limits = FrameLimits(num_overhead_frames=8)
-    whole, bytewise = FrameGate(limits), FrameGate(limits)
+    whole, bytewise, in_turns = FrameGate(limits), FrameGate(limits), FrameGate(limits, frames_at_once=1)
     passed = whole.receive(data, 0.0)
     assert b"".join(bytewise.receive(data[i : i + 1], 0.0) for i in range(len(data))) == passed
-    assert str(bytewise.refusal) == str(whole.refusal)
-    assert bytewise.goaway_code == whole.goaway_code
-    assert bytewise.faults == whole.faults
-    assert bytewise.least_table_size == whole.least_table_size
-    assert bytewise.pending_head == whole.pending_head
+    pieces = [in_turns.receive(data, 0.0)]
+    while in_turns.has_more:
+        pieces.append(in_turns.receive(b"", 0.0))
+    assert b"".join(pieces) == passed
+    for other in (bytewise, in_turns):
+        assert str(other.refusal) == str(whole.refusal)
+        assert other.goaway_code == whole.goaway_code
+        assert other.faults == whole.faults
+        assert other.least_table_size == whole.least_table_size
+        assert other.pending_head == whole.pending_head

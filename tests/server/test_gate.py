@@ -41,11 +41,11 @@ def test_each_route_asks_for_its_right_and_all_but_two_for_one() -> None:
     scopes = {(method, path): route.scope for path, method, route in routes_of(server)}
     public = {path for (_, path), scope in scopes.items() if scope is None}
     assert public == {"/health", "/ready"}
-    assert {path for (_, path), scope in scopes.items() if scope is Scope.ADMIN} == {"/metrics"}
+    assert {path for (_, path), scope in scopes.items() if scope is Scope.METRICS} == {"/metrics"}
     for (method, path), scope in scopes.items():
         expected = 200 if scope is None else 401
         assert server.ask(request(method, path), method).status == expected, path
-        if scope is Scope.ADMIN:
+        if scope in (Scope.ADMIN, Scope.METRICS):
             answer = server.ask(as_caller(request(method, path), "a"), method)
             assert (answer.status, answer.json["error"]["code"]) == (403, "permission_denied")
     server.close()

@@ -1,5 +1,6 @@
 """The protocol without I/O: every input whole and split, answers read back by h11's client."""
 
+import sys
 from itertools import pairwise
 
 import h11
@@ -26,22 +27,24 @@ CHUNKED = b"POST /c HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: chunked\r\n\r\n"
 EMPTY = ResponseHead(200, ((b"content-length", b"0"),))
 
 
-def new_protocol() -> Http1Protocol:
-    return Http1Protocol(HeadLimits(), HttpDate(lambda: 0.0))
+def new_protocol(chunks_at_once: int = sys.maxsize) -> Http1Protocol:
+    return Http1Protocol(HeadLimits(), HttpDate(lambda: 0.0), chunks_at_once)
 
 
-def understand(pieces: list[bytes]) -> list[Event]:
+def understand(pieces: list[bytes], chunks_at_once: int = sys.maxsize) -> list[Event]:
     """All events of a connection whose requests are answered as soon as they are complete, with bodies joined."""
-    protocol = new_protocol()
+    protocol = new_protocol(chunks_at_once)
     events: list[Event] = []
     for piece in pieces:
-        new = protocol.receive(piece)
-        events += new
+        events += protocol.receive(piece)
+        while protocol.has_more:
+            events += protocol.receive(b"")
         while protocol.has_read_request and protocol.keep_alive:
             protocol.send_head(EMPTY)
             protocol.send_end()
-            new = protocol.next_request()
-            events += new
+            events += protocol.next_request()
+            while protocol.has_more:
+                events += protocol.receive(b"")
     return _joined(events)
 
 
@@ -105,6 +108,7 @@ def test_whole_input_means_what_it_means_byte_by_byte(data: bytes) -> None:
     whole = understand([data])
     assert whole
     assert understand([data[i : i + 1] for i in range(len(data))]) == whole
+    assert understand([data], chunks_at_once=1) == whole
 
 
 @settings(deadline=None)
@@ -120,7 +124,7 @@ def test_splits_do_not_change_the_meaning(data: bytes, cuts: list[int]) -> None:
 def test_chunked_bodies_come_back_as_they_were(contents: list[bytes], cuts: list[int]) -> None:
     data = CHUNKED + b"".join(b"%x\r\n%b\r\n" % (len(c), c) for c in contents) + b"0\r\n\r\n" + GET
     bounds = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
-    events = understand([data[a:b] for a, b in pairwise(bounds)])
+    events = understand([data[a:b] for a, b in pairwise(bounds)], chunks_at_once=2)
     body = b"".join(event.data for event in events if isinstance(event, BodyChunk))
     assert body == b"".join(contents)
     assert [type(event) for event in events if not isinstance(event, BodyChunk)] == [HttpRequest, BodyEnd, HttpRequest]

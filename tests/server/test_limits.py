@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from core.errors import ServiceError
-from server.api import completions, decoding, fields
+from server.api import completions, fields, long_json
 from server.config import ServerConfig
 from server.connection_limits import ConnectionLimits, Http2Limits
 from server.frame_gate import GOAWAY, PRIORITY, WINDOW_UPDATE
@@ -403,7 +403,7 @@ TABLE = (
     row("body, in chunks", ServerConfig().max_body_bytes, 8 * MiB, partial(body_of, over="chunks"), "413"),
     row("body, over HTTP/2", ServerConfig().max_body_bytes, 8 * MiB, partial(body_of, over="HTTP/2"), "413"),
     Row("chunks of one byte", CONNECTION.head.num_small_chunks, 1000, tiny_chunks, 1002, 1003, "400"),
-    row("JSON depth", decoding.MAX_DEPTH, 64, nested, "400"),
+    row("JSON depth", long_json.MAX_DEPTH, 64, nested, "400"),
     time("head, HTTP/1.1", CONNECTION.head_s, 10, http1_head_of, "408"),
     time("head, HTTP/2", CONNECTION.head_s, 10, http2_head_of, CALM),
     time("body, HTTP/1.1", CONNECTION.body_s, 30, partial(http1_body_of, 0, 0.0), "408"),

@@ -3,9 +3,13 @@
 import re
 from collections import Counter, defaultdict
 
-from core.types import EngineStats, Usage
-from server.metrics import MAX_UNKNOWN_FIELDS, Histogram, Metrics
-from server.timing import Timings
+from prometheus_client.parser import text_string_to_metric_families
+
+from core.types import Admitted, EngineStats, Prefilled, Usage
+from server.exposition import Histogram
+from server.metrics import MAX_TENANTS, MAX_UNKNOWN_FIELDS, OTHER_TENANTS, Finished, Metrics
+from server.slo import SloRules
+from server.timing import Stage, StageClock
 
 NAME = r"[a-zA-Z_:][a-zA-Z0-9_:]*"
 LABEL = r'[a-zA-Z_][a-zA-Z0-9_]*="(?:[^"\\\n]|\\["\\n])*"'
@@ -18,7 +22,7 @@ def samples_of(page: bytes) -> dict[str, float]:
     assert text.endswith("\n")
     kinds: dict[str, str] = {}
     samples: dict[str, float] = {}
-    buckets: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+    buckets: defaultdict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
     for line in text[:-1].split("\n"):
         if help_line := re.fullmatch(rf"# HELP ({NAME}) \S.*", line):
             assert help_line[1] not in kinds, "a family stands in one place"
@@ -36,13 +40,13 @@ def samples_of(page: bytes) -> dict[str, float]:
             assert key not in samples
             samples[key] = float(sample[3])
             if bound := re.search(r'\ble="([^"]*)"', sample[2] or ""):
-                buckets[family].append((float(bound[1]), float(sample[3])))
-    for family, found in buckets.items():
+                series = key.removeprefix(f"{family}_bucket").replace(f',le="{bound[1]}"', "")
+                buckets[family, series].append((float(bound[1]), float(sample[3])))
+    for (family, series), found in buckets.items():
         assert found == sorted(found), "bounds and counts grow"
         assert found[-1][0] == float("inf")
-        (count,) = [value for key, value in samples.items() if key.startswith(f"{family}_count{{")]
-        assert found[-1][1] == count
-    assert set(buckets) == {name for name, kind in kinds.items() if kind == "histogram"}
+        assert found[-1][1] == samples[f"{family}_count{series}"]
+    assert {family for family, _ in buckets} == {name for name, kind in kinds.items() if kind == "histogram"}
     return samples
 
 
@@ -70,10 +74,16 @@ def test_histogram_counts_a_bound_into_its_bucket() -> None:
     assert (histogram.counts, histogram.total) == ([2, 2, 1], 14.0)
 
 
+def ended_after(seconds: float) -> StageClock:
+    clock = StageClock(1.0)
+    clock.end_s = 1.0 + seconds
+    return clock
+
+
 def test_generations_are_counted_with_their_time() -> None:
     metrics = Metrics()
-    metrics.count_generation(Usage(num_prompt_tokens=3, num_completion_tokens=4), Timings(head_s=1.0, end_s=3.5))
-    metrics.count_generation(Usage(num_prompt_tokens=1, num_completion_tokens=1), Timings(head_s=1.0))
+    metrics.count_generation(Usage(num_prompt_tokens=3, num_completion_tokens=4), ended_after(2.5))
+    metrics.count_generation(Usage(num_prompt_tokens=1, num_completion_tokens=1), StageClock(1.0))
     assert (metrics.num_prompt_tokens, metrics.num_generation_tokens, metrics.e2e.total) == (4, 5, 2.5)
 
 
@@ -95,3 +105,94 @@ def test_values_are_counted_one_by_one_whatever_their_neighbours_are() -> None:
     histogram.observe(9.0)
     histogram.observe(1.0)
     assert (histogram.counts, histogram.total) == ([4, 3, 2], 24.5)
+
+
+def finished(tenant: str = "local", **fields: object) -> Finished:
+    clock = StageClock(0.0)
+    clock.enter(Stage.QUEUE, 1.0)
+    clock.on_engine_mark(Admitted("r", 3.0))
+    clock.on_engine_mark(Prefilled("r", 3.5, 1, 0))
+    clock.enter(Stage.DECODE, 3.5)
+    clock.first_token_s = 3.5
+    clock.enter(Stage.SETTLE, 5.5)
+    clock.end_s = 5.5
+    clock.finish(5.5)
+    values = {"status": 200, "usage": Usage(3, 5), "error_code": None, "is_our_fault": False} | fields
+    return Finished(tenant=tenant, timings=clock, **values)  # type: ignore[arg-type]
+
+
+def page_of(metrics: Metrics, stats: EngineStats | None = None) -> bytes:
+    return metrics.render(stats or EngineStats(), 0, 0, Counter())
+
+
+def test_prometheus_reads_every_sample_of_a_busy_server() -> None:
+    metrics = Metrics()
+    metrics.model_name = 'a"b'
+    metrics.count_request(finished("acme"))
+    metrics.count_request(finished(usage=None, status=429, error_code="rate_limit_exceeded"))
+    metrics.observe_step(EngineStats(num_steps=1, num_rows=3, num_prefill_rows=1, num_prompt_tokens=9))
+    page = page_of(metrics)
+    families = list(text_string_to_metric_families(page.decode()))
+    samples = [sample for family in families for sample in family.samples]
+    assert len(samples) == len(samples_of(page))
+    assert all(sample.labels["model_name"] == 'a"b' for sample in samples)
+    values = {(one.name, *sorted(one.labels.items())[:-1]): one.value for one in samples if len(one.labels) == 1}
+    assert values["vllm:request_queue_time_seconds_sum",] == 2.0
+    assert values["vllm:request_prefill_time_seconds_sum",] == 0.5
+    assert values["vllm:request_decode_time_seconds_sum",] == 2.0
+
+
+def test_stages_refusals_and_tenants_are_told_apart() -> None:
+    metrics = Metrics()
+    metrics.count_request(finished("acme"))
+    metrics.count_request(finished("acme", error_code="engine_error"))
+    metrics.count_request(finished(usage=None, status=503, error_code="overloaded"))
+    samples = samples_of(page_of(metrics))
+    label = 'model_name=""'
+    assert samples[f'steploop_stage_seconds_sum{{{label},stage="queue"}}'] == 4.0
+    assert samples[f'steploop_stage_seconds_count{{{label},stage="template"}}'] == 0
+    assert samples[f'steploop_requests_refused_total{{{label},reason="overloaded"}}'] == 1
+    assert samples[f'steploop_requests_failed_total{{{label},reason="engine_error"}}'] == 1
+    assert samples[f'steploop_tenant_requests_total{{{label},tenant="acme"}}'] == 2
+    assert samples[f'steploop_tenant_completion_tokens_total{{{label},tenant="acme"}}'] == 10
+    assert samples[f'steploop_tenant_queue_seconds_total{{{label},tenant="acme"}}'] == 4.0
+    assert not any('tenant="local"' in name for name in samples), "who was refused had nothing"
+
+
+def test_tenants_beyond_the_first_are_counted_together() -> None:
+    metrics = Metrics()
+    for i in range(MAX_TENANTS + 9):
+        metrics.count_request(finished(f"t{i}"))
+        metrics.count_request(finished("t0"))
+    assert len(metrics.tenants) == MAX_TENANTS + 1
+    assert metrics.tenants[OTHER_TENANTS].num_requests == 9
+    assert metrics.tenants["t0"].num_requests == MAX_TENANTS + 10
+
+
+def test_each_step_is_observed_once_with_its_rows_and_tokens() -> None:
+    metrics = Metrics()
+    first = EngineStats(num_steps=1, num_rows=3, num_prefill_rows=1, num_prompt_tokens=9, num_generated_tokens=2)
+    then = EngineStats(num_steps=2, num_rows=6, num_prefill_rows=1, num_prompt_tokens=9, num_generated_tokens=5)
+    for stats in (first, first, then, then):
+        metrics.observe_step(stats)
+    assert (metrics.step_tokens.total, sum(metrics.step_tokens.counts)) == (14, 2)
+    assert (metrics.step_rows["prefill"].total, metrics.step_rows["decode"].total) == (1, 5)
+
+
+def test_promises_are_told_with_what_was_measured() -> None:
+    metrics = Metrics(SloRules(ttft_p95_ms=3000, latency_p50_ms=9000, error_rate=0.5), lambda: 10.0)
+    metrics.count_request(finished())
+    metrics.count_request(finished(error_code="engine_error", is_our_fault=True))
+    samples = samples_of(page_of(metrics))
+    told = {
+        name: [
+            samples.get(f'steploop_slo_{kind}{{model_name="",slo="{name}"}}') for kind in ("value", "threshold", "ok")
+        ]
+        for name in ("ttft_p95_ms", "latency_p50_ms", "error_rate", "tokens_per_s_p50")
+    }
+    assert told == {
+        "ttft_p95_ms": [3500.0, 3000.0, 0.0],
+        "latency_p50_ms": [5500.0, 9000.0, 1.0],
+        "error_rate": [0.5, 0.5, 1.0],
+        "tokens_per_s_p50": [2.0, None, None],
+    }

@@ -1,7 +1,7 @@
 """One exchange, on a connection that only records what it is asked."""
 
 import asyncio
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import pytest
@@ -33,6 +33,9 @@ class Recorder:
 
     def write_end(self, stream: HttpStream, trailers: Headers) -> None:
         self.calls.append(("end", trailers))
+
+    def call_once_written(self, stream: HttpStream, callback: Callable[[], None]) -> None:
+        callback()
 
 
 @pytest.fixture

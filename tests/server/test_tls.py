@@ -1,6 +1,7 @@
 """Certificates that are served with, refused, and replaced; over real sockets."""
 
 import asyncio
+import contextlib
 import os
 import ssl
 from collections.abc import AsyncIterator, Callable
@@ -21,7 +22,7 @@ from server.listener import Listener, ListenerConfig
 from server.peer import ClientCertificate
 from server.refusals import HANDSHAKE, MAX_CONNECTIONS
 from server.stream import HttpStream
-from server.tls import ClientAuth, ServerTls, TlsFiles, client_certificate, server_tls
+from server.tls import REFUSED_ALERT, ClientAuth, ServerTls, TlsFiles, client_certificate, server_tls
 from tests.certificates import make_certificate, make_client_certificate, needs_openssl
 from tests.server.fakes import refuse
 from tests.server.http2_client import fields
@@ -210,16 +211,62 @@ def test_certificate_and_key_may_be_one_file(tmp_path: Path) -> None:
     assert ServerTls(TlsFiles(both)).context.get_ca_certs() == []
 
 
-def test_peer_that_does_not_shake_hands_is_closed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_body", [False, True])
+def test_request_in_the_clear_is_told_that_tls_is_spoken_and_is_served_nothing(tmp_path: Path, has_body: bool) -> None:
+    certificate, key = make_certificate(tmp_path)
+    served: list[HttpStream] = []
+
+    async def serve(stream: HttpStream) -> None:
+        served.append(stream)
+
+    async def main() -> None:
+        async with serving(ServerTls(TlsFiles(certificate, key)), handler=serve) as listener:
+            reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
+            writer.write(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 200000\r\n\r\n" + bytes(200_000) * has_body)
+            head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 400 ")
+            assert b"connection: close" in head
+            assert b"speaks TLS" in body
+            writer.close()
+            await wait_until(lambda: listener.num_open == 0)
+            assert not served
+
+    uvloop.run(main())
+
+
+@pytest.mark.parametrize("said", [b"\x00", b"\xff" * 100, b"\x16\x03\x01", b" GET / HTTP/1.1"])
+def test_what_is_neither_tls_nor_a_request_is_closed(tmp_path: Path, said: bytes) -> None:
     certificate, key = make_certificate(tmp_path)
 
     async def main() -> None:
-        async with listening(ServerTls(TlsFiles(certificate, key))) as port:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
-            answer = await reader.read()
-            assert not answer.startswith(b"HTTP")
+        async with serving(ServerTls(TlsFiles(certificate, key))) as listener:
+            reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
+            writer.write(said)
+            writer.write_eof()
+            with contextlib.suppress(ConnectionError):  # it is closed with bytes unread
+                assert b"HTTP" not in await reader.read()
             writer.close()
+            await wait_until(lambda: listener.num_open == 0)
+            assert listener.refusals.counts[HANDSHAKE] == 1
+
+    uvloop.run(main())
+
+
+def test_who_is_one_too_many_gets_an_alert(tmp_path: Path) -> None:
+    certificate, key = make_certificate(tmp_path)
+
+    async def main() -> None:
+        async with serving(ServerTls(TlsFiles(certificate, key)), max_connections=1) as listener:
+            _, first = await asyncio.open_connection("127.0.0.1", listener.port)
+            await wait_until(lambda: listener.num_open == 1)
+            reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
+            assert await reader.read() == REFUSED_ALERT
+            client = ssl.create_default_context().wrap_bio(told := ssl.MemoryBIO(), ssl.MemoryBIO(), False, "a")
+            told.write(REFUSED_ALERT)
+            with pytest.raises(ssl.SSLError, match=r"(?i)internal"):
+                client.do_handshake()
+            writer.close()
+            first.close()
 
     uvloop.run(main())
 

@@ -8,8 +8,9 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM
 
 from core.config import EngineConfig, ModelConfig, RopeConfig
-from gpu.cpu_kernels import choice
-from gpu.cpu_kernels.choice import find_operators, why_no_attention, why_no_kernels
+from gpu.cpu_kernels import support
+from gpu.cpu_kernels.choice import find_operators
+from gpu.cpu_kernels.support import why_no_attention, why_no_kernels
 from gpu.device import DeviceChoice, cpu_flags
 from gpu.operators import Operators
 from tests.gpu.conftest import open_runner
@@ -80,7 +81,7 @@ def test_the_kernels_logits_are_as_near_to_float32_as_torchs(
 ) -> None:
     pytest.importorskip("numba", reason="needs numba: pip install 'steploop[cpu]'")
     exact, torchs = (logits(windowed_model, dtype) for dtype in ("float32", "bfloat16"))
-    monkeypatch.setattr(choice, "MIN_PARAMETERS", 0)
+    monkeypatch.setattr(support, "MIN_PARAMETERS", 0)
     kernels = logits(windowed_model, "bfloat16")
     assert not torch.equal(kernels, torchs)  # they were used
     assert (kernels - exact).abs().max() < 1.25 * (torchs - exact).abs().max()
@@ -102,13 +103,13 @@ def test_the_kernels_logits_are_as_near_to_float32_as_torchs(
 def test_what_speaks_against_the_kernels_is_told(
     config: ModelConfig, device: DeviceChoice, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choice, "cpu_flags", lambda: frozenset([choice.NEEDED_FLAG]))
+    monkeypatch.setattr(support, "cpu_flags", lambda: frozenset([support.NEEDED_FLAG]))
     assert why in (why_no_kernels(config, device) or "")
     assert type(find_operators(config, device)) is Operators
 
 
 def test_without_the_instructions_torch_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "cpu_flags", lambda: frozenset(["avx2"]))
+    monkeypatch.setattr(support, "cpu_flags", lambda: frozenset(["avx2"]))
     assert why_no_kernels(QWEN_05B, CPU) == "the CPU has no avx512_bf16"
 
 

@@ -36,7 +36,7 @@ ONE_STEP = 2.0**-7  # of bf16, relative
 
 @pytest.fixture(scope="module")
 def kernels() -> KernelOperators:
-    return KernelOperators(CONFIG)
+    return KernelOperators(CONFIG, has_attention=True)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,96 @@
+"""Gives sequences the blocks that they read and write, and takes them back. Thread: engine.
+
+Three kinds: found in the prefix cache, shared with a parent, new. Whoever asks for more than is free gets nothing, and
+has to decide (the scheduler does) who gives way.
+"""
+
+from core.blocks import num_blocks_for
+from core.plan import RunnerLimits
+from core.plan_builder import PlanBuilder
+from core.prefix_cache import PrefixCache
+from core.sequence import Sequence
+
+
+class SequenceBlocks:
+    """The pool and the prefix cache over it, as sequences see them."""
+
+    def __init__(self, limits: RunnerLimits, has_prefix_cache: bool) -> None:
+        self.cache = PrefixCache(limits.num_blocks, limits.block_size, has_prefix_cache)
+        self.pool = self.cache.pool
+        self._block_size = limits.block_size
+
+    def num_to_admit(self, sequence: Sequence) -> int:
+        """Blocks of all its tokens and the next."""
+        return num_blocks_for(len(sequence.token_ids) + 1, self._block_size)
+
+    def admit(self, sequence: Sequence, num_reserved: int) -> bool:
+        """Give a waiting sequence what is cached of it and new blocks for the rest, or nothing and False.
+
+        Args:
+            num_reserved: blocks that others will need soon.
+        """
+        table, num_free = sequence.table, self.pool.num_free
+        if num_free - num_reserved < sequence.num_free_blocks_needed:  # a long prompt is not looked up in each step
+            return False
+        num_cached_tokens = self.cache.extend(table, sequence.token_ids)
+        num_new = self.num_to_admit(sequence) - len(table)
+        if num_new > self.pool.num_free - num_reserved:
+            sequence.num_free_blocks_needed = num_new + num_free - self.pool.num_free
+            self.pool.release(table.take())
+            return False
+        table.blocks += self.pool.allocate(num_new)
+        sequence.num_computed_tokens = num_cached_tokens
+        sequence.num_free_blocks_needed = 0
+        return True
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let a child start where its parent is, but for its last token: that one it computes itself.
+
+        They share the parent's blocks; whoever writes into a shared one first, copies it. Into a full one nobody
+        writes: where the last token fills a block, the child computes that block's tokens.
+        """
+        child.num_computed_tokens = min(parent.num_computed_tokens, len(child.token_ids) - 1)
+        if len(child.token_ids) % self._block_size == 0:
+            child.num_computed_tokens -= child.num_computed_tokens % self._block_size
+        num_blocks = num_blocks_for(child.num_computed_tokens, self._block_size)
+        child.table.blocks = parent.table.blocks[:num_blocks]
+        child.table.num_published = min(parent.table.num_published, num_blocks)
+        self.pool.share(child.table.blocks)
+        parent.plain_end = 0
+
+    def skip_cached(self, sequence: Sequence) -> int:
+        """Let it go on after what others have computed of it by now. Returns its first position to compute."""
+        num_cached_tokens = self.cache.extend(sequence.table, sequence.token_ids)
+        sequence.num_computed_tokens = max(sequence.num_computed_tokens, num_cached_tokens)
+        return sequence.num_computed_tokens
+
+    def is_behind(self, sequence: Sequence, end: int) -> bool:
+        """Whether some block that is full with its first `end` tokens is not published."""
+        return self.cache.is_behind(sequence.table, end)
+
+    def publish(self, sequence: Sequence, end: int) -> None:
+        """Let others find what is full with its first `end` tokens."""
+        if self.cache.is_behind(sequence.table, end):
+            self.cache.publish(sequence.table, sequence.token_ids, end)
+
+    def is_short_of(self, sequence: Sequence, end: int) -> bool:
+        """Whether it cannot own() all that it would write up to position `end`."""
+        return self._num_missing(sequence, end) > self.pool.num_free
+
+    def own(self, builder: PlanBuilder, sequence: Sequence, end: int) -> None:
+        """Let it own all blocks that it writes up to position `end`: the shared one copied, new ones for the rest."""
+        blocks, first = sequence.table.blocks, self._first_written(sequence)
+        if first < len(blocks) and self.pool.is_shared(blocks[first]):
+            builder.replace_block(sequence, first, self.pool.take_for_shared(blocks[first]))
+        num_new = num_blocks_for(end, self._block_size) - len(blocks)
+        if num_new > 0:
+            blocks += self.pool.allocate(num_new)
+
+    def _num_missing(self, sequence: Sequence, end: int) -> int:
+        blocks, first = sequence.table.blocks, self._first_written(sequence)
+        is_shared = first < len(blocks) and self.pool.is_shared(blocks[first])
+        return max(0, num_blocks_for(end, self._block_size) - len(blocks)) + is_shared
+
+    def _first_written(self, sequence: Sequence) -> int:
+        """Only this one can be shared: later ones are new."""
+        return sequence.num_computed_tokens // self._block_size

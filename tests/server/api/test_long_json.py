@@ -1,0 +1,94 @@
+"""Long bodies are read as short ones are, and within bounds."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from core.errors import InvalidRequest
+from server.api.decoding import LONG_BYTES, parse_object
+from server.api.long_json import MAX_DEPTH, MAX_VALUES
+
+PADDING = b" " * LONG_BYTES
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner) | st.lists(st.integers(0, 10**19)) | st.dictionaries(st.text(), inner),
+    max_leaves=20,
+)
+PIECES = (
+    *(
+        b"{",
+        b"}",
+        b"[",
+        b"]",
+        b",",
+        b":",
+        b" ",
+        b"\n",
+        b"\x0c",
+        b"\xa0",
+        b"\xff",
+        b'"',
+        b'"a":',
+        b'"b"',
+        b'"a\\"',
+        b'"\x01"',
+    ),
+    *(b"1", b"01", b"-", b"-0", b"1.", b".5", b"1.5e3", b"1e999", b"12,", b"1_0", b"0", b"007,", b"9" * 5000, b"12, 3"),
+    *(b"true", b"nul", b"null", b"NaN", b"-Infinity", b"Infinity", b"truefalse", b'"\\ud800"', b'"\\ud83d\\ude00"'),
+    *(b'"\\\\ud800"', b'"\\x"', b'"\\u12g4"', "\u0661".encode(), "\u00e9".encode()),
+)
+
+
+def outcome(body: bytes) -> Any:
+    """What it is read as, types included (1 == 1.0 == True); None: it is refused."""
+    try:
+        return repr(parse_object(body))
+    except InvalidRequest as error:
+        return None if error.code == "invalid_json" else error
+
+
+@given(st.dictionaries(st.text(), VALUES), st.sampled_from([None, 2]))
+def test_a_long_body_is_read_as_a_short_one(fields: dict[str, Any], indent: int | None) -> None:
+    body = json.dumps(fields, indent=indent).encode()
+    assert outcome(body + PADDING) == outcome(body) == repr(fields)
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=12).map(b"".join))
+@example(b'"a":1, "a":2')
+@example(b'"a":[1,2, 3 ,4,\n5]')
+@example(b'"a":[1,]')
+@example(b'"a":1,')
+@example(b'"a" 1')
+@example(b'"a":[1 2]')
+@example(b'"\\ud800":1')
+def test_what_a_short_body_is_refused_for_a_long_one_is(inside: bytes) -> None:
+    for body in (inside, b"{" + inside + b"}", b'{"a":[' + inside + b"]}"):
+        assert outcome(body + PADDING) == outcome(body)
+
+
+@pytest.mark.parametrize("deep", [b"[" * MAX_DEPTH, b'{"b":' * MAX_DEPTH])
+def test_a_long_body_is_as_deep_as_a_short_one_at_most(deep: bytes) -> None:
+    with pytest.raises(InvalidRequest, match="nested deeper than 64"):
+        parse_object(b'{"a":' + deep + PADDING)
+
+
+@pytest.mark.parametrize("value", [b'"%d":0', b'"%d":[]', b'"%d":""'])
+def test_a_body_has_a_bounded_number_of_values(value: bytes) -> None:
+    def body(num: int) -> bytes:
+        return b"{" + b",".join(value % i for i in range(num)) + b"}"
+
+    assert len(parse_object(body(MAX_VALUES - 1))) == MAX_VALUES - 1  # the whole body is one
+    with pytest.raises(InvalidRequest, match="more than 100000 values"):
+        parse_object(body(MAX_VALUES))
+
+
+def test_a_prompt_of_ids_is_as_long_as_the_body_lets_it() -> None:
+    ids = list(range(3 * MAX_VALUES))
+    assert parse_object(json.dumps({"prompt": ids}).encode()) == {"prompt": ids}
+
+
+def test_a_short_body_has_less_values_than_the_bound() -> None:
+    assert LONG_BYTES < 2 * MAX_VALUES  # a value and what parts it from the next are two bytes at least
