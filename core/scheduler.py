@@ -26,6 +26,7 @@ from core.types import (
     EngineStats,
     FinishReason,
     Prefilled,
+    Prefilling,
     Request,
     StepDelivery,
     TokenChunk,
@@ -531,6 +532,8 @@ class Scheduler:
                 group.is_prefilled = True
                 num_chunks, num_cached = group.num_prompt_chunks, group.num_cached_tokens
                 self._outbox.marks.append(Prefilled(sequence.request_id, now, num_chunks, num_cached))
+            elif group.request.tells_progress:
+                self._outbox.marks.append(Prefilling(sequence.request_id, num_computed))
         if num_computed == sequence.num_prompt_tokens and sequence is group.leader:
             for sibling in group.unforked.values():
                 self._fork(sequence, sibling)

@@ -55,6 +55,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         share: of the engine against other tenants: 2 gets twice what 1 gets, while both have work.
         priority: its class, of LOWEST_CLASS to TOP_CLASS (core/waiting.py); higher goes first.
         deadline_s: monotonic; when its first token is due, for its order in the queue: nothing is cancelled by it.
+        tells_progress: its prompt's chunks are told as they are computed (Prefilling).
         cache_domain: whose cached prompts it may use, and who may use its own: those of the same domain.
         cache_salt: narrows that further, to those with the same salt.
     """
@@ -68,6 +69,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     share: int = 1
     priority: int = 0
     deadline_s: float | None = None
+    tells_progress: bool = False
     cache_domain: str = ""
     cache_salt: str = ""
 
@@ -181,7 +183,14 @@ class Prefilled(msgspec.Struct, frozen=True):
     num_cached_tokens: int
 
 
-EngineMark = Admitted | Prefilled
+class Prefilling(msgspec.Struct, frozen=True):
+    """So many tokens of the prompt are computed, of a request that tells its progress, and some are not yet."""
+
+    request_id: str
+    num_tokens: int
+
+
+EngineMark = Admitted | Prefilled | Prefilling
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -220,7 +229,7 @@ class StepDelivery(msgspec.Struct, frozen=True):
     token_ids: list[int]
     chunks: list[TokenChunk]
     stats: EngineStats
-    marks: list[EngineMark] = []  # at most two in a request's life
+    marks: list[EngineMark] = []  # at most two in a request's life, and one for each chunk of the prompts that tell
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,7 +7,6 @@ be called off in the end, and have its client try again late.
 """
 
 import math
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -16,6 +15,7 @@ from core.types import EngineStats, Request, Usage
 from core.wait_estimate import FIRST_GUESS_TOKENS, Backlog, DrainMeter, EngineRoom, Margin, backlog_of, expected_ttft_s
 
 LEAST_RETRY_S, MOST_RETRY_S = 1.0, 60.0
+NUMBER_EVERY_S = 0.1
 ANSWER_RATE = 1 / 32  # of the newest answer in the mean of their lengths
 
 
@@ -40,6 +40,15 @@ class _Line:
     share: int
     total: Backlog = field(default_factory=Backlog)
     entries: dict["_Entry", None] = field(default_factory=dict)  # in order
+    _places: dict["_Entry", int] = field(default_factory=dict)  # numbered through, as they were a moment ago
+    _numbered_s: float = -math.inf
+
+    def place_of(self, entry: "_Entry", now_s: float) -> int:
+        """How many of the line go before it. All are numbered at once, and seldom: many may ask."""
+        if now_s >= self._numbered_s + NUMBER_EVERY_S or entry not in self._places:
+            self._places = {one: i for i, one in enumerate(self.entries)}
+            self._numbered_s = now_s
+        return self._places[entry]
 
 
 @dataclass(slots=True, eq=False)
@@ -47,6 +56,7 @@ class _Entry:
     """One prompt that waits."""
 
     line: _Line
+    asker: "Asker"
     backlog: Backlog
 
 
@@ -64,6 +74,19 @@ class Asker:
     is_due: bool
 
 
+@dataclass(frozen=True, slots=True)
+class QueueView:
+    """Where a request stands.
+
+    Args:
+        position: requests that go before it, as far as is seen now.
+        expected_s: until its first token; None: nobody knows yet.
+    """
+
+    position: int
+    expected_s: float | None
+
+
 _Key = tuple[int, str, bool]  # (class, tenant, it has asked for a deadline)
 
 
@@ -73,9 +96,6 @@ class Admission:
     Args:
         stats: the engine's latest.
         clock: monotonic seconds.
-
-    Attributes:
-        refused: how many, by what they lacked: requests, tokens, bytes or time.
     """
 
     def __init__(
@@ -84,7 +104,6 @@ class Admission:
         self.num_requests = 0
         self.num_bytes = 0
         self.num_decoding = 0
-        self.refused: Counter[str] = Counter()
         self._limits = limits
         self._room = room
         self._stats = stats
@@ -111,11 +130,11 @@ class Admission:
         """
         limits = self._limits
         if self.num_requests >= limits.max_requests:
-            raise self._overloaded("requests", f"{self.num_requests} requests in progress")
+            raise self._overloaded(f"{self.num_requests} requests in progress")
         if self._waiting.prompt_tokens >= limits.max_tokens:
-            raise self._overloaded("tokens", f"{self._waiting.prompt_tokens:.0f} prompt tokens waiting")
+            raise self._overloaded(f"{self._waiting.prompt_tokens:.0f} prompt tokens waiting")
         if self.num_bytes and self.num_bytes + num_bytes > limits.max_bytes:
-            raise self._overloaded("bytes", f"requests of {self.num_bytes} bytes in progress")
+            raise self._overloaded(f"requests of {self.num_bytes} bytes in progress")
 
     def check_hope(self, asker: Asker, allowed_s: float) -> None:
         """Whether a request of one token could be in time: no other can be if that cannot.
@@ -136,8 +155,7 @@ class Admission:
         self.num_bytes += num_bytes
         return Place(self, num_bytes)
 
-    def _overloaded(self, what: str, shown: str) -> ServiceError:
-        self.refused[what] += 1
+    def _overloaded(self, shown: str) -> ServiceError:
         retry_s = self._retry_s(self._waiting.num_requests)
         message = f"The server has {shown}, as many as it takes. Try again in {math.ceil(retry_s)} s."
         return ServiceError(ErrorKind.UNAVAILABLE, message, "overloaded", retry_after_s=retry_s)
@@ -149,22 +167,26 @@ class Admission:
 
     # What places ask and tell.
 
-    def ahead_of(self, asker: Asker) -> Backlog:
+    def ahead_of(self, asker: Asker, entry: _Entry | None = None, now_s: float = 0.0) -> Backlog:
         """What would be served before a request that came now.
 
         Of its own tenant, all; of another one of its class, what its share gives it meanwhile; of higher classes all.
         One with a deadline passes those without (core/waiting.py), and they pass the others.
+
+        Args:
+            entry: it has come already, and this is it.
         """
         ahead = Backlog()
+        part = 1.0 if entry is None else entry.line.place_of(entry, now_s) / len(entry.line.entries)
         own = [self._lines.get((asker.priority, asker.tenant, due)) for due in (False, True)[asker.is_due :]]
-        num_own = sum(line.total.num_requests for line in own if line is not None)
+        num_own = part * sum(line.total.num_requests for line in own if line is not None)
         for (priority, tenant, line_is_due), line in self._lines.items():
             num = line.total.num_requests
             goes_first = line_is_due or not asker.is_due
             if priority > asker.priority:
                 ahead.add(line.total)
             elif priority == asker.priority and tenant == asker.tenant:
-                ahead.add(line.total, 1.0 if goes_first else 0.0)
+                ahead.add(line.total, part if goes_first else 0.0)
             elif priority == asker.priority:
                 num_fair = math.ceil((num_own + goes_first) * line.share / asker.share)
                 ahead.add(line.total, min(1.0, num_fair / num))
@@ -187,7 +209,6 @@ class Admission:
             expected_s *= self.margin.factor
         if expected_s is None or not 0 < allowed_s < expected_s:
             return expected_s  # what is late already is told so by its deadline
-        self.refused["time"] += 1
         too_long_s = expected_s - allowed_s
         retry_s = self._retry_s(ahead.num_requests * too_long_s / expected_s, too_long_s)
         message = (
@@ -196,6 +217,15 @@ class Admission:
         )
         raise ServiceError(ErrorKind.UNAVAILABLE, message, "deadline_unattainable", retry_after_s=retry_s)
 
+    def view(self, entry: _Entry, now_s: float) -> QueueView:
+        ahead = self.ahead_of(entry.asker, entry, now_s)
+        expected_s = expected_ttft_s(
+            self._room, self._stats(), self.num_decoding, self._answer_tokens, ahead, entry.backlog
+        )
+        if expected_s is not None:
+            expected_s *= self.margin.factor
+        return QueueView(round(ahead.num_requests), expected_s)
+
     def check_tokens(self, num_tokens: float) -> None:
         """
         Raises:
@@ -203,13 +233,12 @@ class Admission:
         """
         num_waiting = self._waiting.prompt_tokens
         if num_waiting and num_waiting + num_tokens > self._limits.max_tokens:
-            raise self._overloaded("tokens", f"{num_waiting:.0f} prompt tokens waiting")
+            raise self._overloaded(f"{num_waiting:.0f} prompt tokens waiting")
 
-    def add(self, request: Request, own: Backlog) -> _Entry:
-        key = (request.priority, request.tenant, request.deadline_s is not None)
-        line = self._lines.setdefault(key, _Line(request.share))
-        line.share = request.share
-        entry = _Entry(line, own)
+    def add(self, asker: Asker, own: Backlog) -> _Entry:
+        line = self._lines.setdefault((asker.priority, asker.tenant, asker.is_due), _Line(asker.share))
+        line.share = asker.share
+        entry = _Entry(line, asker, own)
         line.entries[entry] = None
         line.total.add(own)
         self._waiting.add(own)
@@ -259,7 +288,12 @@ class Place:
         if expected_s is not None and not admission.is_idle:
             self._expected_s = now_s + expected_s
         self._num_choices = first.num_sequences
-        self._entries = {i: admission.add(one, backlogs[i]) for i, one in enumerate(requests)}
+        self._entries = {i: admission.add(asker, own) for i, own in enumerate(backlogs)}
+
+    def view(self, now_s: float) -> QueueView | None:
+        """Where its first prompt stands; None: it waits no more."""
+        entry = self._entries.get(0)
+        return None if entry is None else self._admission.view(entry, now_s)
 
     def on_first_token(self, choice: int, now_s: float) -> None:
         self._tell_margin(now_s, has_come=True)

@@ -7,7 +7,7 @@ from typing import Protocol
 import msgspec
 
 from core.errors import ErrorKind, ServiceError
-from core.types import Delta, EngineMark, FinishReason, Request, TokenLogprobs, Usage
+from core.types import Delta, EngineMark, FinishReason, Prefilling, Request, TokenLogprobs, Usage
 from server.admission import Place
 from server.allowance import Allowance
 from server.api.envelope import WIRE_REASONS, cut_short
@@ -17,6 +17,7 @@ from server.deadline import DeadlineTimer
 from server.deadlines import Deadlines, DeadlineWatch
 from server.messages import Headers, ResponseHead
 from server.metrics import Metrics
+from server.queue_news import QueueNews
 from server.quota import Ticket
 from server.sse import KEEP_ALIVE
 from server.stream import HttpStream
@@ -47,6 +48,9 @@ class Answer:
     Implements server.backend.DeltaSink, for the request of each prompt.
     It is open until it is complete, broken off by an error, or its client has gone; from then on it writes nothing, and
     is finished once every request it submitted has had its terminal news.
+
+    Attributes:
+        news: what it tells of its wait; None: nothing.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class Answer:
         deadlines: Deadlines,
         place: Place,
     ) -> None:
+        self.news: QueueNews | None = None
         self._stream = stream
         self._body = body
         self._timings = timings
@@ -153,8 +158,13 @@ class Answer:
     def _begin_choice(self, choice: int, now_s: float) -> None:
         if self._timings.first_token_s is None:
             self._time_first_token(now_s)
+            self._end_news()
         self._place.on_first_token(choice, now_s)
         self._watch.arm()
+
+    def _end_news(self) -> None:
+        if self.news is not None:
+            self.news.close()
 
     def _time_first_token(self, now_s: float) -> None:
         timings = self._timings
@@ -167,7 +177,10 @@ class Answer:
             timings.enter(Stage.DECODE, now_s)
 
     def on_engine_mark(self, mark: EngineMark) -> None:
-        self._timings.on_engine_mark(mark)
+        if not isinstance(mark, Prefilling):
+            self._timings.on_engine_mark(mark)
+        elif self.news is not None:
+            self.news.on_prefill(mark.num_tokens)
 
     def on_mark(self, choice: int, num_tokens: int) -> int:
         return NEVER if self._allowance is None else self._allowance.on_mark(choice, num_tokens)
@@ -231,6 +244,7 @@ class Answer:
     def _cancel(self, reason: FinishReason = FinishReason.CANCELLED) -> None:
         self._is_open = False
         self._watch.close()
+        self._end_news()
         if self._allowance is not None:
             self._allowance.close()
         for handle in self._handles:
@@ -255,6 +269,7 @@ class Answer:
         if self._is_open:
             self._is_open = False
             self._watch.close()
+            self._end_news()
             self._timings.enter(Stage.LAST_FLUSH, self._clock())
             self._body.complete(usage, {} if self._allowance is None else self._allowance.extras)
         self._finished.set_result(usage)
@@ -344,12 +359,16 @@ class StreamedBody:
         return self._last_sent_s + KEEP_ALIVE_S
 
     def _on_keep_alive(self) -> None:
+        self.say(KEEP_ALIVE)
+
+    def say(self, comment: bytes) -> None:
+        """Send a comment, where the reader has not enough to read anyway."""
         self._last_sent_s = self._loop.time()
         if self._stream.is_blocked:
-            return  # it has enough to read
+            return
         if not self._stream.head_sent:
             self._open()
-        self._stream.send(KEEP_ALIVE)
+        self._stream.send(comment)
 
 
 class WholeBody:

@@ -35,8 +35,10 @@ from server.api.surface import (
 from server.backend import Backend
 from server.deadlines import ANY_TIME, Deadlines
 from server.metrics import Metrics
+from server.queue_news import QueueNews
 from server.quota import Ticket
 from server.rate_limit_fields import show_limits
+from server.sse import comment
 from server.stream import HttpStream
 from server.tenants import Tenant
 from server.timing import Stage, StageClock, StageMarks
@@ -205,9 +207,10 @@ class Lifecycle:
         self.metrics.count_unknown_fields(call.unknown_fields)
         context = self._reply_context(call, request_id)
         body_type = StreamedBody if call.is_stream else WholeBody
+        body_writer = body_type(surface, call, context, stream, timings)
         answer = Answer(
             stream,
-            body_type(surface, call, context, stream, timings),
+            body_writer,
             timings,
             self.clock.monotonic,
             self.metrics,
@@ -221,6 +224,12 @@ class Lifecycle:
             continues_text = not isinstance(call.prompts[0], ChatPrompt)
             requests = self._requests(call, prompts, request_id, timings, tenant)
             place.admit(requests, timings.arrived_s + deadlines.ttft_s, self.clock.monotonic())
+            if isinstance(body_writer, StreamedBody) and call.tells_queue:
+                answer.news = QueueNews(
+                    lambda: place.view(self.clock.monotonic()),
+                    len(requests[0].prompt_ids),
+                    lambda text: body_writer.say(comment(text)),
+                )
             try:
                 answer.submit(self.backend, requests, continues_text, ticket)
             finally:
@@ -308,6 +317,7 @@ class Lifecycle:
                 share=tenant.share,
                 priority=tenant.priority_of(call.priority),
                 deadline_s=timings.arrived_s + asked_ttft_s if asked_ttft_s < math.inf else None,
+                tells_progress=call.is_stream and call.tells_queue and i == 0,
                 cache_domain=tenant.cache_salt_domain,
                 cache_salt=call.cache_salt,
             )

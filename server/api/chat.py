@@ -57,6 +57,7 @@ class ChatSurface:
             is_stream=bool(wire.stream),
             includes_usage=wire.includes_usage,
             wants_timings=bool(wire.timings),
+            tells_queue=wire.tells_queue,
             unknown_fields=unknown_fields,
         )
 

@@ -65,6 +65,7 @@ class CompletionsSurface:
             is_stream=bool(wire.stream),
             includes_usage=wire.includes_usage,
             wants_timings=bool(wire.timings),
+            tells_queue=wire.tells_queue,
             echo=bool(wire.echo),
             unknown_fields=unknown_fields,
         )

@@ -83,6 +83,12 @@ class DeadlineFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     total_ms: float | None = None
 
 
+class TimingsFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """As `true`, and more."""
+
+    queue: bool = False
+
+
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     """As on the wire: null is as good as absent."""
 
@@ -103,9 +109,13 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     priority: int | None = None
     ignore_eos: bool | None = None
     deadlines: DeadlineFields | None = None
-    timings: bool | None = None
+    timings: bool | TimingsFields | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+
+    @property
+    def tells_queue(self) -> bool:
+        return isinstance(self.timings, TimingsFields) and self.timings.queue
 
     @property
     def includes_usage(self) -> bool:

@@ -81,6 +81,7 @@ class ResponsesSurface:
             deadlines=fields.checked_deadlines(wire.deadlines),
             is_stream=bool(wire.stream),
             wants_timings=bool(wire.timings),
+            tells_queue=wire.tells_queue,
             wire=wire,
             unknown_fields=unknown_fields,
         )

@@ -64,6 +64,7 @@ class GenerationCall(msgspec.Struct, frozen=True, kw_only=True):
     is_stream: bool = False
     includes_usage: bool = False  # stream_options.include_usage
     wants_timings: bool = False
+    tells_queue: bool = False  # comments on its place in the queue and its prefill, of a stream
     echo: bool = False  # completions: the prompt comes before the text
     wire: Any = None  # the surface's own parsed struct, for what its answer repeats (responses echoes its parameters)
     unknown_fields: tuple[str, ...] = ()  # of the body's top level; ignored, but counted
