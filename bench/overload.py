@@ -32,7 +32,7 @@ from core.scheduler import Scheduler
 from core.simulation import CostModel, SimulatedClock, SimulatedRunner
 from core.types import Message, StepDelivery
 from core.wait_estimate import EngineRoom
-from server.admission import Admission, QueueLimits
+from server.admission import Admission
 from server.api.models import ServedModel
 from server.api.surface import GenerationDefaults
 from server.app import App, Readiness
@@ -44,6 +44,7 @@ from server.lifecycle import Clock, Lifecycle, PromptReader
 from server.messages import Headers, HttpRequest, ResponseHead
 from server.metrics import Metrics
 from server.peer import Peer
+from server.queue_limits import QueueLimits
 from server.stream import HttpStream
 
 MODEL = "simulated"

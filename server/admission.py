@@ -13,24 +13,11 @@ from dataclasses import dataclass, field
 from core.errors import ErrorKind, ServiceError
 from core.types import EngineStats, Request, Usage
 from core.wait_estimate import FIRST_GUESS_TOKENS, Backlog, DrainMeter, EngineRoom, Margin, backlog_of, expected_ttft_s
+from server.queue_limits import QueueLimits
 
 LEAST_RETRY_S, MOST_RETRY_S = 1.0, 60.0
 NUMBER_EVERY_S = 0.1
 ANSWER_RATE = 1 / 32  # of the newest answer in the mean of their lengths
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QueueLimits:
-    """
-    Args:
-        max_requests: that wait or run.
-        max_tokens: of prompts that wait for their first token; one prompt alone may have more.
-        max_bytes: of bodies of requests that wait or run; one alone may have more.
-    """
-
-    max_requests: int
-    max_tokens: int
-    max_bytes: int
 
 
 @dataclass(slots=True, eq=False)

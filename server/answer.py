@@ -14,7 +14,8 @@ from server.api.envelope import WIRE_REASONS, cut_short
 from server.api.surface import Choice, Extras, GenerationCall, ReplyContext, Surface
 from server.backend import NEVER, Backend, GenerationHandle
 from server.deadline import DeadlineTimer
-from server.deadlines import Deadlines, DeadlineWatch
+from server.deadline_watch import DeadlineWatch
+from server.deadlines import Deadlines
 from server.messages import Headers, ResponseHead
 from server.metrics import Metrics
 from server.queue_news import QueueNews

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 from core.config import EngineConfig
 from core.errors import ExitCode, StartupError
-from server.admission import QueueLimits
 from server.binds import Bind, PassedAddress, TcpAddress, UnixAddress
 from server.client_gate import ClientRules
 from server.deadlines import Deadlines
 from server.networks import UNIX, IpNetwork
+from server.queue_limits import QueueLimits
 from server.settings.engine import EngineSettings
 from server.settings.identity import IdentitySettings
 from server.settings.limits import LimitSettings

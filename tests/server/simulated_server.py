@@ -25,7 +25,7 @@ from core.simulation import CostModel, SimulatedClock, SimulatedRunner
 from core.tokenizer import Tokenizer
 from core.types import EngineStats, FinishReason, Message, StepDelivery, TokenLogprobs
 from core.wait_estimate import Backlog, EngineRoom
-from server.admission import Admission, QueueLimits
+from server.admission import Admission
 from server.api.models import ServedModel
 from server.api.surface import GenerationDefaults
 from server.app import App, Readiness
@@ -38,6 +38,7 @@ from server.engine_client import EngineClient
 from server.gate import Gate
 from server.lifecycle import Clock, Lifecycle, PromptReader
 from server.metrics import Metrics
+from server.queue_limits import QueueLimits
 from server.tenants import Tenant
 from tests.core.chat_templates import CHATML
 from tests.core.small_tokenizers import SPECIAL, byte_level
