@@ -9,6 +9,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -80,7 +81,7 @@ def identity_checks(directory: Path) -> dict[str, Check]:
     claims = {"iss": "issuer", "aud": "steploop", "exp": int(time.time()) + 3600, "tenant": "acme"}
     for algorithm, key in signing.items():
         token = jwt.encode({"alg": algorithm, "kid": key.kid}, claims, key, [algorithm]).encode()
-        checks[f"a JWT, {algorithm}"] = lambda token=token: verifier.tenant_of(token)  # type: ignore[misc]
+        checks[f"a JWT, {algorithm}"] = partial(verifier.tenant_of, token)
     return checks
 
 

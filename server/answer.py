@@ -120,8 +120,8 @@ class Answer:
         """Let go of timers, and of what is still being generated if the task itself is cancelled. Idempotent."""
         self._body.close()
         self._cancel()
-        if not self._handles:  # no news will come of any
-            self._settle(Usage(0, 0))
+        if len(self._usages) == len(self._handles):  # no news will come of any; settled already, unless that failed
+            self._settle(total_usage(self._usages))
 
     def on_text(self, choice: int, text: str, now_s: float) -> None:
         self._time_token(choice, now_s)
@@ -189,15 +189,15 @@ class Answer:
     def on_end(self, usage: Usage, error: str | None) -> None:
         self._usages.append(usage)
         is_last = len(self._usages) == len(self._handles)
-        if is_last:
-            self._end_decode()
-            self._settle(total_usage(self._usages))  # whatever becomes of the answer
         try:
+            if is_last:
+                self._end_decode()
+                self._settle(total_usage(self._usages))  # whatever becomes of the answer
             if error is not None:
                 self.fail(ServiceError(ErrorKind.ENGINE, error, "engine_error"))
             if is_last:
                 self._finish()
-        except Exception as fault:  # whatever a surface can raise: the request's task must not wait for ever
+        except Exception as fault:  # whatever a surface or settling can raise: its task must not wait for ever
             if not self._finished.done():
                 self._finished.set_exception(fault)
 
@@ -273,6 +273,7 @@ class Answer:
             self._end_news()
             self._timings.enter(Stage.LAST_FLUSH, self._clock())
             self._body.complete(usage, {} if self._allowance is None else self._allowance.extras)
+            self._stream.call_once_written(lambda: self._timings.finish(self._clock()))
         self._finished.set_result(usage)
 
 

@@ -8,6 +8,7 @@ import math
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from secrets import token_hex
 from urllib.parse import unquote
 
 from core.errors import ErrorKind, ServiceError
@@ -23,11 +24,12 @@ from server.api.surface import Surface
 from server.auth import Caller
 from server.cross_origin import CrossOrigin
 from server.exposition import CONTENT_TYPE
+from server.flight_recorder import Flight
 from server.gate import Gate
 from server.keys import Scope
 from server.lifecycle import Clock, Lifecycle
 from server.listener import Listener
-from server.logs import current_request_id
+from server.logs import current_request_id, current_trace_id
 from server.messages import Headers, HttpRequest, ResponseHead
 from server.metrics import Metrics
 from server.peer import Peer
@@ -35,7 +37,9 @@ from server.quota import Ticket
 from server.rate_limit_fields import show_limits
 from server.refusals import DENIED
 from server.stream import ClientDisconnected, HttpStream
+from server.timelines import requests_reply, timeline_reply
 from server.timing import Stage, StageClock
+from server.trace_context import TraceContext, continue_trace
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +117,7 @@ class App:
 
     Args:
         new_request_id: unique ids, ours.
+        new_span_id: of 16 hex digits, of our spans in clients' traces.
         cross_origin: whose pages may read the answers; None: nobody's else.
     """
 
@@ -124,6 +129,7 @@ class App:
         clock: Clock,
         new_request_id: Callable[[], str],
         cross_origin: CrossOrigin | None = None,
+        new_span_id: Callable[[], str] = lambda: token_hex(8),
     ) -> None:
         self.readiness = readiness
         self.lifecycle: Lifecycle | None = None  # once the model is loaded
@@ -132,6 +138,7 @@ class App:
         self._gate = gate
         self._metrics = metrics
         self._accounting = Accounting(metrics, clock)
+        self._new_span_id = new_span_id
         self._clock = clock
         self._new_request_id = new_request_id
         self._cross_origin = cross_origin or CrossOrigin()
@@ -139,7 +146,13 @@ class App:
         self._routes = self._make_routes()
         self._patterns = (
             ("/v1/models/", {"GET": Route(self._get_model, Scope.INFERENCE)}),
-            ("/v1/requests/", {"DELETE": Route(self._delete_request, Scope.INFERENCE)}),
+            (
+                "/v1/requests/",
+                {
+                    "GET": Route(self._show_request, Scope.INFERENCE, needs_model=False),
+                    "DELETE": Route(self._delete_request, Scope.INFERENCE),
+                },
+            ),
         )
 
     async def handle(self, stream: HttpStream) -> None:
@@ -154,9 +167,11 @@ class App:
             timings=timings,
             stream=stream,
         )
+        exchange.trace = self._trace_of(exchange)
         self._exchanges[stream] = exchange
         current_request_id.set(exchange.request_id)
-        stream.common_headers = (exchange.request_id_header, *self._cross_origin.headers(stream.request))
+        current_trace_id.set(None if exchange.trace is None else exchange.trace.trace_id)
+        stream.common_headers = (*exchange.identity_headers, *self._cross_origin.headers(stream.request))
         error_code = None
         try:
             if stream.peer.is_proxy:
@@ -215,8 +230,20 @@ class App:
             account.timings.enter(Stage.LAST_FLUSH, now)
             self._accounting.close(account, status, PROTOCOL_CODES[status])
         body = protocol_error_body(status, message)
-        headers = (*content_headers(body), *answer_headers(account.timings), account.request_id_header)
+        headers = (*content_headers(body), *answer_headers(account.timings), *account.identity_headers)
         return (*headers, *self._cross_origin.headers(account.request)), body
+
+    def _trace_of(self, exchange: Exchange) -> TraceContext | None:
+        """The trace that the client names; of our own, where somebody collects them."""
+        traceparent = exchange.request.header(b"traceparent")
+        trace = None if traceparent is None else continue_trace(traceparent, self._new_span_id())
+        if trace is None and self._accounting.export is not None:
+            return TraceContext(token_hex(16), self._new_span_id(), None, is_sampled=True)
+        return trace
+
+    def export_to(self, export: Callable[[Flight], None]) -> None:
+        """Hand it each generation that is over, from now on."""
+        self._accounting.export = export
 
     def _client_of(self, stream: HttpStream) -> Peer:
         if not stream.peer.is_proxy:
@@ -305,6 +332,7 @@ class App:
             "/detokenize": {"POST": Route(self._detokenize, asks, is_counted=True)},
             "/health": {"GET": Route(self._health, None, needs_model=False)},
             "/ready": {"GET": Route(self._ready, None, needs_model=False)},
+            "/admin/requests": {"GET": Route(self._list_requests, Scope.ADMIN, needs_model=False)},
             "/metrics": {"GET": Route(self._show_metrics, Scope.METRICS, needs_model=False)},
         }
 
@@ -367,10 +395,22 @@ class App:
     async def _get_model(self, exchange: Exchange) -> None:
         self._send(exchange, models.model_reply(models.find_model(self._cards_for(exchange), exchange.argument)))
 
+    async def _show_request(self, exchange: Exchange) -> None:
+        request_id, tenant = _plain_id(exchange.argument), exchange.known_caller.tenant.name
+        recorder = self._accounting.recorder
+        self._send(exchange, timeline_reply(request_id, tenant, self._generations(), recorder, self._clock))
+
+    async def _list_requests(self, exchange: Exchange) -> None:
+        recorder, query = self._accounting.recorder, exchange.request.query
+        self._send(exchange, requests_reply(query, self._generations(), recorder, self._clock))
+
+    def _generations(self) -> list[Exchange]:
+        """In progress."""
+        active = {} if self.lifecycle is None else self.lifecycle.active
+        return [one for one in self._exchanges.values() if one.request_id in active]
+
     async def _delete_request(self, exchange: Exchange) -> None:
-        request_id = exchange.argument
-        for prefix in REPLY_PREFIXES:
-            request_id = request_id.removeprefix(prefix)
+        request_id = _plain_id(exchange.argument)
         if not self._served.cancel(request_id, exchange.known_caller.tenant.name):
             message = f"No request {exchange.argument[:_SHOWN_CHARS]!r} is in progress. It may have ended already."
             raise ServiceError(ErrorKind.NOT_FOUND, message, "request_not_found")
@@ -457,6 +497,13 @@ class App:
         """Answer with a document that no generation is told in."""
         exchange.timings.enter(Stage.LAST_FLUSH, self._clock.monotonic())
         send_document(exchange.stream, status, body, (*answer_headers(exchange.timings), *headers), media_type)
+        exchange.stream.call_once_written(lambda: exchange.timings.finish(self._clock.monotonic()))
+
+
+def _plain_id(shown: str) -> str:
+    for prefix in REPLY_PREFIXES:
+        shown = shown.removeprefix(prefix)
+    return shown
 
 
 class MethodNotAllowed(ServiceError):

@@ -4,6 +4,8 @@ A setting called some-name is the flag --some-name, the variable STEPLOOP_SOME_N
 Which of them wins: server/config_sources.py. Thread: main, at start; frozen after that.
 """
 
+import socket
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from core.config import EngineConfig
@@ -11,7 +13,7 @@ from core.errors import ExitCode, StartupError
 from server.binds import Bind, PassedAddress, TcpAddress, UnixAddress
 from server.client_gate import ClientRules
 from server.deadlines import Deadlines
-from server.networks import UNIX, IpNetwork
+from server.networks import UNIX
 from server.queue_limits import QueueLimits
 from server.settings.engine import EngineSettings
 from server.settings.identity import IdentitySettings
@@ -20,17 +22,31 @@ from server.settings.listening import NO_HEADER, ListeningSettings
 from server.settings.model import ModelSettings
 from server.settings.option import Option, rows_of
 from server.settings.process import ProcessSettings
+from server.settings.wire import WireSettings
 from server.slo import NO_PROMISES, SloRules
+from server.socket_activation import PassedSocket
 from server.tenants import Tenant
 
-_TABLES = (ModelSettings, EngineSettings, ProcessSettings, ListeningSettings, IdentitySettings, LimitSettings)
+AnyAddress = TcpAddress | UnixAddress | PassedAddress
+
+_TABLES = (
+    ModelSettings,
+    EngineSettings,
+    ProcessSettings,
+    ListeningSettings,
+    IdentitySettings,
+    LimitSettings,
+    WireSettings,
+)
 
 OPTIONS: tuple[Option, ...] = tuple(row for table in _TABLES for row in rows_of(table))
 """In the order of --help."""
 
 
 @dataclass(frozen=True)
-class ServerConfig(ModelSettings, EngineSettings, ProcessSettings, ListeningSettings, IdentitySettings, LimitSettings):
+class ServerConfig(
+    ModelSettings, EngineSettings, ProcessSettings, ListeningSettings, IdentitySettings, LimitSettings, WireSettings
+):
     """All settings, parsed and in range. None: chosen at start, from the model or by measurement."""
 
     tenants: tuple[Tenant, ...] = ()
@@ -66,26 +82,30 @@ class ServerConfig(ModelSettings, EngineSettings, ProcessSettings, ListeningSett
             ttft_s=self.ttft_deadline_s, inter_token_s=self.inter_token_deadline_s, total_s=self.total_deadline_s
         )
 
-    def all_binds(self, has_passed: bool = False) -> tuple[Bind, ...]:
+    def all_binds(self, passed: Sequence[PassedSocket] = ()) -> tuple[Bind, ...]:
         """What to listen on: the binds, and --host and --port where they are set, or where there is nothing else.
 
         Args:
-            has_passed: sockets were passed to this process.
+            passed: sockets that were passed to this process.
 
         Raises:
             StartupError: a bind is for proxies, and none that could reach it is trusted.
         """
         for bind in self.binds:
-            if bind.takes_proxy and not any(_can_reach(proxy, bind.address) for proxy in self.trusted_proxies):
+            if bind.takes_proxy and not self._has_proxies_for(bind.address, passed):
                 raise StartupError(
                     f"the bind proxy:{bind.address} is for trusted proxies alone, and none that can reach it is named",
-                    f"--trusted-proxies {_sample_proxy(bind.address)}",
+                    f"--trusted-proxies {_sample_proxy(_kinds(bind.address, passed))}",
                     ExitCode.CONFIGURATION,
                 )
         is_given = any(name in ("host", "port") for name, _ in self.origins)
-        if is_given or not (self.binds or has_passed):
+        if is_given or not (self.binds or passed):
             return (Bind(TcpAddress(self.host, self.port)), *self.binds)
         return self.binds
+
+    def _has_proxies_for(self, address: AnyAddress, passed: Sequence[PassedSocket]) -> bool:
+        trusted = {proxy == UNIX for proxy in self.trusted_proxies}
+        return bool(trusted) and _kinds(address, passed) <= trusted
 
     def to_engine_config(self) -> EngineConfig:
         return EngineConfig(
@@ -103,13 +123,15 @@ class ServerConfig(ModelSettings, EngineSettings, ProcessSettings, ListeningSett
         )
 
 
-def _can_reach(proxy: IpNetwork | str, address: TcpAddress | UnixAddress | PassedAddress) -> bool:
-    """Of a passed socket only its bearer knows whether it is TCP or Unix: whoever is trusted may be meant."""
-    return isinstance(address, PassedAddress) or isinstance(address, UnixAddress) == (proxy == UNIX)
+def _kinds(address: AnyAddress, passed: Sequence[PassedSocket]) -> set[bool]:
+    """Whether it is a Unix socket; sockets that are passed under one name may be of both kinds, or not be there yet."""
+    if isinstance(address, PassedAddress):
+        return {one.sock.family == socket.AF_UNIX for one in passed if one.name == address.name}
+    return {isinstance(address, UnixAddress)}
 
 
-def _sample_proxy(address: TcpAddress | UnixAddress | PassedAddress) -> str:
+def _sample_proxy(are_unix: set[bool]) -> str:
     network = "127.0.0.1, or the network that the proxy is in"
-    if isinstance(address, UnixAddress):
+    if are_unix == {True}:
         return UNIX
-    return f"{UNIX} for a Unix socket; else {network}" if isinstance(address, PassedAddress) else network
+    return network if are_unix == {False} else f"{UNIX} for a Unix socket; else {network}"

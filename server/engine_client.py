@@ -115,9 +115,9 @@ class RequestHandle:
         if sequence.is_finished:
             return
         detokenizer = sequence.detokenizer
-        text = detokenizer.push_token(token_id)
-        sequence.num_tokens = num_tokens = detokenizer.num_tokens_kept
         try:
+            text = detokenizer.push_token(token_id)
+            sequence.num_tokens = num_tokens = detokenizer.num_tokens_kept
             if detokenizer.is_stopped:
                 self._finish_at_stop_string(sequence, text, now_s)
             elif text:
@@ -125,7 +125,7 @@ class RequestHandle:
                 self._sink.on_text(sequence.choice, text, now_s)
             if num_tokens >= sequence.mark:
                 self._pass_mark(sequence)
-        except Exception:  # whatever a writer of answers can raise
+        except Exception:  # whatever a detokenizer or a writer of answers can raise
             self._break_off()
 
     def on_chunk(self, chunk: TokenChunk, now_s: float) -> None:

@@ -1,6 +1,11 @@
 """How many frames of each kind a peer may send, and how fast. Thread: loop. Time is an argument."""
 
+import re
 from dataclasses import dataclass
+
+from server.values import BadValueError
+
+_RATE = re.compile(r"(\d{1,6})\+(\d{1,6}(?:\.\d{1,3})?)/s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -9,6 +14,22 @@ class Rate:
 
     burst: int
     per_s: float
+
+
+def rate_value(text: str) -> Rate:
+    """A rate as operators write it: 200+20/s.
+
+    Raises:
+        BadValueError: it is none.
+    """
+    match = _RATE.fullmatch(text.strip())
+    if match is None or not int(match[1]):
+        raise BadValueError("a burst and a rate, such as 200+20/s: 200 at once, and 20 more each second")
+    return Rate(int(match[1]), float(match[2]))
+
+
+def format_rate(rate: Rate) -> str:
+    return f"{rate.burst}+{rate.per_s:g}/s"
 
 
 @dataclass(frozen=True, slots=True)

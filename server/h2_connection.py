@@ -25,6 +25,7 @@ from server.http1_prefilter import HeadLimits
 
 NUM_REMEMBERED_STREAMS = 1024  # that have ended
 
+_LEAST_FRAME_BYTES = 16_384  # RFC 9113 §6.5.2, which is also what a peer takes us to take
 _DEFAULT_WINDOW = 65_535  # RFC 9113 §6.9.2
 _TABLE_BYTES = 4096  # RFC 9113 §6.5.2, the initial value: a peer may lower it, not raise it
 _UNLIMITED = 2**31
@@ -141,9 +142,12 @@ def new_h2_connection(head: HeadLimits, limits: Http2Limits, upgrade: bytes | No
         SettingCodes.MAX_CONCURRENT_STREAMS: limits.num_streams,
         SettingCodes.MAX_HEADER_LIST_SIZE: head.head_bytes,
     }
+    if limits.frames.frame_bytes > _LEAST_FRAME_BYTES:
+        advertised[SettingCodes.MAX_FRAME_SIZE] = limits.frames.frame_bytes
     # h2 would end the connection over one stream too many; refusing it is ours
     local = Settings(client=False, initial_values={SettingCodes.MAX_CONCURRENT_STREAMS: _UNLIMITED})
     connection.local_settings = local
+    connection.max_inbound_frame_size = limits.frames.frame_bytes
     connection.encoder = _PlainEncoder()
     connection.decoder.max_header_list_size = limits.list_bytes
     if upgrade is None:

@@ -27,13 +27,14 @@ from server.proxy_protocol import ProxyHeader, ProxyHeaderParser, ProxyProtocolE
 from server.refusals import HANDSHAKE, MAX_CONNECTIONS, PROXY_HEADER, SHUTDOWN, UNTRUSTED_PROXY, Refusals
 from server.response_fields import HttpDate
 from server.socket_activation import PassedSocket
-from server.tls import HANDSHAKE_S, REFUSED_ALERT, ServerTls
+from server.tls import REFUSED_ALERT, ServerTls
 from server.write_batch import WriteBatch
 
 logger = logging.getLogger(__name__)
 
 ALL_HELD_BODY_BYTES = 256 * 1024 * 1024
-PROXY_HEADER_S = 5.0  # from the accept; its sender has it ready
+HANDSHAKE_S = 5.0
+NOTSENT_BYTES = 16 * 1024  # a loopback's kernel takes 4 MB without it
 
 _UNIX_SEND_BUFFER_BYTES = 32 * 1024  # TCP_NOTSENT_LOWAT's part: the kernel's default takes 200 KiB before we notice
 _LATE_GRACE_S = 1.0  # for answers to connections that came while others were waited for
@@ -51,6 +52,8 @@ class ListenerConfig:
         held_body_bytes: of incomplete bodies, all connections together: beyond it the oldest alone goes on.
         max_connections: open at once; one more is closed at once and counted as refused.
         clients: who may come, and what proxies may say.
+        handshake_s: for what comes ahead of HTTP, from the accept: TLS, or a PROXY header.
+        notsent_bytes: that the kernel takes of a TCP connection before it has sent the rest.
         tls: None: in the clear.
     """
 
@@ -62,6 +65,8 @@ class ListenerConfig:
     held_body_bytes: int = ALL_HELD_BODY_BYTES
     clients: ClientRules = field(default_factory=ClientRules)
     connection: ConnectionLimits = field(default_factory=ConnectionLimits)
+    handshake_s: float = HANDSHAKE_S
+    notsent_bytes: int = NOTSENT_BYTES
     tls: ServerTls | None = None
 
 
@@ -150,6 +155,7 @@ class Listener:
         config = self._config
         self.sockets = open_binds(config.binds, config.passed, config.backlog, config.unix_mode)
         for listening in self.sockets:
+            listening.hold_unsent(config.notsent_bytes)
             acceptor = Acceptor(
                 self._loop, listening.sock, partial(self._welcome, listening.bind, listening.sock.family)
             )
@@ -205,7 +211,7 @@ class Listener:
         if bind.takes_proxy and not await self._hear_proxy(connection, accepted):
             return
         tls = None if bind.is_plain else self._config.tls
-        handshake_end = self._loop.time() + HANDSHAKE_S
+        handshake_end = self._loop.time() + self._config.handshake_s
         if tls is not None:
             first = await self._hear_first(accepted, handshake_end)
             if not first:
@@ -239,7 +245,7 @@ class Listener:
     async def _hear_proxy(self, connection: Connection, accepted: socket.socket) -> bool:
         """Whether the client may come that the proxy names; it is the connection's peer from now on."""
         try:
-            async with asyncio.timeout(PROXY_HEADER_S):
+            async with asyncio.timeout(self._config.handshake_s):
                 header = await _read_proxy_header(self._loop, accepted)
         except (OSError, ProxyProtocolError) as error:
             logger.debug("no PROXY header from %s: %s", connection.peer, error)

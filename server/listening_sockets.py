@@ -16,7 +16,6 @@ from core.errors import ExitCode, StartupError
 from server.binds import DEFAULT_UNIX_MODE, Bind, PassedAddress, TcpAddress, UnixAddress
 from server.socket_activation import PassedSocket
 
-_NOTSENT_LOWAT_BYTES = 16 * 1024  # without it a loopback's kernel takes 4 MB before a slow reader is noticed
 _MISSING = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # e.g. ::1 where IPv6 is switched off
 
 
@@ -38,6 +37,11 @@ class ListeningSocket:
     def is_passed(self) -> bool:
         """Somebody else has it too: the next process finds in its queue who is not accepted here."""
         return isinstance(self.bind.address, PassedAddress)
+
+    def hold_unsent(self, num_bytes: int) -> None:
+        """The kernel takes so much of a TCP connection before it has sent the rest: a slow reader is soon noticed."""
+        if self.sock.family != socket.AF_UNIX and hasattr(socket, "TCP_NOTSENT_LOWAT"):
+            self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, num_bytes)
 
     def close(self) -> None:
         """Stop listening. The file goes along, unless another server has put its own there by now."""
@@ -99,7 +103,7 @@ def _adopt(passed: PassedSocket, bind: Bind) -> ListeningSocket:
     sock.setblocking(False)
     if sock.family == socket.AF_UNIX:
         return ListeningSocket(sock, bind, UnixAddress(os.fsdecode(sock.getsockname())))
-    _set_tcp_options(sock)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return ListeningSocket(sock, bind, _tcp_name(sock))
 
 
@@ -138,7 +142,7 @@ def _listen_tcp(family: int, address: tuple[object, ...], backlog: int) -> socke
     try:
         sock.setblocking(False)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        _set_tcp_options(sock)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # the accepted ones inherit it
         if family == socket.AF_INET6:
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         sock.bind(address)
@@ -147,13 +151,6 @@ def _listen_tcp(family: int, address: tuple[object, ...], backlog: int) -> socke
         sock.close()
         raise
     return sock
-
-
-def _set_tcp_options(sock: socket.socket) -> None:
-    """The accepted ones inherit them: no system call is left per connection."""
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    if hasattr(socket, "TCP_NOTSENT_LOWAT"):
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _NOTSENT_LOWAT_BYTES)
 
 
 def _tcp_name(sock: socket.socket) -> TcpAddress:

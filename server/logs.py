@@ -16,6 +16,8 @@ NO_REQUEST = "-"
 # Set where a request's task starts; records of code that knows its request better pass extra={"request_id": ...}.
 current_request_id: ContextVar[str] = ContextVar("request_id", default=NO_REQUEST)
 
+current_trace_id: ContextVar[str | None] = ContextVar("trace_id", default=None)  # likewise; None: it has none
+
 LEAST_SHOWN_MS = 0.005  # of a stage, in a line for people; JSON has them all
 OUR_LOGGERS = ("server", "core", "gpu", "bench")
 access_logger = logging.getLogger("server.access")
@@ -31,6 +33,7 @@ class AccessRecord(msgspec.Struct, frozen=True, kw_only=True):
         key_id: the prefix of the key that it showed.
         client: its address, and its port where it is known.
         certificate_subject: of the client's certificate.
+        trace_id: of the trace that it came with, or began.
         stages_ms: where its time went: all of it.
     """
 
@@ -49,6 +52,7 @@ class AccessRecord(msgspec.Struct, frozen=True, kw_only=True):
     key_id: str | None = None
     client: str | None = None
     certificate_subject: str | None = None
+    trace_id: str | None = None
     stages_ms: dict[str, float] | None = None
 
 
@@ -73,6 +77,7 @@ def access_line(record: AccessRecord) -> str:
         ("key", record.key_id),
         ("client", record.client),
         ("certificate", record.certificate_subject),
+        ("trace", record.trace_id),
     )
     parts += [f"{name}={escape(value)}" for name, value in words if value is not None]
     stages = [f"{name}:{ms:.2f}" for name, ms in (record.stages_ms or {}).items() if ms >= LEAST_SHOWN_MS]
@@ -116,6 +121,9 @@ class JsonFormatter(logging.Formatter):
             "request_id": _request_id(record),
             "message": record.getMessage(),
         }
+        trace_id = current_trace_id.get()
+        if trace_id is not None:
+            fields["trace_id"] = trace_id
         access = getattr(record, "access", None)
         if isinstance(access, AccessRecord):
             fields |= {name: value for name, value in msgspec.structs.asdict(access).items() if value is not None}

@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from core.engine import Engine
@@ -28,19 +28,19 @@ from server.api.surface import GenerationDefaults
 from server.app import App, Readiness
 from server.banner import BannerFacts, Place, banner_lines, is_public, places_of
 from server.config import ServerConfig
-from server.connection_limits import HELD_BODY_BYTES, ConnectionLimits
+from server.connection_limits import HELD_BODY_BYTES
 from server.cross_origin import CrossOrigin
 from server.descriptors import allow_connections
 from server.engine_client import EngineClient
 from server.engine_thread import EngineThread, Inbox
 from server.gate import Gate
-from server.http1_prefilter import HeadLimits
 from server.lifecycle import Clock, Lifecycle, PromptReader
 from server.listener import ALL_HELD_BODY_BYTES, Listener, ListenerConfig
 from server.listening_sockets import shown_addresses
 from server.loop_lag import LoopLag
 from server.metrics import Metrics
 from server.model_files import ModelFiles
+from server.otel import TraceExporter
 from server.socket_activation import PassedSocket, take_passed_sockets
 from server.supervision import EngineLost, Supervision
 from server.systemd import ServiceManager
@@ -105,7 +105,7 @@ class Server:
     ) -> None:
         """
         Raises:
-            StartupError: the certificate or the keys file is not fit.
+            StartupError: the certificate or the keys file is not fit, or an extra that is asked for is missing.
         """
         self._config = config
         self._read_config = read_config or (lambda: config)
@@ -123,8 +123,11 @@ class Server:
             lambda: secrets.token_hex(16),
             CrossOrigin(config.cors_origins),
         )
+        self._tracing = None if config.otlp_endpoint is None else TraceExporter(config.otlp_endpoint)
+        if self._tracing is not None:
+            self._app.export_to(self._tracing.put)
         self._tls = server_tls(config.tls_cert, config.tls_key, config.tls_client_ca, config.tls_client_auth)
-        self.listener = Listener(self._app.handle, self._app.refuse, _listener_config(config, self._tls, passed))
+        self.listener = Listener(self._app.handle, self._app.refuse, listener_config(config, self._tls, passed))
         self._app.listener = self.listener
         self._engine_thread = EngineThread(
             lambda inbox, deliver: load(inbox, deliver, self._report_stage), self, self._loop
@@ -157,6 +160,8 @@ class Server:
         finally:
             self._supervision.close()
             self._loop_lag.close()
+            if self._tracing is not None:
+                await self._tracing.close()
         if isinstance(self._failure, StartupError):
             raise self._failure
         return ExitCode.OK if self._failure is None else ExitCode.ENGINE
@@ -177,7 +182,6 @@ class Server:
         self._gate.start()
         self._engine_thread.start()
         self._supervision.start()
-        self._loop_lag.start()
 
     async def wait_ready(self) -> None:
         """
@@ -259,6 +263,7 @@ class Server:
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)
         self._readiness.is_ready = True
+        self._loop_lag.start()
         self._ready.set_result(None)
         self._supervision.on_ready(loaded.facts.limits.max_batch_tokens)
         self._announce(banner_lines(self._banner_facts(loaded.facts)))
@@ -390,18 +395,20 @@ async def serve(
     return await server.run()
 
 
-def _listener_config(config: ServerConfig, tls: ServerTls | None, passed: Sequence[PassedSocket]) -> ListenerConfig:
+def listener_config(config: ServerConfig, tls: ServerTls | None, passed: Sequence[PassedSocket]) -> ListenerConfig:
     return ListenerConfig(
-        binds=config.all_binds(has_passed=bool(passed)),
+        binds=config.all_binds(passed),
         passed=passed,
         unix_mode=config.unix_mode,
         tls=tls,
         max_connections=config.max_connections,
         clients=config.client_rules,
         held_body_bytes=max(ALL_HELD_BODY_BYTES, config.max_body_bytes),
-        connection=ConnectionLimits(
+        handshake_s=config.handshake_timeout_s,
+        notsent_bytes=config.max_unsent_bytes,
+        connection=replace(
+            config.connection_limits,
             held_body_bytes=max(HELD_BODY_BYTES, config.max_body_bytes),
-            head=HeadLimits(),
             head_s=config.head_timeout_s,
             body_s=config.body_timeout_s,
             idle_s=config.idle_timeout_s,

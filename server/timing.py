@@ -116,7 +116,7 @@ class StageClock:
             self.go_on(Stage.QUEUE, Stage.PREFILL, mark.at_s)
 
     def finish(self, now_s: float) -> None:
-        """It is over."""
+        """It is over. Idempotent."""
         if self._finished_ns is None:
             self._finished_ns = self._not_before(now_s)
 

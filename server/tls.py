@@ -14,7 +14,6 @@ from typing import Any
 from core.errors import ExitCode, StartupError
 from server.peer import ClientCertificate
 
-HANDSHAKE_S = 5.0
 ALPN = ("h2", "http/1.1")
 REFUSED_ALERT = bytes((21, 3, 3, 0, 2, 2, 80))  # RFC 8446 §5.1, §6: fatal internal_error, to who gets no handshake
 

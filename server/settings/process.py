@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from server.otel import otlp_endpoint
 from server.settings.option import Setting
 from server.values import choice_of, existing_file
 
@@ -36,5 +37,16 @@ class ProcessSettings:
         default="text",
         metadata=Setting(
             name="log-format", parse=choice_of("text", "json"), metavar="FORMAT", help="text or json", group="server"
+        ),
+    )
+    otlp_endpoint: str | None = field(
+        default=None,
+        metadata=Setting(
+            name="otlp-endpoint",
+            parse=otlp_endpoint,
+            metavar="URL",
+            help="send a trace of each generation to this OpenTelemetry collector, by OTLP over HTTP: such as"
+            " http://localhost:4318 (needs the extra otel)",
+            group="server",
         ),
     )

@@ -1,6 +1,9 @@
 """The table of settings: where values come from, which ones are refused, and how the refusal helps."""
 
+import contextlib
 import dataclasses
+import socket
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -10,7 +13,11 @@ from core.errors import ExitCode, StartupError
 from server.command_line import build_parsers, flags_given
 from server.config import OPTIONS, ServerConfig
 from server.config_sources import FLAG_AS_KEY, load_config
-from server.settings.option import Option
+from server.connection_limits import ConnectionLimits
+from server.process import listener_config
+from server.settings.option import Option, rows_of
+from server.settings.wire import WireSettings
+from server.socket_activation import PassedSocket
 from server.values import HubId
 
 
@@ -76,6 +83,7 @@ SAMPLES = {
     "api-key": "secret",
     "log-level": "debug",
     "log-format": "json",
+    "otlp-endpoint": "http://collector:4318/v1/traces",
     "max-body": "1MiB",
     "head-timeout": "500ms",
     "body-timeout": "5s",
@@ -86,6 +94,15 @@ SAMPLES = {
     "cors-origin": "https://app.example.com",
     "no-prefix-cache": "true",
     "inter-token-target": "2.5",
+    "handshake-timeout": "1s",
+    "max-head": "8KiB",
+    "max-unsent": "8KiB",
+    "max-frame": "32KiB",
+    "max-header-block": "20KiB",
+    "max-control-output": "2MiB",
+    "max-resets": "20+2.5/s",
+    "max-pings": "20+0/s",
+    "max-settings": "1+1/s",
 }
 
 
@@ -101,6 +118,30 @@ def test_each_option_means_the_same_from_flag_environment_and_file(option: Optio
     from_file = load_config(toml_flag(tmp_path, f'{option.toml_key} = "{text}"'), {})
     assert from_flag == from_environment == dataclasses.replace(from_file, config_file=None)
     assert getattr(from_flag, option.field_name) != option.default
+
+
+def test_what_a_connection_may_take_is_by_default_what_the_protocols_default_to() -> None:
+    assert ServerConfig().connection_limits == ConnectionLimits()
+
+
+@pytest.mark.parametrize("option", rows_of(WireSettings), ids=lambda option: option.name)
+def test_each_limit_of_a_connection_changes_something(option: Option) -> None:
+    text = SAMPLES.get(option.name, "123")
+    assert text is not None
+    config = listener_config(load_config({option.field_name: text}, {}), None, ())
+    assert config != listener_config(ServerConfig(), None, ())
+
+
+def test_a_head_that_is_not_too_large_fits_however_it_is_packed() -> None:
+    limits = load_config({"max_head_bytes": "100KiB"}, {}).connection_limits
+    assert limits.http2.frames.header_block_bytes >= limits.head.head_bytes
+    assert limits.http2.list_bytes > limits.head.head_bytes
+
+
+@pytest.mark.parametrize("text", ["", "200", "200/s", "0+1/s", "200+20", "-1+1/s", "1+1e3/s", "1+1/min", "1.5+1/s"])
+def test_a_rate_is_a_burst_and_a_rate(text: str) -> None:
+    message = str(refusal({"max_resets": text}, {}))
+    assert "200+20/s: 200 at once, and 20 more each second" in message
 
 
 def test_names_follow_one_rule() -> None:
@@ -336,8 +377,15 @@ def test_of_a_list_the_value_that_is_wrong_is_told(tmp_path: Path) -> None:
     assert "trusted_proxies in" in refusal(file, {}).cause
 
 
-def addresses(config: ServerConfig, has_passed: bool = False) -> list[str]:
-    return [str(bind.address) for bind in config.all_binds(has_passed)]
+def addresses(config: ServerConfig, passed: Sequence[PassedSocket] = ()) -> list[str]:
+    return [str(bind.address) for bind in config.all_binds(passed)]
+
+
+@contextlib.contextmanager
+def passed_sockets(*families: int) -> Iterator[list[PassedSocket]]:
+    """As systemd would pass them under one name."""
+    with contextlib.ExitStack() as stack:
+        yield [PassedSocket(stack.enter_context(socket.socket(family)), "front") for family in families]
 
 
 def test_binds_stand_instead_of_the_default_and_beside_what_is_given() -> None:
@@ -346,8 +394,9 @@ def test_binds_stand_instead_of_the_default_and_beside_what_is_given() -> None:
     assert addresses(load_config(two, {})) == ["127.0.0.1:1", "unix:/a"]
     assert addresses(load_config(two | {"port": "2"}, {})) == ["127.0.0.1:2", "127.0.0.1:1", "unix:/a"]
     assert addresses(load_config(two, {"STEPLOOP_HOST": "::1"})) == ["[::1]:8000", "127.0.0.1:1", "unix:/a"]
-    assert addresses(load_config({}, {}), has_passed=True) == []
-    assert addresses(load_config({"port": "2"}, {}), has_passed=True) == ["127.0.0.1:2"]
+    with passed_sockets(socket.AF_INET) as passed:
+        assert addresses(load_config({}, {}), passed) == []
+        assert addresses(load_config({"port": "2"}, {}), passed) == ["127.0.0.1:2"]
 
 
 @pytest.mark.parametrize(
@@ -373,6 +422,30 @@ def test_a_bind_for_proxies_needs_one_that_is_trusted(bind: str, trusted: tuple[
     with pytest.raises(StartupError, match="for trusted proxies alone") as caught:
         config.all_binds()
     assert caught.value.fix.startswith("--trusted-proxies ")
+
+
+@pytest.mark.parametrize(
+    ("families", "trusted", "fix"),
+    [
+        ((socket.AF_UNIX,), ["127.0.0.1"], "--trusted-proxies unix"),
+        ((socket.AF_UNIX,), ["unix"], None),
+        ((socket.AF_INET,), ["unix"], "--trusted-proxies 127.0.0.1, or the network that the proxy is in"),
+        ((socket.AF_INET,), ["127.0.0.1"], None),
+        ((socket.AF_UNIX, socket.AF_INET), ["127.0.0.1"], "--trusted-proxies unix for a Unix socket; else 127.0.0.1"),
+        ((socket.AF_UNIX, socket.AF_INET), ["127.0.0.1", "unix"], None),
+    ],
+)
+def test_a_passed_socket_for_proxies_needs_one_that_can_reach_it(
+    families: tuple[int, ...], trusted: list[str], fix: str | None
+) -> None:
+    config = load_config({"binds": ["proxy:systemd:front"], "trusted_proxies": trusted}, {})
+    with passed_sockets(*families) as passed:
+        if fix is None:
+            assert addresses(config, passed) == ["systemd:front"]
+            return
+        with pytest.raises(StartupError, match="none that can reach it is named") as caught:
+            config.all_binds(passed)
+        assert caught.value.fix.startswith(fix)
 
 
 def test_nobody_takes_all_connections_alone_unless_they_are_few() -> None:

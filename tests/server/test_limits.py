@@ -11,10 +11,12 @@ from functools import partial
 from typing import Any
 
 import pytest
+from h2.errors import ErrorCodes
 
 from core.errors import ServiceError
 from server.api import completions, fields, long_json
 from server.config import ServerConfig
+from server.config_sources import load_config
 from server.connection_limits import ConnectionLimits, Http2Limits
 from server.frame_gate import GOAWAY, PRIORITY, WINDOW_UPDATE
 from server.frame_limits import FrameLimits, Rate
@@ -24,6 +26,7 @@ from tests.server.http2_client import fields as pseudo_fields
 from tests.server.raw_http2 import (
     END_STREAM,
     INITIAL_WINDOW,
+    MAX_FRAME,
     MAX_STREAMS,
     Frame,
     block,
@@ -493,3 +496,16 @@ def test_limit_lets_through_what_is_within_and_nothing_past_it(limit: Row) -> No
     assert limit.default == limit.limit
     assert limit.probe(limit.within) == limit.at_limit
     assert limit.probe(limit.past) == limit.breach
+
+
+def test_a_larger_frame_is_taken_where_it_is_configured_and_advertised() -> None:
+    limits = load_config({"max_frame_bytes": "20000"}, {}).connection_limits
+    for size, goaway in ((20_000, None), (20_001, ErrorCodes.FRAME_SIZE_ERROR)):
+        server = MemoryServer(respond, limits)
+        peer = MemoryPeer(server)
+        peer.send(wire([post(), data(bytes(size), END_STREAM)]))
+        (advertised, *_) = peer.seen.frames
+        assert (MAX_FRAME.to_bytes(2, "big") + (20_000).to_bytes(4, "big")) in advertised.content
+        assert peer.seen.goaway == goaway
+        assert peer.seen.statuses.get(1) == (200 if goaway is None else None)
+        server.close()

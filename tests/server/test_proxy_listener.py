@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-import server.listener
 from server.binds import Bind, TcpAddress, UnixAddress
 from server.client_gate import ClientRules
-from server.listener import Listener, ListenerConfig
+from server.listener import HANDSHAKE_S, Listener, ListenerConfig
 from server.networks import UNIX as UNIX_PROXIES
 from server.refusals import DENIED, MAX_CONNECTIONS, MAX_PER_ADDRESS, PROXY_HEADER, UNTRUSTED_PROXY
 from server.stream import HttpStream
@@ -35,11 +34,14 @@ async def say_who(stream: HttpStream) -> None:
 
 @asynccontextmanager
 async def serving(
-    rules: ClientRules | None = None, tls: ServerTls | None = None, max_connections: int = 100
+    rules: ClientRules | None = None,
+    tls: ServerTls | None = None,
+    max_connections: int = 100,
+    handshake_s: float = HANDSHAKE_S,
 ) -> AsyncIterator[Listener]:
     binds = (Bind(TcpAddress(port=0), takes_proxy=True),)
     clients = rules or ClientRules(trusted_proxies=TRUSTED)
-    config = ListenerConfig(binds, max_connections=max_connections, clients=clients, tls=tls)
+    config = ListenerConfig(binds, max_connections=max_connections, clients=clients, tls=tls, handshake_s=handshake_s)
     listener = Listener(say_who, refuse, config)
     await listener.start()
     try:
@@ -114,11 +116,9 @@ def test_what_does_not_begin_with_the_header_is_closed_unanswered() -> None:
     run(scenario)
 
 
-def test_a_header_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server.listener, "PROXY_HEADER_S", 0)
-
+def test_a_header_that_does_not_come_is_not_waited_for() -> None:
     async def scenario() -> None:
-        async with serving() as listener:
+        async with serving(handshake_s=0.0) as listener:
             assert await exchange(listener, TCP4[:20]) == b""
             assert listener.refusals.counts[PROXY_HEADER] == 1
 
