@@ -1,7 +1,7 @@
 """The answer to one generation while it comes into being: deltas in, a surface's bytes out. Thread: loop."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -22,6 +22,7 @@ from server.queue_news import QueueNews
 from server.quota import Ticket
 from server.sse import KEEP_ALIVE
 from server.stream import HttpStream
+from server.text_rules import Matcher
 from server.timing import MS_NS, Stage, StageClock
 
 KEEP_ALIVE_S = 15.0  # of silence on a stream before a comment goes out (DESIGN, Answers)
@@ -52,6 +53,7 @@ class Answer:
 
     Attributes:
         news: what it tells of its wait; None: nothing.
+        forbidden: what it must not say.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Answer:
         place: Place,
     ) -> None:
         self.news: QueueNews | None = None
+        self.forbidden: Sequence[Matcher] = ()
         self._stream = stream
         self._body = body
         self._timings = timings
@@ -106,7 +109,7 @@ class Answer:
         for request in requests:
             first_choice = len(self._last_token_s)
             self._last_token_s += [None] * request.num_sequences
-            handle = backend.submit(request, self, continues_text, first_choice)
+            handle = backend.submit(request, self, continues_text, first_choice, self.forbidden)
             self._handles.append(handle)
             self._owners += [handle] * request.num_sequences
         self._watch.arm()

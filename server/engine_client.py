@@ -7,7 +7,7 @@ same request has the same text and the same usage whatever the timing.
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -30,6 +30,8 @@ from core.types import (
     Usage,
 )
 from server.backend import DeltaSink, LoopWork
+from server.text_rules import Matcher
+from server.text_screen import ScreenedDetokenizer, TextScreen
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +46,9 @@ class _Sequence:
 
     __slots__ = ("choice", "detokenizer", "index", "is_finished", "logprobs", "mark", "num_tokens", "num_tokens_told")
 
-    def __init__(self, index: int, choice: int, detokenizer: Detokenizer, has_logprobs: bool, mark: int) -> None:
+    def __init__(
+        self, index: int, choice: int, detokenizer: Detokenizer | ScreenedDetokenizer, has_logprobs: bool, mark: int
+    ) -> None:
         self.index = index
         self.mark = mark  # the sink is told when so many are kept
         self.choice = choice
@@ -95,7 +99,7 @@ class RequestHandle:
         for sequence in self._sequences:
             if not sequence.is_finished:
                 text = sequence.detokenizer.finish()  # a broken character that ends here may complete a stop string
-                end = FinishReason.STOP if sequence.detokenizer.is_stopped else reason
+                end = sequence.detokenizer.stop_reason if sequence.detokenizer.is_stopped else reason
                 self._finish(sequence, end)
                 self._sink.on_delta(sequence.choice, sequence.take_delta(text, end), now_s)
 
@@ -165,7 +169,7 @@ class RequestHandle:
             sequence.is_finished = True
             sequence.num_tokens = chunk.num_sequence_tokens  # an end by id counts, and has no text
             text += detokenizer.finish()  # a broken character that ends here may yet complete a stop string
-            reason = FinishReason.STOP if detokenizer.is_stopped else chunk.finish_reason
+            reason = detokenizer.stop_reason if detokenizer.is_stopped else chunk.finish_reason
             self._sink.on_delta(sequence.choice, sequence.take_delta(text, reason), now_s)
         elif text or sequence.logprobs:
             self._sink.on_delta(sequence.choice, sequence.take_delta(text), now_s)
@@ -177,8 +181,9 @@ class RequestHandle:
             sequence.mark = self._sink.on_mark(sequence.choice, sequence.num_tokens)
 
     def _finish_at_stop_string(self, sequence: _Sequence, text: str, now_s: float) -> None:
-        self._finish(sequence, FinishReason.STOP)
-        self._sink.on_delta(sequence.choice, sequence.take_delta(text, FinishReason.STOP), now_s)
+        reason = sequence.detokenizer.stop_reason
+        self._finish(sequence, reason)
+        self._sink.on_delta(sequence.choice, sequence.take_delta(text, reason), now_s)
 
     def _finish(self, sequence: _Sequence, reason: FinishReason) -> None:
         sequence.is_finished = True
@@ -238,7 +243,14 @@ class EngineClient:
         self._next_row = 0  # of the first delivery
         self._error: ServiceError | None = None
 
-    def submit(self, request: Request, sink: DeltaSink, continues_text: bool, first_choice: int = 0) -> RequestHandle:
+    def submit(
+        self,
+        request: Request,
+        sink: DeltaSink,
+        continues_text: bool,
+        first_choice: int = 0,
+        forbidden: Sequence[Matcher] = (),
+    ) -> RequestHandle:
         if self._error is not None:
             raise self._error
         has_logprobs = request.sampling.num_logprobs is not None
@@ -246,7 +258,7 @@ class EngineClient:
             _Sequence(
                 i,
                 first_choice + i,
-                Detokenizer(self._table, request.sampling.stop, continues_text),
+                self._detokenizer(request, continues_text, forbidden),
                 has_logprobs,
                 sink.on_mark(first_choice + i, 0),
             )
@@ -256,6 +268,12 @@ class EngineClient:
         self._handles[request.request_id] = handle
         self._post(Submit(request))
         return handle
+
+    def _detokenizer(
+        self, request: Request, continues_text: bool, forbidden: Sequence[Matcher]
+    ) -> Detokenizer | ScreenedDetokenizer:
+        detokenizer = Detokenizer(self._table, request.sampling.stop, continues_text)
+        return ScreenedDetokenizer(detokenizer, TextScreen(forbidden)) if forbidden else detokenizer
 
     def deliver(self, delivery: StepDelivery) -> None:
         """Take one step's news: the first slice of it now, the others in turn with the loop's other work."""

@@ -41,6 +41,7 @@ from server.rate_limit_fields import show_limits
 from server.sse import comment
 from server.stream import HttpStream
 from server.tenants import Tenant
+from server.text_rules import rule_book
 from server.timing import Stage, StageClock, StageMarks
 
 OFFLOAD_BYTES = 8 * 1024  # a body from this size on is parsed and tokenized off the loop: 2.5 ms, measured
@@ -129,6 +130,12 @@ class PromptReader:
                 f" more than the {limit} that could fit. Shorten the prompt."
             )
             raise InvalidRequest(message, param, "context_length_exceeded")
+
+    def texts_of(self, prompt: Prompt) -> list[str]:
+        """What it says, each message by itself."""
+        if isinstance(prompt, ChatPrompt):
+            return [text for message in prompt.messages if isinstance(text := message.get("content"), str)]
+        return [prompt.text if isinstance(prompt, TextPrompt) else self.tokenizer.decode(prompt.ids)]
 
     def text_of(self, prompt: Prompt) -> str:
         return prompt.text if isinstance(prompt, TextPrompt) else self.tokenizer.decode(self.encode(prompt))
@@ -223,6 +230,7 @@ class Lifecycle:
         try:
             continues_text = not isinstance(call.prompts[0], ChatPrompt)
             requests = self._requests(call, prompts, request_id, timings, tenant)
+            answer.forbidden = rule_book(tenant.text_rules).on_answer
             place.admit(requests, timings.arrived_s + deadlines.ttft_s, self.clock.monotonic())
             if isinstance(body_writer, StreamedBody) and call.tells_queue:
                 answer.news = QueueNews(
@@ -264,6 +272,12 @@ class Lifecycle:
             marks.enter(Stage.VALIDATE)
             call = surface.parse(body, self.defaults)
             find_model(self.reader.cards_for(tenant), call.model)
+            rules = rule_book(tenant.text_rules)
+            if rules.on_answer and call.sampling.num_logprobs is not None:
+                message = "logprobs would tell what the operator's text rules may hold back. Leave them out."
+                raise InvalidRequest(message, "logprobs", "unsupported_parameter")
+            for i, prompt in enumerate(call.prompts if rules.on_prompt else ()):
+                rules.check_prompt(self.reader.texts_of(prompt), _param(prompt, i, len(call.prompts)))
             if call.num_sequences > self.max_sequences:
                 raise InvalidRequest(f"n must be at most {self.max_sequences} on this server.", "n")
             prompts = [
