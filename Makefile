@@ -18,8 +18,8 @@ PYTHON ?= python3
 VENV := .venv
 PIP_INSTALL := $(VENV)/bin/python -m pip install --quiet --constraint constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
-DEBIAN_TEST_PACKAGES := chromium curl default-jdk-headless haproxy nghttp2-client nginx nodejs openssl systemd
-TEST_PROGRAMS := chromium curl haproxy java nghttp nginx node openssl systemd-analyze
+DEBIAN_TEST_PACKAGES := chromium curl default-jdk-headless haproxy nghttp2-client nginx nodejs openssl prometheus systemd
+TEST_PROGRAMS := chromium curl haproxy java nghttp nginx node openssl promtool systemd-analyze
 BENCH_MODEL := $(VENV)/models/qwen2.5-0.5b
 BUILD_JOBS ?= $(shell nproc)
 

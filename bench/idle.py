@@ -1,8 +1,10 @@
-"""Many idle connections: `python -m bench.idle`. Memory of the server for each, and whether a newcomer still gets in.
+"""Many idle connections: `python -m bench.idle`. Memory of the server for each, whether a newcomer still gets in, and
+how soon one past the cap is turned away.
 
 A server of its own; the connections come one after the other from this process. Of each kind: HTTP/1.1 after one
 answered request, HTTP/2 over TLS after its SETTINGS. While they come, and once they are all there, a newcomer now and
 then connects, asks for /health and is answered: from its first SYN to the last byte, in the clear on a bind of its own.
+At last the cap is filled up; who comes then is timed from the SYN to the end of the connection.
 """
 
 import argparse
@@ -27,6 +29,7 @@ from bench.server_process import free_port, running
 NUM_HTTP1 = 10_000
 NUM_TLS = 5_000
 NUM_NEWCOMERS = 200  # once all are there
+NUM_REFUSED = 1_000
 CONNECTIONS_PER_NEWCOMER = 50  # while they come
 SPARE = 200  # connections and descriptors
 TIMEOUT_S = 10.0
@@ -47,6 +50,7 @@ class Idle:
     Args:
         bytes_each: of the server's resident memory.
         opening_ms, idle_ms: what newcomers waited while they came, and once they were there.
+        refused_ms: how long it took to turn those away who came past the cap.
     """
 
     kind: str
@@ -54,6 +58,7 @@ class Idle:
     bytes_each: float
     opening_ms: list[float]
     idle_ms: list[float]
+    refused_ms: list[float]
 
 
 def measure(kind: str, num_connections: int, pid: int, port: int, connect: Connect) -> Idle:
@@ -69,7 +74,29 @@ def measure(kind: str, num_connections: int, pid: int, port: int, connect: Conne
                 opening_ms.append(newcomer_ms(port))
         after = resident_bytes(pid)
         idle_ms += [newcomer_ms(port) for _ in range(NUM_NEWCOMERS)]
-    return Idle(kind, num_connections, (after - before) / num_connections, opening_ms, idle_ms)
+        refused_ms = refusals_ms(port, stack)
+    return Idle(kind, num_connections, (after - before) / num_connections, opening_ms, idle_ms, refused_ms)
+
+
+def refusals_ms(port: int, stack: contextlib.ExitStack) -> list[float]:
+    """How long each refusal took; the connections that are let in until then stay.
+
+    Raises:
+        CannotRun: more are let in than the cap has room for.
+    """
+    found: list[float] = []
+    for _ in range(NUM_REFUSED + 2 * SPARE):
+        start_s = time.monotonic()
+        connection = stack.enter_context(socket.create_connection(("127.0.0.1", port), TIMEOUT_S))
+        try:
+            connection.sendall(REQUEST)
+            read_until(connection, ANSWER_END)
+        except ConnectionError:
+            connection.close()
+            found.append((time.monotonic() - start_s) * 1e3)
+            if len(found) == NUM_REFUSED:
+                return found
+    raise CannotRun("the server lets more in than its cap", "look at what the server says")
 
 
 def resident_bytes(pid: int) -> int:
@@ -88,13 +115,13 @@ def newcomer_ms(port: int) -> float:
 def read_until(connection: socket.socket, end: bytes) -> None:
     """
     Raises:
-        CannotRun: the server closed before.
+        ConnectionError: the server closed before.
     """
     received = b""
     while end not in received:
         data = connection.recv(65_536)
         if not data:
-            raise CannotRun(f"the server closed: {received!r}", "look at what the server says")
+            raise ConnectionResetError(f"the server closed: {received!r}")
         received += data
 
 
@@ -174,7 +201,11 @@ def main(argv: Sequence[str]) -> int:
                 round(max(waits_ms), 2),
             )
             for one in measure_all(arguments.http1, arguments.tls)
-            for name, waits_ms in (("they come", one.opening_ms), ("they idle", one.idle_ms))
+            for name, waits_ms in (
+                ("they come", one.opening_ms),
+                ("they idle", one.idle_ms),
+                ("the cap is reached: refused", one.refused_ms),
+            )
         ),
     )
     print_tables([table])

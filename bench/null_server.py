@@ -54,6 +54,28 @@ def null_tokenizer() -> Tokenizer:
     return Tokenizer(backend.to_str())
 
 
+def null_model(wait_step: Callable[[], None]) -> tuple[ModelFiles, NullRunner]:
+    """What the server reads of a model, and what computes nothing for it; wait_step is called in every step."""
+    template = ChatTemplate({"default": TEMPLATE}, {}, MAX_MODEL_LEN)
+    files = ModelFiles(Path(), {}, null_tokenizer(), template, GenerationDefaults(), ())
+    return files, NullRunner(LIMITS, range(256, LIMITS.vocab_size), wait_step)
+
+
+def bench_facts(limits: RunnerLimits, device: str) -> EngineFacts:
+    """Of a server that is measured: nobody reads its banner."""
+    return EngineFacts(
+        model_name=MODEL,
+        is_demonstration=False,
+        num_parameters=0,
+        dtype="",
+        device=device,
+        device_reason="bench",
+        kv_size_bytes=0,
+        context_origin="the model's own",
+        limits=limits,
+    )
+
+
 class LockStep:
     """Holds the engine back until the loop has delivered its last step."""
 
@@ -99,28 +121,9 @@ def load(
     else:
         lock_step = LockStep(loop, deliver)
         wait_step, deliver = lock_step.wait, lock_step.deliver
-    runner = NullRunner(LIMITS, range(256, LIMITS.vocab_size), wait_step)
-    files = ModelFiles(
-        path=Path(),
-        config={},
-        tokenizer=null_tokenizer(),
-        chat_template=ChatTemplate({"default": TEMPLATE}, {}, MAX_MODEL_LEN),
-        defaults=GenerationDefaults(),
-        eos_ids=(),
-    )
-    facts = EngineFacts(
-        model_name=MODEL,
-        is_demonstration=False,
-        num_parameters=0,
-        dtype="none",
-        device="none",
-        device_reason="a null runner",
-        kv_size_bytes=0,
-        context_origin="the null runner's",
-        limits=LIMITS,
-    )
+    files, runner = null_model(wait_step)
     engine = Engine(Scheduler(LIMITS, (), lambda: 0), runner, time.monotonic, inbox, deliver)
-    return LoadedEngine(engine, files, facts)
+    return LoadedEngine(engine, files, bench_facts(LIMITS, "none: a null runner"))
 
 
 def main() -> int:

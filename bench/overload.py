@@ -40,6 +40,7 @@ from server.config import ServerConfig
 from server.deadlines import ANY_TIME
 from server.engine_client import EngineClient
 from server.gate import Gate
+from server.idempotency import Idempotency
 from server.lifecycle import Clock, Lifecycle, PromptReader
 from server.messages import Headers, HttpRequest, ResponseHead
 from server.metrics import Metrics
@@ -203,6 +204,7 @@ class Server:
             ),
             max_sequences=LIMITS.max_sequences,
             deadlines=ANY_TIME if admits_all else config.deadlines,
+            idempotency=Idempotency(time),
         )
         self._tasks: set[asyncio.Task[None]] = set()
 

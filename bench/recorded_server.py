@@ -14,10 +14,8 @@ from typing import Any
 import msgspec
 import uvloop
 
-from bench.null_runner import NullRunner, Pace
-from bench.null_server import LIMITS, MAX_MODEL_LEN, TEMPLATE, null_tokenizer
-from bench.peer import MODEL
-from core.chat_template import ChatTemplate
+from bench.null_runner import Pace
+from bench.null_server import bench_facts, null_model
 from core.config import EngineConfig, parse_model_config
 from core.engine import Engine
 from core.plan import Runner, RunnerLimits, StepOutput, StepPlan
@@ -27,8 +25,8 @@ from core.types import FinishReason, Request, StepDelivery
 from server.config import ServerConfig
 from server.engine_thread import Inbox
 from server.logs import configure_logging
-from server.model_files import GenerationDefaults, ModelFiles, read_model_files
-from server.process import EngineFacts, LoadedEngine, serve
+from server.model_files import ModelFiles, read_model_files
+from server.process import LoadedEngine, serve
 
 
 class StepRecord(msgspec.Struct, array_like=True):
@@ -111,27 +109,14 @@ def load(
 ) -> LoadedEngine:
     """An engine that keeps the record; without a model it computes nothing."""
     report_stage("loading")
-    files, runner = _null_model(step_rate) if model is None else _real_model(model)
-    facts = EngineFacts(
-        model_name=MODEL,
-        is_demonstration=False,
-        num_parameters=0,
-        dtype="",
-        device="",
-        device_reason="",
-        kv_size_bytes=0,
-        context_origin="the model's own",
-        limits=runner.limits,
-    )
+    runner: Runner[Any]
+    if model is None:
+        files, runner = null_model(Pace(1 / step_rate).wait if step_rate else lambda: None)
+    else:
+        files, runner = _real_model(model)
     scheduler = RecordingScheduler(record, runner.limits, files.eos_ids)
-    return LoadedEngine(Engine(scheduler, runner, time.monotonic, inbox, deliver), files, facts)
-
-
-def _null_model(step_rate: float) -> tuple[ModelFiles, Runner[Any]]:
-    wait_step = Pace(1 / step_rate).wait if step_rate else lambda: None
-    runner = NullRunner(LIMITS, range(256, LIMITS.vocab_size), wait_step)
-    template = ChatTemplate({"default": TEMPLATE}, {}, MAX_MODEL_LEN)
-    return ModelFiles(Path(), {}, null_tokenizer(), template, GenerationDefaults(), ()), runner
+    engine = Engine(scheduler, runner, time.monotonic, inbox, deliver)
+    return LoadedEngine(engine, files, bench_facts(runner.limits, "recorded"))
 
 
 def _real_model(path: Path) -> tuple[ModelFiles, Runner[Any]]:

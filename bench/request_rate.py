@@ -9,6 +9,7 @@ import socket
 import time
 from collections import deque
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import hpack
 
@@ -45,17 +46,47 @@ class RequestLoad:
     duration_s: float
 
 
+class _Answers(NamedTuple):
+    """What a read brought.
+
+    Args:
+        num_sound, num_failed: answers that are whole.
+        num_bytes: of what was read, that are done with.
+        reply: to be sent.
+        is_last: no more requests are taken.
+    """
+
+    num_sound: int
+    num_failed: int
+    num_bytes: int
+    reply: bytes = b""
+    is_last: bool = False
+
+
+class _Speech(Protocol):
+    """A protocol's bytes on one connection."""
+
+    opening: bytes
+
+    def request(self, number: int) -> bytes:
+        """GET PATH; from 0, in their order."""
+        ...
+
+    def read(self, data: bytes) -> _Answers: ...
+
+
 class _Connection:
     """A socket, and what is under way on it.
 
     Attributes:
-        num_answered, num_failed: since the last take().
+        num_answered, num_failed: so far.
     """
 
-    def __init__(self, port: int, num_at_once: int) -> None:
+    def __init__(self, port: int, num_at_once: int, speech: _Speech) -> None:
         self.socket = socket.create_connection(("127.0.0.1", port))
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.num_answered = self.num_failed = 0
+        self._speech = speech
         self._num_begun = 0
         self._num_open = 0
         self._rest = b""
@@ -70,83 +101,83 @@ class _Connection:
         data = self.socket.recv(READ_BYTES)
         if not data:
             return False
-        out = self._answer(self._rest + data) + (self._requests() if goes_on else b"")
+        out = self._take(self._rest + data) + (self._requests() if goes_on else b"")
         if out:
             self.socket.sendall(out)
         return True
 
     def open(self) -> None:
-        self.socket.sendall(self._requests())
+        self.socket.sendall(self._speech.opening + self._requests())
 
     def _requests(self) -> bytes:
         """As many as may be begun."""
         num_new = min(self._num_at_once - self._num_open, NUM_PER_CONNECTION - self._num_begun)
         self._num_open += num_new
         self._num_begun += num_new
-        return b"".join(self._request(self._num_begun - num_new + i) for i in range(num_new))
+        return b"".join(self._speech.request(self._num_begun - num_new + i) for i in range(num_new))
 
-    def _ended(self, is_sound: bool) -> None:
-        self._num_open -= 1
-        self.num_answered += is_sound
-        self.num_failed += not is_sound
+    def _take(self, data: bytes) -> bytes:
+        came = self._speech.read(data)
+        self.num_answered += came.num_sound
+        self.num_failed += came.num_failed
+        self._num_open -= came.num_sound + came.num_failed
+        if came.is_last:
+            self._num_begun = NUM_PER_CONNECTION
+        self._rest = data[came.num_bytes :]
+        return came.reply
 
-    def _request(self, number: int) -> bytes:
-        raise NotImplementedError
 
-    def _answer(self, data: bytes) -> bytes:
-        raise NotImplementedError
-
-
-class _Http1(_Connection):
+class _Http1:
+    opening = b""
     _REQUEST = encode_request("GET", PATH, "127.0.0.1", {})
 
-    def _request(self, number: int) -> bytes:
+    def request(self, number: int) -> bytes:
         return self._REQUEST
 
-    def _answer(self, data: bytes) -> bytes:
+    def read(self, data: bytes) -> _Answers:
+        """One request is under way at a time, and its answer is all that comes."""
         body = data.find(b"\r\n\r\n") + 4
         if body >= 4:
             name = data.lower().find(b"content-length:", 0, body)
-            length = int(data[name + 15 : data.find(b"\r\n", name)])
-            if len(data) >= body + length:
-                self._ended(data.startswith(b"HTTP/1.1 200"))
-                data = data[body + length :]
-        self._rest = data
-        return b""
+            end = body + int(data[name + 15 : data.find(b"\r\n", name)])
+            if len(data) >= end:
+                is_sound = data.startswith(b"HTTP/1.1 200")
+                return _Answers(is_sound, not is_sound, end)
+        return _Answers(0, 0, 0)
 
 
-class _Http2(_Connection):
-    def __init__(self, port: int, num_at_once: int) -> None:
-        super().__init__(port, num_at_once)
+class _Http2:
+    opening = PREFACE + OPENING_SETTINGS
+
+    def __init__(self) -> None:
         self._decoder = hpack.Decoder()
         encoder = hpack.Encoder()
         encoder.header_table_size = 0  # so that every request is the same bytes
         fields = request_fields("GET", PATH)
-        self.socket.sendall(PREFACE + OPENING_SETTINGS)
-        self._opening = frame(HEADERS, END_STREAM | END_HEADERS, 1, encoder.encode(fields))
+        self._first = frame(HEADERS, END_STREAM | END_HEADERS, 1, encoder.encode(fields))
         self._block = encoder.encode(fields)
         self._failed: deque[int] = deque()
 
-    def _request(self, number: int) -> bytes:
-        return self._opening if not number else frame(HEADERS, END_STREAM | END_HEADERS, 2 * number + 1, self._block)
+    def request(self, number: int) -> bytes:
+        return self._first if not number else frame(HEADERS, END_STREAM | END_HEADERS, 2 * number + 1, self._block)
 
-    def _answer(self, data: bytes) -> bytes:
-        answer = b""
-        position = 0
+    def read(self, data: bytes) -> _Answers:
+        reply = b""
+        position = num_sound = num_failed = 0
+        is_last = False
         for kind, flags, stream_id, start, end in frames(data):
             position = end
             if kind == HEADERS and dict(self._decoder.decode(data[start:end], raw=True))[b":status"] != b"200":
                 self._failed.append(stream_id)
-            if kind == GOAWAY:
-                self._num_begun = NUM_PER_CONNECTION
+            is_last |= kind == GOAWAY
             if kind == RST_STREAM:
-                self._ended(False)
+                num_failed += 1
             elif stream_id and flags & END_STREAM:
-                self._ended(stream_id not in self._failed)
+                num_sound += stream_id not in self._failed
+                num_failed += stream_id in self._failed
             elif not stream_id:
-                answer += control_answer(kind, flags, data[start:end])
-        self._rest = data[position:]
-        return answer
+                reply += control_answer(kind, flags, data[start:end])
+        return _Answers(num_sound, num_failed, position, reply, is_last)
 
 
 def ask(load: RequestLoad) -> Came:
@@ -155,7 +186,8 @@ def ask(load: RequestLoad) -> Came:
     connections: dict[int, _Connection] = {}
 
     def connect() -> None:
-        connection = _Http2(load.port, load.num_at_once) if load.is_http2 else _Http1(load.port, 1)
+        num_at_once = load.num_at_once if load.is_http2 else 1
+        connection = _Connection(load.port, num_at_once, _Http2() if load.is_http2 else _Http1())
         connection.open()
         number = connection.socket.fileno()
         connections[number] = connection
@@ -190,7 +222,7 @@ def latencies_s(port: int, duration_s: float) -> list[float]:
     """One request after the other, PROBE_S apart, each timed from its first byte out to its last byte in."""
     found: list[float] = []
     end_s = time.monotonic() + duration_s
-    connection = _Http1(port, 1)
+    connection = _Connection(port, 1, _Http1())
     while time.monotonic() < end_s:
         num_answered = connection.num_answered
         start_s = time.monotonic()
@@ -201,7 +233,7 @@ def latencies_s(port: int, duration_s: float) -> list[float]:
         found.append(time.monotonic() - start_s)
         if connection.is_done:
             connection.socket.close()
-            connection = _Http1(port, 1)
+            connection = _Connection(port, 1, _Http1())
         time.sleep(PROBE_S)
     connection.socket.close()
     return found

@@ -11,6 +11,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 Domain = tuple[str, str]  # whose prompts may share blocks (a tenant, or ""), and the request's own salt
+# Of a full block: the serial of the block before it (the domain, for a chain's first) and its own token ids as int32.
+BlockKey = tuple[int | Domain, bytes]
 
 
 class OutOfBlocks(Exception):
@@ -51,6 +53,10 @@ class BlockPool:
     @property
     def num_used(self) -> int:
         return self.num_blocks - self.num_free
+
+    def kept(self) -> list[int]:
+        """The free blocks whose content is kept, next to be evicted first."""
+        return list(self._kept)
 
     def is_shared(self, block: int) -> bool:
         """Whether writing to it would be seen by another holder."""

@@ -52,31 +52,55 @@ class Charges:
 
     def charge_step(
         self, rows: Seq[Sequence], ends: Seq[int], running: Collection[Sequence], work: StepWork, step_s: float
-    ) -> None:
-        """Charge a step that took step_s.
+    ) -> int:
+        """Charge a step that took step_s, and attribute it to the sequences that were in it.
 
         Args:
             rows: the sequences that computed something, still in flight and before it is counted as computed.
             ends: the position after the last that each computed.
             running: all that hold blocks.
+
+        Returns: how many blocks they hold; a shared one counts for each.
         """
         fixed_s, _, _, token_s, kv_s = self._model.coefficients_s
         fixed_s /= len(rows)
         block_s = (self._model.predict(work) if self._model.is_ready else step_s) / self._num_blocks
         owed_s: defaultdict[Tenant, float] = defaultdict(float)
         own_token_s = fixed_s + token_s
+        parts_s: list[float] = []  # of the step, as predicted
+        num_held = 0
         for sequence, end in zip(rows, ends, strict=True):
-            start, held_s = sequence.num_computed_tokens, block_s * len(sequence.table.blocks)
+            start, num_blocks = sequence.num_computed_tokens, len(sequence.table.blocks)
+            num_held += num_blocks
+            sequence.kv_block_s += num_blocks * step_s
             if start >= sequence.prepaid_end:
-                owed_s[sequence.tenant] += own_token_s + kv_s * start + held_s
+                part_s = own_token_s + kv_s * start
+                owed_s[sequence.tenant] += part_s + block_s * num_blocks
             else:
-                owed_s[sequence.tenant] += fixed_s + held_s
-                self._use(sequence, (end - start) * sequence.prepaid_token_s)
+                part_s = fixed_s + (end - start) * sequence.prepaid_token_s
+                owed_s[sequence.tenant] += fixed_s + block_s * num_blocks
+                self._use(sequence, part_s - fixed_s)
                 if end >= sequence.prepaid_end:
                     self.refund(sequence)
+            parts_s.append(part_s)
+        _attribute(rows, parts_s, step_s)
         if len(running) > len(rows):
             for sequence in running:
                 if not sequence.is_in_flight:
-                    owed_s[sequence.tenant] += block_s * len(sequence.table.blocks)
+                    num_blocks = len(sequence.table.blocks)
+                    num_held += num_blocks
+                    sequence.kv_block_s += num_blocks * step_s
+                    owed_s[sequence.tenant] += block_s * num_blocks
         for tenant, seconds in owed_s.items():
             tenant.charge(seconds)
+        return num_held
+
+
+def _attribute(rows: Seq[Sequence], parts_s: list[float], step_s: float) -> None:
+    """Divide a step among its rows in proportion to their parts; where nothing is predicted, equally."""
+    predicted_s = sum(parts_s)
+    if predicted_s <= 0.0:
+        parts_s, predicted_s = [1.0] * len(rows), len(rows)
+    scale = step_s / predicted_s
+    for sequence, part_s in zip(rows, parts_s, strict=True):
+        sequence.device_s += part_s * scale

@@ -11,7 +11,7 @@ from typing import NoReturn, TypeVar
 
 import numpy as np
 
-from core.plan import DeviceError, Runner, StepOutput, StepPlan
+from core.plan import BlockStore, DeviceError, Runner, StepOutput, StepPlan
 from core.scheduler import Scheduler
 from core.types import Cancel, ClearCache, FinishReason, Message, Pause, Resume, StepDelivery, Submit, TokenLogprobs
 
@@ -35,6 +35,7 @@ class Engine:
         clock: monotonic seconds.
         inbox: messages of the loop, oldest first. Only popped here, from the left.
         deliver: takes each step's news. Called once a step, and for news without a step.
+        store: is given the cached blocks when no more steps come; None: they are forgotten.
     """
 
     def __init__(
@@ -44,12 +45,14 @@ class Engine:
         clock: Callable[[], float],
         inbox: deque[Message],
         deliver: Callable[[StepDelivery], None],
+        store: BlockStore | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._compute: Callable[[StepPlan], StepOutput] = lambda plan: _compute(runner, plan)
         self._clock = clock
         self._inbox = inbox
         self._deliver = deliver
+        self._store = store
         self._is_broken = False
 
     def step(self) -> bool:
@@ -83,6 +86,11 @@ class Engine:
         self._drain_inbox()
         self._scheduler.end_all(reason, error)
         self._flush()
+
+    def close(self) -> None:
+        """No more steps come: have stored what the next process can use."""
+        if self._store is not None and not self._is_broken:
+            self._store.keep(self._scheduler.offload_kept())
 
     def _break(self, cause: DeviceError | None = None) -> NoReturn:
         self._is_broken = True

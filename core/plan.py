@@ -11,6 +11,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from core.blocks import BlockKey
 from core.types import SamplingParams, TokenLogprobs
 
 Int32Array = npt.NDArray[np.int32]
@@ -36,6 +37,43 @@ class SequenceStart:
     stop_ids: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class BlockLabel:
+    """What a full block holds, exactly: two blocks with the same label hold the same.
+
+    Args:
+        serial: names the block in the keys of those that follow it. Never used for another content.
+    """
+
+    serial: int
+    key: BlockKey
+
+
+@dataclass(slots=True)
+class BlockCopies:
+    """Whole blocks, between the device and slots of host memory. All that goes out is read before anything is written.
+
+    Args:
+        offloads: slot -> block that is copied out to it.
+        labels: by slot, of what is copied out.
+        restores: block -> slot that is copied back to it.
+        dropped: slots whose content nobody may find any more, after a restart of the process neither.
+    """
+
+    offloads: dict[int, int] = field(default_factory=dict)
+    labels: dict[int, BlockLabel] = field(default_factory=dict)
+    restores: dict[int, int] = field(default_factory=dict)
+    dropped: list[int] = field(default_factory=list)
+
+    @property
+    def num_copies(self) -> int:
+        return len(self.offloads) + len(self.restores)
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.offloads or self.restores or self.dropped)
+
+
 @dataclass(slots=True)
 class StepPlan:
     """What to compute in one step.
@@ -43,7 +81,8 @@ class StepPlan:
     Row i, in [0, num_rows): the sequence in slots[i] computes its tokens at positions starts[i] up to
     starts[i] + lengths[i] - 1. Their ids stand one row after the other in token_ids. Where samples[i], the row reaches
     the sequence's last known token, and a token is drawn from its last logits.
-    Order of effects: sequence_starts reset their slots, blocks are copied, block tables grow, the rows are computed.
+    Order of effects: sequence_starts reset their slots, blocks are copied out to the host, then back from it, then from
+    block to block, block tables grow, the rows are computed.
     """
 
     slots: Int32Array  # [rows]
@@ -57,6 +96,7 @@ class StepPlan:
     copy_sources: Int32Array  # [copies]: block whose content ...
     copy_targets: Int32Array  # [copies]: ... is copied to this block first (copy on write)
     sequence_starts: list[SequenceStart] = field(default_factory=list)
+    host_copies: BlockCopies | None = None
 
     @property
     def num_rows(self) -> int:
@@ -75,6 +115,7 @@ class StepOutput:
     token_ids: Int32Array  # [tokens]
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # index into token_ids -> its logprobs
     failed_rows: dict[int, str] = field(default_factory=dict)  # row -> cause (e.g. logits not finite); draws nothing
+    host_copy_s: float = 0.0  # of the step's time, what its copies from and to the host took
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +128,21 @@ class RunnerLimits:
     max_batch_tokens: int
     max_model_len: int  # tokens
     vocab_size: int  # the logits' width
+    num_host_blocks: int = 0  # slots of host memory, of a block each
+    block_bytes: int = 0
+    host_copy_s: float = 0.0  # of one block to the host or back, as measured at start
 
 
 class DeviceError(Exception):
     """The device itself is broken: nothing after it can succeed. The engine ends every request and stops."""
+
+
+class BlockStore(Protocol):
+    """Keeps blocks beyond the end of the process."""
+
+    def keep(self, copies: BlockCopies | None) -> None:
+        """After the last step: copy these out, and return once all that was copied out is kept, or time is up."""
+        ...
 
 
 Ticket = TypeVar("Ticket")

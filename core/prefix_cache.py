@@ -3,7 +3,7 @@
 A full block is published under a key: the serial of the publication before it in its chain (the domain, for a chain's
 first block) and its own token ids. Looking a key up compares all of it, so a hit is never a guess; Python hashes it
 with a secret of the process, so no client can build keys that collide. A serial is never used twice: once a block is
-forgotten or evicted, nothing that was computed after it can be found through another.
+forgotten, or evicted and not kept on the host, nothing that was computed after it can be found through another.
 
 Whoever holds a published block holds those before it in the chain, and lets go of its last block first. So of what
 nobody holds, the least recently used leaf is the next to be evicted, and never a parent before its children.
@@ -16,9 +16,10 @@ those who shared it compute it themselves.
 import struct
 from collections.abc import Sequence as Seq
 
-from core.blocks import BlockPool, BlockTable, Domain
+from core.blocks import BlockKey, BlockPool, BlockTable, Domain
+from core.host_blocks import HostBlocks
+from core.plan import BlockLabel
 
-_Key = tuple[int | Domain, bytes]
 _UNPUBLISHED = 0  # serials are larger
 
 
@@ -27,17 +28,21 @@ class PrefixCache:
 
     Args:
         is_enabled: False: nothing is published, so nothing is found.
+        host: where blocks go that are evicted.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, is_enabled: bool = True) -> None:
-        self.pool = BlockPool(num_blocks, on_evict=self._unpublish)
+    def __init__(
+        self, num_blocks: int, block_size: int, is_enabled: bool = True, host: HostBlocks | None = None
+    ) -> None:
+        self.pool = BlockPool(num_blocks, on_evict=self._on_evict)
+        self._host = HostBlocks(0) if host is None else host
         self._block_size = block_size
         self.is_enabled = is_enabled
         self._content = struct.Struct(f"{block_size}i").pack
-        self._blocks: dict[_Key, int] = {}
-        self._keys: list[_Key | None] = [None] * num_blocks  # by block
+        self._blocks: dict[BlockKey, int] = {}
+        self._keys: list[BlockKey | None] = [None] * num_blocks  # by block
         self._serials = [_UNPUBLISHED] * num_blocks  # by block
-        self._last_serial = _UNPUBLISHED
+        self._last_serial = max(_UNPUBLISHED, self._host.last_serial)
 
     def is_behind(self, table: BlockTable, num_tokens: int) -> bool:
         """Whether some of the table's blocks that are full with its first num_tokens are not published."""
@@ -78,28 +83,94 @@ class PrefixCache:
             key = self._key(table, token_ids)
             if key in self._blocks:
                 return
-            block = table.blocks[table.num_published]
-            self._last_serial += 1
-            self._blocks[key], self._keys[block], self._serials[block] = block, key, self._last_serial
-            self.pool.keep(block)
-            table.num_published += 1
+            serial = self._host.serial_of(key)
+            if serial is None:
+                serial = self._last_serial = self._last_serial + 1
+            self._publish(table, table.blocks[table.num_published], key, serial)
+
+    def find_on_host(self, table: BlockTable, token_ids: Seq[int]) -> list[BlockKey]:
+        """Keys of the chain that lies on the host and goes on where extend() has stopped."""
+        keys: list[BlockKey] = []
+        if not self._host.num_used:
+            return keys
+        position = table.num_published
+        parent = self._parent(table)
+        while position < (len(token_ids) - 1) // self._block_size:
+            key = parent, self._content_at(position, token_ids)
+            serial = self._host.serial_of(key)
+            if serial is None or key in self._blocks or not self._host.has(key):
+                break
+            keys.append(key)
+            parent = serial
+            position += 1
+        return keys
+
+    def restore(self, table: BlockTable, keys: list[BlockKey]) -> None:
+        """Let a table that has nothing but published blocks go on with these, in new blocks, of which enough are free.
+
+        Args:
+            keys: as find_on_host() has found them.
+        """
+        self._host.pin(keys)
+        for key in keys:
+            (block,) = self.allocate(1)
+            table.blocks.append(block)
+            self._publish(table, block, key, self._host.restore(block, key))
+
+    def allocate(self, count: int) -> list[int]:
+        """Take new blocks from the pool, as it does."""
+        blocks = self.pool.allocate(count)
+        self._host.reuse(blocks)
+        return blocks
+
+    def take_for_shared(self, block: int) -> int:
+        """As the pool does."""
+        taken = self.pool.take_for_shared(block)
+        self._host.reuse((taken,))
+        return taken
+
+    def offload_kept(self) -> None:
+        """Copy out all that lies in blocks which nobody holds: no more steps come."""
+        for block in self.pool.kept():
+            self._offload(block)
 
     def forget(self, blocks: Seq[int]) -> None:
         """Let nobody find these blocks any more, nor what was computed after them."""
+        self._host.forget(key for block in blocks if (key := self._keys[block]) is not None)
         for block in blocks:
             self._unpublish(block)
             self.pool.discard(block)
 
     def clear(self) -> None:
         """Forget all blocks. Those who hold them keep them."""
+        self._host.clear()
         self.forget(list(self._blocks.values()))
 
-    def _key(self, table: BlockTable, token_ids: Seq[int]) -> _Key:
+    def _key(self, table: BlockTable, token_ids: Seq[int]) -> BlockKey:
         """Of the first block that the table has not published."""
+        return self._parent(table), self._content_at(table.num_published, token_ids)
+
+    def _parent(self, table: BlockTable) -> int | Domain:
         position = table.num_published
+        return self._serials[table.blocks[position - 1]] if position else table.domain
+
+    def _content_at(self, position: int, token_ids: Seq[int]) -> bytes:
         start = position * self._block_size
-        parent = self._serials[table.blocks[position - 1]] if position else table.domain
-        return parent, self._content(*token_ids[start : start + self._block_size])
+        return self._content(*token_ids[start : start + self._block_size])
+
+    def _publish(self, table: BlockTable, block: int, key: BlockKey, serial: int) -> None:
+        self._blocks[key], self._keys[block], self._serials[block] = block, key, serial
+        self.pool.keep(block)
+        table.num_published += 1
+
+    def _offload(self, block: int) -> None:
+        key = self._keys[block]
+        if key is not None and self._host.num_slots:
+            self._host.offload(block, BlockLabel(self._serials[block], key))
+
+    def _on_evict(self, block: int) -> None:
+        self._offload(block)
+        self._unpublish(block)
 
     def _unpublish(self, block: int) -> None:
         key = self._keys[block]

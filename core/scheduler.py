@@ -8,14 +8,14 @@ TokenChunk, from the last of its sequences. Sequences end in one place (finish),
 
 import heapq
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from core.blocks import num_blocks_for
 from core.charges import Charges
 from core.config import INTER_TOKEN_TARGET
 from core.fairness import TenantShares
 from core.outbox import Outbox
-from core.plan import RunnerLimits, StepOutput, StepPlan
+from core.plan import BlockCopies, BlockLabel, RunnerLimits, StepOutput, StepPlan
 from core.plan_builder import PlanBuilder, restart_rows, rows_misled
 from core.preemption import enough_of, outranked, victim_order
 from core.sequence import NO_SLOT, Sequence, SequenceGroup, SequenceState
@@ -23,6 +23,7 @@ from core.sequence_blocks import SequenceBlocks
 from core.step_cost import PrefillAllowance, StepCostModel, StepWork, allow_prefill
 from core.types import (
     Admitted,
+    Cost,
     EngineStats,
     FinishReason,
     Prefilled,
@@ -45,6 +46,7 @@ class Scheduler:
         seeds: draws a 64-bit seed for a request that names none.
         has_prefix_cache: requests use what others of their domain have computed.
         inter_token_target: see EngineConfig.
+        stored: see HostBlocks.
     """
 
     def __init__(
@@ -54,10 +56,9 @@ class Scheduler:
         seeds: Callable[[], int],
         has_prefix_cache: bool = True,
         inter_token_target: float | None = INTER_TOKEN_TARGET,
+        stored: Iterable[tuple[int, BlockLabel]] = (),
     ) -> None:
         self.limits = limits
-        self._blocks = SequenceBlocks(limits, has_prefix_cache)
-        self.cache, self.pool = self._blocks.cache, self._blocks.pool
         self._eos_ids = eos_ids
         self._seeds = seeds
         self._max_length = min(limits.max_model_len, limits.num_blocks * limits.block_size)  # a lone sequence fits
@@ -68,6 +69,8 @@ class Scheduler:
         self.step_cost = StepCostModel()
         self.shares = TenantShares()
         self._charges = Charges(self.step_cost, limits.num_blocks)
+        self._blocks = SequenceBlocks(limits, has_prefix_cache, self._charges.prefill_s, stored)
+        self.cache, self.pool, self.host = self._blocks.cache, self._blocks.pool, self._blocks.host
         self._inter_token_target = inter_token_target
         self._waiting = WaitingQueue()  # neither paused ones nor unforked siblings
         self._running: dict[Sequence, None] = {}  # as they were admitted
@@ -168,11 +171,21 @@ class Scheduler:
         num_reserved = len(builder.sequences)  # blocks, which the decodes need within 16 steps
         self._catch_up(builder, allowance, behind, num_reserved, now)
         self._planned_work = builder.work
-        return builder.build()
+        plan = builder.build()
+        if plan is not None:
+            plan.host_copies = self.host.take_copies()
+        return plan
+
+    def offload_kept(self) -> BlockCopies | None:
+        """No more steps come: what has to be copied out for all that nobody holds to be on the host."""
+        self.cache.offload_kept()
+        return self.host.take_copies()
 
     def restart(self, plan: StepPlan, rows: range) -> StepPlan:
         """These rows of a plan whose step failed, to be computed anew whatever the failed step has left behind."""
-        return restart_rows(plan, rows, self._sequences_of(plan, rows))
+        restarted = restart_rows(plan, rows, self._sequences_of(plan, rows))
+        restarted.host_copies = self.host.on_restart()
+        return restarted
 
     def apply(self, plan: StepPlan, output: StepOutput, now: float) -> StepDelivery:
         """Take in a step's result: tokens, forks, ends. Returns all news since the last delivery."""
@@ -182,7 +195,8 @@ class Scheduler:
             misled = rows_misled(plan, sequences, output.failed_rows, self.limits.block_size)
         lost = misled.union(output.failed_rows)
         ends = (plan.starts + plan.lengths).tolist()
-        self._account(sequences, ends, now - self._planned_s)
+        self.host.on_applied(len(output.failed_rows) < plan.num_rows, output.host_copy_s)
+        self._account(sequences, ends, now - self._planned_s - output.host_copy_s)
         self._advance(sequences, ends, lost, now)
         self._take_tokens(output, sequences, lost)
         for row in sorted(lost):
@@ -215,8 +229,16 @@ class Scheduler:
             num_cache_queries=self._counts.num_cache_queries,
             num_cache_hits=self._counts.num_cache_hits,
             num_cache_evictions=self.pool.num_evictions,
+            num_host_blocks=self.host.num_slots,
+            num_used_host_blocks=self.host.num_used,
+            num_offloaded_blocks=self.host.num_offloaded,
+            num_restored_blocks=self.host.num_restored,
+            num_recomputed_blocks=self.host.num_recomputed,
+            block_bytes=self.limits.block_bytes,
             step_s=self._counts.step_s,
             step_cost_s=self.step_cost.rough_s,
+            device_s=self._counts.device_s,
+            kv_block_s=self._counts.kv_block_s,
             step_cost_error_p50=self.step_cost.error_p50,
             step_cost_error_p90=self.step_cost.error_p90,
         )
@@ -238,13 +260,15 @@ class Scheduler:
         self._give_back(sequence)
         sequence.state = SequenceState.FINISHED
         group.num_live -= 1
+        is_last = group.num_live == 0
         self._outbox.chunks.append(
             TokenChunk(
                 request_id=sequence.request_id,
                 index=sequence.index,
                 finish_reason=reason,
                 num_sequence_tokens=sequence.num_billed_tokens,
-                usage=self._end_group(group) if group.num_live == 0 else None,
+                usage=self._end_group(group) if is_last else None,
+                cost=group.cost if is_last else Cost(),
                 error=error if reason is FinishReason.ERROR else None,
             )
         )
@@ -401,7 +425,9 @@ class Scheduler:
             found = self._waiting.head(now) if is_admitting else None
             if found is not None and (not behind or rank(*found, now) < rank_of(behind[-1])):
                 head, level = found
+                copying_s = self.host.planned_s
                 is_admitting = self._admit(builder, head, level, num_reserved)
+                allowance.spend(self.host.planned_s - copying_s)
                 if is_admitting:
                     self._add_row(builder, head, allowance)
             elif behind:
@@ -498,8 +524,10 @@ class Scheduler:
         self._counts.num_steps += 1
         self._counts.num_rows += len(sequences)
         self._counts.step_s = step_s
+        self._counts.device_s += step_s
         self.step_cost.observe(self._planned_work, step_s)
-        self._charges.charge_step(sequences, ends, self._running, self._planned_work, step_s)
+        num_held = self._charges.charge_step(sequences, ends, self._running, self._planned_work, step_s)
+        self._counts.kv_block_s += num_held * step_s
 
     def _advance(self, sequences: list[Sequence], ends: list[int], lost: set[int], now: float) -> None:
         """Count what was computed, and fork those who waited for their prompt.
@@ -590,3 +618,5 @@ class _Counts:
         self.num_cache_queries = 0
         self.num_cache_hits = 0
         self.step_s = 0.0
+        self.device_s = 0.0
+        self.kv_block_s = 0.0

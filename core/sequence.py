@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from core.blocks import BlockTable
 from core.fairness import Tenant
-from core.types import FinishReason, Request, SamplingParams
+from core.types import Cost, FinishReason, Request, SamplingParams
 
 NO_SLOT = -1
 _MASK_64 = (1 << 64) - 1
@@ -54,6 +54,7 @@ class Sequence:
         prepaid_end: up to this position its tenant was charged when it was admitted ...
         prepaid_token_s: ... so much for each token that was to be computed ...
         prepaid_s: ... of which so much has not been used.
+        device_s, kv_block_s: what it has taken so far, as Cost has it.
     """
 
     request_id: str
@@ -84,6 +85,8 @@ class Sequence:
     prepaid_end: int = 0
     prepaid_token_s: float = 0.0
     prepaid_s: float = 0.0
+    device_s: float = 0.0
+    kv_block_s: float = 0.0
 
     @property
     def has_deadline(self) -> bool:
@@ -151,6 +154,14 @@ class SequenceGroup:
     is_admitted: bool = False
     num_prompt_chunks: int = 0
     is_prefilled: bool = False
+
+    @property
+    def cost(self) -> Cost:
+        """What its sequences have taken so far."""
+        return Cost(
+            device_s=sum(sequence.device_s for sequence in self.sequences),
+            kv_block_s=sum(sequence.kv_block_s for sequence in self.sequences),
+        )
 
     def add(self, stop_ids: tuple[int, ...], max_length: int) -> Sequence:
         """A new sequence with the next index and its own seed."""

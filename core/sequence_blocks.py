@@ -1,23 +1,39 @@
 """Gives sequences the blocks that they read and write, and takes them back. Thread: engine.
 
-Three kinds: found in the prefix cache, shared with a parent, new. Whoever asks for more than is free gets nothing, and
-has to decide (the scheduler does) who gives way.
+Four kinds: found in the prefix cache, copied back from the host, shared with a parent, new. Whoever asks for more than
+is free gets nothing, and has to decide (the scheduler does) who gives way.
 """
 
+from collections.abc import Callable, Iterable
+
 from core.blocks import num_blocks_for
-from core.plan import RunnerLimits
+from core.host_blocks import HostBlocks
+from core.plan import BlockLabel, RunnerLimits
 from core.plan_builder import PlanBuilder
 from core.prefix_cache import PrefixCache
 from core.sequence import Sequence
 
 
 class SequenceBlocks:
-    """The pool and the prefix cache over it, as sequences see them."""
+    """The pool, the prefix cache over it and what was copied out of it, as sequences see them.
 
-    def __init__(self, limits: RunnerLimits, has_prefix_cache: bool) -> None:
-        self.cache = PrefixCache(limits.num_blocks, limits.block_size, has_prefix_cache)
+    Args:
+        prefill_s: what it costs to compute positions `start` to `end` - 1 of a sequence with so long a prompt.
+        stored: see HostBlocks.
+    """
+
+    def __init__(
+        self,
+        limits: RunnerLimits,
+        has_prefix_cache: bool,
+        prefill_s: Callable[[int, int, int], float],
+        stored: Iterable[tuple[int, BlockLabel]],
+    ) -> None:
+        self.host = HostBlocks(limits.num_host_blocks, limits.host_copy_s, stored)
+        self.cache = PrefixCache(limits.num_blocks, limits.block_size, has_prefix_cache, self.host)
         self.pool = self.cache.pool
         self._block_size = limits.block_size
+        self._prefill_s = prefill_s
 
     def num_to_admit(self, sequence: Sequence) -> int:
         """Blocks of all its tokens and the next."""
@@ -26,22 +42,32 @@ class SequenceBlocks:
     def admit(self, sequence: Sequence, num_reserved: int) -> bool:
         """Give a waiting sequence what is cached of it and new blocks for the rest, or nothing and False.
 
+        Into the first of the new ones is copied what lies on the host, where that is cheaper than to compute it.
+
         Args:
             num_reserved: blocks that others will need soon.
         """
         table, num_free = sequence.table, self.pool.num_free
         if num_free - num_reserved < sequence.num_free_blocks_needed:  # a long prompt is not looked up in each step
             return False
-        num_cached_tokens = self.cache.extend(table, sequence.token_ids)
+        self.cache.extend(table, sequence.token_ids)
         num_new = self.num_to_admit(sequence) - len(table)
         if num_new > self.pool.num_free - num_reserved:
             sequence.num_free_blocks_needed = num_new + num_free - self.pool.num_free
             self.pool.release(table.take())
             return False
-        table.blocks += self.pool.allocate(num_new)
-        sequence.num_computed_tokens = num_cached_tokens
+        self._restore(sequence)
+        sequence.num_computed_tokens = self.cache.extend(table, sequence.token_ids)
+        table.blocks += self.cache.allocate(self.num_to_admit(sequence) - len(table))
         sequence.num_free_blocks_needed = 0
         return True
+
+    def _restore(self, sequence: Sequence) -> None:
+        keys = self.cache.find_on_host(sequence.table, sequence.token_ids)
+        start = len(sequence.table) * self._block_size
+        end = start + len(keys) * self._block_size
+        if keys and self.host.is_cheaper(len(keys), self._prefill_s(start, end, sequence.num_prompt_tokens)):
+            self.cache.restore(sequence.table, keys)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let a child start where its parent is, but for its last token: that one it computes itself.
@@ -81,10 +107,10 @@ class SequenceBlocks:
         """Let it own all blocks that it writes up to position `end`: the shared one copied, new ones for the rest."""
         blocks, first = sequence.table.blocks, self._first_written(sequence)
         if first < len(blocks) and self.pool.is_shared(blocks[first]):
-            builder.replace_block(sequence, first, self.pool.take_for_shared(blocks[first]))
+            builder.replace_block(sequence, first, self.cache.take_for_shared(blocks[first]))
         num_new = num_blocks_for(end, self._block_size) - len(blocks)
         if num_new > 0:
-            blocks += self.pool.allocate(num_new)
+            blocks += self.cache.allocate(num_new)
 
     def _num_missing(self, sequence: Sequence, end: int) -> int:
         blocks, first = sequence.table.blocks, self._first_written(sequence)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from core.engine import Engine
-from core.plan import Int32Array, RunnerLimits, SequenceStart, StepOutput, StepPlan
+from core.plan import BlockCopies, Int32Array, RunnerLimits, SequenceStart, StepOutput, StepPlan
 from core.scheduler import Scheduler
 from core.types import Message, Request, StepDelivery, Submit, Usage
 
@@ -86,6 +86,7 @@ class SimulatedRunner:
         self._cost = cost
         self._clock = clock
         self._kv = np.full((limits.num_blocks, limits.block_size), _NOTHING, np.int32)
+        self._host = np.full((limits.num_host_blocks, limits.block_size), _NOTHING, np.int32)
         num_entries = -(-limits.max_model_len // limits.block_size)
         self._tables = np.full((limits.max_sequences, num_entries), _NOTHING, np.int32)
         self._starts: dict[int, SequenceStart] = {}
@@ -94,6 +95,9 @@ class SimulatedRunner:
         for start in plan.sequence_starts:
             self._starts[start.slot] = start
             self._tables[start.slot] = _NOTHING
+        copies = plan.host_copies or BlockCopies()
+        self._host[list(copies.offloads)] = self._kv[list(copies.offloads.values())]
+        self._kv[list(copies.restores)] = self._host[list(copies.restores.values())]
         self._kv[plan.copy_targets] = self._kv[plan.copy_sources]
         self._tables[plan.table_slots, plan.table_positions] = plan.table_blocks
         slots = np.repeat(plan.slots, plan.lengths)

@@ -176,6 +176,10 @@ class PrefillAllowance:
     def is_spent(self) -> bool:
         return self._has_granted and self._seconds <= 0
 
+    def spend(self, seconds: float) -> None:
+        """The step does something else as well, for so long."""
+        self._seconds -= seconds
+
     def chunk(self, start: int, end: int, num_prompt_tokens: int, max_tokens: int) -> int:
         """How many tokens from `start` on, of those up to `end`, may be computed now.
 

@@ -129,6 +129,18 @@ class Usage(msgspec.Struct, frozen=True):
     num_cached_tokens: int = 0
 
 
+class Cost(msgspec.Struct, frozen=True):
+    """What a request took of the machine, over all its sequences. Over all requests: EngineStats of the same names.
+
+    Args:
+        device_s: its part of the steps that it was in, by the step-cost model.
+        kv_block_s: blocks it held, times the duration of the steps meanwhile; a shared one counts for each holder.
+    """
+
+    device_s: float = 0.0
+    kv_block_s: float = 0.0
+
+
 class TokenLogprobs(msgspec.Struct, frozen=True):
     """Natural logarithms of the model's own probabilities, for one drawn token.
 
@@ -155,6 +167,7 @@ class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason | None = None
     num_sequence_tokens: int = 0  # with finish_reason: what this sequence counts in the usage
     usage: Usage | None = None
+    cost: Cost = Cost()  # with usage
     error: str | None = None  # with FinishReason.ERROR: the cause, fit for the client
 
     @property
@@ -211,8 +224,16 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_cache_queries: int = 0  # tokens of prompts that were looked up in the prefix cache
     num_cache_hits: int = 0  # of these, found: over all requests, Usage.num_cached_tokens
     num_cache_evictions: int = 0  # blocks
+    num_host_blocks: int = 0  # of host memory for what is evicted
+    num_used_host_blocks: int = 0
+    num_offloaded_blocks: int = 0  # copied to the host
+    num_restored_blocks: int = 0  # copied back
+    num_recomputed_blocks: int = 0  # found on the host, and computed all the same: that was cheaper
+    block_bytes: int = 0
     step_s: float = 0.0  # duration of the last step
     step_cost_s: tuple[float, float, float, float, float] | None = None  # StepCostModel.rough_s
+    device_s: float = 0.0  # of all steps
+    kv_block_s: float = 0.0  # blocks held, times the duration of the steps meanwhile
     step_cost_error_p50: float = 0.0  # of the last steps: |predicted - measured| / measured; 0 before any prediction
     step_cost_error_p90: float = 0.0
 

@@ -48,8 +48,6 @@ class AttentionKernels(Protocol):
         scale: of the scores; None: 1 / sqrt(head_dim).
     """
 
-    can_prefill: bool
-
     def decode(self, query: Tensor, kv: LayerKV, rows: DecodeRows, scale: float | None) -> Tensor: ...
 
     def prefill(self, query: Tensor, kv: LayerKV, row: PromptRow, scale: float | None) -> Tensor: ...

@@ -52,8 +52,7 @@ class BatchBuilder:
         scratch_block: pads tables.
         dtype: of the masks: the model's.
         windows: of the model's layers: how many tokens one sees, itself counted in; None: all before it.
-        has_decode_kernel: own tokens are one group, as DecodeRows.
-        has_prefill_kernel: prompts are PromptRows, without tiles.
+        has_kernels: own tokens are one group, as DecodeRows, and prompts are PromptRows, without tiles.
     """
 
     def __init__(
@@ -64,11 +63,9 @@ class BatchBuilder:
         dtype: torch.dtype,
         device: torch.device,
         windows: tuple[int | None, ...] = (None,),
-        has_decode_kernel: bool = False,
-        has_prefill_kernel: bool = False,
+        has_kernels: bool = False,
     ) -> None:
-        self._has_decode_kernel = has_decode_kernel
-        self._has_prefill_kernel = has_prefill_kernel
+        self._has_kernels = has_kernels
         self._windows = windows
         self._scratch_block = scratch_block
         self._dtype = dtype
@@ -143,7 +140,7 @@ class BatchBuilder:
         if not len(slots):
             return []
         seen = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)  # the first position seen
-        if self._has_decode_kernel:
+        if self._has_kernels:
             return [self._kernel_group(slots, seen, ends)]
         contexts = padded_contexts(ends if window is None else np.minimum(ends, window + BLOCK_SIZE))
         groups: list[DecodeGroup] = []
@@ -194,7 +191,7 @@ class BatchBuilder:
         return groups
 
     def _prompt_group(self, first_token: int, slot: int, start: int, end: int, window: int | None) -> PromptGroup:
-        if self._has_prefill_kernel:
+        if self._has_kernels:
             table = self._to_device(self._tables[slot, : num_blocks_for(end)])
             return PromptGroup(first_token, first_token + end - start, table, [], PromptRow(table, start, window))
         first_block = _first_seen_block(start // TILE_TOKENS * TILE_TOKENS, window)

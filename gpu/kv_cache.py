@@ -33,7 +33,7 @@ class KVCache:
         self.num_blocks = num_blocks
         self.scratch_block = num_blocks
         shape = (config.num_layers, 2, num_blocks + 1, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
-        self.tensor = _zeros(shape, dtype, device)  # [layers, 2, blocks + 1, 16, kv_heads, head_dim]
+        self.tensor = zeros(shape, dtype, device)  # [layers, 2, blocks + 1, 16, kv_heads, head_dim]
         self.layers = [
             LayerKV(layer, layer[0].flatten(0, 1), layer[1].flatten(0, 1)) for layer in self.tensor.unbind(0)
         ]
@@ -71,7 +71,7 @@ def num_blocks_within(memory_bytes: int, config: ModelConfig, dtype: torch.dtype
     return max(0, memory_bytes // bytes_per_block(config, dtype) - 1)
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros. On a CPU numpy asks the kernel for zeroed pages, which cost nothing until they are used."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

@@ -6,7 +6,7 @@ ends are the scheduler's. A row whose logits are not finite fails alone, and its
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,11 @@ from core.config import BLOCK_SIZE, EngineConfig, ModelConfig
 from core.plan import DeviceError, RunnerLimits, SequenceStart, StepOutput, StepPlan
 from core.types import SamplingParams, TokenLogprobs
 from gpu.batch import BatchBuilder, DeviceBatch
-from gpu.checkpoint import Progress, open_checkpoint
+from gpu.checkpoint import Checkpoint, Progress, open_checkpoint
 from gpu.cpu_kernels.choice import find_operators
 from gpu.device import apply_threads, choose_device, free_memory_bytes
-from gpu.kv_cache import KVCache
+from gpu.kv_cache import KVCache, bytes_per_block
+from gpu.kv_offload import CopyTicket, KVOffload, open_offload
 from gpu.measured import choose_measured
 from gpu.memory_plan import MemoryPlan, plan_memory
 from gpu.model import Model
@@ -42,6 +43,7 @@ class StepTicket:
     batch: DeviceBatch
     logits: Tensor  # [sampled, vocab], float32
     drawn: Drawn | None = None
+    host_copies: CopyTicket | None = None
 
 
 class ModelRunner:
@@ -64,6 +66,13 @@ class ModelRunner:
         device, dtype = memory.device.device, memory.device.dtype
         self.config = config
         self.memory = memory
+        self.offload: KVOffload | None = None
+        with torch.inference_mode():
+            self._model = Model(config, weights, operators)
+            self._cache = KVCache(config, memory.num_blocks, dtype, device)
+            self._sampler = Sampler(engine.max_sequences, config.vocab_size, device)
+            probes = self._model.probes(PROBE_BYTES)
+            self.measured = choose_measured(config, memory.device, probes, operators.product_choice)
         self.limits = RunnerLimits(
             num_blocks=memory.num_blocks,
             block_size=BLOCK_SIZE,
@@ -71,13 +80,8 @@ class ModelRunner:
             max_batch_tokens=engine.max_batch_tokens,
             max_model_len=memory.max_model_len,
             vocab_size=config.vocab_size,
+            block_bytes=bytes_per_block(config, dtype),
         )
-        with torch.inference_mode():
-            self._model = Model(config, weights, operators)
-            self._cache = KVCache(config, memory.num_blocks, dtype, device)
-            self._sampler = Sampler(engine.max_sequences, config.vocab_size, device)
-            probes = self._model.probes(PROBE_BYTES)
-            self.measured = choose_measured(config, memory.device, probes, operators.product_choice)
         self._builder = BatchBuilder(
             engine.max_sequences,
             memory.max_model_len,
@@ -85,9 +89,20 @@ class ModelRunner:
             dtype,
             device,
             config.windows,
-            has_decode_kernel=operators.attention is not None,
-            has_prefill_kernel=operators.attention is not None and operators.attention.can_prefill,
+            has_kernels=operators.attention is not None,
         )
+
+    def open_offload(self, engine: EngineConfig, checkpoint: Checkpoint) -> None:
+        """Get the host memory that the operator asks for, filled with what is kept of the checkpoint's blocks.
+
+        Raises:
+            StartupError: it cannot be had.
+        """
+        with torch.inference_mode():
+            self.offload = open_offload(self.config, engine, self.memory.device, self._cache, checkpoint)
+        if self.offload is not None:
+            num_slots, copy_s = self.offload.memory.num_slots, self.offload.copy_s
+            self.limits = replace(self.limits, num_host_blocks=num_slots, host_copy_s=copy_s)
 
     def forward(self, plan: StepPlan) -> StepTicket:
         """Reset slots, copy and clear blocks, write KV, compute the logits of the rows that sample."""
@@ -97,12 +112,19 @@ class ModelRunner:
         with _device_errors(), torch.inference_mode():
             for start in plan.sequence_starts:
                 self._sampler.start(start)
+            host_copies = self._start_host_copies(plan)
             batch = self._builder.build(plan)
             if batch.copy_sources is not None and batch.copy_targets is not None:
                 self._cache.copy_blocks(batch.copy_sources, batch.copy_targets)
             if batch.cleared_blocks is not None:
                 self._cache.clear_blocks(batch.cleared_blocks)
-            return StepTicket(batch, self._model.forward(batch, self._cache))
+            return StepTicket(batch, self._model.forward(batch, self._cache), host_copies=host_copies)
+
+    def _start_host_copies(self, plan: StepPlan) -> CopyTicket | None:
+        if plan.host_copies is None:
+            return None
+        assert self.offload is not None, "the limits tell of no host memory"
+        return self.offload.start(plan.host_copies)
 
     def logits(self, plan: StepPlan) -> Tensor:
         """Those of every token of a prompt, a plan's one row: [tokens, vocab], float32. Draws nothing."""
@@ -124,6 +146,14 @@ class ModelRunner:
         Raises:
             DeviceError: the device is lost.
         """
+        output = self._collect_drawn(ticket)
+        if ticket.host_copies is not None:
+            assert self.offload is not None, "it has started them"
+            with _device_errors():
+                output.host_copy_s = self.offload.finish(ticket.host_copies)
+        return output
+
+    def _collect_drawn(self, ticket: StepTicket) -> StepOutput:
         batch, drawn = ticket.batch, ticket.drawn
         if drawn is None:
             return StepOutput(np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int32))
@@ -171,6 +201,7 @@ def load_runner(directory: Path, config: ModelConfig, engine: EngineConfig, prog
         weights = load_weights(checkpoint, config, choice.dtype, choice.device, progress, form)
     runner = ModelRunner(config, engine, memory, weights, find_operators(config, choice))
     runner.warm_up()
+    runner.open_offload(engine, checkpoint)
     return runner
 
 

@@ -75,7 +75,7 @@ def run_server(config: "ServerConfig", read_config: "Callable[[], ServerConfig]"
 
 
 def start_in_thread(config: "ServerConfig") -> "tuple[str, Callable[[], None]]":
-    """Serve in a thread of this process, for what runs in this one. Returns when the model is loaded.
+    """Serve in a thread of this process, for what runs in this one: no ledger. Returns when the model is loaded.
 
     Returns: the server's URL, and what stops it and waits for its end.
 
@@ -85,12 +85,14 @@ def start_in_thread(config: "ServerConfig") -> "tuple[str, Callable[[], None]]":
     import contextlib
     import threading
     from concurrent.futures import Future
+    from dataclasses import replace
 
     import uvloop
 
     from server.banner import base_url
 
     started: Started = Future()
+    config = replace(config, ledger=None)  # a server's own may be open beside it
     # daemon: Ctrl-C while it loads must not have to wait for it
     thread = threading.Thread(
         target=lambda: uvloop.run(_serve_until_stopped(config, started)), name="loop", daemon=True
@@ -179,6 +181,7 @@ def engine_loader(config: "ServerConfig") -> "LoadEngine":
             seeds=lambda: random.SystemRandom().getrandbits(64),
             has_prefix_cache=engine.has_prefix_cache,
             inter_token_target=engine.inter_token_target,
+            stored=() if runner.offload is None else runner.offload.stored,
         )
         memory = runner.memory
         facts = EngineFacts(
@@ -192,7 +195,7 @@ def engine_loader(config: "ServerConfig") -> "LoadEngine":
             context_origin=config.context_origin,
             limits=runner.limits,
         )
-        return LoadedEngine(Engine(scheduler, runner, time.monotonic, inbox, deliver), files, facts)
+        return LoadedEngine(Engine(scheduler, runner, time.monotonic, inbox, deliver, runner.offload), files, facts)
 
     return load
 

@@ -1,12 +1,11 @@
 """What is told of each request once it is over: its access line, its place among the counters, the recorder's and the
 trace's. Thread: loop."""
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from core.errors import ErrorKind
-from server.answer import Outcome
+from server.answer import CLIENT_GONE, Outcome
 from server.auth import LOCAL_CALLER, Caller
 from server.flight_recorder import Flight, FlightRecorder, intervals_of
 from server.lifecycle import Clock
@@ -14,14 +13,13 @@ from server.logs import AccessRecord, log_access
 from server.messages import Headers, HttpRequest
 from server.metrics import Finished, Metrics
 from server.peer import Peer
+from server.request_ids import client_request_id
 from server.stream import HttpStream
 from server.tenants import LOCAL_NAME
 from server.timing import MS_NS, S_NS, StageClock
 from server.trace_context import TraceContext
 
 OUR_FAULTS = frozenset({ErrorKind.ENGINE, ErrorKind.UNAVAILABLE})  # of what can break a generation off
-CLIENT_GONE = 499  # nginx's word for it; in the log only
-SANE_REQUEST_ID = re.compile(rb"[A-Za-z0-9_.:\-]{1,128}")
 # Stands in the access line for what never became a request
 NO_REQUEST = HttpRequest(stream_id=0, method="-", path="-", query="", headers=(), has_body=False)
 
@@ -48,10 +46,7 @@ class Account:
     @property
     def identity_headers(self) -> Headers:
         """Its id: the client's own, if it is sane, or ours; and its trace, where it came with one."""
-        theirs = self.request.header(b"x-request-id")
-        if theirs is None or not SANE_REQUEST_ID.fullmatch(theirs):
-            theirs = self.request_id.encode()
-        named = ((b"x-request-id", theirs),)
+        named = ((b"x-request-id", (client_request_id(self.request) or self.request_id).encode()),)
         return named if self.trace is None or self.trace.parent_id is None else (*named, self.trace.response_header)
 
     @property

@@ -7,20 +7,22 @@ from typing import Protocol
 import msgspec
 
 from core.errors import ErrorKind, ServiceError
-from core.types import Delta, EngineMark, FinishReason, Prefilling, Request, TokenLogprobs, Usage
+from core.types import Cost, Delta, EngineMark, FinishReason, Prefilling, Request, TokenLogprobs, Usage
 from server.admission import Place
 from server.allowance import Allowance
-from server.api.envelope import WIRE_REASONS, cut_short
+from server.api.envelope import WIRE_REASONS, cut_short, status_of
 from server.api.surface import Choice, Extras, GenerationCall, ReplyContext, Surface
 from server.backend import NEVER, Backend, GenerationHandle
 from server.deadline import DeadlineTimer
 from server.deadline_watch import DeadlineWatch
 from server.deadlines import Deadlines
+from server.held_body import HeldBody
+from server.ledger import End, Entry, unavailable
 from server.messages import Headers, ResponseHead
 from server.metrics import Metrics
 from server.queue_news import QueueNews
 from server.quota import Ticket
-from server.sse import KEEP_ALIVE
+from server.sse import KEEP_ALIVE, comment
 from server.stream import HttpStream
 from server.text_rules import Matcher
 from server.timing import MS_NS, Stage, StageClock
@@ -28,6 +30,7 @@ from server.timing import MS_NS, Stage, StageClock
 KEEP_ALIVE_S = 15.0  # of silence on a stream before a comment goes out (DESIGN, Answers)
 
 JSON_TYPE = b"application/json"
+CLIENT_GONE = 499  # nginx's word for it; in logs and the ledger only
 NO_STORE = (b"cache-control", b"no-store")
 
 
@@ -69,16 +72,19 @@ class Answer:
         self.news: QueueNews | None = None
         self.forbidden: Sequence[Matcher] = ()
         self._stream = stream
-        self._body = body
+        self._body: AnswerBody = body
         self._timings = timings
         self._clock = clock
         self._metrics = metrics
         self._place = place
         self._observe_gap = metrics.inter_token.observe
+        self._entry: Entry | None = None  # in the ledger, until it is settled
+        self._held: HeldBody | None = None  # until it is reserved there
         self._backend: Backend | None = None  # once it is asked
         self._work_before = (0, 0.0)  # of the loop, for tokens of all requests
         self._handles: list[GenerationHandle] = []
         self._owners: list[GenerationHandle] = []  # by choice
+        self._prompt_lengths: list[int] = []  # of the handles
         self._usages: list[Usage] = []  # of the handles whose terminal news has come
         self._error: ServiceError | None = None
         self._is_open = True
@@ -90,15 +96,24 @@ class Answer:
         self._allowance: Allowance | None = None
         self._finished: asyncio.Future[Usage] = asyncio.get_running_loop().create_future()
 
-    def submit(self, backend: Backend, requests: list[Request], continues_text: bool, ticket: Ticket) -> None:
+    def submit(
+        self,
+        backend: Backend,
+        requests: list[Request],
+        continues_text: bool,
+        ticket: Ticket,
+        entry: Entry | None = None,
+    ) -> None:
         """Hand every prompt's request to the backend; their choices are numbered through.
 
         Args:
             ticket: what they cost is reserved on it, and settled when the last has ended.
+            entry: of the ledger, where there is one: the first byte waits until it is reserved, the end until it is
+                settled.
 
         Raises:
-            ServiceError: the caller has too little left, or the backend takes none now; close() cancels those it had
-                taken.
+            ServiceError: the caller has too little left, or the ledger or the backend takes none now; close() cancels
+                those it had taken.
         """
         ticket.reserve(requests)
         self._ticket = ticket
@@ -106,7 +121,14 @@ class Answer:
             self._allowance = Allowance(self, ticket, requests, asyncio.get_running_loop())
         self._backend, self._work_before = backend, (backend.work.num_tokens, backend.work.busy_s)
         self._timings.enter(Stage.QUEUE, self._clock())
+        if entry is None:
+            self._body.start()
+        else:
+            self._body = self._held = HeldBody(self._body)
+            entry.reserve(ticket.num_reserved, self._progress, self._on_reserved)
+            self._entry = entry
         for request in requests:
+            self._prompt_lengths.append(len(request.prompt_ids))
             first_choice = len(self._last_token_s)
             self._last_token_s += [None] * request.num_sequences
             handle = backend.submit(request, self, continues_text, first_choice, self.forbidden)
@@ -124,7 +146,10 @@ class Answer:
         self._body.close()
         self._cancel()
         if len(self._usages) == len(self._handles):  # no news will come of any; settled already, unless that failed
-            self._settle(total_usage(self._usages))
+            usage = total_usage(self._usages)
+            self._settle(usage)
+            if self._entry is not None:
+                self._write_end(self._entry, usage, lambda is_durable: None)
 
     def on_text(self, choice: int, text: str, now_s: float) -> None:
         self._time_token(choice, now_s)
@@ -166,6 +191,11 @@ class Answer:
         self._place.on_first_token(choice, now_s)
         self._watch.arm()
 
+    def say(self, text: str) -> None:
+        """Send a comment, once the stream may say anything."""
+        if self._held is None and isinstance(self._body, StreamedBody):
+            self._body.say(comment(text))
+
     def _end_news(self) -> None:
         if self.news is not None:
             self.news.close()
@@ -201,8 +231,7 @@ class Answer:
             if is_last:
                 self._finish()
         except Exception as fault:  # whatever a surface or settling can raise: its task must not wait for ever
-            if not self._finished.done():
-                self._finished.set_exception(fault)
+            self._break_down(fault)
 
     def fail(self, error: ServiceError) -> None:
         """Break the answer off: an error event where the head is out, otherwise an error answer at the end."""
@@ -268,6 +297,12 @@ class Answer:
         broken = [reason for reason in self._reasons if reason not in WIRE_REASONS]
         if broken:
             self.fail(cut_short(broken[0]))
+        if self._entry is None:
+            self._complete(usage)
+        else:
+            self._write_end(self._entry, usage, lambda is_durable: self._on_settled(usage, is_durable))
+
+    def _complete(self, usage: Usage) -> None:
         if self._finished.done():
             return  # the task that waited was cancelled
         if self._is_open:
@@ -279,6 +314,60 @@ class Answer:
             self._stream.call_once_written(lambda: self._timings.finish(self._clock()))
         self._finished.set_result(usage)
 
+    def _break_down(self, fault: Exception) -> None:
+        """Whatever a surface can raise: the request's task must not wait for ever."""
+        if not self._finished.done():
+            self._finished.set_exception(fault)
+
+    # The ledger's side.
+
+    def _on_reserved(self, is_durable: bool) -> None:
+        held, self._held = self._held, None
+        if not is_durable:
+            self.fail(unavailable())
+        if held is not None and self._is_open:
+            try:
+                self._body = held.release()
+            except Exception as fault:
+                self._break_down(fault)
+                self._cancel()
+
+    def _on_settled(self, usage: Usage, is_durable: bool) -> None:
+        if not is_durable:
+            self.fail(unavailable())
+        try:
+            self._complete(usage)
+        except Exception as fault:
+            self._break_down(fault)
+
+    def _write_end(self, entry: Entry, usage: Usage, on_settled: Callable[[bool], None]) -> None:
+        self._entry = None
+        entry.settle(self._end(usage), on_settled)
+
+    def _end(self, usage: Usage) -> End:
+        error = self._error
+        reason = ",".join(self._reasons) or None
+        cost = Cost(
+            device_s=sum(handle.cost.device_s for handle in self._handles),
+            kv_block_s=sum(handle.cost.kv_block_s for handle in self._handles),
+        )
+        told = 200 if self._is_open else CLIENT_GONE
+        status = told if error is None else status_of(error)
+        if status == CLIENT_GONE:
+            reason = FinishReason.CANCELLED
+        code = None if error is None else error.code
+        return End(usage, cost, reason, status, code, self._timings.stages_ms())
+
+    def _progress(self) -> Usage:
+        """As far as it has come: a prompt of which something has been said was computed."""
+        pairs = zip(self._handles, self._prompt_lengths, strict=True)
+        num_prompt_tokens = sum(length for handle, length in pairs if handle.num_tokens)
+        return Usage(
+            num_prompt_tokens=num_prompt_tokens,
+            num_completion_tokens=sum(handle.num_tokens for handle in self._handles),
+            num_cached_tokens=min(num_prompt_tokens, self._timings.num_cached_tokens),
+        )
+
 
 class AnswerBody(Protocol):
     """What an answer writes: events as they come, or one document at the end.
@@ -288,6 +377,9 @@ class AnswerBody(Protocol):
     """
 
     is_streamed: bool
+
+    def start(self) -> None:
+        """It may write from now on."""
 
     def add_text(self, choice: int, text: str, now_s: float) -> None: ...
 
@@ -320,6 +412,8 @@ class StreamedBody:
         self._loop = asyncio.get_running_loop()
         self._last_sent_s = self._loop.time()
         self._keep_alive = DeadlineTimer(self._loop, self._next_keep_alive, self._on_keep_alive)
+
+    def start(self) -> None:
         self._keep_alive.arm()
 
     def add_text(self, choice: int, text: str, now_s: float) -> None:
@@ -366,14 +460,14 @@ class StreamedBody:
     def _on_keep_alive(self) -> None:
         self.say(KEEP_ALIVE)
 
-    def say(self, comment: bytes) -> None:
+    def say(self, line: bytes) -> None:
         """Send a comment, where the reader has not enough to read anyway."""
         self._last_sent_s = self._loop.time()
         if self._stream.is_blocked:
             return
         if not self._stream.head_sent:
             self._open()
-        self._stream.send(comment)
+        self._stream.send(line)
 
 
 class WholeBody:
@@ -393,6 +487,9 @@ class WholeBody:
         self._texts: list[list[str]] = [[] for _ in range(num_choices)]
         self._logprobs: list[list[TokenLogprobs]] = [[] for _ in range(num_choices)]
         self._reasons = [FinishReason.STOP] * num_choices
+
+    def start(self) -> None:
+        """It writes at the end alone."""
 
     def add_text(self, choice: int, text: str, now_s: float) -> None:
         self._texts[choice].append(text)

@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import partial
 from secrets import token_hex
 from urllib.parse import unquote
@@ -21,6 +22,7 @@ from server.api.completions import CompletionsSurface
 from server.api.envelope import PROTOCOL_CODES, error_body, protocol_error_body, status_of
 from server.api.responses import ResponsesSurface, input_tokens_reply
 from server.api.surface import Surface
+from server.api.usage import NO_LEDGER, parse_usage, usage_reply
 from server.auth import Caller
 from server.cross_origin import CrossOrigin
 from server.exposition import CONTENT_TYPE
@@ -40,6 +42,7 @@ from server.stream import ClientDisconnected, HttpStream
 from server.timelines import requests_reply, timeline_reply
 from server.timing import Stage, StageClock
 from server.trace_context import TraceContext, continue_trace
+from server.usage_report import read_usage
 
 logger = logging.getLogger(__name__)
 
@@ -328,6 +331,7 @@ class App:
             "/v1/models": {"GET": Route(self._list_models, asks)},
             "/model_info": {"GET": Route(self._show_model_info, asks)},
             "/server_info": {"GET": Route(self._show_server_info, asks)},
+            "/v1/usage": {"GET": Route(self._show_usage, Scope.USAGE, is_counted=True)},
             "/tokenize": {"POST": Route(self._tokenize, asks, is_counted=True)},
             "/detokenize": {"POST": Route(self._detokenize, asks, is_counted=True)},
             "/health": {"GET": Route(self._health, None, needs_model=False)},
@@ -415,6 +419,15 @@ class App:
             message = f"No request {exchange.argument[:_SHOWN_CHARS]!r} is in progress. It may have ended already."
             raise ServiceError(ErrorKind.NOT_FOUND, message, "request_not_found")
         self._send(exchange, b'{"status":"cancelled"}')
+
+    async def _show_usage(self, exchange: Exchange) -> None:
+        """Of the caller's tenant, by ?by=day|model|key and ?since=."""
+        ledger, now = self._served.ledger, datetime.fromtimestamp(self._clock.unix(), UTC)
+        query = parse_usage(exchange.request.query, exchange.known_caller.tenant.name, now)
+        if ledger is None:
+            raise NO_LEDGER
+        lines = await self._served.offload(lambda: read_usage(ledger.path, query))
+        self._send(exchange, usage_reply(query, lines))
 
     async def _tokenize(self, exchange: Exchange) -> None:
         reader, cards = self._served.reader, self._cards_for(exchange)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from core.types import Delta, EngineMark, EngineStats, FinishReason, Request, Usage
+from core.types import Cost, Delta, EngineMark, EngineStats, FinishReason, Request, Usage
 from server.text_rules import Matcher
 
 NEVER = 2**63  # tokens: a mark that no sequence reaches
@@ -53,6 +53,16 @@ class DeltaSink(Protocol):
 
 class GenerationHandle(Protocol):
     """A submitted request, as the loop holds it."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Of its completions, those that have come and are kept."""
+        ...
+
+    @property
+    def cost(self) -> Cost:
+        """Nothing until it has ended."""
+        ...
 
     def cancel(self, reason: FinishReason) -> None:
         """End all its sequences. Later deltas are dropped; on_end still comes. Idempotent."""

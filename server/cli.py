@@ -92,7 +92,7 @@ def _run(argv: list[str]) -> int:
     if arguments.command == "bench":
         by_command["bench"].error("what to measure? steploop bench serve --help")
     config = load_config(flags_given(arguments), os.environ)
-    commands = {"serve": _serve, "chat": _chat, "doctor": _doctor, "models": _models, "keys": _keys}
+    commands = {"serve": _serve, "chat": _chat, "doctor": _doctor, "models": _models, "keys": _keys, "usage": _usage}
     return commands[arguments.command](arguments, config)
 
 
@@ -155,6 +155,13 @@ def _keys(arguments: argparse.Namespace, config: ServerConfig) -> int:
 
     commands = {"create": create, "list": print_keys, "revoke": revoke}
     commands[arguments.action](arguments, config, datetime.now(UTC))
+    return ExitCode.OK
+
+
+def _usage(arguments: argparse.Namespace, config: ServerConfig) -> int:
+    from server.usage_command import print_usage
+
+    print_usage(arguments, config, datetime.now(UTC))
     return ExitCode.OK
 
 

@@ -7,6 +7,7 @@ from typing import NoReturn
 from core.errors import ExitCode, StartupError
 from server import __version__
 from server.config import OPTIONS
+from server.ledger_records import Grouping
 from server.settings.option import Option
 from server.tenants import LOCAL_NAME
 from server.values import did_you_mean
@@ -18,6 +19,7 @@ COMMANDS = {
     "doctor": "say what is installed, what the machine has, and what would be served",
     "keys": "create, list and revoke API keys",
     "models": "list the models that are here, what they need and whether they fit",
+    "usage": "say what the ledger has: tokens, prices and device time by day, model, key or tenant",
 }
 EXAMPLES = {
     "serve": """\
@@ -55,6 +57,13 @@ systemctl reload steploop, or kill -HUP and its process id.""",
 examples:
   steploop models                                 the embedded one, and those of the Hugging Face cache
   steploop models --dir ~/models --json           and those in a directory or below it; as JSON""",
+    "usage": """\
+examples:
+  steploop usage --ledger ledger.db               by day, all tenants
+  steploop usage --config steploop.toml --tenant acme --since 2030-01-01 --by model
+  steploop usage --ledger ledger.db --since 30d --by tenant --csv > usage.csv
+
+Days are those of UTC. What is in progress is left out. Prices are in the currency of [prices] (docs/ledger.md).""",
 }
 SOURCES = """\
 settings:
@@ -64,6 +73,7 @@ CHAT_FIELDS = {option.field_name for option in OPTIONS if option.group in ("mode
     "config_file",
     "api_keys",
 }
+USAGE_FIELDS = ("config_file", "ledger")
 KEYS_FIELDS = ("config_file", "keys_file")
 
 
@@ -100,6 +110,7 @@ def build_parsers() -> tuple[CommandParser, dict[str, CommandParser]]:
     _add_doctor(by_command["doctor"])
     _add_models(by_command["models"])
     _add_keys(by_command["keys"])
+    _add_usage(by_command["usage"])
     by_command["bench"].add_argument(
         "what", choices=["serve"], nargs="?", help="the load generator: see its own --help"
     )
@@ -152,6 +163,20 @@ def _add_keys(parser: argparse.ArgumentParser) -> None:
     for action in (create, listing, revoke):
         _add_options(action, [option for option in OPTIONS if option.field_name in KEYS_FIELDS])
         action.set_defaults(action_parser=action)
+
+
+def _add_usage(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tenant", metavar="NAME", help="of this one alone")
+    parser.add_argument(
+        "--since", metavar="WHEN", help="requests that ended in the last 30d or 12h, or since a date such as 2030-01-31"
+    )
+    parser.add_argument(
+        "--by", choices=[grouping.value for grouping in Grouping], default=Grouping.DAY.value, help="a line for each"
+    )
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--csv", action="store_true", help="print CSV: prices in millionths, times in microseconds")
+    form.add_argument("--json", action="store_true", help="print JSON, likewise")
+    _add_options(parser, [option for option in OPTIONS if option.field_name in USAGE_FIELDS])
 
 
 def _add_chat(parser: argparse.ArgumentParser) -> None:

@@ -14,9 +14,11 @@ from server.binds import Bind, PassedAddress, TcpAddress, UnixAddress
 from server.client_gate import ClientRules
 from server.deadlines import Deadlines
 from server.networks import UNIX
+from server.prices import NO_PRICES, Prices
 from server.queue_limits import QueueLimits
 from server.settings.engine import EngineSettings
 from server.settings.identity import IdentitySettings
+from server.settings.ledger import LedgerSettings
 from server.settings.limits import LimitSettings
 from server.settings.listening import NO_HEADER, ListeningSettings
 from server.settings.model import ModelSettings
@@ -35,6 +37,7 @@ _TABLES = (
     ProcessSettings,
     ListeningSettings,
     IdentitySettings,
+    LedgerSettings,
     LimitSettings,
     WireSettings,
 )
@@ -45,9 +48,19 @@ OPTIONS: tuple[Option, ...] = tuple(row for table in _TABLES for row in rows_of(
 
 @dataclass(frozen=True)
 class ServerConfig(
-    ModelSettings, EngineSettings, ProcessSettings, ListeningSettings, IdentitySettings, LimitSettings, WireSettings
+    ModelSettings,
+    EngineSettings,
+    ProcessSettings,
+    ListeningSettings,
+    IdentitySettings,
+    LedgerSettings,
+    LimitSettings,
+    WireSettings,
 ):
     """All settings, parsed and in range. None: chosen at start, from the model or by measurement."""
+
+    prices: Prices = NO_PRICES
+    """[prices] of the TOML file, the only place where they can stand."""
 
     tenants: tuple[Tenant, ...] = ()
     """[[tenants]] of the TOML file, the only place where they can stand."""
@@ -108,11 +121,24 @@ class ServerConfig(
         return bool(trusted) and _kinds(address, passed) <= trusted
 
     def to_engine_config(self) -> EngineConfig:
+        """
+        Raises:
+            StartupError: settings that say nothing together.
+        """
+        if self.no_prefix_cache and self.kv_offload_bytes:
+            cause = "--kv-offload-memory holds what the prefix cache has found, and --no-prefix-cache turns that off"
+            raise StartupError(cause, "leave one of them out", ExitCode.CONFIGURATION)
+        if self.kv_offload_dir is not None and not self.kv_offload_bytes:
+            cause = "--kv-offload-dir keeps what lies in --kv-offload-memory, and there is none"
+            raise StartupError(cause, "--kv-offload-memory 1GiB, or as much as is to be kept", ExitCode.CONFIGURATION)
         return EngineConfig(
             device=self.device,
             dtype=self.dtype,
             max_model_len=self.max_model_len,
             kv_memory_bytes=self.kv_memory_bytes,
+            kv_offload_bytes=self.kv_offload_bytes,
+            kv_offload_dir=None if self.kv_offload_dir is None else str(self.kv_offload_dir),
+            kv_offload_dir_bytes=self.kv_offload_dir_bytes,
             max_batch_tokens=self.max_batch_tokens,
             max_sequences=self.max_sequences,
             threads=self.threads,

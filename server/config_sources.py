@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from core.errors import ExitCode, StartupError
 from server.config import OPTIONS, ServerConfig
+from server.prices import NO_PRICES, parse_prices
 from server.settings.option import ENVIRONMENT_PREFIX, Option
 from server.slo import NO_PROMISES, parse_slo
 from server.tenants import Tenant, parse_tenants
@@ -16,7 +17,7 @@ from server.values import BadValueError, MissingPathError, did_you_mean
 
 _TOML_KINDS: dict[type, str] = {list: "a list", dict: "a table"}  # what tomllib gives that is no setting's value
 FLAG_AS_KEY = "max_queue = 8 for --max-queue 8"
-TENANTS, SLO = "tenants", "slo"  # the file's tables of these names are no settings
+TENANTS, PRICES, SLO = "tenants", "prices", "slo"  # the file's tables of these names are no settings
 _BY_FIELD = {option.field_name: option for option in OPTIONS}
 
 
@@ -40,16 +41,18 @@ def load_config(flags: Mapping[str, str | list[str]], environ: Mapping[str, str]
     given = _from_environment(environ) | _from_flags(flags)
     config_file = given.get("config_file")
     tenants: tuple[Tenant, ...] = ()
+    prices = NO_PRICES
     slo = NO_PROMISES
     if config_file is not None:
         path = config_file.value
         table = _read_toml(path)
         tenants = parse_tenants(table.pop(TENANTS, []), path)
         slo = parse_slo(table.pop(SLO, {}), path)
+        prices = parse_prices(table.pop(PRICES, {}), path)
         given = _from_file(table, path) | given
     values = {name: one.value for name, one in given.items()}
     origins = tuple((name, one.origin) for name, one in given.items())
-    return ServerConfig(**values, tenants=tenants, slo=slo, origins=origins)
+    return ServerConfig(**values, tenants=tenants, prices=prices, slo=slo, origins=origins)
 
 
 def _from_flags(flags: Mapping[str, str | list[str]]) -> dict[str, Given]:
@@ -77,10 +80,8 @@ def _from_file(table: Mapping[str, Any], path: Path) -> dict[str, Given]:
     for key, value in table.items():
         option = by_key.get(key)
         if option is None and isinstance(value, dict):
-            fix = (
-                f"remove the line [{key}]: only [[{TENANTS}]] and [{SLO}] are tables; settings stand above it, as in"
-                " port = 8080"
-            )
+            known = f"[[{TENANTS}]], [{PRICES}] and [{SLO}]"
+            fix = f"remove the line [{key}]: only {known} are tables; settings stand above them, as in port = 8080"
             raise StartupError(f"{path} has a table, [{key}]", fix, ExitCode.CONFIGURATION)
         if option is None:
             fix = f"remove it, or name a flag of those that `steploop serve --help` lists: {FLAG_AS_KEY}"

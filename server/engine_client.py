@@ -15,6 +15,7 @@ from core.detokenizer import Detokenizer, TokenTable
 from core.errors import ErrorKind, ServiceError
 from core.types import (
     Cancel,
+    Cost,
     Delta,
     EngineMark,
     EngineStats,
@@ -75,12 +76,13 @@ class RequestHandle:
     A sink that raises has a fault of ours: its request ends with an error, and its neighbours go on.
     """
 
-    __slots__ = ("_error", "_is_cancelled", "_post", "_sequences", "_sink", "request")
+    __slots__ = ("_error", "_is_cancelled", "_post", "_sequences", "_sink", "cost", "request")
 
     def __init__(
         self, request: Request, sequences: list[_Sequence], sink: DeltaSink, post: Callable[[Message], None]
     ) -> None:
         self.request = request
+        self.cost = Cost()
         self._sequences = sequences
         self._sink = sink
         self._post = post
@@ -142,6 +144,7 @@ class RequestHandle:
         if chunk.error is not None:
             self._error = chunk.error
         if chunk.usage is not None:
+            self.cost = chunk.cost
             self._end(self._cut(chunk.usage), self._error)
 
     def on_engine_mark(self, mark: EngineMark) -> None:
@@ -151,7 +154,7 @@ class RequestHandle:
         """The engine will not tell its end any more: end it here."""
         for sequence in self._sequences:
             sequence.is_finished = True
-        num_kept = self._num_kept
+        num_kept = self.num_tokens
         # Where tokens have come, the prompt was computed; otherwise nobody knows how much of it
         num_prompt = len(self.request.prompt_ids) if num_kept else 0
         self._end(Usage(num_prompt_tokens=num_prompt, num_completion_tokens=num_kept), message)
@@ -201,12 +204,12 @@ class RequestHandle:
         self.cancel(FinishReason.ERROR)
 
     @property
-    def _num_kept(self) -> int:
+    def num_tokens(self) -> int:
         return sum(sequence.num_tokens for sequence in self._sequences)
 
     def _cut(self, usage: Usage) -> Usage:
         """The engine's usage with our count of tokens kept: of a stop it may have heard too late."""
-        return msgspec.structs.replace(usage, num_completion_tokens=self._num_kept)
+        return msgspec.structs.replace(usage, num_completion_tokens=self.num_tokens)
 
 
 class EngineClient:

@@ -1,4 +1,4 @@
-"""The thread around core.engine: how it is built, woken, and ended. The only place where a thread is started.
+"""The thread around core.engine: how it is built, woken, and ended. The only one that the loop talks to.
 
 The two crossings: the inbox (a deque and a wake-up) and the outbox (one call_soon_threadsafe per step).
 """
@@ -117,6 +117,7 @@ class EngineThread(Generic[L]):
             while not self._is_stopping and engine.step():
                 self._beat()
             if self._is_stopping:
+                engine.close()
                 return
             self._beat()
             self._wake_up.wait()

@@ -13,7 +13,7 @@ from server.jwks import KeySource
 from server.jwt_auth import JwtRules, JwtVerifier
 from server.keys import read_keys
 from server.lifecycle import Clock
-from server.quota import S_NS, Moment, Quotas
+from server.quota import S_NS, Moment, Quotas, UsedTokens
 
 logger = logging.getLogger(__name__)
 
@@ -25,8 +25,11 @@ SILENT = ("origins", *RELOADED)
 class Gate:
     """The callers that are known, and what they have left."""
 
-    def __init__(self, config: ServerConfig, clock: Clock) -> None:
+    def __init__(self, config: ServerConfig, clock: Clock, used_today: UsedTokens | None = None) -> None:
         """
+        Args:
+            used_today: what the ledger knows of the day.
+
         Raises:
             StartupError: see load_directory.
         """
@@ -35,7 +38,7 @@ class Gate:
         self.authenticator = Authenticator(load_directory(config), clock.unix, config.auth)
         self._source = None if config.jwks is None else KeySource(config.jwks, clock.monotonic)
         self.authenticator.verifier = self._verifier(self._source)
-        self.quotas = Quotas(lambda: Moment(round(clock.monotonic() * S_NS), int(clock.unix())))
+        self.quotas = Quotas(lambda: Moment(round(clock.monotonic() * S_NS), int(clock.unix())), used_today)
 
     def start(self) -> None:
         """Fetch what comes from elsewhere. The loop runs."""

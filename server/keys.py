@@ -30,8 +30,8 @@ NUM_ID_CHARS = 8
 NUM_SECRET_CHARS = 32  # of 62 characters: 190 bits
 FILE_MODE = 0o600
 _CHARACTERS = string.ascii_letters + string.digits
-_AGE = re.compile(r"(\d{1,5})\s*(d|h|min)")
-_AGE_UNITS = {"d": timedelta(days=1), "h": timedelta(hours=1), "min": timedelta(minutes=1)}
+AGE = re.compile(r"(\d{1,5})\s*(d|h|min)")
+AGE_UNITS = {"d": timedelta(days=1), "h": timedelta(hours=1), "min": timedelta(minutes=1)}
 
 
 class Scope(StrEnum):
@@ -92,8 +92,8 @@ def expiry_value(text: str, now: datetime) -> datetime:
     """
     expected = "such as 90d, 12h, 30min, 2030-01-31 or 2030-01-31T12:00:00Z, and in the future"
     try:
-        if (match := _AGE.fullmatch(text.strip())) is not None:
-            when = now + int(match[1]) * _AGE_UNITS[match[2]]
+        if (match := AGE.fullmatch(text.strip())) is not None:
+            when = now + int(match[1]) * AGE_UNITS[match[2]]
         else:
             when = datetime.fromisoformat(text.strip())
             when = when if when.tzinfo else when.replace(tzinfo=UTC)

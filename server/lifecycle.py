@@ -17,7 +17,7 @@ import msgspec
 from core.chat_template import ChatTemplate, max_text_chars
 from core.errors import ContextLengthExceeded, ErrorKind, InvalidRequest, ServiceError
 from core.tokenizer import Tokenizer
-from core.types import Request, SamplingParams
+from core.types import Request, SamplingParams, Usage
 from core.waiting import TOP_CLASS
 from server.admission import Admission, Asker, Place
 from server.answer import Answer, Outcome, StreamedBody, WholeBody
@@ -34,17 +34,22 @@ from server.api.surface import (
 )
 from server.backend import Backend
 from server.deadlines import ANY_TIME, Deadlines
+from server.idempotency import MAX_ANSWER_BYTES, Idempotency, replay
+from server.ledger import Entry, Ledger, Subject
 from server.metrics import Metrics
 from server.queue_news import QueueNews
 from server.quota import Ticket
 from server.rate_limit_fields import show_limits
-from server.sse import comment
+from server.recording import Recording
+from server.request_ids import client_request_id
 from server.stream import HttpStream
 from server.tenants import Tenant
 from server.text_rules import rule_book
 from server.timing import Stage, StageClock, StageMarks
 
 OFFLOAD_BYTES = 8 * 1024  # a body from this size on is parsed and tokenized off the loop: 2.5 ms, measured
+
+NOTHING_USED = Outcome(Usage(0, 0), (), None)  # by what is answered from memory
 
 T = TypeVar("T")
 
@@ -155,6 +160,8 @@ class Lifecycle:
     admission: Admission
     max_sequences: int  # that the engine runs at once
     deadlines: Deadlines  # of requests whose tenants have none of their own
+    idempotency: Idempotency
+    ledger: Ledger | None = None
     active: dict[str, tuple[str, Answer]] = field(default_factory=dict)
     _farewell: ServiceError | None = None  # what those are told whose body was still on its way
 
@@ -176,14 +183,22 @@ class Lifecycle:
         self.admission.check_hope(asker, self.deadlines.replaced_by(tenant.deadlines).ttft_s)
         timings.enter(Stage.BODY, self.clock.monotonic())
         body = await self.read_body(stream)
-        place = self.admission.enter(len(body))  # others came while this one's body did
-        usage = None
+        claim = self.idempotency.claim(tenant.name, stream.request, body)
+        if claim is None:
+            return await self._generate_placed(surface, stream, body, request_id, timings, ticket)
+        if claim.stored is not None:
+            timings.enter(Stage.ANSWER, self.clock.monotonic())
+            replay(stream, claim.stored)
+            return NOTHING_USED
+        recording = Recording(stream.carrier, MAX_ANSWER_BYTES)
+        stream.move_to(recording)
         try:
-            outcome = await self._generate(surface, stream, request_id, timings, ticket, body, place)
-            usage = outcome.usage
+            outcome = await self._generate_placed(surface, stream, body, request_id, timings, ticket)
+            if outcome.error is None:
+                claim.keep(recording, request_id)
             return outcome
         finally:
-            place.leave(usage, self.clock.monotonic())
+            claim.leave()
 
     async def read_body(self, stream: HttpStream) -> bytes:
         """
@@ -196,14 +211,32 @@ class Lifecycle:
         self.admission.check(0 if declared is None else int(declared))
         return await stream.read_body(self.max_body_bytes)
 
+    async def _generate_placed(
+        self,
+        surface: Surface,
+        stream: HttpStream,
+        body: bytes,
+        request_id: str,
+        timings: StageClock,
+        ticket: Ticket,
+    ) -> Outcome:
+        place = self.admission.enter(len(body))  # others came while this one's body did
+        usage = None
+        try:
+            outcome = await self._generate(surface, stream, body, request_id, timings, ticket, place)
+            usage = outcome.usage
+            return outcome
+        finally:
+            place.leave(usage, self.clock.monotonic())
+
     async def _generate(
         self,
         surface: Surface,
         stream: HttpStream,
+        body: bytes,
         request_id: str,
         timings: StageClock,
         ticket: Ticket,
-        body: bytes,
         place: Place,
     ) -> Outcome:
         tenant = ticket.caller.tenant
@@ -214,10 +247,9 @@ class Lifecycle:
         self.metrics.count_unknown_fields(call.unknown_fields)
         context = self._reply_context(call, request_id)
         body_type = StreamedBody if call.is_stream else WholeBody
-        body_writer = body_type(surface, call, context, stream, timings)
         answer = Answer(
             stream,
-            body_writer,
+            body_type(surface, call, context, stream, timings),
             timings,
             self.clock.monotonic,
             self.metrics,
@@ -232,14 +264,15 @@ class Lifecycle:
             requests = self._requests(call, prompts, request_id, timings, tenant)
             answer.forbidden = rule_book(tenant.text_rules).on_answer
             place.admit(requests, timings.arrived_s + deadlines.ttft_s, self.clock.monotonic())
-            if isinstance(body_writer, StreamedBody) and call.tells_queue:
+            if call.is_stream and call.tells_queue:
                 answer.news = QueueNews(
                     lambda: place.view(self.clock.monotonic()),
                     len(requests[0].prompt_ids),
-                    lambda text: body_writer.say(comment(text)),
+                    answer.say,
                 )
             try:
-                answer.submit(self.backend, requests, continues_text, ticket)
+                entry = self._entry(stream, request_id, call.model, ticket)
+                answer.submit(self.backend, requests, continues_text, ticket, entry)
             finally:
                 show_limits(stream, ticket)
             return await answer.wait_finished()
@@ -250,6 +283,8 @@ class Lifecycle:
     def _check_open(self) -> None:
         if self._farewell is not None:
             raise self._farewell
+        if self.ledger is not None:
+            self.ledger.check()
 
     def cancel(self, request_id: str, tenant: str) -> bool:
         """End a generation at its owner's wish. False: the tenant has none of that id."""
@@ -292,6 +327,15 @@ class Lifecycle:
             return await self.compute(parse, len(body))
         finally:
             timings.take_over(marks)
+
+    def _entry(self, stream: HttpStream, request_id: str, model: str, ticket: Ticket) -> Entry | None:
+        """Of the ledger, where there is one."""
+        if self.ledger is None:
+            return None
+        request, caller = stream.request, ticket.caller
+        client_id = client_request_id(request)
+        subject = Subject(request_id, client_id, caller.tenant.name, caller.key_id, model, request.path, ticket.cost)
+        return self.ledger.open(subject)
 
     async def compute(self, work: Callable[[], T], num_bytes: int) -> T:
         """Do what takes as long as the body is large: here, or off the loop if that would stall every stream."""

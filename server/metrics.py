@@ -215,6 +215,7 @@ class Metrics:
         page.gauge("steploop_kv_blocks_cached", "Free KV blocks that are kept.", stats.num_cached_blocks)
         self._render_prefix_cache(page, "steploop_", stats)
         page.counter("steploop_prefix_cache_evictions_total", "Cached KV blocks reused.", stats.num_cache_evictions)
+        self._render_offload(page, stats)
         page.gauge("steploop_requests_paused", "Requests paused by slow readers or quotas.", stats.num_paused)
         page.counter("steploop_steps_total", "Engine steps.", stats.num_steps)
         page.gauge("steploop_step_last_seconds", "Duration of the last step.", stats.step_s)
@@ -225,6 +226,17 @@ class Metrics:
         errors = {"0.5": stats.step_cost_error_p50, "0.9": stats.step_cost_error_p90}
         help_text = "Of the last steps, how far the time predicted was off, as a share of the time measured."
         page.gauges("steploop_step_cost_error_ratio", help_text, "quantile", errors)
+
+    def _render_offload(self, page: Page, stats: EngineStats) -> None:
+        page.gauge("steploop_kv_host_blocks", "KV blocks that fit in host memory.", stats.num_host_blocks)
+        page.gauge("steploop_kv_host_blocks_used", "KV blocks kept there.", stats.num_used_host_blocks)
+        page.counter("steploop_kv_offloaded_blocks_total", "KV blocks copied to it.", stats.num_offloaded_blocks)
+        page.counter("steploop_kv_restored_blocks_total", "KV blocks copied back.", stats.num_restored_blocks)
+        help_text = "KV blocks found there and computed again: that was faster."
+        page.counter("steploop_kv_recomputed_blocks_total", help_text, stats.num_recomputed_blocks)
+        copied = {"out": stats.num_offloaded_blocks, "back": stats.num_restored_blocks}
+        copied_bytes = {direction: count * stats.block_bytes for direction, count in copied.items()}
+        page.counters("steploop_kv_copied_bytes_total", "Of these copies.", "direction", copied_bytes)
 
     def _render_process(self, page: Page) -> None:
         page.histogram("steploop_loop_lag_seconds", "How late the event loop calls a timer.", self.loop_lag)

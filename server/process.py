@@ -34,6 +34,7 @@ from server.descriptors import allow_connections
 from server.engine_client import EngineClient
 from server.engine_thread import EngineThread, Inbox
 from server.gate import Gate
+from server.ledger_setup import open_ledger
 from server.lifecycle import Clock, Lifecycle, PromptReader
 from server.listener import ALL_HELD_BODY_BYTES, Listener, ListenerConfig
 from server.listening_sockets import shown_addresses
@@ -113,8 +114,9 @@ class Server:
         self._loop = asyncio.get_running_loop()
         self._readiness = Readiness()
         self._clock = Clock(time.monotonic, time.time)
+        self._ledger, used_today, self._idempotency = open_ledger(config, self._clock, self._loop)
         self._metrics = Metrics(config.slo, self._clock.monotonic)
-        self._gate = Gate(config, self._clock)
+        self._gate = Gate(config, self._clock, used_today)
         self._app = App(
             self._readiness,
             self._gate,
@@ -180,6 +182,8 @@ class Server:
             raise
         logger.info("listening on %s, loading the model", shown_addresses(self.listener.sockets))
         self._gate.start()
+        if self._ledger is not None:
+            self._ledger.start()
         self._engine_thread.start()
         self._supervision.start()
 
@@ -258,6 +262,8 @@ class Server:
             admission=Admission(self._config.queue_limits, self._room(loaded), lambda: client.stats, time.monotonic),
             max_sequences=min(loaded.facts.limits.max_sequences, loaded.facts.limits.max_batch_tokens),
             deadlines=self._config.deadlines,
+            idempotency=self._idempotency,
+            ledger=self._ledger,
         )
         gc.collect()
         gc.freeze()
@@ -365,6 +371,8 @@ class Server:
         farewell = self._loop.call_later(grace_s, self._say_farewell)
         await self.listener.drain(grace_s + FAREWELL_S)
         farewell.cancel()
+        if self._ledger is not None:
+            self._ledger.close()
         self._engine_thread.stop()
         if self._client is None or isinstance(self._failure, EngineLost):
             return  # it is still loading, or hangs, which nothing can interrupt: the process ends without it

@@ -3,10 +3,10 @@
 Tokens are reserved before the work, in all pools that bound a request or in none, topped up while it says more, and
 settled to what it has used. Whole numbers throughout; time is an argument; nothing runs in the background.
 
-What a day's pools have given before the process started is known to nobody yet: they start unused (_day_pool).
+What a day's pools have given before the process started, the ledger knows.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from core.errors import ErrorKind, ServiceError
@@ -23,6 +23,9 @@ LEAST_TOKENS = 2  # a prompt's and an answer's: who has less need not send the b
 CONCURRENCY_RETRY_S = 1.0  # when one of the others ends, nobody knows
 
 
+UsedTokens = Mapping[tuple[str, str | None], int]  # by tenant and key; None: all of the tenant's
+
+
 class Moment(NamedTuple):
     """Now.
 
@@ -33,6 +36,13 @@ class Moment(NamedTuple):
 
     ns: int
     unix_s: int
+
+
+class DayUse(NamedTuple):
+    """Tokens that had been used of a day, at that moment of it."""
+
+    at: Moment
+    num: int
 
 
 class Pool(Protocol):
@@ -115,15 +125,19 @@ class Bucket:
 
 
 class DayPool:
-    """So much a calendar day, UTC. What is in progress at midnight counts on the day on which it is settled."""
+    """So much a calendar day, UTC. What is in progress at midnight counts on the day on which it is settled.
+
+    Args:
+        used: of it already.
+    """
 
     __slots__ = ("_day", "_num_reserved", "_num_used", "capacity", "name")
 
-    def __init__(self, name: str, capacity: int, now: Moment) -> None:
+    def __init__(self, name: str, capacity: int, used: DayUse) -> None:
         self.name = name
         self.capacity = capacity
-        self._day = now.unix_s // DAY_S
-        self._num_used = 0
+        self._day = used.at.unix_s // DAY_S
+        self._num_used = used.num
         self._num_reserved = 0
 
     def available(self, now: Moment) -> int:
@@ -196,8 +210,9 @@ class Account:
         tokens: each of these bounds every request.
     """
 
-    def __init__(self, owner: str, limits: Limits, now: Moment) -> None:
+    def __init__(self, owner: str, limits: Limits, now: Moment, used: DayUse) -> None:
         self.owner = owner
+        self._day = DayPool("tokens_per_day", 0, used)
         self.num_active = 0
         self.num_reserved = 0
         self.requests: Bucket | None = None
@@ -212,8 +227,9 @@ class Account:
         )
         minute = next((pool for pool in self.tokens if isinstance(pool, Bucket)), None)
         minute = _bucket(minute, "tokens_per_minute", limits.tokens_per_minute, limits.burst_tokens, now)
-        day = next((pool for pool in self.tokens if isinstance(pool, DayPool)), None)
-        day = _day_pool(day, limits.tokens_per_day, now)
+        if limits.tokens_per_day is not None:
+            self._day.capacity = limits.tokens_per_day
+        day = None if limits.tokens_per_day is None else self._day
         self.tokens = tuple(pool for pool in (minute, day) if pool is not None)
 
     def error_of_concurrency(self) -> ServiceError:
@@ -227,15 +243,6 @@ def _bucket(old: Bucket | None, name: str, rate: int | None, burst: int | None, 
     if old is None:
         return Bucket(name, rate, burst or rate, now)
     old.resize(rate, burst or rate, now)
-    return old
-
-
-def _day_pool(old: DayPool | None, capacity: int | None, now: Moment) -> DayPool | None:
-    if capacity is None:
-        return None
-    if old is None:
-        return DayPool("tokens_per_day", capacity, now)
-    old.capacity = capacity
     return old
 
 
@@ -296,6 +303,11 @@ class Ticket:
         )
         self._held = tuple((account, account.tokens) for account in self._accounts)
         self._refuse(self._try_add(num))
+
+    @property
+    def num_reserved(self) -> int:
+        """Tokens that it holds."""
+        return self._num_reserved
 
     @property
     def is_bounded(self) -> bool:
@@ -370,10 +382,13 @@ class Quotas:
 
     Args:
         clock: now.
+        used_today: tokens, before the process started.
     """
 
-    def __init__(self, clock: Callable[[], Moment]) -> None:
+    def __init__(self, clock: Callable[[], Moment], used_today: UsedTokens | None = None) -> None:
         self._clock = clock
+        self._started = clock()
+        self._used_today = used_today or {}
         self._accounts: dict[tuple[str, str | None], Account] = {}
 
     def ticket_for(self, caller: Caller) -> Ticket:
@@ -400,5 +415,7 @@ class Quotas:
     def _account(self, owner: str, place: tuple[str, str | None], limits: Limits) -> Account:
         account = self._accounts.get(place)
         if account is None:
-            account = self._accounts[place] = Account(owner, limits, self._clock())
+            account = self._accounts[place] = Account(
+                owner, limits, self._clock(), DayUse(self._started, self._used_today.get(place, 0))
+            )
         return account

@@ -103,6 +103,11 @@ class HttpStream:
         return self._carrier.peer
 
     @property
+    def carrier(self) -> StreamCarrier:
+        """What it is written to now; for whoever stands in between (move_to)."""
+        return self._carrier
+
+    @property
     def head_sent(self) -> bool:
         return self.status is not None
 
@@ -182,7 +187,7 @@ class HttpStream:
     # What follows is the connection's side.
 
     def move_to(self, carrier: StreamCarrier) -> None:
-        """Another protocol carries the answer (an upgrade); nothing of it has been sent."""
+        """Another one carries the answer (after an upgrade, or to remember it); nothing of it has been sent."""
         assert not self.head_sent
         self._carrier = carrier
 

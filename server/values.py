@@ -24,7 +24,7 @@ SIZE_UNITS = {
 }
 LEAST_SIMILARITY = 0.65  # of a path's name to the one that may have been meant: of four letters, three are the same
 SHOWN_MODELS = 5
-DURATION_UNITS = {"ms": 0.001, "s": 1.0, "min": 60.0, "h": 3600.0}
+DURATION_UNITS = {"ms": 0.001, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
 _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 
 
@@ -212,6 +212,14 @@ def file_value(text: str) -> Path:
     return path
 
 
+def directory_value(text: str) -> Path:
+    """The path of a directory, there or not."""
+    path = Path(text_value(text)).expanduser()
+    if path.exists() and not path.is_dir():
+        raise MissingPathError("a directory, and this is a file")
+    return path
+
+
 def existing_file(text: str) -> Path:
     path = Path(text_value(text)).expanduser()
     if not path.exists():
@@ -282,7 +290,7 @@ def format_size(size_bytes: float) -> str:
 
 def format_duration(duration_s: float) -> str:
     """In the largest unit that it is a whole number of: 75 s, 1 min, 500 ms."""
-    for unit, factor in (("h", 3600.0), ("min", 60.0), ("s", 1.0)):
+    for unit, factor in (("d", 86_400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0)):
         if duration_s >= factor and duration_s % factor == 0:
             return f"{duration_s / factor:.0f} {unit}"
     return f"{duration_s:g} s" if duration_s >= 1 else f"{duration_s * 1000:g} ms"

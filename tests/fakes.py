@@ -143,8 +143,11 @@ def small_limits(
     max_batch_tokens: int = 16,
     max_model_len: int = 200,
     vocab_size: int = 1000,
+    num_host_blocks: int = 0,
 ) -> RunnerLimits:
-    return RunnerLimits(num_blocks, block_size, max_sequences, max_batch_tokens, max_model_len, vocab_size)
+    return RunnerLimits(
+        num_blocks, block_size, max_sequences, max_batch_tokens, max_model_len, vocab_size, num_host_blocks
+    )
 
 
 def make_request(

@@ -14,6 +14,7 @@ def test_both_kinds_are_measured_while_they_come_and_once_they_idle() -> None:
     for one in found:
         assert len(one.opening_ms) == 2
         assert len(one.idle_ms) == 200
+        assert len(one.refused_ms) == 1000
 
 
 def test_percentile_is_a_value_that_was_seen() -> None:

@@ -138,7 +138,7 @@ def test_what_core_may_not_do_is_found(source: str) -> None:
     assert core_faults(source)
 
 
-def test_only_the_engine_thread_starts_a_thread() -> None:
+def test_only_the_engine_and_two_writers_of_files_start_threads() -> None:
     starters = [
         path.relative_to(ROOT).as_posix()
         for layer in ("core", "server", "gpu")
@@ -146,4 +146,4 @@ def test_only_the_engine_thread_starts_a_thread() -> None:
         if path.relative_to(ROOT).as_posix() not in WIRING
         and any(module == "threading" for _, module in imported_modules(ast.parse(path.read_text())))
     ]
-    assert starters == ["server/engine_thread.py"]
+    assert starters == ["server/engine_thread.py", "server/ledger_thread.py", "gpu/kv_directory.py"]

@@ -38,7 +38,7 @@ class KernelOperators(Operators):
 
     def __init__(self, config: ModelConfig, has_attention: bool) -> None:
         super().__init__(torch.bfloat16, torch.device("cpu"), config.rms_norm_eps)
-        self.attention = PagedAttention(config.head_dim) if has_attention else None
+        self.attention = PagedAttention() if has_attention else None
         self.product_choice = ProductChoice(uses_kernel=True)
         self._products = PackedProducts(self.product_choice)
         self._norm, self._norm_arguments = Kernel(add_and_norm), NormArguments(eps=config.rms_norm_eps)

@@ -7,20 +7,17 @@ from torch import Tensor
 
 from gpu.attention import DecodeRows, PromptRow
 from gpu.cpu_kernels import decode, prefill
-from gpu.cpu_kernels.products import BLOCK_OUTPUTS
 from gpu.cpu_kernels.team import Kernel
 from gpu.kv_cache import LayerKV
 
 LOG2_E = math.log2(math.e)
-ROWS_PER_THREAD = 4  # from so many on, whole rows are work that threads can share evenly
 NO_WINDOW = 1 << 62
 
 
 class PagedAttention:
     """With as many threads as torch has. Not for two threads at once: the arguments are its own."""
 
-    def __init__(self, head_dim: int) -> None:
-        self.can_prefill = head_dim % BLOCK_OUTPUTS == 0
+    def __init__(self) -> None:
         self._decode, self._decode_arguments = Kernel(decode.attend), decode.Arguments()
         self._prefill, self._prefill_arguments = Kernel(prefill.attend_many), prefill.Arguments()
 
@@ -38,7 +35,6 @@ class PagedAttention:
         told.out, told.num_rows = out.data_ptr(), num_rows
         told.num_kv_heads, told.per_kv, told.head_dim = num_kv_heads, num_heads // num_kv_heads, head_dim
         told.scale = (head_dim**-0.5 if scale is None else scale) * LOG2_E
-        told.together = num_kv_heads if num_rows >= ROWS_PER_THREAD * torch.get_num_threads() else 1
         self._decode(told, torch.get_num_threads())
         return out
 

@@ -158,6 +158,17 @@ def multiply_add(typing_context, x, y, z):
 
 
 @intrinsic
+def multiply_subtract(typing_context, x, y, z):
+    """x * y - z, rounded once."""
+
+    def generate(context, builder, signature, arguments):
+        x, y, z = arguments
+        return emit.multiply_add(builder, x, y, builder.fneg(z))
+
+    return floats(floats, floats, floats), generate
+
+
+@intrinsic
 def add(typing_context, x, y):
     """x + y"""
     return floats(floats, floats), lambda context, builder, signature, arguments: builder.fadd(*arguments)
@@ -204,30 +215,14 @@ def smaller(typing_context, x, y):
 
 
 @intrinsic
-def rounded(typing_context, x):
-    """To the nearest integer, still float32."""
-    return floats(floats), lambda context, builder, signature, arguments: emit.call(
-        builder, "llvm.rint.v16f32", emit.FLOATS, *arguments
-    )
-
-
-@intrinsic
-def power_of_two(typing_context, exponents):
-    """2 ** exponents, of integers within -126..127 held as float32: written into the exponent's bits."""
+def add_exponents(typing_context, x, exponents):
+    """x * 2 ** n, where it is a normal number. exponents: bits whose low 9 are n."""
 
     def generate(context, builder, signature, arguments):
-        whole = builder.add(builder.fptosi(arguments[0], emit.PAIRS), emit.spread_constant(127))
-        return builder.bitcast(builder.shl(whole, emit.spread_constant(23)), emit.FLOATS)
+        bits, exponents = (builder.bitcast(argument, emit.PAIRS) for argument in arguments)
+        return builder.bitcast(builder.add(bits, builder.shl(exponents, emit.spread_constant(23))), emit.FLOATS)
 
-    return floats(floats), generate
-
-
-@intrinsic
-def largest(typing_context, x):
-    """Of the sixteen."""
-    return types.float32(floats), lambda context, builder, signature, arguments: emit.call(
-        builder, "llvm.vector.reduce.fmax.v16f32", ir.FloatType(), *arguments
-    )
+    return floats(floats, floats), generate
 
 
 @intrinsic

@@ -20,6 +20,7 @@ STATUSES: dict[ErrorKind, tuple[int, str]] = {
     ErrorKind.CONFLICT: (409, "conflict_error"),
     ErrorKind.BODY_TOO_LARGE: (413, "invalid_request_error"),
     ErrorKind.UNSUPPORTED_MEDIA_TYPE: (415, "invalid_request_error"),
+    ErrorKind.KEY_REUSED: (422, "invalid_request_error"),
     ErrorKind.CANCELLED: (499, "invalid_request_error"),  # nginx's; a status that no SDK retries
     ErrorKind.RATE_LIMITED: (429, "rate_limit_error"),
     ErrorKind.ENGINE: (500, "server_error"),

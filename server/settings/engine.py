@@ -1,10 +1,19 @@
 """What computes, and how much at once. Thread: main, at start; frozen after that."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from core.config import INTER_TOKEN_TARGET, QUANTIZE_SCHEMES
 from server.settings.option import GiB, MiB, Setting
-from server.values import choice_of, count_between, factor_or_none, format_size, size_between, yes_or_no
+from server.values import (
+    choice_of,
+    count_between,
+    directory_value,
+    factor_or_none,
+    format_size,
+    size_between,
+    yes_or_no,
+)
 
 
 @dataclass(frozen=True)
@@ -38,6 +47,39 @@ class EngineSettings:
             parse=size_between(MiB, 2**44),
             metavar="SIZE",
             help="memory for the KV cache, such as 2GiB (default: from what is free)",
+            group="engine",
+        ),
+    )
+    kv_offload_bytes: int = field(
+        default=0,
+        metadata=Setting(
+            name="kv-offload-memory",
+            parse=size_between(0, 2**44),
+            metavar="SIZE",
+            help="host memory for cached prompts that give way in the KV cache, such as 8GiB: they are copied back"
+            " where that is faster than to compute them again; 0 forgets them",
+            group="engine",
+            show=format_size,
+        ),
+    )
+    kv_offload_dir: Path | None = field(
+        default=None,
+        metadata=Setting(
+            name="kv-offload-dir",
+            parse=directory_value,
+            metavar="DIR",
+            help="a directory of this server's own that keeps the cached prompts over a restart, as files that their"
+            " owner alone can read (default: nothing is kept)",
+            group="engine",
+        ),
+    )
+    kv_offload_dir_bytes: int | None = field(
+        default=None,
+        metadata=Setting(
+            name="kv-offload-dir-bytes",
+            parse=size_between(MiB, 2**50),
+            metavar="SIZE",
+            help="of the files in it, at most (default: as --kv-offload-memory)",
             group="engine",
         ),
     )

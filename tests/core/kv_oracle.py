@@ -18,12 +18,17 @@ class ChainCheckingRunner(SimulatedRunner):
     def __init__(self, limits: RunnerLimits, cost: CostModel, clock: SimulatedClock) -> None:
         super().__init__(limits, cost, clock)
         self._chains = np.full((limits.num_blocks, limits.block_size), _SPOILED, np.int64)
+        self._host_chains = np.full((limits.num_host_blocks, limits.block_size), _SPOILED, np.int64)
         self._expected: dict[int, list[int]] = {}  # by slot: the hash after each of its tokens
 
     def forward(self, plan: StepPlan) -> StepPlan:
         ticket = super().forward(plan)
         for start in plan.sequence_starts:
             self._expected[start.slot] = _chain(0, start.token_ids)
+        if plan.host_copies is not None:
+            offloads, restores = plan.host_copies.offloads, plan.host_copies.restores
+            self._host_chains[list(offloads)] = self._chains[list(offloads.values())]
+            self._chains[list(restores)] = self._host_chains[list(restores.values())]
         self._chains[plan.copy_targets] = self._chains[plan.copy_sources]
         rows = list(zip(plan.slots.tolist(), plan.starts.tolist(), plan.lengths.tolist(), strict=True))
         offset = 0

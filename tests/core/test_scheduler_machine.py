@@ -23,6 +23,8 @@ PROMPTS = tuple(tuple((3 * i + (i >= fork)) % 29 for i in range(20)) for fork in
 class SchedulerMachine(RuleBasedStateMachine):
     """Drives a scheduler and a simulated runner call by call, so that messages come between plan and apply too."""
 
+    num_host_blocks = 0
+
     @initialize(
         num_blocks=st.integers(3, 14),
         block_size=st.sampled_from((1, 2, 4)),
@@ -31,7 +33,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def begin(self, num_blocks: int, block_size: int, max_batch_tokens: int, has_prefix_cache: bool) -> None:
         self.limits = small_limits(
-            num_blocks=num_blocks, block_size=block_size, max_batch_tokens=max_batch_tokens, vocab_size=VOCAB_SIZE
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_batch_tokens=max_batch_tokens,
+            vocab_size=VOCAB_SIZE,
+            num_host_blocks=self.num_host_blocks,
         )
         self.clock = SimulatedClock()
         self.runner = ChainCheckingRunner(self.limits, CostModel(), self.clock)

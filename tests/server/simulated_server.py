@@ -12,6 +12,7 @@ import json
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import h11
@@ -36,13 +37,17 @@ from server.cross_origin import CrossOrigin
 from server.deadlines import Deadlines
 from server.engine_client import EngineClient
 from server.gate import Gate
+from server.idempotency import Idempotency
+from server.ledger_setup import OpenLedger, opened
 from server.lifecycle import Clock, Lifecycle, PromptReader
 from server.metrics import Metrics
+from server.prices import NO_PRICES, Prices
 from server.queue_limits import QueueLimits
 from server.tenants import Tenant
 from tests.core.chat_templates import CHATML
 from tests.core.small_tokenizers import SPECIAL, byte_level
 from tests.server.fakes import MemoryServer, MemoryTransport
+from tests.server.inline_ledger import COMMIT_S, InlineWriter
 from tests.server.virtual_loop import VirtualTimeLoop
 
 MODEL = "small"
@@ -211,6 +216,8 @@ class SimulatedServer:
         runner: makes the model, on the limits, the cost model and the clock.
         schedule: when the loop gets each step's news.
         is_ready: the model is loaded.
+        ledger: its file; None: there is none.
+        first_id: of requests: r1, r2, ...
     """
 
     def __init__(
@@ -230,6 +237,9 @@ class SimulatedServer:
         is_ready: bool = True,
         origins: tuple[str, ...] = (),
         clients: ClientRules | None = None,
+        ledger: Path | None = None,
+        prices: Prices = NO_PRICES,
+        first_id: int = 1,
     ) -> None:
         self.loop = VirtualTimeLoop()
         self.limits = limits
@@ -247,8 +257,13 @@ class SimulatedServer:
         self.scheduler = Scheduler(limits, (EOS_ID,), seeds=lambda: 1234)
         self._engine = Engine(self.scheduler, runner(limits, cost, time), time, self._inbox, self._send_delivery)
         clock = Clock(time, lambda: UNIX_S + time())
-        self.gate = Gate(ServerConfig(api_keys=keys, tenants=tenants), clock)
-        numbers = itertools.count(1)
+        self.ledger_writer = None if ledger is None else InlineWriter(ledger, self.loop)
+        config = ServerConfig(api_keys=keys, tenants=tenants, prices=prices, ledger=ledger)
+        opening = OpenLedger(None, {}, Idempotency(clock.unix))
+        if self.ledger_writer is not None:
+            opening = opened(self.ledger_writer.journal, self.ledger_writer, config, clock, self.loop)
+        self.gate = Gate(config, clock, opening.used_today)
+        numbers = itertools.count(first_id)
         self.app = App(
             self.readiness,
             self.gate,
@@ -288,6 +303,8 @@ class SimulatedServer:
             ),
             max_sequences=limits.max_sequences,
             deadlines=deadlines,
+            idempotency=opening.idempotency,
+            ledger=opening.ledger,
         )
         if is_ready:
             self.app.lifecycle = self.lifecycle
@@ -336,10 +353,17 @@ class SimulatedServer:
     def run(self) -> None:
         """Step until the engine has nothing to compute, and all its news have been delivered."""
         self.loop.settle()
-        while not self.is_broken and (self._has_work or self._inbox):
-            self.step()
+        while self._is_writing or (not self.is_broken and (self._has_work or self._inbox)):
+            if self._has_work or (self._inbox and not self.is_broken):
+                self.step()
             while not self._has_work and self._on_its_way:
                 self.loop.advance((self.loop.next_timer() or self.loop.time()) - self.loop.time())
+            if not self._has_work and self._is_writing:
+                self.loop.advance(COMMIT_S)
+
+    @property
+    def _is_writing(self) -> bool:
+        return self.ledger_writer is not None and self.ledger_writer.is_writing
 
     def run_for(self, seconds: float) -> None:
         """Let time pass, with the steps that it brings; the last one may end later."""
@@ -401,6 +425,8 @@ class SimulatedServer:
         self.network.listener.abort()
         self.run()
         self.check_idle()
+        if self.lifecycle.ledger is not None:
+            self.lifecycle.ledger.close()
         self.network.close()
 
     # Between loop and engine.

@@ -69,6 +69,7 @@ SAMPLES = {
     "device": "cpu",
     "dtype": "float32",
     "kv-memory": "2GiB",
+    "kv-offload-dir-bytes": "2GiB",
     "host": "::1",
     "bind": "[::1]:0",
     "unix-mode": "600",
@@ -81,6 +82,7 @@ SAMPLES = {
     "allow": "10.0.0.0/8",
     "deny": "2001:db8::/32",
     "api-key": "secret",
+    "ledger-keep": "90d",
     "log-level": "debug",
     "log-format": "json",
     "otlp-endpoint": "http://collector:4318/v1/traces",
@@ -350,9 +352,30 @@ def test_engine_config_carries_what_the_operator_asked() -> None:
         "threads": "2",
         "quantize": "int4",
         "quantize_cache_bytes": "1GiB",
+        "kv_offload_bytes": "8GiB",
+        "kv_offload_dir": "/var/cache/kv",
+        "kv_offload_dir_bytes": "9GiB",
     }
-    want = EngineConfig("cpu", "float32", 1024, 64 * 2**20, 256, 8, 2, "int4", 2**30)
+    want = EngineConfig(
+        *("cpu", "float32", 1024, 64 * 2**20, 256, 8, 2, "int4", 2**30),
+        kv_offload_bytes=2**33,
+        kv_offload_dir="/var/cache/kv",
+        kv_offload_dir_bytes=9 * 2**30,
+    )
     assert load_config(flags, {}).to_engine_config() == want
+
+
+@pytest.mark.parametrize(
+    ("flags", "fix"),
+    [
+        ({"kv_offload_dir": "/var/cache/kv"}, "--kv-offload-memory 1GiB"),
+        ({"kv_offload_bytes": "1GiB", "no_prefix_cache": "true"}, "leave one of them out"),
+    ],
+)
+def test_offload_that_could_hold_nothing_is_refused(flags: dict[str, str | list[str]], fix: str) -> None:
+    with pytest.raises(StartupError) as refused:
+        load_config(flags, {}).to_engine_config()
+    assert fix in refused.value.fix
 
 
 def test_model_is_a_directory_a_gguf_file_or_a_hubs_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

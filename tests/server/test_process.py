@@ -29,6 +29,7 @@ from server.config import ServerConfig
 from server.engine_thread import Inbox
 from server.model_files import GenerationDefaults, ModelFiles
 from server.process import EngineFacts, LoadedEngine, LoadEngine, Server
+from server.supervision import EngineLost
 from tests.core.chat_templates import CHATML
 from tests.server.raw_http2 import START, Seen, post
 from tests.server.simulated_server import EOS_ID, MODEL, STREAM, TOKENIZER, Answer, answers, chat, request
@@ -522,3 +523,43 @@ def test_page_of_metrics_knows_the_model_and_its_blocks_from_the_start() -> None
         await running.exit
 
     run(scenario)
+
+
+class HangingRunner(SimulatedRunner):
+    """Hangs in its third step until the test lets go of it."""
+
+    may_go_on = threading.Event()
+    num_steps = 0
+
+    def collect(self, ticket: StepPlan) -> StepOutput:
+        self.num_steps += 1
+        if self.num_steps == 3:
+            self.may_go_on.wait()
+        return super().collect(ticket)
+
+
+def test_engine_that_hangs_is_not_ready_and_when_lost_ends_its_streams_and_the_process() -> None:
+    HangingRunner.may_go_on.clear()
+
+    async def scenario() -> None:
+        running = Running(load_with(HangingRunner))
+        server = running.server
+        await server.wait_ready()
+        reader, writer = await open_with(server, chat(**FOREVER))
+        head = await reader.readuntil(b"data: ")
+        server.on_silence(True)  # as supervision tells it (test_supervision.py)
+        stalled = await ask(server, closing(request("GET", "/ready")))
+        assert (stalled.status, stalled.json["error"]["code"]) == (503, "stalled")
+        server.on_failed(EngineLost("busy with one step"))
+        (answer,) = answers(head + await reader.read())
+        assert answer.events[-1]["error"]["code"] == "engine_error"
+        writer.close()
+        await writer.wait_closed()
+        assert await running.exit is ExitCode.ENGINE  # though its thread hangs still
+        HangingRunner.may_go_on.set()
+        assert server._engine_thread.wait_stopped(LIMIT_S)
+
+    try:
+        run(scenario)
+    finally:
+        HangingRunner.may_go_on.set()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from core.errors import ErrorKind, ServiceError
 from core.types import Request, SamplingParams, Usage
 from server.auth import Caller, make_directory
-from server.quota import DAY_S, FIRST_TOKENS, MINUTE_NS, S_NS, Bucket, DayPool, Moment, Pool, Quotas, Ticket
+from server.quota import DAY_S, FIRST_TOKENS, MINUTE_NS, S_NS, Bucket, DayPool, DayUse, Moment, Pool, Quotas, Ticket
 from server.rate_limit_fields import format_reset
 from server.tenants import Limits, Tenant
 
@@ -119,7 +119,7 @@ def test_a_clock_that_steps_back_gives_nothing() -> None:
 
 
 def test_a_day_begins_anew_at_midnight_with_what_is_in_progress() -> None:
-    pool = DayPool("tokens_per_day", 100, START)
+    pool = DayPool("tokens_per_day", 100, DayUse(START, 0))
     pool.reserve(70, at(0))
     pool.settle(50, 40, at(S_NS))
     assert pool.available(at(S_NS)) == 40

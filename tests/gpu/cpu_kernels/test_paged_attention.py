@@ -20,7 +20,7 @@ NUM_BLOCKS = 220
 
 @pytest.fixture(scope="module")
 def kernel() -> PagedAttention:
-    return PagedAttention(64)
+    return PagedAttention()
 
 
 def textbook(query: torch.Tensor, kv: LayerKV, rows: DecodeRows, scale: float) -> torch.Tensor:
@@ -114,6 +114,8 @@ def test_one_score_far_above_the_others_takes_its_value_whole(kernel: PagedAtten
         (47, 65, 1, 14, 64),
         (190, 33, 1, 100, 64),
         (191, 3, 3, 5, 256),
+        (10, 90, 2, 4, 96),
+        (70, 30, 1, 3, 32),
     ],
     ids=str,
 )

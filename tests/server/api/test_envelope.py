@@ -21,6 +21,7 @@ def test_every_kind_has_a_status_and_a_type() -> None:
         409,
         413,
         415,
+        422,
         429,
         499,
         500,

@@ -1,0 +1,229 @@
+"""Does the ledger keep its word? `python -m bench.crash --kills 10000`: kill -9 at random moments under load.
+
+A real server on the null runner, forked from this process so that a restart costs milliseconds, is asked by several
+clients at once and killed. Then its ledger is opened as the next server would. What must hold:
+
+- every request whose end a client has seen is settled, once, with the tokens that the client was told;
+- every request whose first byte a client has seen is there;
+- none is in progress, and none said more than was asked for.
+
+In every third life someone else holds the database's lock from a random moment on: what is settled is spilled then.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import sqlite3
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import uvloop
+
+from bench.client import ConnectionPool, Exchange, Recorder
+from bench.null_server import load
+from bench.peer import MODEL
+from bench.server_process import free_port
+from bench.wire import encode_request
+from server import ledger
+from server.config import ServerConfig
+from server.ledger_journal import open_journal
+from server.ledger_records import LedgerRow, State
+from server.ledger_store import LedgerStore
+from server.logs import configure_logging
+from server.process import Server
+
+NUM_CLIENTS = 12
+STEP_RATE = 1000.0  # of the null runner: a request takes a few to 40 ms
+MAX_TOKENS = 40
+MOST_BEGUN = 60  # answers, before the kill; then a moment of up to:
+MOMENT_S = 0.02
+LOCKED_S = 0.1  # the longest that the lock is held before the kill
+CHECKPOINT_S = 0.02  # the server's five seconds, for lives as short as these
+TIMEOUT_S = 10.0
+POLL_S = 0.001
+SPILL_RECORDS = 64
+LOCKED_EVERY = 3  # lives
+LIVES = 5  # of one ledger
+
+
+@dataclass(slots=True)
+class Seen:
+    """What the clients of all rounds have seen, by our request id."""
+
+    acknowledged: dict[str, int] = field(default_factory=dict)  # completion tokens, as they were told
+    begun: set[str] = field(default_factory=set)
+    num_sent: int = 0
+
+
+class Broken(Exception):
+    """The ledger has not kept its word."""
+
+
+def fork_server(path: Path, port: int) -> int:
+    """A server that listens on the port when this returns. Returns its process id."""
+    told, tell = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(told)
+        try:
+            uvloop.run(_serve(path, port, tell))
+        finally:
+            os._exit(1)
+    os.close(tell)
+    is_up = os.read(told, 1) == b"."
+    os.close(told)
+    if not is_up:
+        raise Broken(f"a server did not start: {os.waitpid(pid, 0)[1]}")
+    return pid
+
+
+async def _serve(path: Path, port: int, tell: int) -> None:
+    ledger.CHECKPOINT_S = CHECKPOINT_S
+    loop = asyncio.get_running_loop()
+    server = Server(
+        ServerConfig(port=port, ledger=path, max_queue=SPILL_RECORDS),
+        lambda inbox, deliver, stage: load(STEP_RATE, loop, inbox, deliver, stage),
+        lambda lines: _say_ready(tell),
+    )
+    await server.run()
+
+
+def _say_ready(tell: int) -> None:
+    os.write(tell, b".")
+
+
+def live_and_die(path: Path, port: int, rng: random.Random, seen: Seen, is_locked: bool) -> None:
+    """One life of a server, from its start to its kill."""
+    pid = fork_server(path, port)
+    try:
+        uvloop.run(_ask_until_killed(path, port, pid, rng, seen, is_locked))
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+async def _ask_until_killed(path: Path, port: int, pid: int, rng: random.Random, seen: Seen, is_locked: bool) -> None:
+    clients = [asyncio.create_task(_ask(port, random.Random(rng.random()), seen)) for _ in range(NUM_CLIENTS)]
+    num_awaited = len(seen.begun) + rng.randint(0, MOST_BEGUN)
+    while len(seen.begun) < num_awaited and not all(client.done() for client in clients):
+        await asyncio.sleep(POLL_S)
+    lock = sqlite3.connect(path, isolation_level=None, timeout=1.0)
+    if is_locked:
+        lock.execute("BEGIN IMMEDIATE")
+    await asyncio.sleep(rng.random() * (LOCKED_S if is_locked else MOMENT_S))
+    os.kill(pid, signal.SIGKILL)
+    lock.close()
+    await asyncio.gather(*clients)
+
+
+async def _ask(port: int, rng: random.Random, seen: Seen) -> None:
+    """One client: one request after the other, until the server is gone."""
+    pool = ConnectionPool("127.0.0.1", port, Recorder(), TIMEOUT_S)
+    while True:
+        body = {"model": MODEL, "prompt": "x" * rng.randint(1, 50), "max_tokens": rng.randint(1, MAX_TOKENS)}
+        if rng.random() < 0.7:
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+        headers = {"content-type": "application/json"}
+        exchange = Exchange(time.monotonic())
+        seen.num_sent += 1
+        data = encode_request("POST", "/v1/completions", "localhost", headers, json.dumps(body).encode())
+        connection = await pool.perform(data, exchange)
+        head = None if connection is None else connection.response.head
+        if connection is None or head is None:
+            break
+        if head.status == 200:
+            request_id = head.headers[b"x-request-id"].decode()
+            seen.begun.add(request_id)
+            if exchange.failure is None and connection.response.is_complete:
+                whole = json.loads(connection.body)["usage"]["completion_tokens"] if connection.body else None
+                seen.acknowledged[request_id] = whole or exchange.num_tokens
+        if not connection.is_reusable:
+            break
+        if head.status != 200:
+            await asyncio.sleep(0.005)  # refused while the database is locked
+    await pool.close()
+
+
+def recover(path: Path) -> None:
+    """As the next server does before it listens."""
+    open_journal(path, SPILL_RECORDS).close()
+
+
+def check(path: Path, seen: Seen) -> list[LedgerRow]:
+    """The ledger's rows.
+
+    Raises:
+        Broken: they are not what the clients have seen.
+    """
+    store = LedgerStore(path)
+    rows = store.rows()
+    store.close()
+    by_id = {row.request_id: row for row in rows}
+    if len(by_id) != len(rows):
+        raise Broken(f"{len(rows) - len(by_id)} records are doubled")
+    for request_id, num_tokens in seen.acknowledged.items():
+        row = by_id.get(request_id)
+        if row is None or row.state != State.SETTLED or row.completion_tokens != num_tokens:
+            raise Broken(f"{request_id} was acknowledged with {num_tokens} tokens, and the ledger has {row}")
+    if missing := seen.begun - by_id.keys():
+        raise Broken(f"{len(missing)} requests were answered and are not in the ledger, such as {missing.pop()}")
+    for row in rows:
+        if row.state == State.RESERVED:
+            raise Broken(f"an orphan is left: {row}")
+        if row.completion_tokens > MAX_TOKENS:
+            raise Broken(f"more is billed than was asked for: {row}")
+    if len(rows) > seen.num_sent:
+        raise Broken(f"{len(rows)} records of {seen.num_sent} requests")
+    return rows
+
+
+def run(num_kills: int, seed: int, directory: Path) -> str:
+    """Kill so often, check each time, and say what was seen.
+
+    Raises:
+        Broken: see check().
+    """
+    rng = random.Random(seed)
+    port = free_port()
+    totals = {"requests": 0, "acknowledged": 0, "aborted": 0}
+    seen, path = Seen(), directory
+    for i in range(num_kills):
+        if i % LIVES == 0:
+            path, seen = directory / f"ledger-{i}.db", Seen()
+        live_and_die(path, port, rng, seen, is_locked=i % LOCKED_EVERY == 0)
+        recover(path)
+        rows = check(path, seen)
+        if i % LIVES == LIVES - 1 or i == num_kills - 1:
+            totals["requests"] += len(rows)
+            totals["acknowledged"] += len(seen.acknowledged)
+            totals["aborted"] += sum(row.state == State.ABORTED for row in rows)
+            for old in directory.iterdir():
+                old.unlink()
+    return ", ".join(f"{count:,} {name}" for name, count in totals.items())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=100, metavar="COUNT", help="how often [100]")
+    parser.add_argument("--seed", type=int, default=1, help="of the moments [1]; the machine's timing is not drawn")
+    arguments = parser.parse_args()
+    configure_logging("critical", "text")
+    begin_s = time.monotonic()
+    with tempfile.TemporaryDirectory() as directory:
+        try:
+            seen = run(arguments.kills, arguments.seed, Path(directory))
+        except Broken as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+    print(f"{arguments.kills} kills in {time.monotonic() - begin_s:.0f} s: {seen}; none lost, none doubled, no orphan")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

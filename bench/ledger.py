@@ -1,0 +1,156 @@
+"""What the ledger costs the event loop, and how long a commit takes: `python -m bench.ledger`.
+
+The server's own objects and its real thread, on the disk of --directory. So many requests at once are each reserved and
+settled, one after the other, and wait for both. The loop's time is its thread's CPU time, less that of the same loop
+with a ledger that writes nothing: what is left are the rows, the prices, the queue, and being told.
+"""
+
+import argparse
+import asyncio
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import uvloop
+
+from bench.measures import summarize
+from bench.results import RESULTS_DIR, Table, command_line, print_tables, write_result
+from core.types import Cost, Usage
+from server.ledger import End, Ledger, Subject
+from server.ledger_journal import Written, open_journal
+from server.ledger_records import Write
+from server.ledger_thread import LedgerThread, Tell, Writer
+from server.prices import ModelPrice, Prices
+
+AT_ONCE = (1, 16, 64, 256)
+MODEL = "m"
+PRICES = Prices(((MODEL, ModelPrice(50_000, 10_000, 200_000)),))
+USAGE = Usage(200, 100, 64)
+END = End(USAGE, Cost(0.1, 2.0), "length", 200, None, {"receive": 0.2, "prepare": 1.5, "generate": 93.25, "total": 95})
+
+
+class NoWriter:
+    """Implements Writer, and writes nothing."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._written = Written([True], None)
+
+    def submit(self, write: Write, tell: Tell) -> None:
+        self._loop.call_soon(tell, True, self._written)
+
+    def close(self) -> None:
+        pass
+
+
+class Bystander:
+    """Measures a bare loop in the ledger's place: two turns of it a request."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+
+    async def serve(self, number: int) -> None:
+        for _ in range(2):
+            done = self._loop.create_future()
+            self._loop.call_soon(done.set_result, None)
+            await done
+
+
+class Client:
+    """Reserves and settles, and notes how long each took to be durable."""
+
+    def __init__(self, ledger: Ledger, loop: asyncio.AbstractEventLoop) -> None:
+        self.latencies_s: list[float] = []
+        self._ledger = ledger
+        self._loop = loop
+
+    async def serve(self, number: int) -> None:
+        subject = Subject(f"{number:032x}", None, "acme", "sl-1", MODEL, "/v1/chat/completions", _count)
+        entry = self._ledger.open(subject)
+        await self._wait(lambda tell: entry.reserve(712, _no_progress, tell))
+        await self._wait(lambda tell: entry.settle(END, tell))
+
+    async def _wait(self, write: Callable[[Callable[[bool], None]], None]) -> None:
+        durable: asyncio.Future[bool] = self._loop.create_future()
+        begin_s = time.perf_counter()
+        write(durable.set_result)
+        if not await durable:
+            raise OSError("the ledger could not be written")
+        self.latencies_s.append(time.perf_counter() - begin_s)
+
+
+def _count(usage: Usage) -> int:
+    return usage.num_prompt_tokens + usage.num_completion_tokens
+
+
+def _no_progress() -> Usage:
+    return Usage(0, 0)
+
+
+async def run_requests(served: Client | Bystander, num_requests: int, num_at_once: int) -> float:
+    """Returns the loop thread's CPU time, in seconds."""
+    numbers = iter(range(num_requests))
+
+    async def work() -> None:
+        for number in numbers:
+            await served.serve(number)
+
+    begin_s = time.thread_time()
+    await asyncio.gather(*(work() for _ in range(num_at_once)))
+    return time.thread_time() - begin_s
+
+
+async def measure(directory: Path, num_requests: int, num_at_once: int) -> tuple[int | float, ...]:
+    """A row of the table."""
+    loop = asyncio.get_running_loop()
+    bare_s = await run_requests(Bystander(loop), num_requests, num_at_once)
+    path = directory / f"{num_at_once}.db"
+
+    def ledger_with(writer: Writer) -> Ledger:
+        return Ledger(path, writer, PRICES, time.time, loop)
+
+    empty_s = await run_requests(Client(ledger_with(NoWriter(loop)), loop), num_requests, num_at_once)
+    ledger = ledger_with(LedgerThread(open_journal(path, num_at_once), loop))
+    client = Client(ledger, loop)
+    begin_s = time.perf_counter()
+    loop_s = await run_requests(client, num_requests, num_at_once)
+    rate = num_requests / (time.perf_counter() - begin_s)
+    ledger.close()
+    found = summarize([1000 * latency_s for latency_s in client.latencies_s])
+    assert found.p50 is not None
+    assert found.p99 is not None
+    us = 1e6 / num_requests
+    return (
+        num_at_once,
+        round((loop_s - bare_s) * us, 1),
+        round((empty_s - bare_s) * us, 1),
+        round(found.p50, 2),
+        round(found.p99, 2),
+        round(rate),
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(prog="python -m bench.ledger", description=__doc__)
+    parser.add_argument("--requests", type=int, default=3000, help="of each load (default: %(default)s)")
+    parser.add_argument("--directory", type=Path, help="whose disk is written to (default: a temporary one)")
+    parser.add_argument("--json", type=Path, metavar="FILE", default=RESULTS_DIR / "ledger.json")
+    arguments = parser.parse_args(argv)
+    rows = []
+    with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
+        for num_at_once in AT_ONCE:
+            num_requests = max(num_at_once, arguments.requests // (10 if num_at_once == 1 else 1))
+            rows.append(uvloop.run(measure(Path(directory), num_requests, num_at_once)))
+    columns = ("at once", "loop us", "of it rows and calls us", "commit p50 ms", "commit p99 ms", "requests/s")
+    tables = [Table("The ledger: the loop's CPU time a request, and until a write is durable", columns, tuple(rows))]
+    print_tables(tables)
+    command = command_line("python -m bench.ledger", argv)
+    write_result(arguments.json, "ledger", command, tables, {"requests": arguments.requests}, {})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

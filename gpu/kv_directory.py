@@ -1,0 +1,324 @@
+"""Blocks of keys and values in files, so that a restarted server finds the prompts of the one before. Thread: engine
+for what is asked, one of its own for the files: no step waits for them.
+
+The directory follows the host memory: a file for each slot that is filled, gone when the slot is used for another. A
+file is a plain header and raw bytes, under a digest of both; it names the model that computed it (fingerprint), its
+tokens, and the file of the block before it in its chain, by names that are given once and for ever. What is torn, of
+another model, or of a chain whose beginning is gone is deleted, never served. Files are readable for their owner alone:
+they hold prompts.
+"""
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import secrets
+import struct
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from queue import SimpleQueue
+
+from core.blocks import BlockKey
+from core.config import BLOCK_SIZE, ModelConfig
+from core.plan import BlockLabel
+from gpu.checkpoint import Checkpoint
+
+SUFFIX, PART_SUFFIX, LOCK_NAME = ".kv", ".kv.part", "lock"
+MAGIC = b"steploop kv 1\n"  # another format, another number
+DIGEST_BYTES = 32  # SHA-256
+LENGTH = struct.Struct("<I")  # of the header
+MAX_HEADER_BYTES = 64 * 1024
+QUEUE_BYTES = 64 * 1024**2  # that wait for the disk; what comes on top is written at the end
+SAVE_S = 8.0  # at the end: the process is given ten seconds
+
+logger = logging.getLogger(__name__)
+
+
+class BadFile(Exception):
+    """Not a whole file of this model's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """
+    Args:
+        name: of the file itself, without its suffix.
+        parent: the name of the block before it; None: the first of its chain, which has a domain.
+        content: its token ids, as in a BlockKey, in hexadecimal digits.
+    """
+
+    fingerprint: str
+    name: str
+    parent: str | None
+    domain: tuple[str, str] | None
+    content: str
+
+
+class KVDirectory:
+    """The files of one process.
+
+    Args:
+        limit_bytes: of all files together; the oldest go first.
+        block_bytes: of each one's keys and values.
+
+    Raises:
+        OSError: the directory cannot be used; BlockingIOError: another process uses it.
+    """
+
+    def __init__(self, path: Path, limit_bytes: int, fingerprint: str, block_bytes: int) -> None:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._lock = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._lock)
+            raise
+        self._path = path
+        self._fingerprint = fingerprint
+        self._block_bytes = block_bytes
+        self._run = secrets.token_hex(16)
+        self._loaded_names: dict[int, str] = {}  # by serial
+        self._unwritten: dict[int, BlockLabel] = {}  # by slot: there was no room in the queue
+        self._files = _Files(path, limit_bytes)
+        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._room = threading.Semaphore(max(1, QUEUE_BYTES // block_bytes))
+        self._writer = threading.Thread(target=self._write_queued, name="kv-directory", daemon=True)
+        self._writer.start()
+
+    def load(self, num_slots: int, fill: Callable[[int, bytes], None]) -> list[tuple[int, BlockLabel]]:
+        """Fill slots from 0 on with the newest chains; delete whatever is not loaded. Before anything is put.
+
+        Returns:
+            The slots filled and what they hold, oldest first; serials from 1 on.
+        """
+        stored: list[tuple[int, BlockLabel]] = []
+        serials: dict[str, int] = {}  # by name
+        for header in self._newest_chains(num_slots):
+            parent = None if header.parent is None else serials.get(header.parent)
+            if header.parent is None or parent is not None:
+                content = self._read(header)
+                if content is not None:
+                    slot, serial = len(stored), len(stored) + 1
+                    fill(slot, content)
+                    self._loaded_names[serial] = header.name
+                    self._files.take(slot, header.name)
+                    serials[header.name] = serial
+                    stored.append((slot, BlockLabel(serial, _key(header, parent))))
+        for file in self._path.iterdir():
+            if file.name.endswith((SUFFIX, PART_SUFFIX)) and file.name.removesuffix(SUFFIX) not in serials:
+                file.unlink(missing_ok=True)
+        self._queue.put(self._files.trim)
+        return stored[::-1]
+
+    def put(self, slot: int, label: BlockLabel, content: bytes) -> None:
+        """Have a slot's content written, in place of what it held before; later, when too much waits already."""
+        if self._room.acquire(blocking=False):
+            self._unwritten.pop(slot, None)
+            self._queue_write(slot, label, content)
+        else:
+            self.drop(slot)
+            self._unwritten[slot] = label
+
+    def drop(self, slot: int) -> None:
+        """Have a slot's file deleted."""
+        self._unwritten.pop(slot, None)
+        self._queue.put(lambda: self._files.drop(slot))
+
+    def save(self, labels: dict[int, BlockLabel], read: Callable[[int], bytes]) -> None:
+        """Write these slots, and what there was no room for, the last first; end the writing, all within SAVE_S.
+
+        Args:
+            labels: by slot, children before their parents.
+        """
+        deadline_s = time.monotonic() + SAVE_S
+        for slot, label in reversed((self._unwritten | labels).items()):
+            if not self._room.acquire(timeout=max(0.0, deadline_s - time.monotonic())):
+                logger.warning("not all keys and values could be written to %s within %g s", self._path, SAVE_S)
+                break
+            self._queue_write(slot, label, read(slot))
+        self.close(deadline_s)
+
+    def close(self, deadline_s: float) -> None:
+        """Write what is queued and stop. What is not written by then is lost."""
+        self._queue.put(None)
+        self._writer.join(max(0.0, deadline_s - time.monotonic()))
+        if not self._writer.is_alive():
+            os.close(self._lock)
+
+    def _queue_write(self, slot: int, label: BlockLabel, content: bytes) -> None:
+        parent, tokens = label.key
+        header = Header(
+            self._fingerprint,
+            self._name(label.serial),
+            self._name(parent) if isinstance(parent, int) else None,
+            None if isinstance(parent, int) else parent,
+            tokens.hex(),
+        )
+        self._queue.put(lambda: self._files.write(slot, header.name, _encode(header, content)))
+        self._queue.put(self._room.release)
+
+    def _name(self, serial: int) -> str:
+        """Of a block, wherever and whenever it is written."""
+        return self._loaded_names.get(serial) or f"{self._run}-{serial:x}"
+
+    def _write_queued(self) -> None:
+        while (work := self._queue.get()) is not None:
+            work()
+
+    def _newest_chains(self, num_slots: int) -> list[Header]:
+        """Headers of whole chains, newest first, parents before children, as many as there are slots."""
+        headers = {header.name: header for header in self._headers()}
+        chosen: dict[str, Header] = {}
+        for header in headers.values():
+            chain: dict[str, Header] = {}
+            link: Header | None = header
+            while link is not None and link.name not in chosen and link.name not in chain:
+                chain[link.name] = link
+                link = headers.get(link.parent) if link.parent is not None else None
+            if len(chosen) + len(chain) <= num_slots:
+                chosen.update(reversed(chain.items()))
+        return list(chosen.values())
+
+    def _headers(self) -> list[Header]:
+        """Of all files that may be this model's, newest first."""
+        found = []
+        for file in self._path.glob(f"*{SUFFIX}"):
+            try:
+                with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as reader:
+                    header = _decode_header(reader.read(len(MAGIC) + LENGTH.size + MAX_HEADER_BYTES))[0]
+                    found.append((os.fstat(reader.fileno()).st_mtime_ns, header))
+            except (OSError, BadFile) as error:
+                logger.warning("%s is not used: %s", file, error)
+        found.sort(key=lambda entry: (entry[0], entry[1].name), reverse=True)
+        return [header for _, header in found if header.fingerprint == self._fingerprint]
+
+    def _read(self, header: Header) -> bytes | None:
+        """The file's keys and values; None: it is not whole, or not what its header has said before."""
+        file = self._path / f"{header.name}{SUFFIX}"
+        try:
+            with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as reader:
+                raw = reader.read(len(MAGIC) + LENGTH.size + MAX_HEADER_BYTES + self._block_bytes + DIGEST_BYTES + 1)
+            if hashlib.sha256(raw[:-DIGEST_BYTES]).digest() != raw[-DIGEST_BYTES:]:
+                raise BadFile("its content has another digest than it claims")
+            found, end = _decode_header(raw)
+            content = raw[end:-DIGEST_BYTES]
+            if found != header or len(content) != self._block_bytes:
+                raise BadFile("it is not of this name or size")
+            return content
+        except (OSError, BadFile) as error:
+            logger.warning("%s is not used: %s", file, error)
+            return None
+
+
+class _Files:
+    """Which slot has which file. Thread: the writer, after load()."""
+
+    def __init__(self, path: Path, limit_bytes: int) -> None:
+        self._path = path
+        self._limit_bytes = limit_bytes
+        self._num_bytes = 0
+        self._names: dict[int, str] = {}  # by slot
+        self._sizes: OrderedDict[str, int] = OrderedDict()  # oldest first
+        self._is_writable = True
+
+    def take(self, slot: int, name: str) -> None:
+        """A file that is there already."""
+        self._names[slot] = name
+        self._sizes[name] = self._file(name).stat().st_size
+        self._sizes.move_to_end(name, last=False)  # the newest are loaded first
+        self._num_bytes += self._sizes[name]
+
+    def write(self, slot: int, name: str, content: bytes) -> None:
+        self.drop(slot)
+        if not self._is_writable or len(content) > self._limit_bytes:
+            return
+        self._num_bytes += len(content)
+        self._names[slot], self._sizes[name] = name, len(content)
+        self.trim()
+        aside = self._path / f"{name}{PART_SUFFIX}"
+        try:
+            with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as writer:
+                writer.write(content)
+            os.replace(aside, self._file(name))
+        except OSError as error:
+            self._is_writable = False
+            logger.warning("keys and values are written to %s no more: %s", self._path, error)
+            aside.unlink(missing_ok=True)
+
+    def drop(self, slot: int) -> None:
+        name = self._names.pop(slot, None)
+        if name is not None:
+            self._delete(name)
+
+    def trim(self) -> None:
+        while self._num_bytes > self._limit_bytes:
+            self._delete(next(iter(self._sizes)))
+
+    def _delete(self, name: str) -> None:
+        """What was deleted before is no surprise."""
+        self._num_bytes -= self._sizes.pop(name, 0)
+        try:
+            self._file(name).unlink(missing_ok=True)
+        except OSError as error:
+            logger.warning("%s cannot be deleted: %s", self._file(name), error)
+
+    def _file(self, name: str) -> Path:
+        return self._path / f"{name}{SUFFIX}"
+
+
+def model_fingerprint(checkpoint: Checkpoint, config: ModelConfig, dtype_name: str, quantize: str | None) -> str:
+    """Of all that keys and values depend on: the weights' files, how they are computed, and how blocks are laid out."""
+    found = hashlib.sha256(f"{config!r} {dtype_name} {quantize} {BLOCK_SIZE}\0".encode())
+    headers = checkpoint.tensors.values()
+    files = {header.file for header in headers} | {part.file for header in headers for part in header.parts.values()}
+    for file in sorted(files):
+        with open(file, "rb") as reader:
+            found.update(hashlib.file_digest(reader, "sha256").digest())
+    return found.hexdigest()
+
+
+def _key(header: Header, parent: int | None) -> BlockKey:
+    domain = header.domain
+    if parent is not None:
+        return parent, bytes.fromhex(header.content)
+    assert domain is not None, "checked by _decode_header"
+    return domain, bytes.fromhex(header.content)
+
+
+def _encode(header: Header, content: bytes) -> bytes:
+    head = json.dumps(asdict(header)).encode()
+    raw = b"".join((MAGIC, LENGTH.pack(len(head)), head, content))
+    return raw + hashlib.sha256(raw).digest()
+
+
+def _decode_header(raw: bytes) -> tuple[Header, int]:
+    """The header that a file begins with, and where it ends.
+
+    Raises:
+        BadFile: there is none, or it says nothing that could be.
+    """
+    start = len(MAGIC) + LENGTH.size
+    if not raw.startswith(MAGIC) or len(raw) < start:
+        raise BadFile("it is of another format")
+    end = start + LENGTH.unpack_from(raw, len(MAGIC))[0]
+    try:
+        header = Header(**json.loads(raw[start:end]))
+        is_content = len(bytes.fromhex(header.content)) == 4 * BLOCK_SIZE
+    except (TypeError, ValueError) as error:
+        raise BadFile("its header cannot be read") from error
+    if header.domain is not None:
+        header = Header(header.fingerprint, header.name, header.parent, _domain(header.domain), header.content)
+    if not is_content or (header.parent is None) == (header.domain is None):
+        raise BadFile("its header cannot be")
+    return header, end
+
+
+def _domain(found: object) -> tuple[str, str]:
+    if isinstance(found, list) and len(found) == 2 and all(isinstance(part, str) for part in found):
+        return found[0], found[1]
+    raise BadFile("its header names no domain")

@@ -1,0 +1,221 @@
+"""Blocks of keys and values in host memory, and the copies between it and the device. Thread: engine.
+
+Which block is copied where is core/host_blocks.py's to decide. On a GPU the memory is pinned and the copies run on the
+stream of the steps: each is done before the next step's rows, and none holds the host up.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from core.config import BLOCK_SIZE, EngineConfig, ModelConfig
+from core.errors import NotEnoughMemory, StartupError
+from core.plan import BlockCopies, BlockLabel
+from gpu.checkpoint import Checkpoint
+from gpu.device import DeviceChoice, free_memory_bytes
+from gpu.kv_cache import KVCache, bytes_per_block, zeros
+from gpu.kv_directory import KVDirectory, model_fingerprint
+
+STAGING_BYTES = 64 * 1024**2  # on the device, of blocks that are copied at once
+MEASURED_BLOCKS, NUM_MEASURES = 8, 3
+
+
+class HostMemory:
+    """Slots of one block each: the keys and values of all layers, together.
+
+    Args:
+        num_slots: at least one.
+    """
+
+    def __init__(self, config: ModelConfig, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.num_slots = num_slots
+        self.block_bytes = bytes_per_block(config, dtype)
+        self._num_staged = max(1, STAGING_BYTES // self.block_bytes)
+        self._is_pinned = device.type == "cuda"
+        shape = (num_slots, config.num_layers, 2, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
+        if self._is_pinned:
+            self.tensor = torch.empty(shape, dtype=dtype, pin_memory=True)
+        else:
+            self.tensor = zeros(shape, dtype, torch.device("cpu"))  # [slots, layers, 2, 16, kv_heads, head_dim]
+
+    def copy(self, copies: BlockCopies, cache: KVCache) -> None:
+        """Copy out, then back; on a GPU this only starts it."""
+        for slots, blocks in self._staged(list(copies.offloads.items())):
+            self._copy_out(cache, blocks, slots)
+        for blocks, slots in self._staged(list(copies.restores.items())):
+            self._copy_back(cache, blocks, slots)
+
+    def measure(self, cache: KVCache) -> float:
+        """Seconds that one block takes to the host or back: the least of a few tries. Overwrites the first slots."""
+        num_blocks = min(MEASURED_BLOCKS, self.num_slots, cache.num_blocks)
+        same = {number: number for number in range(num_blocks)}
+        took_s = []
+        for _ in range(NUM_MEASURES):
+            timer = CopyTimer(cache.tensor.device)
+            self.copy(BlockCopies(offloads=same, restores=same), cache)
+            timer.stop()
+            took_s.append(timer.wait_s())
+        return min(took_s) / (2 * num_blocks)
+
+    def read(self, slot: int) -> bytes:
+        return self.tensor[slot].reshape(-1).view(torch.uint8).numpy().tobytes()
+
+    def write(self, slot: int, content: bytes) -> None:
+        """Fill a slot with what read() has given."""
+        self.tensor[slot].reshape(-1).view(torch.uint8).copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+
+    def _staged(self, pairs: list[tuple[int, int]]) -> Iterator[tuple[list[int], list[int]]]:
+        for first in range(0, len(pairs), self._num_staged):
+            part = pairs[first : first + self._num_staged]
+            yield [pair[0] for pair in part], [pair[1] for pair in part]
+
+    def _copy_out(self, cache: KVCache, blocks: list[int], slots: list[int]) -> None:
+        index = torch.tensor(blocks, device=cache.tensor.device)
+        found = cache.tensor.index_select(2, index).permute(2, 0, 1, 3, 4, 5)  # [copies, layers, 2, 16, heads, dim]
+        if not self._is_pinned:
+            self.tensor.index_copy_(0, torch.tensor(slots), found)
+            return
+        found = found.contiguous()
+        for i, slot in enumerate(slots):
+            self.tensor[slot].copy_(found[i], non_blocking=True)
+
+    def _copy_back(self, cache: KVCache, blocks: list[int], slots: list[int]) -> None:
+        if self._is_pinned:
+            found = torch.empty((len(slots), *self.tensor.shape[1:]), dtype=self.tensor.dtype, device="cuda")
+            for i, slot in enumerate(slots):
+                found[i].copy_(self.tensor[slot], non_blocking=True)
+        else:
+            found = self.tensor.index_select(0, torch.tensor(slots))
+        index = torch.tensor(blocks, device=cache.tensor.device)
+        cache.tensor.index_copy_(2, index, found.permute(1, 2, 0, 3, 4, 5))
+
+
+class CopyTimer:
+    """How long the device was at what is asked of it between the timer's making and stop()."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        if device.type == "cuda":
+            self._events = _event(), _event()
+            self._events[0].record()
+        self._started_s = time.perf_counter()
+        self._took_s = 0.0
+
+    def stop(self) -> None:
+        self._took_s = time.perf_counter() - self._started_s
+        if self._events is not None:
+            self._events[1].record()
+
+    def wait_s(self) -> float:
+        """Seconds, once it is done."""
+        if self._events is None:
+            return self._took_s
+        self._events[1].synchronize()
+        return float(self._events[0].elapsed_time(self._events[1])) / 1e3
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's stubs leave it out
+
+
+@dataclass(slots=True)
+class CopyTicket:
+    """Copies on their way."""
+
+    copies: BlockCopies
+    timer: CopyTimer
+
+
+@dataclass(slots=True)
+class KVOffload:
+    """Host memory and, where one is given, the directory that outlives the process. A core.plan.BlockStore.
+
+    Args:
+        stored: slots that were filled from the directory, see core.host_blocks.HostBlocks.
+    """
+
+    memory: HostMemory
+    cache: KVCache
+    directory: KVDirectory | None = None
+    copy_s: float = 0.0
+    stored: list[tuple[int, BlockLabel]] = field(default_factory=list)
+
+    def start(self, copies: BlockCopies) -> CopyTicket:
+        timer = CopyTimer(self.cache.tensor.device)
+        self.memory.copy(copies, self.cache)
+        timer.stop()
+        return CopyTicket(copies, timer)
+
+    def finish(self, ticket: CopyTicket) -> float:
+        """Wait for the copies, have the directory follow; returns the seconds that they took."""
+        took_s = ticket.timer.wait_s()
+        if self.directory is not None:
+            for slot in ticket.copies.dropped:
+                self.directory.drop(slot)
+            for slot, label in ticket.copies.labels.items():
+                self.directory.put(slot, label, self.memory.read(slot))
+        return took_s if ticket.copies.num_copies else 0.0
+
+    def keep(self, copies: BlockCopies | None) -> None:
+        """No more steps come: copy these out, and let all that lies here be written, as far as time allows."""
+        if self.directory is None:
+            return
+        labels: dict[int, BlockLabel] = {}
+        if copies is not None:
+            with torch.inference_mode():
+                self.start(copies).timer.wait_s()
+            for slot in copies.dropped:
+                self.directory.drop(slot)
+            labels = copies.labels
+        self.directory.save(labels, self.memory.read)
+
+
+def open_offload(
+    config: ModelConfig, engine: EngineConfig, choice: DeviceChoice, cache: KVCache, checkpoint: Checkpoint
+) -> KVOffload | None:
+    """Host memory as the operator asks for it, filled with what the directory holds; None: none is asked for.
+
+    Raises:
+        StartupError: it does not fit, or the directory cannot be used.
+    """
+    if engine.kv_offload_bytes == 0:
+        return None
+    num_slots = engine.kv_offload_bytes // bytes_per_block(config, choice.dtype)
+    if num_slots == 0:
+        least = -(-bytes_per_block(config, choice.dtype) // 1024**2)
+        raise StartupError("--kv-offload-memory has no room for a block of keys and values.", f"at least {least}MiB")
+    free_bytes = free_memory_bytes(torch.device("cpu"))
+    if engine.kv_offload_bytes > free_bytes:
+        raise NotEnoughMemory(
+            f"--kv-offload-memory asks for {engine.kv_offload_bytes // 1024**2} MiB, {free_bytes // 1024**2} MiB free.",
+            f"--kv-offload-memory {max(1, free_bytes // 2 // 1024**2)}MiB, or less.",
+        )
+    memory = HostMemory(config, num_slots, choice.dtype, choice.device)
+    offload = KVOffload(memory, cache)
+    offload.copy_s = memory.measure(cache)
+    if engine.kv_offload_dir is not None:
+        fingerprint = model_fingerprint(checkpoint, config, choice.dtype_name, engine.quantize)
+        limit_bytes = engine.kv_offload_bytes if engine.kv_offload_dir_bytes is None else engine.kv_offload_dir_bytes
+        offload.directory = open_directory(Path(engine.kv_offload_dir), limit_bytes, fingerprint, memory.block_bytes)
+        offload.stored = offload.directory.load(num_slots, memory.write)
+    return offload
+
+
+def open_directory(path: Path, limit_bytes: int, fingerprint: str, block_bytes: int) -> KVDirectory:
+    """
+    Raises:
+        StartupError: it cannot be made or written to, or another process uses it.
+    """
+    try:
+        return KVDirectory(path, limit_bytes, fingerprint, block_bytes)
+    except BlockingIOError:
+        raise StartupError(
+            f"Another process keeps its keys and values in {path}.", "--kv-offload-dir with a directory of its own."
+        ) from None
+    except OSError as error:
+        raise StartupError(
+            f"Keys and values cannot be kept in {path}: {error.strerror}.", "--kv-offload-dir with one that can be."
+        ) from error

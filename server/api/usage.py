@@ -1,0 +1,49 @@
+"""GET /v1/usage: what the caller's tenant used, from the ledger."""
+
+from datetime import datetime
+from urllib.parse import parse_qs
+
+import msgspec
+
+from core.errors import ErrorKind, InvalidRequest, ServiceError
+from server import sse
+from server.ledger_records import Grouping
+from server.usage_report import UsageLine, UsageQuery, since_value
+from server.values import BadValueError, did_you_mean
+
+DEFAULT_SINCE = "30d"
+_KNOWN = ("by", "since")
+_GROUPINGS = (Grouping.DAY, Grouping.MODEL, Grouping.KEY)
+
+
+def parse_usage(query: str, tenant: str, now: datetime) -> UsageQuery:
+    """
+    Raises:
+        InvalidRequest: naming the parameter.
+    """
+    fields = parse_qs(query, keep_blank_values=True)
+    for name in fields:
+        if name not in _KNOWN:
+            raise InvalidRequest(f"There is no parameter {name[:64]!r}. Known: {', '.join(_KNOWN)}.", name[:64])
+    by, since = fields.get("by", [Grouping.DAY])[-1], fields.get("since", [DEFAULT_SINCE])[-1]
+    if by not in _GROUPINGS:
+        message = f"by must be one of {', '.join(_GROUPINGS)}{did_you_mean(by[:64], _GROUPINGS)}"
+        raise InvalidRequest(message, "by")
+    try:
+        return UsageQuery(Grouping(by), tenant, since_value(since, now))
+    except BadValueError as error:
+        raise InvalidRequest(f"since must be {error.expected}", "since") from error
+
+
+def usage_reply(query: UsageQuery, lines: list[UsageLine]) -> bytes:
+    data = [{query.by.value: line.group} | _without_group(line) for line in lines]
+    return sse.json_line({"object": "usage", "tenant": query.tenant, "by": query.by.value, "data": data})
+
+
+def _without_group(line: UsageLine) -> dict[str, object]:
+    return {name: value for name, value in msgspec.structs.asdict(line).items() if name != "group"}
+
+
+NO_LEDGER = ServiceError(
+    ErrorKind.NOT_FOUND, "This server keeps no ledger. Ask the operator to start it with --ledger FILE.", "no_ledger"
+)

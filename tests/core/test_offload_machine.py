@@ -1,0 +1,46 @@
+"""The scheduler's machine with host memory for what is evicted: the same must hold, and every slot is somewhere."""
+
+from hypothesis import settings
+from hypothesis.stateful import invariant
+
+from core.host_blocks import HostBlocks
+from tests.core.test_scheduler_machine import SchedulerMachine, TestScheduler
+
+
+def assert_slots_are_conserved(host: HostBlocks) -> None:
+    """Each slot is free, can be found, comes or is let go of: one of these."""
+    places = [*host._free, *host._slots.values(), *host._coming.values(), *host._leaving]
+    assert sorted(places) == list(range(host.num_slots))
+    assert host.num_used == host.num_slots - len(host._free)
+
+
+class OffloadMachine(SchedulerMachine):
+    num_host_blocks = 6
+
+    @invariant()
+    def slots_are_conserved(self) -> None:
+        if hasattr(self, "scheduler"):
+            assert_slots_are_conserved(self.scheduler.host)
+
+    @invariant()
+    def a_serial_names_one_content(self) -> None:
+        """On the device and on the host: a hit on either goes on with the same blocks."""
+        if not hasattr(self, "scheduler"):
+            return
+        cache, host = self.scheduler.cache, self.scheduler.host
+        for key, slot in host._slots.items():
+            block = cache._blocks.get(key)
+            assert block is None or cache._serials[block] == host._serials[slot]
+
+
+class CrampedOffloadMachine(OffloadMachine):
+    """Most of what is copied out is soon forgotten."""
+
+    num_host_blocks = 2
+
+
+TestOffload = OffloadMachine.TestCase
+TestOffload.settings = settings(TestScheduler.settings, max_examples=80)
+TestCrampedOffload = CrampedOffloadMachine.TestCase
+TestCrampedOffload.settings = settings(TestScheduler.settings, max_examples=40)
+del SchedulerMachine, TestScheduler  # run where they are defined

@@ -1,0 +1,215 @@
+"""Keys and values that were copied to the host, or kept in files, say what computed ones say."""
+
+import os
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from core.engine import Engine
+from core.errors import StartupError
+from core.scheduler import Scheduler
+from core.types import Message, Request, SamplingParams, Submit
+from gpu.kv_directory import SUFFIX
+from gpu.runner import ModelRunner
+from tests.fakes import DeliveryLog, FakeClock
+from tests.gpu.conftest import ENGINE, open_runner
+
+NUM_TOKENS = 6
+PROMPTS = [random.Random(i).choices(range(3, 300), k=k) for i, k in enumerate((70, 52, 64, 90))]
+HOST = replace(ENGINE, kv_offload_bytes=2 * 1024**2)
+NUM_BLOCKS = 8  # on the device: one prompt at a time
+
+
+class Served:
+    """An engine over a runner with little room, stepped by hand."""
+
+    def __init__(self, runner: ModelRunner, num_blocks: int = NUM_BLOCKS) -> None:
+        runner.limits = replace(runner.limits, num_blocks=num_blocks)
+        stored = runner.offload.stored if runner.offload is not None else ()
+        self.log = DeliveryLog()
+        self.scheduler = Scheduler(runner.limits, (), seeds=lambda: 0, stored=stored)
+        self._inbox: deque[Message] = deque()
+        self.engine = Engine(self.scheduler, runner, FakeClock(), self._inbox, self.log, runner.offload)
+
+    def ask(self, name: str, prompt: list[int], tenant: str = "") -> tuple[list[int], int]:
+        """Its tokens, and how many of the prompt's were cached."""
+        sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+        request = Request(
+            request_id=name, prompt_ids=tuple(prompt), sampling=sampling, arrival_s=0.0, cache_domain=tenant
+        )
+        self._inbox.append(Submit(request))
+        while self.engine.step():
+            pass
+        usage = self.log.terminal(name).usage
+        assert usage is not None
+        return self.log.tokens(name), usage.num_cached_tokens
+
+
+@pytest.fixture(scope="module")
+def directory(model_directory: Callable[[str], Path]) -> Path:
+    return model_directory("llama3")
+
+
+@pytest.fixture(scope="module")
+def expected(directory: Path) -> list[list[int]]:
+    plain = Served(open_runner(directory))
+    return [plain.ask(str(i), prompt)[0] for i, prompt in enumerate(PROMPTS)]
+
+
+def test_restored_blocks_give_the_tokens_of_computed_ones(directory: Path, expected: list[list[int]]) -> None:
+    served = Served(open_runner(directory, HOST))
+    for turn in range(2):
+        answers = [served.ask(f"{turn}.{i}", prompt) for i, prompt in enumerate(PROMPTS)]
+        assert [tokens for tokens, _ in answers] == expected
+    assert [cached for _, cached in answers] == [64, 48, 48, 80]
+    stats = served.scheduler.stats()
+    assert stats.num_restored_blocks == (64 + 48 + 48 + 80) // 16
+    assert stats.num_offloaded_blocks >= stats.num_restored_blocks
+
+
+def test_another_tenant_finds_nothing_on_the_host(directory: Path) -> None:
+    served = Served(open_runner(directory, HOST))
+    for i, prompt in enumerate(PROMPTS):
+        served.ask(f"a{i}", prompt, "a")
+    assert served.ask("b", PROMPTS[0], "b")[1] == 0
+    assert served.ask("a", PROMPTS[0], "a")[1] == 64
+
+
+def fill(directory: Path, kept: Path) -> None:
+    """A server's life: it answers, and ends."""
+    served = Served(open_runner(directory, replace(HOST, kv_offload_dir=str(kept))))
+    for i, prompt in enumerate(PROMPTS):
+        served.ask(str(i), prompt)
+    served.engine.close()
+
+
+def restart(directory: Path, kept: Path) -> tuple[Served, ModelRunner]:
+    runner = open_runner(directory, replace(HOST, kv_offload_dir=str(kept)))
+    return Served(runner), runner
+
+
+def test_a_restarted_server_finds_the_prompts_of_the_one_before(
+    directory: Path, expected: list[list[int]], tmp_path: Path
+) -> None:
+    kept = tmp_path / "kept"
+    fill(directory, kept)
+    for _ in range(2):  # what was loaded is kept for the next but one too
+        served, _ = restart(directory, kept)
+        answers = [served.ask(str(i), prompt) for i, prompt in enumerate(PROMPTS)]
+        assert [tokens for tokens, _ in answers] == expected
+        assert [cached for _, cached in answers] == [64, 48, 48, 80]
+        served.engine.close()
+    assert {file.stat().st_mode & 0o777 for file in kept.iterdir()} == {0o600}
+    assert kept.stat().st_mode & 0o777 == 0o700
+    assert len(list(kept.glob(f"*{SUFFIX}"))) >= 15
+
+
+def corrupt(file: Path) -> None:
+    raw = bytearray(file.read_bytes())
+    raw[-100] ^= 1
+    file.write_bytes(raw)
+
+
+def truncate(file: Path) -> None:
+    os.truncate(file, file.stat().st_size - 1)
+
+
+def corrupt_header(file: Path) -> None:
+    raw = bytearray(file.read_bytes())
+    raw[30] ^= 1
+    file.write_bytes(raw)
+
+
+def replace_by_garbage(file: Path) -> None:
+    file.write_bytes(b"not ours")
+
+
+def replace_by_a_link(file: Path) -> None:
+    target = file.with_suffix(".elsewhere")
+    file.rename(target)
+    file.symlink_to(target)
+
+
+@pytest.mark.parametrize("damage", [corrupt, truncate, corrupt_header, replace_by_garbage, replace_by_a_link])
+def test_a_damaged_file_is_never_served_and_deleted(
+    damage: Callable[[Path], None], directory: Path, expected: list[list[int]], tmp_path: Path
+) -> None:
+    fill(directory, tmp_path)
+    files = list(tmp_path.glob(f"*{SUFFIX}"))
+    for file in files:
+        damage(file)
+    served, runner = restart(directory, tmp_path)
+    assert runner.offload is not None
+    assert runner.offload.stored == []
+    assert not list(tmp_path.glob(f"*{SUFFIX}"))
+    assert served.ask("a", PROMPTS[0]) == (expected[0], 0)
+    served.engine.close()
+
+
+def test_of_a_chain_with_a_damaged_block_the_beginning_is_served(
+    directory: Path, expected: list[list[int]], tmp_path: Path
+) -> None:
+    served, _ = restart(directory, tmp_path)
+    served.ask("a", PROMPTS[0])
+    served.engine.close()
+    oldest_first = sorted(tmp_path.glob(f"*{SUFFIX}"), key=lambda file: int(file.stem.partition("-")[2], 16))
+    assert len(oldest_first) == 4
+    corrupt(oldest_first[2])
+    served, _ = restart(directory, tmp_path)
+    assert served.ask("a", PROMPTS[0]) == (expected[0], 32)
+    served.engine.close()
+
+
+def test_files_of_other_weights_are_never_served(
+    directory: Path, model_directory: Callable[[str], Path], tmp_path: Path
+) -> None:
+    fill(directory, tmp_path)
+    other = model_directory("qwen2")
+    served, runner = restart(other, tmp_path)
+    assert runner.offload is not None
+    assert runner.offload.stored == []
+    served.engine.close()
+
+
+def test_a_copied_file_under_another_name_is_not_used(directory: Path, tmp_path: Path) -> None:
+    fill(directory, tmp_path)
+    file = next(iter(tmp_path.glob(f"*{SUFFIX}")))
+    file.rename(tmp_path / f"{'0' * 32}-1{SUFFIX}")
+    served, _ = restart(directory, tmp_path)
+    assert not (tmp_path / f"{'0' * 32}-1{SUFFIX}").exists()
+    served.engine.close()
+
+
+def test_a_cleared_cache_stays_cleared_over_a_restart(directory: Path, tmp_path: Path) -> None:
+    served, _ = restart(directory, tmp_path)
+    for i, prompt in enumerate(PROMPTS):
+        served.ask(str(i), prompt)
+    served.scheduler.cache.clear()
+    served.engine.close()
+    assert not list(tmp_path.glob(f"*{SUFFIX}"))
+
+
+def test_the_directory_stays_within_its_bytes(directory: Path, tmp_path: Path) -> None:
+    runner = open_runner(directory, replace(HOST, kv_offload_dir=str(tmp_path), kv_offload_dir_bytes=50_000))
+    served = Served(runner)
+    for i, prompt in enumerate(PROMPTS):
+        served.ask(str(i), prompt)
+    served.engine.close()
+    sizes = [file.stat().st_size for file in tmp_path.glob(f"*{SUFFIX}")]
+    assert 0 < sum(sizes) <= 50_000
+
+
+def test_a_second_process_is_told_that_the_directory_is_taken(directory: Path, tmp_path: Path) -> None:
+    served, _ = restart(directory, tmp_path)
+    with pytest.raises(StartupError, match="Another process"):
+        restart(directory, tmp_path)
+    served.engine.close()
+
+
+def test_too_little_memory_for_a_block_is_refused_with_the_least_that_helps(directory: Path) -> None:
+    with pytest.raises(StartupError, match="at least 1MiB"):
+        open_runner(directory, replace(HOST, kv_offload_bytes=100))

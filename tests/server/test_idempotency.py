@@ -1,0 +1,159 @@
+"""Idempotency-Key: in progress, with another body, again, after a day, after a restart."""
+
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server import idempotency
+from server.idempotency import KEPT_S
+from server.tenants import Tenant
+from tests.server.simulated_server import STREAM, Answer, SimulatedServer, answers, chat, completion
+
+
+def keyed(data: bytes, key: str = "k1", *lines: str) -> bytes:
+    """The request, with the key."""
+    return data.replace(b"Host: a", "\r\n".join(["Host: a", f"Idempotency-Key: {key}", *lines]).encode(), 1)
+
+
+def content(answer: Answer) -> Any:
+    return answer.status, answer.headers["content-type"], answer.body
+
+
+@pytest.mark.parametrize("fields", [{}, STREAM])
+@pytest.mark.parametrize("make", [chat, completion])
+def test_same_request_gets_the_same_bytes_and_computes_nothing(make: Any, fields: dict[str, Any]) -> None:
+    server = SimulatedServer()
+    first = server.ask(keyed(make(**fields)))
+    num_generated = server.stats.num_generated_tokens
+    again = server.ask(keyed(make(**fields)))
+    assert content(again) == content(first)
+    assert first.status == 200
+    assert again.headers["idempotent-replayed"] == "true"
+    assert "idempotent-replayed" not in first.headers
+    assert again.headers["x-request-id"] != first.headers["x-request-id"]
+    assert server.stats.num_generated_tokens == num_generated
+    server.close()
+
+
+def test_another_body_or_path_is_refused() -> None:
+    server = SimulatedServer()
+    server.ask(keyed(chat()))
+    for data in (chat(max_tokens=13), completion()):
+        answer = server.ask(keyed(data))
+        assert (answer.status, answer.json["error"]["code"]) == (422, "idempotency_key_reused")
+    server.close()
+
+
+@pytest.mark.parametrize("fields", [{}, STREAM])
+def test_while_it_is_in_progress_another_is_refused(fields: dict[str, Any]) -> None:
+    server = SimulatedServer()
+    transport = server.send(keyed(chat(**fields)))
+    server.step()
+    second = server.send(keyed(chat(**fields)))
+    (refused,) = answers(bytes(second.received))
+    assert (refused.status, refused.json["error"]["code"]) == (409, "idempotency_key_in_use")
+    assert refused.headers["retry-after"] == "1"
+    other = server.send(keyed(chat(max_tokens=13)))
+    assert answers(bytes(other.received))[0].status == 422
+    server.run()
+    assert answers(bytes(transport.received))[0].finish_reason() == "length"
+    assert server.ask(keyed(chat(**fields))).headers["idempotent-replayed"] == "true"
+    server.close()
+
+
+def test_what_failed_may_be_sent_again() -> None:
+    server = SimulatedServer()
+    assert server.ask(keyed(chat(temperature=-1))).status == 400
+    assert server.ask(keyed(chat())).status == 200
+    server.close()
+
+
+def test_what_its_client_left_may_be_sent_again() -> None:
+    server = SimulatedServer()
+    transport = server.send(keyed(chat(**STREAM)))
+    server.step()
+    transport.feed_eof()
+    server.run()
+    assert "idempotent-replayed" not in server.ask(keyed(chat(**STREAM))).headers
+    server.close()
+
+
+def test_stream_that_was_broken_off_is_not_kept() -> None:
+    server = SimulatedServer()
+    transport = server.send(keyed(chat(**STREAM)))
+    while not transport.received:
+        server.step()
+    assert server.lifecycle.cancel("r1", "local")
+    server.run()
+    assert "error" in answers(bytes(transport.received))[0].events[-1]
+    again = server.ask(keyed(chat(**STREAM)))
+    assert again.finish_reason() == "length"
+    assert "idempotent-replayed" not in again.headers
+    server.close()
+
+
+def test_keys_are_their_tenants() -> None:
+    tenants = tuple(Tenant(name=name, key_sha256=(sha256(name.encode()).hexdigest(),)) for name in ("acme", "other"))
+    server = SimulatedServer(tenants=tenants)
+    server.ask(keyed(chat(), "k1", "Authorization: Bearer acme"))
+    assert "idempotent-replayed" not in server.ask(keyed(chat(), "k1", "Authorization: Bearer other")).headers
+    assert "idempotent-replayed" in server.ask(keyed(chat(), "k1", "Authorization: Bearer acme")).headers
+    server.close()
+
+
+def test_after_a_day_the_key_is_free() -> None:
+    server = SimulatedServer()
+    server.ask(keyed(chat()))
+    server.run_for(KEPT_S - 10)
+    assert "idempotent-replayed" in server.ask(keyed(chat())).headers
+    server.run_for(20)
+    assert "idempotent-replayed" not in server.ask(keyed(chat(max_tokens=13))).headers
+    server.close()
+
+
+def test_oldest_answers_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = SimulatedServer()
+    size = len(server.ask(keyed(chat(), "k1")).body)
+    monkeypatch.setattr(idempotency, "MAX_KEPT_BYTES", size * 5 // 2)
+    server.ask(keyed(chat(), "k2"))
+    server.ask(keyed(chat(), "k3"))
+    replayed = ["idempotent-replayed" in server.ask(keyed(chat(), key)).headers for key in ("k3", "k2", "k1")]
+    assert replayed == [True, True, False]
+    server.close()
+
+
+def test_long_answer_is_given_and_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.lifecycle.MAX_ANSWER_BYTES", 100)
+    server = SimulatedServer()
+    for _ in range(2):
+        answer = server.ask(keyed(chat(**STREAM)))
+        assert answer.finish_reason() == "length"
+        assert "idempotent-replayed" not in answer.headers
+    server.close()
+
+
+@pytest.mark.parametrize("key", ["", "two words", "x" * 256])
+def test_key_that_is_none_is_refused(key: str) -> None:
+    server = SimulatedServer()
+    answer = server.ask(keyed(chat(), key))
+    assert (answer.status, answer.json["error"]["param"]) == (400, "idempotency-key")
+    server.close()
+
+
+def test_answers_outlive_the_process_with_a_ledger(tmp_path: Path) -> None:
+    first = SimulatedServer(ledger=tmp_path / "ledger.db")
+    said = first.ask(keyed(chat(**STREAM)))
+    first.close()
+    second = SimulatedServer(ledger=tmp_path / "ledger.db", first_id=10)
+    again = second.ask(keyed(chat(**STREAM)))
+    assert content(again) == content(said)
+    assert second.stats.num_generated_tokens == 0
+    assert second.ask(keyed(chat(max_tokens=13))).status == 422
+    second.run_for(KEPT_S + 10)
+    assert second.ask(keyed(chat(max_tokens=13))).status == 200
+    second.close()
+    third = SimulatedServer(ledger=tmp_path / "ledger.db", first_id=20)
+    assert third.ask(keyed(chat(max_tokens=13))).headers["idempotent-replayed"] == "true"
+    third.close()

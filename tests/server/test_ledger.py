@@ -1,0 +1,264 @@
+"""The ledger through the whole server: what is written when, and what waits for it."""
+
+import sqlite3
+from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from core.simulation import CostModel
+from core.types import FinishReason, Usage
+from server.ledger import CHECKPOINT_S, PROBE_S, Ledger, Subject
+from server.ledger_records import Checkpoint, LedgerRow, State
+from server.ledger_store import LedgerStore
+from server.prices import ModelPrice, Prices
+from server.quota import Moment
+from server.tenants import Limits, Tenant
+from tests.server.fakes import MemoryTransport
+from tests.server.inline_ledger import InlineWriter
+from tests.server.simulated_server import MODEL, STREAM, UNIX_S, Answer, SimulatedServer, answers, chat, completion
+from tests.server.virtual_loop import VirtualTimeLoop
+
+PRICES = Prices(((MODEL, ModelPrice(prompt=2_000_000, cached=500_000, completion=10_000_000)),))
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "ledger.db"
+
+
+def rows(path: Path) -> list[LedgerRow]:
+    """What the file has, as another process would read it."""
+    store = LedgerStore(path)
+    try:
+        return store.rows()
+    finally:
+        store.close()
+
+
+@pytest.mark.parametrize("fields", [{}, STREAM])
+def test_row_says_whose_it_was_what_it_took_and_what_it_cost(path: Path, fields: dict[str, Any]) -> None:
+    server = SimulatedServer(ledger=path, prices=PRICES, keys=("secret",))
+    head = ("Authorization: Bearer secret", "X-Request-Id: theirs")
+    data = chat(**fields).replace(b"Host: a", b"Host: a\r\n" + "\r\n".join(head).encode())
+    answer = server.ask(data)
+    server.close()
+    (row,) = rows(path)
+    usage = answer.usage
+    assert (row.prompt_tokens, row.completion_tokens) == (usage["prompt_tokens"], usage["completion_tokens"])
+    assert row.price_micro == 2 * row.prompt_tokens + 10 * row.completion_tokens
+    assert (row.request_id, row.client_id, row.tenant, row.model) == ("r1", "theirs", "local", MODEL)
+    assert (row.path, row.finish_reason, row.status, row.state) == (
+        "/v1/chat/completions",
+        "length",
+        200,
+        State.SETTLED,
+    )
+    assert row.key_id is not None
+    assert row.device_us > 0
+    assert row.kv_block_us > 0
+
+
+def test_no_byte_goes_out_before_the_request_is_in_the_ledger(path: Path) -> None:
+    server = SimulatedServer(ledger=path)
+    assert server.ledger_writer is not None
+    server.ledger_writer.is_stuck = True
+    transport = server.send(chat(**STREAM))
+    server.run_for(10.0)
+    assert transport.received == b""
+    assert rows(path) == []
+    server.ledger_writer.is_stuck = False
+    server.ledger_writer.commit()
+    server.run()
+    (answer,) = answers(bytes(transport.received))
+    assert answer.finish_reason() == "length"
+    server.close()
+    plain = SimulatedServer()
+    assert answer.text() == plain.ask(chat(**STREAM)).text()
+    plain.close()
+
+
+@pytest.mark.parametrize("fields", [{}, STREAM])
+def test_end_waits_until_it_is_settled(path: Path, fields: dict[str, Any]) -> None:
+    server = SimulatedServer(ledger=path)
+    assert server.ledger_writer is not None
+    transport = server.send(chat(**fields))
+    server.run_for(0.02)  # reserved; the first token has come
+    server.ledger_writer.is_stuck = True
+    server.run_for(10.0)
+    assert not any(answer.is_complete for answer in answers(bytes(transport.received)))
+    assert [row.state for row in rows(path)] == [State.RESERVED]
+    server.ledger_writer.is_stuck = False
+    server.ledger_writer.commit()
+    assert [row.state for row in rows(path)] == [State.SETTLED]
+    server.run()
+    (answer,) = answers(bytes(transport.received))
+    assert answer.is_complete
+    assert answer.usage["completion_tokens"] == 12
+    server.close()
+
+
+def stream_until_first_byte(server: SimulatedServer, **fields: Any) -> MemoryTransport:
+    transport = server.send(chat(**{**STREAM, "max_tokens": 60} | fields))
+    server.run_until(lambda: bool(transport.received))
+    return transport
+
+
+def test_client_that_left_is_billed_for_what_was_said(path: Path) -> None:
+    server = SimulatedServer(ledger=path, prices=PRICES)
+    transport = stream_until_first_byte(server)
+    transport.feed_eof()
+    server.run()
+    server.close()
+    (row,) = rows(path)
+    assert (row.state, row.status, row.finish_reason, row.error_code) == (State.SETTLED, 499, "cancelled", None)
+    assert 0 < row.completion_tokens < 60
+    assert row.price_micro == 2 * row.prompt_tokens + 10 * row.completion_tokens
+
+
+def test_request_called_off_says_so(path: Path) -> None:
+    server = SimulatedServer(ledger=path)
+    stream_until_first_byte(server)
+    assert server.lifecycle.cancel("r1", "local")
+    server.run()
+    server.close()
+    (row,) = rows(path)
+    assert (row.state, row.status, row.error_code) == (State.SETTLED, 499, "request_cancelled")
+
+
+def test_engine_that_fails_is_billed_for_what_came(path: Path) -> None:
+    server = SimulatedServer(ledger=path)
+    stream_until_first_byte(server)
+    server.shut_engine_down(FinishReason.ERROR, "It broke.")
+    server.run()
+    server.close()
+    (row,) = rows(path)
+    assert (row.state, row.status, row.error_code) == (State.SETTLED, 500, "engine_error")
+    assert row.completion_tokens > 0
+
+
+def test_refused_requests_leave_no_row(path: Path) -> None:
+    tenants = (Tenant(name="local", limits=Limits(tokens_per_minute=20)),)
+    server = SimulatedServer(ledger=path, tenants=tenants, keys=("k",))
+    answer = server.ask(chat().replace(b"Host: a", b"Host: a\r\nAuthorization: Bearer k"))
+    assert answer.status == 429
+    assert server.ask(chat(temperature=-1)).status == 401
+    server.close()
+    assert rows(path) == []
+
+
+def test_running_requests_are_checkpointed_in_one_transaction(path: Path) -> None:
+    slow = CostModel(fixed_s=1.0, token_s=0.0)
+    server = SimulatedServer(ledger=path, cost=slow, prices=PRICES)
+    assert server.ledger_writer is not None
+    for _ in range(3):
+        server.send(chat(max_tokens=30, **STREAM))
+    server.run_for(3 * CHECKPOINT_S + 1)
+    checkpoints = [write for write in server.ledger_writer.writes if isinstance(write, Checkpoint)]
+    assert [len(one.progress) for one in checkpoints] == [3, 3, 3]
+    told = [row.completion_tokens for row in rows(path)]
+    assert told == [one.completion_tokens for one in checkpoints[-1].progress]
+    assert min(told) >= CHECKPOINT_S
+    assert rows(path)[0].price_micro == 2 * rows(path)[0].prompt_tokens + 10 * told[0]
+    server.run()
+    server.run_for(2 * CHECKPOINT_S)
+    assert sum(isinstance(write, Checkpoint) for write in server.ledger_writer.writes) <= 7  # none once all is quiet
+    server.close()
+    assert [row.completion_tokens for row in rows(path)] == [30, 30, 30]
+
+
+def test_what_runs_at_shutdown_is_closed_where_it_is(path: Path) -> None:
+    loop = VirtualTimeLoop()
+    ledger = Ledger(path, InlineWriter(path, loop), PRICES, lambda: UNIX_S, loop)
+    subject = Subject("r1", None, "local", None, MODEL, "/v1/completions", lambda usage: usage.num_completion_tokens)
+    ledger.open(subject).reserve(500, lambda: Usage(10, 3), lambda is_durable: None)
+    ledger.close()
+    loop.close()
+    (row,) = rows(path)
+    assert (row.state, row.status, row.error_code) == (State.ABORTED, 503, "shutdown")
+    assert (row.prompt_tokens, row.completion_tokens, row.counted_tokens, row.price_micro) == (10, 3, 3, 50)
+
+
+@pytest.fixture
+def lock(path: Path) -> Iterator[sqlite3.Connection]:
+    """Someone else's."""
+    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    yield connection
+    connection.close()
+
+
+def test_while_nothing_can_be_written_requests_are_refused_before_work(path: Path, lock: sqlite3.Connection) -> None:
+    server = SimulatedServer(ledger=path)
+    running = stream_until_first_byte(server)
+    lock.execute("BEGIN IMMEDIATE")
+    first = server.ask(chat())  # it is the one that finds out
+    assert (first.status, first.json["error"]["code"]) == (503, "ledger_unavailable")
+    assert first.headers["retry-after"] == "1"
+    num_submitted = len(server.posted)
+    second = server.ask(chat())
+    assert (second.status, second.json["error"]["code"]) == (503, "ledger_unavailable")
+    assert len(server.posted) == num_submitted
+    server.run()
+    (answer,) = answers(bytes(running.received))
+    assert answer.events[-1] == "[DONE]"  # what ran is settled all the same
+    assert [row.state for row in rows(path)] == [State.RESERVED]
+    lock.execute("ROLLBACK")
+    server.run_for(2 * PROBE_S)
+    assert server.ask(chat()).status == 200
+    server.close()
+    found = {row.request_id: row for row in rows(path)}
+    assert (found["r1"].state, found["r1"].completion_tokens) == (State.SETTLED, 60)
+    assert (found["r2"].state, found["r2"].status) == (State.SETTLED, 503)
+    assert "r3" not in found
+
+
+def test_days_pools_go_on_from_the_ledger(path: Path) -> None:
+    tenants = (
+        Tenant(
+            name="acme",
+            limits=Limits(tokens_per_day=1000),
+            key_limits=Limits(tokens_per_day=700),
+            cached_token_discount=50,
+            key_sha256=(sha256(b"k1").hexdigest(), sha256(b"k2").hexdigest()),
+        ),
+    )
+
+    def ask(server: SimulatedServer, key: str, **fields: Any) -> Answer:
+        return server.ask(chat(**fields).replace(b"Host: a", f"Host: a\r\nAuthorization: Bearer {key}".encode()))
+
+    def left(server: SimulatedServer) -> list[int]:
+        now = Moment(0, int(UNIX_S))
+        return sorted(pool.available(now) for account in server.gate.quotas.accounts for pool in account.tokens)
+
+    first = SimulatedServer(ledger=path, tenants=tenants)
+    for key in ("k1", "k1", "k2"):
+        assert ask(first, key, max_tokens=40).status == 200
+    left_first = left(first)
+    first.close()
+    second = SimulatedServer(ledger=path, tenants=tenants, first_id=10)
+    ask(second, "k1", temperature=-1)
+    ask(second, "k2", temperature=-1)  # both accounts are there, and nothing was used
+    assert left(second) == left_first
+    assert max(left_first) < 1000
+    second.close()
+
+
+def test_device_time_and_blocks_add_up_to_what_was_measured(path: Path) -> None:
+    server = SimulatedServer(ledger=path)
+    for i in range(6):
+        server.send(
+            completion(prompt=[5 + i] * (3 + 7 * i), max_tokens=10 + i, n=1 + i % 2, **(STREAM if i % 2 else {}))
+        )
+    leaver = server.send(chat(max_tokens=100, **STREAM))
+    server.run_until(lambda: bool(leaver.received))
+    leaver.feed_eof()
+    server.run()
+    stats = server.stats
+    server.close()
+    found = rows(path)
+    assert len(found) == 7
+    assert sum(row.device_us for row in found) == pytest.approx(stats.device_s * 1e6, abs=len(found))
+    assert sum(row.kv_block_us for row in found) == pytest.approx(stats.kv_block_s * 1e6, abs=len(found))
+    assert stats.device_s > 0

@@ -1,0 +1,220 @@
+"""Database and spill journal: a full disk, a lock that someone holds, and what the next server finds."""
+
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from core.errors import StartupError
+from server.ledger_journal import Journal, open_journal
+from server.ledger_records import Checkpoint, LedgerRow, Probe, Progress, Prune, Reserve, Settle, State, Write
+from server.ledger_spill import RECORD_BYTES, Spill, SpillFull
+from server.ledger_store import PRUNED_ROWS, LedgerStore
+
+NUM_RECORDS = 8
+
+
+def row(name: str = "a", **fields: object) -> LedgerRow:
+    plain = LedgerRow(
+        request_id=name,
+        client_id=None,
+        tenant="acme",
+        key_id="sl-1",
+        model="m",
+        path="/v1/completions",
+        created_us=1,
+        updated_us=1,
+        reserved_tokens=500,
+    )
+    return msgspec.structs.replace(plain, **fields)
+
+
+def settled(name: str = "a", **fields: object) -> Settle:
+    return Settle(row(name, **{"state": State.SETTLED, "completion_tokens": 7, "updated_us": 9} | fields))
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "ledger.db"
+
+
+@pytest.fixture
+def journal(path: Path) -> Iterator[Journal]:
+    journal = open_journal(path, NUM_RECORDS)
+    yield journal
+    journal.close()
+
+
+def rows(path: Path) -> dict[str, LedgerRow]:
+    store = LedgerStore(path)
+    found = store.rows()
+    store.close()
+    assert len({one.request_id for one in found}) == len(found)
+    return {one.request_id: one for one in found}
+
+
+def spilled(path: Path) -> bytes:
+    """What the spill journal has, without the room that is free."""
+    return (path.parent / f"{path.name}-spill").read_bytes().rstrip(b"\0")
+
+
+@pytest.fixture
+def lock(path: Path, journal: Journal) -> Iterator[sqlite3.Connection]:
+    """Someone else's, who writes for a long time."""
+    connection = sqlite3.connect(path, isolation_level=None)
+    connection.execute("BEGIN IMMEDIATE")
+    yield connection
+    connection.close()
+
+
+def test_orphan_closes_at_its_last_checkpoint_and_not_at_its_reservation(path: Path) -> None:
+    journal = open_journal(path, NUM_RECORDS)
+    journal.write([Reserve(row("a")), Reserve(row("b"))])
+    journal.write([Checkpoint((Progress("a", 5, 20, 16, 3, 23, 11),))])
+    journal.write([Checkpoint((Progress("a", 6, 20, 16, 4, 24, 12),))])
+    journal.close()
+    open_journal(path, NUM_RECORDS).close()
+    found = rows(path)
+    a, b = found["a"], found["b"]
+    assert (a.state, a.prompt_tokens, a.completion_tokens, a.counted_tokens) == (State.ABORTED, 20, 4, 24)
+    assert (a.cached_tokens, a.price_micro, a.updated_us) == (16, 12, 6)
+    assert (b.state, b.prompt_tokens, b.completion_tokens, b.price_micro) == (State.ABORTED, 0, 0, 0)
+
+
+def test_what_is_settled_stays_as_it_is(path: Path, journal: Journal) -> None:
+    journal.write([Reserve(row()), settled()])
+    journal.write([settled(completion_tokens=8), Checkpoint((Progress("a", 5, 20, 16, 3, 23, 11),))])
+    assert rows(path) == {"a": settled().row}
+
+
+@pytest.mark.parametrize("bad", [Reserve(row("a")), settled("c", device_us=2**70)])
+def test_write_that_no_database_takes_fails_alone(path: Path, journal: Journal, bad: Write) -> None:
+    journal.write([Reserve(row("a"))])
+    written = journal.write([Reserve(row("b")), bad, settled("b")])
+    assert written == ([True, False, True], None, False)
+    assert rows(path).keys() == {"a", "b"}
+
+
+def test_while_someone_holds_the_lock_settlements_are_spilled(
+    path: Path, journal: Journal, lock: sqlite3.Connection
+) -> None:
+    written = journal.write([Reserve(row("a")), settled("b")])
+    assert written.are_durable == [False, True]
+    assert "locked" in str(written.fault)
+    assert journal.write([settled("c")]).are_durable == [True]
+    assert journal.write([Probe()]).fault is not None
+    lock.execute("ROLLBACK")
+    assert spilled(path)
+    assert journal.write([Probe()]) == ([True], None, False)
+    assert rows(path).keys() == {"b", "c"}
+    assert spilled(path) == b""
+    assert journal.write([Reserve(row("d"))]).are_durable == [True]
+
+
+def test_full_disk_is_no_end_of_what_runs(path: Path, journal: Journal) -> None:
+    journal.write([Reserve(row(f"r{i}")) for i in range(4)])
+    store = journal._store._database
+    num_pages = next(iter(store.execute("PRAGMA page_count")))[0]
+    store.execute(f"PRAGMA max_page_count = {num_pages}")
+    written = journal.write([Reserve(row(f"more{i}", path="x" * 500)) for i in range(100)])
+    assert set(written.are_durable) == {False}
+    assert "full" in str(written.fault)
+    assert journal.write([settled(f"r{i}", stages_ms="y" * 1000) for i in range(4)]).are_durable == [True] * 4
+    store.execute(f"PRAGMA max_page_count = {num_pages + 1000}")
+    assert journal.write([Probe()]).fault is None
+    assert [one.state for one in rows(path).values()] == [State.SETTLED] * 4
+
+
+def test_next_server_puts_down_what_was_spilled_once(path: Path) -> None:
+    journal = open_journal(path, NUM_RECORDS)
+    journal.write([Reserve(row("a")), Reserve(row("b"))])
+    lock = sqlite3.connect(path, isolation_level=None)
+    lock.execute("BEGIN IMMEDIATE")
+    journal.write([settled("a")])
+    lock.close()
+    content = spilled(path)
+    journal.close()
+    open_journal(path, NUM_RECORDS).close()
+    assert {name: one.state for name, one in rows(path).items()} == {"a": State.SETTLED, "b": State.ABORTED}
+    spill = path.parent / f"{path.name}-spill"
+    spill.write_bytes(content.ljust(spill.stat().st_size, b"\0"))  # killed before the journal was cleared
+    before = rows(path)
+    open_journal(path, NUM_RECORDS).close()
+    assert rows(path) == before
+    assert spilled(path) == b""
+
+
+def test_torn_spill_record_ends_the_journal(tmp_path: Path) -> None:
+    path = tmp_path / "spill"
+    spill = Spill(path, NUM_RECORDS)
+    spill.append([row("a"), row("b")])
+    spill.close()
+    content = bytearray(path.read_bytes())
+    end = len(content.rstrip(b"\0"))
+    for cut in range(end - 100, end):
+        path.write_bytes(content[:cut].ljust(len(content), b"\0"))
+        spill = Spill(path, NUM_RECORDS)
+        assert [one.request_id for one in spill.rows] == ["a"]
+        spill.append([row("c")])
+        spill.close()
+        spill = Spill(path, NUM_RECORDS)
+        assert [one.request_id for one in spill.rows] == ["a", "c"]
+        spill.close()
+
+
+def test_spill_has_its_room_from_the_start_and_takes_no_more(tmp_path: Path) -> None:
+    spill = Spill(tmp_path / "spill", NUM_RECORDS)
+    assert (tmp_path / "spill").stat().st_blocks * 512 >= NUM_RECORDS * RECORD_BYTES
+    spill.append([row(str(i), stages_ms="x" * 1500) for i in range(NUM_RECORDS)])
+    with pytest.raises(SpillFull):
+        spill.append([row("more", stages_ms="x" * 1500)] * 3)
+    assert len(spill.rows) == NUM_RECORDS
+    spill.clear()
+    spill.append([row("more")])
+    assert [one.request_id for one in spill.rows] == ["more"]
+    spill.close()
+
+
+def test_settlement_that_neither_takes_is_not_acknowledged(journal: Journal, lock: sqlite3.Connection) -> None:
+    large = [settled(str(i), stages_ms="x" * 2 * RECORD_BYTES) for i in range(NUM_RECORDS)]
+    written = journal.write(large)
+    assert set(written.are_durable) == {False}
+    assert "full" in str(written.fault)
+
+
+def test_second_server_is_kept_from_the_ledger(path: Path, journal: Journal) -> None:
+    with pytest.raises(StartupError, match=f"another server writes to the ledger {path}"):
+        open_journal(path, NUM_RECORDS)
+
+
+@pytest.mark.parametrize("content", [b"no database at all" * 100, None])
+def test_other_files_are_left_alone(path: Path, content: bytes | None) -> None:
+    if content is None:
+        other = sqlite3.connect(path)
+        other.execute("CREATE TABLE theirs (x)")
+        other.close()
+        content = path.read_bytes()
+    else:
+        path.write_bytes(content)
+    with pytest.raises(StartupError, match=r"ledger"):
+        open_journal(path, NUM_RECORDS)
+    assert path.read_bytes() == content
+
+
+def test_directory_that_nobody_may_write_to_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StartupError, match="cannot be opened") as raised:
+        open_journal(tmp_path / "file" / "ledger.db", NUM_RECORDS)
+    assert str(tmp_path / "file") in raised.value.fix
+
+
+def test_old_requests_are_deleted_in_small_batches_and_running_ones_kept(path: Path, journal: Journal) -> None:
+    journal.write([Reserve(row("running", updated_us=1))])
+    journal.write([settled(f"old{i}", updated_us=i) for i in range(PRUNED_ROWS + 10)])
+    journal.write([settled("new", updated_us=10_000)])
+    assert journal.write([Prune(5_000)]).has_more
+    assert len(rows(path)) == 12
+    assert not journal.write([Prune(5_000)]).has_more
+    assert rows(path).keys() == {"running", "new"}

@@ -1,0 +1,81 @@
+"""The pulse of the process in virtual time: an engine that hangs in a step, comes back, or does not."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from core.types import EngineStats
+from server.engine_watch import MIN_SILENCE_S, NUM_SILENCES_TO_DEATH
+from server.supervision import EngineLost, Supervision
+from server.systemd import ServiceManager
+from tests.server.virtual_loop import VirtualTimeLoop
+
+
+class Process:
+    """What supervision asks and tells; its engine beats when it is asked, unless it hangs."""
+
+    num_in_progress = 0
+    stage = "loading"
+
+    def __init__(self) -> None:
+        self.loop = VirtualTimeLoop()
+        self.supervision = Supervision(self, ServiceManager({}, 1), self.loop)
+        self.hangs = False
+        self.told: list[object] = []
+
+    def ask_for_beat(self) -> None:
+        if not self.hangs:
+            self.supervision.on_beat()
+
+    def on_silence(self, is_silent: bool) -> None:
+        self.told.append(is_silent)
+
+    def on_failed(self, error: BaseException) -> None:
+        self.told.append(type(error))
+
+
+@pytest.fixture
+def process() -> Iterator[Process]:
+    process = Process()
+    process.supervision.start()
+    process.supervision.on_ready(max_batch_tokens=16)
+    process.supervision.on_step(EngineStats(num_steps=1, num_prompt_tokens=16, step_s=0.01))  # steps are short
+    yield process
+    process.supervision.close()
+    assert process.loop.next_timer() is None
+    process.loop.close()
+
+
+def test_engine_that_beats_is_left_alone(process: Process) -> None:
+    process.loop.advance(1000)
+    assert process.told == []
+
+
+def test_engine_that_hangs_is_not_ready_and_then_lost_once(process: Process, capfd: pytest.CaptureFixture[str]) -> None:
+    process.hangs = True
+    process.loop.advance(MIN_SILENCE_S)
+    assert process.told == []
+    process.loop.advance(3)
+    assert process.told == [True]
+    process.loop.advance(MIN_SILENCE_S * NUM_SILENCES_TO_DEATH)
+    assert process.told == [True, EngineLost]
+    assert "most recent call first" in capfd.readouterr().err  # the stacks of all threads
+    process.loop.advance(1000)
+    assert process.told == [True, EngineLost]
+
+
+def test_engine_that_comes_back_is_ready_again(process: Process) -> None:
+    process.hangs = True
+    process.loop.advance(MIN_SILENCE_S + 5)
+    process.hangs = False
+    process.supervision.on_beat()
+    process.loop.advance(1000)
+    assert process.told == [True, False]
+
+
+def test_long_step_that_was_foreseen_is_no_silence(process: Process) -> None:
+    process.supervision.on_step(EngineStats(num_steps=2, num_prompt_tokens=17, step_s=20.0))
+    process.loop.advance(1)  # the tick that notes it
+    process.hangs = True
+    process.loop.advance(55)
+    assert process.told == []
