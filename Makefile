@@ -6,6 +6,7 @@
 # make bench        measure, against peers where they are installed; results under bench/results/
 # make peers        set up the servers that bench.peers compares with: llama.cpp is compiled for minutes (needs a
 #                   C++ compiler), from the source that llama-cpp-python brings
+# make crash        kill a server under load ten thousand times (an hour) and read its ledger each time
 # make storm        a million random cancels against the simulated server (10 minutes); nothing may be left of them
 #
 # TORCH_INDEX=URL   where torch comes from, when not from your default index: for the CPU build
@@ -76,8 +77,10 @@ bench: $(VENV)/.installed-bench
 	$(VENV)/bin/python -m bench.frontend
 	$(VENV)/bin/python -m bench.gate
 	$(VENV)/bin/python -m bench.idle
+	$(VENV)/bin/python -m bench.ledger
 	$(VENV)/bin/python -m bench.limits
 	$(VENV)/bin/python -m bench.scheduler
+	$(VENV)/bin/python -m bench.timing
 	test -d $(BENCH_MODEL) || $(VENV)/bin/python -m bench.make_model qwen2.5-0.5b $(BENCH_MODEL)
 	$(VENV)/bin/python -m bench.engine --model $(BENCH_MODEL)
 	$(VENV)/bin/python -m bench.prefix --model $(BENCH_MODEL)
@@ -101,6 +104,10 @@ $(VENV)/bin/llama-server: | $(VENV)/.installed-bench
 
 clean:
 	rm -rf $(VENV) *.egg-info
+
+.PHONY: crash
+crash: $(VENV)/.installed
+	$(VENV)/bin/python -m bench.crash --kills 10000
 
 .PHONY: storm
 storm: $(VENV)/.installed-test

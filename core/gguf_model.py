@@ -9,14 +9,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from core.errors import BadCheckpoint, UnsupportedModel
-from core.gguf import GgufFile
+from core.gguf import GgufFile, GgufTensor
+from core.gguf_families import GGUF_FAMILIES, GgufFamily, find_family
 
-# general.architecture -> config.json's model_type and architecture
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
 ROPE_FACTORS = "rope_freqs.weight"  # Llama 3's scaling, spelled out: what divides each frequency
 # Of every Llama 3.1 to 3.3; they differ in `factor`, which the lowest frequency shows.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -28,19 +23,6 @@ _NAMES = {
     "output.weight": "lm_head.weight",
 }
 _LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
-_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 _SAMPLING = {
     "general.sampling.temp": "temperature",
     "general.sampling.top_p": "top_p",
@@ -50,26 +32,57 @@ _SAMPLING = {
 }
 
 
-def hugging_face_name(name: str) -> str:
-    """The tensor's name in a Hugging Face checkpoint; one that is not known here stays as it is."""
-    match = _LAYER_NAME.fullmatch(name)
-    if match is None or match[2] not in _LAYER_NAMES:
-        return _NAMES.get(name, name)
-    return f"model.layers.{match[1]}.{_LAYER_NAMES[match[2]]}.{match[3]}"
+def hugging_face_tensors(file: GgufFile) -> dict[str, GgufTensor]:
+    """The file's tensors by their names in a Hugging Face checkpoint; one that is not known here keeps its own.
+
+    Of a tensor that holds all experts one after the other each becomes a tensor.
+
+    Raises:
+        UnsupportedModel: an architecture that is not read.
+    """
+    family = _family(file)
+    found: dict[str, GgufTensor] = {}
+    for name, tensor in file.tensors.items():
+        match = _LAYER_NAME.fullmatch(name)
+        if name == ROPE_FACTORS:
+            continue
+        if match is not None and match[2] in family.expert_names and len(tensor.shape) == 3:
+            stem = f"model.layers.{match[1]}.{family.expert_names[match[2]]}.{match[3]}"
+            found |= {stem.format(number): part for number, part in enumerate(_parts(tensor))}
+        elif match is not None and match[2] in family.layer_names:
+            found[f"model.layers.{match[1]}.{family.layer_names[match[2]]}.{match[3]}"] = tensor
+        else:
+            found[_NAMES.get(name, name)] = tensor
+    return found
 
 
-def num_permuted_heads(name: str, metadata: Mapping[str, Any]) -> int | None:
+def _parts(tensor: GgufTensor) -> list[GgufTensor]:
+    """Along the first dimension; whole rows of blocks each."""
+    count, *shape = tensor.shape
+    size = tensor.size_bytes // max(1, count)
+    return [GgufTensor(tuple(shape), tensor.format, tensor.offset + number * size, size) for number in range(count)]
+
+
+def num_turned_heads(name: str, metadata: Mapping[str, Any]) -> int | None:
     """Heads of a tensor whose rows lie as llama.cpp turns them (pairs side by side); None: rows are as they were.
 
     Args:
         name: as Hugging Face has it.
     """
-    if metadata.get("general.architecture") != "llama":
+    family = find_family(metadata)
+    if family is None or not family.are_heads_turned:
         return None
-    heads = metadata.get("llama.attention.head_count")
+    prefix = metadata["general.architecture"]
+    heads = metadata.get(f"{prefix}.attention.head_count")
     if ".q_proj." in name:
         return heads
-    return metadata.get("llama.attention.head_count_kv", heads) if ".k_proj." in name else None
+    return metadata.get(f"{prefix}.attention.head_count_kv", heads) if ".k_proj." in name else None
+
+
+def is_norm_shifted(name: str, metadata: Mapping[str, Any]) -> bool:
+    """Whether the tensor is stored plus 1. name: as Hugging Face has it."""
+    family = find_family(metadata)
+    return family is not None and family.has_norm_offset and name.endswith("norm.weight")
 
 
 def config_of(file: GgufFile, rope_factors: tuple[float, ...] | None) -> dict[str, Any]:
@@ -82,14 +95,14 @@ def config_of(file: GgufFile, rope_factors: tuple[float, ...] | None) -> dict[st
         UnsupportedModel: an architecture, or a field that would change the output, that is not computed here.
         BadCheckpoint: a field or a tensor that every model has is missing.
     """
-    architecture = _architecture(file)
-    fields = {key.removeprefix(f"{architecture}."): value for key, value in file.metadata.items()}
-    _refuse_output_changing(fields)
+    family, prefix = _family(file), file.metadata["general.architecture"]
+    fields = {key.removeprefix(f"{prefix}."): value for key, value in file.metadata.items()}
     heads = _need(fields, "attention.head_count")
-    head_dim = fields.get("attention.key_length", fields.get("rope.dimension_count"))
+    head_dim = _head_dim(fields, family)
+    _refuse_output_changing(fields, family, head_dim)
     config = {
-        "architectures": [ARCHITECTURES[architecture]],
-        "model_type": architecture,
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
         "vocab_size": _vocab_size(file),
         "hidden_size": _need(fields, "embedding_length"),
         "intermediate_size": _need(fields, "feed_forward_length"),
@@ -104,8 +117,40 @@ def config_of(file: GgufFile, rope_factors: tuple[float, ...] | None) -> dict[st
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "bos_token_id": fields.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": fields.get("tokenizer.ggml.eos_token_id"),
+        **family.constants,
+        **{name: fields.get(key) for name, key in family.fields.items()},
+        **_family_fields(file, family, fields, head_dim),
     }
     return {name: value for name, value in config.items() if value is not None}
+
+
+def _head_dim(fields: Mapping[str, Any], family: GgufFamily) -> int | None:
+    """Phi-3's rope turns a part of a head, and its files do not say a head's size."""
+    if family.model_type == "phi3" and "attention.key_length" not in fields:
+        return _count(fields, "embedding_length") // _count(fields, "attention.head_count")
+    found: int | None = fields.get("attention.key_length", fields.get("rope.dimension_count"))
+    return found
+
+
+def _family_fields(
+    file: GgufFile, family: GgufFamily, fields: Mapping[str, Any], head_dim: int | None
+) -> dict[str, Any]:
+    """What an architecture's computation takes from elsewhere."""
+    num_layers = fields["block_count"]
+    found: dict[str, Any] = {}
+    if family.whole_width_layers is not None:
+        found["query_pre_attn_scalar"] = head_dim
+    if family.whole_width_layers == num_layers:
+        per_head = _count(fields, "embedding_length") // _count(fields, "attention.head_count")
+        found["query_pre_attn_scalar"] = per_head
+    if family.model_type == "gemma3_text" and not fields.get("attention.sliding_window"):
+        found |= {"sliding_window": None, "sliding_window_pattern": 1}  # every layer sees all
+    if family.model_type == "phi3":
+        found["sliding_window"] = fields.get("attention.sliding_window") or None
+        found["partial_rotary_factor"] = _count(fields, "rope.dimension_count") / (head_dim or 1)
+    if "blk.0.attn_output.bias" in file.tensors:
+        found["attention_bias"] = True
+    return found
 
 
 def generation_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,13 +158,18 @@ def generation_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
     return {name: metadata[key] for key, name in _SAMPLING.items() if key in metadata}
 
 
-def _architecture(file: GgufFile) -> str:
-    name = file.metadata.get("general.architecture")
-    if name not in ARCHITECTURES:
+def _family(file: GgufFile) -> GgufFamily:
+    family = find_family(file.metadata)
+    if family is None:
+        name = file.metadata.get("general.architecture")
+        known = f"{', '.join(GGUF_FAMILIES)}, with or without experts in llama"
+        raise UnsupportedModel(f"GGUF architecture {name!r} is not supported.", f"use a model of one of: {known}.")
+    longrope = [name for name in file.tensors if name.startswith("rope_factors_")]
+    if longrope:
         raise UnsupportedModel(
-            f"GGUF architecture {name!r} is not supported.", f"use a model of one of: {', '.join(ARCHITECTURES)}."
+            f"GGUF: longrope ({longrope[0]}) is not supported.", "use a file without it, or the model's safetensors."
         )
-    return str(name)
+    return family
 
 
 def _vocab_size(file: GgufFile) -> int:
@@ -137,15 +187,17 @@ def _num_layers(file: GgufFile, fields: Mapping[str, Any]) -> int:
     return num_layers
 
 
-def _refuse_output_changing(fields: Mapping[str, Any]) -> None:
+def _refuse_output_changing(fields: Mapping[str, Any], family: GgufFamily, key_length: int | None) -> None:
     """Fields of an architecture under which its models are computed in another way than here."""
-    key_length = fields.get("attention.key_length", fields.get("rope.dimension_count"))
     holds: dict[str, Callable[[Any], bool]] = {
         "expert_count": lambda value: value == 0,
         "rope.scaling.type": lambda value: value in ("none", "linear"),
-        "rope.dimension_count": lambda value: value == key_length,
+        "rope.dimension_count": lambda value: value == key_length or family.model_type == "phi3",
         "attention.value_length": lambda value: value == key_length,
         "attention.sliding_window": lambda value: value == 0,
+        "attention.sliding_window_pattern": lambda value: not value,
+        "expert_weights_scale": lambda value: value in (0, 1),
+        "expert_shared_count": lambda value: value == 0,
         "attention.clamp_kqv": lambda value: value == 0,
         "use_parallel_residual": lambda value: not value,
         "logit_scale": lambda value: value in (0, 1),
@@ -155,7 +207,7 @@ def _refuse_output_changing(fields: Mapping[str, Any]) -> None:
         "rope.scaling.attn_factor": lambda value: value == 1,
     }
     for name, is_neutral in holds.items():
-        if name in fields and not is_neutral(fields[name]):
+        if name in fields and name not in family.fields.values() and not is_neutral(fields[name]):
             raise UnsupportedModel(
                 f"GGUF: {name}={fields[name]!r} of {fields['general.architecture']} is not supported.",
                 "use a model without it.",
@@ -197,6 +249,13 @@ def _need(fields: Mapping[str, Any], name: str) -> Any:
     if name not in fields:
         raise _bad(f"the metadata has no {name}")
     return fields[name]
+
+
+def _count(fields: Mapping[str, Any], name: str) -> int:
+    value = _need(fields, name)
+    if not isinstance(value, int) or value < 1:
+        raise _bad(f"{name} is {value!r}, which counts nothing")
+    return value
 
 
 def _bad(cause: str) -> BadCheckpoint:

@@ -47,10 +47,19 @@ PRE_TOKENIZERS: dict[str, tuple[str, ...]] = {
     "default": _DEFAULT_SPLITS,
     "gpt-2": (_GPT2_SPLIT,),
     "llama-bpe": (_LLAMA3_SPLIT,),
+    "dbrx": (_LLAMA3_SPLIT,),
+    "smaug-bpe": (_LLAMA3_SPLIT,),
     "qwen2": (_QWEN2_SPLIT,),
     "smollm": (r"\p{N}", _GPT2_SPLIT),
 }
-_ALIASES = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2"}
+_ALIASES = {
+    "llama3": "llama-bpe",
+    "llama-v3": "llama-bpe",
+    "deepseek-r1-qwen": "qwen2",
+    "olmo": "gpt-2",
+    "granite-docling": "gpt-2",
+    "refact": "smollm",
+}
 
 
 def tokenizer_files(metadata: Mapping[str, Any], vocab_size: int) -> tuple[str, dict[str, Any]]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from core.errors import BadCheckpoint
 from core.gguf import BLOCKS, GgufTensor, parse_gguf
-from core.gguf_model import ROPE_FACTORS, hugging_face_name, num_permuted_heads
+from core.gguf_model import hugging_face_tensors, is_norm_shifted, num_turned_heads
 
 SLAB_BYTES = 8 * 2**20  # of blocks; as float32 eight times as much at most
 K_ELEMENTS = 256  # of the K formats' blocks
@@ -41,9 +41,7 @@ class GgufReader:
         header = parse_gguf(self._bytes.numpy().data, str(file))
         self._dtype = dtype
         self._metadata = header.metadata
-        self.tensors = {
-            hugging_face_name(name): found for name, found in header.tensors.items() if name != ROPE_FACTORS
-        }
+        self.tensors = hugging_face_tensors(header)
 
     def __enter__(self) -> "GgufReader":
         return self
@@ -58,7 +56,9 @@ class GgufReader:
     def get_tensor(self, name: str) -> Tensor:
         """One tensor, of the shape that `tensors` says."""
         tensor = self._floats(self.tensors[name])
-        heads = num_permuted_heads(name, self._metadata)
+        if is_norm_shifted(name, self._metadata):
+            tensor = tensor - 1
+        heads = num_turned_heads(name, self._metadata)
         return tensor if heads is None else part_halves(tensor, heads)
 
     def _floats(self, found: GgufTensor) -> Tensor:

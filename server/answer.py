@@ -204,11 +204,8 @@ class Answer:
         timings = self._timings
         timings.first_token_s = now_s
         self._metrics.ttft.observe(now_s - timings.accepted_s)
-        if self._body.is_streamed:
-            timings.enter(Stage.FIRST_FLUSH, now_s)
-            self._stream.call_once_written(lambda: timings.go_on(Stage.FIRST_FLUSH, Stage.DECODE, self._clock()))
-        else:
-            timings.enter(Stage.DECODE, now_s)
+        is_first_told = self._body.is_streamed and not self._stream.head_sent  # by a keep-alive it may have been
+        timings.enter(Stage.FIRST_FLUSH if is_first_told else Stage.DECODE, now_s)
 
     def on_engine_mark(self, mark: EngineMark) -> None:
         if not isinstance(mark, Prefilling):
@@ -311,7 +308,7 @@ class Answer:
             self._end_news()
             self._timings.enter(Stage.LAST_FLUSH, self._clock())
             self._body.complete(usage, {} if self._allowance is None else self._allowance.extras)
-            self._stream.call_once_written(lambda: self._timings.finish(self._clock()))
+            self._stream.call_once_written(self._timings.finish)
         self._finished.set_result(usage)
 
     def _break_down(self, fault: Exception) -> None:
@@ -453,6 +450,10 @@ class StreamedBody:
         )
         self._stream.send_head(ResponseHead(200, headers))
         self._stream.send(self._reply.start())
+        self._stream.call_once_written(self._on_begun)
+
+    def _on_begun(self, now_s: float) -> None:
+        self._timings.go_on(Stage.FIRST_FLUSH, Stage.DECODE, now_s)
 
     def _next_keep_alive(self) -> float:
         return self._last_sent_s + KEEP_ALIVE_S

@@ -198,8 +198,9 @@ class App:
                 error_code = PROTOCOL_CODES[exchange.refused_status]
             stream.call_once_written(partial(self._close, exchange, error_code))
 
-    def _close(self, exchange: Exchange, error_code: str | None) -> None:
+    def _close(self, exchange: Exchange, error_code: str | None, now_s: float) -> None:
         """The last of it: what was said of it is with the kernel, or nobody is there any more."""
+        exchange.timings.finish(now_s)
         self._accounting.close(exchange, exchange.refused_status or status_told(exchange.stream), error_code)
 
     def fail_all(self, error: ServiceError) -> None:
@@ -510,7 +511,7 @@ class App:
         """Answer with a document that no generation is told in."""
         exchange.timings.enter(Stage.LAST_FLUSH, self._clock.monotonic())
         send_document(exchange.stream, status, body, (*answer_headers(exchange.timings), *headers), media_type)
-        exchange.stream.call_once_written(lambda: exchange.timings.finish(self._clock.monotonic()))
+        exchange.stream.call_once_written(exchange.timings.finish)
 
 
 def _plain_id(shown: str) -> str:

@@ -24,6 +24,7 @@ from server.settings.listening import NO_HEADER, ListeningSettings
 from server.settings.model import ModelSettings
 from server.settings.option import Option, rows_of
 from server.settings.process import ProcessSettings
+from server.settings.requests import RequestSettings
 from server.settings.wire import WireSettings
 from server.slo import NO_PROMISES, SloRules
 from server.socket_activation import PassedSocket
@@ -40,6 +41,7 @@ _TABLES = (
     LedgerSettings,
     LimitSettings,
     WireSettings,
+    RequestSettings,
 )
 
 OPTIONS: tuple[Option, ...] = tuple(row for table in _TABLES for row in rows_of(table))
@@ -56,6 +58,7 @@ class ServerConfig(
     LedgerSettings,
     LimitSettings,
     WireSettings,
+    RequestSettings,
 ):
     """All settings, parsed and in range. None: chosen at start, from the model or by measurement."""
 

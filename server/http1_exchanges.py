@@ -8,7 +8,6 @@ while a peer that has its answers does not read them.
 
 import asyncio
 import math
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from core.errors import ErrorKind, ServiceError
@@ -28,7 +27,7 @@ from server.messages import (
     ResponseHead,
 )
 from server.peer import Peer
-from server.stream import HttpStream
+from server.stream import HttpStream, WrittenCallback
 
 if TYPE_CHECKING:
     from server.connection import Connection
@@ -63,7 +62,7 @@ class Http1Exchanges:
         self._waiting_since = context.loop.time()  # for a request, or for the rest of its head
         self._clock = context.clock
         self._received_s = 0.0  # the first byte of the request
-        self._on_written: list[Callable[[], None]] = []  # to be called after the next flush
+        self._on_written: list[WrittenCallback] = []  # to be called after the next flush
 
     @property
     def peer(self) -> Peer:
@@ -237,15 +236,17 @@ class Http1Exchanges:
             self._is_dirty = True
             self._batch.add(self)
 
-    def call_once_written(self, stream: HttpStream, callback: Callable[[], None]) -> None:
+    def call_once_written(self, stream: HttpStream, callback: WrittenCallback) -> None:
         self._on_written.append(callback)
         if not self._is_dirty:  # no flush need come
             self._tell_written()
 
     def _tell_written(self) -> None:
-        callbacks, self._on_written = self._on_written, []
-        for callback in callbacks:
-            callback()
+        if self._on_written:
+            callbacks, self._on_written = self._on_written, []
+            now_s = self._clock()
+            for callback in callbacks:
+                callback(now_s)
 
     def flush(self) -> None:
         """Write what has been sent, at once. Then the next request, or the end."""

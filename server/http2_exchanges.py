@@ -33,7 +33,7 @@ from server.messages import (
     StreamReset,
 )
 from server.peer import Peer
-from server.stream import HttpStream
+from server.stream import HttpStream, WrittenCallback
 
 if TYPE_CHECKING:
     from server.connection import Connection
@@ -88,7 +88,7 @@ class Http2Exchanges:
         self._clock = context.clock
         self._received_s = 0.0  # the first byte of the head that is read
         self._has_peer = True
-        self._on_written: list[tuple[int, Callable[[], None]]] = []  # once nothing of the stream is unsent
+        self._on_written: list[tuple[int, WrittenCallback]] = []  # once nothing of the stream is unsent
         self._drain_due: float | None = None  # when the second GOAWAY goes, heard or not
         self._is_draining = False
         self._closes_after_answer = False
@@ -343,16 +343,19 @@ class Http2Exchanges:
         self._forget(stream.request.stream_id)
         self._mark_dirty()
 
-    def call_once_written(self, stream: HttpStream, callback: Callable[[], None]) -> None:
+    def call_once_written(self, stream: HttpStream, callback: WrittenCallback) -> None:
         self._on_written.append((stream.request.stream_id, callback))
         if not self._is_dirty:  # no flush need come
             self._tell_written()
 
     def _tell_written(self) -> None:
+        if not self._on_written:
+            return
         waiting, self._on_written = self._on_written, []
+        now_s = self._clock()
         for stream_id, callback in waiting:
             if not self._has_peer or self._responses.is_written(stream_id):
-                callback()
+                callback(now_s)
             else:
                 self._on_written.append((stream_id, callback))
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from core.types import EngineStats, Usage
 from server.exposition import Histogram, Page
 from server.logs import escape
+from server.nvml import DeviceMonitor
 from server.process_memory import cpu_s, resident_bytes
 from server.slo import NO_PROMISES, SloMonitor, SloRules
 from server.timing import S_NS, Stage, StageClock
@@ -94,6 +95,7 @@ class Metrics:
         self.slo = SloMonitor(slo or NO_PROMISES, clock)
         self._clock = clock
         self._started_s = clock()
+        self._devices = DeviceMonitor()
         self._scrape_s = 0.0  # of the last page
         self._step = EngineStats()  # the last that was observed
 
@@ -175,6 +177,7 @@ class Metrics:
         self._render_tenants(page)
         self._render_engine(page, stats)
         self._render_process(page)
+        self._render_devices(page)
         self._render_slo(page, stats)
         body = page.encode()
         self._scrape_s = self._clock() - began_s
@@ -246,6 +249,15 @@ class Metrics:
         page.gauge("steploop_uptime_seconds", "Since the process began to listen.", self._clock() - self._started_s)
         page.gauge("process_resident_memory_bytes", "Memory of the process.", resident_bytes())
         page.counter("process_cpu_seconds_total", "CPU time of the process, all threads.", cpu_s())
+
+    def _render_devices(self, page: Page) -> None:
+        states = self._devices.states()
+        used = {number: state.memory_used_bytes for number, state in states.items()}
+        total = {number: state.memory_total_bytes for number, state in states.items()}
+        busy = {number: state.utilization for number, state in states.items() if state.utilization is not None}
+        page.gauges("steploop_device_memory_used_bytes", "Memory in use, by whomever.", "device", used)
+        page.gauges("steploop_device_memory_bytes", "Memory of the device.", "device", total)
+        page.gauges("steploop_device_utilization_ratio", "Share of time in which something ran.", "device", busy)
 
     def _render_slo(self, page: Page, stats: EngineStats) -> None:
         states = self.slo.states(stats.num_waiting, resident_bytes())

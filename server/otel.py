@@ -12,12 +12,10 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 from core.errors import ExitCode, StartupError
 from server import __version__
 from server.flight_recorder import Flight
-from server.values import BadValueError
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
@@ -25,7 +23,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TRACES_PATH = "/v1/traces"  # OTLP's own, where the endpoint names no path
 MAX_WAITING = 1024  # generations
 MAX_BATCH = 64  # generations in one request: some thousand spans
 SEND_TIMEOUT_S = 5.0
@@ -34,25 +31,13 @@ _OPERATIONS = {"/v1/completions": "text_completion"}  # all else is a chat
 _NS_PER_MS = 1_000_000
 
 
-def otlp_endpoint(text: str) -> str:
-    """A collector's URL; with OTLP's path where it names none.
-
-    Raises:
-        BadValueError: it is no http or https URL.
-    """
-    parts = urlsplit(text)
-    if parts.scheme not in ("http", "https") or not parts.netloc or parts.query or parts.fragment:
-        raise BadValueError("a collector's URL, such as http://localhost:4318")
-    return text if parts.path.strip("/") else f"{parts.scheme}://{parts.netloc}{TRACES_PATH}"
-
-
 class TraceExporter:
     """Sends what it is given, a batch at a time."""
 
     def __init__(self, endpoint: str) -> None:
         """
         Args:
-            endpoint: see otlp_endpoint.
+            endpoint: see server.values.otlp_endpoint.
 
         Raises:
             StartupError: the extra is not installed.

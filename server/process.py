@@ -24,7 +24,7 @@ from core.wait_estimate import EngineRoom
 from server import __version__
 from server.admission import Admission
 from server.api.models import ServedModel, ServerCard
-from server.api.surface import GenerationDefaults
+from server.api.surface import GenerationDefaults, RequestLimits
 from server.app import App, Readiness
 from server.banner import BannerFacts, Place, banner_lines, is_public, places_of
 from server.config import ServerConfig
@@ -253,7 +253,7 @@ class Server:
         self._app.card = _server_card(reader.cards[0], loaded, self._places)
         self._app.lifecycle = Lifecycle(
             reader=reader,
-            defaults=_generation_defaults(loaded),
+            defaults=_generation_defaults(loaded, self._config.request_limits),
             backend=client,
             clock=self._clock,
             offload=self._offload,
@@ -453,11 +453,12 @@ def _server_card(model: ServedModel, loaded: LoadedEngine, places: Sequence[Plac
 DEMONSTRATION = "demonstration model: it has memorised a glossary of LLM serving and knows nothing else"
 
 
-def _generation_defaults(loaded: LoadedEngine) -> GenerationDefaults:
+def _generation_defaults(loaded: LoadedEngine, limits: RequestLimits) -> GenerationDefaults:
     """The model's own recommendations, where its generation_config.json has any."""
     recommended = loaded.files.defaults
     known = {name: getattr(recommended, name) for name in recommended.__slots__}
     return GenerationDefaults(
         vocab_size=loaded.facts.limits.vocab_size,
+        limits=limits,
         **{name: value for name, value in known.items() if value is not None},
     )

@@ -1,10 +1,8 @@
 """An answer's bytes as they pass, to be said again. Thread: loop."""
 
-from collections.abc import Callable
-
 from server.messages import Headers, ResponseHead
 from server.peer import Peer
-from server.stream import HttpStream, StreamCarrier
+from server.stream import HttpStream, StreamCarrier, WrittenCallback
 
 KEPT_HEADERS = (b"content-type", b"x-accel-buffering")  # the others are each response's own
 
@@ -52,5 +50,5 @@ class Recording:
         self.is_whole = not self._is_too_long
         self._carrier.write_end(stream, trailers)
 
-    def call_once_written(self, stream: HttpStream, callback: Callable[[], None]) -> None:
+    def call_once_written(self, stream: HttpStream, callback: WrittenCallback) -> None:
         self._carrier.call_once_written(stream, callback)

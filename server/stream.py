@@ -17,6 +17,9 @@ class ClientDisconnected(Exception):
     """The peer has gone before its request was read, or broke the protocol. Nobody is left to be answered."""
 
 
+WrittenCallback = Callable[[float], None]  # called with the time, on the monotonic clock
+
+
 class StreamCarrier(Protocol):
     """What a stream asks of its connection.
 
@@ -37,7 +40,7 @@ class StreamCarrier(Protocol):
 
     def write_end(self, stream: "HttpStream", trailers: Headers) -> None: ...
 
-    def call_once_written(self, stream: "HttpStream", callback: Callable[[], None]) -> None:
+    def call_once_written(self, stream: "HttpStream", callback: WrittenCallback) -> None:
         """Call it when all that was sent of the stream so far is with the kernel, or never will be."""
         ...
 
@@ -177,12 +180,9 @@ class HttpStream:
             self._carrier.write_end(self, trailers)
             self.is_open = False
 
-    def call_once_written(self, callback: Callable[[], None]) -> None:
+    def call_once_written(self, callback: WrittenCallback) -> None:
         """Call it once, when what was sent so far is with the kernel, or can never be."""
-        if self.has_lost_peer:
-            callback()
-        else:
-            self._carrier.call_once_written(self, callback)
+        self._carrier.call_once_written(self, callback)
 
     # What follows is the connection's side.
 

@@ -35,6 +35,9 @@ class Stage(StrEnum):
     LAST_FLUSH = "last_flush"  # until the answer's last byte is with the kernel
 
 
+_IN_ORDER = tuple(Stage)  # to go through an enum itself takes a microsecond, twice a request
+
+
 class StageMarks:
     """When work passed from stage to stage, on whichever thread it runs; the loop takes them over afterwards."""
 
@@ -148,7 +151,7 @@ class StageClock:
         if Stage.DECODE in spent:
             spent[Stage.DETOKENIZE] = min(round(self.detokenize_s * S_NS), spent[Stage.DECODE])
             spent[Stage.DECODE] -= spent[Stage.DETOKENIZE]
-        return {stage: spent[stage] for stage in Stage if stage in spent}
+        return {stage: spent[stage] for stage in _IN_ORDER if stage in spent}
 
     def stages_ms(self) -> dict[str, float]:
         """Likewise, rounded to microseconds."""

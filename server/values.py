@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 SIZE_UNITS = {
     "B": 1,
@@ -31,6 +32,7 @@ _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 # Names on a hub: as huggingface_hub's validate_repo_id has them, and git's for revisions
 _HUB_ID = re.compile(r"([A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*)(?:@([A-Za-z0-9][\w./-]*))?", re.ASCII)
 GGUF_SUFFIX = ".gguf"
+_OTLP_PATH = "/v1/traces"  # OTLP's own, where the endpoint names no path
 _YES = ("true", "1", "yes", "on")
 _NO = ("false", "0", "no", "off")
 
@@ -76,6 +78,18 @@ def secret_value(text: str) -> str:
     if not text or not all("!" <= character <= "~" for character in text):
         raise BadValueError("not empty, of visible ASCII characters without spaces")
     return text
+
+
+def otlp_endpoint(text: str) -> str:
+    """A collector's URL; with OTLP's path where it names none.
+
+    Raises:
+        BadValueError: it is no http or https URL.
+    """
+    parts = urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.netloc or parts.query or parts.fragment:
+        raise BadValueError("a collector's URL, such as http://localhost:4318")
+    return text if parts.path.strip("/") else f"{parts.scheme}://{parts.netloc}{_OTLP_PATH}"
 
 
 def choice_of(*names: str) -> Callable[[str], str]:

@@ -1,6 +1,7 @@
 """GGUF files as llama.cpp's converter makes them, from Hugging Face directories and tokenizers."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,22 +16,9 @@ from core.gguf import GgufFile, parse_gguf
 
 Q = gguf.GGMLQuantizationType
 NORMAL, CONTROL, USER_DEFINED, BYTE = 1, 3, 4, 6
-_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
+# config.json's model_type -> general.architecture, where they differ
+ARCHITECTURES = {"mixtral": "llama", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3"}
+TURNED = ("llama", "smollm3", "granite")  # the architectures whose q and k lie as pairs side by side
 
 
 def write_gguf(
@@ -47,18 +35,21 @@ def write_gguf(
         metadata: fields beside the architecture's.
     """
     config = json.loads((directory / "config.json").read_text())
-    architecture = config["model_type"]
+    architecture = ARCHITECTURES.get(config["model_type"], config["model_type"])
     writer = gguf.GGUFWriter(file, architecture)
     _write_config(writer, config)
     ends = {f"tokenizer.ggml.{key}": config.get(key) for key in ("bos_token_id", "eos_token_id")}
     for key, value in {**{key: end for key, end in ends.items() if end is not None}, **(metadata or {})}.items():
         _write_field(writer, key, value)
-    for name, tensor in load_file(directory / "model.safetensors").items():
-        rows = tensor.float().numpy()
-        if architecture == "llama":
+    kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(kinds[architecture], config["num_hidden_layers"])
+    for name, rows in _stacked_experts(load_file(directory / "model.safetensors")).items():
+        if architecture in TURNED and (".q_proj." in name or ".k_proj." in name):
             heads = config["num_attention_heads"] if "q_proj" in name else config["num_key_value_heads"]
-            rows = _permute(rows, heads) if "q_proj" in name or "k_proj" in name else rows
-        _write_tensor(writer, _name(name), rows, quantisation)
+            rows = _permute(rows, heads)
+        if architecture in ("gemma2", "gemma3") and name.endswith("norm.weight"):
+            rows = rows + 1
+        _write_tensor(writer, names.get_name(name, try_suffixes=(".weight", ".bias")) or name, rows, quantisation)
     if rope_factors is not None:
         writer.add_tensor("rope_freqs.weight", rope_factors.astype(np.float32))
     writer.write_header_to_file()
@@ -117,6 +108,8 @@ def _tokens(tokenizer: Tokenizer) -> dict[str, Any]:
 
 def _write_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     rope = config.get("rope_parameters") or {}
+    rope = rope.get("full_attention", rope)
+    family = config["model_type"]
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -125,15 +118,41 @@ def _write_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(rope.get("rope_theta", 10_000.0))
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
     writer.add_vocab_size(config["vocab_size"])
-    if config["model_type"] == "llama":
-        writer.add_rope_dimension_count(head_dim)
+    if family != "gemma2":
+        writer.add_rope_freq_base(rope.get("rope_theta", 10_000.0))
+    if family != "phi3":
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+    if family in ("llama", "mixtral", "granite", "smollm3", "phi3"):
+        writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1)))
     if rope.get("rope_type") == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])
+    _write_family(writer, family, config)
+
+
+def _write_family(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -> None:
+    if family in ("gemma2", "gemma3_text", "phi3"):
+        writer.add_sliding_window(config.get("sliding_window") or 0)
+    match family:
+        case "phi3":
+            writer.add_rope_scaling_orig_ctx_len(config["original_max_position_embeddings"])
+        case "gemma2":
+            writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
+            writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+        case "granite":
+            writer.add_attention_scale(config["attention_multiplier"])
+            writer.add_embedding_scale(config["embedding_multiplier"])
+            writer.add_residual_scale(config["residual_multiplier"])
+            writer.add_logit_scale(config["logits_scaling"])
+        case "mixtral" | "qwen3_moe":
+            writer.add_expert_count(config.get("num_local_experts") or config["num_experts"])
+            writer.add_expert_used_count(config["num_experts_per_tok"])
+        case _:
+            pass
+    if family == "qwen3_moe":
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
 
 
 def _write_field(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
@@ -164,12 +183,14 @@ def _permute(rows: np.ndarray, heads: int) -> np.ndarray:
     return np.ascontiguousarray(parted.swapaxes(1, 2).reshape(rows.shape))
 
 
-def _name(name: str) -> str:
-    stem, _, kind = name.rpartition(".")
-    if stem in _NAMES:
-        return f"{_NAMES[stem]}.{kind}"
-    _, _, layer, part = stem.split(".", 3)
-    return f"blk.{layer}.{_NAMES[part]}.{kind}"
+def _stacked_experts(tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    """Each kind of a layer's experts as one tensor, in order."""
+    found: dict[str, Any] = {}
+    for name in sorted(tensors, key=lambda name: [int(part) if part.isdigit() else 0 for part in name.split(".")]):
+        merged, count = re.subn(r"\.experts\.\d+\.", ".experts.", name)
+        rows = tensors[name].float().numpy()
+        found[merged] = [*found.get(merged, []), rows] if count else rows
+    return {name: np.stack(rows) if isinstance(rows, list) else rows for name, rows in found.items()}
 
 
 def quantised_numbers(tensor: torch.Tensor, quantisation: Q) -> torch.Tensor:

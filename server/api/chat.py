@@ -49,7 +49,7 @@ class ChatSurface:
         return GenerationCall(
             model=fields.checked_model(wire.model),
             prompts=(chat_prompt(wire.messages),),
-            sampling=fields.sampling_params(wire, defaults, _max_tokens(wire), _num_logprobs(wire)),
+            sampling=fields.sampling_params(wire, defaults, _max_tokens(wire), _num_logprobs(wire, defaults)),
             num_sequences=1 if wire.n is None else wire.n,
             cache_salt=fields.checked_cache_salt(wire.cache_salt),
             priority=wire.priority,
@@ -157,8 +157,8 @@ def _max_tokens(wire: ChatBody) -> int:
     return fields.checked_max_tokens(wire.max_tokens, "max_tokens")
 
 
-def _num_logprobs(wire: ChatBody) -> int | None:
-    num_logprobs = fields.checked_top_logprobs(wire.top_logprobs, "top_logprobs")
+def _num_logprobs(wire: ChatBody, defaults: GenerationDefaults) -> int | None:
+    num_logprobs = fields.checked_top_logprobs(wire.top_logprobs, "top_logprobs", defaults.limits)
     if not wire.logprobs and num_logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true beside it.", "top_logprobs")
     return num_logprobs if wire.logprobs else None

@@ -22,7 +22,6 @@ from server.api.surface import (
     TextPrompt,
 )
 
-MAX_PROMPTS = 16
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 _new_utf8_decoder = codecs.getincrementaldecoder("utf-8")
@@ -50,13 +49,15 @@ class CompletionsSurface:
     def parse(self, body: bytes, defaults: GenerationDefaults) -> GenerationCall:
         wire, unknown_fields = decode(body, CompletionBody, UNSUPPORTED, fields.WITHOUT_EFFECT)
         max_tokens = fields.checked_max_tokens(wire.max_tokens, "max_tokens", DEFAULT_MAX_TOKENS)
-        num_logprobs = None if wire.logprobs is None else fields.checked_top_logprobs(wire.logprobs, "logprobs")
+        num_logprobs = None
+        if wire.logprobs is not None:
+            num_logprobs = fields.checked_top_logprobs(wire.logprobs, "logprobs", defaults.limits)
         if wire.echo and num_logprobs is not None:
             raise InvalidRequest("logprobs of the prompt are not supported: leave out echo or logprobs.", "logprobs")
         sampling = fields.sampling_params(wire, defaults, max_tokens, num_logprobs)
         return GenerationCall(
             model=fields.checked_model(wire.model),
-            prompts=_prompts(wire.prompt, defaults.vocab_size),
+            prompts=_prompts(wire.prompt, defaults),
             sampling=sampling,
             num_sequences=_num_sequences(wire),
             cache_salt=fields.checked_cache_salt(wire.cache_salt),
@@ -157,8 +158,9 @@ def _num_sequences(wire: CompletionBody) -> int:
     return num_sequences
 
 
-def _prompts(prompt: str | list[str | int | list[int]], vocab_size: int) -> tuple[Prompt, ...]:
+def _prompts(prompt: str | list[str | int | list[int]], defaults: GenerationDefaults) -> tuple[Prompt, ...]:
     """The four forms of a prompt: text, texts, ids, lists of ids."""
+    vocab_size, most = defaults.vocab_size, defaults.limits.num_prompts
     if isinstance(prompt, str):
         return (TextPrompt(prompt),)
     if not prompt:
@@ -166,8 +168,8 @@ def _prompts(prompt: str | list[str | int | list[int]], vocab_size: int) -> tupl
     ids = [item for item in prompt if isinstance(item, int)]
     if len(ids) == len(prompt):
         return (IdsPrompt(fields.checked_ids(ids, "prompt", vocab_size)),)
-    if len(prompt) > MAX_PROMPTS:
-        raise InvalidRequest(f"prompt must have at most {MAX_PROMPTS} texts or lists of ids.", "prompt")
+    if len(prompt) > most:
+        raise InvalidRequest(f"prompt must have at most {most} texts or lists of ids.", "prompt")
     texts = [item for item in prompt if isinstance(item, str)]
     if len(texts) == len(prompt):
         return tuple(map(TextPrompt, texts))

@@ -8,15 +8,11 @@ from core.errors import InvalidRequest
 from core.types import SamplingParams
 from core.waiting import LOWEST_CLASS, TOP_CLASS
 from server.api.decoding import MAX_SHOWN_KEY
-from server.api.surface import UNLIMITED_TOKENS, GenerationDefaults
+from server.api.surface import UNLIMITED_TOKENS, GenerationDefaults, RequestLimits
 from server.deadlines import ANY_TIME, MAX_DEADLINE_MS, Deadlines
 
-MAX_CHOICES = 8
-MAX_STOPS = 4
 MAX_STOP_LENGTH = 1024  # characters: the detokenizer holds back that much
 MAX_STOP_TOKEN_IDS = 64
-MAX_LOGIT_BIASES = 300
-MAX_TOP_LOGPROBS = 20
 MAX_CACHE_SALT = 256  # characters: enough for any digest
 
 # Below it the division of logits overflows, and the draw is greedy all the same.
@@ -29,7 +25,6 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("repetition_penalty", 0.01, 100),  # beyond these the scaled logits leave float32
     ("presence_penalty", -2, 2),
     ("frequency_penalty", -2, 2),
-    ("n", 1, MAX_CHOICES),
     ("seed", -(2**63), 2**64 - 1),
     ("priority", LOWEST_CLASS, TOP_CLASS),
 )
@@ -130,7 +125,10 @@ def sampling_params(
     Raises:
         InvalidRequest: a field out of its range.
     """
+    limits = defaults.limits
     _check_ranges(fields)
+    if fields.n is not None:
+        _check_range("n", fields.n, 1, limits.num_choices)
     temperature = _or(fields.temperature, defaults.temperature)
     top_k = _or(fields.top_k, defaults.top_k)
     return SamplingParams(
@@ -142,10 +140,10 @@ def sampling_params(
         repetition_penalty=_or(fields.repetition_penalty, defaults.repetition_penalty),
         presence_penalty=fields.presence_penalty or 0.0,
         frequency_penalty=fields.frequency_penalty or 0.0,
-        logit_bias=_logit_bias(fields.logit_bias or {}, defaults.vocab_size),
+        logit_bias=_logit_bias(fields.logit_bias or {}, defaults.vocab_size, limits.num_logit_biases),
         min_tokens=_min_tokens(fields.min_tokens or 0, max_tokens),
         seed=None if fields.seed is None else fields.seed % 2**64,
-        stop=_stops(fields.stop),
+        stop=_stops(fields.stop, limits.num_stops),
         stop_token_ids=_stop_token_ids(fields.stop_token_ids or [], defaults.vocab_size),
         ignore_eos=bool(fields.ignore_eos),
         num_logprobs=num_logprobs,
@@ -161,10 +159,10 @@ def checked_max_tokens(value: int | None, param: str, default: int = UNLIMITED_T
     return min(value, UNLIMITED_TOKENS)
 
 
-def checked_top_logprobs(value: int | None, param: str) -> int:
+def checked_top_logprobs(value: int | None, param: str, limits: RequestLimits) -> int:
     if value is None:
         return 0
-    _check_range(param, value, 0, MAX_TOP_LOGPROBS)
+    _check_range(param, value, 0, limits.num_top_logprobs)
     return value
 
 
@@ -236,9 +234,9 @@ def _min_tokens(value: int, max_tokens: int) -> int:
     return value
 
 
-def _logit_bias(biases: dict[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
-    if len(biases) > MAX_LOGIT_BIASES:
-        raise InvalidRequest(f"logit_bias must have at most {MAX_LOGIT_BIASES} entries.", "logit_bias")
+def _logit_bias(biases: dict[str, float], vocab_size: int, most: int) -> tuple[tuple[int, float], ...]:
+    if len(biases) > most:
+        raise InvalidRequest(f"logit_bias must have at most {most} entries.", "logit_bias")
     for key, value in biases.items():
         param = f"logit_bias[{key[:MAX_SHOWN_KEY]}]"
         if not _is_id(key, vocab_size):
@@ -252,12 +250,12 @@ def _is_id(key: str, vocab_size: int) -> bool:
     return len(key) <= 20 and key.isascii() and key.isdecimal() and str(int(key)) == key and int(key) < vocab_size
 
 
-def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
+def _stops(stop: str | list[str] | None, most: int) -> tuple[str, ...]:
     if not stop and not isinstance(stop, str):
         return ()
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
-    if len(stops) > MAX_STOPS:
-        raise InvalidRequest(f"stop must have at most {MAX_STOPS} strings.", "stop")
+    if len(stops) > most:
+        raise InvalidRequest(f"stop must have at most {most} strings.", "stop")
     for i, text in enumerate(stops):
         if not 0 < len(text) <= MAX_STOP_LENGTH:
             param = "stop" if isinstance(stop, str) else f"stop[{i}]"

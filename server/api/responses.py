@@ -75,7 +75,7 @@ class ResponsesSurface:
         return GenerationCall(
             model=fields.checked_model(wire.model),
             prompts=(_prompt(wire),),
-            sampling=fields.sampling_params(wire, defaults, max_tokens, _num_logprobs(wire)),
+            sampling=fields.sampling_params(wire, defaults, max_tokens, _num_logprobs(wire, defaults)),
             cache_salt=fields.checked_cache_salt(wire.cache_salt),
             priority=wire.priority,
             deadlines=fields.checked_deadlines(wire.deadlines),
@@ -235,8 +235,8 @@ def _check_metadata(metadata: dict[str, str]) -> None:
         raise InvalidRequest("metadata must have at most 16 keys of 64 and values of 512 characters.", "metadata")
 
 
-def _num_logprobs(wire: ResponsesBody) -> int | None:
-    num_logprobs = fields.checked_top_logprobs(wire.top_logprobs, "top_logprobs")
+def _num_logprobs(wire: ResponsesBody, defaults: GenerationDefaults) -> int | None:
+    num_logprobs = fields.checked_top_logprobs(wire.top_logprobs, "top_logprobs", defaults.limits)
     return num_logprobs if num_logprobs or INCLUDE_LOGPROBS in (wire.include or ()) else None
 
 

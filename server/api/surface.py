@@ -40,6 +40,16 @@ Extras = dict[str, Any]
 Prompt = TextPrompt | IdsPrompt | ChatPrompt
 
 
+class RequestLimits(msgspec.Struct, frozen=True):
+    """What one request may ask for."""
+
+    num_choices: int = 8
+    num_prompts: int = 16
+    num_stops: int = 4
+    num_logit_biases: int = 300
+    num_top_logprobs: int = 20
+
+
 class GenerationDefaults(msgspec.Struct, frozen=True):
     """What the model's generation_config.json says, and the limits that the parser checks against."""
 
@@ -49,6 +59,7 @@ class GenerationDefaults(msgspec.Struct, frozen=True):
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    limits: RequestLimits = RequestLimits()
 
 
 class GenerationCall(msgspec.Struct, frozen=True, kw_only=True):

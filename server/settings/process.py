@@ -3,9 +3,8 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from server.otel import otlp_endpoint
 from server.settings.option import Setting
-from server.values import choice_of, existing_file
+from server.values import choice_of, existing_file, otlp_endpoint
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from core.config import ModelConfig, parse_model_config
 from core.errors import BadCheckpoint, StartupError
 from core.gguf import BLOCKS
-from core.gguf_model import config_of, num_permuted_heads
+from core.gguf_model import config_of, num_turned_heads
 from gpu import gguf as gpu_gguf
 from gpu.checkpoint import open_checkpoint
 from gpu.gguf import DEQUANTISERS, GgufReader
@@ -40,11 +40,13 @@ def greedy(path: Path, factors: tuple[float, ...] | None = None) -> list[int]:
 
 
 def copied(source: Path, target: Path, change: Callable[[torch.Tensor], torch.Tensor], **fields: Any) -> Path:
-    """A directory with each of its tensors changed, and fields of its config.json."""
+    """A directory with each tensor changed, and fields of config.json; further layers and a tied head are left out."""
     target.mkdir()
-    save_file(
-        {name: change(t) for name, t in load_file(source / "model.safetensors").items()}, target / "model.safetensors"
-    )
+    tensors = load_file(source / "model.safetensors")
+    left_out = [f"model.layers.{index}." for index in range(fields.get("num_hidden_layers", 9), 10)]
+    left_out += ["lm_head"] if fields.get("tie_word_embeddings") else []
+    kept = {name: change(t) for name, t in tensors.items() if not name.startswith(tuple(left_out))}
+    save_file(kept, target / "model.safetensors")
     (target / "config.json").write_text(json.dumps(read_config(source) | fields))
     return target
 
@@ -55,6 +57,58 @@ def test_families_give_the_same_tokens_as_their_safetensors(name: str, tmp_path:
     file = write_gguf(directory, tmp_path / "model.gguf")
     assert model_of(file) == parse_model_config(read_config(directory) | {"dtype": None})
     assert greedy(file) == greedy(directory)
+
+
+# What llama.cpp's files cannot say, and takes to be so.
+AS_LLAMA_CPP_HAS_IT: dict[str, dict[str, Any]] = {
+    "mistral": {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "sliding_window": None},
+    "mixtral": {},
+    "qwen3_moe": {"norm_topk_prob": True, "num_hidden_layers": 1, "mlp_only_layers": [], "layer_types": None},
+    "smollm3": {"no_rope_layers": None, "no_rope_layer_interval": 4, "layer_types": None},
+    "granite": {},
+    "olmo2": {},
+    "phi3": {},
+    "gemma2": {"query_pre_attn_scalar": 24, "tie_word_embeddings": True},
+    "gemma3": {"query_pre_attn_scalar": 24, "layer_types": None, "sliding_window_pattern": 6},
+}
+
+
+@pytest.mark.parametrize("name", list(AS_LLAMA_CPP_HAS_IT))
+def test_newer_families_give_the_same_tokens_as_their_safetensors(name: str, tmp_path: Path, model_directory) -> None:
+    source = copied(model_directory(name), tmp_path / "plain", lambda t: t, **AS_LLAMA_CPP_HAS_IT[name])
+    file = write_gguf(source, tmp_path / "model.gguf")
+    assert model_of(file) == parse_model_config(read_config(source) | {"dtype": None})
+    assert greedy(file) == greedy(source)
+
+
+@pytest.mark.parametrize(("name", "num_layers"), [("gemma2", 46), ("gemma3", 62)])
+def test_the_largest_gemma_scales_scores_by_its_width(name: str, num_layers: int, tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(file, name)
+    writer.add_block_count(num_layers)
+    writer.add_embedding_length(96)
+    writer.add_feed_forward_length(64)
+    writer.add_head_count(4)
+    writer.add_key_length(32)
+    writer.add_context_length(64)
+    writer.add_layer_norm_rms_eps(1e-6)
+    for index in range(num_layers):
+        writer.add_tensor(
+            "token_embd.weight" if not index else f"blk.{index}.attn_norm.weight", np.zeros((2, 96), np.float32)
+        )
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert config_of(parsed(file), None)["query_pre_attn_scalar"] == 96 // 4
+
+
+def test_longrope_is_refused_by_name(tmp_path: Path, model_directory) -> None:
+    file = write_gguf(model_directory("phi3"), tmp_path / "model.gguf")
+    header = parsed(file)
+    header.tensors["rope_factors_long.weight"] = next(iter(header.tensors.values()))
+    with pytest.raises(StartupError, match="longrope"):
+        config_of(header, None)
 
 
 @pytest.mark.parametrize("quantisation", [Q.F16, Q.BF16, Q.Q8_0, Q.Q4_0, Q.Q5_0])
@@ -136,8 +190,8 @@ def test_a_tensor_of_many_slabs_is_read_whole(name: str, tmp_path: Path, monkeyp
 def test_only_llamas_queries_and_keys_were_turned() -> None:
     llama = {"general.architecture": "llama", "llama.attention.head_count": 8, "llama.attention.head_count_kv": 2}
     names = [f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkvo"]
-    assert [num_permuted_heads(name, llama) for name in names] == [8, 2, None, None]
-    assert [num_permuted_heads(name, {"general.architecture": "qwen2"}) for name in names] == [None] * 4
+    assert [num_turned_heads(name, llama) for name in names] == [8, 2, None, None]
+    assert [num_turned_heads(name, {"general.architecture": "qwen2"}) for name in names] == [None] * 4
 
 
 def test_tensors_that_no_model_has_are_named(tmp_path: Path, model_directory) -> None:

@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 
+from core.simulation import CostModel
 from core.types import Cancel, FinishReason, Pause, Resume
 from server.answer import KEEP_ALIVE_S
 from server.api.chat import ChatStream, ChatSurface
+from server.timing import Stage
 from tests.server.simulated_server import (
     COST,
     STREAM,
@@ -339,3 +341,21 @@ def test_access_line_of_a_stream_is_written_when_its_last_byte_is(caplog: pytest
     assert b"[DONE]" in transport.received
     server.close()
     assert len(caplog.records) == 1
+
+
+def test_stream_is_decoding_as_soon_as_its_first_byte_is_out() -> None:
+    server = SimulatedServer()
+    transport = server.send(chat(**STREAM))
+    server.run_until(lambda: b"data:" in transport.received)
+    (exchange,) = server.app._exchanges.values()
+    assert exchange.timings.stage is Stage.DECODE
+    server.close()
+
+
+def test_head_that_a_keep_alive_has_opened_leaves_nothing_to_flush_first() -> None:
+    server = SimulatedServer(cost=CostModel(fixed_s=KEEP_ALIVE_S + 1.0))
+    answer = server.ask(chat(timings=True, max_tokens=2, **STREAM))
+    told = answer.events[-2]["timings"]
+    assert "first_flush" not in told
+    assert told["decode"] > 1000 * KEEP_ALIVE_S
+    server.close()

@@ -16,6 +16,7 @@ from server.config_sources import FLAG_AS_KEY, load_config
 from server.connection_limits import ConnectionLimits
 from server.process import listener_config
 from server.settings.option import Option, rows_of
+from server.settings.requests import RequestSettings
 from server.settings.wire import WireSettings
 from server.socket_activation import PassedSocket
 from server.values import HubId
@@ -105,6 +106,7 @@ SAMPLES = {
     "max-resets": "20+2.5/s",
     "max-pings": "20+0/s",
     "max-settings": "1+1/s",
+    "max-top-logprobs": "5",
 }
 
 
@@ -476,3 +478,18 @@ def test_nobody_takes_all_connections_alone_unless_they_are_few() -> None:
     assert caps == {8: 8, 64: 56, 1024: 896}
     assert ServerConfig(max_connections_per_address=5).client_rules.max_per_address == 5
     assert ServerConfig(forwarded_header="none").client_rules.forwarded_header is None
+
+
+def test_limits_are_documented_with_their_defaults() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "limits.md").read_text()
+    rows = [row.split(" | ") for row in text.splitlines() if row.startswith("| ")]
+    documented = {
+        flag.strip(" `"): default.strip()
+        for _, flags, defaults, _ in rows[1:]
+        for flag, default in zip(flags.split(";"), defaults.split(";"), strict=True)
+    }
+    by_flag = {option.flag: option for option in OPTIONS if option.group.startswith("limits")}
+    assert {option.flag for table in (WireSettings, RequestSettings) for option in rows_of(table)} <= documented.keys()
+    for flag, default in documented.items():
+        option = by_flag[flag]
+        assert option.default is None or option.show(option.default) == default

@@ -1,5 +1,6 @@
 """The ledger through the whole server: what is written when, and what waits for it."""
 
+import random
 import sqlite3
 from collections.abc import Iterator
 from hashlib import sha256
@@ -262,3 +263,35 @@ def test_device_time_and_blocks_add_up_to_what_was_measured(path: Path) -> None:
     assert sum(row.device_us for row in found) == pytest.approx(stats.device_s * 1e6, abs=len(found))
     assert sum(row.kv_block_us for row in found) == pytest.approx(stats.kv_block_s * 1e6, abs=len(found))
     assert stats.device_s > 0
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_every_request_is_settled_once_whatever_becomes_of_it(path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    server = SimulatedServer(ledger=path)
+    assert server.ledger_writer is not None
+    leavers = []
+    for _ in range(12):
+        fields = {"max_tokens": rng.randint(1, 30), "n": rng.choice([1, 1, 2]), **rng.choice([{}, STREAM])}
+        transport = server.send(rng.choice([chat, completion])(**fields))
+        if rng.random() < 0.4:
+            leavers.append(transport)
+        server.ledger_writer.is_stuck = rng.random() < 0.3
+        server.run_for(rng.random() * 0.05)
+        if leavers and rng.random() < 0.5:
+            leavers.pop().feed_eof()
+        elif rng.random() < 0.3 and server.lifecycle.active:
+            server.lifecycle.cancel(rng.choice(list(server.lifecycle.active)), "local")
+    server.ledger_writer.is_stuck = False
+    server.ledger_writer.commit()
+    server.close()
+    found = {row.request_id: row for row in rows(path)}
+    usages = {chunk.request_id: chunk.usage for step in server.delivered for chunk in step.chunks if chunk.is_terminal}
+    assert found.keys() == usages.keys()
+    for request_id, row in found.items():
+        usage = usages[request_id]
+        assert usage is not None
+        assert row.state is State.SETTLED
+        assert (row.prompt_tokens, row.cached_tokens) == (usage.num_prompt_tokens, usage.num_cached_tokens)
+        assert row.completion_tokens <= usage.num_completion_tokens
+        assert row.status != 200 or row.completion_tokens == usage.num_completion_tokens

@@ -14,7 +14,7 @@ import pytest
 from h2.errors import ErrorCodes
 
 from core.errors import ServiceError
-from server.api import completions, fields, long_json
+from server.api import long_json
 from server.config import ServerConfig
 from server.config_sources import load_config
 from server.connection_limits import ConnectionLimits, Http2Limits
@@ -477,12 +477,18 @@ TABLE = (
     ),
     row("unsent per stream", CONNECTION.unsent_bytes, 16 * KiB, unsent_of_a_stream, "Pause"),
     time("no progress on a paused stream", CONNECTION.stall_s, 30, stall_of, "RST_STREAM CANCEL"),
-    row("n", 8, 8, lambda n: asked(n=n), "400"),
-    row("prompts", completions.MAX_PROMPTS, 16, lambda n: asked(prompt=["a"] * n, max_tokens=1), "400"),
-    row("stop", fields.MAX_STOPS, 4, lambda n: asked(stop=[f"~{i}" for i in range(n)]), "400"),
-    row("logit_bias", fields.MAX_LOGIT_BIASES, 300, lambda n: asked(logit_bias={str(i): 0 for i in range(n)}), "400"),
+    row("n", ServerConfig().max_choices, 8, lambda n: asked(n=n), "400"),
+    row("prompts", ServerConfig().max_prompts, 16, lambda n: asked(prompt=["a"] * n, max_tokens=1), "400"),
+    row("stop", ServerConfig().max_stops, 4, lambda n: asked(stop=[f"~{i}" for i in range(n)]), "400"),
+    row(
+        "logit_bias",
+        ServerConfig().max_logit_biases,
+        300,
+        lambda n: asked(logit_bias={str(i): 0 for i in range(n)}),
+        "400",
+    ),
     time("drain", ServerConfig().drain_timeout_s, 60, drain_of, "closed"),
-    row("top_logprobs", fields.MAX_TOP_LOGPROBS, 20, lambda n: asked(logprobs=n), "400"),
+    row("top_logprobs", ServerConfig().max_top_logprobs, 20, lambda n: asked(logprobs=n), "400"),
 )
 
 

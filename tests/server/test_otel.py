@@ -16,10 +16,10 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from core.errors import StartupError
 from server.flight_recorder import Flight
 from server.logs import AccessRecord
-from server.otel import MAX_WAITING, TraceExporter, otlp_endpoint
+from server.otel import MAX_WAITING, TraceExporter
 from server.timing import Stage
 from server.trace_context import TraceContext
-from server.values import BadValueError
+from server.values import BadValueError, otlp_endpoint
 from tests.server.simulated_server import MODEL, STREAM, chat
 from tests.server.test_process import Running, ask, closing, load_with, run
 

@@ -34,8 +34,8 @@ class Recorder:
     def write_end(self, stream: HttpStream, trailers: Headers) -> None:
         self.calls.append(("end", trailers))
 
-    def call_once_written(self, stream: HttpStream, callback: Callable[[], None]) -> None:
-        callback()
+    def call_once_written(self, stream: HttpStream, callback: Callable[[float], None]) -> None:
+        callback(0.0)
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Through the chat surface: the fields are the same on all of them."""
 
+import json
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from core.types import SamplingParams
 from server.api.chat import ChatSurface
 from server.api.completions import CompletionsSurface
 from server.api.responses import ResponsesSurface
-from server.api.surface import UNLIMITED_TOKENS
+from server.api.surface import UNLIMITED_TOKENS, GenerationDefaults, RequestLimits
+from server.config_sources import load_config
 from server.deadlines import Deadlines
 from tests.server.api import wire
 from tests.server.api.wire import VOCAB_SIZE
@@ -266,3 +268,26 @@ def test_deadlines_are_checked_on_every_surface(deadlines: Any, param: str) -> N
         assert wire.parse(surface, **ask, deadlines={"ttft_ms": 250, "total_ms": None}).deadlines == Deadlines(
             ttft_s=0.25
         )
+
+
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        ({"n": 3}, "n"),
+        ({"prompt": ["a"] * 3}, "prompt"),
+        ({"stop": ["~"] * 3}, "stop"),
+        ({"logit_bias": {"1": 0, "2": 0, "3": 0}}, "logit_bias"),
+        ({"logprobs": 3}, "logprobs"),
+    ],
+)
+def test_what_one_request_may_ask_for_is_the_operators_to_say(asked: dict[str, object], param: str) -> None:
+    body = json.dumps({"model": "m", "prompt": "a"} | asked).encode()
+
+    def parse(limits: RequestLimits) -> None:
+        CompletionsSurface().parse(body, GenerationDefaults(vocab_size=100, limits=limits))
+
+    names = {f"max_{name}": "2" for name in ("choices", "prompts", "stops", "logit_biases", "top_logprobs")}
+    parse(load_config(names | dict.fromkeys(names, "3"), {}).request_limits)
+    with pytest.raises(InvalidRequest) as caught:
+        parse(load_config(names, {}).request_limits)
+    assert caught.value.param == param

@@ -1,0 +1,111 @@
+"""The ledger's real thread: order, being told on the loop, and the end."""
+
+import asyncio
+import threading
+from pathlib import Path
+
+import pytest
+
+from server.config import ServerConfig
+from server.ledger_journal import Journal, Written, open_journal
+from server.ledger_records import Reserve, Settle, State, Write
+from server.ledger_setup import open_ledger
+from server.ledger_store import LedgerStore
+from server.ledger_thread import LedgerThread
+from server.lifecycle import Clock
+from server.tenants import Limits, Tenant
+from tests.server.test_ledger_journal import row, settled
+
+
+def states(path: Path) -> dict[str, State]:
+    store = LedgerStore(path)
+    found = {one.request_id: one.state for one in store.rows()}
+    store.close()
+    return found
+
+
+def test_each_is_told_on_the_loop_in_order_once_it_is_durable(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.db"
+    told: list[tuple[int, bool, int]] = []
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        done = loop.create_future()
+        writer = LedgerThread(open_journal(path, 10), loop)
+
+        def tell(number: int, is_durable: bool) -> None:
+            told.append((number, is_durable, threading.get_ident()))
+            if len(told) == 1:
+                assert states(path)["r0"] is State.RESERVED
+            if number == 49:
+                done.set_result(None)
+
+        for number in range(50):
+            writer.submit(Reserve(row(f"r{number}")), lambda is_durable, _, number=number: tell(number, is_durable))
+        await done
+        writer.close()
+
+    asyncio.run(run())
+    assert told == [(number, True, threading.get_ident()) for number in range(50)]
+
+
+def test_close_writes_what_was_submitted_and_lets_the_next_server_in(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.db"
+
+    async def run() -> None:
+        writer = LedgerThread(open_journal(path, 10), asyncio.get_running_loop())
+        for number in range(20):
+            writer.submit(settled(f"r{number}"), lambda is_durable, written: None)
+        writer.close()
+
+    asyncio.run(run())
+    open_journal(path, 10).close()
+    assert set(states(path).values()) == {State.SETTLED}
+    assert len(states(path)) == 20
+
+
+class FaultyJournal:
+    """Raises what nobody foresaw, the first time."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self._has_raised = False
+
+    def write(self, writes: list[Write]) -> Written:
+        if not self._has_raised:
+            self._has_raised = True
+            raise ZeroDivisionError
+        return self._journal.write(writes)
+
+    def close(self) -> None:
+        self._journal.close()
+
+
+def test_fault_of_ours_is_told_and_the_thread_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.db"
+
+    async def ask(writer: LedgerThread, write: Settle) -> tuple[bool, str | None]:
+        told: asyncio.Future[tuple[bool, str | None]] = asyncio.get_running_loop().create_future()
+        writer.submit(write, lambda is_durable, written: told.set_result((is_durable, written.fault)))
+        return await told
+
+    async def run() -> None:
+        journal = FaultyJournal(open_journal(path, 10))
+        writer = LedgerThread(journal, asyncio.get_running_loop())  # type: ignore[arg-type]
+        assert await ask(writer, settled("a")) == (False, "ZeroDivisionError: ")
+        assert await ask(writer, settled("b")) == (True, None)
+        writer.close()
+
+    asyncio.run(run())
+    assert states(path).keys() == {"b"}
+
+
+def test_without_a_ledger_limits_of_days_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock(lambda: 0.0, lambda: 0.0)
+    loop = asyncio.new_event_loop()
+    assert open_ledger(ServerConfig(), clock, loop).ledger is None
+    assert caplog.text == ""
+    bounded = (Tenant(name="acme", key_limits=Limits(tokens_per_day=5)),)
+    assert open_ledger(ServerConfig(tenants=bounded), clock, loop).used_today == {}
+    assert "--ledger" in caplog.text
+    loop.close()
