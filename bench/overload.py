@@ -141,8 +141,8 @@ class Client:
     def write_end(self, stream: HttpStream, trailers: Headers) -> None:
         self.end_s = self._clock() - self._began_s
 
-    def call_once_written(self, stream: HttpStream, callback: Callable[[], None]) -> None:
-        callback()
+    def call_once_written(self, stream: HttpStream, callback: Callable[[float], None]) -> None:
+        callback(self._clock())
 
     @property
     def is_whole(self) -> bool:
