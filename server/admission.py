@@ -199,7 +199,7 @@ class Admission:
         too_long_s = expected_s - allowed_s
         retry_s = self._retry_s(ahead.num_requests * too_long_s / expected_s, too_long_s)
         message = (
-            f"The first token is expected in {expected_s:.1f} s, and the deadline for it is in {allowed_s:.1f} s. Allow"
+            f"The first token is expected in {_shown(expected_s)}, and the deadline for it is in {_shown(allowed_s)}. Allow"
             f" more time, or try again in {math.ceil(retry_s)} s."
         )
         raise ServiceError(ErrorKind.UNAVAILABLE, message, "deadline_unattainable", retry_after_s=retry_s)
@@ -243,6 +243,10 @@ class Admission:
 
     def note_answer(self, num_tokens: float) -> None:
         self._answer_tokens += ANSWER_RATE * (num_tokens - self._answer_tokens)
+
+
+def _shown(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1e3:.0f} ms"
 
 
 class Place:
