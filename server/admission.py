@@ -199,8 +199,8 @@ class Admission:
         too_long_s = expected_s - allowed_s
         retry_s = self._retry_s(ahead.num_requests * too_long_s / expected_s, too_long_s)
         message = (
-            f"The first token is expected in {_shown(expected_s)}, and its deadline is in {_shown(allowed_s)}. Allow more"
-            f" time, or try again in {math.ceil(retry_s)} s."
+            f"The first token is expected in {_shown(expected_s)}, and its deadline is in {_shown(allowed_s)}."
+            f" Allow more time, or try again in {math.ceil(retry_s)} s."
         )
         raise ServiceError(ErrorKind.UNAVAILABLE, message, "deadline_unattainable", retry_after_s=retry_s)
 
