@@ -246,6 +246,7 @@ def run_load(arrivals: Arrivals, cost: CostModel, times_s: Sequence[float], admi
     for at_s in times_s:
         server.loop.call_at(at_s, lambda: clients.append(server.send(bodies.next())))
     server.run()
+    server.loop.close()
     assert len(clients) == len(times_s)
     return clients
 

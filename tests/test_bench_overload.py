@@ -1,4 +1,4 @@
-"""The bench of overload, in a few simulated seconds: everybody is answered, and the same seed gives the same answers."""
+"""The bench of overload in a few simulated seconds: everybody is answered, and the same seed gives the same."""
 
 from bench.overload import Arrivals, run_load
 from core.simulation import CostModel
