@@ -38,6 +38,7 @@ from server.peer import Peer
 from server.quota import Ticket
 from server.rate_limit_fields import show_limits
 from server.refusals import DENIED
+from server.request_ids import client_request_id
 from server.stream import ClientDisconnected, HttpStream
 from server.timelines import requests_reply, timeline_reply
 from server.timing import Stage, StageClock
@@ -415,8 +416,11 @@ class App:
         return [one for one in self._exchanges.values() if one.request_id in active]
 
     async def _delete_request(self, exchange: Exchange) -> None:
-        request_id = _plain_id(exchange.argument)
-        if not self._served.cancel(request_id, exchange.known_caller.tenant.name):
+        """By our id, or by the client's own x-request-id: all of its tenant's that bear it."""
+        shown, tenant = exchange.argument, exchange.known_caller.tenant.name
+        named = [one.request_id for one in self._generations() if client_request_id(one.request) == shown]
+        is_cancelled = [self._served.cancel(request_id, tenant) for request_id in (_plain_id(shown), *named)]
+        if not any(is_cancelled):
             message = f"No request {exchange.argument[:_SHOWN_CHARS]!r} is in progress. It may have ended already."
             raise ServiceError(ErrorKind.NOT_FOUND, message, "request_not_found")
         self._send(exchange, b'{"status":"cancelled"}')

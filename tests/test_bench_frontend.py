@@ -207,8 +207,6 @@ def test_the_floor_streams_every_token_that_was_asked_for() -> None:
 
 
 def test_the_fastapi_peer_streams_every_token_that_was_asked_for() -> None:
-    pytest.importorskip("fastapi", reason="needs the extra `bench`")
-    pytest.importorskip("uvicorn", reason="needs the extra `bench`")
     from bench.fastapi_peer import ChatRequest, TokenSource, stream_chat
 
     async def read(source: TokenSource, num_tokens: int) -> list[str]:

@@ -53,7 +53,6 @@ def test_a_report_without_pictures_has_the_tables_and_the_machine(result_file: P
 
 
 def test_a_report_with_pictures_links_each(result_file: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="needs the extra `bench`")
     page = write_report([result_file], tmp_path / "out", draws=True)
     assert "![CPU per token](frontend-cpu-per-token.png)" in page.read_text()
     assert (page.parent / "frontend-cpu-per-token.png").read_bytes().startswith(b"\x89PNG")
