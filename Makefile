@@ -6,6 +6,8 @@
 # make bench        measure, against peers where they are installed; results under bench/results/
 # make peers        set up the servers that bench.peers compares with: llama.cpp is compiled for minutes (needs a
 #                   C++ compiler), from the source that llama-cpp-python brings
+# make simulate     random histories of every fault against the simulated server, and 10 million steps of the scheduler's
+#                   machine (over an hour); ARGS="--seed N" one again, --steps and --histories for other numbers
 # make crash        kill a server under load ten thousand times (an hour) and read its ledger each time
 # make storm        a million random cancels against the simulated server (10 minutes); nothing may be left of them
 #
@@ -77,8 +79,10 @@ bench: $(VENV)/.installed-bench
 	$(VENV)/bin/python -m bench.frontend
 	$(VENV)/bin/python -m bench.gate
 	$(VENV)/bin/python -m bench.idle
+	$(VENV)/bin/python -m bench.lag
 	$(VENV)/bin/python -m bench.ledger
 	$(VENV)/bin/python -m bench.limits
+	$(VENV)/bin/python -m bench.scale
 	$(VENV)/bin/python -m bench.scheduler
 	$(VENV)/bin/python -m bench.timing
 	test -d $(BENCH_MODEL) || $(VENV)/bin/python -m bench.make_model qwen2.5-0.5b $(BENCH_MODEL)
@@ -112,3 +116,7 @@ crash: $(VENV)/.installed
 .PHONY: storm
 storm: $(VENV)/.installed-test
 	$(VENV)/bin/python -m tests.server.cancel_storm 1000000
+
+.PHONY: simulate
+simulate: $(VENV)/.installed-test
+	$(VENV)/bin/python -m tests.simulate $(ARGS)

@@ -113,12 +113,17 @@ def load(
     inbox: Inbox,
     deliver: Callable[[StepDelivery], None],
     report_stage: Callable[[str], None],
+    wait_step: Callable[[], None] | None = None,
 ) -> LoadedEngine:
-    """An engine that computes nothing."""
+    """An engine that computes nothing.
+
+    Args:
+        wait_step: instead of step_rate: called for each step, returns when it is done.
+    """
     report_stage("making the null model")
-    if step_rate:
+    if wait_step is None and step_rate:
         wait_step = Pace(1 / step_rate).wait
-    else:
+    elif wait_step is None:
         lock_step = LockStep(loop, deliver)
         wait_step, deliver = lock_step.wait, lock_step.deliver
     files, runner = null_model(wait_step)

@@ -2,6 +2,7 @@
 
 The engine never waits: step() says whether there was work, and who calls it waits for the inbox. It turns faults into
 ends of requests: a row's own, a step that raises (tried once more, then bisected to the guilty rows), a lost device.
+Whenever it has nothing to do, it looks whether the scheduler's books balance, and is broken if they do not.
 """
 
 import logging
@@ -9,22 +10,36 @@ from collections import deque
 from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
+import msgspec
 import numpy as np
 
+from core.inspection import BooksDoNotBalance, check_conservation, snapshot_of
 from core.plan import BlockStore, DeviceError, Runner, StepOutput, StepPlan
 from core.scheduler import Scheduler
-from core.types import Cancel, ClearCache, FinishReason, Message, Pause, Resume, StepDelivery, Submit, TokenLogprobs
+from core.types import (
+    Cancel,
+    ClearCache,
+    FinishReason,
+    Inspect,
+    Message,
+    Pause,
+    Resume,
+    StepDelivery,
+    Submit,
+    TokenLogprobs,
+)
 
 logger = logging.getLogger(__name__)
 
 Ticket = TypeVar("Ticket")
 
 _DEVICE_LOST = "The server's compute device failed. Try again once the server has restarted."
+_ENGINE_FAULT = "The server's engine failed. Try again once the server has restarted."
 _STEP_FAILED = "The model failed to compute this request."
 
 
 class EngineBroken(Exception):
-    """The device is lost and every request has its terminal chunk: the process has nothing left to do."""
+    """The engine cannot go on and every request has its terminal chunk: the process has nothing left to do."""
 
 
 class Engine:
@@ -53,28 +68,31 @@ class Engine:
         self._inbox = inbox
         self._deliver = deliver
         self._store = store
-        self._is_broken = False
+        self._broken: str | None = None  # what its clients are told
+        self._inspect: Inspect | None = None  # still to be answered
 
     def step(self) -> bool:
         """Run one step if there is something to compute. False: nothing will happen before the next message.
 
         Raises:
-            EngineBroken: the device is lost; all requests have been answered, those just submitted too.
+            EngineBroken: the device is lost, or the books do not balance; all requests have been answered, those just
+                submitted too.
         """
         self._drain_inbox()
-        if self._is_broken:
-            self._break()
+        if self._broken is not None:
+            self._break(self._broken)
         plan = self._scheduler.plan(self._clock())
         if plan is None:
             self._flush()
+            self._check_books()
             return False
         try:
             output = self._run(plan)
         except DeviceError as error:
             logger.critical("the device is lost: %s", error)
-            self._break(error)
+            self._break(_DEVICE_LOST, error)
         self._drain_inbox()
-        self._deliver(self._scheduler.apply(plan, output, self._clock()))
+        self._tell(self._scheduler.apply(plan, output, self._clock()))
         return True
 
     def shutdown(self, reason: FinishReason, error: str | None = None) -> None:
@@ -89,18 +107,34 @@ class Engine:
 
     def close(self) -> None:
         """No more steps come: have stored what the next process can use."""
-        if self._store is not None and not self._is_broken:
+        if self._store is not None and self._broken is None:
             self._store.keep(self._scheduler.offload_kept())
 
-    def _break(self, cause: DeviceError | None = None) -> NoReturn:
-        self._is_broken = True
-        self.shutdown(FinishReason.ERROR, _DEVICE_LOST)
-        raise EngineBroken(_DEVICE_LOST) from cause
+    def _break(self, message: str, cause: Exception | None = None) -> NoReturn:
+        self._broken = message
+        self.shutdown(FinishReason.ERROR, message)
+        raise EngineBroken(message) from cause
+
+    def _check_books(self) -> None:
+        try:
+            check_conservation(self._scheduler.view())
+        except BooksDoNotBalance as error:
+            logger.critical("the engine is idle and its books do not balance, a fault in this program: %s", error)
+            self._break(_ENGINE_FAULT, error)
 
     def _flush(self) -> None:
         delivery = self._scheduler.flush()
+        if delivery is None and self._inspect is not None:
+            delivery = StepDelivery([], [], [], [], self._scheduler.stats())
         if delivery is not None:
-            self._deliver(delivery)
+            self._tell(delivery)
+
+    def _tell(self, delivery: StepDelivery) -> None:
+        if self._inspect is not None:
+            snapshot = snapshot_of(self._scheduler.view(), self._inspect.serial, self._clock())
+            delivery = msgspec.structs.replace(delivery, snapshot=snapshot)
+            self._inspect = None
+        self._deliver(delivery)
 
     def _drain_inbox(self) -> None:
         while self._inbox:
@@ -115,6 +149,8 @@ class Engine:
                     self._scheduler.resume(request_id)
                 case ClearCache():
                     self._scheduler.cache.clear()
+                case Inspect() as inspect:
+                    self._inspect = inspect
 
     def _run(self, plan: StepPlan) -> StepOutput:
         try:

@@ -144,11 +144,15 @@ def restart_rows(plan: StepPlan, rows: range, sequences: list[Sequence]) -> Step
     return restarted
 
 
-def rows_misled(plan: StepPlan, sequences: list[Sequence], failed_rows: Iterable[int], block_size: int) -> set[int]:
+def rows_misled(
+    plan: StepPlan, sequences: list[Sequence], failed_rows: Iterable[int], block_size: int
+) -> tuple[set[int], set[int]]:
     """Rows of a plan that read blocks which failed rows should have written, or rows misled themselves.
 
     Args:
         sequences: of all its rows, in order; whoever shares a block in a plan comes after its writer.
+
+    Returns: these rows, and the blocks that nobody has written.
     """
     unwritten: set[int] = set()  # blocks
     misled: set[int] = set()
@@ -159,4 +163,4 @@ def rows_misled(plan: StepPlan, sequences: list[Sequence], failed_rows: Iterable
             misled.add(row)
         if row in failed or row in misled:
             unwritten.update(sequence.table.blocks[num_read:])
-    return misled
+    return misled, unwritten

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 
 from core.fairness import OVER_SHARE_S
 from core.sequence import Place, Sequence
+from core.waiting import is_due_before
 
 VictimOrder = tuple[bool, int, bool, int, Place]
 
@@ -25,11 +26,12 @@ def victim_order(least_s: float) -> Callable[[Sequence], VictimOrder]:
     return key
 
 
-def outranked(running: Iterable[Sequence], head: Sequence, level: int, least_s: float) -> list[Sequence]:
+def outranked(running: Iterable[Sequence], head: Sequence, level: int, least_s: float, now: float) -> list[Sequence]:
     """Running sequences that give way to one that waits, first those that go first.
 
     These are of another class, and were admitted as a lower one than that has become which waits; or they are of a
-    tenant that is ahead of the other's. Age alone does not let a class preempt itself.
+    tenant that is ahead of the other's. Age alone does not let a class preempt itself. Nobody gives way who would be
+    the queue's next, before the one that it gave way to: it would be admitted and preempted again, and never end.
 
     Args:
         level: the class of the one that waits, aged.
@@ -39,7 +41,8 @@ def outranked(running: Iterable[Sequence], head: Sequence, level: int, least_s: 
     lower = [
         s
         for s in running
-        if (s.level < level and s.priority != head.priority) or (s.level <= level and s.tenant in giving_way)
+        if (s.level < level and s.priority != head.priority)
+        or (s.level <= level and s.tenant in giving_way and not is_due_before(s, head, now))
     ]
     return sorted(lower, key=victim_order(least_s), reverse=True)
 

@@ -14,6 +14,7 @@ those who shared it compute it themselves.
 """
 
 import struct
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 from core.blocks import BlockKey, BlockPool, BlockTable, Domain
@@ -43,6 +44,14 @@ class PrefixCache:
         self._keys: list[BlockKey | None] = [None] * num_blocks  # by block
         self._serials = [_UNPUBLISHED] * num_blocks  # by block
         self._last_serial = max(_UNPUBLISHED, self._host.last_serial)
+
+    def __len__(self) -> int:
+        """How many blocks can be found."""
+        return len(self._blocks)
+
+    def num_published(self, blocks: Iterable[int]) -> int:
+        """How many of these can be found."""
+        return sum(self._keys[block] is not None for block in blocks)
 
     def is_behind(self, table: BlockTable, num_tokens: int) -> bool:
         """Whether some of the table's blocks that are full with its first num_tokens are not published."""

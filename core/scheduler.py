@@ -14,6 +14,7 @@ from core.blocks import num_blocks_for
 from core.charges import Charges
 from core.config import INTER_TOKEN_TARGET
 from core.fairness import TenantShares
+from core.inspection import SchedulerView
 from core.outbox import Outbox
 from core.plan import BlockCopies, BlockLabel, RunnerLimits, StepOutput, StepPlan
 from core.plan_builder import PlanBuilder, restart_rows, rows_misled
@@ -170,9 +171,9 @@ class Scheduler:
         allowance = allow_prefill(self.step_cost, self._inter_token_target, builder.work, num_coming)
         num_reserved = len(builder.sequences)  # blocks, which the decodes need within 16 steps
         self._catch_up(builder, allowance, behind, num_reserved, now)
-        self._planned_work = builder.work
         plan = builder.build()
         if plan is not None:
+            self._planned_work = builder.work
             plan.host_copies = self.host.take_copies()
         return plan
 
@@ -190,9 +191,10 @@ class Scheduler:
     def apply(self, plan: StepPlan, output: StepOutput, now: float) -> StepDelivery:
         """Take in a step's result: tokens, forks, ends. Returns all news since the last delivery."""
         sequences = self._sequences_of(plan, range(plan.num_rows))
-        misled = set[int]()
+        misled, bystanders = set[int](), list[Sequence]()
         if output.failed_rows:
-            misled = rows_misled(plan, sequences, output.failed_rows, self.limits.block_size)
+            misled, unwritten = rows_misled(plan, sequences, output.failed_rows, self.limits.block_size)
+            bystanders = self._bystanders_misled(unwritten)
         lost = misled.union(output.failed_rows)
         ends = (plan.starts + plan.lengths).tolist()
         self.host.on_applied(len(output.failed_rows) < plan.num_rows, output.host_copy_s)
@@ -201,6 +203,8 @@ class Scheduler:
         self._take_tokens(output, sequences, lost)
         for row in sorted(lost):
             self._lose_row(sequences[row], None if row in misled else output.failed_rows[row])
+        for bystander in bystanders:
+            self._requeue(bystander)
         for sequence in sequences:
             if sequence.cancel_reason is not None:
                 self.finish(sequence, sequence.cancel_reason)
@@ -241,6 +245,23 @@ class Scheduler:
             kv_block_s=self._counts.kv_block_s,
             step_cost_error_p50=self.step_cost.error_p50,
             step_cost_error_p90=self.step_cost.error_p90,
+        )
+
+    def view(self) -> SchedulerView:
+        """Its insides, to be looked at between two calls."""
+        return SchedulerView(
+            groups=self._groups,
+            running=self._running,
+            num_waiting=len(self._waiting),
+            num_paused=self._num_paused,
+            occupants=self._occupants,
+            free_slots=self._free_slots,
+            cache=self.cache,
+            block_size=self.limits.block_size,
+            last_work=self._planned_work,
+            last_step_s=self._counts.step_s,
+            step_cost=self.step_cost,
+            tenants=self.shares.tenants(),
         )
 
     def is_waiting(self, tenant: str) -> bool:
@@ -399,7 +420,7 @@ class Scheduler:
         num_blocks = self._blocks.num_to_admit(head) - self.pool.num_free
         if num_slots <= 0 and num_blocks <= 0:
             return
-        candidates = outranked(self._running, head, level, self.shares.least_s())
+        candidates = outranked(self._running, head, level, self.shares.least_s(), now)
         for sequence in enough_of(candidates, num_slots, num_blocks, lambda s: len(self._joining(s))):
             self._preempt(builder, sequence)
 
@@ -575,6 +596,11 @@ class Scheduler:
             self.finish(sequence, sequence.cancel_reason or FinishReason.ERROR, cause)
         elif sequence.cancel_reason is None:
             self._requeue(sequence)
+
+    def _bystanders_misled(self, unwritten: set[int]) -> list[Sequence]:
+        """Who counts on these blocks without a row in the plan: admitted with it, for a later one."""
+        running = (sequence for sequence in self._running if not sequence.is_in_flight)
+        return [sequence for sequence in running if not unwritten.isdisjoint(sequence.table.blocks)]
 
     def _take_tokens(self, output: StepOutput, sequences: list[Sequence], lost: set[int]) -> None:
         """Give sequences the tokens they have drawn, but those that ended before it or are about to be cancelled."""

@@ -10,12 +10,13 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from core.engine import Engine
-from core.plan import BlockCopies, Int32Array, RunnerLimits, SequenceStart, StepOutput, StepPlan
+from core.plan import BlockCopies, Int32Array, Runner, RunnerLimits, SequenceStart, StepOutput, StepPlan
 from core.scheduler import Scheduler
 from core.types import Message, Request, StepDelivery, Submit, Usage
 
@@ -35,6 +36,12 @@ class SimulatedClock:
         self.now += seconds
 
 
+class StepCost(Protocol):
+    """How long steps take."""
+
+    def step_s(self, plan: StepPlan) -> float: ...
+
+
 @dataclass(frozen=True, slots=True)
 class CostModel:
     """How long a step takes: fixed_s + token_s x tokens computed.
@@ -48,6 +55,34 @@ class CostModel:
 
     def step_s(self, plan: StepPlan) -> float:
         return self.fixed_s + self.token_s * plan.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class RooflineCost:
+    """A device that reads while it computes: launch_s + max(weights_s, token_s x tokens) + kv_token_s x KV tokens read.
+
+    The defaults are a Llama-3-8B in bf16 on one H200, by the ceilings that were measured on one: 4.3 TB/s and
+    790 TFLOP/s (8.03e9 parameters, of which 7.5e9 are read and multiplied in every step; 32 layers of 8 KV heads of
+    128). What a real engine reaches is less: `efficiency` is the share of the ceilings.
+    """
+
+    weights_s: float = 7.5e9 * 2 / 4.3e12
+    token_s: float = 7.5e9 * 2 / 790e12
+    kv_token_s: float = 2 * 2 * 32 * 8 * 128 / 4.3e12
+    launch_s: float = 0.0003
+    efficiency: float = 0.85
+
+    def step_s(self, plan: StepPlan) -> float:
+        return self.seconds(plan.num_tokens, int((plan.starts + plan.lengths).sum()))
+
+    def seconds(self, num_tokens: int, num_kv_tokens: int) -> float:
+        """
+        Args:
+            num_kv_tokens: that the rows attend to, each row's once: a prompt's chunk reads them tile by tile, but
+                computes meanwhile.
+        """
+        body_s = max(self.weights_s, self.token_s * num_tokens)
+        return self.launch_s + (body_s + self.kv_token_s * num_kv_tokens) / self.efficiency
 
 
 def draw(prefix: npt.NDArray[np.int32], seed: int, vocab_size: int) -> int:
@@ -81,7 +116,7 @@ def continuation(start: SequenceStart, limits: RunnerLimits) -> list[int]:
 class SimulatedRunner:
     """A core.plan.Runner whose KV holds token ids and whose steps advance the clock by their cost."""
 
-    def __init__(self, limits: RunnerLimits, cost: CostModel, clock: SimulatedClock) -> None:
+    def __init__(self, limits: RunnerLimits, cost: StepCost, clock: SimulatedClock) -> None:
         self.limits = limits
         self._cost = cost
         self._clock = clock
@@ -160,16 +195,18 @@ class Simulation:
     Args:
         num_may_enter: how many more requests the engine may be given now, by the number it has; by default any.
         on_step: called after every step.
+        runner: makes the model.
     """
 
     def __init__(
         self,
         limits: RunnerLimits,
-        cost: CostModel,
+        cost: StepCost,
         requests: Iterable[Request],
         eos_ids: tuple[int, ...] = (),
         num_may_enter: Callable[[int], int] = lambda num_inside: sys.maxsize,
         on_step: Callable[[Scheduler], None] = lambda scheduler: None,
+        runner: Callable[[RunnerLimits, StepCost, SimulatedClock], Runner[StepPlan]] = SimulatedRunner,
     ) -> None:
         self.clock = SimulatedClock()
         self.traces = {request.request_id: RequestTrace(request) for request in requests}
@@ -179,8 +216,7 @@ class Simulation:
         self._num_inside = 0
         self._num_may_enter = num_may_enter
         self._on_step = on_step
-        runner = SimulatedRunner(limits, cost, self.clock)
-        self._engine = Engine(self.scheduler, runner, self.clock, self._inbox, self._take)
+        self._engine = Engine(self.scheduler, runner(limits, cost, self.clock), self.clock, self._inbox, self._take)
 
     def run(self) -> list[RequestTrace]:
         """Step until every request has ended; time jumps over what is idle. Returns the traces in order of arrival."""

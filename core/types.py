@@ -1,12 +1,14 @@
 """What crosses between the loop and the engine thread. All of it frozen; tuples inside. Any thread.
 
-Loop to engine, through the inbox: Submit, Cancel, Pause, Resume, ClearCache.
+Loop to engine, through the inbox: Submit, Cancel, Pause, Resume, ClearCache, Inspect.
 Engine to loop, through the outbox, once a step: StepDelivery (columns of tokens, TokenChunks, EngineStats).
 """
 
 import enum
 
 import msgspec
+
+from core.snapshot import EngineSnapshot
 
 
 class FinishReason(enum.StrEnum):
@@ -111,7 +113,17 @@ class ClearCache(msgspec.Struct, frozen=True):
     """Let no request find what was computed before now. Those that run keep what they hold."""
 
 
-Message = Submit | Cancel | Pause | Resume | ClearCache
+class Inspect(msgspec.Struct, frozen=True):
+    """Deliver an EngineSnapshot, once the messages before this one have had their effect.
+
+    Args:
+        serial: larger than those before; the snapshot repeats it.
+    """
+
+    serial: int
+
+
+Message = Submit | Cancel | Pause | Resume | ClearCache | Inspect
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -243,6 +255,9 @@ class StepDelivery(msgspec.Struct, frozen=True):
 
     Marks come first in time, then columns, then chunks. A sequence's tokens are in order, within a delivery and over
     several.
+
+    Args:
+        snapshot: where an Inspect has come since the last delivery.
     """
 
     request_ids: list[str]
@@ -251,6 +266,7 @@ class StepDelivery(msgspec.Struct, frozen=True):
     chunks: list[TokenChunk]
     stats: EngineStats
     marks: list[EngineMark] = []  # at most two in a request's life, and one for each chunk of the prompts that tell
+    snapshot: EngineSnapshot | None = None
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):

@@ -52,6 +52,12 @@ def rank(sequence: Sequence, level: int, now: float) -> Rank:
     return -level, not is_due, sequence.tenant.counter_s, sequence.place
 
 
+def is_due_before(sequence: Sequence, other: Sequence, now: float) -> bool:
+    """Whether it would go before another of its class because its first token is nearly due."""
+    is_due = sequence.has_deadline and sequence.due_order[0] <= now + NEARLY_DUE_S
+    return is_due and not (other.has_deadline and other.due_order < sequence.due_order)
+
+
 class WaitingQueue:
     """Sequences that wait for their blocks."""
 

@@ -4,6 +4,7 @@ Counter-based (Salmon et al., SC11, doi:10.1145/2063384.2063405): no state, so t
 The generator is SplitMix64 (Steele, Lea, Flood, OOPSLA 2014), whose n-th output is a hash of key + n * GOLDEN.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ import numpy.typing as npt
 from torch import Tensor
 
 UInt64Array = npt.NDArray[np.uint64]
+GumbelArgmax = Callable[[Tensor, Tensor], Tensor]
+"""(float32 [rows, vocab], int64 [rows, 1], the bits of row_keys) -> where each row is largest with its noise, [rows]"""
 
 GOLDEN = 0x9E3779B97F4A7C15
 MIX_1 = 0xBF58476D1CE4E5B9

@@ -19,6 +19,7 @@ from core.plan import DeviceError, RunnerLimits, SequenceStart, StepOutput, Step
 from core.types import SamplingParams, TokenLogprobs
 from gpu.batch import BatchBuilder, DeviceBatch
 from gpu.checkpoint import Checkpoint, Progress, open_checkpoint
+from gpu.code_pages import drop_code_pages
 from gpu.cpu_kernels.choice import find_operators
 from gpu.device import apply_threads, choose_device, free_memory_bytes
 from gpu.kv_cache import KVCache, bytes_per_block
@@ -70,7 +71,7 @@ class ModelRunner:
         with torch.inference_mode():
             self._model = Model(config, weights, operators)
             self._cache = KVCache(config, memory.num_blocks, dtype, device)
-            self._sampler = Sampler(engine.max_sequences, config.vocab_size, device)
+            self._sampler = Sampler(engine.max_sequences, config.vocab_size, device, operators.gumbel_argmax)
             probes = self._model.probes(PROBE_BYTES)
             self.measured = choose_measured(config, memory.device, probes, operators.product_choice)
         self.limits = RunnerLimits(
@@ -196,10 +197,12 @@ def load_runner(directory: Path, config: ModelConfig, engine: EngineConfig, prog
     apply_threads(choice)
     checkpoint = open_checkpoint(directory, config.packed)
     memory = plan_memory(config, engine, choice, checkpoint.size_bytes, free_memory_bytes(choice.device))
+    operators = find_operators(config, choice)  # compiles or loads kernels
+    drop_code_pages()
     with torch.inference_mode(), quantizing(engine) as convert:
         form = MatrixForm(convert, keeps_packed(config, engine.quantize))
         weights = load_weights(checkpoint, config, choice.dtype, choice.device, progress, form)
-    runner = ModelRunner(config, engine, memory, weights, find_operators(config, choice))
+    runner = ModelRunner(config, engine, memory, weights, operators)
     runner.warm_up()
     runner.open_offload(engine, checkpoint)
     return runner

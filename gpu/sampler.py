@@ -19,7 +19,7 @@ from torch import Tensor
 
 from core.plan import SequenceStart
 from core.types import SamplingParams
-from gpu.noise import gumbel_noise, row_keys
+from gpu.noise import GumbelArgmax, gumbel_noise, row_keys
 
 IntArray = npt.NDArray[np.signedinteger[Any]]
 FloatArray = npt.NDArray[np.float32]
@@ -108,9 +108,13 @@ class Sampler:
 
     Args:
         vocab_size: the logits' width.
+        kernel: draws by noise; None: torch does.
     """
 
-    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self, num_slots: int, vocab_size: int, device: torch.device, kernel: GumbelArgmax | None = None
+    ) -> None:
+        self._kernel = kernel
         self._vocab_size = vocab_size
         self._device = device
         self._params: list[SamplingParams | None] = [None] * num_slots
@@ -226,6 +230,8 @@ class Sampler:
 
     def _gumbel_argmax(self, scaled: Tensor, keys: Tensor) -> Tensor:
         """scaled: [rows, vocab], keys: [rows, 1]; returns [rows]."""
+        if self._kernel is not None:
+            return self._kernel(scaled, keys)
         chunk = NOISE_CHUNK_CPU if self._device.type == "cpu" else NOISE_CHUNK_CUDA
         num_rows = max(1, chunk // self._vocab_size)
         parts = [

@@ -90,6 +90,7 @@ class Accounting:
             prefill_chunks=account.timings.num_prefill_chunks,
             has_failed=has_failed,
             trace=account.trace,
+            alias=client_request_id(account.request),
         )
         self.recorder.keep(flight)
         if self.export is not None:

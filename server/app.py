@@ -16,7 +16,7 @@ from core.errors import ErrorKind, ServiceError
 from core.types import EngineStats
 from server.accounting import NO_REQUEST, Account, Accounting, status_told
 from server.answer import JSON_TYPE, answer_headers, content_headers, send_document
-from server.api import models, tokenize
+from server.api import admin, models, tokenize
 from server.api.chat import ChatSurface
 from server.api.completions import CompletionsSurface
 from server.api.envelope import PROTOCOL_CODES, error_body, protocol_error_body, status_of
@@ -24,6 +24,7 @@ from server.api.responses import ResponsesSurface, input_tokens_reply
 from server.api.surface import Surface
 from server.api.usage import NO_LEDGER, parse_usage, usage_reply
 from server.auth import Caller
+from server.backend import Backend
 from server.cross_origin import CrossOrigin
 from server.exposition import CONTENT_TYPE
 from server.flight_recorder import Flight
@@ -139,6 +140,7 @@ class App:
         self.lifecycle: Lifecycle | None = None  # once the model is loaded
         self.card: models.ServerCard | None = None  # likewise
         self.listener: Listener | None = None  # for /metrics
+        self.drain: Callable[[], float] | None = None  # ends the process as SIGTERM does; returns the seconds of grace
         self._gate = gate
         self._metrics = metrics
         self._accounting = Accounting(metrics, clock)
@@ -239,12 +241,15 @@ class App:
         return (*headers, *self._cross_origin.headers(account.request)), body
 
     def _trace_of(self, exchange: Exchange) -> TraceContext | None:
-        """The trace that the client names; of our own, where somebody collects them."""
+        """The trace that the client names."""
         traceparent = exchange.request.header(b"traceparent")
-        trace = None if traceparent is None else continue_trace(traceparent, self._new_span_id())
-        if trace is None and self._accounting.export is not None:
-            return TraceContext(token_hex(16), self._new_span_id(), None, is_sampled=True)
-        return trace
+        return None if traceparent is None else continue_trace(traceparent, self._new_span_id())
+
+    def _begin_trace(self, exchange: Exchange) -> None:
+        """A generation belongs to one, where somebody collects them."""
+        if exchange.trace is None and self._accounting.export is not None:
+            exchange.trace = TraceContext(token_hex(16), self._new_span_id(), None, is_sampled=True)
+            current_trace_id.set(exchange.trace.trace_id)
 
     def export_to(self, export: Callable[[Flight], None]) -> None:
         """Hand it each generation that is over, from now on."""
@@ -340,11 +345,15 @@ class App:
             "/ready": {"GET": Route(self._ready, None, needs_model=False)},
             "/admin/requests": {"GET": Route(self._list_requests, Scope.ADMIN, needs_model=False)},
             "/metrics": {"GET": Route(self._show_metrics, Scope.METRICS, needs_model=False)},
+            "/admin/engine": {"GET": Route(self._show_engine, Scope.ADMIN, needs_model=False)},
+            "/admin/cache/clear": {"POST": Route(self._clear_cache, Scope.ADMIN, needs_model=False)},
+            "/admin/drain": {"POST": Route(self._drain, Scope.ADMIN, needs_model=False)},
         }
 
     def _generating(self, surface: Surface) -> Handler:
         async def generate(exchange: Exchange) -> None:
             check_media_type(exchange.request)
+            self._begin_trace(exchange)
             outcome = await self._served.generate(
                 surface, exchange.stream, exchange.request_id, exchange.timings, exchange.known_ticket
             )
@@ -358,6 +367,17 @@ class App:
     def _served(self) -> Lifecycle:
         assert self.lifecycle is not None, "readiness is checked before a handler that needs the model"
         return self.lifecycle
+
+    @property
+    def _loaded_backend(self) -> Backend:
+        """For operators, who may ask while the server drains.
+
+        Raises:
+            ServiceError: the model is still loading.
+        """
+        if self.lifecycle is None:
+            self.readiness.check()
+        return self._served.backend
 
     def _cards_for(self, exchange: Exchange) -> tuple[models.ServedModel, ...]:
         return self._served.reader.cards_for(exchange.known_caller.tenant)
@@ -380,6 +400,24 @@ class App:
             self._metrics.num_active = self.lifecycle.active.__len__
         body = self._metrics.render(stats, listener.num_open, listener.num_accepted, listener.refusals.counts)
         self._send(exchange, body, media_type=CONTENT_TYPE)
+
+    async def _show_engine(self, exchange: Exchange) -> None:
+        backend = self._loaded_backend
+        snapshot = await backend.inspect()
+        self._send(exchange, admin.engine_reply(snapshot, backend.stats))
+
+    async def _clear_cache(self, exchange: Exchange) -> None:
+        await self._loaded_backend.clear_cache()
+        logger.info("the prefix cache is cleared, as /admin/cache/clear asks")
+        self._send(exchange, admin.CACHE_CLEARED)
+
+    async def _drain(self, exchange: Exchange) -> None:
+        assert self.drain is not None
+        assert self.listener is not None
+        logger.info("the server drains and ends, as /admin/drain asks")
+        grace_s = self.drain()
+        num_others = self.listener.num_handlers - 1
+        self._send(exchange, admin.drain_reply(grace_s, num_others), status=202)
 
     async def _list_models(self, exchange: Exchange) -> None:
         self._send(exchange, models.list_reply(self._cards_for(exchange)))

@@ -1,9 +1,10 @@
 """What the lifecycle asks tokens of. Here it is the engine of this process (engine_client.py). Thread: loop."""
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from core.snapshot import EngineSnapshot
 from core.types import Cost, Delta, EngineMark, EngineStats, FinishReason, Request, Usage
 from server.text_rules import Matcher
 
@@ -104,5 +105,21 @@ class Backend(Protocol):
 
         Raises:
             ServiceError: it cannot be taken now (loading, draining, engine failed).
+        """
+        ...
+
+    def inspect(self) -> Awaitable[EngineSnapshot]:
+        """What the engine is at, after all that was asked of it before.
+
+        Raises:
+            ServiceError: the engine has failed.
+        """
+        ...
+
+    async def clear_cache(self) -> None:
+        """Let no request find what was computed before now. Returns once that is so.
+
+        Raises:
+            ServiceError: the engine has failed.
         """
         ...

@@ -5,21 +5,25 @@ then drops what came later, tells the engine how many tokens were kept, and cuts
 same request has the same text and the same usage whatever the timing.
 """
 
+import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
 from core.detokenizer import Detokenizer, TokenTable
 from core.errors import ErrorKind, ServiceError
+from core.snapshot import EngineSnapshot
 from core.types import (
     Cancel,
+    ClearCache,
     Cost,
     Delta,
     EngineMark,
     EngineStats,
     FinishReason,
+    Inspect,
     Message,
     Pause,
     Request,
@@ -245,6 +249,8 @@ class EngineClient:
         self._deliveries: deque[StepDelivery] = deque()
         self._next_row = 0  # of the first delivery
         self._error: ServiceError | None = None
+        self._inspections: deque[tuple[int, asyncio.Future[EngineSnapshot]]] = deque()  # not yet answered, by serial
+        self._num_inspections = 0
 
     def submit(
         self,
@@ -278,6 +284,19 @@ class EngineClient:
         detokenizer = Detokenizer(self._table, request.sampling.stop, continues_text)
         return ScreenedDetokenizer(detokenizer, TextScreen(forbidden)) if forbidden else detokenizer
 
+    def inspect(self) -> Awaitable[EngineSnapshot]:
+        if self._error is not None:
+            raise self._error
+        self._num_inspections += 1
+        future: asyncio.Future[EngineSnapshot] = asyncio.get_running_loop().create_future()
+        self._inspections.append((self._num_inspections, future))
+        self._post(Inspect(self._num_inspections))
+        return future
+
+    async def clear_cache(self) -> None:
+        self._post(ClearCache())
+        await self.inspect()
+
     def deliver(self, delivery: StepDelivery) -> None:
         """Take one step's news: the first slice of it now, the others in turn with the loop's other work."""
         if self._error is not None:  # all requests have been ended: nobody is left to be told
@@ -295,6 +314,10 @@ class EngineClient:
         while self._handles:
             _, handle = self._handles.popitem()
             handle.fail(message)
+        while self._inspections:
+            _, future = self._inspections.popleft()
+            if not future.done():
+                future.set_exception(self._error)
         self._flush()
 
     def _deliver_slice(self) -> None:
@@ -331,3 +354,11 @@ class EngineClient:
                 del self._handles[chunk.request_id]
             handle.on_chunk(chunk, now_s)
         self.stats = delivery.stats
+        if delivery.snapshot is not None:
+            self._answer_inspections(delivery.snapshot)
+
+    def _answer_inspections(self, snapshot: EngineSnapshot) -> None:
+        while self._inspections and self._inspections[0][0] <= snapshot.serial:
+            _, future = self._inspections.popleft()
+            if not future.done():  # else who asked is gone
+                future.set_result(snapshot)

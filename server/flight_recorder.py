@@ -51,6 +51,7 @@ class Flight(msgspec.Struct, frozen=True, kw_only=True):
     prefill_chunks: int
     has_failed: bool
     trace: TraceContext | None = None
+    alias: str | None = None  # the client's own id
 
     @property
     def request_id(self) -> str:
@@ -103,10 +104,10 @@ class FlightRecorder:
         return list(self._of_last_hour(reversed(self._failed)))[:number]
 
     def find(self, request_id: str, tenant: str) -> Flight | None:
-        """The request, if it is kept and the tenant's."""
+        """The request of that id, ours or its client's, if it is kept and the tenant's; the latest of several."""
         kept = (flight for _, window in self._windows for _, _, flight in window)
-        for flight in self._of_last_hour(itertools.chain(self._recent, self._failed, kept)):
-            if flight.request_id == request_id and flight.tenant == tenant:
+        for flight in self._of_last_hour(itertools.chain(reversed(self._recent), reversed(self._failed), kept)):
+            if request_id in (flight.request_id, flight.alias) and flight.tenant == tenant:
                 return flight
         return None
 

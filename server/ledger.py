@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 CHECKPOINT_S = 5.0
 PROBE_S = 1.0  # while the database takes no writes
+STUCK_S = 5.0  # without word of any write: a disk that hangs takes none
 PRUNE_S = 3600.0  # and again at once while there is more
 MICRO = 10**6
 SHUTDOWN = "shutdown"
@@ -167,6 +168,8 @@ class Ledger:
         self._loop = loop
         self._keep_s = keep_s
         self._entries: dict[Entry, None] = {}
+        self._num_untold = 0  # writes
+        self._waits_since_s: float | None = None  # for word of any of them
         self._checkpoint: asyncio.TimerHandle | None = None
         self._probe: asyncio.TimerHandle | None = None
         self._prune: asyncio.TimerHandle | None = None
@@ -181,7 +184,8 @@ class Ledger:
         Raises:
             ServiceError: unavailable: what is not written down is not served.
         """
-        if self.fault is not None:
+        is_stuck = self._waits_since_s is not None and self._loop.time() - self._waits_since_s > STUCK_S
+        if self.fault is not None or is_stuck:
             raise unavailable()
 
     def open(self, subject: Subject) -> Entry:
@@ -232,9 +236,14 @@ class Ledger:
 
     def _write(self, write: Write, tell: Callable[[bool], None]) -> None:
         def on_written(is_durable: bool, written: Written) -> None:
+            self._num_untold -= 1
+            self._waits_since_s = self._loop.time() if self._num_untold else None
             self._note_fault(written.fault)
             tell(is_durable)
 
+        self._num_untold += 1
+        if self._waits_since_s is None:
+            self._waits_since_s = self._loop.time()
         self._writer.submit(write, on_written)
 
     def _note_fault(self, fault: str | None) -> None:

@@ -131,6 +131,7 @@ class Server:
         self._tls = server_tls(config.tls_cert, config.tls_key, config.tls_client_ca, config.tls_client_auth)
         self.listener = Listener(self._app.handle, self._app.refuse, listener_config(config, self._tls, passed))
         self._app.listener = self.listener
+        self._app.drain = self._drain
         self._engine_thread = EngineThread(
             lambda inbox, deliver: load(inbox, deliver, self._report_stage), self, self._loop
         )
@@ -232,6 +233,13 @@ class Server:
             self.listener.hurry(HURRIED_FAREWELL_S)
         else:
             self._stopping.set_result(grace_s)
+
+    def _drain(self) -> float:
+        """As the first SIGTERM, and no more than that if asked again. Returns the seconds of grace."""
+        grace_s = self._config.drain_timeout_s
+        if not self._stopping.done():
+            self.stop(grace_s)
+        return grace_s
 
     # What the engine thread tells.
 

@@ -11,6 +11,7 @@ from core.errors import ErrorKind, ServiceError
 from server.accounting import Account
 from server.flight_recorder import MAX_ASKED, Flight, FlightRecorder, intervals_of
 from server.lifecycle import Clock
+from server.request_ids import client_request_id
 
 _SHOWN_CHARS = 200  # of an id that nobody has, in the error that repeats it
 DEFAULT_ASKED = 20
@@ -19,12 +20,13 @@ DEFAULT_ASKED = 20
 def timeline_reply(
     request_id: str, tenant: str, running: Iterable[Account], recorder: FlightRecorder, clock: Clock
 ) -> bytes:
-    """One request of the tenant's.
+    """One request of the tenant's, by our id or the client's own.
 
     Raises:
         ServiceError: it has none of that id, or none that is kept.
     """
-    account = next((one for one in running if one.request_id == request_id and one.tenant == tenant), None)
+    named = (one for one in running if request_id in (one.request_id, client_request_id(one.request)))
+    account = next((one for one in named if one.tenant == tenant), None)
     if account is not None:
         return orjson.dumps(_running_json(account, clock))
     flight = recorder.find(request_id, tenant)

@@ -3,7 +3,7 @@ import pytest
 from core.engine import EngineBroken
 from core.plan import DeviceError, RunnerLimits, StepOutput, StepPlan
 from core.simulation import SimulatedRunner
-from core.types import Cancel, FinishReason, Message, Pause, Request, Resume, Submit, Usage
+from core.types import Cancel, ClearCache, FinishReason, Inspect, Message, Pause, Request, Resume, Submit, Usage
 from tests.fakes import EngineUnderTest, FakeClock, FaultyRunner, make_request, small_limits
 
 GUILTY = 999  # stands in prompts only
@@ -106,6 +106,25 @@ def test_step_that_raises_fails_only_its_guilty_row() -> None:
     assert under_test.scheduler.pool.num_used == 0
 
 
+def test_who_was_admitted_beside_a_guilty_row_does_not_count_on_what_it_should_have_written() -> None:
+    limits = small_limits(max_batch_tokens=32, vocab_size=999)
+    runner = FaultyRunner(limits, FakeClock(), {GUILTY: ValueError("shape")})
+    under_test = EngineUnderTest(limits, runner=runner)
+    runner._clock = under_test.clock
+    under_test.send(Submit(make_request("decodes", 4, 100)))
+    for number in range(9):  # so that the step-cost model bounds what a step may compute beside it
+        under_test.send(Submit(make_request(f"warm{number}", 8 + 3 * number, 1)))
+        under_test.step(4)
+    shared = (5, 6, 7, 8)
+    sharing = make_request("shares", prompt_ids=(*shared, *range(40, 70)))
+    under_test.send(Submit(make_request("guilty", prompt_ids=(*shared, GUILTY, *range(20)))), Submit(sharing))
+    under_test.step()
+    assert under_test.scheduler.step_cost.is_ready
+    under_test.run()
+    assert under_test.log.finish_reason("guilty") is FinishReason.ERROR
+    assert under_test.log.tokens("shares") == under_test.reference(sharing)
+
+
 def test_guilty_row_beside_forks_leaves_their_copies_true() -> None:
     under_test, _ = faulty(ValueError("shape"))
     siblings = make_request("s", 6, max_tokens=8, num_sequences=3)
@@ -176,3 +195,42 @@ def test_shutdown_ends_what_runs_what_waits_and_what_is_in_the_inbox() -> None:
         FinishReason.CANCELLED
     }
     assert under_test.scheduler.pool.num_used == 0
+
+
+def test_engine_whose_books_do_not_balance_when_it_is_idle_is_broken_and_says_why(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    under_test = EngineUnderTest(small_limits())
+    under_test.send(Submit(make_request("paused")), Pause("paused"))
+    assert under_test.step() is False
+    under_test.scheduler.pool.allocate(2)  # and nobody has them
+    with pytest.raises(EngineBroken):
+        under_test.step()
+    assert under_test.log.terminal("paused").finish_reason is FinishReason.ERROR
+    assert "blocks that are used, and held by sequences: 2 and 0" in caplog.text
+
+
+def test_inspection_is_answered_with_the_news_of_the_step_it_came_in() -> None:
+    under_test = SendingRunner(small_limits(), Inspect(7)).under_test
+    under_test.send(Submit(make_request(num_prompt_tokens=6)))
+    under_test.run()
+    snapshots = [delivery.snapshot for delivery in under_test.log.deliveries]
+    assert [snapshot.serial for snapshot in snapshots if snapshot is not None] == [7]
+    assert snapshots[1] is not None
+    (live,) = snapshots[1].running
+    assert (live.request_id, live.num_tokens, live.num_computed_tokens) == ("a", 8, 7)
+
+
+def test_inspection_of_an_idle_engine_is_answered_at_once_and_after_what_was_asked_before_it() -> None:
+    under_test = EngineUnderTest(small_limits())
+    under_test.send(Submit(make_request(num_prompt_tokens=20)))
+    under_test.run()
+    under_test.send(Inspect(1))
+    assert under_test.step() is False
+    under_test.send(ClearCache(), Inspect(2), Inspect(3))
+    assert under_test.step() is False
+    before, after = (delivery.snapshot for delivery in under_test.log.deliveries[-2:])
+    assert before is not None
+    assert after is not None
+    assert (before.serial, after.serial) == (1, 3)
+    assert before.blocks.num_cached > after.blocks.num_cached == 0

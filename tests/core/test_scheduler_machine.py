@@ -2,9 +2,18 @@
 
 from collections import Counter
 
-from hypothesis import HealthCheck, settings
+import hypothesis
+import pytest
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from core.blocks import Domain
 from core.plan import SequenceStart, StepOutput, StepPlan
@@ -260,7 +269,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         for request_id in list(self.paused):
             self.scheduler.resume(request_id)
-        for _ in range(3000):
+        num_tokens = sum(s.max_length for s in self.all_sequences() if s.state is not SequenceState.FINISHED)
+        for _ in range(3000 + 20 * num_tokens):  # each step computes one at least, and many of them again
             if self.in_flight is not None:
                 self.apply(computed_again=False, failing=None)
             self.plan()
@@ -328,3 +338,39 @@ TestScheduler.settings = settings(
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
+
+
+LONG_HISTORIES = settings(
+    max_examples=10,
+    stateful_step_count=500,
+    deadline=None,
+    database=None,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+
+
+def run_machine(seed: int) -> int:
+    """Some long histories. Returns how many steps they had; one that fails is printed as it is, not shrunk."""
+    num_steps = 0
+
+    class Counted(SchedulerMachine):
+        @invariant()
+        def is_counted(self) -> None:
+            nonlocal num_steps
+            num_steps += 1
+
+    run_state_machine_as_test(hypothesis.seed(seed)(Counted), settings=LONG_HISTORIES)
+    return num_steps
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_steps() -> None:
+    num_steps, seed = 0, 0
+    while num_steps < 100_000:
+        try:
+            num_steps += run_machine(seed)
+        except BaseException as error:
+            error.add_note(f'run it again: make simulate ARGS="--only machine --seed {seed}"')
+            raise
+        seed += 1

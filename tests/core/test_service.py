@@ -10,7 +10,7 @@ import pytest
 from core.plan import RunnerLimits
 from core.scheduler import Scheduler
 from core.simulation import CostModel, Simulation
-from core.types import FinishReason, Pause, Request, Submit
+from core.types import FinishReason, Pause, Request, Submit, Usage
 from core.waiting import TOP_CLASS, bound_s
 from tests.fakes import EngineUnderTest, make_request, small_limits
 
@@ -216,3 +216,16 @@ def test_prompt_alone_gets_the_whole_budget() -> None:
     under_test.send(Submit(make_request("long", 4096, 1)))
     under_test.step(8)
     assert under_test.log.finish_reason("long") is FinishReason.LENGTH
+
+
+def test_who_is_due_first_is_not_preempted_for_the_one_it_would_go_before_again() -> None:
+    under_test = EngineUnderTest(small_limits(num_blocks=4, max_batch_tokens=4), has_prefix_cache=False)
+    under_test.send(
+        Submit(make_request("due", 13, 3, tenant="ahead", deadline_s=0.0)),
+        Submit(make_request("other", 13, 3, tenant="behind")),
+    )
+    under_test.step()
+    next(tenant for tenant in under_test.scheduler.shares.tenants() if tenant.name == "ahead").charge(50.0)
+    under_test.step(40)
+    assert under_test.scheduler.stats().num_preemptions == 1  # once its first token is out
+    assert under_test.log.terminal("due").usage == under_test.log.terminal("other").usage == Usage(13, 3)

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from core.simulation import CostModel
-from core.types import FinishReason, Usage
-from server.ledger import CHECKPOINT_S, PROBE_S, Ledger, Subject
-from server.ledger_records import Checkpoint, LedgerRow, State
-from server.ledger_store import LedgerStore
+from core.types import Cost, FinishReason, Usage
+from server.ledger import CHECKPOINT_S, PROBE_S, PRUNE_S, STUCK_S, End, Ledger, Subject
+from server.ledger_records import Checkpoint, LedgerRow, Prune, State
+from server.ledger_store import PRUNED_ROWS, LedgerStore
 from server.prices import ModelPrice, Prices
 from server.quota import Moment
 from server.tenants import Limits, Tenant
@@ -215,6 +215,24 @@ def test_while_nothing_can_be_written_requests_are_refused_before_work(path: Pat
     assert "r3" not in found
 
 
+def test_while_the_disk_hangs_requests_are_refused_before_work(path: Path) -> None:
+    server = SimulatedServer(ledger=path)
+    assert server.ledger_writer is not None
+    server.ledger_writer.is_stuck = True
+    waiting = server.send(chat())
+    server.run_for(STUCK_S + 1)
+    num_submitted = len(server.posted)
+    refused = server.send(chat())
+    assert answers(bytes(refused.received))[0].json["error"]["code"] == "ledger_unavailable"
+    assert len(server.posted) == num_submitted
+    server.ledger_writer.is_stuck = False
+    server.ledger_writer.commit()
+    server.run()
+    assert answers(bytes(waiting.received))[0].status == 200
+    assert server.ask(chat()).status == 200
+    server.close()
+
+
 def test_days_pools_go_on_from_the_ledger(path: Path) -> None:
     tenants = (
         Tenant(
@@ -295,3 +313,21 @@ def test_every_request_is_settled_once_whatever_becomes_of_it(path: Path, seed: 
         assert (row.prompt_tokens, row.cached_tokens) == (usage.num_prompt_tokens, usage.num_cached_tokens)
         assert row.completion_tokens <= usage.num_completion_tokens
         assert row.status != 200 or row.completion_tokens == usage.num_completion_tokens
+
+
+def test_old_requests_are_deleted_bit_by_bit_and_every_hour(path: Path) -> None:
+    loop = VirtualTimeLoop()
+    writer = InlineWriter(path, loop)
+    old = Subject("", None, "local", None, MODEL, "/v1/completions", lambda usage: 0)
+    ledger = Ledger(path, writer, PRICES, lambda: UNIX_S + loop.time(), loop, keep_s=2 * PRUNE_S)
+    end = End(Usage(1, 1), Cost(), "stop", 200, None, {})
+    for number in range(PRUNED_ROWS + 20):
+        ledger.open(old._replace(request_id=str(number))).settle(end, lambda is_durable: None)
+    ledger.start()
+    loop.advance(2 * PRUNE_S - 1)
+    assert len(rows(path)) == PRUNED_ROWS + 20
+    loop.advance(PRUNE_S)
+    assert rows(path) == []
+    assert sum(isinstance(write, Prune) for write in writer.writes) == 4  # at the start, each hour, and once more
+    ledger.close()
+    loop.close()

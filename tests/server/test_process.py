@@ -316,6 +316,30 @@ def test_graceful_stop_lets_an_answer_finish() -> None:
     run(scenario)
 
 
+def test_admin_drain_lets_an_answer_finish_and_ends_the_process_even_if_asked_twice() -> None:
+    async def scenario() -> None:
+        gate = threading.Semaphore(3)
+        GatedRunner.gate = gate
+        running = Running(load_with(GatedRunner), drain_timeout_s=1000.0)
+        await running.server.wait_ready()
+        reader, writer = await open_with(running.server, chat(**STREAM))
+        begun = await reader.readuntil(b"data: ")
+        idle_reader, idle_writer = await open_with(running.server, b"POST /admin/drain HTTP/1.1\r\n")
+        told = await ask(running.server, request("POST", "/admin/drain"))
+        assert (told.status, told.json) == (202, {"status": "draining", "grace_s": 1000.0, "num_in_progress": 1})
+        idle_writer.write(b"Host: a\r\n\r\n")  # a head that was on its way
+        again = await read_answer(idle_reader, idle_writer)
+        assert again.status == 202
+        gate.release(100)
+        (answer,) = answers(begun + await reader.read())
+        writer.close()
+        assert answer.events[-1] == "[DONE]"
+        assert answer.finish_reason() == "length"
+        assert await running.exit is ExitCode.OK
+
+    run(scenario)
+
+
 @pytest.mark.parametrize("num_bytes", [20_000, 4_000_000])
 @pytest.mark.parametrize("is_reset", [False, True], ids=["FIN", "RST"])
 def test_client_that_has_pipelined_and_leaves_frees_its_blocks_at_once(is_reset: bool, num_bytes: int) -> None:

@@ -102,3 +102,14 @@ def test_without_a_trace_none_is_told() -> None:
     assert "traceresponse" not in answer.headers
     assert "trace_id" not in json.dumps(get(server, "/v1/requests/r1"))
     server.close()
+
+
+def test_client_finds_its_request_by_the_id_that_it_gave_it() -> None:
+    server = SimulatedServer(tenants=(ACME, THIRD))
+    data = chat(max_tokens=2).replace(b"\r\n", b"\r\nx-request-id: r1\r\n", 1)
+    server.ask(as_caller(chat(max_tokens=2), "a"))  # ours of that name is another tenant's
+    server.send(as_caller(data, "t"))
+    assert look_up(server, "t") == (200, "queue")
+    server.run()
+    assert look_up(server, "t") == (200, "done")
+    server.close()
