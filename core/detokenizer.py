@@ -6,6 +6,8 @@ One Detokenizer per sequence, one TokenTable per model. Thread: loop. It decides
 import codecs
 from collections.abc import Sequence
 
+from core.types import FinishReason
+
 _new_utf8_decoder = codecs.getincrementaldecoder("utf-8")
 
 
@@ -59,6 +61,8 @@ class Detokenizer:
         "is_stopped",
         "num_tokens_kept",
     )
+
+    stop_reason = FinishReason.STOP  # what a sequence ends with whose text is stopped
 
     def __init__(self, table: TokenTable, stop: tuple[str, ...] = (), continues_text: bool = False) -> None:
         self.is_stopped = False  # a stop string was completed

@@ -28,6 +28,7 @@ from core.types import (
     EngineStats,
     FinishReason,
     Prefilled,
+    Prefilling,
     Request,
     StepDelivery,
     TokenChunk,
@@ -239,6 +240,7 @@ class Scheduler:
             num_recomputed_blocks=self.host.num_recomputed,
             block_bytes=self.limits.block_bytes,
             step_s=self._counts.step_s,
+            step_cost_s=self.step_cost.rough_s,
             device_s=self._counts.device_s,
             kv_block_s=self._counts.kv_block_s,
             step_cost_error_p50=self.step_cost.error_p50,
@@ -579,6 +581,8 @@ class Scheduler:
                 group.is_prefilled = True
                 num_chunks, num_cached = group.num_prompt_chunks, group.num_cached_tokens
                 self._outbox.marks.append(Prefilled(sequence.request_id, now, num_chunks, num_cached))
+            elif group.request.tells_progress:
+                self._outbox.marks.append(Prefilling(sequence.request_id, num_computed))
         if num_computed == sequence.num_prompt_tokens and sequence is group.leader:
             for sibling in group.unforked.values():
                 self._fork(sequence, sibling)

@@ -83,6 +83,14 @@ class StepCostModel:
         """Whether enough steps of both kinds were measured to predict one."""
         return all(memory.num_steps >= LEAST_STEPS for memory in self._memories.values())
 
+    @property
+    def rough_s(self) -> Features | None:
+        """The fit so far, for estimates: under a rush there may be no step without a prompt for a long time."""
+        if self._num_observed < 2 * LEAST_STEPS:
+            return None
+        fixed, a, b, c, d = self._fit
+        return fixed, a, b, c, d
+
     def predict(self, work: StepWork) -> float:
         """Seconds; meaningless before is_ready."""
         fixed, a, b, c, d = self._fit

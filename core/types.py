@@ -57,6 +57,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         share: of the engine against other tenants: 2 gets twice what 1 gets, while both have work.
         priority: its class, of LOWEST_CLASS to TOP_CLASS (core/waiting.py); higher goes first.
         deadline_s: monotonic; when its first token is due, for its order in the queue: nothing is cancelled by it.
+        tells_progress: its prompt's chunks are told as they are computed (Prefilling).
         cache_domain: whose cached prompts it may use, and who may use its own: those of the same domain.
         cache_salt: narrows that further, to those with the same salt.
     """
@@ -70,6 +71,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     share: int = 1
     priority: int = 0
     deadline_s: float | None = None
+    tells_progress: bool = False
     cache_domain: str = ""
     cache_salt: str = ""
 
@@ -206,7 +208,14 @@ class Prefilled(msgspec.Struct, frozen=True):
     num_cached_tokens: int
 
 
-EngineMark = Admitted | Prefilled
+class Prefilling(msgspec.Struct, frozen=True):
+    """So many tokens of the prompt are computed, of a request that tells its progress, and some are not yet."""
+
+    request_id: str
+    num_tokens: int
+
+
+EngineMark = Admitted | Prefilled | Prefilling
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -234,6 +243,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_recomputed_blocks: int = 0  # found on the host, and computed all the same: that was cheaper
     block_bytes: int = 0
     step_s: float = 0.0  # duration of the last step
+    step_cost_s: tuple[float, float, float, float, float] | None = None  # StepCostModel.rough_s
     device_s: float = 0.0  # of all steps
     kv_block_s: float = 0.0  # blocks held, times the duration of the steps meanwhile
     step_cost_error_p50: float = 0.0  # of the last steps: |predicted - measured| / measured; 0 before any prediction
@@ -255,7 +265,7 @@ class StepDelivery(msgspec.Struct, frozen=True):
     token_ids: list[int]
     chunks: list[TokenChunk]
     stats: EngineStats
-    marks: list[EngineMark] = []  # at most two in a request's life
+    marks: list[EngineMark] = []  # at most two in a request's life, and one for each chunk of the prompts that tell
     snapshot: EngineSnapshot | None = None
 
 

@@ -2,7 +2,10 @@
 
 The order is by class, aged; within a class, requests whose first token is nearly due; then by tenant, the one that has
 had least; within a tenant by place: arrival, less a bounded bonus for short prompts. Adding, removing and finding the
-next take O(log n) comparisons.
+next take O(log n) comparisons, and one for each tenant of the class that waits with a deadline.
+
+A deadline lends to its tenant, and gives nothing: it counts no more once the tenant has had OVER_SHARE_S more than
+another that waits. Otherwise who sets deadlines on all requests would go before all who set none, for ever.
 
 A class ages while it waits: each AGEING_S without an admission lift it by one, all but the top class even above that,
 and an admission takes that back. So whatever higher classes do, a class that waits goes before them, in the queue and
@@ -16,6 +19,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable
 from operator import attrgetter
 
+from core.fairness import OVER_SHARE_S
 from core.sequence import DueOrder, Place, Sequence
 
 LOWEST_CLASS, TOP_CLASS = -4, 4
@@ -111,7 +115,7 @@ class _ClassQueue:
         self.since_s = 0.0
         self._by_counter: list[tuple[float, str]] = []  # a heap of the tenants; counters may have grown since
         self._queued: set[str] = set()  # those in the heap
-        self._due: list[Sequence] = []  # those with a deadline, by when they have to start
+        self._due: dict[str, list[Sequence]] = {}  # by tenant, those with a deadline, by when they have to start
 
     def add(self, sequence: Sequence) -> None:
         tenant = sequence.tenant
@@ -121,7 +125,7 @@ class _ClassQueue:
             self._queued.add(tenant.name)
             heapq.heappush(self._by_counter, (tenant.counter_s, tenant.name))
         if sequence.has_deadline:
-            insort(self._due, sequence, key=_DUE_ORDER)
+            insort(self._due.setdefault(tenant.name, []), sequence, key=_DUE_ORDER)
 
     def remove(self, sequence: Sequence) -> bool:
         name = sequence.tenant.name
@@ -133,13 +137,22 @@ class _ClassQueue:
         if not waiting:
             del self.tenants[name]  # its entry in the heap is dropped when it comes to the top
         if sequence.has_deadline:
-            del self._due[bisect_left(self._due, sequence.due_order, key=_DUE_ORDER)]
+            due = self._due[name]
+            del due[bisect_left(due, sequence.due_order, key=_DUE_ORDER)]
+            if not due:
+                del self._due[name]
         return True
 
     def head(self, now: float) -> Sequence:
         """Who is next. Somebody must wait."""
-        if self._due and self._due[0].due_order[0] <= now + NEARLY_DUE_S:
-            return self._due[0]
+        first = self._first()
+        limit_s = first.tenant.counter_s + OVER_SHARE_S
+        firsts = [due[0] for due in self._due.values() if due[0].tenant.counter_s <= limit_s]
+        nearest = min(firsts, key=_DUE_ORDER, default=first)
+        return nearest if nearest.due_order[0] <= now + NEARLY_DUE_S else first
+
+    def _first(self) -> Sequence:
+        """Who is next if nothing is due."""
         while True:
             counter_s, name = self._by_counter[0]
             if name not in self.tenants:

@@ -1,25 +1,30 @@
 """The answer to one generation while it comes into being: deltas in, a surface's bytes out. Thread: loop."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
 
 from core.errors import ErrorKind, ServiceError
-from core.types import Cost, Delta, EngineMark, FinishReason, Request, TokenLogprobs, Usage
+from core.types import Cost, Delta, EngineMark, FinishReason, Prefilling, Request, TokenLogprobs, Usage
+from server.admission import Place
 from server.allowance import Allowance
 from server.api.envelope import WIRE_REASONS, cut_short, status_of
 from server.api.surface import Choice, Extras, GenerationCall, ReplyContext, Surface
 from server.backend import NEVER, Backend, GenerationHandle
 from server.deadline import DeadlineTimer
+from server.deadline_watch import DeadlineWatch
+from server.deadlines import Deadlines
 from server.held_body import HeldBody
 from server.ledger import End, Entry, unavailable
 from server.messages import Headers, ResponseHead
 from server.metrics import Metrics
+from server.queue_news import QueueNews
 from server.quota import Ticket
-from server.sse import KEEP_ALIVE
+from server.sse import KEEP_ALIVE, comment
 from server.stream import HttpStream
+from server.text_rules import Matcher
 from server.timing import MS_NS, Stage, StageClock
 
 KEEP_ALIVE_S = 15.0  # of silence on a stream before a comment goes out (DESIGN, Answers)
@@ -48,27 +53,43 @@ class Answer:
     Implements server.backend.DeltaSink, for the request of each prompt.
     It is open until it is complete, broken off by an error, or its client has gone; from then on it writes nothing, and
     is finished once every request it submitted has had its terminal news.
+
+    Attributes:
+        news: what it tells of its wait; None: nothing.
+        forbidden: what it must not say.
     """
 
     def __init__(
-        self, stream: HttpStream, body: "AnswerBody", timings: StageClock, clock: Callable[[], float], metrics: Metrics
+        self,
+        stream: HttpStream,
+        body: "AnswerBody",
+        timings: StageClock,
+        clock: Callable[[], float],
+        metrics: Metrics,
+        deadlines: Deadlines,
+        place: Place,
     ) -> None:
+        self.news: QueueNews | None = None
+        self.forbidden: Sequence[Matcher] = ()
         self._stream = stream
         self._body: AnswerBody = body
         self._timings = timings
         self._clock = clock
         self._metrics = metrics
+        self._place = place
         self._observe_gap = metrics.inter_token.observe
         self._entry: Entry | None = None  # in the ledger, until it is settled
         self._held: HeldBody | None = None  # until it is reserved there
         self._backend: Backend | None = None  # once it is asked
         self._work_before = (0, 0.0)  # of the loop, for tokens of all requests
         self._handles: list[GenerationHandle] = []
+        self._owners: list[GenerationHandle] = []  # by choice
         self._prompt_lengths: list[int] = []  # of the handles
         self._usages: list[Usage] = []  # of the handles whose terminal news has come
         self._error: ServiceError | None = None
         self._is_open = True
         self._last_token_s: list[float | None] = []  # by choice
+        self._watch = DeadlineWatch(deadlines, timings, self._last_token_s, self._num_untold, self.fail)
         self._reasons: dict[FinishReason, None] = {}  # a set in order
         self._num_holds = 0  # by a slow reader, by an empty quota
         self._ticket: Ticket | None = None  # while it holds tokens
@@ -110,7 +131,10 @@ class Answer:
             self._prompt_lengths.append(len(request.prompt_ids))
             first_choice = len(self._last_token_s)
             self._last_token_s += [None] * request.num_sequences
-            self._handles.append(backend.submit(request, self, continues_text, first_choice))
+            handle = backend.submit(request, self, continues_text, first_choice, self.forbidden)
+            self._handles.append(handle)
+            self._owners += [handle] * request.num_sequences
+        self._watch.arm()
 
     async def wait_finished(self) -> Outcome:
         """Until all its requests have ended. An error that no head has gone out for is the caller's to tell."""
@@ -139,6 +163,9 @@ class Answer:
         if reason is not None:
             self._reasons[reason] = None
             self._metrics.finished[reason] += 1
+            self._watch.drop(choice)
+            if self._last_token_s[choice] is not None:
+                self._place.on_choice_end()
             if self._allowance is not None:
                 self._allowance.drop(choice)
         # What ends a choice for no reason that the wire knows is told with the end of the request, as an error
@@ -151,8 +178,27 @@ class Answer:
         if last_s is not None:
             observe = self._observe_gap  # called as an attribute, it would be looked for as a method first: 40 ns
             observe(now_s - last_s)
-        elif self._timings.first_token_s is None:
+        else:
+            self._begin_choice(choice, now_s)
+
+    def _num_untold(self, choice: int) -> int:
+        return self._owners[choice].num_untold(choice)
+
+    def _begin_choice(self, choice: int, now_s: float) -> None:
+        if self._timings.first_token_s is None:
             self._time_first_token(now_s)
+            self._end_news()
+        self._place.on_first_token(choice, now_s)
+        self._watch.arm()
+
+    def say(self, text: str) -> None:
+        """Send a comment, once the stream may say anything."""
+        if self._held is None and isinstance(self._body, StreamedBody):
+            self._body.say(comment(text))
+
+    def _end_news(self) -> None:
+        if self.news is not None:
+            self.news.close()
 
     def _time_first_token(self, now_s: float) -> None:
         timings = self._timings
@@ -162,7 +208,10 @@ class Answer:
         timings.enter(Stage.FIRST_FLUSH if is_first_told else Stage.DECODE, now_s)
 
     def on_engine_mark(self, mark: EngineMark) -> None:
-        self._timings.on_engine_mark(mark)
+        if not isinstance(mark, Prefilling):
+            self._timings.on_engine_mark(mark)
+        elif self.news is not None:
+            self.news.on_prefill(mark.num_tokens)
 
     def on_mark(self, choice: int, num_tokens: int) -> int:
         return NEVER if self._allowance is None else self._allowance.on_mark(choice, num_tokens)
@@ -187,7 +236,8 @@ class Answer:
             return
         self._error = error
         self._body.break_off(error)
-        self._cancel()
+        is_late = error.kind is ErrorKind.DEADLINE_EXCEEDED
+        self._cancel(FinishReason.DEADLINE if is_late else FinishReason.CANCELLED)
 
     def on_disconnect(self) -> None:
         if self._is_open:
@@ -198,12 +248,14 @@ class Answer:
         """Until as many resume() have come."""
         self._num_holds += 1
         if self._num_holds == 1:
+            self._watch.hold(self._clock())
             for handle in self._handles:
                 handle.pause()
 
     def resume(self) -> None:
         self._num_holds -= 1
         if self._num_holds == 0:
+            self._watch.release(self._clock())
             for handle in self._handles:
                 handle.resume()
 
@@ -219,12 +271,14 @@ class Answer:
             self._ticket.settle(usage)
             self._ticket = None
 
-    def _cancel(self) -> None:
+    def _cancel(self, reason: FinishReason = FinishReason.CANCELLED) -> None:
         self._is_open = False
+        self._watch.close()
+        self._end_news()
         if self._allowance is not None:
             self._allowance.close()
         for handle in self._handles:
-            handle.cancel(FinishReason.CANCELLED)
+            handle.cancel(reason)
 
     def _end_decode(self) -> None:
         timings = self._timings
@@ -250,6 +304,8 @@ class Answer:
             return  # the task that waited was cancelled
         if self._is_open:
             self._is_open = False
+            self._watch.close()
+            self._end_news()
             self._timings.enter(Stage.LAST_FLUSH, self._clock())
             self._body.complete(usage, {} if self._allowance is None else self._allowance.extras)
             self._stream.call_once_written(self._timings.finish)
@@ -403,12 +459,16 @@ class StreamedBody:
         return self._last_sent_s + KEEP_ALIVE_S
 
     def _on_keep_alive(self) -> None:
+        self.say(KEEP_ALIVE)
+
+    def say(self, line: bytes) -> None:
+        """Send a comment, where the reader has not enough to read anyway."""
         self._last_sent_s = self._loop.time()
         if self._stream.is_blocked:
-            return  # it has enough to read
+            return
         if not self._stream.head_sent:
             self._open()
-        self._stream.send(KEEP_ALIVE)
+        self._stream.send(line)
 
 
 class WholeBody:

@@ -515,14 +515,18 @@ class App:
     ) -> None:
         """Answer with what `work` makes of the body: reply, names of unknown fields. It may run elsewhere."""
         body = await self._read_json(exchange)
-        reply, unknown_fields = await self._served.compute(lambda: work(body), len(body))
+        place = self._served.admission.enter(len(body))
+        try:
+            reply, unknown_fields = await self._served.compute(lambda: work(body), len(body))
+        finally:
+            place.leave(None, self._clock.monotonic())
         self._metrics.count_unknown_fields(unknown_fields)
         self._send(exchange, reply)
 
     async def _read_json(self, exchange: Exchange) -> bytes:
         check_media_type(exchange.request)
         exchange.timings.enter(Stage.BODY, self._clock.monotonic())
-        body = await exchange.stream.read_body(self._served.max_body_bytes)
+        body = await self._served.read_body(exchange.stream)
         exchange.timings.enter(Stage.ANSWER, self._clock.monotonic())
         return body
 

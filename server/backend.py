@@ -1,11 +1,12 @@
 """What the lifecycle asks tokens of. Here it is the engine of this process (engine_client.py). Thread: loop."""
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from core.snapshot import EngineSnapshot
 from core.types import Cost, Delta, EngineMark, EngineStats, FinishReason, Request, Usage
+from server.text_rules import Matcher
 
 NEVER = 2**63  # tokens: a mark that no sequence reaches
 
@@ -72,6 +73,10 @@ class GenerationHandle(Protocol):
         """End all its sequences where they are, and tell it as their ends. Later news of them are dropped."""
         ...
 
+    def num_untold(self, choice: int) -> int:
+        """Tokens of one of its choices that have come, and that no text has told of yet."""
+        ...
+
     def pause(self) -> None: ...
 
     def resume(self) -> None: ...
@@ -84,12 +89,18 @@ class Backend(Protocol):
     work: LoopWork
 
     def submit(
-        self, request: Request, sink: DeltaSink, continues_text: bool, first_choice: int = 0
+        self,
+        request: Request,
+        sink: DeltaSink,
+        continues_text: bool,
+        first_choice: int = 0,
+        forbidden: Sequence[Matcher] = (),
     ) -> GenerationHandle:
         """Queue the request.
 
         Args:
             first_choice: the number of its first sequence; the others follow.
+            forbidden: what ends the text of a sequence that says it, with content_filter.
             continues_text: the output goes on with the prompt's text (completions), rather than being one of its own.
 
         Raises:

@@ -12,8 +12,10 @@ from core.config import EngineConfig
 from core.errors import ExitCode, StartupError
 from server.binds import Bind, PassedAddress, TcpAddress, UnixAddress
 from server.client_gate import ClientRules
+from server.deadlines import Deadlines
 from server.networks import UNIX
 from server.prices import NO_PRICES, Prices
+from server.queue_limits import QueueLimits
 from server.settings.engine import EngineSettings
 from server.settings.identity import IdentitySettings
 from server.settings.ledger import LedgerSettings
@@ -83,6 +85,18 @@ class ServerConfig(
         others = self.max_connections // 64 * 8  # an eighth is left to them; of a few connections, nothing
         cap = self.max_connections_per_address or self.max_connections - others
         return ClientRules(self.allow, self.deny, self.trusted_proxies, header, cap)
+
+    @property
+    def queue_limits(self) -> QueueLimits:
+        return QueueLimits(
+            max_requests=self.max_queue, max_tokens=self.max_queue_tokens, max_bytes=self.max_queue_bytes
+        )
+
+    @property
+    def deadlines(self) -> Deadlines:
+        return Deadlines(
+            ttft_s=self.ttft_deadline_s, inter_token_s=self.inter_token_deadline_s, total_s=self.total_deadline_s
+        )
 
     def all_binds(self, passed: Sequence[PassedSocket] = ()) -> tuple[Bind, ...]:
         """What to listen on: the binds, and --host and --port where they are set, or where there is nothing else.

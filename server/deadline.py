@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
-_RESOLUTION_S = 0.001  # uvloop's timers count whole milliseconds, and may fire half of one early
+RESOLUTION_S = 0.001  # uvloop's timers count whole milliseconds, and may fire half of one early
 
 
 class DeadlineTimer:
@@ -44,6 +44,6 @@ class DeadlineTimer:
     def _fire(self) -> None:
         self._handle = None
         due = self._next_due()
-        if due is not None and due <= self._loop.time() + _RESOLUTION_S:
+        if due is not None and due <= self._loop.time() + RESOLUTION_S:
             self._on_due()
         self.arm()

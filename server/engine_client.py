@@ -8,7 +8,7 @@ same request has the same text and the same usage whatever the timing.
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
@@ -35,6 +35,8 @@ from core.types import (
     Usage,
 )
 from server.backend import DeltaSink, LoopWork
+from server.text_rules import Matcher
+from server.text_screen import ScreenedDetokenizer, TextScreen
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +51,9 @@ class _Sequence:
 
     __slots__ = ("choice", "detokenizer", "index", "is_finished", "logprobs", "mark", "num_tokens", "num_tokens_told")
 
-    def __init__(self, index: int, choice: int, detokenizer: Detokenizer, has_logprobs: bool, mark: int) -> None:
+    def __init__(
+        self, index: int, choice: int, detokenizer: Detokenizer | ScreenedDetokenizer, has_logprobs: bool, mark: int
+    ) -> None:
         self.index = index
         self.mark = mark  # the sink is told when so many are kept
         self.choice = choice
@@ -101,9 +105,13 @@ class RequestHandle:
         for sequence in self._sequences:
             if not sequence.is_finished:
                 text = sequence.detokenizer.finish()  # a broken character that ends here may complete a stop string
-                end = FinishReason.STOP if sequence.detokenizer.is_stopped else reason
+                end = sequence.detokenizer.stop_reason if sequence.detokenizer.is_stopped else reason
                 self._finish(sequence, end)
                 self._sink.on_delta(sequence.choice, sequence.take_delta(text, end), now_s)
+
+    def num_untold(self, choice: int) -> int:
+        sequence = self._sequences[choice - self._sequences[0].choice]
+        return sequence.num_tokens - sequence.num_tokens_told
 
     def pause(self) -> None:
         self._post(Pause(self.request.request_id))
@@ -168,7 +176,7 @@ class RequestHandle:
             sequence.is_finished = True
             sequence.num_tokens = chunk.num_sequence_tokens  # an end by id counts, and has no text
             text += detokenizer.finish()  # a broken character that ends here may yet complete a stop string
-            reason = FinishReason.STOP if detokenizer.is_stopped else chunk.finish_reason
+            reason = detokenizer.stop_reason if detokenizer.is_stopped else chunk.finish_reason
             self._sink.on_delta(sequence.choice, sequence.take_delta(text, reason), now_s)
         elif text or sequence.logprobs:
             self._sink.on_delta(sequence.choice, sequence.take_delta(text), now_s)
@@ -180,8 +188,9 @@ class RequestHandle:
             sequence.mark = self._sink.on_mark(sequence.choice, sequence.num_tokens)
 
     def _finish_at_stop_string(self, sequence: _Sequence, text: str, now_s: float) -> None:
-        self._finish(sequence, FinishReason.STOP)
-        self._sink.on_delta(sequence.choice, sequence.take_delta(text, FinishReason.STOP), now_s)
+        reason = sequence.detokenizer.stop_reason
+        self._finish(sequence, reason)
+        self._sink.on_delta(sequence.choice, sequence.take_delta(text, reason), now_s)
 
     def _finish(self, sequence: _Sequence, reason: FinishReason) -> None:
         sequence.is_finished = True
@@ -243,7 +252,14 @@ class EngineClient:
         self._inspections: deque[tuple[int, asyncio.Future[EngineSnapshot]]] = deque()  # not yet answered, by serial
         self._num_inspections = 0
 
-    def submit(self, request: Request, sink: DeltaSink, continues_text: bool, first_choice: int = 0) -> RequestHandle:
+    def submit(
+        self,
+        request: Request,
+        sink: DeltaSink,
+        continues_text: bool,
+        first_choice: int = 0,
+        forbidden: Sequence[Matcher] = (),
+    ) -> RequestHandle:
         if self._error is not None:
             raise self._error
         has_logprobs = request.sampling.num_logprobs is not None
@@ -251,7 +267,7 @@ class EngineClient:
             _Sequence(
                 i,
                 first_choice + i,
-                Detokenizer(self._table, request.sampling.stop, continues_text),
+                self._detokenizer(request, continues_text, forbidden),
                 has_logprobs,
                 sink.on_mark(first_choice + i, 0),
             )
@@ -261,6 +277,12 @@ class EngineClient:
         self._handles[request.request_id] = handle
         self._post(Submit(request))
         return handle
+
+    def _detokenizer(
+        self, request: Request, continues_text: bool, forbidden: Sequence[Matcher]
+    ) -> Detokenizer | ScreenedDetokenizer:
+        detokenizer = Detokenizer(self._table, request.sampling.stop, continues_text)
+        return ScreenedDetokenizer(detokenizer, TextScreen(forbidden)) if forbidden else detokenizer
 
     def inspect(self) -> Awaitable[EngineSnapshot]:
         if self._error is not None:

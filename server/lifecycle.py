@@ -6,6 +6,7 @@
 for the end. In between no task runs: the engine client calls the Answer with each delta, which writes into the stream.
 """
 
+import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -17,6 +18,8 @@ from core.chat_template import ChatTemplate, max_text_chars
 from core.errors import ContextLengthExceeded, ErrorKind, InvalidRequest, ServiceError
 from core.tokenizer import Tokenizer
 from core.types import Request, SamplingParams, Usage
+from core.waiting import TOP_CLASS
+from server.admission import Admission, Asker, Place
 from server.answer import Answer, Outcome, StreamedBody, WholeBody
 from server.api.models import ServedModel, find_model
 from server.api.surface import (
@@ -30,15 +33,18 @@ from server.api.surface import (
     TextPrompt,
 )
 from server.backend import Backend
+from server.deadlines import ANY_TIME, Deadlines
 from server.idempotency import MAX_ANSWER_BYTES, Idempotency, replay
 from server.ledger import Entry, Ledger, Subject
 from server.metrics import Metrics
+from server.queue_news import QueueNews
 from server.quota import Ticket
 from server.rate_limit_fields import show_limits
 from server.recording import Recording
 from server.request_ids import client_request_id
 from server.stream import HttpStream
 from server.tenants import Tenant
+from server.text_rules import rule_book
 from server.timing import Stage, StageClock, StageMarks
 
 OFFLOAD_BYTES = 8 * 1024  # a body from this size on is parsed and tokenized off the loop: 2.5 ms, measured
@@ -130,6 +136,12 @@ class PromptReader:
             )
             raise InvalidRequest(message, param, "context_length_exceeded")
 
+    def texts_of(self, prompt: Prompt) -> list[str]:
+        """What it says, each message by itself."""
+        if isinstance(prompt, ChatPrompt):
+            return [text for message in prompt.messages if isinstance(text := message.get("content"), str)]
+        return [prompt.text if isinstance(prompt, TextPrompt) else self.tokenizer.decode(prompt.ids)]
+
     def text_of(self, prompt: Prompt) -> str:
         return prompt.text if isinstance(prompt, TextPrompt) else self.tokenizer.decode(self.encode(prompt))
 
@@ -145,8 +157,9 @@ class Lifecycle:
     offload: Offload
     metrics: Metrics
     max_body_bytes: int
-    max_requests: int  # in progress, waiting ones included
+    admission: Admission
     max_sequences: int  # that the engine runs at once
+    deadlines: Deadlines  # of requests whose tenants have none of their own
     idempotency: Idempotency
     ledger: Ledger | None = None
     active: dict[str, tuple[str, Answer]] = field(default_factory=dict)
@@ -163,12 +176,16 @@ class Lifecycle:
         Raises:
             ServiceError: nothing of the answer has been sent yet.
         """
-        self._check_admission()
+        self._check_open()
+        tenant = ticket.caller.tenant
+        # As it would be for the most that the body can ask for
+        asker = Asker(tenant.priority_of(TOP_CLASS), tenant.name, tenant.share, is_due=True)
+        self.admission.check_hope(asker, self.deadlines.replaced_by(tenant.deadlines).ttft_s)
         timings.enter(Stage.BODY, self.clock.monotonic())
-        body = await stream.read_body(self.max_body_bytes)
-        claim = self.idempotency.claim(ticket.caller.tenant.name, stream.request, body)
+        body = await self.read_body(stream)
+        claim = self.idempotency.claim(tenant.name, stream.request, body)
         if claim is None:
-            return await self._generate(surface, stream, body, request_id, timings, ticket)
+            return await self._generate_placed(surface, stream, body, request_id, timings, ticket)
         if claim.stored is not None:
             timings.enter(Stage.ANSWER, self.clock.monotonic())
             replay(stream, claim.stored)
@@ -176,12 +193,41 @@ class Lifecycle:
         recording = Recording(stream.carrier, MAX_ANSWER_BYTES)
         stream.move_to(recording)
         try:
-            outcome = await self._generate(surface, stream, body, request_id, timings, ticket)
+            outcome = await self._generate_placed(surface, stream, body, request_id, timings, ticket)
             if outcome.error is None:
                 claim.keep(recording, request_id)
             return outcome
         finally:
             claim.leave()
+
+    async def read_body(self, stream: HttpStream) -> bytes:
+        """
+        Raises:
+            ServiceError: there is no room for it, which is told before it is read where its head says how long it is;
+                or see HttpStream.read_body.
+            ClientDisconnected: the peer left.
+        """
+        declared = stream.request.header(b"content-length")
+        self.admission.check(0 if declared is None else int(declared))
+        return await stream.read_body(self.max_body_bytes)
+
+    async def _generate_placed(
+        self,
+        surface: Surface,
+        stream: HttpStream,
+        body: bytes,
+        request_id: str,
+        timings: StageClock,
+        ticket: Ticket,
+    ) -> Outcome:
+        place = self.admission.enter(len(body))  # others came while this one's body did
+        usage = None
+        try:
+            outcome = await self._generate(surface, stream, body, request_id, timings, ticket, place)
+            usage = outcome.usage
+            return outcome
+        finally:
+            place.leave(usage, self.clock.monotonic())
 
     async def _generate(
         self,
@@ -191,16 +237,24 @@ class Lifecycle:
         request_id: str,
         timings: StageClock,
         ticket: Ticket,
+        place: Place,
     ) -> Outcome:
         tenant = ticket.caller.tenant
         call, prompts = await self._prepare(surface, body, tenant, timings)
         timings.enter(Stage.QUOTA, self.clock.monotonic())
-        self._check_admission()  # again: others came, or the end, while this one's body did
+        self._check_open()  # again: the end may have come meanwhile
+        deadlines = self.deadlines.replaced_by(tenant.deadlines).narrowed_by(call.deadlines)
         self.metrics.count_unknown_fields(call.unknown_fields)
         context = self._reply_context(call, request_id)
         body_type = StreamedBody if call.is_stream else WholeBody
         answer = Answer(
-            stream, body_type(surface, call, context, stream, timings), timings, self.clock.monotonic, self.metrics
+            stream,
+            body_type(surface, call, context, stream, timings),
+            timings,
+            self.clock.monotonic,
+            self.metrics,
+            deadlines,
+            place,
         )
         stream.on_disconnect = answer.on_disconnect
         stream.on_blocked, stream.on_unblocked = answer.pause, answer.resume
@@ -208,6 +262,14 @@ class Lifecycle:
         try:
             continues_text = not isinstance(call.prompts[0], ChatPrompt)
             requests = self._requests(call, prompts, request_id, timings, tenant)
+            answer.forbidden = rule_book(tenant.text_rules).on_answer
+            place.admit(requests, timings.arrived_s + deadlines.ttft_s, self.clock.monotonic())
+            if call.is_stream and call.tells_queue:
+                answer.news = QueueNews(
+                    lambda: place.view(self.clock.monotonic()),
+                    len(requests[0].prompt_ids),
+                    answer.say,
+                )
             try:
                 entry = self._entry(stream, request_id, call.model, ticket)
                 answer.submit(self.backend, requests, continues_text, ticket, entry)
@@ -218,14 +280,11 @@ class Lifecycle:
             answer.close()
             del self.active[request_id]
 
-    def _check_admission(self) -> None:
+    def _check_open(self) -> None:
         if self._farewell is not None:
             raise self._farewell
         if self.ledger is not None:
             self.ledger.check()
-        if len(self.active) >= self.max_requests:
-            message = f"The server has {self.max_requests} requests in progress. Try again in a second."
-            raise ServiceError(ErrorKind.UNAVAILABLE, message, "overloaded", retry_after_s=1)
 
     def cancel(self, request_id: str, tenant: str) -> bool:
         """End a generation at its owner's wish. False: the tenant has none of that id."""
@@ -248,6 +307,12 @@ class Lifecycle:
             marks.enter(Stage.VALIDATE)
             call = surface.parse(body, self.defaults)
             find_model(self.reader.cards_for(tenant), call.model)
+            rules = rule_book(tenant.text_rules)
+            if rules.on_answer and call.sampling.num_logprobs is not None:
+                message = "logprobs would tell what the operator's text rules may hold back. Leave them out."
+                raise InvalidRequest(message, "logprobs", "unsupported_parameter")
+            for i, prompt in enumerate(call.prompts if rules.on_prompt else ()):
+                rules.check_prompt(self.reader.texts_of(prompt), _param(prompt, i, len(call.prompts)))
             if call.num_sequences > self.max_sequences:
                 raise InvalidRequest(f"n must be at most {self.max_sequences} on this server.", "n")
             prompts = [
@@ -297,6 +362,8 @@ class Lifecycle:
     def _requests(
         self, call: GenerationCall, prompts: list[tuple[int, ...]], request_id: str, timings: StageClock, tenant: Tenant
     ) -> list[Request]:
+        # The server's own deadline is no wish to be served before others
+        asked_ttft_s = ANY_TIME.replaced_by(tenant.deadlines).narrowed_by(call.deadlines).ttft_s
         return [
             Request(
                 request_id=f"{request_id}-{i}" if i else request_id,
@@ -307,6 +374,8 @@ class Lifecycle:
                 tenant=tenant.name,
                 share=tenant.share,
                 priority=tenant.priority_of(call.priority),
+                deadline_s=timings.arrived_s + asked_ttft_s if asked_ttft_s < math.inf else None,
+                tells_progress=call.is_stream and call.tells_queue and i == 0,
                 cache_domain=tenant.cache_salt_domain,
                 cache_salt=call.cache_salt,
             )

@@ -20,7 +20,9 @@ from core.engine import Engine
 from core.errors import ErrorKind, ExitCode, ServiceError, StartupError
 from core.plan import RunnerLimits
 from core.types import EngineStats, StepDelivery
+from core.wait_estimate import EngineRoom
 from server import __version__
+from server.admission import Admission
 from server.api.models import ServedModel, ServerCard
 from server.api.surface import GenerationDefaults, RequestLimits
 from server.app import App, Readiness
@@ -265,8 +267,9 @@ class Server:
             offload=self._offload,
             metrics=self._metrics,
             max_body_bytes=self._config.max_body_bytes,
-            max_requests=self._config.max_queue,
+            admission=Admission(self._config.queue_limits, self._room(loaded), lambda: client.stats, time.monotonic),
             max_sequences=min(loaded.facts.limits.max_sequences, loaded.facts.limits.max_batch_tokens),
+            deadlines=self._config.deadlines,
             idempotency=self._idempotency,
             ledger=self._ledger,
         )
@@ -278,6 +281,11 @@ class Server:
         self._ready.set_result(None)
         self._supervision.on_ready(loaded.facts.limits.max_batch_tokens)
         self._announce(banner_lines(self._banner_facts(loaded.facts)))
+
+    def _room(self, loaded: LoadedEngine) -> EngineRoom:
+        limits, target = loaded.facts.limits, self._config.to_engine_config().inter_token_target
+        num_kv_tokens = limits.num_blocks * limits.block_size
+        return EngineRoom(limits.max_sequences, limits.max_batch_tokens, num_kv_tokens, target)
 
     def on_delivery(self, delivery: StepDelivery) -> None:
         assert self._client is not None, "nothing is delivered before the engine is ready"

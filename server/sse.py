@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 DONE = b"data: [DONE]\n\n"
-KEEP_ALIVE = b": keep-alive\n\n"  # a comment: parsers skip it, proxies see traffic
+KEEP_ALIVE = b": keep-alive\n\n"  # parsers skip it, proxies see traffic
 EVENT_END = b"\n\n"
 
 _encode = msgspec.json.encode  # 40 ns where json.dumps takes 260 and orjson 50
@@ -27,6 +27,11 @@ def event_head(name: str | None = None) -> bytes:
 def event(line: bytes, name: str | None = None) -> bytes:
     """One whole event. `line` is of json_line: an event's data must not break."""
     return event_head(name) + line + EVENT_END
+
+
+def comment(text: str) -> bytes:
+    """What parsers of events skip. `text` has no line breaks."""
+    return b": " + text.encode() + EVENT_END
 
 
 def json_string(text: str) -> bytes:

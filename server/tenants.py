@@ -10,6 +10,8 @@ from typing import Annotated, Any
 import msgspec
 
 from core.errors import ExitCode, StartupError
+from server.deadlines import DeadlineTable
+from server.text_rules import TextRule, check_rules
 
 LOCAL_NAME = "local"  # who asks where no tenants are configured
 # class -> Request.priority: higher goes first
@@ -45,6 +47,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 UNLIMITED = Limits()
+NO_DEADLINES = DeadlineTable()
 
 
 class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename={"tenant_class": "class"}):
@@ -55,6 +58,8 @@ class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         key_limits: of those of each of its keys, beside the tenant's own.
         tenant_class: of CLASSES.
         share: of the machine, against the other tenants of its class: 2 gets twice what 1 gets.
+        deadlines: of its requests, in place of the server's.
+        text_rules: what its prompts and answers must not say.
         models: that it may use; None: all.
         cache_domain: tenants that name the same one may find each other's prompts in the prefix cache; None: nobody
             else finds this tenant's.
@@ -68,6 +73,8 @@ class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     key_limits: Limits = UNLIMITED
     tenant_class: str = "standard"
     share: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 1
+    deadlines: DeadlineTable = NO_DEADLINES
+    text_rules: tuple[TextRule, ...] = ()
     models: tuple[str, ...] | None = None
     cache_domain: _Name | None = None
     cached_token_discount: Annotated[int, msgspec.Meta(ge=0, le=100)] = 0
@@ -132,18 +139,22 @@ def parse_tenants(tables: Any, path: Path) -> tuple[Tenant, ...]:
 
 def _parse_tenant(table: Any, number: int, path: Path) -> Tenant:
     try:
-        return msgspec.convert(table, Tenant)
+        tenant = msgspec.convert(table, Tenant)
     except msgspec.ValidationError as error:
         name = table.get("name") if isinstance(table, Mapping) else None
         cause = f"[[tenants]] number {number}{f', {name!r},' if isinstance(name, str) else ''} in {path}: {error}"
         raise StartupError(cause, _fix(str(error)), ExitCode.CONFIGURATION) from error
+    check_rules(tenant.text_rules, f"[[tenants]] number {number}, {tenant.name!r}, in {path}")
+    return tenant
 
 
 def _fix(error: str) -> str:
     """What to write, for what msgspec says: it names a field's path, but not those that there are."""
     if "unknown field" not in error:
         return f"mend it, as in: {SAMPLE}"
-    kind = Limits if "limits" in error.rpartition("`$")[2] else Tenant
+    place = error.rpartition("`$")[2]
+    kinds = {"limits": Limits, "deadlines": DeadlineTable, "text_rules": TextRule}
+    kind = next((kind for name, kind in kinds.items() if name in place), Tenant)
     above = "; the server's own settings stand above the first [[tenants]]" if kind is Tenant else ""
     return f"known: {', '.join(kind.__struct_encode_fields__)}{above}"
 

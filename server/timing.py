@@ -7,7 +7,7 @@ became of it. Stages that the engine knows come with its marks; none is stamped 
 from collections.abc import Callable
 from enum import StrEnum
 
-from core.types import EngineMark, Prefilled
+from core.types import Admitted, Prefilled
 
 S_NS = 1_000_000_000
 MS_NS = 1_000_000
@@ -109,7 +109,7 @@ class StageClock:
         for stage, at_s in tuple(marks.entries):
             self.enter(stage, at_s)
 
-    def on_engine_mark(self, mark: EngineMark) -> None:
+    def on_engine_mark(self, mark: Admitted | Prefilled) -> None:
         """Of several requests of one call, the first that gets on leads."""
         if isinstance(mark, Prefilled):
             self.num_prefill_chunks += mark.num_chunks

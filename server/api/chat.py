@@ -53,9 +53,11 @@ class ChatSurface:
             num_sequences=1 if wire.n is None else wire.n,
             cache_salt=fields.checked_cache_salt(wire.cache_salt),
             priority=wire.priority,
+            deadlines=fields.checked_deadlines(wire.deadlines),
             is_stream=bool(wire.stream),
             includes_usage=wire.includes_usage,
             wants_timings=bool(wire.timings),
+            tells_queue=wire.tells_queue,
             unknown_fields=unknown_fields,
         )
 

@@ -62,9 +62,11 @@ class CompletionsSurface:
             num_sequences=_num_sequences(wire),
             cache_salt=fields.checked_cache_salt(wire.cache_salt),
             priority=wire.priority,
+            deadlines=fields.checked_deadlines(wire.deadlines),
             is_stream=bool(wire.stream),
             includes_usage=wire.includes_usage,
             wants_timings=bool(wire.timings),
+            tells_queue=wire.tells_queue,
             echo=bool(wire.echo),
             unknown_fields=unknown_fields,
         )

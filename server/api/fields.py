@@ -9,6 +9,7 @@ from core.types import SamplingParams
 from core.waiting import LOWEST_CLASS, TOP_CLASS
 from server.api.decoding import MAX_SHOWN_KEY
 from server.api.surface import UNLIMITED_TOKENS, GenerationDefaults, RequestLimits
+from server.deadlines import ANY_TIME, MAX_DEADLINE_MS, Deadlines
 
 MAX_STOP_LENGTH = 1024  # characters: the detokenizer holds back that much
 MAX_STOP_TOKEN_IDS = 64
@@ -37,7 +38,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "guided_grammar": (),
     "guided_choice": (),
     "structured_outputs": (),
-    "deadlines": ({},),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "prompt_logprobs": (),
@@ -70,6 +70,20 @@ class StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool | None = None
 
 
+class DeadlineFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Ours alone, so that a name that is not known is a slip."""
+
+    ttft_ms: float | None = None
+    inter_token_ms: float | None = None
+    total_ms: float | None = None
+
+
+class TimingsFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """As `true`, and more."""
+
+    queue: bool = False
+
+
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     """As on the wire: null is as good as absent."""
 
@@ -89,9 +103,14 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str | None = None
     priority: int | None = None
     ignore_eos: bool | None = None
-    timings: bool | None = None
+    deadlines: DeadlineFields | None = None
+    timings: bool | TimingsFields | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+
+    @property
+    def tells_queue(self) -> bool:
+        return isinstance(self.timings, TimingsFields) and self.timings.queue
 
     @property
     def includes_usage(self) -> bool:
@@ -167,6 +186,22 @@ def checked_cache_salt(salt: str | None) -> str:
         message = f"cache_salt must have 1 to {MAX_CACHE_SALT} characters. Leave it out to share cached prompts."
         raise InvalidRequest(message, "cache_salt")
     return salt
+
+
+def checked_deadlines(deadlines: DeadlineFields | None) -> Deadlines:
+    """
+    Raises:
+        InvalidRequest: one of them is not from a millisecond to a week.
+    """
+    if deadlines is None:
+        return ANY_TIME
+    seconds: dict[str, float] = {}
+    for name in DeadlineFields.__struct_fields__:
+        value = getattr(deadlines, name)
+        if value is not None:
+            _check_range(f"deadlines.{name}", value, 1, MAX_DEADLINE_MS)
+            seconds[f"{name.removesuffix('_ms')}_s"] = value / 1e3
+    return Deadlines(**seconds)
 
 
 def checked_model(name: str) -> str:

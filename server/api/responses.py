@@ -78,8 +78,10 @@ class ResponsesSurface:
             sampling=fields.sampling_params(wire, defaults, max_tokens, _num_logprobs(wire, defaults)),
             cache_salt=fields.checked_cache_salt(wire.cache_salt),
             priority=wire.priority,
+            deadlines=fields.checked_deadlines(wire.deadlines),
             is_stream=bool(wire.stream),
             wants_timings=bool(wire.timings),
+            tells_queue=wire.tells_queue,
             wire=wire,
             unknown_fields=unknown_fields,
         )

@@ -11,6 +11,7 @@ import msgspec
 
 from core.errors import ServiceError
 from core.types import Delta, FinishReason, SamplingParams, TokenLogprobs, Usage
+from server.deadlines import ANY_TIME, Deadlines
 
 UNLIMITED_TOKENS = 2**31 - 1  # max_tokens when the request names none: the lifecycle cuts it to the context
 
@@ -70,9 +71,11 @@ class GenerationCall(msgspec.Struct, frozen=True, kw_only=True):
     num_sequences: int = 1
     cache_salt: str = ""  # prompts are cached for the same salt only
     priority: int | None = None  # the class it asks for: higher goes first; None: its tenant's
+    deadlines: Deadlines = ANY_TIME  # that it asks for
     is_stream: bool = False
     includes_usage: bool = False  # stream_options.include_usage
     wants_timings: bool = False
+    tells_queue: bool = False  # comments on its place in the queue and its prefill, of a stream
     echo: bool = False  # completions: the prompt comes before the text
     wire: Any = None  # the surface's own parsed struct, for what its answer repeats (responses echoes its parameters)
     unknown_fields: tuple[str, ...] = ()  # of the body's top level; ignored, but counted

@@ -52,6 +52,27 @@ class LimitSettings:
             group="limits",
         ),
     )
+    max_queue_tokens: int = field(
+        default=1_000_000,
+        metadata=Setting(
+            name="max-queue-tokens",
+            parse=count_between(1, 10**12),
+            metavar="COUNT",
+            help="of prompts that wait for their first token; more get 503",
+            group="limits",
+        ),
+    )
+    max_queue_bytes: int = field(
+        default=256 * MiB,
+        metadata=Setting(
+            name="max-queue-bytes",
+            parse=size_between(1, 2**50),
+            metavar="SIZE",
+            help="of bodies of requests that wait or run, those being tokenized among them; more get 503",
+            group="limits",
+            show=format_size,
+        ),
+    )
     head_timeout_s: float = field(
         default=10.0,
         metadata=Setting(
@@ -92,6 +113,40 @@ class LimitSettings:
             parse=duration_between(0.1, 3600),
             metavar="TIME",
             help="a reader that takes nothing for so long loses its stream",
+            group="limits",
+            show=format_duration,
+        ),
+    )
+    ttft_deadline_s: float = field(
+        default=120.0,
+        metadata=Setting(
+            name="ttft-deadline",
+            parse=duration_between(0.001, 604_800),
+            metavar="TIME",
+            help="from a request's head to its first token; then 504. A request that cannot have it by then is refused"
+            " at once",
+            group="limits",
+            show=format_duration,
+        ),
+    )
+    inter_token_deadline_s: float = field(
+        default=30.0,
+        metadata=Setting(
+            name="inter-token-deadline",
+            parse=duration_between(0.001, 604_800),
+            metavar="TIME",
+            help="from one token of an answer to its next, less what a slow reader takes",
+            group="limits",
+            show=format_duration,
+        ),
+    )
+    total_deadline_s: float = field(
+        default=3600.0,
+        metadata=Setting(
+            name="total-deadline",
+            parse=duration_between(0.001, 604_800),
+            metavar="TIME",
+            help="from a request's head to its answer's end. Requests and tenants may ask for less",
             group="limits",
             show=format_duration,
         ),

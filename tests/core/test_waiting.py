@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from core.fairness import Tenant
+from core.fairness import OVER_SHARE_S, Tenant
 from core.sequence import Sequence, SequenceGroup
 from core.waiting import AGEING_S, TOP_CLASS, WaitingQueue, aged_class, bound_s
 from tests.fakes import make_request
@@ -59,10 +59,33 @@ def test_short_prompt_passes_a_long_one_that_came_a_little_earlier() -> None:
 
 
 def test_request_that_is_nearly_due_goes_first_in_its_class() -> None:
-    greedy = Tenant("greedy", counter_s=9.0)
+    greedy = Tenant("greedy", counter_s=OVER_SHARE_S)
     sequences = [waiting("first"), waiting("due", 1, tenant=greedy, latest_start_s=50.0), waiting("high", 2, 1)]
     assert drain(queue_of(*sequences), now=48.0)[-2:] == ["first", "due"]
     assert drain(queue_of(*sequences), now=49.0)[-2:] == ["due", "first"]
+
+
+def test_deadlines_do_not_let_a_tenant_pass_one_that_has_had_much_less() -> None:
+    flood, light = Tenant("flood"), Tenant("light")
+    due = [waiting(f"due{i}", i, tenant=flood, latest_start_s=1.0) for i in range(50)]
+    queue = queue_of(*due, waiting("light", 60, tenant=light))
+    num_before = 0
+    while (found := queue.head(5.0)) is not None and found[0].tenant is flood:
+        queue.admit(found[0], 5.0)
+        flood.charge(0.3)
+        num_before += 1
+    assert num_before == int(OVER_SHARE_S / 0.3) + 1
+    assert drain(queue, 5.0)[0] == "light"
+
+
+def test_due_tenant_over_its_share_does_not_hide_another_that_is_due() -> None:
+    flood, other, light = Tenant("flood", counter_s=9.0), Tenant("other", counter_s=1.0), Tenant("light")
+    sequences = [
+        waiting("flood", 0, tenant=flood, latest_start_s=1.0),
+        waiting("other", 1, tenant=other, latest_start_s=2.0),
+        waiting("light", 2, tenant=light),
+    ]
+    assert drain(queue_of(*sequences), now=5.0) == ["other", "light", "flood"]
 
 
 def test_removed_sequences_are_gone_and_come_back_to_their_place() -> None:

@@ -18,12 +18,15 @@ from typing import Any
 import h11
 
 from core.chat_template import ChatTemplate
+from core.config import INTER_TOKEN_TARGET
 from core.engine import Engine, EngineBroken
 from core.plan import RunnerLimits, StepOutput, StepPlan
 from core.scheduler import Scheduler
 from core.simulation import CostModel, SimulatedClock, SimulatedRunner
 from core.tokenizer import Tokenizer
 from core.types import EngineStats, FinishReason, Message, StepDelivery, TokenLogprobs
+from core.wait_estimate import Backlog, EngineRoom
+from server.admission import Admission
 from server.api.models import ServedModel
 from server.api.surface import GenerationDefaults
 from server.app import App, Readiness
@@ -31,6 +34,7 @@ from server.client_gate import ClientRules
 from server.config import ServerConfig
 from server.connection_limits import ConnectionLimits
 from server.cross_origin import CrossOrigin
+from server.deadlines import Deadlines
 from server.engine_client import EngineClient
 from server.gate import Gate
 from server.idempotency import Idempotency
@@ -38,6 +42,7 @@ from server.ledger_setup import OpenLedger, opened
 from server.lifecycle import Clock, Lifecycle, PromptReader
 from server.metrics import Metrics
 from server.prices import NO_PRICES, Prices
+from server.queue_limits import QueueLimits
 from server.tenants import Tenant
 from tests.core.chat_templates import CHATML
 from tests.core.small_tokenizers import SPECIAL, byte_level
@@ -47,6 +52,7 @@ from tests.server.virtual_loop import VirtualTimeLoop
 
 MODEL = "small"
 UNIX_S = 1_700_000_000.0
+SERVER_DEADLINES = ServerConfig().deadlines
 COST = CostModel(fixed_s=0.01, token_s=0.001)
 TOKENIZER = Tokenizer(byte_level().to_str())
 EOS_ID = SPECIAL.index("<|im_end|>")
@@ -224,6 +230,9 @@ class SimulatedServer:
         keys: tuple[str, ...] = (),
         tenants: tuple[Tenant, ...] = (),
         max_requests: int = 100,
+        max_queue_tokens: int = 100_000,
+        max_queue_bytes: int = 1_000_000,
+        deadlines: Deadlines = SERVER_DEADLINES,
         connection_limits: ConnectionLimits | None = None,
         is_ready: bool = True,
         origins: tuple[str, ...] = (),
@@ -281,8 +290,19 @@ class SimulatedServer:
             offload=_inline,
             metrics=self.metrics,
             max_body_bytes=100_000,
-            max_requests=max_requests,
+            admission=Admission(
+                QueueLimits(max_requests=max_requests, max_tokens=max_queue_tokens, max_bytes=max_queue_bytes),
+                EngineRoom(
+                    limits.max_sequences,
+                    limits.max_batch_tokens,
+                    limits.num_blocks * limits.block_size,
+                    INTER_TOKEN_TARGET,
+                ),
+                lambda: self.client.stats,
+                time,
+            ),
             max_sequences=limits.max_sequences,
+            deadlines=deadlines,
             idempotency=opening.idempotency,
             ledger=opening.ledger,
         )
@@ -384,6 +404,10 @@ class SimulatedServer:
         assert (self.stats.num_waiting, self.stats.num_running, self.stats.num_paused) == (0, 0, 0)
         assert not self.client._handles
         assert not self.lifecycle.active
+        admission = self.lifecycle.admission
+        assert (admission.num_requests, admission.num_bytes, admission.num_decoding) == (0, 0, 0)
+        assert not admission._lines
+        assert admission._waiting == Backlog()
         assert self.network.listener.num_handlers == 0
         assert not any(account.num_active or account.num_reserved for account in self.gate.quotas.accounts)
         submitted = [message.request.request_id for message in self.posted if hasattr(message, "request")]

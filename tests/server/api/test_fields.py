@@ -14,6 +14,7 @@ from server.api.completions import CompletionsSurface
 from server.api.responses import ResponsesSurface
 from server.api.surface import UNLIMITED_TOKENS, GenerationDefaults, RequestLimits
 from server.config_sources import load_config
+from server.deadlines import Deadlines
 from tests.server.api import wire
 from tests.server.api.wire import VOCAB_SIZE
 
@@ -129,7 +130,6 @@ def test_a_refusal_names_the_field(fields: dict[str, Any], expected: str) -> Non
         {"guided_json": {}},
         {"guided_regex": "a"},
         {"guided_grammar": "root ::= a"},
-        {"deadlines": {"ttft_ms": 5}},
     ],
 )
 def test_what_is_not_built_is_refused_on_every_surface(fields: dict[str, Any]) -> None:
@@ -246,6 +246,28 @@ def test_any_json_in_a_field_is_parsed_or_refused_by_name(name: str, value: obje
         assert 1 <= call.num_sequences <= 8
     assert named is not None
     assert named.startswith(name)
+
+
+@pytest.mark.parametrize(
+    ("deadlines", "param"),
+    [
+        ({"ttft_ms": 0}, "deadlines.ttft_ms"),
+        ({"total_ms": 1e12}, "deadlines.total_ms"),
+        ({"inter_token_ms": "5"}, "deadlines.inter_token_ms"),
+        ({"ttft": 5}, "deadlines"),
+        (5, "deadlines"),
+    ],
+)
+def test_deadlines_are_checked_on_every_surface(deadlines: Any, param: str) -> None:
+    for surface, ask in (
+        (ChatSurface(), ASK),
+        (CompletionsSurface(), {"prompt": "Hi"}),
+        (ResponsesSurface(), {"input": "Hi"}),
+    ):
+        assert wire.refusal(surface, **ask, deadlines=deadlines).param == param
+        assert wire.parse(surface, **ask, deadlines={"ttft_ms": 250, "total_ms": None}).deadlines == Deadlines(
+            ttft_s=0.25
+        )
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,82 @@
+"""An asyncio loop whose time jumps to the next timer when nothing is ready: nobody sleeps, every run is the same."""
+
+import asyncio
+import collections
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class Deadlock(Exception):
+    """Nothing is ready and no timer is set: what is awaited would never come."""
+
+
+class _NoFiles:
+    """Stands where a selector is: there are no files, and waiting is a jump in time."""
+
+    def __init__(self, loop: "VirtualTimeLoop") -> None:
+        self._loop = loop
+
+    def select(self, timeout: float | None) -> list[Any]:
+        if timeout is None:
+            raise Deadlock("nothing is ready and no timer is set")
+        if timeout > 0:
+            self._loop.jump()
+        return []
+
+    def close(self) -> None:
+        pass
+
+
+class VirtualTimeLoop(asyncio.BaseEventLoop):
+    """Run what is awaited with run_until_complete, or drive it from outside with settle and advance."""
+
+    _ready: collections.deque[asyncio.Handle]  # BaseEventLoop's own
+    _scheduled: list[asyncio.TimerHandle]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._now = 0.0
+        self._selector = _NoFiles(self)
+
+    def time(self) -> float:
+        return self._now
+
+    def next_timer(self) -> float | None:
+        """When the next timer fires."""
+        return min((timer.when() for timer in self._scheduled if not timer.cancelled()), default=None)
+
+    def jump(self) -> None:
+        """Go to the next timer."""
+        when = self.next_timer()
+        if when is not None:
+            self._now = max(self._now, when)
+
+    def settle(self) -> None:
+        """Run until nothing is ready; time stands still."""
+        while self._ready:
+            self._run_once_now()
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass, and everything happen that it brings."""
+        target = self._now + seconds
+        self.settle()
+        while (when := self.next_timer()) is not None and when <= target:
+            self._now = max(self._now, when)
+            self._run_once_now()
+            self.settle()
+        self._now = target
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return self.run_until_complete(coroutine)
+
+    def _run_once_now(self) -> None:
+        self.call_soon(self.stop)
+        self.run_forever()
+
+    def _process_events(self, event_list: list[Any]) -> None:
+        pass
+
+    def _write_to_self(self) -> None:
+        pass

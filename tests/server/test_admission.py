@@ -1,0 +1,249 @@
+"""Who may join the queue: bounds, early refusals, expected waits, and what is told to those who are sent away."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from hashlib import sha256
+from typing import Any
+
+import pytest
+
+from core.plan import RunnerLimits
+from core.types import EngineStats, Request, SamplingParams, Submit, Usage
+from core.wait_estimate import MOST_MARGIN, EngineRoom
+from server.admission import Admission, Asker, Place
+from server.deadlines import DeadlineTable
+from server.lifecycle import OFFLOAD_BYTES
+from server.queue_limits import QueueLimits
+from server.tenants import Tenant
+from tests.server.fakes import MemoryTransport
+from tests.server.simulated_server import STREAM, TOKENIZER, Answer, SimulatedServer, answers, completion, request
+
+ONE_AT_A_TIME = RunnerLimits(64, 4, 1, 16, 200, TOKENIZER.vocab_size)
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n%sContent-Length: %d\r\n\r\n"
+
+
+@contextmanager
+def serving(**arguments: Any) -> Iterator[SimulatedServer]:
+    """A server whose end is checked: nothing is held for anybody."""
+    with closing(SimulatedServer(**arguments)) as server:
+        yield server
+
+
+def the_answer(transport: MemoryTransport) -> Answer:
+    (answer,) = answers(bytes(transport.received))
+    return answer
+
+
+def code(answer: Answer) -> tuple[int, str]:
+    return answer.status, answer.json["error"]["code"]
+
+
+def measured(server: SimulatedServer) -> None:
+    """Let the cost model learn."""
+    server.ask(completion(max_tokens=30))
+
+
+def num_submitted(server: SimulatedServer) -> int:
+    return len([message for message in server.posted if isinstance(message, Submit)])
+
+
+# Bounds
+
+
+def test_prompts_that_wait_are_bounded_in_tokens() -> None:
+    with serving(limits=ONE_AT_A_TIME, max_queue_tokens=60) as server:
+        first = server.send(completion(max_tokens=30))
+        server.step()
+        waiting = server.send(completion(prompt=[5] * 40))
+        refused = server.send(completion(prompt=[5] * 30))
+        short = server.send(completion(prompt=[5] * 20))
+        assert code(the_answer(refused)) == (503, "overloaded")
+        assert "40 prompt tokens waiting" in the_answer(refused).json["error"]["message"]
+        early = server.send(HEAD % (b"", 50))
+        assert code(the_answer(early)) == (503, "overloaded")  # its body has not come
+        server.run()
+        assert [the_answer(one).status for one in (first, waiting, short)] == [200, 200, 200]
+
+
+def test_one_prompt_alone_may_be_longer_than_the_bound() -> None:
+    with serving(max_queue_tokens=10) as server:
+        assert server.ask(completion(prompt=[5] * 40)).status == 200
+
+
+def test_bodies_that_wait_to_be_tokenized_are_bounded() -> None:
+    with serving(max_queue_bytes=2 * OFFLOAD_BYTES) as server:
+        gate: asyncio.Future[None] = server.loop.create_future()
+
+        async def offload(work: Callable[[], Any]) -> Any:
+            await gate
+            return work()
+
+        server.lifecycle.offload = offload
+        large = {"user": "z" * OFFLOAD_BYTES}
+        first = server.send(completion(**large))
+        second = server.send(request("POST", "/tokenize", {"prompt": "step", **large}))
+        assert code(the_answer(second)) == (503, "overloaded")
+        early = server.send(HEAD % (b"", 2 * OFFLOAD_BYTES))
+        assert code(the_answer(early)) == (503, "overloaded")
+        small = server.send(completion(max_tokens=1))
+        gate.set_result(None)
+        server.run()
+        assert [the_answer(one).status for one in (first, small)] == [200, 200]
+        assert server.ask(request("POST", "/tokenize", {"prompt": "step", **large})).status == 200
+
+
+def test_one_body_alone_may_be_larger_than_the_bound() -> None:
+    with serving(max_queue_bytes=100) as server:
+        assert server.ask(completion(user="z" * OFFLOAD_BYTES)).status == 200
+
+
+def test_refused_are_told_to_come_back_when_the_queue_has_drained() -> None:
+    with serving(limits=ONE_AT_A_TIME, max_requests=8) as server:
+        for _ in range(8):
+            server.send(completion(prompt=[6] * 20, max_tokens=150))
+        server.run_for(5)  # one leaves the queue in about 1.7 s
+        server.send(completion(prompt=[6], max_tokens=150))
+        while server.stats.num_waiting + server.stats.num_running < 8:
+            server.send(completion(prompt=[6], max_tokens=150))
+            server.step()
+        refused = the_answer(server.send(completion()))
+        assert code(refused) == (503, "overloaded")
+        assert 5 < float(refused.headers["retry-after-ms"]) / 1e3 < 20
+        assert f"Try again in {refused.headers['retry-after']} s" in refused.json["error"]["message"]
+
+
+# Deadlines
+
+
+@pytest.mark.parametrize("how", [{}, STREAM])
+def test_deadline_that_cannot_be_met_is_refused_at_once(how: dict[str, Any]) -> None:
+    with serving(limits=ONE_AT_A_TIME) as server:
+        measured(server)
+        busy = server.send(completion(max_tokens=150))
+        for _ in range(5):
+            server.step()
+        before = num_submitted(server)
+        refused = the_answer(server.send(completion(deadlines={"ttft_ms": 200}, **how)))
+        assert code(refused) == (503, "deadline_unattainable")
+        assert "is expected in" in refused.json["error"]["message"]
+        assert "is in 200 ms" in refused.json["error"]["message"]
+        assert int(refused.headers["retry-after"]) >= 1
+        assert num_submitted(server) == before
+        patient = server.send(completion(deadlines={"ttft_ms": 60_000}, **how))
+        server.run()
+        assert (the_answer(busy).status, the_answer(patient).status) == (200, 200)
+
+
+def test_idle_server_tries_what_it_has_thought_too_slow() -> None:
+    with serving() as server:
+        measured(server)
+        server.lifecycle.admission.margin.factor = MOST_MARGIN
+        assert server.ask(completion(prompt=[5] * 100, deadlines={"ttft_ms": 300})).status == 200
+
+
+def test_deadline_shorter_than_a_step_is_refused_even_by_an_idle_server() -> None:
+    with serving() as server:
+        measured(server)
+        answer = server.ask(completion(deadlines={"ttft_ms": 5}))
+        assert code(answer) == (503, "deadline_unattainable")
+
+
+def test_tenants_deadline_refuses_before_the_body_is_read() -> None:
+    hurried, other = (
+        Tenant(name=name, key_sha256=(sha256(name.encode()).hexdigest(),), deadlines=DeadlineTable(ttft_ms=ttft_ms))
+        for name, ttft_ms in (("hurried", 50), ("other", None))
+    )
+    with serving(limits=ONE_AT_A_TIME, tenants=(hurried, other)) as server:
+        data = completion(max_tokens=150).replace(b"\r\n", b"\r\nx-api-key: other\r\n", 1)
+        busy = server.send(data)
+        for _ in range(30):
+            server.step()
+        refused = server.send(HEAD % (b"x-api-key: hurried\r\n", 50))
+        assert code(the_answer(refused)) == (503, "deadline_unattainable")
+        server.run()
+        assert the_answer(busy).status == 200
+
+
+def test_flood_of_one_tenant_refuses_nobody_elses_requests() -> None:
+    flood, light = (Tenant(name=name, key_sha256=(sha256(name.encode()).hexdigest(),)) for name in ("flood", "light"))
+    limits = RunnerLimits(64, 4, 8, 16, 200, TOKENIZER.vocab_size)
+
+    def keyed(name: str, **fields: Any) -> bytes:
+        return completion(**fields).replace(b"\r\n", f"\r\nx-api-key: {name}\r\n".encode(), 1)
+
+    with serving(limits=limits, tenants=(flood, light)) as server:
+        for i in range(40):
+            server.send(keyed("flood", prompt=[i] * 60, max_tokens=4, deadlines={"ttft_ms": 60_000}))
+        for _ in range(30):
+            server.step()
+        in_time = {"deadlines": {"ttft_ms": 1500}}
+        refused = server.send(keyed("flood", prompt=[50] * 60, max_tokens=4, **in_time))
+        served = server.send(keyed("light", prompt=[5] * 10, max_tokens=4, **in_time))
+        server.run()
+        assert code(the_answer(refused)) == (503, "deadline_unattainable")
+        assert the_answer(served).status == 200
+
+
+# The order of lines
+
+
+def make_request(name: str, tenant: str, priority: int = 0, deadline_s: float | None = None, share: int = 1) -> Request:
+    return Request(
+        request_id=name,
+        prompt_ids=(1,) * 10,
+        sampling=SamplingParams(max_tokens=1),
+        arrival_s=0.0,
+        tenant=tenant,
+        share=share,
+        priority=priority,
+        deadline_s=deadline_s,
+    )
+
+
+def queue_of(*requests: Request) -> tuple[Admission, list[Place]]:
+    limits = QueueLimits(max_requests=100, max_tokens=10_000, max_bytes=10_000)
+    admission = Admission(limits, EngineRoom(8, 64, 1000, None), EngineStats, lambda: 0.0)
+    places = []
+    for one in requests:
+        place = admission.enter(1)
+        place.admit([one], 100.0, 0.0)
+        places.append(place)
+    return admission, places
+
+
+def num_ahead(admission: Admission, tenant: str, priority: int = 0, share: int = 1, is_due: bool = False) -> float:
+    return admission.ahead_of(Asker(priority, tenant, share, is_due)).num_requests
+
+
+def test_own_requests_and_higher_classes_are_ahead_and_of_others_a_fair_share() -> None:
+    admission, _ = queue_of(
+        *(make_request(f"a{i}", "a") for i in range(6)),
+        *(make_request(f"b{i}", "b", priority=1) for i in range(3)),
+    )
+    assert num_ahead(admission, "a") == 9
+    assert num_ahead(admission, "c") == 1 + 3
+    assert num_ahead(admission, "c", share=2) == 1 + 3
+    assert num_ahead(admission, "b", priority=1) == 3
+    assert num_ahead(admission, "c", priority=2) == 0
+
+
+def test_share_of_a_tenant_says_how_many_of_its_requests_go_before() -> None:
+    admission, _ = queue_of(*(make_request(f"a{i}", "a", share=3) for i in range(9)), make_request("b", "b"))
+    assert num_ahead(admission, "b") == 1 + 6
+
+
+def test_deadlines_pass_those_without() -> None:
+    admission, _ = queue_of(make_request("a", "a"), make_request("b", "a", deadline_s=5.0))
+    assert num_ahead(admission, "a", is_due=True) == 1
+    assert num_ahead(admission, "a") == 2
+
+
+def test_who_has_its_first_token_or_leaves_is_ahead_no_more() -> None:
+    admission, (first, second, _) = queue_of(*(make_request(name, "a") for name in "abc"))
+    first.on_first_token(0, 1.0)
+    second.leave(None, 1.0)
+    assert (num_ahead(admission, "a"), admission.num_decoding, admission.num_requests) == (1, 1, 2)
+    first.on_choice_end()
+    first.leave(Usage(num_prompt_tokens=10, num_completion_tokens=1), 2.0)
+    assert (admission.num_decoding, admission.num_requests, admission.num_bytes) == (0, 1, 1)

@@ -1,0 +1,249 @@
+"""Text rules: what they find, what they hold back, and what becomes of prompts and answers that break them."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from core.errors import ExitCode, StartupError
+from core.types import Cancel, FinishReason
+from server.config import ServerConfig
+from server.tenants import Tenant, parse_tenants
+from server.text_rules import TextRule, rule_book
+from server.text_screen import HELD_CHARS, TextScreen
+from tests.server.simulated_server import (
+    STREAM,
+    TOKENIZER,
+    Schedule,
+    SimulatedServer,
+    at_once,
+    chat,
+    completion,
+    late_by,
+    request,
+    token_by_token,
+)
+
+pieces = st.lists(st.text(alphabet="abcß X", max_size=4), max_size=12)
+rules = st.lists(
+    st.one_of(
+        st.builds(TextRule, phrase=st.text(alphabet="abcX", min_size=1, max_size=4), ignore_case=st.booleans()),
+        st.sampled_from(["ab+c", r"\bab$", "a[^x]c", "(?i)x+ b", "b{2,}"]).map(lambda one: TextRule(pattern=one)),
+    ),
+    min_size=1,
+    max_size=3,
+).map(tuple)
+
+
+def screen(texts: Sequence[str], *forbidden: TextRule) -> tuple[list[str], bool]:
+    """What comes out with each text, and at last; and whether a rule was broken."""
+    tested = TextScreen(rule_book(tuple(forbidden)).on_answer)
+    shown = [tested.push(text) for text in texts]
+    return [*shown, tested.finish()], tested.is_hit
+
+
+@given(texts=pieces, forbidden=rules)
+def test_nothing_forbidden_is_shown_and_nothing_else_is_kept(texts: list[str], forbidden: tuple[TextRule, ...]) -> None:
+    text = "".join(texts)
+    shown, is_hit = screen(texts, *forbidden)
+    out = "".join(shown)
+    matchers = rule_book(forbidden).on_answer
+    assert text.startswith(out)
+    found = [span for matcher in matchers if (span := matcher.find(text, 0))]
+    if found:
+        assert is_hit
+        assert len(out) <= min(begin for begin, _ in found)
+    elif not is_hit:
+        assert out == text
+
+
+def test_text_is_held_only_while_it_may_be_a_match() -> None:
+    shown, is_hit = screen(["the se", "cond", " sec", "ret", " is"], TextRule(phrase="secret"))
+    assert (shown, is_hit) == (["the ", "second", " ", "", "", ""], True)
+    assert screen(["a sk", "y, sk-", "1"], TextRule(pattern="sk-[a-z]{3}"))[0] == ["a ", "sky, ", "sk-1", ""]
+
+
+def test_case_is_ignored_where_a_rule_says_so() -> None:
+    assert screen(["My SeCr", "ET"], TextRule(phrase="secret", ignore_case=True)) == (["My ", "", ""], True)
+    assert screen(["My SeCr", "ET"], TextRule(phrase="secret")) == (["My SeCr", "ET", ""], False)
+    assert screen(["AB", "C!"], TextRule(pattern="abc", ignore_case=True))[1]
+
+
+def test_end_of_the_text_so_far_is_not_its_end() -> None:
+    rule = TextRule(pattern=r"\bend$")
+    assert screen(["the end", "less end"], rule) == (["the ", "endless ", ""], True)
+    assert screen(["the end", "less week"], rule) == (["the ", "endless week", ""], False)
+    assert not screen(["xend"], rule)[1]
+    assert not screen(["an x", "end"], rule)[1]
+
+
+def test_patterns_hold_no_more_than_their_bound() -> None:
+    shown, is_hit = screen(["(" + "x" * (HELD_CHARS - 1), "y" * 10, ")"], TextRule(pattern=r"\([^)]*\)"))
+    assert not is_hit
+    assert shown[0] == ""
+    assert len("".join(shown[:2])) == 10
+    assert screen(["x" * 50, "(" + "y" * 200, ") "], TextRule(pattern=r"\([^)]*\)"))[1]
+
+
+# Configuration
+
+
+def tenants_of(rules: str) -> tuple[Tenant, ...]:
+    import tomllib
+
+    text = f'[[tenants]]\nname = "acme"\ntext_rules = {rules}'
+    return parse_tenants(tomllib.loads(text)["tenants"], Path("steploop.toml"))
+
+
+@pytest.mark.parametrize(
+    ("rules", "words"),
+    [
+        ("[{phrase = 'a', pattern = 'b'}]", ["either a phrase or a pattern"]),
+        ("[{ignore_case = true}]", ["either a phrase or a pattern"]),
+        ("[{phrase = ''}]", ["phrase"]),
+        ("[{pattern = '(a'}]", ["acme", "'(a'", "missing )", "re2/wiki/Syntax"]),
+        ("[{pattern = '(a)\\1'}]", ["acme", "re2/wiki/Syntax"]),
+        ("[{pattern = 'a*'}]", ["matches where nothing stands"]),
+        ("[{words = 'a'}]", ["unknown field `words`", "phrase, pattern, ignore_case, on"]),
+        ("[{phrase = 'a', on = 'answers'}]", ["answers"]),
+    ],
+)
+def test_bad_rules_stop_the_start_with_what_is_wrong(rules: str, words: list[str]) -> None:
+    with pytest.raises(StartupError) as caught:
+        tenants_of(rules)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+    assert caught.value.exit_code == ExitCode.CONFIGURATION
+
+
+def test_patterns_without_their_library_stop_the_start_and_phrases_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "re2", None)
+    assert tenants_of("[{phrase = 'a'}]")[0].text_rules
+    with pytest.raises(StartupError, match=r"steploop\[rules\]") as caught:
+        tenants_of("[{pattern = 'ab'}]")
+    assert caught.value.exit_code == ExitCode.VERSION
+
+
+# The whole server
+
+
+@contextmanager
+def serving(*rules: TextRule, schedule: Schedule = at_once) -> Iterator[SimulatedServer]:
+    tenant = Tenant(name="acme", key_sha256=(sha256(b"k").hexdigest(),), text_rules=rules)
+    with closing(SimulatedServer(tenants=(tenant,), schedule=schedule)) as server:
+        yield server
+
+
+def keyed(data: bytes) -> bytes:
+    return data.replace(b"\r\n", b"\r\nx-api-key: k\r\n", 1)
+
+
+def free_text(data: bytes) -> str:
+    with serving() as server:
+        return server.ask(keyed(data)).text()
+
+
+def word_within(text: str) -> str:
+    """Three characters from the middle, of which the first stands there only."""
+    return next(text[i : i + 3] for i in range(len(text) // 2, len(text)) if text.count(text[i : i + 3]) == 1)
+
+
+@pytest.mark.parametrize("schedule", [at_once, token_by_token, late_by(0.035)])
+@pytest.mark.parametrize("how", [{}, STREAM])
+@pytest.mark.parametrize("make", [chat, completion])
+def test_answer_ends_before_what_it_must_not_say(make: Any, how: dict[str, Any], schedule: Schedule) -> None:
+    text = free_text(make(max_tokens=40))
+    word = word_within(text)
+    with serving(TextRule(phrase=word), schedule=schedule) as server:
+        answer = server.ask(keyed(make(max_tokens=40, **how)))
+        assert answer.text() == text[: text.index(word)]
+        assert answer.finish_reason() == "content_filter"
+        assert answer.usage["completion_tokens"] < 40
+        assert server.metrics.finished == {FinishReason.CONTENT_FILTER: 1}
+        (cancel,) = [message for message in server.posted if isinstance(message, Cancel)]
+        assert cancel.reason is FinishReason.CONTENT_FILTER
+
+
+def test_rule_that_is_broken_by_the_last_token_counts() -> None:
+    text = free_text(completion())
+    with serving(TextRule(phrase=text[-3:] if text.count(text[-3:]) == 1 else text[-6:])) as server:
+        answer = server.ask(keyed(completion(**STREAM)))
+        assert answer.finish_reason() == "content_filter"
+        assert text.startswith(answer.text())
+        assert len(answer.text()) < len(text)
+
+
+def test_other_choices_go_on() -> None:
+    with serving() as server:
+        free = server.ask(keyed(completion(max_tokens=30, n=2)))
+        texts = [free.text(0), free.text(1)]
+    word = next(texts[0][i : i + 3] for i in range(len(texts[0])) if texts[0][i : i + 3] not in texts[1])
+    with serving(TextRule(phrase=word)) as server:
+        answer = server.ask(keyed(completion(max_tokens=30, n=2, **STREAM)))
+        assert [answer.finish_reason(i) for i in range(2)] == ["content_filter", "length"]
+        assert answer.text(1) == texts[1]
+
+
+def test_responses_are_incomplete_by_the_filter() -> None:
+    body = {"model": "small", "input": "step", "seed": 7, "max_output_tokens": 40, "ignore_eos": True}
+    with serving() as server:
+        text = server.ask(keyed(request("POST", "/v1/responses", body))).json["output"][0]["content"][0]["text"]
+    with serving(TextRule(phrase=word_within(text))) as server:
+        answer = server.ask(keyed(request("POST", "/v1/responses", body))).json
+        assert answer["incomplete_details"] == {"reason": "content_filter"}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        chat(messages=[{"role": "user", "content": "the magic word"}]),
+        chat(messages=[{"role": "user", "content": [{"type": "text", "text": "a magic one"}]}]),
+        completion(prompt="some magic"),
+        completion(prompt=list(TOKENIZER.encode("magic"))),
+        completion(prompt=["fine", "Magic magic"]),
+    ],
+)
+def test_prompt_that_breaks_a_rule_is_a_400(data: bytes) -> None:
+    with serving(TextRule(phrase="magic", on="prompt")) as server:
+        answer = server.ask(keyed(data))
+        assert (answer.status, answer.json["error"]["code"]) == (400, "content_filter")
+        assert answer.json["error"]["param"]
+        assert not server.posted
+        assert server.metrics.refused == {"content_filter": 1}
+
+
+def test_rules_count_where_they_say() -> None:
+    text = free_text(completion())
+    with serving(TextRule(phrase=text[2:5], on="prompt"), TextRule(phrase="The engine", on="answer")) as server:
+        assert server.ask(keyed(completion())).text() == text
+
+
+def test_logprobs_must_not_tell_what_is_held_back() -> None:
+    with serving(TextRule(phrase="magic", on="answer")) as server:
+        answer = server.ask(keyed(completion(logprobs=1)))
+        assert (answer.status, answer.json["error"]["param"]) == (400, "logprobs")
+    with serving(TextRule(phrase="magic", on="prompt")) as server:
+        assert server.ask(keyed(completion(logprobs=1))).status == 200
+
+
+def test_stop_string_that_comes_first_ends_the_text_as_without_rules() -> None:
+    text = free_text(chat(max_tokens=40))
+    stop = word_within(text)
+    with serving(TextRule(phrase="never said at all")) as server:
+        answer = server.ask(keyed(chat(max_tokens=40, stop=stop, **STREAM)))
+        assert (answer.text(), answer.finish_reason()) == (text[: text.index(stop)], "stop")
+
+
+def test_reload_puts_new_rules_in_force() -> None:
+    with serving() as server:
+        assert server.ask(keyed(completion(prompt="some magic"))).status == 200
+        (tenant,) = server.gate.directory.tenants.values()
+        changed = msgspec.structs.replace(tenant, text_rules=(TextRule(pattern="m[aeiou]gic"),))
+        server.gate.prepare(ServerConfig(tenants=(changed,)))()
+        assert server.ask(keyed(completion(prompt="some magic"))).status == 400
