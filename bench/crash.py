@@ -29,12 +29,12 @@ from bench.client import ConnectionPool, Exchange, Recorder
 from bench.null_server import load
 from bench.peer import MODEL
 from bench.wire import encode_request
-from server import ledger
 from server.config import ServerConfig
-from server.ledger_journal import open_journal
-from server.ledger_records import LedgerRow, State
-from server.ledger_store import LedgerStore
-from server.logs import configure_logging
+from server.ledger import ledger
+from server.ledger.journal import open_journal
+from server.ledger.records import LedgerRow, State
+from server.ledger.store import LedgerStore
+from server.observing.logs import configure_logging
 from server.process import Server
 
 NUM_CLIENTS = 12

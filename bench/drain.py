@@ -57,7 +57,7 @@ def serve_in_child(pipe: Connection, plan: RoundPlan) -> None:
 
     from bench.null_server import load
     from server.config import ServerConfig
-    from server.logs import configure_logging
+    from server.observing.logs import configure_logging
     from server.process import Server
 
     configure_logging("error", "text")

@@ -20,13 +20,13 @@ from joserfc.jwk import ECKey, OKPKey, RSAKey
 from bench.results import RESULTS_DIR, Table, command_line, print_tables, write_result
 from core.errors import ServiceError
 from core.types import Request, SamplingParams, Usage
-from server.auth import Authenticator, Caller, make_directory
-from server.jwks import KeySource
-from server.jwt_auth import JwtRules, JwtVerifier
-from server.messages import Headers, HttpRequest
-from server.peer import ClientCertificate
-from server.quota import S_NS, Moment, Quotas
-from server.tenants import Limits, Tenant
+from server.gate.auth import Authenticator, Caller, make_directory
+from server.gate.jwks import KeySource
+from server.gate.jwt_auth import JwtRules, JwtVerifier
+from server.gate.quota import S_NS, Moment, Quotas
+from server.gate.tenants import Limits, Tenant
+from server.wire.messages import Headers, HttpRequest
+from server.wire.peer import ClientCertificate
 
 NUM_KEYS = 10_000
 TURN_S = 0.05

@@ -30,7 +30,7 @@ from bench.results import RESULTS_DIR, Cell, Table, command_line, print_tables, 
 from core.types import StepDelivery
 from server.config import ServerConfig
 from server.engine_thread import Inbox
-from server.logs import configure_logging
+from server.observing.logs import configure_logging
 from server.process import SWITCH_INTERVAL_S, LoadedEngine, Server
 
 STREAMS = 64

@@ -19,11 +19,11 @@ import uvloop
 from bench.measures import summarize
 from bench.results import RESULTS_DIR, Table, command_line, print_tables, write_result
 from core.types import Cost, Usage
-from server.ledger import End, Ledger, Subject
-from server.ledger_journal import Written, open_journal
-from server.ledger_records import Write
-from server.ledger_thread import LedgerThread, Tell, Writer
-from server.prices import ModelPrice, Prices
+from server.ledger.journal import Written, open_journal
+from server.ledger.ledger import End, Ledger, Subject
+from server.ledger.prices import ModelPrice, Prices
+from server.ledger.records import Write
+from server.ledger.thread import LedgerThread, Tell, Writer
 
 AT_ONCE = (1, 16, 64, 256)
 MODEL = "m"

@@ -25,10 +25,10 @@ from core.scheduler import Scheduler
 from core.tokenizer import Tokenizer
 from core.types import StepDelivery
 from server import engine_client
+from server.commands.model_files import GenerationDefaults, ModelFiles
 from server.config import ServerConfig
 from server.engine_thread import Inbox
-from server.logs import configure_logging
-from server.model_files import GenerationDefaults, ModelFiles
+from server.observing.logs import configure_logging
 from server.process import EngineFacts, LoadedEngine, serve
 
 MAX_MODEL_LEN = 16_384

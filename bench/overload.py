@@ -32,21 +32,22 @@ from core.scheduler import Scheduler
 from core.simulation import CostModel, SimulatedClock, SimulatedRunner
 from core.types import Message, StepDelivery
 from core.wait_estimate import EngineRoom
-from server.admission import Admission
 from server.api.models import ServedModel
 from server.api.surface import GenerationDefaults
 from server.app import App, Readiness
+from server.clock import Clock
 from server.config import ServerConfig
-from server.deadlines import ANY_TIME
 from server.engine_client import EngineClient
-from server.gate import Gate
-from server.idempotency import Idempotency
-from server.lifecycle import Clock, Lifecycle, PromptReader
-from server.messages import Headers, HttpRequest, ResponseHead
-from server.metrics import Metrics
-from server.peer import Peer
-from server.queue_limits import QueueLimits
-from server.stream import HttpStream
+from server.gate.admission import Admission
+from server.gate.deadlines import ANY_TIME
+from server.gate.gate import Gate
+from server.gate.queue_limits import QueueLimits
+from server.ledger.idempotency import Idempotency
+from server.lifecycle import Lifecycle, PromptReader
+from server.observing.metrics import Metrics
+from server.wire.messages import Headers, HttpRequest, ResponseHead
+from server.wire.peer import Peer
+from server.wire.stream import HttpStream
 
 MODEL = "simulated"
 LOADS = (0.2, 0.4, 0.6, 0.8, 1.0, 1.25, 1.5, 2.0, 2.5, 3.0)

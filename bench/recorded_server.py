@@ -22,10 +22,10 @@ from core.plan import Runner, RunnerLimits, StepOutput, StepPlan
 from core.scheduler import Scheduler
 from core.sequence import Sequence as ScheduledSequence
 from core.types import FinishReason, Request, StepDelivery
+from server.commands.model_files import ModelFiles, read_model_files
 from server.config import ServerConfig
 from server.engine_thread import Inbox
-from server.logs import configure_logging
-from server.model_files import ModelFiles, read_model_files
+from server.observing.logs import configure_logging
 from server.process import LoadedEngine, serve
 
 

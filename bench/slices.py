@@ -23,7 +23,7 @@ from core.types import StepDelivery
 from server import engine_client
 from server.config import ServerConfig
 from server.engine_thread import Inbox
-from server.logs import configure_logging
+from server.observing.logs import configure_logging
 from server.process import SWITCH_INTERVAL_S, LoadedEngine, Server
 
 SIZES = (16, 32, 64, 128, 256)

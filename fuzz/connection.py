@@ -6,9 +6,9 @@ from typing import Any
 
 from core.errors import ErrorKind, ServiceError
 from fuzz.frames import stream_of_frames
-from server.connection_limits import ConnectionLimits
-from server.messages import ResponseHead
-from server.stream import HttpStream
+from server.wire.connection_limits import ConnectionLimits
+from server.wire.messages import ResponseHead
+from server.wire.stream import HttpStream
 from tests.server.fakes import MemoryServer, MemoryTransport
 
 _LIMITS = ConnectionLimits()

@@ -3,7 +3,7 @@
 from collections import Counter
 
 from fuzz.frames import stream_of_frames
-from server.frame_gate import (
+from server.wire.frame_gate import (
     CONTINUATION,
     FRAME_HEADER,
     GOAWAY,
@@ -16,7 +16,7 @@ from server.frame_gate import (
     SETTINGS,
     FrameGate,
 )
-from server.frame_limits import FrameLimits
+from server.wire.frame_limits import FrameLimits
 
 _NUM_READS = 2_000  # at most, so that an input takes no longer than it is worth
 _END_HEADERS = 0x4

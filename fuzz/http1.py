@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import h11
 
-from server.http1 import Http1Protocol
-from server.http1_prefilter import HeadLimits
-from server.messages import BodyChunk, Event, Http2Preface, HttpRequest, ProtocolViolation, ResponseHead
+from server.wire.http1 import Http1Protocol
+from server.wire.http1_prefilter import HeadLimits
+from server.wire.messages import BodyChunk, Event, Http2Preface, HttpRequest, ProtocolViolation, ResponseHead
 
 _LIMITS = HeadLimits()
 _SIZE_LINE_BYTES = 256

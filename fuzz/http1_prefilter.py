@@ -2,7 +2,7 @@
 
 import h11
 
-from server.http1_prefilter import Framing, HeadLimits, HeadRefused, LineScanner, check_head
+from server.wire.http1_prefilter import Framing, HeadLimits, HeadRefused, LineScanner, check_head
 
 _LIMITS = HeadLimits()
 

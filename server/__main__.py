@@ -136,10 +136,10 @@ def model_path(config: "ServerConfig", is_offline: bool = False) -> Path:
         is_offline: fetch nothing.
 
     Raises:
-        StartupError: see server.hub.fetch.
+        StartupError: see server.commands.hub.fetch.
     """
-    from server.hub import environment_hub, fetch
-    from server.progress import MIN_FETCHED_BYTES, byte_progress
+    from server.commands.hub import environment_hub, fetch
+    from server.commands.progress import MIN_FETCHED_BYTES, byte_progress
     from server.values import HubId
 
     if isinstance(config.model, HubId):
@@ -156,9 +156,9 @@ def engine_loader(config: "ServerConfig") -> "LoadEngine":
     from core.config import parse_model_config
     from core.engine import Engine
     from core.scheduler import Scheduler
-    from server.model_files import read_model_files
+    from server.commands.model_files import read_model_files
+    from server.commands.progress import MIN_LOADED_BYTES, byte_progress
     from server.process import EngineFacts, LoadedEngine
-    from server.progress import MIN_LOADED_BYTES, byte_progress
 
     def load(
         inbox: "Inbox", deliver: "Callable[[StepDelivery], None]", report_stage: "Callable[[str], None]"
@@ -201,7 +201,7 @@ def engine_loader(config: "ServerConfig") -> "LoadEngine":
 
 
 def served_name(config: "ServerConfig") -> str:
-    from server.model_files import is_gguf
+    from server.commands.model_files import is_gguf
     from server.values import HubId
 
     if config.served_model_name is not None:

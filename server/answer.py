@@ -8,24 +8,24 @@ import msgspec
 
 from core.errors import ErrorKind, ServiceError
 from core.types import Cost, Delta, EngineMark, FinishReason, Prefilling, Request, TokenLogprobs, Usage
-from server.admission import Place
-from server.allowance import Allowance
 from server.api.envelope import WIRE_REASONS, cut_short, status_of
 from server.api.surface import Choice, Extras, GenerationCall, ReplyContext, Surface
 from server.backend import NEVER, Backend, GenerationHandle
 from server.deadline import DeadlineTimer
-from server.deadline_watch import DeadlineWatch
-from server.deadlines import Deadlines
+from server.gate.admission import Place
+from server.gate.allowance import Allowance
+from server.gate.deadline_watch import DeadlineWatch
+from server.gate.deadlines import Deadlines
+from server.gate.queue_news import QueueNews
+from server.gate.quota import Ticket
+from server.gate.text_rules import Matcher
 from server.held_body import HeldBody
-from server.ledger import End, Entry, unavailable
-from server.messages import Headers, ResponseHead
-from server.metrics import Metrics
-from server.queue_news import QueueNews
-from server.quota import Ticket
-from server.sse import KEEP_ALIVE, comment
-from server.stream import HttpStream
-from server.text_rules import Matcher
-from server.timing import MS_NS, Stage, StageClock
+from server.ledger.ledger import End, Entry, unavailable
+from server.observing.metrics import Metrics
+from server.observing.timing import MS_NS, Stage, StageClock
+from server.wire.messages import Headers, ResponseHead
+from server.wire.sse import KEEP_ALIVE, comment
+from server.wire.stream import HttpStream
 
 KEEP_ALIVE_S = 15.0  # of silence on a stream before a comment goes out (DESIGN, Answers)
 

@@ -14,7 +14,6 @@ from urllib.parse import unquote
 
 from core.errors import ErrorKind, ServiceError
 from core.types import EngineStats
-from server.accounting import NO_REQUEST, Account, Accounting, status_told
 from server.answer import JSON_TYPE, answer_headers, content_headers, send_document
 from server.api import admin, models, tokenize
 from server.api.chat import ChatSurface
@@ -23,28 +22,30 @@ from server.api.envelope import PROTOCOL_CODES, error_body, protocol_error_body,
 from server.api.responses import ResponsesSurface, input_tokens_reply
 from server.api.surface import Surface
 from server.api.usage import NO_LEDGER, parse_usage, usage_reply
-from server.auth import Caller
 from server.backend import Backend
-from server.cross_origin import CrossOrigin
-from server.exposition import CONTENT_TYPE
-from server.flight_recorder import Flight
-from server.gate import Gate
-from server.keys import Scope
-from server.lifecycle import Clock, Lifecycle
-from server.listener import Listener
-from server.logs import current_request_id, current_trace_id
-from server.messages import Headers, HttpRequest, ResponseHead
-from server.metrics import Metrics
-from server.peer import Peer
-from server.quota import Ticket
-from server.rate_limit_fields import show_limits
-from server.refusals import DENIED
-from server.request_ids import client_request_id
-from server.stream import ClientDisconnected, HttpStream
-from server.timelines import requests_reply, timeline_reply
-from server.timing import Stage, StageClock
-from server.trace_context import TraceContext, continue_trace
-from server.usage_report import read_usage
+from server.clock import Clock
+from server.gate.auth import Caller
+from server.gate.cross_origin import CrossOrigin
+from server.gate.gate import Gate
+from server.gate.keys import Scope
+from server.gate.quota import Ticket
+from server.gate.rate_limit_fields import show_limits
+from server.ledger.usage_report import read_usage
+from server.lifecycle import Lifecycle
+from server.listening.listener import Listener
+from server.listening.refusals import DENIED
+from server.observing.accounting import NO_REQUEST, Account, Accounting, status_told
+from server.observing.exposition import CONTENT_TYPE
+from server.observing.flight_recorder import Flight
+from server.observing.logs import current_request_id, current_trace_id
+from server.observing.metrics import Metrics
+from server.observing.request_ids import client_request_id
+from server.observing.timelines import requests_reply, timeline_reply
+from server.observing.timing import Stage, StageClock
+from server.observing.trace_context import TraceContext, continue_trace
+from server.wire.messages import Headers, HttpRequest, ResponseHead
+from server.wire.peer import Peer
+from server.wire.stream import ClientDisconnected, HttpStream
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from core.snapshot import EngineSnapshot
 from core.types import Cost, Delta, EngineMark, EngineStats, FinishReason, Request, Usage
-from server.text_rules import Matcher
+from server.gate.text_rules import Matcher
 
 NEVER = 2**63  # tokens: a mark that no sequence reaches
 

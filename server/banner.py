@@ -5,9 +5,9 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from server.binds import Bind, TcpAddress, UnixAddress
 from server.config import ServerConfig
-from server.listening_sockets import ListeningSocket
+from server.listening.binds import Bind, TcpAddress, UnixAddress
+from server.listening.listening_sockets import ListeningSocket
 from server.values import format_count, format_size
 
 SURFACES = "/v1/chat/completions /v1/completions /v1/responses /metrics"

@@ -19,16 +19,16 @@ from typing import TYPE_CHECKING
 from core.config import EngineConfig
 from core.errors import ExitCode, StartupError
 from server.__main__ import INTERRUPTED, run_process
-from server.command_line import COMMANDS, build_parsers, flags_given, refuse_unknown
+from server.commands.command_line import COMMANDS, build_parsers, flags_given, refuse_unknown
 from server.config import ServerConfig
 from server.config_sources import load_config
 from server.values import BadValueError, did_you_mean, format_size
 
 if TYPE_CHECKING:
     from gpu.device import DeviceChoice
-    from server.chat_client import HttpChatBackend
-    from server.doctor import MachineFacts, PlanFacts, QualityFacts
-    from server.model_list import ModelFacts
+    from server.commands.chat_client import HttpChatBackend
+    from server.commands.doctor import MachineFacts, PlanFacts, QualityFacts
+    from server.commands.model_list import ModelFacts
 
 BROKEN_PIPE = 141  # as shells report SIGPIPE
 DEFAULT_QUESTION_SOURCE = "-"  # -q -: the question comes from stdin
@@ -65,7 +65,7 @@ def _tell(error: StartupError) -> int:
 
 
 def _as_startup_error(error: Exception) -> StartupError:
-    from server.versions import LISTED
+    from server.commands.versions import LISTED
 
     if isinstance(error, ModuleNotFoundError) and error.name in LISTED:
         fix = f"python -m pip install {error.name}; steploop doctor lists what is needed"
@@ -98,15 +98,15 @@ def _run(argv: list[str]) -> int:
 
 def _serve(arguments: argparse.Namespace, config: ServerConfig) -> int:
     if arguments.estimate:
-        from server.doctor import plan_lines
+        from server.commands.doctor import plan_lines
 
         print("\n".join(plan_lines(find_plan(config))))
         return ExitCode.OK
-    from server.versions import check_floors
+    from server.commands.versions import check_floors
 
     check_floors()
     from server.__main__ import run_server
-    from server.logs import configure_logging
+    from server.observing.logs import configure_logging
 
     configure_logging(config.log_level, config.log_format)
     flags = flags_given(arguments)
@@ -114,7 +114,7 @@ def _serve(arguments: argparse.Namespace, config: ServerConfig) -> int:
 
 
 def _doctor(arguments: argparse.Namespace, config: ServerConfig) -> int:
-    from server.doctor import (
+    from server.commands.doctor import (
         exit_code,
         machine_section,
         print_report,
@@ -135,8 +135,8 @@ def _doctor(arguments: argparse.Namespace, config: ServerConfig) -> int:
 
 
 def _models(arguments: argparse.Namespace, config: ServerConfig) -> int:
-    from server.hub import environment_hub
-    from server.model_list import find_models, print_json, print_table
+    from server.commands.hub import environment_hub
+    from server.commands.model_list import find_models, print_json, print_table
     from server.values import existing_directory
 
     try:
@@ -151,7 +151,7 @@ def _models(arguments: argparse.Namespace, config: ServerConfig) -> int:
 
 
 def _keys(arguments: argparse.Namespace, config: ServerConfig) -> int:
-    from server.keys_command import create, print_keys, revoke
+    from server.commands.keys_command import create, print_keys, revoke
 
     commands = {"create": create, "list": print_keys, "revoke": revoke}
     commands[arguments.action](arguments, config, datetime.now(UTC))
@@ -159,7 +159,7 @@ def _keys(arguments: argparse.Namespace, config: ServerConfig) -> int:
 
 
 def _usage(arguments: argparse.Namespace, config: ServerConfig) -> int:
-    from server.usage_command import print_usage
+    from server.commands.usage_command import print_usage
 
     print_usage(arguments, config, datetime.now(UTC))
     return ExitCode.OK
@@ -168,7 +168,7 @@ def _usage(arguments: argparse.Namespace, config: ServerConfig) -> int:
 def _chat(arguments: argparse.Namespace, config: ServerConfig) -> int:
     from server.__main__ import start_in_thread
     from server.banner import configured_url
-    from server.chat_client import HttpChatBackend, serve_and_chat
+    from server.commands.chat_client import HttpChatBackend, serve_and_chat
 
     if arguments.url is not None and arguments.model is not None:
         raise StartupError("--url and --model are two different models", "give one of them", ExitCode.USAGE)
@@ -200,7 +200,7 @@ def _question(text: str | None) -> str | None:
 
 
 def _converse(backend: "HttpChatBackend", question: str | None) -> int:
-    from server.chat import Conversation, terminal_reader
+    from server.commands.chat import Conversation, terminal_reader
 
     has_colour = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
     conversation = Conversation(backend, sys.stdout, sys.stderr, has_colour)
@@ -232,7 +232,7 @@ def find_machine(config: ServerConfig) -> "MachineFacts":
 
     from gpu.device import apply_threads, choose_device, free_memory_bytes, measure_bandwidth, num_physical_cores
     from gpu.measured import measured_here
-    from server.doctor import MachineFacts
+    from server.commands.doctor import MachineFacts
 
     choice = choose_device(config.to_engine_config())
     apply_threads(choice)
@@ -264,7 +264,7 @@ def describe_models(found: Sequence[tuple[str, Path | None]], config: ServerConf
     """
     from gpu.device import choose_device, free_memory_bytes
     from server.__main__ import DEMO_DIRECTORY, DEMO_NAME
-    from server.model_list import ModelFacts
+    from server.commands.model_list import ModelFacts
 
     engine = config.to_engine_config()
     choice = choose_device(engine)
@@ -279,7 +279,7 @@ def _described(facts: "ModelFacts", engine: EngineConfig, choice: "DeviceChoice"
     from gpu.checkpoint import open_checkpoint
     from gpu.memory_plan import memory_needed
     from gpu.weights import check_checkpoint
-    from server.model_files import read_model_config
+    from server.commands.model_files import read_model_config
 
     try:
         model = parse_model_config(read_model_config(facts.path))
@@ -311,8 +311,8 @@ def measure_quality(config: ServerConfig) -> "list[QualityFacts]":
     from gpu.quality import HELD_TEXT, Predictions, held_tokens, predict
     from gpu.runner import load_runner
     from server.__main__ import model_path
-    from server.doctor import QualityFacts
-    from server.model_files import read_model_files
+    from server.commands.doctor import QualityFacts
+    from server.commands.model_files import read_model_files
 
     files = read_model_files(model_path(config, is_offline=True), config.max_model_len, config.chat_template)
     model = parse_model_config(files.config)
@@ -346,8 +346,8 @@ def find_plan(config: ServerConfig) -> "PlanFacts":
     from gpu.cpu_kernels.support import describe_attention, why_no_kernels
     from gpu.memory_plan import estimate
     from server.__main__ import model_path, served_name
-    from server.doctor import PlanFacts
-    from server.model_files import read_model_files
+    from server.commands.doctor import PlanFacts
+    from server.commands.model_files import read_model_files
 
     files = read_model_files(model_path(config, is_offline=True), config.max_model_len, config.chat_template)
     model = parse_model_config(files.config)

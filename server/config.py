@@ -10,12 +10,15 @@ from dataclasses import dataclass, field
 
 from core.config import EngineConfig
 from core.errors import ExitCode, StartupError
-from server.binds import Bind, PassedAddress, TcpAddress, UnixAddress
-from server.client_gate import ClientRules
-from server.deadlines import Deadlines
-from server.networks import UNIX
-from server.prices import NO_PRICES, Prices
-from server.queue_limits import QueueLimits
+from server.gate.deadlines import Deadlines
+from server.gate.queue_limits import QueueLimits
+from server.gate.tenants import Tenant
+from server.ledger.prices import NO_PRICES, Prices
+from server.listening.binds import Bind, PassedAddress, TcpAddress, UnixAddress
+from server.listening.client_gate import ClientRules
+from server.listening.networks import UNIX
+from server.listening.socket_activation import PassedSocket
+from server.observing.slo import NO_PROMISES, SloRules
 from server.settings.engine import EngineSettings
 from server.settings.identity import IdentitySettings
 from server.settings.ledger import LedgerSettings
@@ -26,9 +29,6 @@ from server.settings.option import Option, rows_of
 from server.settings.process import ProcessSettings
 from server.settings.requests import RequestSettings
 from server.settings.wire import WireSettings
-from server.slo import NO_PROMISES, SloRules
-from server.socket_activation import PassedSocket
-from server.tenants import Tenant
 
 AnyAddress = TcpAddress | UnixAddress | PassedAddress
 

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 from core.errors import ExitCode, StartupError
 from server.config import OPTIONS, ServerConfig
-from server.prices import NO_PRICES, parse_prices
+from server.gate.tenants import Tenant, parse_tenants
+from server.ledger.prices import NO_PRICES, parse_prices
+from server.observing.slo import NO_PROMISES, parse_slo
 from server.settings.option import ENVIRONMENT_PREFIX, Option
-from server.slo import NO_PROMISES, parse_slo
-from server.tenants import Tenant, parse_tenants
 from server.values import BadValueError, MissingPathError, did_you_mean
 
 _TOML_KINDS: dict[type, str] = {list: "a list", dict: "a table"}  # what tomllib gives that is no setting's value

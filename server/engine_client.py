@@ -35,8 +35,8 @@ from core.types import (
     Usage,
 )
 from server.backend import DeltaSink, LoopWork
-from server.text_rules import Matcher
-from server.text_screen import ScreenedDetokenizer, TextScreen
+from server.gate.text_rules import Matcher
+from server.gate.text_screen import ScreenedDetokenizer, TextScreen
 
 logger = logging.getLogger(__name__)
 

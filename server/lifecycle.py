@@ -19,7 +19,6 @@ from core.errors import ContextLengthExceeded, ErrorKind, InvalidRequest, Servic
 from core.tokenizer import Tokenizer
 from core.types import Request, SamplingParams, Usage
 from core.waiting import TOP_CLASS
-from server.admission import Admission, Asker, Place
 from server.answer import Answer, Outcome, StreamedBody, WholeBody
 from server.api.models import ServedModel, find_model
 from server.api.surface import (
@@ -33,19 +32,21 @@ from server.api.surface import (
     TextPrompt,
 )
 from server.backend import Backend
-from server.deadlines import ANY_TIME, Deadlines
-from server.idempotency import MAX_ANSWER_BYTES, Idempotency, replay
-from server.ledger import Entry, Ledger, Subject
-from server.metrics import Metrics
-from server.queue_news import QueueNews
-from server.quota import Ticket
-from server.rate_limit_fields import show_limits
-from server.recording import Recording
-from server.request_ids import client_request_id
-from server.stream import HttpStream
-from server.tenants import Tenant
-from server.text_rules import rule_book
-from server.timing import Stage, StageClock, StageMarks
+from server.clock import Clock
+from server.gate.admission import Admission, Asker, Place
+from server.gate.deadlines import ANY_TIME, Deadlines
+from server.gate.queue_news import QueueNews
+from server.gate.quota import Ticket
+from server.gate.rate_limit_fields import show_limits
+from server.gate.tenants import Tenant
+from server.gate.text_rules import rule_book
+from server.ledger.idempotency import MAX_ANSWER_BYTES, Idempotency, replay
+from server.ledger.ledger import Entry, Ledger, Subject
+from server.ledger.recording import Recording
+from server.observing.metrics import Metrics
+from server.observing.request_ids import client_request_id
+from server.observing.timing import Stage, StageClock, StageMarks
+from server.wire.stream import HttpStream
 
 OFFLOAD_BYTES = 8 * 1024  # a body from this size on is parsed and tokenized off the loop: 2.5 ms, measured
 
@@ -61,14 +62,6 @@ class Offload(Protocol):
 
 
 _Prepared = tuple[GenerationCall, list[tuple[int, ...]]]
-
-
-@dataclass(frozen=True, slots=True)
-class Clock:
-    """monotonic() for durations, unix() for what clients see; both in seconds."""
-
-    monotonic: Callable[[], float]
-    unix: Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)

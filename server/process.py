@@ -22,30 +22,31 @@ from core.plan import RunnerLimits
 from core.types import EngineStats, StepDelivery
 from core.wait_estimate import EngineRoom
 from server import __version__
-from server.admission import Admission
 from server.api.models import ServedModel, ServerCard
 from server.api.surface import GenerationDefaults, RequestLimits
 from server.app import App, Readiness
 from server.banner import BannerFacts, Place, banner_lines, is_public, places_of
+from server.clock import Clock
+from server.commands.model_files import ModelFiles
 from server.config import ServerConfig
-from server.connection_limits import HELD_BODY_BYTES
-from server.cross_origin import CrossOrigin
-from server.descriptors import allow_connections
 from server.engine_client import EngineClient
 from server.engine_thread import EngineThread, Inbox
-from server.gate import Gate
-from server.ledger_setup import open_ledger
-from server.lifecycle import Clock, Lifecycle, PromptReader
-from server.listener import ALL_HELD_BODY_BYTES, Listener, ListenerConfig
-from server.listening_sockets import shown_addresses
-from server.loop_lag import LoopLag
-from server.metrics import Metrics
-from server.model_files import ModelFiles
-from server.otel import TraceExporter
-from server.socket_activation import PassedSocket, take_passed_sockets
+from server.gate.admission import Admission
+from server.gate.cross_origin import CrossOrigin
+from server.gate.gate import Gate
+from server.ledger.setup import open_ledger
+from server.lifecycle import Lifecycle, PromptReader
+from server.listening.descriptors import allow_connections
+from server.listening.listener import ALL_HELD_BODY_BYTES, Listener, ListenerConfig
+from server.listening.listening_sockets import shown_addresses
+from server.listening.socket_activation import PassedSocket, take_passed_sockets
+from server.observing.loop_lag import LoopLag
+from server.observing.metrics import Metrics
+from server.observing.otel import TraceExporter
 from server.supervision import EngineLost, Supervision
 from server.systemd import ServiceManager
-from server.tls import ServerTls, server_tls
+from server.wire.connection_limits import HELD_BODY_BYTES
+from server.wire.tls import ServerTls, server_tls
 
 logger = logging.getLogger(__name__)
 

@@ -60,6 +60,17 @@ def test_layer_imports_only_what_it_may(layer: str) -> None:
     assert not crossings
 
 
+@pytest.mark.parametrize(("folder", "others"), [("wire", {"values", "deadline"}), ("listening", {"wire", "values"})])
+def test_what_lies_next_to_the_sockets_knows_nothing_of_what_is_asked(folder: str, others: set[str]) -> None:
+    found = {
+        (path.name, module)
+        for path in files_of(f"server/{folder}")
+        for _, module in imported_modules(ast.parse(path.read_text()))
+        if module.startswith("server.") and module.split(".")[1] not in others | {folder}
+    }
+    assert not found
+
+
 def core_faults(source: str) -> list[str]:
     """What core may not do, by line."""
     found = []
@@ -146,4 +157,4 @@ def test_only_the_engine_and_two_writers_of_files_start_threads() -> None:
         if path.relative_to(ROOT).as_posix() not in WIRING
         and any(module == "threading" for _, module in imported_modules(ast.parse(path.read_text())))
     ]
-    assert starters == ["server/engine_thread.py", "server/ledger_thread.py", "gpu/kv_directory.py"]
+    assert starters == ["server/engine_thread.py", "server/ledger/thread.py", "gpu/kv_directory.py"]

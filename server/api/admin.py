@@ -4,7 +4,7 @@ import msgspec
 
 from core.snapshot import EngineSnapshot
 from core.types import EngineStats
-from server import sse
+from server.wire import sse
 
 CACHE_CLEARED = sse.json_line({"status": "cleared"})
 

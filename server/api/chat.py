@@ -5,13 +5,13 @@ from typing import Any
 
 from core.errors import InvalidRequest, ServiceError
 from core.types import Delta, TokenLogprobs, Usage
-from server import sse
 from server.api import fields
 from server.api.answers import logprob_entries, refuse_broken, usage_object, wire_reason
 from server.api.content import Message, chat_prompt
 from server.api.decoding import decode
 from server.api.envelope import error_event
 from server.api.surface import Choice, Extras, GenerationCall, GenerationDefaults, ReplyContext
+from server.wire import sse
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = fields.UNSUPPORTED | {
     "functions": ([],),

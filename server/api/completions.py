@@ -6,7 +6,6 @@ from typing import Any
 
 from core.errors import InvalidRequest, ServiceError
 from core.types import Delta, TokenLogprobs, Usage
-from server import sse
 from server.api import fields
 from server.api.answers import finite, refuse_broken, usage_object, wire_reason
 from server.api.decoding import decode
@@ -21,6 +20,7 @@ from server.api.surface import (
     ReplyContext,
     TextPrompt,
 )
+from server.wire import sse
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 

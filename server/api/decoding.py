@@ -16,7 +16,7 @@ import orjson
 
 from core.errors import InvalidRequest
 from server.api.long_json import MAX_DEPTH, LongJson, UnfitJson
-from server.logs import escape
+from server.observing.logs import escape
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from core.errors import ErrorKind, ServiceError
 from core.types import FinishReason
-from server import sse
+from server.wire import sse
 
 # ErrorKind -> (status, the envelope's type)
 STATUSES: dict[ErrorKind, tuple[int, str]] = {

@@ -9,7 +9,7 @@ from core.types import SamplingParams
 from core.waiting import LOWEST_CLASS, TOP_CLASS
 from server.api.decoding import MAX_SHOWN_KEY
 from server.api.surface import UNLIMITED_TOKENS, GenerationDefaults, RequestLimits
-from server.deadlines import ANY_TIME, MAX_DEADLINE_MS, Deadlines
+from server.gate.deadlines import ANY_TIME, MAX_DEADLINE_MS, Deadlines
 
 MAX_STOP_LENGTH = 1024  # characters: the detokenizer holds back that much
 MAX_STOP_TOKEN_IDS = 64

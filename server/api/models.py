@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from core.errors import ErrorKind, ServiceError
-from server import sse
+from server.wire import sse
 
 
 class ServedModel(msgspec.Struct, frozen=True, kw_only=True):

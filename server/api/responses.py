@@ -7,12 +7,12 @@ import msgspec
 
 from core.errors import ErrorKind, InvalidRequest, ServiceError
 from core.types import Delta, FinishReason, TokenLogprobs, Usage
-from server import sse
 from server.api import fields
 from server.api.answers import logprob_entries, refuse_broken
 from server.api.content import Content, checked_role, flatten
 from server.api.decoding import decode
 from server.api.surface import ChatPrompt, Choice, Extras, GenerationCall, GenerationDefaults, ReplyContext
+from server.wire import sse
 
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
 

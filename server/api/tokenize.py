@@ -6,11 +6,11 @@ from typing import Any
 import msgspec
 
 from core.errors import InvalidRequest
-from server import sse
 from server.api.content import Message, chat_prompt
 from server.api.decoding import decode
 from server.api.fields import checked_ids
 from server.api.surface import ChatPrompt, TextPrompt
+from server.wire import sse
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "add_special_tokens": (True,),

@@ -6,10 +6,10 @@ from urllib.parse import parse_qs
 import msgspec
 
 from core.errors import ErrorKind, InvalidRequest, ServiceError
-from server import sse
-from server.ledger_records import Grouping
-from server.usage_report import UsageLine, UsageQuery, since_value
+from server.ledger.records import Grouping
+from server.ledger.usage_report import UsageLine, UsageQuery, since_value
 from server.values import BadValueError, did_you_mean
+from server.wire import sse
 
 DEFAULT_SINCE = "30d"
 _KNOWN = ("by", "since")

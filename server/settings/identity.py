@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from server.auth import WAYS, way_value
-from server.cross_origin import origin_value
-from server.jwks import JwksUrl, jwks_source
+from server.gate.auth import WAYS, way_value
+from server.gate.cross_origin import origin_value
+from server.gate.jwks import JwksUrl, jwks_source
 from server.settings.option import Setting
 from server.values import duration_between, file_value, format_duration, secret_value, text_value, yes_or_no
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from server.binds import (
+from server.listening.binds import (
     DEFAULT_HOST,
     DEFAULT_PORT,
     DEFAULT_UNIX_MODE,
@@ -12,8 +12,8 @@ from server.binds import (
     format_unix_mode,
     unix_mode_value,
 )
-from server.forwarded import FORWARDED, X_FORWARDED_FOR
-from server.networks import IpNetwork, network_value, proxy_value
+from server.listening.forwarded import FORWARDED, X_FORWARDED_FOR
+from server.listening.networks import IpNetwork, network_value, proxy_value
 from server.settings.option import Setting
 from server.values import choice_of, count_between, existing_file, text_value
 

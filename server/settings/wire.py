@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from server.connection_limits import ConnectionLimits, Http2Limits
-from server.frame_limits import FrameLimits, Rate, format_rate, rate_value
-from server.http1_prefilter import HeadLimits
 from server.settings.option import KiB, MiB, Setting
 from server.values import count_between, duration_between, format_duration, format_size, size_between
+from server.wire.connection_limits import ConnectionLimits, Http2Limits
+from server.wire.frame_limits import FrameLimits, Rate, format_rate, rate_value
+from server.wire.http1_prefilter import HeadLimits
 
 _GROUP = "limits of a connection"
 _DEFAULTS = ConnectionLimits()

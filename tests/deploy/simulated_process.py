@@ -16,10 +16,10 @@ from core.plan import StepOutput, StepPlan
 from core.simulation import SimulatedRunner
 from core.types import StepDelivery
 from server import engine_watch
-from server.command_line import build_parsers, flags_given
+from server.commands.command_line import build_parsers, flags_given
 from server.config_sources import load_config
 from server.engine_thread import Inbox
-from server.logs import configure_logging
+from server.observing.logs import configure_logging
 from server.process import LoadedEngine, serve
 from tests.server.test_process import load_with
 

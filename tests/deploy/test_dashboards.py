@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from core.types import EngineStats
-from server.metrics import Metrics
+from server.observing.metrics import Metrics
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 ALERTS = DEPLOY / "alerts.yaml"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from core.errors import ExitCode
-from server.command_line import build_parsers, flags_given
+from server.commands.command_line import build_parsers, flags_given
 from server.config_sources import load_config
 
 DEPLOY = Path(__file__).parents[2] / "deploy"

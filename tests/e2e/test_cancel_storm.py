@@ -20,8 +20,8 @@ from core.types import Cancel, FinishReason, Message
 from server.__main__ import engine_loader
 from server.config import ServerConfig
 from server.engine_thread import EngineThread
-from server.frame_gate import DATA, GOAWAY, HEADERS, PREFACE, RST_STREAM, SETTINGS
 from server.process import Server
+from server.wire.frame_gate import DATA, GOAWAY, HEADERS, PREFACE, RST_STREAM, SETTINGS
 from tests.e2e.raw_http import post_bytes, request_bytes
 from tests.server.cancel_storm import END_HEADERS, END_STREAM, HEAD
 from tests.server.http2_frames import frame

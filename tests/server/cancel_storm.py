@@ -20,10 +20,10 @@ from hpack import Encoder, NeverIndexedHeaderTuple
 from core.plan import RunnerLimits
 from core.simulation import CostModel, SimulatedRunner
 from core.types import Cancel, FinishReason, Pause
-from server.connection_limits import ConnectionLimits, Http2Limits
-from server.frame_gate import DATA, GOAWAY, HEADER_BYTES, HEADERS, PREFACE, RST_STREAM, SETTINGS
-from server.frame_limits import FrameLimits, Rate
-from server.tenants import LOCAL_NAME
+from server.gate.tenants import LOCAL_NAME
+from server.wire.connection_limits import ConnectionLimits, Http2Limits
+from server.wire.frame_gate import DATA, GOAWAY, HEADER_BYTES, HEADERS, PREFACE, RST_STREAM, SETTINGS
+from server.wire.frame_limits import FrameLimits, Rate
 from tests.server.http2_frames import frame
 from tests.server.simulated_server import TOKENIZER, SimulatedServer, completion, request
 

@@ -6,13 +6,13 @@ from ipaddress import IPv4Address
 
 from server.answer import content_headers
 from server.api.envelope import protocol_error_body
-from server.client_gate import ClientRules
-from server.connection_limits import ConnectionLimits
-from server.exchanges import Refuse
-from server.listener import ALL_HELD_BODY_BYTES, Listener, ListenerConfig
-from server.messages import Headers
-from server.peer import Peer
-from server.stream import HttpStream
+from server.listening.client_gate import ClientRules
+from server.listening.listener import ALL_HELD_BODY_BYTES, Listener, ListenerConfig
+from server.wire.connection_limits import ConnectionLimits
+from server.wire.exchanges import Refuse
+from server.wire.messages import Headers
+from server.wire.peer import Peer
+from server.wire.stream import HttpStream
 from tests.server.virtual_loop import VirtualTimeLoop
 
 PEER = Peer(IPv4Address("192.0.2.7"), 4242)

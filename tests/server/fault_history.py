@@ -22,9 +22,9 @@ from core.sequence import sequence_seed
 from core.simulation import CostModel, SimulatedClock, SimulatedRunner, continuation
 from core.types import Pause, Request, Submit, Usage
 from server.config import ServerConfig
-from server.connection_limits import ConnectionLimits
-from server.quota import DayPool, Moment
-from server.tenants import Limits, Tenant
+from server.gate.quota import DayPool, Moment
+from server.gate.tenants import Limits, Tenant
+from server.wire.connection_limits import ConnectionLimits
 from tests.server.fakes import MemoryTransport
 from tests.server.recording_peers import Call, Http1Caller, Http2Caller
 from tests.server.simulated_server import EOS_ID, MODEL, TOKENIZER, SimulatedServer

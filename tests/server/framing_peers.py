@@ -15,10 +15,10 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from server.binds import Bind, TcpAddress
-from server.listener import Listener, ListenerConfig
-from server.messages import ResponseHead
-from server.stream import HttpStream
+from server.listening.binds import Bind, TcpAddress
+from server.listening.listener import Listener, ListenerConfig
+from server.wire.messages import ResponseHead
+from server.wire.stream import HttpStream
 from tests.server.fakes import refuse
 from tests.server.framing_cases import LAST, Case, Understood, noted
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from h2.errors import ErrorCodes
 
-from server.frame_gate import (
+from server.wire.frame_gate import (
     DATA,
     GOAWAY,
     HEADERS,

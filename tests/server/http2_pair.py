@@ -6,11 +6,11 @@ from h2.connection import H2Connection
 from h2.errors import ErrorCodes
 from h2.settings import SettingCodes
 
-from server.connection_limits import Http2Limits
-from server.frame_limits import FrameLimits, Rate
-from server.http1_prefilter import HeadLimits
-from server.http2 import Http2Protocol
-from server.messages import ResponseHead
+from server.wire.connection_limits import Http2Limits
+from server.wire.frame_limits import FrameLimits, Rate
+from server.wire.http1_prefilter import HeadLimits
+from server.wire.http2 import Http2Protocol
+from server.wire.messages import ResponseHead
 from tests.server.http2_client import fields
 
 HEAD = ResponseHead(200, ())

@@ -3,9 +3,9 @@
 import asyncio
 from pathlib import Path
 
-from server.ledger_journal import Journal, open_journal
-from server.ledger_records import Write
-from server.ledger_thread import Item, Tell, tell_batch, write_batch
+from server.ledger.journal import Journal, open_journal
+from server.ledger.records import Write
+from server.ledger.thread import Item, Tell, tell_batch, write_batch
 
 NUM_RECORDS = 100
 COMMIT_S = 0.003

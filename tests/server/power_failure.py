@@ -133,7 +133,7 @@ class _File:
 
 
 class Database:
-    """Implements server.ledger_store.Database over apsw's connection."""
+    """Implements server.ledger.store.Database over apsw's connection."""
 
     def __init__(self, connection: apsw.Connection) -> None:
         self._connection = connection

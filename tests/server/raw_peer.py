@@ -3,8 +3,8 @@
 import asyncio
 
 from core.errors import ServiceError
-from server.messages import ResponseHead
-from server.stream import HttpStream
+from server.wire.messages import ResponseHead
+from server.wire.stream import HttpStream
 from tests.server.fakes import MemoryServer, MemoryTransport
 from tests.server.raw_http2 import START, Seen, ping
 from tests.server.test_connection import answer

@@ -6,7 +6,7 @@ from typing import Any
 
 from hpack import Decoder, Encoder, NeverIndexedHeaderTuple
 
-from server.frame_gate import DATA, HEADER_BYTES, HEADERS, PREFACE, RST_STREAM, SETTINGS
+from server.wire.frame_gate import DATA, HEADER_BYTES, HEADERS, PREFACE, RST_STREAM, SETTINGS
 from tests.server.fakes import MemoryTransport
 from tests.server.http2_frames import frame
 from tests.server.simulated_server import Answer, answers, request

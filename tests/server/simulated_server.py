@@ -26,24 +26,25 @@ from core.simulation import CostModel, SimulatedClock, SimulatedRunner
 from core.tokenizer import Tokenizer
 from core.types import EngineStats, FinishReason, Message, StepDelivery, TokenLogprobs
 from core.wait_estimate import Backlog, EngineRoom
-from server.admission import Admission
 from server.api.models import ServedModel
 from server.api.surface import GenerationDefaults
 from server.app import App, Readiness
-from server.client_gate import ClientRules
+from server.clock import Clock
 from server.config import ServerConfig
-from server.connection_limits import ConnectionLimits
-from server.cross_origin import CrossOrigin
-from server.deadlines import Deadlines
 from server.engine_client import EngineClient
-from server.gate import Gate
-from server.idempotency import Idempotency
-from server.ledger_setup import OpenLedger, opened
-from server.lifecycle import Clock, Lifecycle, PromptReader
-from server.metrics import Metrics
-from server.prices import NO_PRICES, Prices
-from server.queue_limits import QueueLimits
-from server.tenants import Tenant
+from server.gate.admission import Admission
+from server.gate.cross_origin import CrossOrigin
+from server.gate.deadlines import Deadlines
+from server.gate.gate import Gate
+from server.gate.queue_limits import QueueLimits
+from server.gate.tenants import Tenant
+from server.ledger.idempotency import Idempotency
+from server.ledger.prices import NO_PRICES, Prices
+from server.ledger.setup import OpenLedger, opened
+from server.lifecycle import Lifecycle, PromptReader
+from server.listening.client_gate import ClientRules
+from server.observing.metrics import Metrics
+from server.wire.connection_limits import ConnectionLimits
 from tests.core.chat_templates import CHATML
 from tests.core.small_tokenizers import SPECIAL, byte_level
 from tests.server.fakes import MemoryServer, MemoryTransport

@@ -9,7 +9,7 @@ REPOSITORY = Path(__file__).parents[2]
 EXHAUST = """
 import asyncio, os, resource, socket, sys
 import uvloop
-from server.acceptor import Acceptor
+from server.listening.acceptor import Acceptor
 
 async def main():
     loop = asyncio.get_running_loop()

@@ -8,8 +8,8 @@ import pytest
 from core.plan import DeviceError, StepOutput, StepPlan
 from core.simulation import SimulatedRunner
 from core.types import ClearCache, Inspect
-from server.keys import Scope
-from server.tenants import Tenant
+from server.gate.keys import Scope
+from server.gate.tenants import Tenant
 from tests.server.simulated_server import STREAM, SimulatedServer, answers, completion, request
 
 KEY = "Authorization: Bearer s3cret"

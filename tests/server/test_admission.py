@@ -11,11 +11,11 @@ import pytest
 from core.plan import RunnerLimits
 from core.types import EngineStats, Request, SamplingParams, Submit, Usage
 from core.wait_estimate import MOST_MARGIN, EngineRoom
-from server.admission import Admission, Asker, Place
-from server.deadlines import DeadlineTable
+from server.gate.admission import Admission, Asker, Place
+from server.gate.deadlines import DeadlineTable
+from server.gate.queue_limits import QueueLimits
+from server.gate.tenants import Tenant
 from server.lifecycle import OFFLOAD_BYTES
-from server.queue_limits import QueueLimits
-from server.tenants import Tenant
 from tests.server.fakes import MemoryTransport
 from tests.server.simulated_server import STREAM, TOKENIZER, Answer, SimulatedServer, answers, completion, request
 

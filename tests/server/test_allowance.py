@@ -10,11 +10,11 @@ import pytest
 
 from core.plan import RunnerLimits
 from core.types import Pause, Request, Resume, SamplingParams
-from server.allowance import AHEAD_TOKENS, MAX_WAIT_S, Allowance
-from server.auth import Caller
 from server.config import ServerConfig
-from server.quota import FIRST_TOKENS, DayPool, Moment, Quotas
-from server.tenants import Limits, Tenant
+from server.gate.allowance import AHEAD_TOKENS, MAX_WAIT_S, Allowance
+from server.gate.auth import Caller
+from server.gate.quota import FIRST_TOKENS, DayPool, Moment, Quotas
+from server.gate.tenants import Limits, Tenant
 from tests.server.fakes import MemoryTransport
 from tests.server.simulated_server import (
     STREAM,

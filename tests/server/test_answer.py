@@ -9,7 +9,7 @@ from core.simulation import CostModel
 from core.types import Cancel, FinishReason, Pause, Resume
 from server.answer import KEEP_ALIVE_S
 from server.api.chat import ChatStream, ChatSurface
-from server.timing import Stage
+from server.observing.timing import Stage
 from tests.server.simulated_server import (
     COST,
     STREAM,

@@ -11,9 +11,9 @@ import pytest
 from core.errors import ErrorKind, ServiceError
 from core.plan import DeviceError, RunnerLimits, StepOutput, StepPlan
 from core.simulation import SimulatedRunner
-from server.client_gate import ClientRules
 from server.lifecycle import OFFLOAD_BYTES
-from server.metrics import MAX_UNKNOWN_FIELDS
+from server.listening.client_gate import ClientRules
+from server.observing.metrics import MAX_UNKNOWN_FIELDS
 from tests.server import raw_http2
 from tests.server.fakes import MemoryTransport
 from tests.server.simulated_server import (
@@ -511,11 +511,11 @@ def test_metrics_add_up() -> None:
 
 
 def test_unknown_field_has_one_debug_line_whose_name_cannot_break_out(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("DEBUG", "server.metrics")
+    caplog.set_level("DEBUG", "server.observing.metrics")
     server = SimulatedServer()
     for _ in range(2):
         server.ask(request("POST", "/tokenize", {"prompt": "a", "mood\nforged": 1, "tone": 2}))
-    lines = [record.getMessage() for record in caplog.records if record.name == "server.metrics"]
+    lines = [record.getMessage() for record in caplog.records if record.name == "server.observing.metrics"]
     assert sorted(line.split(" is ignored")[0] for line in lines) == [
         r"the unknown field mood\nforged",
         "the unknown field tone",

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from h2.errors import ErrorCodes
 
-from server.frame_gate import GOAWAY, PRIORITY
-from server.stream import HttpStream
+from server.wire.frame_gate import GOAWAY, PRIORITY
+from server.wire.stream import HttpStream
 from tests.server.fakes import MemoryServer
 from tests.server.raw_http2 import (
     ACK,

@@ -6,11 +6,11 @@ from hashlib import sha256
 import pytest
 
 from core.errors import ErrorKind, ServiceError
-from server.auth import ALL_SCOPES, Authenticator, Caller, make_directory
-from server.keys import KeyRecord, Scope
-from server.messages import Headers, HttpRequest
-from server.peer import ClientCertificate
-from server.tenants import Tenant
+from server.gate.auth import ALL_SCOPES, Authenticator, Caller, make_directory
+from server.gate.keys import KeyRecord, Scope
+from server.gate.tenants import Tenant
+from server.wire.messages import Headers, HttpRequest
+from server.wire.peer import ClientCertificate
 
 NOW = datetime(2030, 1, 1, tzinfo=UTC)
 ACME = Tenant(name="acme", certificates=("DNS:acme.example", "uri:spiffe://example/acme"))

@@ -24,8 +24,8 @@ from core.plan import StepOutput, StepPlan
 from core.simulation import SimulatedRunner
 from core.types import Message, Pause
 from server.engine_thread import EngineThread
-from server.http2 import Http2Protocol
 from server.process import Server
+from server.wire.http2 import Http2Protocol
 from tests.certificates import make_certificate, needs_openssl
 from tests.server.simulated_server import STREAM, answers, chat
 from tests.server.test_process import LIMIT_S, Running, load_with, run

@@ -8,8 +8,8 @@ from ipaddress import IPv6Network
 import pytest
 
 from server.banner import BannerFacts, Place, banner_lines, base_url, configured_url, sample_curl
-from server.binds import Bind, TcpAddress, UnixAddress
 from server.config import ServerConfig
+from server.listening.binds import Bind, TcpAddress, UnixAddress
 
 FACTS = BannerFacts(
     version="0.1.0",

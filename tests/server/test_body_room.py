@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from server.body_room import BodyRoom, HeldBody
-from server.connection_limits import ConnectionLimits
-from server.frame_gate import WINDOW_UPDATE
+from server.wire.body_room import BodyRoom, HeldBody
+from server.wire.connection_limits import ConnectionLimits
+from server.wire.frame_gate import WINDOW_UPDATE
 from tests.server.fakes import MemoryServer
 from tests.server.raw_http2 import data, post
 from tests.server.raw_peer import MemoryPeer, respond

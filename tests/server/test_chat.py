@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from core.errors import ExitCode, StartupError
-from server.auth import WAYS
-from server.chat import SETTINGS, Conversation, ReadLine, harmless, stats_line
-from server.chat_client import ChatStats, HttpChatBackend, serve_and_chat
+from server.commands.chat import SETTINGS, Conversation, ReadLine, harmless, stats_line
+from server.commands.chat_client import ChatStats, HttpChatBackend, serve_and_chat
 from server.config import ServerConfig
-from server.tenants import Tenant
+from server.gate.auth import WAYS
+from server.gate.tenants import Tenant
 from tests.server.chat_peer import ANSWER, Peer, running_peer
 
 

@@ -12,8 +12,8 @@ import pytest
 from core.errors import ExitCode
 from server import __version__
 from server.cli import BROKEN_PIPE, main
+from server.commands.versions import FLOORS
 from server.config import OPTIONS, ServerConfig
-from server.versions import FLOORS
 from tests.core.small_tokenizers import byte_level
 from tests.gguf_files import byte_level_metadata, write_gguf
 from tests.server.chat_peer import running_peer
@@ -173,7 +173,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[ServerConfig]:
         return ExitCode.ENGINE
 
     monkeypatch.setattr("server.__main__.run_server", keep)
-    monkeypatch.setattr("server.logs.configure_logging", lambda level, log_format: None)
+    monkeypatch.setattr("server.observing.logs.configure_logging", lambda level, log_format: None)
     return configs
 
 

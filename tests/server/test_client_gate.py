@@ -4,11 +4,11 @@ from ipaddress import ip_address, ip_network
 
 import pytest
 
-from server.client_gate import ClientGate, ClientRules
-from server.forwarded import FORWARDED
-from server.networks import UNIX
-from server.peer import ClientCertificate, Peer
-from server.refusals import DENIED, MAX_PER_ADDRESS
+from server.listening.client_gate import ClientGate, ClientRules
+from server.listening.forwarded import FORWARDED
+from server.listening.networks import UNIX
+from server.listening.refusals import DENIED, MAX_PER_ADDRESS
+from server.wire.peer import ClientCertificate, Peer
 
 
 def peer(address: str, port: int = 0) -> Peer:

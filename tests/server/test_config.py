@@ -10,16 +10,16 @@ import pytest
 
 from core.config import EngineConfig
 from core.errors import ExitCode, StartupError
-from server.command_line import build_parsers, flags_given
+from server.commands.command_line import build_parsers, flags_given
 from server.config import OPTIONS, ServerConfig
 from server.config_sources import FLAG_AS_KEY, load_config
-from server.connection_limits import ConnectionLimits
+from server.listening.socket_activation import PassedSocket
 from server.process import listener_config
 from server.settings.option import Option, rows_of
 from server.settings.requests import RequestSettings
 from server.settings.wire import WireSettings
-from server.socket_activation import PassedSocket
 from server.values import HubId
+from server.wire.connection_limits import ConnectionLimits
 
 
 def toml_flag(tmp_path: Path, text: str) -> dict[str, str | list[str]]:

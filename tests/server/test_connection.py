@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.errors import ErrorKind, ServiceError
-from server.connection_limits import ConnectionLimits
-from server.messages import ResponseHead
-from server.refusals import SHUTDOWN
-from server.stream import HttpStream
+from server.listening.refusals import SHUTDOWN
+from server.wire.connection_limits import ConnectionLimits
+from server.wire.messages import ResponseHead
+from server.wire.stream import HttpStream
 from tests.server.fakes import PEER, MemoryServer, MemoryTransport
 
 GET = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"

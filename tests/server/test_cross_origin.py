@@ -2,7 +2,7 @@
 
 import pytest
 
-from server.cross_origin import origin_value
+from server.gate.cross_origin import origin_value
 from server.values import BadValueError
 from tests.server.simulated_server import STREAM, Answer, SimulatedServer, chat, request
 

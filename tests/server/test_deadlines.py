@@ -9,8 +9,8 @@ import pytest
 
 from core.plan import RunnerLimits
 from core.types import Cancel, FinishReason, Submit
-from server.deadlines import Deadlines, DeadlineTable
-from server.tenants import Tenant
+from server.gate.deadlines import Deadlines, DeadlineTable
+from server.gate.tenants import Tenant
 from tests.server.fakes import MemoryTransport
 from tests.server.http2_client import Http2Client, fields
 from tests.server.simulated_server import (

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from core.errors import DeviceUnavailable, ExitCode, NotEnoughMemory, StartupError
-from server.binds import Bind, TcpAddress, bind_value
-from server.doctor import (
+from server.commands.doctor import (
     MachineFacts,
     PlanFacts,
     QualityFacts,
@@ -23,6 +22,7 @@ from server.doctor import (
     try_bind,
     version_section,
 )
+from server.listening.binds import Bind, TcpAddress, bind_value
 
 FREE_PORT = Bind(TcpAddress(port=0))
 MACHINE = MachineFacts(

@@ -12,10 +12,10 @@ from core.detokenizer import Detokenizer
 from core.plan import StepOutput, StepPlan
 from core.simulation import SimulatedRunner
 from server.api.chat import ChatStream, ChatSurface
-from server.auth import Authenticator
+from server.gate.auth import Authenticator
+from server.gate.quota import Quotas, Ticket
 from server.lifecycle import PromptReader
-from server.quota import Quotas, Ticket
-from server.stream import HttpStream
+from server.wire.stream import HttpStream
 from tests.server.simulated_server import STREAM, TOKENIZER, SimulatedServer, answers, chat, request
 
 GUILTY = "guilty"

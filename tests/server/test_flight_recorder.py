@@ -1,6 +1,6 @@
 """The flight recorder alone: what it keeps, for how long, how much of it."""
 
-from server.flight_recorder import (
+from server.observing.flight_recorder import (
     HOUR_S,
     MAX_FAILED,
     MAX_RECENT,
@@ -9,7 +9,7 @@ from server.flight_recorder import (
     Flight,
     FlightRecorder,
 )
-from server.logs import AccessRecord
+from server.observing.logs import AccessRecord
 
 
 class Clock:

@@ -5,7 +5,7 @@ from h2.errors import ErrorCodes
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.frame_gate import (
+from server.wire.frame_gate import (
     CONTINUATION,
     DATA,
     GOAWAY,
@@ -20,7 +20,7 @@ from server.frame_gate import (
     FrameGate,
     StreamFault,
 )
-from server.frame_limits import FrameLimits
+from server.wire.frame_limits import FrameLimits
 from tests.server.http2_frames import frame
 
 START = PREFACE + frame(SETTINGS)

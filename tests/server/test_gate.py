@@ -12,13 +12,13 @@ from core.errors import StartupError
 from core.types import Submit
 from server.app import Route
 from server.banner import Place
-from server.binds import TcpAddress, UnixAddress
+from server.clock import Clock
 from server.config import ServerConfig
 from server.config_sources import load_config
-from server.gate import Gate, load_directory
-from server.keys import Scope
-from server.lifecycle import Clock
-from server.tenants import Tenant
+from server.gate.gate import Gate, load_directory
+from server.gate.keys import Scope
+from server.gate.tenants import Tenant
+from server.listening.binds import TcpAddress, UnixAddress
 from tests.server.simulated_server import MODEL, STREAM, SimulatedServer, chat, completion, request
 
 ACME = Tenant(name="acme", key_sha256=(sha256(b"a").hexdigest(),), tenant_class="batch", share=2, models=(MODEL,))

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.http1 import Http1Protocol
-from server.http1_prefilter import HeadLimits
-from server.messages import (
+from server.wire.http1 import Http1Protocol
+from server.wire.http1_prefilter import HeadLimits
+from server.wire.messages import (
     BodyChunk,
     BodyEnd,
     Event,
@@ -19,7 +19,7 @@ from server.messages import (
     ResponseHead,
     StreamReset,
 )
-from server.response_fields import HttpDate, ResponseError
+from server.wire.response_fields import HttpDate, ResponseError
 
 HOST = b"Host: a\r\n"
 GET = b"GET /v1/models?limit=2 HTTP/1.1\r\n" + HOST + b"\r\n"

@@ -3,7 +3,7 @@
 import h11
 import pytest
 
-from server.http1_prefilter import Framing, HeadLimits, HeadRefused, LineScanner, check_head
+from server.wire.http1_prefilter import Framing, HeadLimits, HeadRefused, LineScanner, check_head
 
 LIMITS = HeadLimits()
 

@@ -16,11 +16,11 @@ import pytest
 import uvloop
 from h2.errors import ErrorCodes
 
-from server.binds import Bind, TcpAddress
-from server.frame_gate import GOAWAY, HEADERS, PING, PREFACE, SETTINGS
-from server.listener import Listener, ListenerConfig
-from server.stream import HttpStream
-from server.tls import ServerTls, server_tls
+from server.listening.binds import Bind, TcpAddress
+from server.listening.listener import Listener, ListenerConfig
+from server.wire.frame_gate import GOAWAY, HEADERS, PING, PREFACE, SETTINGS
+from server.wire.stream import HttpStream
+from server.wire.tls import ServerTls, server_tls
 from tests.certificates import make_certificate, needs_openssl
 from tests.server import hpack_cases, http2_cases
 from tests.server.fakes import MemoryServer, refuse

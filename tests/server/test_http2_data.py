@@ -7,8 +7,8 @@ from h2.stream import H2Stream
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.http2_data import OutgoingBody, frame_next, h2_is_as_known
-from server.messages import ResponseHead
+from server.wire.http2_data import OutgoingBody, frame_next, h2_is_as_known
+from server.wire.messages import ResponseHead
 from tests.server.http2_client import fields
 from tests.server.http2_pair import Pair
 

@@ -14,10 +14,10 @@ from h2.errors import ErrorCodes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.client_gate import ClientRules
-from server.connection_limits import ConnectionLimits, Http2Limits
-from server.frame_limits import FrameLimits, Rate
-from server.stream import HttpStream
+from server.listening.client_gate import ClientRules
+from server.wire.connection_limits import ConnectionLimits, Http2Limits
+from server.wire.frame_limits import FrameLimits, Rate
+from server.wire.stream import HttpStream
 from tests.server.fakes import MemoryServer
 from tests.server.http2_client import INITIAL_WINDOW, Http2Client, fields, without_goaways
 from tests.server.http2_frames import frame

@@ -5,8 +5,8 @@ from h2 import events
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.messages import HttpRequest, ResponseHead
-from server.response_fields import ResponseError
+from server.wire.messages import HttpRequest, ResponseHead
+from server.wire.response_fields import ResponseError
 from tests.server.http2_client import fields
 from tests.server.http2_pair import HEAD, Pair, take_step
 

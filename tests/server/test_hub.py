@@ -12,7 +12,7 @@ import huggingface_hub
 import pytest
 
 from core.errors import ExitCode, StartupError
-from server.hub import Hub, cached_models, fetch
+from server.commands.hub import Hub, cached_models, fetch
 from server.values import HubId
 from tests.server.hub_stand_in import HubStandIn, running
 from tests.server.tiny_model import write_tiny_model

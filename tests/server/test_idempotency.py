@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from server import idempotency
-from server.idempotency import KEPT_S
-from server.tenants import Tenant
+from server.gate.tenants import Tenant
+from server.ledger import idempotency
+from server.ledger.idempotency import KEPT_S
 from tests.server.simulated_server import STREAM, Answer, SimulatedServer, answers, chat, completion
 
 

@@ -17,14 +17,14 @@ from joserfc import jws, jwt
 from joserfc.jwk import ECKey, OctKey, OKPKey, RSAKey
 
 from core.errors import ErrorKind, ServiceError, StartupError
+from server.clock import Clock
 from server.config import ServerConfig
-from server.gate import Gate
-from server.jwks import MAX_AGE_S, REFRESH_S, RETRY_S, JwksUrl, KeySource, jwks_source, parse_jwks
-from server.jwt_auth import MAX_TOKEN_BYTES, BadToken, JwtRules, JwtVerifier
-from server.lifecycle import Clock
-from server.messages import HttpRequest
-from server.tenants import Tenant
+from server.gate.gate import Gate
+from server.gate.jwks import MAX_AGE_S, REFRESH_S, RETRY_S, JwksUrl, KeySource, jwks_source, parse_jwks
+from server.gate.jwt_auth import MAX_TOKEN_BYTES, BadToken, JwtRules, JwtVerifier
+from server.gate.tenants import Tenant
 from server.values import BadValueError
+from server.wire.messages import HttpRequest
 
 NOW_S = 1_900_000_000.0
 RSA = RSAKey.generate_key(2048, {"kid": "rsa"})

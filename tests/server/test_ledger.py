@@ -11,12 +11,12 @@ import pytest
 
 from core.simulation import CostModel
 from core.types import Cost, FinishReason, Usage
-from server.ledger import CHECKPOINT_S, PROBE_S, PRUNE_S, STUCK_S, End, Ledger, Subject
-from server.ledger_records import Checkpoint, LedgerRow, Prune, State
-from server.ledger_store import PRUNED_ROWS, LedgerStore
-from server.prices import ModelPrice, Prices
-from server.quota import Moment
-from server.tenants import Limits, Tenant
+from server.gate.quota import Moment
+from server.gate.tenants import Limits, Tenant
+from server.ledger.ledger import CHECKPOINT_S, PROBE_S, PRUNE_S, STUCK_S, End, Ledger, Subject
+from server.ledger.prices import ModelPrice, Prices
+from server.ledger.records import Checkpoint, LedgerRow, Prune, State
+from server.ledger.store import PRUNED_ROWS, LedgerStore
 from tests.server.fakes import MemoryTransport
 from tests.server.inline_ledger import InlineWriter
 from tests.server.simulated_server import MODEL, STREAM, UNIX_S, Answer, SimulatedServer, answers, chat, completion

@@ -8,10 +8,10 @@ import msgspec
 import pytest
 
 from core.errors import StartupError
-from server.ledger_journal import Journal, open_journal
-from server.ledger_records import Checkpoint, LedgerRow, Probe, Progress, Prune, Reserve, Settle, State, Write
-from server.ledger_spill import RECORD_BYTES, Spill, SpillFull
-from server.ledger_store import PRUNED_ROWS, LedgerStore
+from server.ledger.journal import Journal, open_journal
+from server.ledger.records import Checkpoint, LedgerRow, Probe, Progress, Prune, Reserve, Settle, State, Write
+from server.ledger.spill import RECORD_BYTES, Spill, SpillFull
+from server.ledger.store import PRUNED_ROWS, LedgerStore
 
 NUM_RECORDS = 8
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from server.ledger_records import Checkpoint, LedgerRow, Progress, Reserve, Settle, State, Write
-from server.ledger_store import LedgerStore
+from server.ledger.records import Checkpoint, LedgerRow, Progress, Reserve, Settle, State, Write
+from server.ledger.store import LedgerStore
 from tests.server.power_failure import Disk
 
 PATH = Path("/ledger.db")

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from server.clock import Clock
 from server.config import ServerConfig
-from server.ledger_journal import Journal, Written, open_journal
-from server.ledger_records import Reserve, Settle, State, Write
-from server.ledger_setup import open_ledger
-from server.ledger_store import LedgerStore
-from server.ledger_thread import LedgerThread
-from server.lifecycle import Clock
-from server.tenants import Limits, Tenant
+from server.gate.tenants import Limits, Tenant
+from server.ledger.journal import Journal, Written, open_journal
+from server.ledger.records import Reserve, Settle, State, Write
+from server.ledger.setup import open_ledger
+from server.ledger.store import LedgerStore
+from server.ledger.thread import LedgerThread
 from tests.server.test_ledger_journal import row, settled
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from core.errors import ErrorKind, ServiceError
 from core.plan import RunnerLimits
 from core.types import Cancel, FinishReason, Submit
+from server.gate.tenants import LOCAL_NAME
 from server.lifecycle import OFFLOAD_BYTES
-from server.tenants import LOCAL_NAME
 from tests.server.fakes import MemoryTransport
 from tests.server.simulated_server import (
     LIMITS,

@@ -17,9 +17,9 @@ from core.errors import ServiceError
 from server.api import long_json
 from server.config import ServerConfig
 from server.config_sources import load_config
-from server.connection_limits import ConnectionLimits, Http2Limits
-from server.frame_gate import GOAWAY, PRIORITY, WINDOW_UPDATE
-from server.frame_limits import FrameLimits, Rate
+from server.wire.connection_limits import ConnectionLimits, Http2Limits
+from server.wire.frame_gate import GOAWAY, PRIORITY, WINDOW_UPDATE
+from server.wire.frame_limits import FrameLimits, Rate
 from tests.server.fakes import MemoryServer
 from tests.server.http2_client import Http2Client
 from tests.server.http2_client import fields as pseudo_fields

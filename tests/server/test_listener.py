@@ -11,13 +11,13 @@ import pytest
 import uvloop
 
 from core.errors import ExitCode, StartupError
-from server.acceptor import ACCEPTS_PER_WAKEUP
-from server.binds import Bind, TcpAddress, UnixAddress
-from server.listener import Listener, ListenerConfig
-from server.messages import ResponseHead
-from server.refusals import MAX_CONNECTIONS, Refusals
-from server.socket_activation import PassedSocket
-from server.stream import HttpStream
+from server.listening.acceptor import ACCEPTS_PER_WAKEUP
+from server.listening.binds import Bind, TcpAddress, UnixAddress
+from server.listening.listener import Listener, ListenerConfig
+from server.listening.refusals import MAX_CONNECTIONS, Refusals
+from server.listening.socket_activation import PassedSocket
+from server.wire.messages import ResponseHead
+from server.wire.stream import HttpStream
 from tests.server.fakes import PEER, refuse
 
 T = TypeVar("T")

@@ -9,7 +9,7 @@ import pytest
 from core.detokenizer import Detokenizer
 from core.simulation import SimulatedRunner
 from server.api.chat import ChatSurface
-from server.logs import OUR_LOGGERS, configure_logging
+from server.observing.logs import OUR_LOGGERS, configure_logging
 from tests.server.simulated_server import MODEL, STREAM, SimulatedServer, chat, completion, request
 from tests.server.test_app import MortalRunner, SickRunner
 from tests.server.test_faults import Once, fail_at

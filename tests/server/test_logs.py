@@ -8,7 +8,14 @@ from collections.abc import Iterator
 import pytest
 from msgspec.structs import replace
 
-from server.logs import OUR_LOGGERS, AccessRecord, access_line, configure_logging, current_request_id, log_access
+from server.observing.logs import (
+    OUR_LOGGERS,
+    AccessRecord,
+    access_line,
+    configure_logging,
+    current_request_id,
+    log_access,
+)
 
 ACCESS = AccessRecord(
     request_id="req-1",

@@ -1,5 +1,5 @@
-from server.exposition import Histogram
-from server.loop_lag import TICK_S, LoopLag
+from server.observing.exposition import Histogram
+from server.observing.loop_lag import TICK_S, LoopLag
 from tests.server.virtual_loop import VirtualTimeLoop
 
 

@@ -41,7 +41,9 @@ def test_version_and_help_load_nothing_heavy(word: str) -> None:
     assert done.stdout.splitlines()[-1] == "LOADED []"
 
 
-@pytest.mark.parametrize("module", ["server.cli", "core.config", "server.versions", "asyncio", "uvloop", "server.app"])
+@pytest.mark.parametrize(
+    "module", ["server.cli", "core.config", "server.commands.versions", "asyncio", "uvloop", "server.app"]
+)
 def test_ctrl_c_during_imports_ends_the_process_without_a_word(module: str) -> None:
     done = python(INTERRUPTING, "serve", "--served-model-name", module)
     assert (done.returncode, done.stdout, done.stderr) == (INTERRUPTED, "", "")

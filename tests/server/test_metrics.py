@@ -6,10 +6,10 @@ from collections import Counter, defaultdict
 from prometheus_client.parser import text_string_to_metric_families
 
 from core.types import Admitted, EngineStats, Prefilled, Usage
-from server.exposition import Histogram
-from server.metrics import MAX_TENANTS, MAX_UNKNOWN_FIELDS, OTHER_TENANTS, Finished, Metrics
-from server.slo import SloRules
-from server.timing import Stage, StageClock
+from server.observing.exposition import Histogram
+from server.observing.metrics import MAX_TENANTS, MAX_UNKNOWN_FIELDS, OTHER_TENANTS, Finished, Metrics
+from server.observing.slo import SloRules
+from server.observing.timing import Stage, StageClock
 
 NAME = r"[a-zA-Z_:][a-zA-Z0-9_:]*"
 LABEL = r'[a-zA-Z_][a-zA-Z0-9_]*="(?:[^"\\\n]|\\["\\n])*"'

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from core.errors import InvalidRequest, StartupError
-from server.model_files import GenerationDefaults, ModelFiles, read_model_files
+from server.commands.model_files import GenerationDefaults, ModelFiles, read_model_files
 from tests.core.small_tokenizers import byte_level
 
 NOW = datetime(2026, 7, 4)

@@ -21,7 +21,7 @@ from core import gguf_tokenizer
 from core.config import parse_model_config
 from core.errors import ExitCode, StartupError
 from core.gguf import parse_gguf
-from server.model_files import read_model_files
+from server.commands.model_files import read_model_files
 from tests.core.small_tokenizers import TEXT, byte_level, sentencepiece
 from tests.gguf_files import byte_level_metadata, parsed, sentencepiece_metadata, write_gguf
 from tests.server.tiny_model import CHATML, write_tiny_model

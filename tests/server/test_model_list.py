@@ -9,8 +9,8 @@ import pytest
 
 from core.errors import ExitCode
 from server.cli import main
-from server.hub import Hub
-from server.model_list import find_models
+from server.commands.hub import Hub
+from server.commands.model_list import find_models
 from tests.gguf_files import Q, write_gguf
 from tests.server.tiny_model import CONTEXT, write_tiny_model
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from server import nvml
-from server.nvml import DeviceMonitor, DeviceState
+from server.observing import nvml
+from server.observing.nvml import DeviceMonitor, DeviceState
 
 SOURCE = """
 #include <stddef.h>

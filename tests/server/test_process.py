@@ -25,9 +25,9 @@ from core.scheduler import Scheduler
 from core.simulation import CostModel, SimulatedClock, SimulatedRunner
 from core.types import StepDelivery
 from server import __version__, process
+from server.commands.model_files import GenerationDefaults, ModelFiles
 from server.config import ServerConfig
 from server.engine_thread import Inbox
-from server.model_files import GenerationDefaults, ModelFiles
 from server.process import EngineFacts, LoadedEngine, LoadEngine, Server
 from server.supervision import EngineLost
 from tests.core.chat_templates import CHATML

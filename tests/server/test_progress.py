@@ -2,7 +2,7 @@
 
 import io
 
-from server.progress import byte_progress
+from server.commands.progress import byte_progress
 
 MIB = 2**20
 LOADING = "loading weights"

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from server.binds import Bind, TcpAddress, UnixAddress
-from server.client_gate import ClientRules
-from server.listener import HANDSHAKE_S, Listener, ListenerConfig
-from server.networks import UNIX as UNIX_PROXIES
-from server.refusals import DENIED, MAX_CONNECTIONS, MAX_PER_ADDRESS, PROXY_HEADER, UNTRUSTED_PROXY
-from server.stream import HttpStream
-from server.tls import ServerTls, TlsFiles
+from server.listening.binds import Bind, TcpAddress, UnixAddress
+from server.listening.client_gate import ClientRules
+from server.listening.listener import HANDSHAKE_S, Listener, ListenerConfig
+from server.listening.networks import UNIX as UNIX_PROXIES
+from server.listening.refusals import DENIED, MAX_CONNECTIONS, MAX_PER_ADDRESS, PROXY_HEADER, UNTRUSTED_PROXY
+from server.wire.stream import HttpStream
+from server.wire.tls import ServerTls, TlsFiles
 from tests.certificates import make_certificate, needs_openssl
 from tests.server.fakes import refuse
 from tests.server.test_connection import answer

@@ -9,10 +9,22 @@ from hypothesis import strategies as st
 
 from core.errors import ErrorKind, ServiceError
 from core.types import Request, SamplingParams, Usage
-from server.auth import Caller, make_directory
-from server.quota import DAY_S, FIRST_TOKENS, MINUTE_NS, S_NS, Bucket, DayPool, DayUse, Moment, Pool, Quotas, Ticket
-from server.rate_limit_fields import format_reset
-from server.tenants import Limits, Tenant
+from server.gate.auth import Caller, make_directory
+from server.gate.quota import (
+    DAY_S,
+    FIRST_TOKENS,
+    MINUTE_NS,
+    S_NS,
+    Bucket,
+    DayPool,
+    DayUse,
+    Moment,
+    Pool,
+    Quotas,
+    Ticket,
+)
+from server.gate.rate_limit_fields import format_reset
+from server.gate.tenants import Limits, Tenant
 
 START = Moment(0, 100 * DAY_S)
 

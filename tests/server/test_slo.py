@@ -6,7 +6,7 @@ import pytest
 
 from core.errors import StartupError
 from server.config_sources import load_config
-from server.slo import MAX_SAMPLES, WINDOW_S, SloMonitor, SloRules
+from server.observing.slo import MAX_SAMPLES, WINDOW_S, SloMonitor, SloRules
 
 
 class Clock:

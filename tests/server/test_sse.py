@@ -4,7 +4,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from openai._streaming import SSEDecoder
 
-from server import sse
+from server.wire import sse
 
 ANY_TEXT = st.text(st.characters(codec=None, exclude_categories=()))  # lone surrogates too
 

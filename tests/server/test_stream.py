@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from core.errors import ErrorKind, ServiceError
-from server.messages import Headers, HttpRequest, ResponseHead
-from server.stream import ClientDisconnected, HttpStream
+from server.wire.messages import Headers, HttpRequest, ResponseHead
+from server.wire.stream import ClientDisconnected, HttpStream
 from tests.server.virtual_loop import VirtualTimeLoop
 
 OK = ResponseHead(200, ())

@@ -6,7 +6,7 @@ import pytest
 
 from core.errors import StartupError
 from server.config_sources import load_config
-from server.tenants import LOCAL, Limits, Tenant
+from server.gate.tenants import LOCAL, Limits, Tenant
 
 DIGEST = "0" * 64
 

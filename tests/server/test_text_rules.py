@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from core.errors import ExitCode, StartupError
 from core.types import Cancel, FinishReason
 from server.config import ServerConfig
-from server.tenants import Tenant, parse_tenants
-from server.text_rules import TextRule, rule_book
-from server.text_screen import HELD_CHARS, TextScreen
+from server.gate.tenants import Tenant, parse_tenants
+from server.gate.text_rules import TextRule, rule_book
+from server.gate.text_screen import HELD_CHARS, TextScreen
 from tests.server.simulated_server import (
     STREAM,
     TOKENIZER,

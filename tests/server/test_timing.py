@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.types import Admitted, Prefilled
-from server.timing import Stage, StageClock, StageMarks
+from server.observing.timing import Stage, StageClock, StageMarks
 
 SECONDS = st.floats(0, 1e7, allow_nan=False)
 MARKS = st.one_of(

@@ -16,13 +16,13 @@ from h2.config import H2Configuration
 from h2.connection import H2Connection
 
 from core.errors import ExitCode, StartupError
-from server.binds import Bind, TcpAddress
-from server.exchanges import Handler
-from server.listener import Listener, ListenerConfig
-from server.peer import ClientCertificate
-from server.refusals import HANDSHAKE, MAX_CONNECTIONS
-from server.stream import HttpStream
-from server.tls import REFUSED_ALERT, ClientAuth, ServerTls, TlsFiles, client_certificate, server_tls
+from server.listening.binds import Bind, TcpAddress
+from server.listening.listener import Listener, ListenerConfig
+from server.listening.refusals import HANDSHAKE, MAX_CONNECTIONS
+from server.wire.exchanges import Handler
+from server.wire.peer import ClientCertificate
+from server.wire.stream import HttpStream
+from server.wire.tls import REFUSED_ALERT, ClientAuth, ServerTls, TlsFiles, client_certificate, server_tls
 from tests.certificates import make_certificate, make_client_certificate, needs_openssl
 from tests.server.fakes import refuse
 from tests.server.http2_client import fields

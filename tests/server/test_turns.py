@@ -2,9 +2,9 @@
 
 import pytest
 
-from server.connection_limits import ConnectionLimits
-from server.messages import ResponseHead
-from server.stream import HttpStream
+from server.wire.connection_limits import ConnectionLimits
+from server.wire.messages import ResponseHead
+from server.wire.stream import HttpStream
 from tests.server.fakes import MemoryServer
 from tests.server.raw_http2 import END_STREAM, START, data, get, post, wire
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from server.cli import main
-from server.prices import ModelPrice, Prices
-from server.tenants import Tenant
+from server.gate.tenants import Tenant
+from server.ledger.prices import ModelPrice, Prices
 from tests.server.simulated_server import MODEL, SimulatedServer, chat, request
 
 PRICES = Prices(((MODEL, ModelPrice(prompt=1_000_000, cached=0, completion=3_000_000)),))

@@ -3,7 +3,7 @@
 import pytest
 
 from core.errors import ExitCode, StartupError
-from server.versions import FLOORS, LISTED, check_floors, installed_version, is_at_least, versions
+from server.commands.versions import FLOORS, LISTED, check_floors, installed_version, is_at_least, versions
 
 
 @pytest.mark.parametrize(

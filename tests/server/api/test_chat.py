@@ -7,9 +7,9 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from core.errors import ErrorKind, ServiceError
 from core.types import Delta, FinishReason
-from server import sse
 from server.api.chat import ChatStream, ChatSurface
 from server.api.surface import ChatPrompt, Choice
+from server.wire import sse
 from tests.server.api import wire
 from tests.server.api.wire import CONTEXT, LOGPROBS, USAGE, read_events, say, sdk_reading
 

@@ -7,9 +7,9 @@ from pydantic import TypeAdapter
 
 from core.errors import ErrorKind, ServiceError
 from core.types import Delta, FinishReason
-from server import sse
 from server.api.responses import ResponsesSurface, ResponseStream
 from server.api.surface import ChatPrompt, Choice
+from server.wire import sse
 from tests.server.api import wire
 from tests.server.api.wire import CONTEXT, LOGPROBS, USAGE, read_events, say, sdk_reading
 

@@ -1,0 +1,1 @@
+"""What `steploop` does beside serving, and what it prints. Thread: main."""

@@ -1,0 +1,236 @@
+"""What may be typed: commands, their flags out of the settings' table, and help. Thread: main."""
+
+import argparse
+from collections.abc import Sequence
+from typing import NoReturn
+
+from core.errors import ExitCode, StartupError
+from server import __version__
+from server.config import OPTIONS
+from server.gate.tenants import LOCAL_NAME
+from server.ledger.records import Grouping
+from server.settings.option import Option
+from server.values import did_you_mean
+
+COMMANDS = {
+    "serve": "serve a model over HTTP",
+    "chat": "talk to a model in the terminal",
+    "bench": "measure a server: steploop bench serve",
+    "doctor": "say what is installed, what the machine has, and what would be served",
+    "keys": "create, list and revoke API keys",
+    "models": "list the models that are here, what they need and whether they fit",
+    "usage": "say what the ledger has: tokens, prices and device time by day, model, key or tenant",
+}
+EXAMPLES = {
+    "serve": """\
+examples:
+  steploop serve                                  the embedded demonstration model on http://127.0.0.1:8000
+  steploop serve --model ~/models/Qwen3-0.6B      a Hugging Face directory
+  steploop serve --model Qwen/Qwen3-0.6B          fetched from the hub, where it is not here yet
+  steploop serve --model Qwen3-0.6B-Q8_0.gguf     a GGUF file
+  steploop serve --model DIR --estimate           the memory plan, without loading anything
+  STEPLOOP_API_KEY=secret steploop serve --host 0.0.0.0 --tls-cert chain.pem --tls-key key.pem
+  steploop serve --config steploop.toml --max-model-len 8192""",
+    "chat": """\
+examples:
+  steploop chat                                   with the server on this machine, or one of its own
+  steploop chat -q "What is a KV cache?"          one answer on stdout, figures on stderr
+  echo "What is a token?" | steploop chat -q -
+  steploop chat --url https://host:8443 --api-key KEY
+  steploop chat --model ~/models/Qwen3-0.6B       in this process, whatever else is up""",
+    "doctor": """\
+examples:
+  steploop doctor
+  steploop doctor --model DIR --device cuda       would this be served?
+  steploop doctor --model DIR --quality           what would --quantize cost?""",
+    "keys": """\
+examples:
+  steploop keys create --keys-file keys.json                         a key of the tenant local
+  steploop keys create --config steploop.toml --tenant acme --label ci --expires 90d
+  KEY=$(steploop keys create --keys-file keys.json --scope admin)    stdout is the key and nothing else
+  steploop keys list --keys-file keys.json
+  steploop keys revoke sl-3fK9xQ2a --keys-file keys.json
+
+A key is shown once, when it is created; the file keeps its SHA-256. A running server takes what has changed on SIGHUP:
+systemctl reload steploop, or kill -HUP and its process id.""",
+    "models": """\
+examples:
+  steploop models                                 the embedded one, and those of the Hugging Face cache
+  steploop models --dir ~/models --json           and those in a directory or below it; as JSON""",
+    "usage": """\
+examples:
+  steploop usage --ledger ledger.db               by day, all tenants
+  steploop usage --config steploop.toml --tenant acme --since 2030-01-01 --by model
+  steploop usage --ledger ledger.db --since 30d --by tenant --csv > usage.csv
+
+Days are those of UTC. What is in progress is left out. Prices are in the currency of [prices] (docs/ledger.md).""",
+}
+SOURCES = """\
+settings:
+  --some-name is also STEPLOOP_SOME_NAME in the environment and some_name in the TOML file of --config.
+  Flags win over the environment, the environment over the file. Sizes: 512MiB, 2GiB. Times: 500ms, 10s, 5min."""
+CHAT_FIELDS = {option.field_name for option in OPTIONS if option.group in ("model", "engine")} | {
+    "config_file",
+    "api_keys",
+}
+USAGE_FIELDS = ("config_file", "ledger")
+KEYS_FIELDS = ("config_file", "keys_file")
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Refuses in the two lines that every refusal here has, instead of a page of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise StartupError(message, f"{self.prog} --help shows what there is", ExitCode.USAGE)
+
+
+def build_parsers() -> tuple[CommandParser, dict[str, CommandParser]]:
+    """The parser of the whole command line, and its commands' own by name."""
+    parser = CommandParser(
+        prog="steploop",
+        description="An LLM inference server in one process: one event loop, one step loop.",
+        epilog="steploop COMMAND --help says more. Start with: steploop serve",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"steploop {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    by_command = {
+        name: commands.add_parser(
+            name,
+            help=summary,
+            description=f"{summary[0].upper()}{summary[1:]}.",
+            epilog=_epilog(name),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        for name, summary in COMMANDS.items()
+    }
+    _add_serve(by_command["serve"])
+    _add_chat(by_command["chat"])
+    _add_doctor(by_command["doctor"])
+    _add_models(by_command["models"])
+    _add_keys(by_command["keys"])
+    _add_usage(by_command["usage"])
+    by_command["bench"].add_argument(
+        "what", choices=["serve"], nargs="?", help="the load generator: see its own --help"
+    )
+    return parser, by_command
+
+
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--estimate", action="store_true", help="print the memory plan and exit; loads no weights")
+    _add_options(parser, OPTIONS)
+
+
+def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--quality",
+        action="store_true",
+        help="load the model, plain and quantised (--quantize SCHEME, or both), and compare what they say of a text",
+    )
+    _add_options(parser, OPTIONS)
+
+
+def _add_models(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--dir", action="append", default=[], metavar="DIR", help="look there too, two levels down; may be repeated"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    _add_options(parser, [option for option in OPTIONS if option.group == "engine"])
+
+
+def _add_keys(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", title="actions", required=True)
+    create = actions.add_parser("create", help="make a key and show it, once", allow_abbrev=False)
+    create.add_argument(
+        "--tenant", metavar="NAME", help=f"whose key it is, of [[tenants]] (default without any: {LOCAL_NAME})"
+    )
+    create.add_argument("--label", metavar="TEXT", default="", help="what it is for, as keys list shows it")
+    create.add_argument(
+        "--expires", metavar="WHEN", help="90d, 12h, 30min from now, or a date such as 2030-01-31 (default: never)"
+    )
+    create.add_argument(
+        "--scope",
+        action="append",
+        metavar="RIGHT",
+        help="inference: generate, tokenize, list models, cancel; usage: read the tenant's usage; admin: /metrics, and"
+        " the server itself. May be repeated [inference and usage]",
+    )
+    listing = actions.add_parser("list", help="show all keys but their secrets", allow_abbrev=False)
+    listing.add_argument("--json", action="store_true", help="print JSON")
+    revoke = actions.add_parser("revoke", help="let a key be good no longer", allow_abbrev=False)
+    revoke.add_argument("prefix", metavar="PREFIX", help="the key's beginning, as keys list shows it")
+    for action in (create, listing, revoke):
+        _add_options(action, [option for option in OPTIONS if option.field_name in KEYS_FIELDS])
+        action.set_defaults(action_parser=action)
+
+
+def _add_usage(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tenant", metavar="NAME", help="of this one alone")
+    parser.add_argument(
+        "--since", metavar="WHEN", help="requests that ended in the last 30d or 12h, or since a date such as 2030-01-31"
+    )
+    parser.add_argument(
+        "--by", choices=[grouping.value for grouping in Grouping], default=Grouping.DAY.value, help="a line for each"
+    )
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--csv", action="store_true", help="print CSV: prices in millionths, times in microseconds")
+    form.add_argument("--json", action="store_true", help="print JSON, likewise")
+    _add_options(parser, [option for option in OPTIONS if option.field_name in USAGE_FIELDS])
+
+
+def _add_chat(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-q", "--question", metavar="TEXT", help="ask this, print the answer and exit; - reads it from stdin"
+    )
+    parser.add_argument(
+        "--url",
+        help="server to talk to (default: the one that these settings would start, if it is up; otherwise the model"
+        " is served in this process)",
+    )
+    _add_options(parser, [option for option in OPTIONS if option.field_name in CHAT_FIELDS])
+
+
+def _add_options(parser: argparse.ArgumentParser, options: Sequence[Option]) -> None:
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    for group in dict.fromkeys(option.group for option in options):
+        section = parser.add_argument_group(group)
+        for option in options:
+            if option.group == group:
+                _add_option(section, option)
+
+
+def _add_option(section: argparse._ArgumentGroup, option: Option) -> None:
+    dest, text = option.field_name, _help(option)
+    if option.is_switch:
+        section.add_argument(option.flag, dest=dest, action="store_const", const="true", help=text)
+    else:
+        action = "append" if option.is_list else "store"
+        section.add_argument(option.flag, dest=dest, metavar=option.metavar, action=action, help=text)
+
+
+def _help(option: Option) -> str:
+    text = option.help.replace("%", "%%")
+    return f"{text} [{option.show(option.default)}]" if option.default not in (None, (), False) else text
+
+
+def _epilog(command: str) -> str | None:
+    if command not in EXAMPLES:
+        return None
+    codes = "\n".join(f"  {code:>3}  {code.meaning}" for code in ExitCode)
+    codes += "\n  130  Ctrl-C, before there was anything to stop"
+    parts = [EXAMPLES[command], SOURCES] + ([f"exit codes:\n{codes}"] if command == "serve" else [])
+    return "\n\n".join(parts)
+
+
+def refuse_unknown(parser: CommandParser, word: str) -> NoReturn:
+    name = word.partition("=")[0]
+    flags = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
+    parser.error(f"unknown argument: {name}{did_you_mean(name, flags) if name.startswith('-') else ''}")
+
+
+def flags_given(arguments: argparse.Namespace) -> dict[str, str | list[str]]:
+    given = vars(arguments)
+    return {
+        option.field_name: given[option.field_name] for option in OPTIONS if given.get(option.field_name) is not None
+    }

@@ -1,0 +1,235 @@
+"""Who asks: from a request's credentials to its tenant and what it may do. Thread: loop.
+
+Deny by default: where anything is configured that names callers, a request that shows nothing is refused. Where nothing
+is, everyone is the tenant `local`, and the process listens to this machine alone (server/process.py).
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from hmac import compare_digest
+
+from core.errors import ErrorKind, ServiceError
+from server.gate.jwt_auth import BadToken, JwtVerifier, looks_like_jwt
+from server.gate.keys import KeyRecord, Scope
+from server.gate.tenants import LOCAL, LOCAL_NAME, Tenant, certificate_name
+from server.values import BadValueError, did_you_mean
+from server.wire.messages import HttpRequest
+from server.wire.peer import ClientCertificate
+
+logger = logging.getLogger(__name__)
+
+KEY = "key"
+JWT = "jwt"
+CERTIFICATE = "certificate"
+WAYS = (KEY, JWT, CERTIFICATE)
+_WANTED = {
+    KEY: "an API key, as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
+    JWT: "a JWT of the issuer that is trusted here, as 'Authorization: Bearer TOKEN'",
+    CERTIFICATE: "a client certificate that names a tenant",
+}
+NUM_ID_DIGITS = 12  # of its digest, which name a key that is not in the keys file
+ALL_SCOPES = frozenset(Scope)
+_COMMON_SCOPES = frozenset({Scope.INFERENCE, Scope.USAGE})  # of who shows no key that says more
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who sent a request.
+
+    Args:
+        key_id: the prefix of the key it showed, or of the digest of one that is not in the keys file; None: it showed
+            none.
+    """
+
+    tenant: Tenant
+    scopes: frozenset[Scope] = ALL_SCOPES
+    key_id: str | None = None
+
+    def check_scope(self, scope: Scope) -> None:
+        """
+        Raises:
+            ServiceError: permission.
+        """
+        if scope not in self.scopes and not (scope is Scope.METRICS and Scope.ADMIN in self.scopes):
+            has = ", ".join(sorted(self.scopes)) or "none"
+            message = f"This needs the right {scope.value!r}, and yours are: {has}. Ask the operator for a key with it."
+            raise ServiceError(ErrorKind.PERMISSION, message, "permission_denied")
+
+
+LOCAL_CALLER = Caller(LOCAL)
+
+
+@dataclass(frozen=True, slots=True)
+class KnownKey:
+    """
+    Args:
+        expires_s: unix time; None: never.
+    """
+
+    digest: bytes
+    caller: Caller
+    expires_s: float | None = None
+    is_revoked: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Directory:
+    """All who may ask, as one value: a reload replaces it whole.
+
+    Args:
+        keys: by SHA-256: a look-up by digest tells nothing of a key by its timing (THREATS.md).
+        certificates: by subjectAltName.
+        is_open: nobody need show anything.
+    """
+
+    tenants: Mapping[str, Tenant] = field(default_factory=dict)
+    keys: Mapping[bytes, KnownKey] = field(default_factory=dict)
+    certificates: Mapping[tuple[str, str], Tenant] = field(default_factory=dict)
+    is_open: bool = True
+
+
+def make_directory(
+    tenants: Sequence[Tenant], api_keys: Iterable[str] = (), records: Sequence[KeyRecord] | None = None
+) -> Directory:
+    """
+    Args:
+        api_keys: of the tenant `local`, with all rights.
+        records: of the keys file; None: there is no such file. Keys of tenants that are not there are left out.
+    """
+    by_name = {tenant.name: tenant for tenant in tenants}
+    local = by_name.get(LOCAL_NAME, LOCAL)
+    if not tenants:
+        by_name[LOCAL_NAME] = LOCAL
+    keys: dict[bytes, KnownKey] = {}
+    nameless = [(sha256(key.encode()).digest(), local, ALL_SCOPES) for key in api_keys]
+    nameless += [(bytes.fromhex(one), tenant, _COMMON_SCOPES) for tenant in tenants for one in tenant.key_sha256]
+    for digest, owner, scopes in nameless:
+        keys[digest] = KnownKey(digest, Caller(owner, scopes, digest.hex()[:NUM_ID_DIGITS]))
+    for record in records or ():
+        if record.tenant not in by_name:
+            logger.warning("the key %s is of a tenant that is not configured: %s", record.prefix, record.tenant)
+            continue
+        expires_s = None if record.expires is None else record.expires.timestamp()
+        caller = Caller(by_name[record.tenant], frozenset(record.scopes), record.prefix)
+        digest = bytes.fromhex(record.sha256)
+        keys[digest] = KnownKey(digest, caller, expires_s, record.revoked is not None)
+    certificates = {certificate_name(text): tenant for tenant in tenants for text in tenant.certificates}
+    return Directory(by_name, keys, certificates, is_open=not (tenants or keys or records is not None))
+
+
+def way_value(text: str) -> str:
+    """One of WAYS, or several joined by +.
+
+    Raises:
+        BadValueError: it is none.
+    """
+    for way in text.split("+"):
+        if way not in WAYS:
+            raise BadValueError(f"of {', '.join(WAYS)}, or several of them joined by +{did_you_mean(way, WAYS)}")
+    return text
+
+
+class Authenticator:
+    """Names the caller of each request.
+
+    Args:
+        ways: of WAYS, in the order in which they are looked at: the first that a request uses decides, for or against
+            it. Several joined by + are needed together, of one tenant.
+        unix_clock: seconds.
+
+    Attributes:
+        directory: replaced by a reload.
+        verifier: of JWTs; None: there are none. Likewise.
+    """
+
+    def __init__(self, directory: Directory, unix_clock: Callable[[], float], ways: Sequence[str] = WAYS) -> None:
+        self.directory = directory
+        self.verifier: JwtVerifier | None = None
+        self._unix_clock = unix_clock
+        self._combinations = [tuple(way.split("+")) for way in ways]
+        self._identify = {KEY: self._by_key, JWT: self._by_jwt, CERTIFICATE: self._by_certificate}
+
+    def identify(self, request: HttpRequest, certificate: ClientCertificate | None) -> Caller:
+        """
+        Raises:
+            ServiceError: authentication; what it shows is missing, unknown or no longer good.
+        """
+        if self.directory.is_open:
+            return LOCAL_CALLER
+        for ways in self._combinations:
+            callers = [self._identify[way](request, certificate) for way in ways]
+            present = [caller for caller in callers if caller is not None]
+            if len(present) == len(callers):
+                return _joined(present)
+        raise _refusal(self._what_is_wanted())
+
+    def _what_is_wanted(self) -> str:
+        missing = set() if self.directory.certificates else {CERTIFICATE}
+        missing |= set() if self.verifier is not None else {JWT}
+        possible = [ways for ways in self._combinations if not missing & set(ways)]
+        if possible == [(KEY,)]:
+            return "No API key was sent. Send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
+        wanted = "; or ".join(" together with ".join(_WANTED[way] for way in ways) for ways in possible)
+        return f"Nothing that was sent says who you are. Send {wanted}."
+
+    def _by_key(self, request: HttpRequest, certificate: ClientCertificate | None) -> Caller | None:
+        key = _presented_key(request)
+        if key is None:
+            return None
+        digest = sha256(key).digest()
+        known = self.directory.keys.get(digest)
+        if known is None and self.verifier is not None and looks_like_jwt(key):
+            return None
+        if known is None or not compare_digest(known.digest, digest):
+            raise _refusal("The API key is not known here. Check the key, or ask the operator for one.")
+        if known.is_revoked:
+            raise _refusal("The API key has been revoked. Ask the operator for another.")
+        if known.expires_s is not None and known.expires_s <= self._unix_clock():
+            raise _refusal("The API key has expired. Ask the operator for another.")
+        return known.caller
+
+    def _by_jwt(self, request: HttpRequest, certificate: ClientCertificate | None) -> Caller | None:
+        token = _presented_key(request)
+        if token is None or self.verifier is None or not looks_like_jwt(token):
+            return None
+        try:
+            name = self.verifier.tenant_of(token)
+        except BadToken as error:
+            raise _refusal(f"The JWT is not taken. {error}") from error
+        tenant = self.directory.tenants.get(name)
+        if tenant is None:
+            raise _refusal("The JWT names a tenant that is not known here. Ask the operator.")
+        return Caller(tenant, _COMMON_SCOPES)
+
+    def _by_certificate(self, request: HttpRequest, certificate: ClientCertificate | None) -> Caller | None:
+        """A certificate that names no tenant is none for us: it may be there for the connection's sake alone."""
+        if certificate is None:
+            return None
+        found = (self.directory.certificates.get(name) for name in certificate.names)
+        tenants = {tenant.name: tenant for tenant in found if tenant is not None}
+        if len(tenants) > 1:
+            raise _refusal(f"The client certificate names several tenants: {', '.join(tenants)}. Use one for each.")
+        return next((Caller(tenant, _COMMON_SCOPES) for tenant in tenants.values()), None)
+
+
+def _joined(callers: Sequence[Caller]) -> Caller:
+    """Who shows several things at once may do what all of them allow."""
+    first = callers[0]
+    if any(caller.tenant.name != first.tenant.name for caller in callers):
+        raise _refusal("The API key and the client certificate are of different tenants.")
+    scopes = frozenset.intersection(*(caller.scopes for caller in callers))
+    key_id = next((caller.key_id for caller in callers if caller.key_id is not None), None)
+    return Caller(first.tenant, scopes, key_id)
+
+
+def _presented_key(request: HttpRequest) -> bytes | None:
+    authorization = request.header(b"authorization")
+    if authorization is not None and authorization[:7].lower() == b"bearer ":
+        return authorization[7:].strip()
+    return request.header(b"x-api-key")
+
+
+def _refusal(message: str) -> ServiceError:
+    return ServiceError(ErrorKind.AUTHENTICATION, message, "invalid_api_key")

@@ -1,0 +1,136 @@
+"""Who may ask and how much, as the configuration says it, and as it says it anew on SIGHUP. Thread: loop."""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+
+from core.errors import ExitCode, StartupError
+from server.banner import Place, is_public
+from server.clock import Clock
+from server.config import ServerConfig
+from server.gate.auth import Authenticator, Directory, make_directory
+from server.gate.jwks import KeySource
+from server.gate.jwt_auth import JwtRules, JwtVerifier
+from server.gate.keys import read_keys
+from server.gate.quota import S_NS, Moment, Quotas, UsedTokens
+
+logger = logging.getLogger(__name__)
+
+# Fields of ServerConfig; besides, what the files of certificates and of JWTs' keys hold
+RELOADED = ("tenants", "api_keys", "keys_file")
+SILENT = ("origins", *RELOADED)
+
+
+class Gate:
+    """The callers that are known, and what they have left."""
+
+    def __init__(self, config: ServerConfig, clock: Clock, used_today: UsedTokens | None = None) -> None:
+        """
+        Args:
+            used_today: what the ledger knows of the day.
+
+        Raises:
+            StartupError: see load_directory.
+        """
+        self._config = config
+        self._clock = clock
+        self.authenticator = Authenticator(load_directory(config), clock.unix, config.auth)
+        self._source = None if config.jwks is None else KeySource(config.jwks, clock.monotonic)
+        self.authenticator.verifier = self._verifier(self._source)
+        self.quotas = Quotas(lambda: Moment(round(clock.monotonic() * S_NS), int(clock.unix())), used_today)
+
+    def start(self) -> None:
+        """Fetch what comes from elsewhere. The loop runs."""
+        if self._source is not None:
+            self._source.refresh()
+
+    def _verifier(self, source: KeySource | None) -> JwtVerifier | None:
+        """By the rules of the start: a reload changes the keys alone."""
+        config = self._config
+        if source is None:
+            return None
+        for value, flag in ((config.jwt_issuer, "--jwt-issuer"), (config.jwt_audience, "--jwt-audience")):
+            if value is None:
+                cause = f"--jwks without {flag}: tokens of the same issuer for other services would be taken"
+                raise StartupError(cause, f"{flag} TEXT", ExitCode.CONFIGURATION)
+        assert config.jwt_issuer is not None
+        assert config.jwt_audience is not None
+        rules = JwtRules(config.jwt_issuer, config.jwt_audience, config.jwt_tenant_claim, config.jwt_leeway_s)
+        return JwtVerifier(rules, source, self._clock.unix)
+
+    @property
+    def directory(self) -> Directory:
+        return self.authenticator.directory
+
+    def check_exposure(self, places: Sequence[Place], needs_certificate: bool) -> None:
+        """
+        Args:
+            places: where the server listens.
+            needs_certificate: of every client that comes over a network.
+
+        Raises:
+            StartupError: other machines can reach it, nobody is asked who they are, and --insecure does not say so.
+        """
+        if not is_public(places) or not self.directory.is_open or needs_certificate:
+            return
+        if not self._config.insecure:
+            shown = ", ".join(str(place.address) for place in places if is_public([place]))
+            raise StartupError(
+                f"other machines can reach {shown}, and nobody is asked who they are",
+                "set STEPLOOP_API_KEY, or --keys-file or [[tenants]] (docs/tenants.md), or --tls-client-ca; or"
+                " --insecure, if everybody who reaches it may use it",
+                ExitCode.CONFIGURATION,
+            )
+        logger.warning("anyone who reaches this port can use it, as --insecure says")
+
+    def prepare(self, config: ServerConfig) -> Callable[[], None]:
+        """Read and check all that a reload may change, and change nothing yet.
+
+        Returns: what puts it in force, and cannot fail.
+
+        Raises:
+            StartupError: it is not fit.
+        """
+        directory = load_directory(config)
+        if directory.is_open and not self.directory.is_open:
+            cause = "the new configuration names no tenants and no keys, and would let everybody in"
+            raise StartupError(cause, "restart the server if that is what you want", ExitCode.CONFIGURATION)
+
+        source, jwks = self._source, self._config.jwks
+        if isinstance(jwks, Path):  # a URL is asked anew, and its keys count until it answers
+            source = KeySource(jwks, self._clock.monotonic)
+        verifier = self._verifier(source)
+
+        def apply() -> None:
+            self.authenticator.directory = directory
+            self.authenticator.verifier, self._source = verifier, source
+            self.start()
+            self.quotas.apply(directory)
+            for name in _changed(self._config, config):
+                logger.warning("%s has changed, which takes effect at the next start", name)
+            logger.info("reloaded: tenants=%d keys=%d", len(config.tenants), len(directory.keys))
+
+        return apply
+
+
+def load_directory(config: ServerConfig) -> Directory:
+    """
+    Raises:
+        StartupError: the keys file cannot be read, or tenants have certificates that nobody is asked for.
+    """
+    if config.tls_client_ca is None and (named := [one.name for one in config.tenants if one.certificates]):
+        cause = f"the tenant {named[0]} has certificates, and clients are asked for none"
+        raise StartupError(cause, "--tls-cert FILE --tls-client-ca FILE", ExitCode.CONFIGURATION)
+    records = None if config.keys_file is None else read_keys(config.keys_file)
+    directory = make_directory(config.tenants, config.api_keys, records)
+    directory = replace(directory, is_open=directory.is_open and config.jwks is None)
+    if not (directory.is_open or directory.keys or directory.certificates or config.jwks):
+        logger.warning("no key or certificate names a tenant: every request will be refused")
+    return directory
+
+
+def _changed(old: ServerConfig, new: ServerConfig) -> list[str]:
+    """Settings that a reload finds changed and cannot change."""
+    names = (one.name for one in fields(ServerConfig) if one.name not in SILENT)
+    return [name for name in names if getattr(old, name) != getattr(new, name)]

@@ -1,0 +1,165 @@
+"""Tenants: for whom the server works, what each may have, and how [[tenants]] of the TOML file says it.
+
+Nothing here knows a request. Frozen; any thread.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from core.errors import ExitCode, StartupError
+from server.gate.deadlines import DeadlineTable
+from server.gate.text_rules import TextRule, check_rules
+
+LOCAL_NAME = "local"  # who asks where no tenants are configured
+# class -> Request.priority: higher goes first
+CLASSES = {"interactive": 1, "standard": 0, "batch": -1}
+SAMPLE = '[[tenants]] with name = "acme" and, below it, limits = { tokens_per_minute = 100_000 }'
+# The kinds of subjectAltName that can name a tenant, as they are written here and as ssl has them
+_NAME_KINDS = {"DNS": "DNS", "URI": "URI", "EMAIL": "email", "IP": "IP Address"}
+
+_Count = Annotated[int, msgspec.Meta(ge=1, le=10**12)]
+_Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}\Z")]
+_Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
+
+
+class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How much may be asked for; None: as much as there is.
+
+    Args:
+        burst_requests, burst_tokens: that may come at once, after a quiet time; None: those of a minute.
+        tokens_per_day: of a calendar day, UTC.
+    """
+
+    requests_per_minute: _Count | None = None
+    burst_requests: _Count | None = None
+    tokens_per_minute: _Count | None = None
+    burst_tokens: _Count | None = None
+    tokens_per_day: _Count | None = None
+    concurrent_requests: _Count | None = None
+
+    def __post_init__(self) -> None:
+        for burst, rate in (("burst_requests", "requests_per_minute"), ("burst_tokens", "tokens_per_minute")):
+            if getattr(self, burst) is not None and getattr(self, rate) is None:
+                raise ValueError(f"{burst} needs {rate} beside it")
+
+
+UNLIMITED = Limits()
+NO_DEADLINES = DeadlineTable()
+
+
+class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename={"tenant_class": "class"}):
+    """One tenant, as its table says it.
+
+    Args:
+        limits: of all its requests together.
+        key_limits: of those of each of its keys, beside the tenant's own.
+        tenant_class: of CLASSES.
+        share: of the machine, against the other tenants of its class: 2 gets twice what 1 gets.
+        deadlines: of its requests, in place of the server's.
+        text_rules: what its prompts and answers must not say.
+        models: that it may use; None: all.
+        cache_domain: tenants that name the same one may find each other's prompts in the prefix cache; None: nobody
+            else finds this tenant's.
+        cached_token_discount: percent of a cached prompt token that does not count against the limits.
+        certificates: names of clients' certificates that are this tenant's: "DNS:router.example".
+        key_sha256: of keys that are not in the keys file, in hex.
+    """
+
+    name: _Name
+    limits: Limits = UNLIMITED
+    key_limits: Limits = UNLIMITED
+    tenant_class: str = "standard"
+    share: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 1
+    deadlines: DeadlineTable = NO_DEADLINES
+    text_rules: tuple[TextRule, ...] = ()
+    models: tuple[str, ...] | None = None
+    cache_domain: _Name | None = None
+    cached_token_discount: Annotated[int, msgspec.Meta(ge=0, le=100)] = 0
+    certificates: tuple[str, ...] = ()
+    key_sha256: tuple[_Digest, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.tenant_class not in CLASSES:
+            raise ValueError(f"class is {self.tenant_class!r}, but must be one of {', '.join(CLASSES)}")
+        for text in self.certificates:
+            certificate_name(text)
+
+    def priority_of(self, asked: int | None) -> int:
+        """Request.priority of a request that asks for one, or for none: its class is the most that a tenant gets.
+
+        Where no tenants are configured, clients are taken at their word.
+        """
+        own = CLASSES[self.tenant_class]
+        if asked is None:
+            return own
+        return asked if self.name == LOCAL_NAME else min(asked, own)
+
+    @property
+    def cache_salt_domain(self) -> str:
+        """Request.cache_domain. A tenant's own is no other's, whatever names domains are given."""
+        return f"tenant:{self.name}" if self.cache_domain is None else f"domain:{self.cache_domain}"
+
+
+LOCAL = Tenant(name=LOCAL_NAME)
+
+
+def certificate_name(text: str) -> tuple[str, str]:
+    """A name of a certificate, as ClientCertificate.names has it.
+
+    Raises:
+        ValueError: it is none.
+    """
+    kind, colon, value = text.partition(":")
+    if not colon or not value or kind.upper() not in _NAME_KINDS:
+        raise ValueError(f"{text!r} in certificates must be DNS:, URI:, email: or IP: and a name")
+    return _NAME_KINDS[kind.upper()], value
+
+
+def parse_tenants(tables: Any, path: Path) -> tuple[Tenant, ...]:
+    """What [[tenants]] of a TOML file says.
+
+    Args:
+        path: of the file, for messages.
+
+    Raises:
+        StartupError: naming the tenant and the field.
+    """
+    if not isinstance(tables, list):
+        raise StartupError(f"tenants in {path} is not a list of tables", SAMPLE, ExitCode.CONFIGURATION)
+    tenants = tuple(_parse_tenant(table, i, path) for i, table in enumerate(tables, 1))
+    _refuse_shared([tenant.name for tenant in tenants], "two tenants of the name", path)
+    names = [certificate_name(text) for tenant in tenants for text in tenant.certificates]
+    _refuse_shared([f"{kind}:{value}" for kind, value in names], "two tenants with the certificate", path)
+    _refuse_shared([digest for tenant in tenants for digest in tenant.key_sha256], "twice the key", path)
+    return tenants
+
+
+def _parse_tenant(table: Any, number: int, path: Path) -> Tenant:
+    try:
+        tenant = msgspec.convert(table, Tenant)
+    except msgspec.ValidationError as error:
+        name = table.get("name") if isinstance(table, Mapping) else None
+        cause = f"[[tenants]] number {number}{f', {name!r},' if isinstance(name, str) else ''} in {path}: {error}"
+        raise StartupError(cause, _fix(str(error)), ExitCode.CONFIGURATION) from error
+    check_rules(tenant.text_rules, f"[[tenants]] number {number}, {tenant.name!r}, in {path}")
+    return tenant
+
+
+def _fix(error: str) -> str:
+    """What to write, for what msgspec says: it names a field's path, but not those that there are."""
+    if "unknown field" not in error:
+        return f"mend it, as in: {SAMPLE}"
+    place = error.rpartition("`$")[2]
+    kinds = {"limits": Limits, "deadlines": DeadlineTable, "text_rules": TextRule}
+    kind = next((kind for name, kind in kinds.items() if name in place), Tenant)
+    above = "; the server's own settings stand above the first [[tenants]]" if kind is Tenant else ""
+    return f"known: {', '.join(kind.__struct_encode_fields__)}{above}"
+
+
+def _refuse_shared(values: Sequence[str], what: str, path: Path) -> None:
+    for value in values:
+        if values.count(value) > 1:
+            raise StartupError(f"{path} has {what} {value}", "remove one of them", ExitCode.CONFIGURATION)

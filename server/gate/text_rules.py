@@ -1,0 +1,175 @@
+"""What a tenant's prompts and answers must not say: [[tenants.text_rules]] of the TOML file. Frozen; any thread.
+
+A phrase is literal. A pattern is RE2's: it never backtracks, so that no text takes it long; the extra `rules` has it.
+How a stream is held back while it may yet say one: server/gate/text_screen.py.
+"""
+
+import functools
+import importlib.util
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, Literal, Protocol
+
+import msgspec
+
+from core.errors import ExitCode, InvalidRequest, StartupError
+
+MAX_RULES = 256
+RANGE_BYTES = 32  # of a pattern's matches, by which is seen whether a text may be the beginning of one
+PATTERN_MEMORY_BYTES = 1 << 20
+
+_Phrase = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+_Pattern = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
+
+
+class TextRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """
+    Args:
+        phrase, pattern: one of the two.
+        on: where it counts.
+    """
+
+    phrase: _Phrase | None = None
+    pattern: _Pattern | None = None
+    ignore_case: bool = False
+    on: Literal["prompt", "answer", "both"] = "both"
+
+    def __post_init__(self) -> None:
+        if (self.phrase is None) == (self.pattern is None):
+            raise ValueError("a rule has either a phrase or a pattern")
+
+
+class Matcher(Protocol):
+    """A rule, ready to be looked for."""
+
+    def find(self, text: str, start: int) -> tuple[int, int] | None:
+        """The first place at or after `start`: where it begins and ends. What is before `start` is its context."""
+        ...
+
+    def num_begun(self, text: str, start: int) -> int:
+        """How many characters at the end of `text`, from `start` on, may be the beginning of one."""
+        ...
+
+
+class PhraseMatcher:
+    def __init__(self, phrase: str, ignores_case: bool) -> None:
+        self._ignores_case = ignores_case
+        self._phrase = _folded(phrase) if ignores_case else phrase
+
+    def find(self, text: str, start: int) -> tuple[int, int] | None:
+        at = (_folded(text) if self._ignores_case else text).find(self._phrase, start)
+        return None if at < 0 else (at, at + len(self._phrase))
+
+    def num_begun(self, text: str, start: int) -> int:
+        phrase = self._phrase
+        start = max(start, len(text) - len(phrase) + 1)
+        tail = _folded(text[start:]) if self._ignores_case else text[start:]
+        return next((len(tail) - i for i in range(len(tail)) if phrase.startswith(tail[i:])), 0)
+
+
+class PatternMatcher:
+    """
+    Raises:
+        ValueError: RE2 does not take the pattern.
+    """
+
+    def __init__(self, pattern: str, ignores_case: bool) -> None:
+        import re2
+
+        options = re2.Options()
+        options.case_sensitive = not ignores_case
+        options.log_errors = False
+        options.max_mem = PATTERN_MEMORY_BYTES
+        try:
+            self._regexp: Any = re2.compile(pattern, options)
+        except re2.error as error:
+            cause = error.args[0]
+            raise ValueError(cause.decode() if isinstance(cause, bytes) else str(cause)) from None
+        if self._regexp.search("") is not None:
+            raise ValueError("it matches where nothing stands, and so everywhere")
+        try:
+            self._range: tuple[bytes, bytes] | None = self._regexp.possiblematchrange(RANGE_BYTES)
+        except re2.error:  # it may begin with anything
+            self._range = None
+
+    def find(self, text: str, start: int) -> tuple[int, int] | None:
+        match = self._regexp.search(text, start)
+        return None if match is None else match.span()
+
+    def num_begun(self, text: str, start: int) -> int:
+        if self._range is None:
+            return len(text) - start
+        low, high = self._range
+        for i in range(start, len(text)):
+            tail = text[i : i + RANGE_BYTES].encode("utf-8", "replace")[:RANGE_BYTES]
+            if low.startswith(tail) or low <= tail <= high:
+                return len(text) - i
+        return 0
+
+
+class RuleBook:
+    """A tenant's rules, ready to be looked for.
+
+    Attributes:
+        on_prompt, on_answer: those that count there.
+    """
+
+    def __init__(self, rules: Sequence[TextRule]) -> None:
+        matchers = [(rule.on, _matcher(rule)) for rule in rules]
+        self.on_prompt = tuple(matcher for on, matcher in matchers if on != "answer")
+        self.on_answer = tuple(matcher for on, matcher in matchers if on != "prompt")
+
+    def check_prompt(self, texts: Iterable[str], param: str) -> None:
+        """
+        Raises:
+            InvalidRequest: one of them says what it must not.
+        """
+        for text in texts:
+            if any(matcher.find(text, 0) for matcher in self.on_prompt):
+                message = "The prompt has text that the operator of this server does not allow. Leave it out."
+                raise InvalidRequest(message, param, "content_filter")
+
+
+@functools.lru_cache(maxsize=256)
+def rule_book(rules: tuple[TextRule, ...]) -> RuleBook:
+    """Made once for the same rules."""
+    return RuleBook(rules)
+
+
+def check_rules(rules: tuple[TextRule, ...], owner: str) -> None:
+    """
+    Args:
+        owner: as messages name it.
+
+    Raises:
+        StartupError: there are too many, one is no pattern, or the library that patterns need is missing.
+    """
+    if len(rules) > MAX_RULES:
+        cause = f"{owner} has {len(rules)} text_rules"
+        raise StartupError(cause, f"at most {MAX_RULES}: join patterns by |", ExitCode.CONFIGURATION)
+    patterns = [rule for rule in rules if rule.pattern is not None]
+    if patterns and importlib.util.find_spec("re2") is None:
+        cause = f"{owner} has text_rules with a pattern, which need google-re2, and it is not installed"
+        raise StartupError(cause, "python -m pip install 'steploop[rules]', or use phrases", ExitCode.VERSION)
+    for rule in patterns:
+        try:
+            _matcher(rule)
+        except ValueError as error:
+            cause = f"{owner} has a text rule whose pattern {rule.pattern!r} is not fit: {error}"
+            fix = "write it as https://github.com/google/re2/wiki/Syntax says"
+            raise StartupError(cause, fix, ExitCode.CONFIGURATION) from error
+    rule_book(rules)
+
+
+def _matcher(rule: TextRule) -> Matcher:
+    if rule.phrase is not None:
+        return PhraseMatcher(rule.phrase, rule.ignore_case)
+    assert rule.pattern is not None
+    return PatternMatcher(rule.pattern, rule.ignore_case)
+
+
+def _folded(text: str) -> str:
+    """In lower case, character by character: as long as it was."""
+    lower = text.lower()
+    if len(lower) == len(text):
+        return lower
+    return "".join(one if len(one.lower()) != 1 else one.lower() for one in text)

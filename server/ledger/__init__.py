@@ -1,0 +1,1 @@
+"""What requests used, kept durably. Threads: loop, and the ledger's own."""

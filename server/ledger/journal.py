@@ -1,0 +1,148 @@
+"""Database and spill journal as one: what is settled is durable in one of them. Thread: ledger; at start, main.
+
+While the database takes no writes (the disk is full, someone holds its lock), settlements go to the spill journal and
+nothing else is written. A probe tries again: it puts down in the database what was spilled, once, and goes on there.
+"""
+
+import logging
+import os
+import sqlite3
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from core.errors import ExitCode, StartupError
+from server.ledger.records import Probe, Prune, Settle, StoredAnswer, Write
+from server.ledger.spill import Spill
+from server.ledger.store import Connect, LedgerStore, connect
+
+logger = logging.getLogger(__name__)
+
+BAD_WRITE = (sqlite3.IntegrityError, sqlite3.ProgrammingError, OverflowError)  # the write's fault, not the disk's
+
+
+class Written(NamedTuple):
+    """What became of a batch.
+
+    Args:
+        are_durable: of each of its writes.
+        fault: what is wrong with the database; None: nothing.
+        has_more: there is more to prune.
+    """
+
+    are_durable: list[bool]
+    fault: str | None
+    has_more: bool = False
+
+
+class Journal:
+    """The ledger as it is written. Owned by one thread at a time."""
+
+    def __init__(self, store: LedgerStore, spill: Spill) -> None:
+        self._store = store
+        self._spill = spill
+        self._fault: str | None = None
+
+    def recover(self) -> int:
+        """Put down what the last process spilled, and close what it left in progress. Returns how many it closed.
+
+        Raises:
+            sqlite3.Error, OSError: it cannot be written to.
+        """
+        self._replay()
+        return self._store.close_orphans()
+
+    def used_since(self, since_us: int) -> dict[tuple[str, str | None], int]:
+        return self._store.used_since(since_us)
+
+    def answers(self) -> list[StoredAnswer]:
+        return self._store.answers()
+
+    def write(self, writes: Sequence[Write]) -> Written:
+        """Make them durable, all in one transaction, as far as possible. Never raises for the disk's sake."""
+        if self._fault is None or any(isinstance(write, Probe) for write in writes):
+            try:
+                self._replay()
+                are_durable = self._commit(writes)
+                self._fault = None
+                limits = [write.before_us for write in writes if isinstance(write, Prune)]
+                return Written(are_durable, None, any(map(self._store.has_older, limits)))
+            except (sqlite3.Error, OSError) as error:
+                self._fault = str(error)
+        has_spilled = self._try_spill([write for write in writes if isinstance(write, Settle)])
+        return Written([has_spilled and isinstance(write, Settle) for write in writes], self._fault)
+
+    def close(self) -> None:
+        self._store.close()
+        self._spill.close()
+
+    def _commit(self, writes: Sequence[Write]) -> list[bool]:
+        """In one transaction; where one of them cannot be taken by any database, the others without it."""
+        try:
+            self._store.commit(writes)
+        except BAD_WRITE as error:
+            if len(writes) > 1:
+                return [self._commit([write])[0] for write in writes]
+            logger.error("the ledger cannot take %s: %s", type(writes[0]).__name__, error)
+            return [False]
+        return [True] * len(writes)
+
+    def _replay(self) -> None:
+        rows = self._spill.rows
+        if rows:
+            self._store.commit([Settle(row) for row in rows])
+            self._spill.clear()
+
+    def _try_spill(self, settlements: list[Settle]) -> bool:
+        try:
+            if settlements:
+                self._spill.append([one.row for one in settlements])
+            return True
+        except OSError as error:
+            self._fault = f"{self._fault}; and {error}"
+            return False
+
+
+def open_journal(path: Path, num_records: int, open_database: Connect = connect) -> Journal:
+    """Open a ledger, or make one.
+
+    Args:
+        num_records: requests that can be in progress at once.
+
+    Raises:
+        StartupError: it cannot be written to, another server does, or the file is something else.
+    """
+    made: list[Callable[[], None]] = []
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        spill = Spill(path.with_name(path.name + "-spill"), num_records)
+        made.append(spill.close)
+        if not path.exists():
+            os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))  # who asked what is nobody else's
+        store = LedgerStore(path, open_database)
+        made.append(store.close)
+        _sync_directory(path.parent)
+        journal = Journal(store, spill)
+        num_closed = journal.recover()
+    except BaseException as error:
+        for close in made:
+            close()
+        if isinstance(error, BlockingIOError):
+            fix = "stop it, or give this one a ledger of its own: --ledger FILE"
+            raise StartupError(f"another server writes to the ledger {path}", fix, ExitCode.CONFIGURATION) from error
+        if isinstance(error, (sqlite3.Error, OSError)):
+            fix = f"make room, or the directory writable: {path.absolute().parent}; or name another: --ledger FILE"
+            raise StartupError(f"the ledger {path} cannot be opened: {error}", fix, ExitCode.CONFIGURATION) from error
+        raise
+    if num_closed:
+        logger.warning("%d requests were in progress when the last server ended: closed as aborted", num_closed)
+    return journal
+
+
+def _sync_directory(path: Path) -> None:
+    """So that the new file's name outlives a power failure too."""
+    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)

@@ -1,0 +1,293 @@
+"""The ledger as the loop has it: an entry per request, reserved as it begins, settled as it ends. Thread: loop.
+
+    reserve ── durable ──▶ the answer's first byte        settle ── durable ──▶ its final event
+
+What runs is checkpointed every five seconds, so that a crash bills what was said until then. Nothing here waits: who is
+told when a write is durable goes on then. While the database takes no writes, no request is let in, and those that run
+settle into the spill journal.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from core.errors import ErrorKind, ServiceError
+from core.types import Cost, Usage
+from server.ledger.journal import Written
+from server.ledger.prices import Prices
+from server.ledger.records import (
+    Checkpoint,
+    Forget,
+    Keep,
+    LedgerRow,
+    Probe,
+    Progress,
+    Prune,
+    Reserve,
+    Settle,
+    State,
+    StoredAnswer,
+    Write,
+)
+from server.ledger.thread import Writer
+
+logger = logging.getLogger(__name__)
+
+CHECKPOINT_S = 5.0
+PROBE_S = 1.0  # while the database takes no writes
+STUCK_S = 5.0  # without word of any write: a disk that hangs takes none
+PRUNE_S = 3600.0  # and again at once while there is more
+MICRO = 10**6
+SHUTDOWN = "shutdown"
+
+
+class Subject(NamedTuple):
+    """Whose request it is, and for what.
+
+    Args:
+        count: what a usage counts against the quotas.
+    """
+
+    request_id: str
+    client_id: str | None
+    tenant: str
+    key_id: str | None
+    model: str
+    path: str
+    count: Callable[[Usage], int]
+
+
+class End(NamedTuple):
+    """How a request ended.
+
+    Args:
+        stages_ms: durations of its stages.
+    """
+
+    usage: Usage
+    cost: Cost
+    finish_reason: str | None
+    status: int
+    error_code: str | None
+    stages_ms: Mapping[str, float]
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One request in the ledger: reserved once, settled once.
+
+    Args:
+        row: as it was reserved.
+        progress: what it has come to: prompts of which it says something, tokens that it has said.
+    """
+
+    ledger: "Ledger"
+    subject: Subject
+    row: LedgerRow
+    progress: Callable[[], Usage] | None = None
+
+    def reserve(self, num_tokens: int, progress: Callable[[], Usage], on_reserved: Callable[[bool], None]) -> None:
+        """Write it down as begun.
+
+        Args:
+            num_tokens: held for it.
+            on_reserved: told whether that is durable.
+
+        Raises:
+            ServiceError: unavailable; nothing is written.
+        """
+        self.ledger.check()
+        self.row = msgspec.structs.replace(self.row, reserved_tokens=num_tokens)
+        self.progress = progress
+        self.ledger.begin(self, on_reserved)
+
+    def settle(self, end: End, on_settled: Callable[[bool], None]) -> None:
+        """Write down its true usage. Of what was not reserved there is nothing to settle."""
+        self.ledger.end(self, self.settled_row(end), on_settled)
+
+    def settled_row(self, end: End) -> LedgerRow:
+        return msgspec.structs.replace(
+            self.row,
+            updated_us=self.ledger.now_us(),
+            state=State.SETTLED,
+            prompt_tokens=end.usage.num_prompt_tokens,
+            cached_tokens=end.usage.num_cached_tokens,
+            completion_tokens=end.usage.num_completion_tokens,
+            counted_tokens=self.subject.count(end.usage),
+            finish_reason=end.finish_reason,
+            status=end.status,
+            error_code=end.error_code,
+            stages_ms=msgspec.json.encode(end.stages_ms).decode(),
+            device_us=round(end.cost.device_s * MICRO),
+            kv_block_us=round(end.cost.kv_block_s * MICRO),
+            price_micro=self.ledger.prices.cost_micro(self.subject.model, end.usage),
+        )
+
+    def current_progress(self) -> Progress:
+        assert self.progress is not None, "it has been reserved"
+        usage = self.progress()
+        return Progress(
+            self.row.request_id,
+            self.ledger.now_us(),
+            usage.num_prompt_tokens,
+            usage.num_cached_tokens,
+            usage.num_completion_tokens,
+            self.subject.count(usage),
+            self.ledger.prices.cost_micro(self.subject.model, usage),
+        )
+
+
+class Ledger:
+    """All entries in progress, and the way to the file.
+
+    Args:
+        path: of the file, for who reads it.
+        unix: seconds since 1970.
+        keep_s: rows older than that are deleted; None: none are.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        writer: Writer,
+        prices: Prices,
+        unix: Callable[[], float],
+        loop: asyncio.AbstractEventLoop,
+        keep_s: float | None = None,
+    ) -> None:
+        self.path = path
+        self.prices = prices
+        self.fault: str | None = None  # why the database takes no writes
+        self._writer = writer
+        self._unix = unix
+        self._loop = loop
+        self._keep_s = keep_s
+        self._entries: dict[Entry, None] = {}
+        self._num_untold = 0  # writes
+        self._waits_since_s: float | None = None  # for word of any of them
+        self._checkpoint: asyncio.TimerHandle | None = None
+        self._probe: asyncio.TimerHandle | None = None
+        self._prune: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Delete what is too old, now and every hour. The loop runs."""
+        if self._keep_s is not None:
+            self._prune_old()
+
+    def check(self) -> None:
+        """
+        Raises:
+            ServiceError: unavailable: what is not written down is not served.
+        """
+        is_stuck = self._waits_since_s is not None and self._loop.time() - self._waits_since_s > STUCK_S
+        if self.fault is not None or is_stuck:
+            raise unavailable()
+
+    def open(self, subject: Subject) -> Entry:
+        now_us = self.now_us()
+        row = LedgerRow(
+            request_id=subject.request_id,
+            client_id=subject.client_id,
+            tenant=subject.tenant,
+            key_id=subject.key_id,
+            model=subject.model,
+            path=subject.path,
+            created_us=now_us,
+            updated_us=now_us,
+        )
+        return Entry(self, subject, row)
+
+    def now_us(self) -> int:
+        return round(self._unix() * MICRO)
+
+    def begin(self, entry: Entry, on_reserved: Callable[[bool], None]) -> None:
+        self._entries[entry] = None
+        self._write(Reserve(entry.row), on_reserved)
+        if self._checkpoint is None:
+            self._checkpoint = self._loop.call_later(CHECKPOINT_S, self._write_checkpoint)
+
+    def end(self, entry: Entry, row: LedgerRow, on_settled: Callable[[bool], None]) -> None:
+        self._entries.pop(entry, None)
+        self._write(Settle(row), on_settled)
+
+    def keep(self, answer: StoredAnswer) -> None:
+        """Store it with its key."""
+        self._write(Keep(answer), _ignore)
+
+    def forget(self, keys: tuple[tuple[str, str], ...]) -> None:
+        """Delete stored answers, by tenant and key."""
+        self._write(Forget(keys), _ignore)
+
+    def close(self) -> None:
+        """Write all that is still in progress down as ended here, and close the file. Nobody is told any more."""
+        for timer in (self._checkpoint, self._probe, self._prune):
+            if timer is not None:
+                timer.cancel()
+        for entry in list(self._entries):
+            assert entry.progress is not None
+            end = End(entry.progress(), Cost(), State.ABORTED, 503, SHUTDOWN, {})
+            self.end(entry, msgspec.structs.replace(entry.settled_row(end), state=State.ABORTED), _ignore)
+        self._writer.close()
+
+    def _write(self, write: Write, tell: Callable[[bool], None]) -> None:
+        def on_written(is_durable: bool, written: Written) -> None:
+            self._num_untold -= 1
+            self._waits_since_s = self._loop.time() if self._num_untold else None
+            self._note_fault(written.fault)
+            tell(is_durable)
+
+        self._num_untold += 1
+        if self._waits_since_s is None:
+            self._waits_since_s = self._loop.time()
+        self._writer.submit(write, on_written)
+
+    def _note_fault(self, fault: str | None) -> None:
+        if fault == self.fault:
+            return
+        if fault is None:
+            logger.warning("the ledger takes writes again")
+        else:
+            logger.error("the ledger takes no writes, requests are refused: %s", fault)
+            if self._probe is None:
+                self._probe = self._loop.call_later(PROBE_S, self._write_probe)
+        self.fault = fault
+
+    def _write_probe(self) -> None:
+        self._probe = None
+        if self.fault is not None:
+            self._write(Probe(), self._on_probed)
+
+    def _on_probed(self, is_durable: bool) -> None:
+        if not is_durable and self._probe is None:
+            self._probe = self._loop.call_later(PROBE_S, self._write_probe)
+
+    def _write_checkpoint(self) -> None:
+        self._checkpoint = None
+        if not self._entries:
+            return
+        if self.fault is None:
+            self._write(Checkpoint(tuple(entry.current_progress() for entry in self._entries)), _ignore)
+        self._checkpoint = self._loop.call_later(CHECKPOINT_S, self._write_checkpoint)
+
+    def _prune_old(self) -> None:
+        assert self._keep_s is not None
+        before_us = self.now_us() - round(self._keep_s * MICRO)
+        self._writer.submit(Prune(before_us), self._on_pruned)
+
+    def _on_pruned(self, is_durable: bool, written: Written) -> None:
+        self._note_fault(written.fault)
+        self._prune = self._loop.call_later(0.1 if written.has_more else PRUNE_S, self._prune_old)
+
+
+def unavailable() -> ServiceError:
+    message = "The server cannot write down what it serves just now, and serves nothing that is not. Try again soon."
+    return ServiceError(ErrorKind.UNAVAILABLE, message, "ledger_unavailable", retry_after_s=PROBE_S)
+
+
+def _ignore(is_durable: bool) -> None:
+    pass

@@ -1,0 +1,218 @@
+"""The ledger's file: an SQLite database, and what is done with it. Thread: ledger; at start, and for reading, any.
+
+Knows neither loop nor threads. A commit that returns is on the disk: WAL with synchronous=FULL.
+"""
+
+import contextlib
+import sqlite3
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from core.errors import ExitCode, StartupError
+from server.ledger.records import (
+    Checkpoint,
+    Forget,
+    Keep,
+    LedgerRow,
+    Probe,
+    Progress,
+    Prune,
+    Reserve,
+    Settle,
+    State,
+    StoredAnswer,
+    Write,
+)
+
+APPLICATION_ID = 0x53544C47  # "STLG", in the file's header: what `file` shows
+SCHEMA_VERSION = 1
+BUSY_MS = 250  # for who holds the file's lock for a moment, as a backup does
+PRUNED_ROWS = 500  # at once: 5 ms
+
+SCHEMA = f"""
+CREATE TABLE requests (
+    request_id TEXT NOT NULL UNIQUE, client_id TEXT, tenant TEXT NOT NULL, key_id TEXT, model TEXT NOT NULL,
+    path TEXT NOT NULL, created_us INTEGER NOT NULL, updated_us INTEGER NOT NULL, state TEXT NOT NULL,
+    reserved_tokens INTEGER NOT NULL, prompt_tokens INTEGER NOT NULL, cached_tokens INTEGER NOT NULL,
+    completion_tokens INTEGER NOT NULL, counted_tokens INTEGER NOT NULL, finish_reason TEXT, status INTEGER,
+    error_code TEXT, stages_ms TEXT, device_us INTEGER NOT NULL, kv_block_us INTEGER NOT NULL,
+    price_micro INTEGER NOT NULL
+);
+CREATE INDEX requests_by_time ON requests (updated_us);
+CREATE INDEX requests_in_progress ON requests (request_id) WHERE state = '{State.RESERVED}';
+CREATE TABLE answers (
+    tenant TEXT NOT NULL, key TEXT NOT NULL, request_id TEXT NOT NULL, digest BLOB NOT NULL,
+    stored_us INTEGER NOT NULL, status INTEGER NOT NULL, headers BLOB NOT NULL, body BLOB NOT NULL,
+    PRIMARY KEY (tenant, key)
+);
+PRAGMA application_id = {APPLICATION_ID};
+PRAGMA user_version = {SCHEMA_VERSION};
+"""
+COLUMNS = LedgerRow.__struct_fields__
+_INSERT = f"INSERT INTO requests ({', '.join(COLUMNS)}) VALUES ({', '.join('?' * len(COLUMNS))})"
+_SETTLE = (
+    f"{_INSERT} ON CONFLICT (request_id) DO UPDATE SET "
+    + ", ".join(f"{name} = excluded.{name}" for name in COLUMNS if name != "request_id")
+    + f" WHERE state = '{State.RESERVED}'"
+)
+_CHECKPOINT = (
+    f"UPDATE requests SET {', '.join(f'{name} = ?' for name in Progress.__struct_fields__[1:])}"
+    f" WHERE request_id = ? AND state = '{State.RESERVED}'"
+)
+_ABORT = (
+    f"UPDATE requests SET state = '{State.ABORTED}', finish_reason = '{State.ABORTED}' WHERE state = '{State.RESERVED}'"
+)
+_PRUNE = (
+    "DELETE FROM requests WHERE rowid IN (SELECT rowid FROM requests WHERE updated_us < ?"
+    f" AND state != '{State.RESERVED}' ORDER BY updated_us LIMIT {PRUNED_ROWS})"
+)
+
+
+class Database(Protocol):
+    """What is asked of a connection: sqlite3's own, or what a test puts in its place. Raises sqlite3.Error."""
+
+    def execute(self, sql: str, parameters: Sequence[Any] = ..., /) -> Iterable[Any]: ...
+
+    def close(self) -> None: ...
+
+
+Connect = Callable[[Path], Database]
+
+
+def connect(path: Path) -> Database:
+    """A connection without transactions of its own making, for one thread at a time."""
+    return sqlite3.connect(path, timeout=BUSY_MS / 1000, isolation_level=None, check_same_thread=False)
+
+
+class LedgerStore:
+    """The open file.
+
+    Args:
+        open_database: connects to it.
+    """
+
+    def __init__(self, path: Path, open_database: Connect = connect) -> None:
+        """
+        Raises:
+            sqlite3.Error: it cannot be opened or written to.
+            StartupError: it is not a ledger of ours.
+        """
+        self._database = open_database(path)
+        try:
+            self._prepare(path)
+        except BaseException:
+            self._database.close()
+            raise
+
+    def _prepare(self, path: Path) -> None:
+        execute = self._database.execute
+        is_new = not _value(execute("SELECT count(*) FROM sqlite_schema"))
+        found = _value(execute("PRAGMA application_id")), _value(execute("PRAGMA user_version"))
+        if not is_new and found != (APPLICATION_ID, SCHEMA_VERSION):
+            cause = f"{path} is a database, but not a ledger that this version of steploop knows"
+            raise StartupError(cause, "--ledger FILE, with a name of its own", ExitCode.CONFIGURATION)
+        list(execute("PRAGMA journal_mode = WAL"))
+        list(execute("PRAGMA synchronous = FULL"))
+        if is_new:
+            with self._transaction():
+                for statement in SCHEMA.split(";\n"):
+                    execute(statement)
+
+    def commit(self, writes: Iterable[Write]) -> None:
+        """All of it durably, or none.
+
+        Raises:
+            sqlite3.Error: none.
+        """
+        with self._transaction():
+            for write in writes:
+                self._apply(write)
+
+    def close_orphans(self) -> int:
+        """End what was in progress when the last process ended, at its last checkpoint. Returns how many."""
+        with self._transaction():
+            self._database.execute(_ABORT)
+        return int(_value(self._database.execute("SELECT changes()")))
+
+    def used_since(self, since_us: int) -> dict[tuple[str, str | None], int]:
+        """Tokens counted against quotas since then: by tenant and key, and by tenant with None for all of them."""
+        used: dict[tuple[str, str | None], int] = {}
+        sums = "SELECT tenant, key_id, sum(counted_tokens) FROM requests WHERE updated_us >= ? GROUP BY tenant, key_id"
+        for tenant, key_id, num_tokens in self._database.execute(sums, (since_us,)):
+            for place in {(tenant, key_id), (tenant, None)}:
+                used[place] = used.get(place, 0) + num_tokens
+        return used
+
+    def answers(self) -> list[StoredAnswer]:
+        """Those kept, the oldest first."""
+        names = StoredAnswer.__struct_fields__
+        found = self._database.execute(f"SELECT {', '.join(names)} FROM answers ORDER BY stored_us")
+        rows = (dict(zip(names, row, strict=True)) for row in found)
+        return [StoredAnswer(**row | {"headers": _unpack_headers(row["headers"])}) for row in rows]
+
+    def rows(self) -> list[LedgerRow]:
+        """All of them, as they began. For who looks at a small ledger: usage is asked for in SQL."""
+        found = self._database.execute(f"SELECT {', '.join(COLUMNS)} FROM requests ORDER BY rowid")
+        return [msgspec.convert(dict(zip(COLUMNS, row, strict=True)), LedgerRow) for row in found]
+
+    def has_older(self, than_us: int) -> bool:
+        """Whether there is more to prune."""
+        old = f"SELECT EXISTS (SELECT 1 FROM requests WHERE updated_us < ? AND state != '{State.RESERVED}')"
+        return bool(_value(self._database.execute(old, (than_us,))))
+
+    def close(self) -> None:
+        self._database.close()
+
+    def _apply(self, write: Write) -> None:
+        execute = self._database.execute
+        match write:
+            case Reserve(row):
+                execute(_INSERT, msgspec.structs.astuple(row))
+            case Settle(row):
+                execute(_SETTLE, msgspec.structs.astuple(row))
+            case Keep(answer):
+                self._keep(answer)
+            case Checkpoint(progress):
+                for one in progress:
+                    request_id, *values = msgspec.structs.astuple(one)
+                    execute(_CHECKPOINT, (*values, request_id))
+            case Forget(keys):
+                for key in keys:
+                    execute("DELETE FROM answers WHERE tenant = ? AND key = ?", key)
+            case Prune(before_us):
+                execute(_PRUNE, (before_us,))
+            case Probe():
+                execute(f"PRAGMA user_version = {SCHEMA_VERSION}")  # a write: it shows what a write meets
+
+    def _keep(self, answer: StoredAnswer) -> None:
+        values = msgspec.structs.asdict(answer) | {"headers": msgspec.msgpack.encode(answer.headers)}
+        places = ", ".join("?" * len(values))
+        self._database.execute(
+            f"INSERT OR REPLACE INTO answers ({', '.join(values)}) VALUES ({places})", tuple(values.values())
+        )
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        execute = self._database.execute
+        execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            execute("COMMIT")
+        except BaseException:
+            self._roll_back()
+            raise
+
+    def _roll_back(self) -> None:
+        with contextlib.suppress(sqlite3.Error):  # SQLite has done so by itself, as it does when the disk is full
+            self._database.execute("ROLLBACK")
+
+
+def _unpack_headers(packed: bytes) -> tuple[tuple[bytes, bytes], ...]:
+    return msgspec.msgpack.decode(packed, type=tuple[tuple[bytes, bytes], ...])
+
+
+def _value(rows: Iterable[Any]) -> Any:
+    return next(iter(rows))[0]

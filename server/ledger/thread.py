@@ -1,0 +1,91 @@
+"""The thread that writes the ledger: one transaction for all that has come meanwhile.
+
+The third thread beside loop and engine. It shares no mutable state with them: frozen writes go in through a queue, and
+what became of them goes back by one call_soon_threadsafe per transaction. It alone has the Journal until it ends.
+"""
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import Protocol
+
+from server.ledger.journal import Journal, Written
+from server.ledger.records import Write
+
+logger = logging.getLogger(__name__)
+
+GATHER_S = 0.005  # transactions begin so far apart at least: a lone one at once, 200 a second at most
+CLOSE_S = 5.0
+
+Tell = Callable[[bool, Written], None]
+Item = tuple[Write, Tell]
+
+
+class Writer(Protocol):
+    """Takes writes, in order, and tells on the loop what became of each. Thread: loop."""
+
+    def submit(self, write: Write, tell: Tell) -> None:
+        """
+        Args:
+            tell: gets whether it is durable, and what became of all that was written with it.
+        """
+        ...
+
+    def close(self) -> None:
+        """Write what has been submitted, and close the ledger. Nobody is told any more."""
+        ...
+
+
+class LedgerThread:
+    """Implements Writer."""
+
+    def __init__(self, journal: Journal, loop: asyncio.AbstractEventLoop) -> None:
+        self._journal = journal
+        self._loop = loop
+        self._queue: SimpleQueue[Item | None] = SimpleQueue()
+        # daemon: a disk that hangs must not keep the process from its end
+        self._thread = threading.Thread(target=self._run, name="ledger", daemon=True)
+        self._thread.start()
+
+    def submit(self, write: Write, tell: Tell) -> None:
+        self._queue.put((write, tell))
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._thread.join(CLOSE_S)
+
+    def _run(self) -> None:
+        """Thread: ledger."""
+        next_s, is_open = 0.0, True
+        while is_open:
+            items = [self._queue.get()]
+            time.sleep(max(0.0, next_s - time.monotonic()))
+            next_s = time.monotonic() + GATHER_S
+            while not self._queue.empty():
+                items.append(self._queue.get())
+            is_open = None not in items
+            batch = [item for item in items if item is not None]
+            if batch:
+                written = write_batch(self._journal, batch)
+                with contextlib.suppress(RuntimeError):  # the loop has closed: nobody is left to be told
+                    self._loop.call_soon_threadsafe(tell_batch, batch, written)
+        self._journal.close()
+
+
+def write_batch(journal: Journal, batch: Sequence[Item]) -> Written:
+    """A fault of ours is a fault of the ledger: nothing of the batch is durable, and the thread goes on."""
+    try:
+        return journal.write([write for write, _ in batch])
+    except Exception as error:
+        logger.exception("the ledger cannot write")
+        return Written([False] * len(batch), f"{type(error).__name__}: {error}")
+
+
+def tell_batch(batch: Sequence[Item], written: Written) -> None:
+    """Thread: loop."""
+    for (_, tell), is_durable in zip(batch, written.are_durable, strict=True):
+        tell(is_durable, written)

@@ -1,0 +1,139 @@
+"""What is told of each request once it is over: its access line, its place among the counters, the recorder's and the
+trace's. Thread: loop."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from core.errors import ErrorKind
+from server.answer import CLIENT_GONE, Outcome
+from server.clock import Clock
+from server.gate.auth import LOCAL_CALLER, Caller
+from server.gate.tenants import LOCAL_NAME
+from server.observing.flight_recorder import Flight, FlightRecorder, intervals_of
+from server.observing.logs import AccessRecord, log_access
+from server.observing.metrics import Finished, Metrics
+from server.observing.request_ids import client_request_id
+from server.observing.timing import MS_NS, S_NS, StageClock
+from server.observing.trace_context import TraceContext
+from server.wire.messages import Headers, HttpRequest
+from server.wire.peer import Peer
+from server.wire.stream import HttpStream
+
+OUR_FAULTS = frozenset({ErrorKind.ENGINE, ErrorKind.UNAVAILABLE})  # of what can break a generation off
+# Stands in the access line for what never became a request
+NO_REQUEST = HttpRequest(stream_id=0, method="-", path="-", query="", headers=(), has_body=False)
+
+
+@dataclass(slots=True, kw_only=True)
+class Account:
+    """What the access line tells of a request.
+
+    Args:
+        client: the real one, for whom a trusted proxy may have asked.
+        caller: None: nobody has been asked who it is, or it could not say.
+        trace: None: it belongs to none.
+    """
+
+    request: HttpRequest
+    client: Peer
+    request_id: str
+    timings: StageClock
+    trace: TraceContext | None = None
+    caller: Caller | None = None
+    outcome: Outcome | None = None  # of a generation
+    refused_status: int | None = None  # what the connection answered, over the handler's head
+
+    @property
+    def identity_headers(self) -> Headers:
+        """Its id: the client's own, if it is sane, or ours; and its trace, where it came with one."""
+        named = ((b"x-request-id", (client_request_id(self.request) or self.request_id).encode()),)
+        return named if self.trace is None or self.trace.parent_id is None else (*named, self.trace.response_header)
+
+    @property
+    def tenant(self) -> str:
+        return LOCAL_NAME if self.caller is None else self.caller.tenant.name
+
+
+@dataclass(slots=True)
+class Accounting:
+    """Every request passes `close` once.
+
+    Args:
+        export: takes each generation that is over; None: nobody does.
+    """
+
+    metrics: Metrics
+    clock: Clock
+    recorder: FlightRecorder = field(init=False)
+    export: Callable[[Flight], None] | None = None
+
+    def __post_init__(self) -> None:
+        self.recorder = FlightRecorder(self.clock.monotonic)
+
+    def close(self, account: Account, status: int, error_code: str | None) -> None:
+        now_s = self.clock.monotonic()
+        account.timings.finish(now_s)
+        record = _record(account, status, error_code)
+        log_access(record)
+        self.metrics.count_request(_finished(account, status, error_code))
+        has_failed = error_code is not None and (account.outcome is not None or status == 500)
+        if account.outcome is None and not has_failed:
+            return
+        flight = Flight(
+            record=record,
+            ended_s=now_s,
+            started_unix_s=self.clock.unix() - account.timings.total_ns / S_NS,
+            tenant=account.tenant,
+            model=self.metrics.model_name,
+            intervals=intervals_of(account.timings),
+            detokenize_ms=round(account.timings.detokenize_s * 1e3, 3),
+            prefill_chunks=account.timings.num_prefill_chunks,
+            has_failed=has_failed,
+            trace=account.trace,
+            alias=client_request_id(account.request),
+        )
+        self.recorder.keep(flight)
+        if self.export is not None:
+            self.export(flight)
+
+
+def _record(account: Account, status: int, error_code: str | None) -> AccessRecord:
+    timings, outcome, certificate = account.timings, account.outcome, account.client.certificate
+    usage = None if outcome is None else outcome.usage
+    caller = None if account.caller is LOCAL_CALLER else account.caller
+    return AccessRecord(
+        request_id=account.request_id,
+        method=account.request.method,
+        path=account.request.path,
+        status=status,
+        duration_ms=round(timings.total_ns / MS_NS, 3),
+        ttft_ms=None if timings.ttft_s is None else round(timings.ttft_s * 1e3, 3),
+        num_prompt_tokens=None if usage is None else usage.num_prompt_tokens,
+        num_cached_tokens=None if usage is None else usage.num_cached_tokens,
+        num_completion_tokens=None if usage is None else usage.num_completion_tokens,
+        finish_reason=None if outcome is None else ",".join(outcome.finish_reasons) or None,
+        error_code=error_code,
+        tenant=None if caller is None else caller.tenant.name,
+        key_id=None if caller is None else caller.key_id,
+        client=str(account.client),
+        certificate_subject=None if certificate is None else certificate.subject,
+        trace_id=None if account.trace is None else account.trace.trace_id,
+        stages_ms=timings.stages_ms(),
+    )
+
+
+def _finished(account: Account, status: int, error_code: str | None) -> Finished:
+    outcome = account.outcome
+    return Finished(
+        tenant=account.tenant,
+        status=status,
+        timings=account.timings,
+        usage=None if outcome is None else outcome.usage,
+        error_code=error_code,
+        is_our_fault=outcome is not None and outcome.error is not None and outcome.error.kind in OUR_FAULTS,
+    )
+
+
+def status_told(stream: HttpStream) -> int:
+    """As it is logged and counted: a head that went out is not an answer that arrived."""
+    return CLIENT_GONE if stream.has_lost_peer else stream.status or 500  # without one, the connection answers a fault

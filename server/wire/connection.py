@@ -1,0 +1,317 @@
+"""One TCP connection: its transport, its end, and the clock that ends it. Thread: loop.
+
+What is said on it is the exchanges' (http1_exchanges, http2_exchanges). Decisions a reader may look for:
+- EOF from the peer means that it has left, and cancels its requests. A client may close its sending side and read on,
+  but a client that closes everything sends the very same FIN, and its KV blocks must be free at once.
+- After an answer to a broken request, or to one whose body was not read, the sending side is closed and what still
+  comes is thrown away for a while: closing with unread bytes sends RST, which would destroy the answer on its way.
+"""
+
+import asyncio
+import enum
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import cast
+
+from h2.exceptions import ProtocolError
+
+from server.deadline import DeadlineTimer
+from server.wire.exchanges import ConnectionContext, Exchanges
+from server.wire.http1 import SWITCH_TO_HTTP2
+from server.wire.http1_exchanges import Http1Exchanges
+from server.wire.http2_exchanges import Http2Exchanges
+from server.wire.peer import Peer
+from server.wire.stream import ClientDisconnected, HttpStream
+from server.wire.tls import client_certificate
+
+logger = logging.getLogger(__name__)
+
+PLAIN_ON_TLS = "This port speaks TLS, and the request came in the clear. Ask by https."
+
+
+class _Closing(enum.Enum):
+    """How far the end of the connection has come."""
+
+    NO = enum.auto()
+    LAST_WORDS = enum.auto()  # what is in `out` is the last to be written
+    LINGERING = enum.auto()
+    CLOSED = enum.auto()  # by us; the transport may still have bytes to write
+
+
+_LAST_WORDS = _Closing.LAST_WORDS  # looked up at every write: a member of an enum costs 70 ns, a global 7
+
+
+class Connection(asyncio.Protocol):
+    """Serves one transport.
+
+    Attributes:
+        out: what the exchanges want written at the next flush.
+        is_writing_paused: the transport has enough unsent.
+        is_secure: it is TLS.
+        peer: who is at the other end.
+    """
+
+    def __init__(self, context: ConnectionContext, peer: Peer) -> None:
+        self.out: list[bytes] = []
+        self.is_writing_paused = False
+        self.is_secure = False
+        self.peer = peer
+        self._context = context
+        self._limits = context.limits
+        self._loop = context.loop
+        self._exchanges: Exchanges = Http1Exchanges(self, context)
+        self._timer = DeadlineTimer(context.loop, self._next_due, self._on_due)
+        self._transport: asyncio.Transport
+        self._is_draining = False
+        self._closes_after_answer = False
+        self._closing = _Closing.NO
+        self._is_reading_paused = False
+        self._waits_turn = False
+        self._num_lingered = 0
+        self._lingering_since = 0.0
+        self._stalled_since: float | None = None
+        self._num_stalled = 0  # bytes unsent then
+
+    # The transport's side.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._context.registry.opened(self)
+        high = self._limits.unsent_bytes
+        self._transport.set_write_buffer_limits(high=high, low=high // 4)
+        tls = transport.get_extra_info("ssl_object")
+        self.is_secure = tls is not None
+        if tls is not None:
+            self.peer = replace(self.peer, certificate=client_certificate(tls.getpeercert()))
+            if tls.selected_alpn_protocol() == "h2":
+                self.speak_http2()
+        self._timer.arm()
+
+    def data_received(self, data: bytes) -> None:
+        if self._closing is not _Closing.NO:
+            self._throw_away(data)
+            return
+        self._exchanges.receive(data)
+        if len(data) >= self._limits.bytes_per_turn:
+            self._wait_turn()
+        self.adjust()
+
+    def _wait_turn(self) -> None:
+        """Nothing is read, and nothing understood that has been, until the loop has seen to others."""
+        if not self._waits_turn:
+            self._waits_turn = True
+            self._loop.call_soon(self._take_turn)
+
+    def _take_turn(self) -> None:
+        self._waits_turn = False
+        if self._closing is _Closing.NO:
+            if self._exchanges.has_more:
+                self._exchanges.receive(b"")
+            self.adjust()
+
+    def eof_received(self) -> bool:
+        """The peer has left. False: the transport closes itself."""
+        if self._exchanges.has_streams:
+            self.abort()
+        else:
+            self.write_out()
+            self.close()
+        self._exchanges.end_of_peer()
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._closing = _Closing.CLOSED
+        self._stalled_since = None  # or a late word of the transport's would set the clock again
+        self._timer.cancel()
+        self.out.clear()
+        self._context.registry.forget(self)
+        self._exchanges.end_of_peer()
+
+    def pause_writing(self) -> None:
+        self.is_writing_paused = True
+        self._watch_stall()
+        self._exchanges.set_blocked(True)
+
+    def resume_writing(self) -> None:
+        self.is_writing_paused = False
+        if self._closing is not _Closing.CLOSED:
+            self._stalled_since = None
+        self._exchanges.set_blocked(False)
+        self.adjust()
+
+    # What the exchanges ask.
+
+    @property
+    def is_open(self) -> bool:
+        """It has not been decided that the connection ends."""
+        return self._closing is _Closing.NO
+
+    @property
+    def takes_output(self) -> bool:
+        """The last has not been written yet."""
+        return self._closing in (_Closing.NO, _Closing.LAST_WORDS)
+
+    @property
+    def num_unwritten(self) -> int:
+        """Bytes that the transport holds."""
+        return self._transport.get_write_buffer_size()
+
+    def serve(self, stream: HttpStream, wait_turn: Callable[[], Awaitable[None]] | None = None) -> asyncio.Task[None]:
+        """Start the stream's handler, once wait_turn has returned."""
+        task = self._loop.create_task(self._serve(stream, wait_turn))
+        self._context.registry.keep_task(task)
+        return task
+
+    async def _serve(self, stream: HttpStream, wait_turn: Callable[[], Awaitable[None]] | None) -> None:
+        """Run the handler, and see that the exchange ends with it. Nothing it raises is lost."""
+        request = stream.request
+        try:
+            if wait_turn is not None:
+                await wait_turn()
+            await self._context.handler(stream)
+        except ClientDisconnected:
+            logger.debug("the client left before its request was read")
+        except asyncio.CancelledError:
+            if stream.is_open:  # it was not we who cancelled: something that the handler awaited was cancelled
+                self._exchanges.break_off(stream)
+            raise
+        except Exception:
+            logger.exception("the handler of %s %s failed", request.method, request.path)
+        else:
+            if stream.is_open:
+                logger.error("the handler of %s %s left its response open", request.method, request.path)
+        if stream.is_open:
+            self._exchanges.fail(stream)
+
+    def speak_http2(self, data: bytes = b"") -> None:
+        """The peer speaks HTTP/2; `data` is all that it has said."""
+        self._exchanges = Http2Exchanges(self, self._context)
+        if self._closes_after_answer:
+            self._exchanges.close_after_answer()
+        self._exchanges.receive(data)
+        if self._is_draining:
+            self._exchanges.drain()
+
+    def upgrade(self, settings: bytes, stream: HttpStream, task: asyncio.Task[None]) -> bool:
+        """Go on in HTTP/2, with this stream as its first (RFC 7540 §3.2); False: its settings are not fit."""
+        try:
+            exchanges = Http2Exchanges(self, self._context, settings)
+        except ProtocolError:
+            return False
+        self.out.append(SWITCH_TO_HTTP2)
+        self._exchanges = exchanges
+        exchanges.adopt(stream, task)
+        return True
+
+    def receive_rest(self, data: bytes) -> None:
+        """What was received before an upgrade, and belongs behind it."""
+        if data:
+            self._exchanges.receive(data)
+
+    def write_out(self) -> None:
+        """Write `out`."""
+        out = self.out
+        if out:
+            data = out[0] if len(out) == 1 else b"".join(out)
+            out.clear()
+            if data and not self._transport.is_closing():
+                self._transport.write(data)
+        if self._closing is _LAST_WORDS:
+            self.linger()
+
+    def end_after_output(self) -> None:
+        """What is in `out` is the last to be written. Whoever calls sees to it that it is."""
+        self._closing = _Closing.LAST_WORDS
+
+    def close_after_answer(self) -> None:
+        """Take one more request at most: the answer under way, or the first to come, is the last.
+
+        By HTTP/2, those are answered too that are sent before the peer has heard of it.
+        """
+        self._closes_after_answer = True
+        self._exchanges.close_after_answer()
+
+    def misdirect(self) -> None:
+        """It is in the clear, and came where TLS is spoken: whatever it says is answered with that."""
+        self._exchanges = Http1Exchanges(self, self._context, PLAIN_ON_TLS)
+
+    def abort(self) -> None:
+        """Close now; what is unsent is lost."""
+        self._closing = _Closing.CLOSED
+        self.out.clear()
+        self._transport.abort()
+
+    def close(self) -> None:
+        """Close once what is written has been read; a peer that does not read it is given stall_s."""
+        self._closing = _Closing.CLOSED
+        self._transport.close()
+        if self._transport.get_write_buffer_size():
+            self._watch_stall()
+
+    def linger(self) -> None:
+        """Close the sending side, and throw away what still comes."""
+        self._closing = _Closing.LINGERING
+        self._lingering_since = self._loop.time()
+        if self._transport.is_closing():
+            return
+        if self._transport.can_write_eof():  # TLS cannot; its peer has been told in the answer
+            self._transport.write_eof()
+        self.adjust()
+
+    def adjust(self) -> None:
+        """Reading's brake and the clock, after anything that may concern them."""
+        if self._exchanges.has_more and self._closing is _Closing.NO:
+            self._wait_turn()
+        self._adjust_reading()
+        self._timer.arm()
+
+    def drain(self) -> None:
+        """Close now when idle, else after the responses that are under way. A new connection may still ask once."""
+        self._is_draining = True
+        if self._closing is _Closing.NO:
+            self._exchanges.drain()
+
+    # Reading's brake, and the clocks.
+
+    def _throw_away(self, data: bytes) -> None:
+        self._num_lingered += len(data)
+        if self._num_lingered > self._limits.linger_bytes:
+            self.abort()
+
+    def _adjust_reading(self) -> None:
+        """Pause reading while enough is held unread."""
+        has_enough = self._closing is _Closing.NO and (self._waits_turn or self._exchanges.holds_enough)
+        if has_enough == self._is_reading_paused or self._transport.is_closing():
+            return
+        self._is_reading_paused = has_enough
+        if has_enough:
+            self._transport.pause_reading()
+        else:
+            self._transport.resume_reading()
+
+    def _watch_stall(self) -> None:
+        self._stalled_since = self._loop.time()
+        self._num_stalled = self._transport.get_write_buffer_size()
+        self._timer.arm()
+
+    def _next_due(self) -> float | None:
+        if self._stalled_since is not None:
+            return self._stalled_since + self._limits.stall_s
+        if self._closing is _Closing.LINGERING:
+            return self._lingering_since + self._limits.linger_s
+        if self._closing is not _Closing.NO:
+            return None
+        return self._exchanges.next_due()
+
+    def _on_due(self) -> None:
+        if self._stalled_since is not None:
+            num_read = self._num_stalled - self._transport.get_write_buffer_size()
+            if num_read >= self._limits.stall_s * self._limits.stall_bytes_per_s:
+                self._watch_stall()  # it reads, if slowly
+            else:
+                self.abort()
+        elif self._closing is _Closing.LINGERING:
+            self.close()
+        else:
+            self._exchanges.on_due()

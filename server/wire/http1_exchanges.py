@@ -1,0 +1,310 @@
+"""HTTP/1.1 on a connection: one exchange at a time. Thread: loop.
+
+While a request is answered the peer is read on, whatever it pipelines: its end must be seen, and is not behind bytes
+that are left in the network. Pipelined requests above a limit are thrown away, and the answer under way is the last
+(RFC 9112 §9.6: the client asks for them again elsewhere). Reading is paused while a body waits that nobody reads, or
+while a peer that has its answers does not read them.
+"""
+
+import asyncio
+import math
+from typing import TYPE_CHECKING
+
+from core.errors import ErrorKind, ServiceError
+from server.wire.body_clock import BodyClock
+from server.wire.body_room import HeldBody
+from server.wire.exchanges import SERVER_FAULT, SLOW_BODY, ConnectionContext, slow_head
+from server.wire.http1 import CONTINUE, Http1Protocol
+from server.wire.http2_head import upgrade_settings
+from server.wire.messages import (
+    BodyChunk,
+    BodyEnd,
+    Event,
+    Headers,
+    Http2Preface,
+    HttpRequest,
+    ProtocolViolation,
+    ResponseHead,
+)
+from server.wire.peer import Peer
+from server.wire.stream import HttpStream, WrittenCallback
+
+if TYPE_CHECKING:
+    from server.wire.connection import Connection
+
+
+class Http1Exchanges:
+    """The exchanges of one connection (Exchanges), and the carrier of their streams (StreamCarrier)."""
+
+    def __init__(self, connection: "Connection", context: ConnectionContext, misdirected: str | None = None) -> None:
+        """
+        Args:
+            misdirected: why whatever is asked is refused.
+        """
+        self._connection = connection
+        self._limits = context.limits
+        self._loop = context.loop
+        self._batch = context.batch
+        self._out = connection.out
+        self._refusal = context.refuse
+        self._misdirected = misdirected
+        self._protocol = Http1Protocol(context.limits.head, context.date, context.limits.pieces_per_turn)
+        self._stream: HttpStream | None = None
+        self._task: asyncio.Task[None] | None = None  # of the stream's handler
+        self._upgrade: bytes | None = None  # the HTTP2-Settings of a request that asks for HTTP/2
+        self._is_dirty = False
+        self._room = context.bodies
+        self._body: HeldBody | None = None  # while the handler waits for it
+        self._body_clock: BodyClock | None = None  # of a body that is awaited
+        self._exchange_is_over = False  # and the next one has not begun
+        self._num_refused: int | None = None  # bytes thrown away, once too many have been pipelined
+        self._drain_due = math.inf  # for a connection that has asked for nothing yet
+        self._waiting_since = context.loop.time()  # for a request, or for the rest of its head
+        self._clock = context.clock
+        self._received_s = 0.0  # the first byte of the request
+        self._on_written: list[WrittenCallback] = []  # to be called after the next flush
+
+    @property
+    def peer(self) -> Peer:
+        return self._connection.peer
+
+    @property
+    def has_streams(self) -> bool:
+        return self._stream is not None
+
+    @property
+    def has_more(self) -> bool:
+        return self._protocol.has_more
+
+    @property
+    def holds_enough(self) -> bool:
+        stream = self._stream
+        if self._body is not None and not self._room.may_grow(self._body):
+            return True
+        if stream is None:
+            return self._protocol.num_buffered > self._limits.head.head_bytes
+        return (
+            self._protocol.is_reading_body
+            and not stream.is_reading_body
+            and stream.num_body_bytes > self._limits.unread_body_bytes
+        )
+
+    def receive(self, data: bytes) -> None:
+        if self._misdirected is not None:
+            self._refuse(400, self._misdirected)
+            return
+        if self._num_refused is not None:
+            self._refuse_pipelined(len(data))
+            return
+        if self._protocol.is_idle:
+            self._waiting_since = self._loop.time()
+            self._received_s = self._clock()
+        self._handle_events(self._protocol.receive(data))
+        num_pipelined = 0 if self._protocol.has_more else self._protocol.num_buffered
+        if self._stream is not None and num_pipelined > self._limits.pipelined_bytes:
+            self._protocol.stop_reading()
+            self._refuse_pipelined(num_pipelined)
+
+    def _refuse_pipelined(self, num_bytes: int) -> None:
+        """Throw them away; a flood that goes on ends the connection."""
+        self._num_refused = (self._num_refused or 0) + num_bytes
+        if self._num_refused > self._limits.linger_bytes:
+            self._connection.abort()
+
+    def set_blocked(self, is_blocked: bool) -> None:
+        if self._stream is not None:
+            self._stream.set_blocked(is_blocked)
+        elif not is_blocked:
+            self._go_on()
+
+    def end_of_peer(self) -> None:
+        self._protocol.receive_eof()
+        self._tell_written()
+        stream, task = self._stream, self._task
+        self._stream = self._task = None
+        self._end_body()
+        if stream is not None and not stream.disconnect() and task is not None:
+            task.cancel()
+
+    # What the protocol says.
+
+    def _handle_events(self, events: list[Event]) -> None:
+        for event in events:
+            if type(event) is HttpRequest:
+                self._start_stream(event)
+            elif type(event) is BodyChunk:
+                if self._stream is not None:
+                    self._stream.receive_body(event.data)
+                    if self._body is not None:
+                        self._room.add(self._body, len(event.data))
+                if self._body_clock is not None:
+                    self._body_clock.receive(len(event.data), self._loop.time())
+            elif type(event) is BodyEnd:
+                self._end_body()
+                if self._stream is not None:
+                    self._stream.complete_body()
+            elif type(event) is ProtocolViolation:
+                self._refuse(event.status, event.message)
+            elif type(event) is Http2Preface:
+                self._connection.speak_http2(event.data)
+        if self._upgrade is not None:
+            self._switch()
+
+    def _switch(self) -> None:
+        """The request that asked for HTTP/2 is answered there, once it is complete; if its answer has not begun."""
+        stream, task, protocol = self._stream, self._task, self._protocol
+        if stream is None or task is None or stream.head_sent or not protocol.keep_alive:
+            self._upgrade = None
+        elif protocol.has_read_request:
+            settings, self._upgrade = self._upgrade, None
+            assert settings is not None
+            if self._connection.upgrade(settings, stream, task):
+                self._stream = self._task = None
+                self._connection.receive_rest(protocol.leave())
+
+    def _start_stream(self, request: HttpRequest) -> None:
+        if request.stream_id >= self._limits.num_requests:
+            self._protocol.keep_alive = False
+        self._body_clock = None
+        stream = self._stream = HttpStream(request, self, self._received_s)
+        self._task = self._connection.serve(stream)
+        if request.stream_id == 1 and not self._connection.is_secure and not self.peer.is_proxy:
+            self._upgrade = upgrade_settings(request, self._limits.http2.frames.num_settings)
+
+    def fail(self, stream: HttpStream) -> None:
+        self._task = None  # it ends by itself
+        self._refuse(500, SERVER_FAULT)
+
+    def break_off(self, stream: HttpStream) -> None:
+        self._connection.abort()
+
+    def _refuse(self, status: int, message: str) -> None:
+        """End the connection with an error; without one where another head has gone out already."""
+        if self._stream is not None and self._stream.head_sent:
+            self._connection.abort()
+            return
+        self._protocol.stop_reading()
+        headers, body = self._refusal(status, message, self._connection.peer, self._waiting_since, self._stream)
+        self._append(self._protocol.send_head(ResponseHead(status, headers)))
+        self._append(self._protocol.send_data(body))
+        self._connection.end_after_output()
+        self.end_of_peer()
+
+    def _end_body(self) -> None:
+        """It is complete, or nobody waits for it any more."""
+        body, self._body = self._body, None
+        if body is not None:
+            self._room.close(body)
+
+    def _let_body_on(self) -> None:
+        if self._body_clock is not None:
+            self._body_clock = BodyClock(self._limits, self._loop.time())  # until now it has waited for us
+        self._connection.adjust()
+
+    # What the stream asks (StreamCarrier).
+
+    def start_body(self, stream: HttpStream) -> None:
+        self._body_clock = BodyClock(self._limits, self._loop.time())
+        if not self._protocol.has_read_request:
+            self._body = HeldBody(self._let_body_on)
+            self._room.open(self._body)
+            self._room.add(self._body, stream.num_body_bytes)
+        # RFC 9110 §10.1.1: 100 may be left out once content has come
+        if stream.request.expects_continue and not stream.num_body_bytes and not self._protocol.has_read_request:
+            self._append(CONTINUE)
+        self._connection.adjust()
+
+    def write_head(self, stream: HttpStream, head: ResponseHead) -> None:
+        self._append(self._protocol.send_head(head))
+
+    def write_data(self, stream: HttpStream, data: bytes) -> None:
+        self._out.append(self._protocol.send_data(data))
+        if not self._is_dirty:
+            self._is_dirty = True
+            self._batch.add(self)
+
+    def write_end(self, stream: HttpStream, trailers: Headers) -> None:
+        self._append(self._protocol.send_end())
+        self._end_body()
+        self._stream = self._task = None
+        self._exchange_is_over = True
+        self._waiting_since = self._loop.time()
+
+    def _append(self, data: bytes) -> None:
+        self._out.append(data)
+        if not self._is_dirty:
+            self._is_dirty = True
+            self._batch.add(self)
+
+    def call_once_written(self, stream: HttpStream, callback: WrittenCallback) -> None:
+        self._on_written.append(callback)
+        if not self._is_dirty:  # no flush need come
+            self._tell_written()
+
+    def _tell_written(self) -> None:
+        if self._on_written:
+            callbacks, self._on_written = self._on_written, []
+            now_s = self._clock()
+            for callback in callbacks:
+                callback(now_s)
+
+    def flush(self) -> None:
+        """Write what has been sent, at once. Then the next request, or the end."""
+        self._is_dirty = False
+        self._connection.write_out()
+        if self._on_written:
+            self._tell_written()
+        if self._stream is None:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """No exchange is under way: serve the next request, or end the connection."""
+        connection = self._connection
+        if not connection.is_open or not self._exchange_is_over or self._out:
+            return
+        if not self._protocol.keep_alive:
+            has_read_all = self._protocol.has_read_request and not self._protocol.num_buffered
+            connection.close() if has_read_all else connection.linger()
+        elif not connection.is_writing_paused:
+            # A peer that pipelines and does not read gets no further answers to hold for it
+            self._exchange_is_over = False
+            self._received_s = self._clock()  # of one that was pipelined: its turn
+            self._handle_events(self._protocol.next_request())
+            connection.adjust()
+
+    def close_after_answer(self) -> None:
+        self._protocol.keep_alive = False
+
+    def drain(self) -> None:
+        self.close_after_answer()
+        if self._stream is not None or self._out or not self._protocol.is_idle:
+            return
+        if self._protocol.num_requests:
+            self._connection.close()
+        else:  # it has been accepted: its first request may be on its way, and is to be answered
+            self._drain_due = self._loop.time() + self._limits.drain_round_trip_s
+            self._connection.adjust()
+
+    # The clocks.
+
+    def next_due(self) -> float | None:
+        limits = self._limits
+        if self._stream is not None:
+            if self._body_clock is None or not self._protocol.is_reading_body:
+                return None
+            if self._body is not None and not self._room.may_grow(self._body):
+                return None  # it waits for us
+            return self._body_clock.due
+        if self._protocol.is_idle:
+            return min(self._waiting_since + limits.idle_s, self._drain_due)
+        return self._waiting_since + limits.head_s
+
+    def on_due(self) -> None:
+        if self._stream is not None:
+            self._body_clock = None
+            self._end_body()
+            self._stream.fail_body(ServiceError(ErrorKind.REQUEST_TIMEOUT, SLOW_BODY, "request_timeout"))
+        elif self._protocol.is_idle:
+            self._connection.close()
+        else:
+            self._refuse(408, slow_head(self._limits.head_s))

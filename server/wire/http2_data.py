@@ -1,0 +1,187 @@
+"""A response's frames by hand: DATA in 0.3 µs where h2 takes 4, heads in half its time. Thread: loop. Sans-io.
+
+This is the only place that writes h2's private state. `h2_is_as_known` tries at start whether that state is what it
+was when this was written; where it is not, every frame goes through h2. The frame that ends a stream always does.
+"""
+
+import enum
+import functools
+from typing import Any
+
+from h2.config import H2Configuration
+from h2.connection import ConnectionInputs, H2Connection
+from h2.stream import H2Stream, StreamInputs, StreamState
+from hpack import HeaderTuple
+
+from server.wire.frame_gate import CONTINUATION, DATA, END_HEADERS, FRAME_HEADER, HEADER_BYTES, HEADERS
+
+_SENDING = (StreamState.HALF_CLOSED_REMOTE, StreamState.OPEN)  # the usual one first: found by identity
+_SEND_FINAL, _SEND_INFORMATIONAL = StreamInputs.SEND_HEADERS, StreamInputs.SEND_INFORMATIONAL_HEADERS
+_LENGTH_BYTES = 3  # RFC 9113 §4.1: of a frame, ahead of all else in its header
+
+
+class OutgoingBody:
+    """What a stream still has to send of its body. Thread: loop.
+
+    Attributes:
+        h2: the stream, with its window.
+        frame_end: of each DATA frame's header, behind the length.
+        num_partly_sent: bytes that were taken while more was there.
+        num_unsent: bytes.
+        is_ending: nothing follows what is there.
+    """
+
+    __slots__ = ("_data", "_start", "frame_end", "h2", "is_ending", "num_partly_sent", "num_unsent")
+
+    def __init__(self, stream: H2Stream) -> None:
+        self.h2 = stream
+        self.frame_end = FRAME_HEADER.pack(0, 0, DATA, 0, stream.stream_id)[_LENGTH_BYTES:]
+        self.num_partly_sent = self.num_unsent = 0
+        self.is_ending = False
+        self._data = b""
+        self._start = 0  # of what is unsent in it
+
+    def append(self, data: bytes) -> None:
+        """Mostly all that was there has been sent; what has not is bounded, for it blocks its stream."""
+        if self.num_unsent:
+            data = self._data[self._start :] + data
+            self._start = 0
+        self._data = data
+        self.num_unsent = len(data)
+
+    def take(self, size: int) -> bytes:
+        """The next bytes, so many or fewer; b"" when there are none."""
+        if size >= self.num_unsent:
+            data = self._data[self._start :] if self._start else self._data
+            self._data = b""
+            self.num_unsent = self._start = 0
+            return data
+        start = self._start
+        self._start += size
+        self.num_partly_sent += size
+        self.num_unsent -= size
+        return self._data[start : start + size]
+
+
+def frame_head(connection: H2Connection, stream: H2Stream, fields: list[HeaderTuple], is_final: bool) -> bytes:
+    """HEADERS, and CONTINUATION where they are longer than a frame; h2's states are what they were if h2 had sent them.
+
+    Args:
+        is_final: the status is 200 or above. Trailers are h2's to send.
+    """
+    connection.state_machine.process_input(ConnectionInputs.SEND_HEADERS)
+    stream.state_machine.process_input(_SEND_FINAL if is_final else _SEND_INFORMATIONAL)
+    block = connection.encoder.encode(fields)
+    most = connection.max_outbound_frame_size
+    kind, frames = HEADERS, b""
+    while len(block) > most:
+        frames += FRAME_HEADER.pack(most >> 16, most & 0xFFFF, kind, 0, stream.stream_id) + block[:most]
+        kind, block = CONTINUATION, block[most:]
+    size = len(block)
+    return frames + FRAME_HEADER.pack(size >> 16, size & 0xFFFF, kind, END_HEADERS, stream.stream_id) + block
+
+
+def frame_next(connection: H2Connection, body: OutgoingBody, frames: list[bytes], by_hand: bool) -> int:
+    """Append a DATA frame of as much of the body as the windows and the frame size let through; its size, 0: none.
+
+    It does not end its stream. h2's windows are what they were if h2 had sent it.
+
+    Args:
+        by_hand: h2_is_as_known.
+    """
+    stream = body.h2
+    size = body.num_unsent
+    connection_window = connection.outbound_flow_control_window
+    stream_window = stream.outbound_flow_control_window
+    # RFC 9113 §6.9.2: windows may be negative
+    if size > connection_window:
+        size = connection_window
+    if size > stream_window:
+        size = stream_window
+    if size > connection.max_outbound_frame_size:
+        size = connection.max_outbound_frame_size
+    if size <= 0:
+        return 0
+    assert stream.state_machine.state in _SENDING
+    data = body.take(size)
+    if by_hand:
+        connection.outbound_flow_control_window = connection_window - size
+        stream.outbound_flow_control_window = stream_window - size
+        frames += (size.to_bytes(_LENGTH_BYTES, "big"), body.frame_end, data)
+    else:
+        connection.send_data(stream.stream_id, data)
+        frames.append(connection.data_to_send())
+    return HEADER_BYTES + size
+
+
+def last_frame(connection: H2Connection, body: OutgoingBody) -> bytes:
+    """The DATA frame that ends the stream, by h2; b"": the rest of the body does not fit into one.
+
+    RFC 9113 §6.9.1: an empty one needs no window.
+    """
+    size = body.num_unsent
+    stream = body.h2
+    window = min(connection.outbound_flow_control_window, stream.outbound_flow_control_window)
+    if size > connection.max_outbound_frame_size or (size and size > window):
+        return b""
+    connection.send_data(stream.stream_id, body.take(size), end_stream=True)
+    return connection.data_to_send()
+
+
+@functools.cache
+def h2_is_as_known() -> bool:
+    """Whether h2 makes the frames that we make, and changes nothing but what we change."""
+    return _head_is_as_known() and _data_is_as_known()
+
+
+def _head_is_as_known() -> bool:
+    theirs, ours = _connection_with_stream(), _connection_with_stream()
+    for connection in (theirs, ours):  # short frames, so that the heads go on in CONTINUATION
+        connection.max_outbound_frame_size = connection.streams[1].max_outbound_frame_size = 16
+    for status in (b"103", b"200"):
+        fields = [HeaderTuple(b":status", status), HeaderTuple(b"probe", b"\\" * 20)]
+        theirs.send_headers(1, fields)
+        frames = frame_head(ours, ours.streams[1], fields, is_final=status == b"200")
+        if frames != theirs.data_to_send() or _state_of(ours) != _state_of(theirs):
+            return False
+    return True
+
+
+def _data_is_as_known() -> bool:
+    connection = _connection_with_stream()
+    connection.send_headers(1, [(":status", "200")])
+    connection.clear_outbound_data_buffer()
+    before = _state_of(connection)
+    data = b"probe"
+    connection.send_data(1, data)
+    frame = FRAME_HEADER.pack(0, len(data), DATA, 0, 1) + data
+    if connection.data_to_send() != frame:
+        return False
+    changed = {name: value for name, value in _state_of(connection).items() if value != before[name]}
+    window = "outbound_flow_control_window"
+    return changed == {name: before[name] - len(data) for name in (f"connection.{window}", f"stream.{window}")}
+
+
+def _connection_with_stream() -> H2Connection:
+    """A server's connection on which stream 1 has been asked for."""
+    client = H2Connection(H2Configuration(client_side=True))
+    client.initiate_connection()
+    client.send_headers(1, [(":method", "GET"), (":scheme", "http"), (":path", "/"), (":authority", "a")], True)
+    server = H2Connection(H2Configuration(client_side=False))
+    server.initiate_connection()
+    server.receive_data(client.data_to_send())
+    server.clear_outbound_data_buffer()
+    return server
+
+
+def _state_of(connection: H2Connection) -> dict[str, Any]:
+    """All plain values that the connection and its stream 1 hold."""
+    stream = connection.streams[1]
+    owners = {"connection": connection, "stream": stream}
+    machines = {"connection.machine": connection.state_machine, "stream.machine": stream.state_machine}
+    return {
+        f"{owner}.{name}": value
+        for owner, holder in {**owners, **machines}.items()
+        for name, value in vars(holder).items()
+        if value is None or isinstance(value, int | str | bytes | enum.Enum)
+    }

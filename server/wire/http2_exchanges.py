@@ -1,0 +1,491 @@
+"""HTTP/2 on a connection: many exchanges at once. Thread: loop.
+
+Decisions a reader may look for:
+- A stream is blocked while more of it is unsent than its share (the peer's windows are shut), or while the transport
+  takes nothing; the other streams go on. One that gets rid of too little in stall_s is reset.
+- What a handler does not read is not acknowledged: the peer's windows shut, and nothing but them holds it back. Of what
+  is read, too much at once shuts the streams' windows, all but the oldest's (body_room); the connection's stays open
+  for that one, unless the oldest of the server is on another connection.
+- The client's GOAWAY says only that it takes no pushed streams; its requests go on. With an error, it has left.
+"""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING
+
+from h2.errors import ErrorCodes
+
+from core.errors import ErrorKind, ServiceError
+from server.wire.body_clock import BodyClock
+from server.wire.body_room import BodyRoom, HeldBody
+from server.wire.exchanges import SERVER_FAULT, SLOW_BODY, ConnectionContext, slow_head
+from server.wire.http2 import Http2Protocol
+from server.wire.messages import (
+    BodyChunk,
+    BodyEnd,
+    Event,
+    Headers,
+    HttpRequest,
+    ProtocolViolation,
+    ResponseHead,
+    StreamReset,
+)
+from server.wire.peer import Peer
+from server.wire.stream import HttpStream, WrittenCallback
+
+if TYPE_CHECKING:
+    from server.wire.connection import Connection
+
+_FLUSH_BYTES = 64 * 1024  # of bodies, in one write
+_UNSENT_BYTES = 512 * 1024  # of all streams: each may have its share, down to _LEAST_UNSENT_BYTES
+_LEAST_UNSENT_BYTES = 1024
+_ENDED_UNSENT_BYTES = 256 * 1024  # of answers that are complete: beyond it, no further handler begins
+_CONTINUE = ResponseHead(100, ())
+
+
+class _Exchange:
+    """One stream, as long as its handler may write to it."""
+
+    __slots__ = ("body", "body_is_complete", "num_shut", "num_unread", "stream", "task")
+
+    def __init__(self, stream: HttpStream) -> None:
+        self.stream = stream
+        self.task: asyncio.Task[None] | None = None
+        self.body: HeldBody | None = None  # while the handler waits for it
+        self.num_unread = 0  # bytes of the body not acknowledged
+        self.num_shut = 0  # bytes acknowledged for the connection alone
+        self.body_is_complete = not stream.request.has_body
+
+
+class Http2Exchanges:
+    """The exchanges of one connection (Exchanges), and the carrier of their streams (StreamCarrier)."""
+
+    def __init__(self, connection: "Connection", context: ConnectionContext, upgrade: bytes | None = None) -> None:
+        """Raises what Http2Protocol does."""
+        self._connection = connection
+        self._refuse = context.refuse
+        self._limits = context.limits
+        self._loop = context.loop
+        self._batch = context.batch
+        limits = context.limits
+        self._protocol = Http2Protocol(limits.head, limits.http2, context.date, upgrade, limits.pieces_per_turn)
+        self._responses = self._protocol.responses
+        self._exchanges: dict[int, _Exchange] = {}
+        self._room = BodyRoom(context.limits.held_body_bytes, context.bodies)
+        self._bodies: dict[int, BodyClock] = {}  # of the streams whose handlers wait for a body
+        # Streams -> since when they have to get rid of what is enough, oldest first, and num_partly_sent then
+        self._unsent: OrderedDict[int, tuple[float, int]] = OrderedDict()
+        self._enough_bytes = context.limits.stall_s * context.limits.stall_bytes_per_s
+        self._blocked_since = 0.0
+        self._over: set[int] = set()  # streams that have, or had, more unsent than their share
+        self._num_ended = 0  # bytes of complete answers; those that have been sent since may still be among them
+        self._turns: list[asyncio.Future[None]] = []  # handlers that have not begun
+        self._is_dirty = False
+        self._pending_head: int | None = 0
+        self._head_since = self._idle_since = context.loop.time()
+        self._clock = context.clock
+        self._received_s = 0.0  # the first byte of the head that is read
+        self._has_peer = True
+        self._on_written: list[tuple[int, WrittenCallback]] = []  # once nothing of the stream is unsent
+        self._drain_due: float | None = None  # when the second GOAWAY goes, heard or not
+        self._is_draining = False
+        self._closes_after_answer = False
+
+    @property
+    def peer(self) -> Peer:
+        return self._connection.peer
+
+    @property
+    def has_streams(self) -> bool:
+        return bool(self._exchanges)
+
+    @property
+    def has_more(self) -> bool:
+        return self._protocol.has_more
+
+    @property
+    def holds_enough(self) -> bool:
+        """The peer does not read what its frames make us send."""
+        return self._connection.is_writing_paused and self._connection.num_unwritten > self._limits.control_bytes
+
+    def adopt(self, stream: HttpStream, task: asyncio.Task[None]) -> None:
+        """Answer what came by HTTP/1.1, complete, and has no answer yet."""
+        self._protocol.adopt(stream.request)
+        exchange = self._exchanges[stream.request.stream_id] = _Exchange(stream)
+        exchange.task = task
+        exchange.body_is_complete = True
+        stream.move_to(self)
+        self._mark_dirty()
+
+    def receive(self, data: bytes) -> None:
+        now = self._loop.time()
+        protocol = self._protocol
+        if not protocol.pending_head:
+            self._received_s = self._clock()
+        self._handle_events(protocol.receive(data, now))
+        if protocol.has_failed:
+            self._end()
+            return
+        if protocol.has_peer_left:
+            self._abort()
+            return
+        if protocol.pending_head != self._pending_head:
+            self._pending_head = protocol.pending_head
+            self._head_since = now
+        self._give_turns()
+        self._mark_dirty()
+
+    def _abort(self) -> None:
+        self._connection.abort()
+        self.end_of_peer()
+
+    def _end(self) -> None:
+        """The protocol's GOAWAY is the last that is written."""
+        self.end_of_peer()
+        self._connection.out += self._protocol.take_control()
+        self._connection.end_after_output()
+        self._mark_dirty()
+
+    def set_blocked(self, is_blocked: bool) -> None:
+        """While the transport takes nothing, its own clock runs, and those of the streams stand still."""
+        for exchange in tuple(self._exchanges.values()):
+            if is_blocked or exchange.stream.request.stream_id not in self._over:
+                exchange.stream.set_blocked(is_blocked)
+        if is_blocked:
+            self._blocked_since = self._loop.time()
+        else:
+            pause_s = self._loop.time() - self._blocked_since
+            self._unsent = OrderedDict((key, (since + pause_s, num)) for key, (since, num) in self._unsent.items())
+            self.flush()
+
+    def end_of_peer(self) -> None:
+        for stream_id in tuple(self._exchanges):
+            self._drop(stream_id)
+        self._has_peer = False
+        self._tell_written()
+
+    def _drop(self, stream_id: int) -> None:
+        """The stream has no peer any more: tell its handler, or cancel it."""
+        exchange = self._exchanges.get(stream_id)
+        if exchange is not None:
+            self._forget(stream_id)
+            if not exchange.stream.disconnect() and exchange.task is not None:
+                exchange.task.cancel()
+
+    def _forget(self, stream_id: int) -> None:
+        exchange = self._exchanges.pop(stream_id)
+        self._end_body(stream_id, exchange)
+        if exchange.num_unread:
+            self._protocol.acknowledge(stream_id, exchange.num_unread)
+        if not self._exchanges:
+            self._idle_since = self._loop.time()
+            self._connection.adjust()  # its clock runs from now on, whether the peer says anything more or not
+
+    # What the protocol says.
+
+    def _handle_events(self, events: list[Event]) -> None:
+        for event in events:
+            if type(event) is HttpRequest:
+                self._start_stream(event)
+            elif type(event) is BodyChunk:
+                self._take_body(event)
+            elif type(event) is BodyEnd:
+                exchange = self._exchanges.get(event.stream_id)
+                if exchange is not None:
+                    exchange.body_is_complete = True
+                    self._end_body(event.stream_id, exchange)
+                    exchange.stream.complete_body()
+            elif type(event) is StreamReset:
+                self._unsent.pop(event.stream_id, None)
+                self._over.discard(event.stream_id)
+                self._drop(event.stream_id)
+                self._tell_written()
+            elif type(event) is ProtocolViolation and self._protocol.is_open(event.stream_id):
+                self._answer_error(event.stream_id, event.status, event.message, None)
+
+    def _start_stream(self, request: HttpRequest) -> None:
+        stream = HttpStream(request, self, self._received_s)
+        exchange = self._exchanges[request.stream_id] = _Exchange(stream)
+        exchange.task = self._connection.serve(stream, self._wait_turn)
+        if self._closes_after_answer or self._protocol.num_requests >= self._limits.num_streams:
+            self.drain()
+
+    async def _wait_turn(self) -> None:
+        """Answers wait for the peer's windows: whoever does not read them gets no more of them made."""
+        while self._turns or self._has_too_many_answers():
+            turn = self._loop.create_future()
+            self._turns.append(turn)
+            await turn
+
+    def _has_too_many_answers(self) -> bool:
+        if self._num_ended > _ENDED_UNSENT_BYTES:
+            self._num_ended = self._responses.num_unsent_ending()
+        return self._num_ended > _ENDED_UNSENT_BYTES
+
+    def _give_turns(self) -> None:
+        if not self._turns or self._has_too_many_answers():
+            return
+        turns, self._turns = self._turns, []
+        for turn in turns:
+            if not turn.done():
+                turn.set_result(None)
+
+    def _take_body(self, event: BodyChunk) -> None:
+        exchange = self._exchanges.get(event.stream_id)
+        if exchange is None:
+            self._protocol.acknowledge(event.stream_id, len(event.data))
+            return
+        exchange.stream.receive_body(event.data)
+        if event.stream_id in self._bodies:
+            self._bodies[event.stream_id].receive(len(event.data), self._loop.time())
+        exchange.num_unread += len(event.data)
+        if exchange.stream.is_reading_body and exchange.body is not None:
+            self._room.add(exchange.body, len(event.data))
+            self._acknowledge_body(event.stream_id, exchange, exchange.body)
+
+    def _acknowledge_body(self, stream_id: int, exchange: _Exchange, body: HeldBody) -> None:
+        """Let the peer send as much again as it has sent, as far as there is room for it."""
+        if self._room.may_grow(body):
+            if exchange.num_shut:
+                self._protocol.reopen(stream_id, exchange.num_shut)
+                exchange.num_shut = 0
+            if exchange.num_unread:
+                self._protocol.acknowledge(stream_id, exchange.num_unread)
+                exchange.num_unread = 0
+        elif exchange.num_unread and not self._room.is_shut:
+            self._protocol.acknowledge_aside(exchange.num_unread)
+            exchange.num_shut += exchange.num_unread
+            exchange.num_unread = 0
+
+    def _let_bodies_on(self) -> None:
+        """There may be room: for those that had to wait for it, the clock begins again."""
+        waiting = [stream_id for stream_id in self._bodies if not self._protocol.may_send(stream_id)]
+        self._bodies.update({stream_id: BodyClock(self._limits, self._loop.time()) for stream_id in waiting})
+        for stream_id in self._bodies:
+            exchange = self._exchanges[stream_id]
+            if exchange.body is not None and exchange.stream.is_reading_body:
+                self._acknowledge_body(stream_id, exchange, exchange.body)
+        self._mark_dirty()
+        self._connection.adjust()
+
+    def _end_body(self, stream_id: int, exchange: _Exchange) -> None:
+        """It is complete, or nobody waits for it any more."""
+        body, exchange.body = exchange.body, None
+        if body is not None:
+            del self._bodies[stream_id]
+            if exchange.num_unread:
+                self._protocol.acknowledge(stream_id, exchange.num_unread)
+                exchange.num_unread = 0
+            self._room.close(body)
+
+    def _answer_error(self, stream_id: int, status: int, message: str, stream: HttpStream | None) -> None:
+        since = self._head_since if stream_id == self._pending_head else self._loop.time()
+        headers, body = self._refuse(status, message, self._connection.peer, since, stream)
+        self._responses.send_head(stream_id, ResponseHead(status, headers))
+        self._responses.send_data(stream_id, body)
+        self._responses.send_end(stream_id)
+        self._mark_dirty()
+
+    def fail(self, stream: HttpStream) -> None:
+        stream_id = stream.request.stream_id
+        self._exchanges[stream_id].task = None  # it ends by itself
+        if stream.head_sent:
+            self._protocol.reset(stream_id, ErrorCodes.INTERNAL_ERROR)
+            self._mark_dirty()
+        else:
+            self._answer_error(stream_id, 500, SERVER_FAULT, stream)
+        self._drop(stream_id)
+
+    def break_off(self, stream: HttpStream) -> None:
+        stream_id = stream.request.stream_id
+        self._protocol.reset(stream_id, ErrorCodes.INTERNAL_ERROR)
+        self._mark_dirty()
+        self._exchanges[stream_id].task = None
+        self._drop(stream_id)
+
+    # What the stream asks (StreamCarrier).
+
+    def start_body(self, stream: HttpStream) -> None:
+        stream_id = stream.request.stream_id
+        exchange = self._exchanges[stream_id]
+        if exchange.body_is_complete:
+            return
+        self._bodies[stream_id] = BodyClock(self._limits, self._loop.time())
+        body = exchange.body = HeldBody(self._let_bodies_on)
+        self._room.open(body)
+        if exchange.num_unread:
+            self._room.add(body, exchange.num_unread)
+            self._acknowledge_body(stream_id, exchange, body)
+        elif stream.request.expects_continue and not stream.num_body_bytes:
+            self._responses.send_head(stream_id, _CONTINUE)
+        self._mark_dirty()
+        self._connection.adjust()
+
+    def write_head(self, stream: HttpStream, head: ResponseHead) -> None:
+        self._responses.send_head(stream.request.stream_id, head)
+        self._mark_dirty()
+
+    def write_data(self, stream: HttpStream, data: bytes) -> None:
+        stream_id = stream.request.stream_id
+        if self._responses.send_data(stream_id, data) > _LEAST_UNSENT_BYTES:
+            self._over.add(stream_id)
+        if not self._is_dirty:
+            self._is_dirty = True
+            self._batch.add(self)
+
+    def write_end(self, stream: HttpStream, trailers: Headers) -> None:
+        if trailers and (stream.request.header(b"te") or b"").lower() != b"trailers":
+            trailers = ()  # RFC 9110 §6.5.1: unless the client is known to take them
+        self._num_ended += self._responses.num_unsent(stream.request.stream_id)
+        self._responses.send_end(stream.request.stream_id, trailers)
+        self._forget(stream.request.stream_id)
+        self._mark_dirty()
+
+    def call_once_written(self, stream: HttpStream, callback: WrittenCallback) -> None:
+        self._on_written.append((stream.request.stream_id, callback))
+        if not self._is_dirty:  # no flush need come
+            self._tell_written()
+
+    def _tell_written(self) -> None:
+        if not self._on_written:
+            return
+        waiting, self._on_written = self._on_written, []
+        now_s = self._clock()
+        for stream_id, callback in waiting:
+            if not self._has_peer or self._responses.is_written(stream_id):
+                callback(now_s)
+            else:
+                self._on_written.append((stream_id, callback))
+
+    def _mark_dirty(self) -> None:
+        if not self._is_dirty and (self._protocol.has_output or self._connection.out):
+            self._is_dirty = True
+            self._batch.add(self)
+
+    def flush(self) -> None:
+        """Write what has been sent and what the windows let through, at once."""
+        self._is_dirty = False
+        connection, protocol = self._connection, self._protocol
+        out = connection.out
+        if not connection.takes_output:
+            out.clear()
+            self._tell_written()
+            return
+        out += protocol.take_control()
+        has_more = False
+        if not connection.is_writing_paused and connection.is_open:
+            output = protocol.take_data(_FLUSH_BYTES)
+            out += output.frames
+            has_more = output.has_more
+            if self._unsent or output.held or has_more:
+                self._watch_progress(output.sent, output.held)
+        connection.write_out()
+        if self._on_written:
+            self._tell_written()
+        if connection.is_writing_paused:
+            if connection.num_unwritten > self._limits.max_control_bytes:
+                self._abort()  # nothing but answers to the peer's frames can have become so much
+                return
+            connection.adjust()  # holds_enough may be true by now
+        if self._over:
+            self._judge_shares()
+        self._give_turns()
+        if protocol.has_drained and connection.is_open:
+            connection.linger()
+        elif has_more:
+            self._mark_dirty()
+
+    def _watch_progress(self, sent: list[int], held: list[int]) -> None:
+        now = self._loop.time()
+        for stream_id in sent:
+            if not self._responses.num_unsent(stream_id):
+                self._unsent.pop(stream_id, None)
+                continue
+            num_sent = self._responses.num_partly_sent(stream_id)
+            _, num_before = self._unsent.setdefault(stream_id, (now, num_sent))
+            if num_sent - num_before >= self._enough_bytes:
+                self._unsent[stream_id] = (now, num_sent)
+                self._unsent.move_to_end(stream_id)
+        for stream_id in held:
+            self._unsent.setdefault(stream_id, (now, self._responses.num_partly_sent(stream_id)))
+        self._connection.adjust()
+
+    def _judge_shares(self) -> None:
+        """Block the streams that have more than their share unsent, and let go of those that have got rid of it."""
+        share = _UNSENT_BYTES // max(1, len(self._responses.streams))
+        high = max(_LEAST_UNSENT_BYTES, min(self._limits.unsent_bytes, share))
+        for stream_id in tuple(self._over):
+            num_unsent = self._responses.num_unsent(stream_id)
+            exchange = self._exchanges.get(stream_id)
+            if exchange is None:
+                self._over.discard(stream_id)
+                continue
+            is_over = num_unsent > (high // 4 if exchange.stream.is_blocked else high)
+            if not is_over and num_unsent <= _LEAST_UNSENT_BYTES:
+                self._over.discard(stream_id)
+            exchange.stream.set_blocked(is_over or self._connection.is_writing_paused)
+
+    # The end, and the clocks.
+
+    def close_after_answer(self) -> None:
+        """Drain with the first request: told before it, a peer would not send it, and not hear why."""
+        self._closes_after_answer = True
+        if self._protocol.num_requests:
+            self.drain()
+
+    def drain(self) -> None:
+        """Two GOAWAYs: what is under way when the first arrives is still taken (RFC 9113 §6.8)."""
+        if not self._is_draining:
+            self._is_draining = True
+            self._protocol.start_drain()
+            self._drain_due = self._loop.time() + self._limits.drain_round_trip_s
+            self._mark_dirty()
+            self._connection.adjust()
+
+    def next_due(self) -> float | None:
+        return min((due for due, _ in self._deadlines()), default=None)
+
+    def on_due(self) -> None:
+        _, act = min(self._deadlines(), key=lambda deadline: deadline[0])
+        act()
+        self._mark_dirty()
+
+    def _deadlines(self) -> Iterator[tuple[float, Callable[[], None]]]:
+        """What is awaited of the peer: until when, and what then."""
+        limits = self._limits
+        if self._pending_head is not None:
+            yield self._head_since + limits.head_s, self._end_slow_head
+        if self._drain_due is not None:
+            yield self._drain_due, self._finish_drain
+        elif not self._is_draining and not self._exchanges and not self._unsent:
+            yield self._idle_since + limits.idle_s, self.drain
+        is_shut = bool(self._bodies) and self._room.is_shut
+        for stream_id, clock in self._bodies.items():
+            if (self._exchanges[stream_id].num_shut or is_shut) and not self._protocol.may_send(stream_id):
+                continue  # it waits for us
+            yield clock.due, partial(self._end_slow_body, stream_id)
+        if self._unsent:
+            stream_id, (since, _) = next(iter(self._unsent.items()))
+            yield since + limits.stall_s, partial(self._end_stalled, stream_id)
+
+    def _end_slow_head(self) -> None:
+        if self._pending_head:  # a request's, which is accounted for; a GOAWAY is all that can be said of it
+            self._refuse(408, slow_head(self._limits.head_s), self._connection.peer, self._head_since, None)
+        self._protocol.fail(ErrorCodes.ENHANCE_YOUR_CALM)
+        self._end()
+
+    def _finish_drain(self) -> None:
+        self._drain_due = None
+        self._protocol.finish_drain()
+
+    def _end_slow_body(self, stream_id: int) -> None:
+        exchange = self._exchanges[stream_id]
+        self._end_body(stream_id, exchange)
+        exchange.stream.fail_body(ServiceError(ErrorKind.REQUEST_TIMEOUT, SLOW_BODY, "request_timeout"))
+
+    def _end_stalled(self, stream_id: int) -> None:
+        del self._unsent[stream_id]
+        self._protocol.reset(stream_id, ErrorCodes.CANCEL)
+        self._drop(stream_id)

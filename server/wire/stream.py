@@ -1,0 +1,234 @@
+"""One exchange: a request's body in, its answer out, and word of a peer that leaves or reads slowly. Thread: loop.
+
+It knows neither HTTP/1.1 nor HTTP/2: the connection below it frames and writes. Nothing here waits for the peer to
+read; whoever produces is told by on_blocked to stop, and by on_unblocked to go on.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol
+
+from core.errors import ErrorKind, ServiceError
+from server.wire.messages import Headers, HttpRequest, ResponseHead
+from server.wire.peer import Peer
+
+
+class ClientDisconnected(Exception):
+    """The peer has gone before its request was read, or broke the protocol. Nobody is left to be answered."""
+
+
+WrittenCallback = Callable[[float], None]  # called with the time, on the monotonic clock
+
+
+class StreamCarrier(Protocol):
+    """What a stream asks of its connection.
+
+    Attributes:
+        peer: who is at the other end of it.
+    """
+
+    @property
+    def peer(self) -> Peer: ...
+
+    def start_body(self, stream: "HttpStream") -> None:
+        """The body is wanted from now on: its clock starts, and a peer that waits for 100 Continue gets it."""
+        ...
+
+    def write_head(self, stream: "HttpStream", head: ResponseHead) -> None: ...
+
+    def write_data(self, stream: "HttpStream", data: bytes) -> None: ...
+
+    def write_end(self, stream: "HttpStream", trailers: Headers) -> None: ...
+
+    def call_once_written(self, stream: "HttpStream", callback: WrittenCallback) -> None:
+        """Call it when all that was sent of the stream so far is with the kernel, or never will be."""
+        ...
+
+
+class HttpStream:
+    """One request and its response. Thread: loop.
+
+    Attributes:
+        request: its head.
+        received_s: when its first byte came, on the monotonic clock.
+        is_open: the response has not ended and the peer has not gone: what is sent now is on its way.
+        has_lost_peer: it went before the response had ended.
+        status: of the head, once it is sent: too late for another.
+        common_headers: added to the head, whatever it is.
+        is_blocked: the peer does not keep up: more than the high mark of this stream is unsent. `send` stays legal.
+        on_disconnect: called once, when the peer goes before the response has ended. Without it, the handler's
+            task is cancelled then; with it, the handler is told and ends by itself.
+        on_blocked, on_unblocked: called when is_blocked changes.
+    """
+
+    __slots__ = (
+        "_body",
+        "_body_complete",
+        "_body_error",
+        "_carrier",
+        "_is_reading",
+        "_waiter",
+        "common_headers",
+        "has_lost_peer",
+        "is_blocked",
+        "is_open",
+        "num_body_bytes",
+        "on_blocked",
+        "on_disconnect",
+        "on_unblocked",
+        "received_s",
+        "request",
+        "status",
+    )
+
+    def __init__(self, request: HttpRequest, carrier: StreamCarrier, received_s: float = 0.0) -> None:
+        self.request = request
+        self.received_s = received_s
+        self.is_open = True
+        self.has_lost_peer = False
+        self.status: int | None = None
+        self.common_headers: Headers = ()
+        self.is_blocked = False
+        self.num_body_bytes = 0  # received and held, or dropped
+        self.on_disconnect: Callable[[], None] | None = None
+        self.on_blocked: Callable[[], None] | None = None
+        self.on_unblocked: Callable[[], None] | None = None
+        self._carrier = carrier
+        self._body = bytearray()  # not the pieces: many small ones would weigh more than they carry
+        self._body_complete = not request.has_body
+        self._body_error: ServiceError | None = None
+        self._is_reading = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def peer(self) -> Peer:
+        """Who is at the other end of the connection; a trusted proxy names whom it speaks for in the head."""
+        return self._carrier.peer
+
+    @property
+    def carrier(self) -> StreamCarrier:
+        """What it is written to now; for whoever stands in between (move_to)."""
+        return self._carrier
+
+    @property
+    def head_sent(self) -> bool:
+        return self.status is not None
+
+    @property
+    def is_reading_body(self) -> bool:
+        """Someone waits in read_body for bytes that have not come."""
+        return self._is_reading
+
+    async def read_body(self, limit_bytes: int) -> bytes:
+        """The whole body. Called at most once.
+
+        Raises:
+            ServiceError: BODY_TOO_LARGE, at once where content-length says so and else as soon as the limit is passed;
+                REQUEST_TIMEOUT when it comes too slowly; or what fail_body was told.
+            ClientDisconnected: the peer left.
+        """
+        declared = self.request.header(b"content-length")
+        if declared is not None and int(declared) > limit_bytes:
+            raise _too_large(limit_bytes)
+        self._is_reading = True
+        try:
+            self._carrier.start_body(self)
+            while not self._body_complete:  # checked after every wake-up
+                self._check_body(limit_bytes)
+                self._waiter = asyncio.get_running_loop().create_future()
+                await self._waiter
+            self._check_body(limit_bytes)
+        finally:
+            self._is_reading = False
+            self._waiter = None
+        body = bytes(self._body)
+        self._body.clear()
+        return body
+
+    def _check_body(self, limit_bytes: int) -> None:
+        if not self.is_open:
+            raise ClientDisconnected
+        if self._body_error is not None:
+            raise self._body_error
+        if self.num_body_bytes > limit_bytes:
+            self._body.clear()
+            raise _too_large(limit_bytes)
+
+    def send_head(self, head: ResponseHead) -> None:
+        """Send the status and the headers, once; before it, heads with a status below 200 may go out.
+
+        Raises:
+            ResponseError: the head cannot be sent (see Http1Protocol.send_head).
+        """
+        if self.is_open:
+            self._carrier.write_head(self, ResponseHead(head.status, head.headers + self.common_headers))
+            if head.status >= 200:
+                self.status = head.status
+
+    def send(self, data: bytes) -> None:
+        """Append to the body. Written at the connection's next flush; dropped when the stream is not open."""
+        if self.is_open:
+            self._carrier.write_data(self, data)
+
+    def end(self, trailers: Headers = ()) -> None:
+        """The response is complete.
+
+        Args:
+            trailers: for HTTP/2 clients that take some (`te: trailers`).
+        """
+        if self.is_open:
+            self._carrier.write_end(self, trailers)
+            self.is_open = False
+
+    def call_once_written(self, callback: WrittenCallback) -> None:
+        """Call it once, when what was sent so far is with the kernel, or can never be."""
+        self._carrier.call_once_written(self, callback)
+
+    # What follows is the connection's side.
+
+    def move_to(self, carrier: StreamCarrier) -> None:
+        """Another one carries the answer (after an upgrade, or to remember it); nothing of it has been sent."""
+        assert not self.head_sent
+        self._carrier = carrier
+
+    def receive_body(self, data: bytes) -> None:
+        self.num_body_bytes += len(data)
+        self._body += data
+        self._wake()
+
+    def complete_body(self) -> None:
+        self._body_complete = True
+        self._wake()
+
+    def fail_body(self, error: ServiceError) -> None:
+        """The rest of the body will not be waited for: read_body raises the error."""
+        self._body_error = error
+        self._wake()
+
+    def set_blocked(self, is_blocked: bool) -> None:
+        if is_blocked == self.is_blocked:
+            return
+        self.is_blocked = is_blocked
+        callback = self.on_blocked if is_blocked else self.on_unblocked
+        if callback is not None:
+            callback()
+
+    def disconnect(self) -> bool:
+        """The peer has gone. Returns whether somebody was there to be told; if not, the handler is to be cancelled."""
+        self.has_lost_peer |= self.is_open
+        self.is_open = False
+        is_told = self._waiter is not None or self.on_disconnect is not None
+        self._wake()
+        if self.on_disconnect is not None:
+            self.on_disconnect()
+        return is_told
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+def _too_large(limit_bytes: int) -> ServiceError:
+    return ServiceError(
+        ErrorKind.BODY_TOO_LARGE, f"The body is larger than {limit_bytes} bytes. Send less.", "body_too_large"
+    )
