@@ -39,7 +39,6 @@ from server.observing.exposition import CONTENT_TYPE
 from server.observing.flight_recorder import Flight
 from server.observing.logs import current_request_id, current_trace_id
 from server.observing.metrics import Metrics
-from server.observing.request_ids import client_request_id
 from server.observing.timelines import requests_reply, timeline_reply
 from server.observing.timing import Stage, StageClock
 from server.observing.trace_context import TraceContext, continue_trace
@@ -455,11 +454,8 @@ class App:
         return [one for one in self._exchanges.values() if one.request_id in active]
 
     async def _delete_request(self, exchange: Exchange) -> None:
-        """By our id, or by the client's own x-request-id: all of its tenant's that bear it."""
-        shown, tenant = exchange.argument, exchange.known_caller.tenant.name
-        named = [one.request_id for one in self._generations() if client_request_id(one.request) == shown]
-        is_cancelled = [self._served.cancel(request_id, tenant) for request_id in (_plain_id(shown), *named)]
-        if not any(is_cancelled):
+        request_id = _plain_id(exchange.argument)
+        if not self._served.cancel(request_id, exchange.known_caller.tenant.name):
             message = f"No request {exchange.argument[:_SHOWN_CHARS]!r} is in progress. It may have ended already."
             raise ServiceError(ErrorKind.NOT_FOUND, message, "request_not_found")
         self._send(exchange, b'{"status":"cancelled"}')
