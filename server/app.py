@@ -14,7 +14,7 @@ from urllib.parse import unquote
 
 from core.errors import ErrorKind, ServiceError
 from core.types import EngineStats
-from server.answer import JSON_TYPE, answer_headers, content_headers, send_document
+from server.answer_body import JSON_TYPE, answer_headers, content_headers, send_document
 from server.api import admin, models, tokenize
 from server.api.chat import ChatSurface
 from server.api.completions import CompletionsSurface

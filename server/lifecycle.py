@@ -19,7 +19,8 @@ from core.errors import ContextLengthExceeded, ErrorKind, InvalidRequest, Servic
 from core.tokenizer import Tokenizer
 from core.types import Request, SamplingParams, Usage
 from core.waiting import TOP_CLASS
-from server.answer import Answer, Outcome, StreamedBody, WholeBody
+from server.answer import Answer, Outcome
+from server.answer_body import StreamedBody, WholeBody
 from server.api.models import ServedModel, find_model
 from server.api.surface import (
     ChatPrompt,

@@ -7,7 +7,7 @@ import pytest
 
 from core.simulation import CostModel
 from core.types import Cancel, FinishReason, Pause, Resume
-from server.answer import KEEP_ALIVE_S
+from server.answer_body import KEEP_ALIVE_S
 from server.api.chat import ChatStream, ChatSurface
 from server.observing.timing import Stage
 from tests.server.simulated_server import (
