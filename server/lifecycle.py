@@ -159,6 +159,9 @@ class Lifecycle:
     active: dict[str, tuple[str, Answer]] = field(default_factory=dict)
     _farewell: ServiceError | None = None  # what those are told whose body was still on its way
 
+    def __post_init__(self) -> None:
+        self.metrics.num_active = self.active.__len__
+
     async def generate(
         self, surface: Surface, stream: HttpStream, request_id: str, timings: StageClock, ticket: Ticket
     ) -> Outcome:
