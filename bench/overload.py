@@ -34,7 +34,8 @@ from core.types import Message, StepDelivery
 from core.wait_estimate import EngineRoom
 from server.api.models import ServedModel
 from server.api.surface import GenerationDefaults
-from server.app import App, Readiness
+from server.app import App
+from server.app_state import Readiness
 from server.clock import Clock
 from server.config import ServerConfig
 from server.engine_client import EngineClient
@@ -192,7 +193,7 @@ class Server:
             INTER_TOKEN_TARGET,
         )
         unbounded = QueueLimits(max_requests=10**9, max_tokens=10**12, max_bytes=10**12)
-        self._app.lifecycle = Lifecycle(
+        self._app.state.lifecycle = Lifecycle(
             reader=PromptReader((card,), tokenizer, template, LIMITS.max_model_len, clock.unix),
             defaults=GenerationDefaults(vocab_size=LIMITS.vocab_size),
             backend=self._client,

@@ -1,28 +1,25 @@
 """What an answer would write, kept until its request is in the ledger. Thread: loop."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from core.errors import ServiceError
 from core.types import Delta, Usage
+from server.answer_body import AnswerBody
 from server.api.surface import Extras
-
-if TYPE_CHECKING:
-    from server.answer import AnswerBody
 
 
 class HeldBody:
-    """Implements server.answer.AnswerBody before another one: nothing reaches that one before release().
+    """Implements server.answer_body.AnswerBody before another one: nothing reaches that one before release().
 
     As long as the ledger takes to commit: a few tokens; never more than the whole answer.
     """
 
-    def __init__(self, body: "AnswerBody") -> None:
+    def __init__(self, body: AnswerBody) -> None:
         self.is_streamed = body.is_streamed
         self._body = body
         self._writes: list[Callable[[], None]] = []
 
-    def release(self) -> "AnswerBody":
+    def release(self) -> AnswerBody:
         """Write all that was kept; the body that goes on."""
         self._body.start()
         for write in self._writes:

@@ -19,7 +19,8 @@ from core.errors import ContextLengthExceeded, ErrorKind, InvalidRequest, Servic
 from core.tokenizer import Tokenizer
 from core.types import Request, SamplingParams, Usage
 from core.waiting import TOP_CLASS
-from server.answer import Answer, Outcome, StreamedBody, WholeBody
+from server.answer import Answer, Outcome
+from server.answer_body import StreamedBody, WholeBody
 from server.api.models import ServedModel, find_model
 from server.api.surface import (
     ChatPrompt,
@@ -157,6 +158,9 @@ class Lifecycle:
     ledger: Ledger | None = None
     active: dict[str, tuple[str, Answer]] = field(default_factory=dict)
     _farewell: ServiceError | None = None  # what those are told whose body was still on its way
+
+    def __post_init__(self) -> None:
+        self.metrics.num_active = self.active.__len__
 
     async def generate(
         self, surface: Surface, stream: HttpStream, request_id: str, timings: StageClock, ticket: Ticket

@@ -24,7 +24,8 @@ from core.wait_estimate import EngineRoom
 from server import __version__
 from server.api.models import ServedModel, ServerCard
 from server.api.surface import GenerationDefaults, RequestLimits
-from server.app import App, Readiness
+from server.app import App
+from server.app_state import Readiness
 from server.banner import BannerFacts, Place, banner_lines, is_public, places_of
 from server.clock import Clock
 from server.commands.model_files import ModelFiles
@@ -131,8 +132,8 @@ class Server:
             self._app.export_to(self._tracing.put)
         self._tls = server_tls(config.tls_cert, config.tls_key, config.tls_client_ca, config.tls_client_auth)
         self.listener = Listener(self._app.handle, self._app.refuse, listener_config(config, self._tls, passed))
-        self._app.listener = self.listener
-        self._app.drain = self._drain
+        self._app.state.listener = self.listener
+        self._app.state.drain = self._drain
         self._engine_thread = EngineThread(
             lambda inbox, deliver: load(inbox, deliver, self._report_stage), self, self._loop
         )
@@ -259,8 +260,8 @@ class Server:
         self._client = client
         self._metrics.model_name = loaded.facts.model_name
         reader = _prompt_reader(loaded, self._clock)
-        self._app.card = _server_card(reader.cards[0], loaded, self._places)
-        self._app.lifecycle = Lifecycle(
+        self._app.state.card = _server_card(reader.cards[0], loaded, self._places)
+        self._app.state.lifecycle = Lifecycle(
             reader=reader,
             defaults=_generation_defaults(loaded, self._config.request_limits),
             backend=client,

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from ipaddress import IPv4Address
 
-from server.answer import content_headers
+from server.answer_body import content_headers
 from server.api.envelope import protocol_error_body
 from server.listening.client_gate import ClientRules
 from server.listening.listener import ALL_HELD_BODY_BYTES, Listener, ListenerConfig

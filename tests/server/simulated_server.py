@@ -28,7 +28,8 @@ from core.types import EngineStats, FinishReason, Message, StepDelivery, TokenLo
 from core.wait_estimate import Backlog, EngineRoom
 from server.api.models import ServedModel
 from server.api.surface import GenerationDefaults
-from server.app import App, Readiness
+from server.app import App
+from server.app_state import Readiness
 from server.clock import Clock
 from server.config import ServerConfig
 from server.engine_client import EngineClient
@@ -274,7 +275,7 @@ class SimulatedServer:
             CrossOrigin(origins),
         )
         self.network = MemoryServer(self.app.handle, connection_limits, self.loop, self.app.refuse, clients)
-        self.app.listener = self.network.listener
+        self.app.state.listener = self.network.listener
         self.client = EngineClient(
             self._post,
             TOKENIZER.table,
@@ -308,7 +309,7 @@ class SimulatedServer:
             ledger=opening.ledger,
         )
         if is_ready:
-            self.app.lifecycle = self.lifecycle
+            self.app.state.lifecycle = self.lifecycle
 
     # The network's side.
 

@@ -7,7 +7,7 @@ import pytest
 
 from core.simulation import CostModel
 from core.types import Cancel, FinishReason, Pause, Resume
-from server.answer import KEEP_ALIVE_S
+from server.answer_body import KEEP_ALIVE_S
 from server.api.chat import ChatStream, ChatSurface
 from server.observing.timing import Stage
 from tests.server.simulated_server import (
@@ -347,7 +347,7 @@ def test_stream_is_decoding_as_soon_as_its_first_byte_is_out() -> None:
     server = SimulatedServer()
     transport = server.send(chat(**STREAM))
     server.run_until(lambda: b"data:" in transport.received)
-    (exchange,) = server.app._exchanges.values()
+    (exchange,) = server.app.state.exchanges.values()
     assert exchange.timings.stage is Stage.DECODE
     server.close()
 

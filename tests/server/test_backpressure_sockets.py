@@ -213,7 +213,7 @@ def test_reader_that_stops_costs_two_steps_and_bounded_memory_and_reads_on_to_th
 
 
 async def stop_reading(server: Server, steps: Steps, connect: Callable[[], Client]) -> None:
-    lifecycle = server._app.lifecycle
+    lifecycle = server._app.state.lifecycle
     assert lifecycle is not None
     with ExitStack() as stack:
         slow, neighbour, again = [stack.enter_context(closing(await asyncio.to_thread(connect))) for _ in range(3)]

@@ -1,0 +1,108 @@
+"""The server as the app and its handlers find it. Thread: loop."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from secrets import token_hex
+
+from core.errors import ErrorKind, ServiceError
+from server.api.models import ServedModel, ServerCard
+from server.backend import Backend
+from server.clock import Clock
+from server.exchange import Exchange
+from server.lifecycle import Lifecycle
+from server.listening.listener import Listener
+from server.observing.accounting import Accounting
+from server.observing.logs import current_trace_id
+from server.observing.metrics import Metrics
+from server.observing.trace_context import TraceContext
+from server.wire.stream import HttpStream
+
+
+@dataclass(slots=True)
+class Readiness:
+    """What /ready says. `stage` is what the server is doing while it is not ready."""
+
+    stage: str = "starting"
+    is_ready: bool = False
+    is_draining: bool = False
+    is_stalled: bool = False  # the engine is busy with one step for too long: it may still come back
+
+    def check(self) -> None:
+        """
+        Raises:
+            ServiceError: unavailable; loading or draining.
+        """
+        if self.is_draining:
+            raise ServiceError(ErrorKind.UNAVAILABLE, "The server is shutting down.", "draining", retry_after_s=5)
+        if not self.is_ready:
+            raise ServiceError(
+                ErrorKind.UNAVAILABLE, f"The model is still loading: {self.stage}.", "loading", retry_after_s=1
+            )
+
+
+@dataclass(slots=True)
+class AppState:
+    """What requests ask of the server. Its start brings the last four, one by one.
+
+    Args:
+        new_span_id: of 16 hex digits, of our spans in clients' traces.
+        exchanges: in progress.
+        lifecycle: once the model is loaded.
+        card: likewise.
+        drain: ends the process as SIGTERM does; returns the seconds of grace.
+    """
+
+    readiness: Readiness
+    metrics: Metrics
+    clock: Clock
+    new_span_id: Callable[[], str]
+    accounting: Accounting = field(init=False)
+    exchanges: dict[HttpStream, Exchange] = field(default_factory=dict)
+    lifecycle: Lifecycle | None = None
+    card: ServerCard | None = None
+    listener: Listener | None = None
+    drain: Callable[[], float] | None = None
+
+    def __post_init__(self) -> None:
+        self.accounting = Accounting(self.metrics, self.clock)
+
+    @property
+    def served(self) -> Lifecycle:
+        assert self.lifecycle is not None, "readiness is checked before a handler that needs the model"
+        return self.lifecycle
+
+    @property
+    def loaded_backend(self) -> Backend:
+        """For operators, who may ask while the server drains.
+
+        Raises:
+            ServiceError: the model is still loading.
+        """
+        if self.lifecycle is None:
+            self.readiness.check()
+        return self.served.backend
+
+    @property
+    def known_card(self) -> ServerCard:
+        assert self.card is not None, "it comes with the lifecycle"
+        return self.card
+
+    @property
+    def known_listener(self) -> Listener:
+        assert self.listener is not None, "nothing is asked before it listens"
+        return self.listener
+
+    def cards_for(self, exchange: Exchange) -> tuple[ServedModel, ...]:
+        """The models that the caller may use."""
+        return self.served.reader.cards_for(exchange.known_caller.tenant)
+
+    def generations(self) -> list[Exchange]:
+        """In progress."""
+        active = {} if self.lifecycle is None else self.lifecycle.active
+        return [one for one in self.exchanges.values() if one.request_id in active]
+
+    def begin_trace(self, exchange: Exchange) -> None:
+        """A generation belongs to one, where somebody collects them."""
+        if exchange.trace is None and self.accounting.export is not None:
+            exchange.trace = TraceContext(token_hex(16), self.new_span_id(), None, is_sampled=True)
+            current_trace_id.set(exchange.trace.trace_id)

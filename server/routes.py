@@ -1,0 +1,95 @@
+"""The table of routes: which handler a path has, by method, and what it asks of a request first. Thread: loop."""
+
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from urllib.parse import unquote
+
+from core.errors import ErrorKind, ServiceError
+from server.api.chat import ChatSurface
+from server.api.completions import CompletionsSurface
+from server.api.responses import ResponsesSurface
+from server.app_state import AppState
+from server.exchange import Exchange
+from server.gate.keys import Scope
+from server.handlers import models, operating, prompts, requests
+from server.handlers.prompts import generating
+
+Handler = Callable[[AppState, Exchange], Awaitable[None]]
+
+_SHOWN_CHARS = 200  # of what a client asked for, in errors that repeat it
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A handler, and what it asks of a request first.
+
+    Args:
+        scope: the right that the caller must have; None: anybody may ask, unknown to us.
+        is_counted: it is work, which the caller's quotas bound.
+    """
+
+    handler: Handler
+    scope: Scope | None
+    needs_model: bool = True
+    is_counted: bool = False
+
+
+ASKS = Scope.INFERENCE
+
+ROUTES: dict[str, dict[str, Route]] = {
+    "/v1/chat/completions": {"POST": Route(generating(ChatSurface()), ASKS, is_counted=True)},
+    "/v1/completions": {"POST": Route(generating(CompletionsSurface()), ASKS, is_counted=True)},
+    "/v1/responses": {"POST": Route(generating(ResponsesSurface()), ASKS, is_counted=True)},
+    "/v1/responses/input_tokens": {"POST": Route(prompts.count_input_tokens, ASKS, is_counted=True)},
+    "/tokenize": {"POST": Route(prompts.tokenize_prompt, ASKS, is_counted=True)},
+    "/detokenize": {"POST": Route(prompts.detokenize, ASKS, is_counted=True)},
+    "/v1/models": {"GET": Route(models.list_models, ASKS)},
+    "/model_info": {"GET": Route(models.show_model_info, ASKS)},
+    "/server_info": {"GET": Route(models.show_server_info, ASKS)},
+    "/v1/usage": {"GET": Route(requests.show_usage, Scope.USAGE, is_counted=True)},
+    "/health": {"GET": Route(operating.show_health, None, needs_model=False)},
+    "/ready": {"GET": Route(operating.show_readiness, None, needs_model=False)},
+    "/metrics": {"GET": Route(operating.show_metrics, Scope.METRICS, needs_model=False)},
+    "/admin/requests": {"GET": Route(requests.list_requests, Scope.ADMIN, needs_model=False)},
+    "/admin/engine": {"GET": Route(operating.show_engine, Scope.ADMIN, needs_model=False)},
+    "/admin/cache/clear": {"POST": Route(operating.clear_cache, Scope.ADMIN, needs_model=False)},
+    "/admin/drain": {"POST": Route(operating.drain, Scope.ADMIN, needs_model=False)},
+}
+# Of paths that begin so; the rest is the handler's argument
+PREFIXES: dict[str, dict[str, Route]] = {
+    "/v1/models/": {"GET": Route(models.get_model, ASKS)},
+    "/v1/requests/": {
+        "GET": Route(requests.show_request, ASKS, needs_model=False),
+        "DELETE": Route(requests.delete_request, ASKS),
+    },
+}
+
+
+class MethodNotAllowed(ServiceError):
+    """A path that is here, asked in a way that it does not take."""
+
+    def __init__(self, path: str, method: str, allowed: Iterable[str]) -> None:
+        self.allowed = ", ".join("GET, HEAD" if name == "GET" else name for name in allowed)
+        message = f"{path[:_SHOWN_CHARS]} does not take {method}. Allowed: {self.allowed}."
+        super().__init__(ErrorKind.METHOD_NOT_ALLOWED, message, "method_not_allowed")
+
+
+def find_route(path: str, method: str) -> tuple[Route, str]:
+    """The route, and the argument that its prefix leaves, decoded.
+
+    Raises:
+        ServiceError: there is no such path.
+        MethodNotAllowed: there is, but not for this.
+    """
+    methods, argument = ROUTES.get(path), ""
+    if methods is None:
+        for prefix, candidates in PREFIXES.items():
+            if path.startswith(prefix) and len(path) > len(prefix):
+                methods, argument = candidates, unquote(path[len(prefix) :])
+    if methods is None:
+        known = ", ".join(sorted([*ROUTES, *(f"{prefix}{{id}}" for prefix in PREFIXES)]))
+        raise ServiceError(ErrorKind.NOT_FOUND, f"There is no {path[:_SHOWN_CHARS]} here. Known: {known}.", "not_found")
+    route = methods.get("GET" if method == "HEAD" else method)
+    if route is None:
+        raise MethodNotAllowed(path, method, methods)
+    return route, argument
