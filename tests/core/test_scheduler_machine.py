@@ -220,7 +220,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert waiting == {s for queue in queues.values() for line in queue.tenants.values() for s in line}
         assert len(self.scheduler._waiting) == len(waiting)
         for queue in queues.values():
-            assert set(queue._due) == {s for line in queue.tenants.values() for s in line if s.has_deadline}
+            due = {name: {s for s in line if s.has_deadline} for name, line in queue.tenants.items()}
+            assert {name: set(line) for name, line in queue._due.items()} == {
+                n: line for n, line in due.items() if line
+            }
 
     @invariant()
     def accounts_add_up(self) -> None:
