@@ -69,7 +69,7 @@ class Scheduler:
         self._groups: dict[str, SequenceGroup] = {}
         self.step_cost = StepCostModel()
         self.shares = TenantShares()
-        self._charges = Charges(self.step_cost, limits.num_blocks)
+        self._charges = Charges(self.step_cost, limits.num_blocks, num_slots)
         self._blocks = SequenceBlocks(limits, has_prefix_cache, self._charges.prefill_s, stored)
         self.cache, self.pool, self.host = self._blocks.cache, self._blocks.pool, self._blocks.host
         self._inter_token_target = inter_token_target
@@ -198,7 +198,7 @@ class Scheduler:
         lost = misled.union(output.failed_rows)
         ends = (plan.starts + plan.lengths).tolist()
         self.host.on_applied(len(output.failed_rows) < plan.num_rows, output.host_copy_s)
-        self._account(sequences, ends, now - self._planned_s - output.host_copy_s)
+        self._account(plan, sequences, now - self._planned_s - output.host_copy_s)
         self._advance(sequences, ends, lost, now)
         self._take_tokens(output, sequences, lost)
         for row in sorted(lost):
@@ -325,7 +325,7 @@ class Scheduler:
         if sequence.state is SequenceState.RUNNING:
             del self._running[sequence]
             sequence.tenant.num_running -= 1
-            self._charges.refund(sequence)
+            self._charges.leave(sequence)
             self.pool.release(sequence.table.take())
             sequence.plain_end = 0
         if sequence.slot != NO_SLOT:
@@ -540,14 +540,14 @@ class Scheduler:
 
     # Results
 
-    def _account(self, sequences: list[Sequence], ends: list[int], step_s: float) -> None:
+    def _account(self, plan: StepPlan, sequences: list[Sequence], step_s: float) -> None:
         """Learn from a step's duration, and charge for it."""
         self._counts.num_steps += 1
         self._counts.num_rows += len(sequences)
         self._counts.step_s = step_s
         self._counts.device_s += step_s
         self.step_cost.observe(self._planned_work, step_s)
-        num_held = self._charges.charge_step(sequences, ends, self._running, self._planned_work, step_s)
+        num_held = self._charges.charge_step(plan, sequences, self._running, self._planned_work, step_s)
         self._counts.kv_block_s += num_held * step_s
 
     def _advance(self, sequences: list[Sequence], ends: list[int], lost: set[int], now: float) -> None:
