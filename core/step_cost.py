@@ -211,10 +211,12 @@ class PrefillAllowance:
 
     def _cut(self, start: int, limit: int, num_prompt_tokens: int) -> int:
         """Where to stop short of the end: at the coarsest of ends that loses no more than a quarter of the tokens."""
+        if limit - start < BLOCK_SIZE and self._fits(start, limit, num_prompt_tokens):
+            return limit
         tile, block, token = (
             self._last_fitting(start, limit, num_prompt_tokens, unit) for unit in (PROMPT_TILE, BLOCK_SIZE, 1)
         )
-        if token < limit and token - start < LEAST_TOKENS:
+        if token - start < LEAST_TOKENS:
             token = start
         if self._is_due:
             block = max(block, min(limit, start // BLOCK_SIZE * BLOCK_SIZE + BLOCK_SIZE))
