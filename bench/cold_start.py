@@ -1,8 +1,9 @@
 """From a typed command to a served token: `python -m bench.cold_start`.
 
 Starts `steploop serve` on the embedded model (or --model) anew for each run, with the files in the page cache, and
-times from the start of the process: the port answers, /ready says 200, the first token of a streamed chat. The limits
-beside it are the interpreter's own start and `import torch`, which nothing that computes with torch can pass.
+times from the start of the process: the port answers, /ready says 200, the first token of a streamed chat. Beside them
+what answers at once: --version and --help. The limits are the interpreter's own start and `import torch`, which nothing
+that computes with torch can pass.
 """
 
 import argparse
@@ -92,10 +93,10 @@ def _first_token(port: int) -> float:
     return time.monotonic()
 
 
-def _limit_s(code: str) -> float:
+def _run_s(*words: str) -> float:
     """What the interpreter takes for it, from nothing."""
     start_s = time.monotonic()
-    subprocess.run([sys.executable, "-c", code], check=True)
+    subprocess.run([sys.executable, *words], check=True, stdout=subprocess.DEVNULL)
     return time.monotonic() - start_s
 
 
@@ -105,23 +106,31 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--runs", type=int, default=NUM_RUNS)
     parser.add_argument("--json", type=Path, default=RESULTS_DIR / "cold_start.json")
     arguments = parser.parse_args(argv)
-    runs, bare, torch = [], [], []
+    runs, bare, torch, version, usage = [], [], [], [], []
     for _ in range(arguments.runs):  # in turn, so that a disturbance meets all alike
-        bare.append(_limit_s("pass"))
-        torch.append(_limit_s("import torch"))
+        bare.append(_run_s("-c", "pass"))
+        torch.append(_run_s("-c", "import torch"))
+        version.append(_run_s("-m", "server", "--version"))
+        usage.append(_run_s("-m", "server", "--help"))
         runs.append(measure(arguments.model))
     columns = list(zip(*map(astuple, runs), strict=True))
     labels = ("port answers", "ready", "first token")
-    rows = [("python -c pass", bare), ("import torch", torch), *zip(labels, columns, strict=True)]
+    rows = [
+        ("python -c pass", bare),
+        ("import torch", torch),
+        ("--version", version),
+        ("--help", usage),
+        *zip(labels, columns, strict=True),
+    ]
     table = Table(
         title="Cold start, from the start of the process",
         columns=("until", "median s", "min s", "max s", "x import torch"),
         rows=tuple(
             (
                 label,
-                round(statistics.median(times), 2),
-                round(min(times), 2),
-                round(max(times), 2),
+                round(statistics.median(times), 3),
+                round(min(times), 3),
+                round(max(times), 3),
                 round(statistics.median(times) / statistics.median(torch), 2),
             )
             for label, times in rows

@@ -7,7 +7,6 @@ from server.api.usage import NO_LEDGER, parse_usage, usage_reply
 from server.app_state import AppState
 from server.exchange import Exchange
 from server.ledger.usage_report import read_usage
-from server.observing.request_ids import client_request_id
 from server.observing.timelines import requests_reply, timeline_reply
 
 REPLY_PREFIXES = ("chatcmpl-", "cmpl-", "resp_")  # an answer's id is taken as it was shown
@@ -26,11 +25,8 @@ async def show_request(state: AppState, exchange: Exchange) -> None:
 
 
 async def delete_request(state: AppState, exchange: Exchange) -> None:
-    """By our id, or by the client's own x-request-id: all of its tenant's that bear it."""
-    shown, tenant = exchange.argument, exchange.known_caller.tenant.name
-    named = [one.request_id for one in state.generations() if client_request_id(one.request) == shown]
-    is_cancelled = [state.served.cancel(request_id, tenant) for request_id in (_plain_id(shown), *named)]
-    if not any(is_cancelled):
+    request_id = _plain_id(exchange.argument)
+    if not state.served.cancel(request_id, exchange.known_caller.tenant.name):
         message = f"No request {exchange.argument[:_SHOWN_CHARS]!r} is in progress. It may have ended already."
         raise ServiceError(ErrorKind.NOT_FOUND, message, "request_not_found")
     exchange.send(b'{"status":"cancelled"}')

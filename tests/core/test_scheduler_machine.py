@@ -220,7 +220,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert waiting == {s for queue in queues.values() for line in queue.tenants.values() for s in line}
         assert len(self.scheduler._waiting) == len(waiting)
         for queue in queues.values():
-            assert set(queue._due) == {s for line in queue.tenants.values() for s in line if s.has_deadline}
+            due = {s for line in queue._due.values() for s in line}
+            assert due == {s for line in queue.tenants.values() for s in line if s.has_deadline}
 
     @invariant()
     def accounts_add_up(self) -> None:

@@ -172,7 +172,7 @@ def test_unknown_fields_are_ignored_and_counted(server: ServerProcess) -> None:
         ("GET", CHAT, "POST"),
         ("PUT", "/v1/models", "GET, HEAD"),
         ("POST", f"/v1/models/{MODEL}", "GET, HEAD"),
-        ("GET", "/v1/requests/x", "DELETE"),
+        ("PUT", "/v1/requests/x", "GET, HEAD, DELETE"),
     ],
 )
 def test_wrong_method_is_told_the_right_one(server: ServerProcess, method: str, path: str, allowed: str) -> None:

@@ -193,18 +193,6 @@ def test_deleted_stream_without_a_token_yet_is_a_499() -> None:
         assert the_answer(transport).status == 499
 
 
-def test_deleted_by_the_clients_own_id_are_all_that_bear_it() -> None:
-    named = chat().replace(b"Host: a\r\n", b"Host: a\r\nX-Request-ID: job-42\r\n")
-    with serving() as server:
-        alike, other = [server.send(named), server.send(named)], server.send(chat())
-        server.step()
-        assert the_answer(server.send(request("DELETE", "/v1/requests/job-42"))).status == 200
-        server.run()
-        assert [the_answer(transport).status for transport in alike] == [499, 499]
-        assert the_answer(other).text() == whole_text(chat())
-        assert server.ask(request("DELETE", "/v1/requests/job-42")).status == 404
-
-
 def test_connection_goes_on_after_a_deleted_answer() -> None:
     with serving() as server:
         transport = server.send(chat(**STREAM) + chat())
