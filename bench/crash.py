@@ -92,14 +92,13 @@ def fork_server(path: Path) -> Life:
 
 async def _serve(path: Path, tell: int) -> None:
     ledger.CHECKPOINT_S = CHECKPOINT_S
-    loop = asyncio.get_running_loop()
 
     def say_ready(lines: list[str]) -> None:
         os.write(tell, b"%d" % server.listener.port)
 
     server = Server(
         ServerConfig(port=0, ledger=path, max_queue=SPILL_RECORDS),
-        lambda inbox, deliver, stage: load(STEP_RATE, loop, inbox, deliver, stage),
+        lambda inbox, deliver, stage: load(STEP_RATE, inbox, deliver, stage),
         say_ready,
     )
     await server.run()

@@ -70,10 +70,9 @@ def serve_in_child(pipe: Connection, plan: RoundPlan) -> None:
     )
 
     async def main() -> int:
-        loop = asyncio.get_running_loop()
         server = Server(
             config,
-            lambda inbox, deliver, stage: load(plan.step_rate, loop, inbox, deliver, stage),
+            lambda inbox, deliver, stage: load(plan.step_rate, inbox, deliver, stage),
             lambda lines: pipe.send(server.listener.port),
         )
         server.install_signal_handlers()

@@ -132,7 +132,7 @@ async def measure(case: Case, duration_s: float) -> tuple[Cell, ...]:
     gil, lag = Lateness(), Lateness()
 
     def load(inbox: Inbox, deliver: Callable[[StepDelivery], None], stage: Callable[[str], None]) -> LoadedEngine:
-        return null_server.load(0.0, loop, inbox, deliver, stage, NotedPace(gil).wait)
+        return null_server.load(0.0, inbox, deliver, stage, NotedPace(gil).wait)
 
     server = Server(ServerConfig(port=0, log_level="warning", drain_timeout_s=0.0), load, lambda lines: None)
     await server.start()

@@ -1,12 +1,10 @@
 """The real server around a null runner: `python -m bench.null_server --port 8001`. What bench/frontend.py measures.
 
-Unpaced, a step comes when the loop has delivered the one before, as the peers' do: that is the engine of a busy server,
-whose thread waits for its device meanwhile, and every token is a write of its own.
+Unpaced, steps come as fast as the loop tells their news, as the peers' do: the engine's thread waits for it
+(engine_thread.MAX_DELIVERIES), and every token is a write of its own.
 """
 
-import asyncio
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +22,6 @@ from core.plan import RunnerLimits
 from core.scheduler import Scheduler
 from core.tokenizer import Tokenizer
 from core.types import StepDelivery
-from server import engine_client
 from server.commands.model_files import GenerationDefaults, ModelFiles
 from server.config import ServerConfig
 from server.engine_thread import Inbox
@@ -76,40 +73,8 @@ def bench_facts(limits: RunnerLimits, device: str) -> EngineFacts:
     )
 
 
-class LockStep:
-    """Holds the engine back until the loop has delivered its last step."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, deliver: Callable[[StepDelivery], None]) -> None:
-        self._loop = loop
-        self._deliver = deliver
-        self._is_delivered = threading.Event()
-        self._is_delivered.set()
-
-    def deliver(self, delivery: StepDelivery) -> None:
-        """Thread: engine."""
-        self._is_delivered.clear()
-        self._deliver(delivery)
-        self._loop.call_soon_threadsafe(self._pass_slice, len(delivery.request_ids))
-
-    @property
-    def is_delivered(self) -> bool:
-        return self._is_delivered.is_set()
-
-    def wait(self) -> None:
-        """Thread: engine."""
-        self._is_delivered.wait()
-
-    def _pass_slice(self, num_rows: int) -> None:
-        """Thread: loop. A turn for each slice that the client delivers."""
-        if num_rows > engine_client.SLICE_ROWS:
-            self._loop.call_soon(self._pass_slice, num_rows - engine_client.SLICE_ROWS)
-        else:
-            self._is_delivered.set()
-
-
 def load(
     step_rate: float,
-    loop: asyncio.AbstractEventLoop,
     inbox: Inbox,
     deliver: Callable[[StepDelivery], None],
     report_stage: Callable[[str], None],
@@ -123,10 +88,7 @@ def load(
     report_stage("making the null model")
     if wait_step is None and step_rate:
         wait_step = Pace(1 / step_rate).wait
-    elif wait_step is None:
-        lock_step = LockStep(loop, deliver)
-        wait_step, deliver = lock_step.wait, lock_step.deliver
-    files, runner = null_model(wait_step)
+    files, runner = null_model(wait_step or (lambda: None))
     engine = Engine(Scheduler(LIMITS, (), lambda: 0), runner, time.monotonic, inbox, deliver)
     return LoadedEngine(engine, files, bench_facts(LIMITS, "none: a null runner"))
 
@@ -137,8 +99,7 @@ def main() -> int:
     config = ServerConfig(port=arguments.port, drain_timeout_s=0.0)
 
     async def run() -> ExitCode:
-        loop = asyncio.get_running_loop()
-        return await serve(config, lambda inbox, deliver, stage: load(arguments.step_rate, loop, inbox, deliver, stage))
+        return await serve(config, lambda inbox, deliver, stage: load(arguments.step_rate, inbox, deliver, stage))
 
     return uvloop.run(run())
 

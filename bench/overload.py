@@ -49,6 +49,7 @@ from server.observing.metrics import Metrics
 from server.wire.messages import Headers, HttpRequest, ResponseHead
 from server.wire.peer import Peer
 from server.wire.stream import HttpStream
+from server.wire.write_batch import WriteBatch
 
 MODEL = "simulated"
 LOADS = (0.2, 0.4, 0.6, 0.8, 1.0, 1.25, 1.5, 2.0, 2.5, 3.0)
@@ -179,7 +180,7 @@ class Server:
         self._engine = Engine(scheduler, SimulatedRunner(LIMITS, cost, time), time, self._inbox, self._deliver)
         tokenizer = null_tokenizer()
         self._client = EngineClient(
-            self._inbox.append, tokenizer.table, lambda: None, self.loop.call_soon, time, lambda: None
+            self._inbox.append, tokenizer.table, WriteBatch(self.loop), self.loop.call_soon, time, lambda: None
         )
         config, clock, metrics = ServerConfig(), Clock(time, time), Metrics()
         numbers = itertools.count(1)

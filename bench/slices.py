@@ -1,4 +1,5 @@
-"""How many rows a slice of a delivery should have: `python -m bench.slices`. Settles engine_client.SLICE_ROWS.
+"""How many rows a slice of a delivery should have: `python -m bench.slices`. What engine_client.SLICE_ROWS costs, and
+engine_client.SLICE_CONNECTIONS: where each row makes a connection of its own write, either ends the slice.
 
 The sizes take turns of TURN_S within one server under one load, so that what disturbs the machine meets them all alike;
 of each size the median turn is shown, in microseconds of the loop thread's CPU per token.
@@ -50,7 +51,7 @@ async def measure(is_http2: bool, num_connections: int, num_streams: int, num_tu
             counter.num_tokens += len(delivery.request_ids)
             deliver(delivery)
 
-        return null_server.load(0.0, loop, inbox, count, stage)
+        return null_server.load(0.0, inbox, count, stage)
 
     server = Server(ServerConfig(port=0, log_level="warning", drain_timeout_s=0.0), load, lambda lines: None)
     await server.start()
@@ -63,7 +64,7 @@ async def measure(is_http2: bool, num_connections: int, num_streams: int, num_tu
             await asyncio.sleep(SETTLE_S)
         for _ in range(num_turns):
             for size in SIZES:
-                engine_client.SLICE_ROWS = size
+                engine_client.SLICE_ROWS = engine_client.SLICE_CONNECTIONS = size
                 await asyncio.sleep(SETTLE_S)
                 num_before, cpu_before_s = counter.num_tokens, time.thread_time()
                 await asyncio.sleep(TURN_S)

@@ -69,7 +69,7 @@ class Scheduler:
         self._groups: dict[str, SequenceGroup] = {}
         self.step_cost = StepCostModel()
         self.shares = TenantShares()
-        self._charges = Charges(self.step_cost, limits.num_blocks)
+        self._charges = Charges(self.step_cost, limits.num_blocks, num_slots)
         self._blocks = SequenceBlocks(limits, has_prefix_cache, self._charges.prefill_s, stored)
         self.cache, self.pool, self.host = self._blocks.cache, self._blocks.pool, self._blocks.host
         self._inter_token_target = inter_token_target
@@ -164,9 +164,11 @@ class Scheduler:
             if not sequence.is_paused:
                 is_decode = len(sequence.token_ids) == sequence.num_computed_tokens + 1
                 (decodes if is_decode else behind).append(sequence)
-        if len(decodes) > self.pool.num_free:  # some may have to give way: they must not be in the plan before
-            decodes.sort(key=victim_order(self.shares.least_s()))
-        self._add_decodes(builder, decodes)
+        if len(decodes) <= self.pool.num_free:
+            self._add_decodes(builder, decodes)
+        else:  # some may have to give way: one by one, so that they are not in the plan before those who need blocks
+            for sequence in sorted(decodes, key=victim_order(self.shares.least_s())):
+                self._add_decodes(builder, [sequence])
         num_coming = len(behind) + min(len(self._waiting), len(self._free_slots))
         allowance = allow_prefill(self.step_cost, self._inter_token_target, builder.work, num_coming)
         num_reserved = len(builder.sequences)  # blocks, which the decodes need within 16 steps
@@ -198,7 +200,7 @@ class Scheduler:
         lost = misled.union(output.failed_rows)
         ends = (plan.starts + plan.lengths).tolist()
         self.host.on_applied(len(output.failed_rows) < plan.num_rows, output.host_copy_s)
-        self._account(sequences, ends, now - self._planned_s - output.host_copy_s)
+        self._account(plan, sequences, now - self._planned_s - output.host_copy_s)
         self._advance(sequences, ends, lost, now)
         self._take_tokens(output, sequences, lost)
         for row in sorted(lost):
@@ -325,7 +327,7 @@ class Scheduler:
         if sequence.state is SequenceState.RUNNING:
             del self._running[sequence]
             sequence.tenant.num_running -= 1
-            self._charges.refund(sequence)
+            self._charges.leave(sequence)
             self.pool.release(sequence.table.take())
             sequence.plain_end = 0
         if sequence.slot != NO_SLOT:
@@ -459,9 +461,10 @@ class Scheduler:
     def _add_decodes(self, builder: PlanBuilder, sequences: list[Sequence]) -> None:
         """Add a row for each, in as few operations as can be where it only goes on within a block of its own.
 
-        One that was preempted meanwhile has computed nothing: it is left to _add_row.
+        Those go first, for the others may read what they fill now.
         """
-        plain: list[Sequence] = []  # in a row: added together
+        plain: list[Sequence] = []
+        others: list[Sequence] = []
         for sequence in sequences:
             position = sequence.num_computed_tokens
             if position < sequence.plain_end:
@@ -469,10 +472,10 @@ class Scheduler:
                 if position + 1 == sequence.plain_end:
                     self._blocks.publish(sequence, sequence.plain_end)
             else:
-                builder.add_decodes(plain)
-                plain = []
-                self._add_row(builder, sequence)
+                others.append(sequence)
         builder.add_decodes(plain)
+        for sequence in others:
+            self._add_row(builder, sequence)
 
     def _add_row(self, builder: PlanBuilder, sequence: Sequence, allowance: PrefillAllowance | None = None) -> None:
         """
@@ -497,13 +500,12 @@ class Scheduler:
 
     def _secure_blocks(self, builder: PlanBuilder, sequence: Sequence, end: int) -> bool:
         """Let the sequence own all blocks it writes up to position `end`; False if it had to give up its own."""
-        while self._blocks.is_short_of(sequence, end):
+        while not self._blocks.own(builder, sequence, end):
             order = victim_order(self.shares.least_s())
             victim = max((candidate for candidate in self._running if not candidate.is_in_flight), key=order)
             self._preempt(builder, victim)
             if victim is sequence:
                 return False
-        self._blocks.own(builder, sequence, end)
         return True
 
     def _preempt_paused(self, builder: PlanBuilder) -> bool:
@@ -540,14 +542,14 @@ class Scheduler:
 
     # Results
 
-    def _account(self, sequences: list[Sequence], ends: list[int], step_s: float) -> None:
+    def _account(self, plan: StepPlan, sequences: list[Sequence], step_s: float) -> None:
         """Learn from a step's duration, and charge for it."""
         self._counts.num_steps += 1
         self._counts.num_rows += len(sequences)
         self._counts.step_s = step_s
         self._counts.device_s += step_s
         self.step_cost.observe(self._planned_work, step_s)
-        num_held = self._charges.charge_step(sequences, ends, self._running, self._planned_work, step_s)
+        num_held = self._charges.charge_step(plan, sequences, self._running, self._planned_work, step_s)
         self._counts.kv_block_s += num_held * step_s
 
     def _advance(self, sequences: list[Sequence], ends: list[int], lost: set[int], now: float) -> None:
@@ -606,14 +608,14 @@ class Scheduler:
         """Give sequences the tokens they have drawn, but those that ended before it or are about to be cancelled."""
         told: list[Sequence] = []
         told_ids: list[int] = []
-        logprobs = output.logprobs
+        logprobs, finished = output.logprobs, SequenceState.FINISHED
         for i, (row, token_id) in enumerate(zip(output.rows.tolist(), output.token_ids.tolist(), strict=True)):
             sequence = sequences[row]
-            if row in lost or sequence.cancel_reason is not None or sequence.state is SequenceState.FINISHED:
+            if sequence.cancel_reason is not None or sequence.state is finished or row in lost:
                 continue
             token_ids = sequence.token_ids
             token_ids.append(token_id)
-            if i in logprobs or token_id in sequence.stop_ids or len(token_ids) >= sequence.max_length:
+            if token_id in sequence.stop_ids or len(token_ids) >= sequence.max_length or i in logprobs:
                 self._take_notable_token(sequence, token_id, logprobs.get(i))
             else:
                 told.append(sequence)

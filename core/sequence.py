@@ -51,10 +51,9 @@ class Sequence:
         num_free_blocks_needed: while it waits: with fewer free it cannot be admitted, as far as was seen.
         level: its class, aged, when it was admitted.
         progress_s: when it was admitted or last computed some of a prompt: from then on it ages.
-        prepaid_end: up to this position its tenant was charged when it was admitted ...
-        prepaid_token_s: ... so much for each token that was to be computed ...
+        prepaid_token_s: its tenant was charged so much for each token to be computed when it was admitted ...
         prepaid_s: ... of which so much has not been used.
-        device_s, kv_block_s: what it has taken so far, as Cost has it.
+        device_s, kv_block_s: what it has taken until it last gave up a slot, as Cost has it.
     """
 
     request_id: str
@@ -82,7 +81,6 @@ class Sequence:
     num_free_blocks_needed: int = 0
     level: int = 0
     progress_s: float = 0.0
-    prepaid_end: int = 0
     prepaid_token_s: float = 0.0
     prepaid_s: float = 0.0
     device_s: float = 0.0
@@ -157,7 +155,7 @@ class SequenceGroup:
 
     @property
     def cost(self) -> Cost:
-        """What its sequences have taken so far."""
+        """What its sequences have taken. Those that have a slot have taken more since they have it."""
         return Cost(
             device_s=sum(sequence.device_s for sequence in self.sequences),
             kv_block_s=sum(sequence.kv_block_s for sequence in self.sequences),

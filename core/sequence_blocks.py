@@ -99,24 +99,19 @@ class SequenceBlocks:
         if self.cache.is_behind(sequence.table, end):
             self.cache.publish(sequence.table, sequence.token_ids, end)
 
-    def is_short_of(self, sequence: Sequence, end: int) -> bool:
-        """Whether it cannot own() all that it would write up to position `end`."""
-        return self._num_missing(sequence, end) > self.pool.num_free
+    def own(self, builder: PlanBuilder, sequence: Sequence, end: int) -> bool:
+        """Let it own all blocks that it writes up to position `end`: the shared one copied, new ones for the rest.
 
-    def own(self, builder: PlanBuilder, sequence: Sequence, end: int) -> None:
-        """Let it own all blocks that it writes up to position `end`: the shared one copied, new ones for the rest."""
-        blocks, first = sequence.table.blocks, self._first_written(sequence)
-        if first < len(blocks) and self.pool.is_shared(blocks[first]):
-            builder.replace_block(sequence, first, self.cache.take_for_shared(blocks[first]))
-        num_new = num_blocks_for(end, self._block_size) - len(blocks)
-        if num_new > 0:
-            blocks += self.cache.allocate(num_new)
-
-    def _num_missing(self, sequence: Sequence, end: int) -> int:
-        blocks, first = sequence.table.blocks, self._first_written(sequence)
+        False, and nothing is done, if there are too few free ones.
+        """
+        blocks = sequence.table.blocks
+        first = sequence.num_computed_tokens // self._block_size  # only this one can be shared: later ones are new
         is_shared = first < len(blocks) and self.pool.is_shared(blocks[first])
-        return max(0, num_blocks_for(end, self._block_size) - len(blocks)) + is_shared
-
-    def _first_written(self, sequence: Sequence) -> int:
-        """Only this one can be shared: later ones are new."""
-        return sequence.num_computed_tokens // self._block_size
+        num_new = max(0, num_blocks_for(end, self._block_size) - len(blocks))
+        if num_new + is_shared > self.pool.num_free:
+            return False
+        if is_shared:
+            builder.replace_block(sequence, first, self.cache.take_for_shared(blocks[first]))
+        if num_new:
+            blocks += self.cache.allocate(num_new)
+        return True

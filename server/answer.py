@@ -70,7 +70,7 @@ class Answer:
         self._clock = clock
         self._metrics = metrics
         self._place = place
-        self._observe_gap = metrics.inter_token.observe
+        self._gaps = metrics.inter_token
         self._entry: Entry | None = None  # in the ledger, until it is settled
         self._held: HeldBody | None = None  # until it is reserved there
         self._backend: Backend | None = None  # once it is asked
@@ -149,7 +149,12 @@ class Answer:
                 self._write_end(self._entry, usage, lambda is_durable: None)
 
     def on_text(self, choice: int, text: str, now_s: float) -> None:
-        self._time_token(choice, now_s)
+        last_s, gaps = self._last_token_s[choice], self._gaps
+        if last_s is not None and now_s - last_s == gaps.run_value:  # as of most that came with it: no call for each
+            self._last_token_s[choice] = now_s
+            gaps.num_in_run += 1
+        else:
+            self._time_token(choice, now_s)
         if self._is_open:
             self._body.add_text(choice, text, now_s)
 
@@ -173,8 +178,7 @@ class Answer:
         last_s = self._last_token_s[choice]
         self._last_token_s[choice] = now_s
         if last_s is not None:
-            observe = self._observe_gap  # called as an attribute, it would be looked for as a method first: 40 ns
-            observe(now_s - last_s)
+            self._gaps.observe(now_s - last_s)
         else:
             self._begin_choice(choice, now_s)
 

@@ -1,6 +1,7 @@
 """What an answer writes into its stream: events or one document, and the fields beside it. Thread: loop."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Protocol
 
 from core.errors import ServiceError
@@ -16,6 +17,8 @@ KEEP_ALIVE_S = 15.0  # of silence on a stream before a comment goes out (DESIGN,
 
 JSON_TYPE = b"application/json"
 NO_STORE = (b"cache-control", b"no-store")
+
+WriteData = Callable[[HttpStream, bytes], None]
 
 
 class AnswerBody(Protocol):
@@ -58,6 +61,7 @@ class StreamedBody:
         self._reply = surface.stream_reply(call, context)
         self._stream = stream
         self._timings = timings
+        self._write_data: WriteData | None = None  # once the head is out: from then on, who carries the stream stays
         self._loop = asyncio.get_running_loop()
         self._last_sent_s = self._loop.time()
         self._keep_alive = DeadlineTimer(self._loop, self._next_keep_alive, self._on_keep_alive)
@@ -68,9 +72,9 @@ class StreamedBody:
     def add_text(self, choice: int, text: str, now_s: float) -> None:
         self._last_sent_s = now_s
         stream = self._stream
-        if stream.status is None:
-            self._open()
-        stream.send(self._reply.text(choice, text))
+        write_data = self._write_data or self._open()
+        if stream.is_open:  # as HttpStream.send, with a call less for each token
+            write_data(stream, self._reply.text(choice, text))
 
     def add(self, choice: int, delta: Delta, now_s: float) -> None:
         self._last_sent_s = now_s
@@ -94,7 +98,7 @@ class StreamedBody:
     def close(self) -> None:
         self._keep_alive.cancel()
 
-    def _open(self) -> None:
+    def _open(self) -> WriteData:
         headers = (
             (b"content-type", b"text/event-stream; charset=utf-8"),
             (b"x-accel-buffering", b"no"),
@@ -103,6 +107,8 @@ class StreamedBody:
         self._stream.send_head(ResponseHead(200, headers))
         self._stream.send(self._reply.start())
         self._stream.call_once_written(self._on_begun)
+        self._write_data = write_data = self._stream.carrier.write_data
+        return write_data
 
     def _on_begun(self, now_s: float) -> None:
         self._timings.go_on(Stage.FIRST_FLUSH, Stage.DECODE, now_s)

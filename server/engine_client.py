@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
 
 import msgspec
 
@@ -40,10 +41,25 @@ from server.gate.text_screen import ScreenedDetokenizer, TextScreen
 
 logger = logging.getLogger(__name__)
 
-# Rows handled before other callbacks of the loop, and the engine thread, get their turn: half a millisecond.
-# 16, 32, 64, 128, 256 of them cost 8.1, 7.6, 7.1, 7.4, 6.9 us a token, on average over both protocols and 64 and 256
-# streams (bench/slices.py, on a busy machine): from 64 on, what is gained no longer shows.
+# What is handled before other callbacks of the loop, and the engine thread, get their turn: so many rows, or as many as
+# make so many connections write, whichever comes first. A write costs more than all else of a token, and streams that
+# share a connection share its write. 16, 32, 64, 128, 256 rows cost 8.1, 7.6, 7.1, 7.4, 6.9 us a token, on average
+# over both protocols and 64 and 256 streams (bench/slices.py, on a busy machine): from 64 on, nothing shows any more.
 SLICE_ROWS = 64
+SLICE_CONNECTIONS = 16  # DESIGN, The way through it
+
+
+class Output(Protocol):
+    """Where deltas end up: the connections, each with what it has to write. server.wire.write_batch implements it."""
+
+    @property
+    def num_dirty(self) -> int:
+        """Connections that wait to be flushed."""
+        ...
+
+    def flush_all(self) -> None:
+        """Write what there is."""
+        ...
 
 
 class _Sequence:
@@ -222,7 +238,7 @@ class EngineClient:
     Args:
         post: puts a message into the engine's inbox.
         table: what the model's tokens say.
-        flush: writes out what the deltas of one slice have left in the connections.
+        output: of all connections; flushed after each slice.
         call_soon: the loop's.
         clock: monotonic seconds; read twice a slice.
         on_delivered: called for each delivery once it has been told in full.
@@ -232,7 +248,7 @@ class EngineClient:
         self,
         post: Callable[[Message], None],
         table: TokenTable,
-        flush: Callable[[], None],
+        output: Output,
         call_soon: Callable[[Callable[[], None]], object],
         clock: Callable[[], float],
         on_delivered: Callable[[], None],
@@ -241,7 +257,7 @@ class EngineClient:
         self.work = LoopWork()
         self._post = post
         self._table = table
-        self._flush = flush
+        self._output = output
         self._call_soon = call_soon
         self._clock = clock
         self._on_delivered = on_delivered
@@ -318,24 +334,20 @@ class EngineClient:
             _, future = self._inspections.popleft()
             if not future.done():
                 future.set_exception(self._error)
-        self._flush()
+        self._output.flush_all()
 
     def _deliver_slice(self) -> None:
         if not self._deliveries:
             return
         delivery = self._deliveries[0]
-        start, end = self._next_row, self._next_row + SLICE_ROWS
+        start = self._next_row
         now_s = self._clock()
-        handles = self._handles
         if delivery.marks and start == 0:
             for mark in delivery.marks:
-                handles[mark.request_id].on_engine_mark(mark)
-        for request_id, index, token_id in zip(
-            delivery.request_ids[start:end], delivery.indexes[start:end], delivery.token_ids[start:end], strict=True
-        ):
-            handles[request_id].on_token(index, token_id, now_s)
-        self.work.num_tokens += min(end, len(delivery.request_ids)) - start
-        if end >= len(delivery.request_ids):
+                self._handles[mark.request_id].on_engine_mark(mark)
+        end = self._deliver_rows(delivery, start, now_s)
+        self.work.num_tokens += end - start
+        if end == len(delivery.request_ids):
             self._deliver_chunks(delivery, now_s)
             self.work.num_tokens += len(delivery.chunks)
             self._deliveries.popleft()
@@ -343,9 +355,24 @@ class EngineClient:
             end = 0
         self._next_row = end
         self.work.busy_s += self._clock() - now_s
-        self._flush()
+        self._output.flush_all()
         if self._deliveries:
             self._call_soon(self._deliver_slice)
+
+    def _deliver_rows(self, delivery: StepDelivery, row: int, now_s: float) -> int:
+        """A slice of them, from this one on; returns which is next."""
+        handles, output = self._handles, self._output
+        last = min(row + SLICE_ROWS, len(delivery.request_ids))
+        most_dirty = output.num_dirty + SLICE_CONNECTIONS
+        # One row makes one connection dirty at most: so many can be handled before it is worth a look
+        while row < last and (num_rows := most_dirty - output.num_dirty) > 0:
+            end = min(row + num_rows, last)
+            for request_id, index, token_id in zip(
+                delivery.request_ids[row:end], delivery.indexes[row:end], delivery.token_ids[row:end], strict=True
+            ):
+                handles[request_id].on_token(index, token_id, now_s)
+            row = end
+        return row
 
     def _deliver_chunks(self, delivery: StepDelivery, now_s: float) -> None:
         for chunk in delivery.chunks:

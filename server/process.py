@@ -251,7 +251,7 @@ class Server:
         client = EngineClient(
             self._engine_thread.post,
             loaded.files.tokenizer.table,
-            self.listener.batch.flush_all,
+            self.listener.batch,
             self._loop.call_soon,
             self._clock.monotonic,
             self._engine_thread.on_delivered,

@@ -16,14 +16,11 @@ from bench.front_ends import SERVERS, HealthCase, Measured, RequestCase, StreamC
 from bench.frontend import PARTS, main, median_run, plan_cases, result_tables
 from bench.load_run import LoadConfig, LoadResult, LoadRun, run_on_fast_loop
 from bench.null_runner import NullRunner, Pace
-from bench.null_server import LockStep
 from bench.peer import PIECES
 from bench.process_cpu import CpuTimes, cpu_times
 from bench.reader import StreamLoad, drain
 from bench.request_rate import RequestLoad, ask, latencies_s
 from core.plan import RunnerLimits, StepPlan
-from core.types import EngineStats, StepDelivery
-from server.engine_client import SLICE_ROWS
 
 LIMITS = RunnerLimits(8, 16, 4, 64, 128, 1_000)
 
@@ -70,23 +67,6 @@ def test_pace_is_kept_and_lost_steps_are_not_made_up_for() -> None:
     for _ in range(4):
         pace.wait()
     assert slept == [0.25, 0.25]
-
-
-@pytest.mark.parametrize("num_rows", [0, 1, SLICE_ROWS, SLICE_ROWS + 1, 3 * SLICE_ROWS])
-def test_lock_step_ends_when_the_last_slice_of_a_step_is_delivered(num_rows: int) -> None:
-    async def count_turns() -> int:
-        loop = asyncio.get_running_loop()
-        delivered: list[StepDelivery] = []
-        lock_step = LockStep(loop, delivered.append)
-        lock_step.deliver(StepDelivery(["r"] * num_rows, [0] * num_rows, [1] * num_rows, [], EngineStats()))
-        assert len(delivered) == 1
-        turns = 0
-        while not lock_step.is_delivered:
-            turns += 1
-            await asyncio.sleep(0)
-        return turns
-
-    assert asyncio.run(count_turns()) == max(1, -(-num_rows // SLICE_ROWS))
 
 
 def test_cpu_times_see_this_process_work() -> None:

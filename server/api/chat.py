@@ -105,7 +105,7 @@ class ChatStream:
         return b"".join(self._chunk(choice, role) for choice in range(self._call.num_sequences))
 
     def text(self, choice: int, text: str) -> bytes:
-        return self._heads[choice] + sse.json_string(text) + self._tail
+        return self._heads[choice] + sse.json_strings[text] + self._tail
 
     def delta(self, choice: int, delta: Delta) -> bytes:
         events = b""

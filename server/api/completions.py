@@ -118,7 +118,7 @@ class CompletionStream:
         )
 
     def text(self, choice: int, text: str) -> bytes:
-        return self._heads[choice] + sse.json_string(text) + self._tail
+        return self._heads[choice] + sse.json_strings[text] + self._tail
 
     def delta(self, choice: int, delta: Delta) -> bytes:
         reason = wire_reason(delta.finish_reason)

@@ -146,7 +146,7 @@ class ResponseStream:
         self._texts.append(text)
         number = self._num_events
         self._num_events = number + 1
-        return self._head + b'%d,"delta":' % number + sse.json_string(text) + b"}\n\n"
+        return self._head + b'%d,"delta":' % number + sse.json_strings[text] + b"}\n\n"
 
     def end(self, usage: Usage, extras: Extras) -> bytes:
         reason = self._reason or FinishReason.STOP

@@ -7,22 +7,27 @@ CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
 
 class Histogram:
-    """Counts per bucket, their sum and number. Neighbours of a step often have one value: a run is counted at once."""
+    """Counts per bucket, their sum and number. Neighbours of a step often have one value: a run is counted at once.
 
-    __slots__ = ("_counts", "_num_in_run", "_run_value", "_total", "bounds")
+    Attributes:
+        run_value: what was observed last.
+        num_in_run: times in a row, not yet among the counts. Who observes once per token may add to it by itself.
+    """
+
+    __slots__ = ("_counts", "_total", "bounds", "num_in_run", "run_value")
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
         self._total = 0.0
-        self._run_value = 0.0
-        self._num_in_run = 0  # not yet among the counts
+        self.run_value = 0.0
+        self.num_in_run = 0
 
     def observe(self, value: float) -> None:
-        if value != self._run_value:
+        if value != self.run_value:
             self._end_run()
-            self._run_value = value
-        self._num_in_run += 1
+            self.run_value = value
+        self.num_in_run += 1
 
     @property
     def counts(self) -> list[int]:
@@ -37,10 +42,10 @@ class Histogram:
         return self._total
 
     def _end_run(self) -> None:
-        if self._num_in_run:
-            self._counts[bisect_left(self.bounds, self._run_value)] += self._num_in_run
-            self._total += self._run_value * self._num_in_run
-            self._num_in_run = 0
+        if self.num_in_run:
+            self._counts[bisect_left(self.bounds, self.run_value)] += self.num_in_run
+            self._total += self.run_value * self.num_in_run
+            self.num_in_run = 0
 
 
 class Page:

@@ -24,6 +24,7 @@ class OutgoingBody:
     """What a stream still has to send of its body. Thread: loop.
 
     Attributes:
+        data: bytes, of which those from `start` on are unsent.
         h2: the stream, with its window.
         frame_end: of each DATA frame's header, behind the length.
         num_partly_sent: bytes that were taken while more was there.
@@ -31,36 +32,34 @@ class OutgoingBody:
         is_ending: nothing follows what is there.
     """
 
-    __slots__ = ("_data", "_start", "frame_end", "h2", "is_ending", "num_partly_sent", "num_unsent")
+    __slots__ = ("data", "frame_end", "h2", "is_ending", "num_partly_sent", "num_unsent", "start")
 
     def __init__(self, stream: H2Stream) -> None:
         self.h2 = stream
         self.frame_end = FRAME_HEADER.pack(0, 0, DATA, 0, stream.stream_id)[_LENGTH_BYTES:]
         self.num_partly_sent = self.num_unsent = 0
         self.is_ending = False
-        self._data = b""
-        self._start = 0  # of what is unsent in it
+        self.data = b""
+        self.start = 0
 
     def append(self, data: bytes) -> None:
-        """Mostly all that was there has been sent; what has not is bounded, for it blocks its stream."""
-        if self.num_unsent:
-            data = self._data[self._start :] + data
-            self._start = 0
-        self._data = data
-        self.num_unsent = len(data)
+        """What is there already, unsent, is bounded: it blocks its stream."""
+        self.data = self.data[self.start :] + data
+        self.start = 0
+        self.num_unsent += len(data)
 
     def take(self, size: int) -> bytes:
         """The next bytes, so many or fewer; b"" when there are none."""
         if size >= self.num_unsent:
-            data = self._data[self._start :] if self._start else self._data
-            self._data = b""
-            self.num_unsent = self._start = 0
+            data = self.data[self.start :] if self.start else self.data
+            self.data = b""
+            self.num_unsent = self.start = 0
             return data
-        start = self._start
-        self._start += size
+        start = self.start
+        self.start += size
         self.num_partly_sent += size
         self.num_unsent -= size
-        return self._data[start : start + size]
+        return self.data[start : start + size]
 
 
 def frame_head(connection: H2Connection, stream: H2Stream, fields: list[HeaderTuple], is_final: bool) -> bytes:
@@ -103,7 +102,10 @@ def frame_next(connection: H2Connection, body: OutgoingBody, frames: list[bytes]
     if size <= 0:
         return 0
     assert stream.state_machine.state in _SENDING
-    data = body.take(size)
+    if size == body.num_unsent and not body.start:  # as take(), mostly: without a call for each token
+        data, body.data, body.num_unsent = body.data, b"", 0
+    else:
+        data = body.take(size)
     if by_hand:
         connection.outbound_flow_control_window = connection_window - size
         stream.outbound_flow_control_window = stream_window - size

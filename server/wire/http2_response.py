@@ -173,7 +173,11 @@ class Responses:
                 stream.remaining -= len(data)
                 if stream.remaining < 0:
                     raise ResponseError("The body is longer than its content-length.")
-            stream.append(data)
+            if stream.num_unsent:
+                stream.append(data)
+            else:  # mostly: without a call for each token
+                stream.data = data
+                stream.num_unsent = len(data)
             self._ready[stream_id] = stream
         return stream.num_unsent
 

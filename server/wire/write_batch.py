@@ -18,6 +18,11 @@ class WriteBatch:
         self._dirty: list[Flushable] = []
         self._is_scheduled = False
 
+    @property
+    def num_dirty(self) -> int:
+        """Connections that wait to be flushed."""
+        return len(self._dirty)
+
     def add(self, connection: Flushable) -> None:
         """Flush it in the next flush_all. The connection sees to it that it is added once."""
         self._dirty.append(connection)

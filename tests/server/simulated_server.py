@@ -279,7 +279,7 @@ class SimulatedServer:
         self.client = EngineClient(
             self._post,
             TOKENIZER.table,
-            self.network.listener.batch.flush_all,
+            self.network.listener.batch,
             self.loop.call_soon,
             time,
             lambda: None,

@@ -28,15 +28,36 @@ from core.types import (
     Usage,
 )
 from server.backend import NEVER
-from server.engine_client import SLICE_ROWS, EngineClient, RequestHandle
+from server.engine_client import SLICE_CONNECTIONS, SLICE_ROWS, EngineClient, RequestHandle
 
 LETTERS = TokenTable([b"a", b"b", b"c", b"d", b"\xc3", b"\xa9"])
 
 
-class Sink:
-    """Keeps what it is told."""
+class Connections:
+    """Implements engine_client.Output: who has something to write, and a stroke in the journal for each flush."""
 
-    def __init__(self, journal: list[str] | None = None, marks: dict[int, int] | None = None) -> None:
+    def __init__(self) -> None:
+        self.journal: list[str] = []
+        self.dirty: set[str] = set()
+
+    @property
+    def num_dirty(self) -> int:
+        return len(self.dirty)
+
+    def flush_all(self) -> None:
+        self.dirty.clear()
+        self.journal.append("/")
+
+
+class Sink:
+    """Keeps what it is told, and writes it on a connection."""
+
+    def __init__(
+        self,
+        connections: Connections | None = None,
+        marks: dict[int, int] | None = None,
+        connection: str = "the one",
+    ) -> None:
         self.deltas: list[Delta] = []  # text that comes alone, too
         self.choices: list[int] = []  # whose they are
         self.times_s: list[float] = []
@@ -44,7 +65,8 @@ class Sink:
         self.ends: list[tuple[Usage, str | None]] = []
         self.marked: list[tuple[int, int]] = []  # choices, and how many tokens they had
         self._marks = marks or {}  # at how many to be asked again
-        self._journal = [] if journal is None else journal
+        self._connections = connections or Connections()
+        self._connection = connection
 
     def on_text(self, choice: int, text: str, now_s: float) -> None:
         assert text
@@ -55,7 +77,8 @@ class Sink:
         self.deltas.append(delta)
         self.choices.append(choice)
         self.times_s.append(now_s)
-        self._journal.append(delta.text)
+        self._connections.journal.append(delta.text)
+        self._connections.dirty.add(self._connection)
 
     def on_mark(self, choice: int, num_tokens: int) -> int:
         self.marked.append((choice, num_tokens))
@@ -77,14 +100,14 @@ class Bench:
 
     def __init__(self) -> None:
         self.posted: list[Message] = []
-        self.journal: list[str] = []
+        self.connections = Connections()
         self.soon: deque[Callable[[], None]] = deque()
         self.clock = itertools.count(1)
         self.told: list[int] = []  # the journal's length when a delivery had been told in full
         self.client = EngineClient(
             self.posted.append,
             LETTERS,
-            lambda: self.journal.append("/"),
+            self.connections,
             self.soon.append,
             lambda: float(next(self.clock)),
             lambda: self.told.append(len(self.journal)),
@@ -97,13 +120,14 @@ class Bench:
         num_sequences: int = 1,
         first_choice: int = 0,
         marks: dict[int, int] | None = None,
+        connection: str = "the one",
         **sampling: object,
     ) -> RequestHandle:
         params = SamplingParams(**{"max_tokens": 100, **sampling})  # type: ignore[arg-type]
         request = Request(
             request_id=request_id, prompt_ids=(1, 2, 3), sampling=params, arrival_s=0.0, num_sequences=num_sequences
         )
-        self.sinks[request_id] = Sink(self.journal, marks)
+        self.sinks[request_id] = Sink(self.connections, marks, connection)
         return self.client.submit(request, self.sinks[request_id], continues_text=True, first_choice=first_choice)
 
     def deliver(self, *rows: tuple[str, int, int], chunks: tuple[TokenChunk, ...] = (), num_steps: int = 1) -> None:
@@ -117,6 +141,15 @@ class Bench:
     def run(self) -> None:
         while self.soon:
             self.run_one()
+
+    @property
+    def journal(self) -> list[str]:
+        return self.connections.journal
+
+    @property
+    def slices(self) -> list[int]:
+        """How many rows each had."""
+        return [len(rows) for rows in "".join(self.journal).split("/")[:-1]]
 
     @property
     def cancels(self) -> list[Cancel]:
@@ -145,6 +178,47 @@ def test_delivery_is_handled_in_slices_with_a_flush_after_each() -> None:
     assert not bench.soon
     assert bench.journal == (["a"] * SLICE_ROWS + ["/"]) * 2 + ["a"] * 3 + ["/"]
     assert bench.told == [2 * SLICE_ROWS + 5]  # once, before its last flush
+
+
+@pytest.mark.parametrize(
+    ("num_connections", "slices"),
+    [
+        (1, [64]),
+        (2, [64]),
+        (15, [64]),
+        (16, [16, 16, 16, 16]),
+        (17, [16, 16, 16, 16]),
+        (64, [16, 16, 16, 16]),
+    ],
+)
+def test_slice_ends_with_so_many_connections_or_rows(num_connections: int, slices: list[int]) -> None:
+    """64 rows, of the connections in turn."""
+    bench = Bench()
+    for i in range(64):
+        bench.submit(f"r{i}", connection=f"c{i % num_connections}")
+    bench.deliver(*[(f"r{i}", 0, 0) for i in range(64)])
+    bench.run()
+    assert (SLICE_ROWS, SLICE_CONNECTIONS) == (64, 16)
+    assert bench.slices == slices
+
+
+def test_slice_goes_on_past_rows_that_share_a_connection() -> None:
+    """What counts is connections: 30 rows of one, then each row of its own."""
+    bench = Bench()
+    owners = ["shared"] * 30 + [f"own {i}" for i in range(20)]
+    for i, owner in enumerate(owners):
+        bench.submit(f"r{i}", connection=owner)
+    bench.deliver(*[(f"r{i}", 0, 0) for i in range(len(owners))])
+    bench.run()
+    assert bench.slices == [30 + SLICE_CONNECTIONS - 1, 5]
+
+
+def test_connections_that_were_dirty_before_do_not_shorten_a_slice() -> None:
+    bench = Bench()
+    bench.submit()
+    bench.connections.dirty |= {f"other {i}" for i in range(2 * SLICE_CONNECTIONS)}
+    bench.deliver(*[("r", 0, 0)] * SLICE_ROWS)
+    assert bench.slices == [SLICE_ROWS]
 
 
 def test_all_of_a_slice_came_at_one_time() -> None:

@@ -19,7 +19,7 @@ def joined(text: str) -> str:
 @example("a\ud83d\ude00b")
 @example("\r\n\u2028\u2029\x85\x0b\x0c\x1c data: [DONE]\n\n")
 def test_any_text_comes_back_from_one_line(text: str) -> None:
-    for line in (sse.json_string(text), sse.json_line(text)):
+    for line in (sse.json_string(text), sse.json_strings[text], sse.json_strings[text], sse.json_line(text)):
         assert len(line.decode().splitlines()) == 1
         assert json.loads(line) == joined(text)
 
@@ -42,6 +42,15 @@ def test_a_parser_sees_as_many_events_as_were_written(texts: list[str]) -> None:
 
 def test_ordinary_text_is_not_blown_up_by_escapes() -> None:
     assert sse.json_string('a "é" \n') == '"a \\"é\\" \\n"'.encode()
+
+
+def test_texts_are_remembered_if_short_and_not_without_end() -> None:
+    strings = type(sse.json_strings)()
+    for i in range(70_000):
+        assert strings[f"{i}"] == b'"%d"' % i
+    assert 0 < len(strings) <= 64 * 1024
+    strings["x" * 33]
+    assert "x" * 33 not in strings
 
 
 def test_an_unnamed_event_has_no_event_line() -> None:
