@@ -12,7 +12,7 @@ from core.plan import RunnerLimits
 from core.scheduler import Scheduler
 from core.simulation import CostModel, Simulation
 from core.step_cost import LEAST_STEPS
-from core.types import FinishReason, Pause, Request, Submit, Usage
+from core.types import FinishReason, Pause, Request, Resume, Submit, Usage
 from core.waiting import TOP_CLASS, bound_s
 from tests.fakes import EngineUnderTest, make_request, small_limits
 
@@ -260,3 +260,31 @@ def test_who_is_due_first_is_not_preempted_for_the_one_it_would_go_before_again(
     under_test.step(40)
     assert under_test.scheduler.stats().num_preemptions == 1  # once its first token is out
     assert under_test.log.terminal("due").usage == under_test.log.terminal("other").usage == Usage(13, 3)
+
+
+# What requests are billed
+
+
+def test_costs_of_all_requests_add_up_to_the_steps_and_to_the_blocks_held_meanwhile() -> None:
+    under_test = EngineUnderTest(small_limits(num_blocks=30))
+    rng = random.Random(5)
+    for number in range(40):
+        request = make_request(
+            f"r{number}",
+            rng.randint(1, 40),
+            rng.randint(1, 40),
+            num_sequences=rng.choice((1, 3)),
+            tenant="ab"[number % 2],
+        )
+        under_test.send(Submit(request))
+        under_test.step(2)
+        if number % 5 == 0:
+            under_test.send(Pause(request.request_id))
+            under_test.step(2)
+            under_test.send(Resume(request.request_id))
+    under_test.run()
+    stats, costs = under_test.scheduler.stats(), [chunk.cost for chunk in under_test.log.chunks]
+    assert stats.num_preemptions > 5
+    assert stats.num_running == stats.num_waiting == 0
+    assert sum(cost.device_s for cost in costs) == pytest.approx(stats.device_s, rel=1e-9)
+    assert sum(cost.kv_block_s for cost in costs) == pytest.approx(stats.kv_block_s, rel=1e-9)
