@@ -6,6 +6,7 @@ How a stream is held back while it may yet say one: server/gate/text_screen.py.
 
 import functools
 import importlib.util
+import re
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal, Protocol
 
@@ -16,6 +17,8 @@ from core.errors import ExitCode, InvalidRequest, StartupError
 MAX_RULES = 256
 RANGE_BYTES = 32  # of a pattern's matches, by which is seen whether a text may be the beginning of one
 PATTERN_MEMORY_BYTES = 1 << 20
+# \b and \B, as against escaped letters and quoted text; in a class RE2 takes neither
+_WORD_BOUNDARY = re.compile(r"\\Q.*?(?:\\E|\Z)|\\[bB]|\\.", re.DOTALL)
 
 _Phrase = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 _Pattern = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
@@ -84,12 +87,15 @@ class PatternMatcher:
         except re2.error as error:
             cause = error.args[0]
             raise ValueError(cause.decode() if isinstance(cause, bytes) else str(cause)) from None
-        if self._regexp.search("") is not None:
+        # RE2 looks at the beginning of a text, and a match may begin where a boundary there is none: take any for one
+        unbounded: Any = re2.compile(_WORD_BOUNDARY.sub(_without_boundary, pattern), options)
+        if self._regexp.search("") is not None or unbounded.search("") is not None:
             raise ValueError("it matches where nothing stands, and so everywhere")
         try:
-            self._range: tuple[bytes, bytes] | None = self._regexp.possiblematchrange(RANGE_BYTES)
-        except re2.error:  # it may begin with anything
-            self._range = None
+            low, high = unbounded.possiblematchrange(RANGE_BYTES)
+        except re2.error:
+            low = high = b""
+        self._range = (low, high) if high else None  # None: it may begin with anything
 
     def find(self, text: str, start: int) -> tuple[int, int] | None:
         match = self._regexp.search(text, start)
@@ -165,6 +171,10 @@ def _matcher(rule: TextRule) -> Matcher:
         return PhraseMatcher(rule.phrase, rule.ignore_case)
     assert rule.pattern is not None
     return PatternMatcher(rule.pattern, rule.ignore_case)
+
+
+def _without_boundary(token: re.Match[str]) -> str:
+    return "(?:)" if token[0] in (r"\b", r"\B") else token[0]
 
 
 def _folded(text: str) -> str:
