@@ -124,13 +124,17 @@ class RuleBook:
         self.on_prompt = tuple(matcher for on, matcher in matchers if on != "answer")
         self.on_answer = tuple(matcher for on, matcher in matchers if on != "prompt")
 
-    def check_prompt(self, texts: Iterable[str], param: str) -> None:
+    def check_prompt(self, texts: Iterable[str], param: str, is_echoed: bool = False) -> None:
         """
+        Args:
+            is_echoed: the answer repeats them.
+
         Raises:
             InvalidRequest: one of them says what it must not.
         """
+        matchers = (*self.on_prompt, *self.on_answer) if is_echoed else self.on_prompt
         for text in texts:
-            if any(matcher.find(text, 0) for matcher in self.on_prompt):
+            if any(matcher.find(text, 0) for matcher in matchers):
                 message = "The prompt has text that the operator of this server does not allow. Leave it out."
                 raise InvalidRequest(message, param, "content_filter")
 

@@ -246,6 +246,10 @@ def test_responses_are_incomplete_by_the_filter() -> None:
     [
         chat(messages=[{"role": "user", "content": "the magic word"}]),
         chat(messages=[{"role": "user", "content": [{"type": "text", "text": "a magic one"}]}]),
+        chat(messages=[{"role": "user", "content": "fine", "name": "magic"}]),
+        chat(messages=[{"role": "assistant", "reasoning": "magic"}, {"role": "user", "content": "fine"}]),
+        chat(messages=[{"role": "assistant", "reasoning_content": "magic"}, {"role": "user", "content": "fine"}]),
+        chat(messages=[{"role": "tool", "content": "fine", "tool_call_id": "magic"}]),
         completion(prompt="some magic"),
         completion(prompt=list(TOKENIZER.encode("magic"))),
         completion(prompt=["fine", "Magic magic"]),
@@ -264,6 +268,20 @@ def test_rules_count_where_they_say() -> None:
     text = free_text(completion())
     with serving(TextRule(phrase=text[2:5], on="prompt"), TextRule(phrase="The engine", on="answer")) as server:
         assert server.ask(keyed(completion())).text() == text
+
+
+def test_prompt_that_is_echoed_is_part_of_the_answer() -> None:
+    with serving(TextRule(phrase="magic", on="answer")) as server:
+        answer = server.ask(keyed(completion(prompt=["fine", "some magic"], echo=True)))
+        assert (answer.status, answer.json["error"]["code"]) == (400, "content_filter")
+        assert answer.json["error"]["param"] == "prompt[1]"
+        assert server.ask(keyed(completion(prompt="some magic"))).status == 200
+        assert server.ask(keyed(completion(prompt="fine", echo=True))).status == 200
+
+
+def test_roles_are_no_words_of_the_prompt() -> None:
+    with serving(TextRule(phrase="user", on="prompt")) as server:
+        assert server.ask(keyed(chat())).status == 200
 
 
 def test_logprobs_must_not_tell_what_is_held_back() -> None:
