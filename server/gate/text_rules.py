@@ -84,12 +84,13 @@ class PatternMatcher:
         options.max_mem = PATTERN_MEMORY_BYTES
         try:
             self._regexp: Any = re2.compile(pattern, options)
+            # RE2 tells what matches begin with at the beginning of a text; a boundary that is none there may be one
+            # elsewhere: take any for one
+            unbounded: Any = re2.compile(_WORD_BOUNDARY.sub(_without_boundary, pattern), options)
         except re2.error as error:
             cause = error.args[0]
             raise ValueError(cause.decode() if isinstance(cause, bytes) else str(cause)) from None
-        # RE2 looks at the beginning of a text, and a match may begin where a boundary there is none: take any for one
-        unbounded: Any = re2.compile(_WORD_BOUNDARY.sub(_without_boundary, pattern), options)
-        if self._regexp.search("") is not None or unbounded.search("") is not None:
+        if unbounded.search("") is not None:
             raise ValueError("it matches where nothing stands, and so everywhere")
         try:
             low, high = unbounded.possiblematchrange(RANGE_BYTES)
