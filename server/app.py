@@ -25,7 +25,7 @@ from server.observing.logs import current_request_id, current_trace_id
 from server.observing.metrics import Metrics
 from server.observing.timing import Stage, StageClock
 from server.observing.trace_context import TraceContext, continue_trace
-from server.routes import Handler, MethodNotAllowed, find_route
+from server.routes import MethodNotAllowed, Route, find_route
 from server.wire.messages import Headers, ResponseHead
 from server.wire.peer import Peer
 from server.wire.stream import ClientDisconnected, HttpStream
@@ -185,21 +185,26 @@ class App:
         if route.needs_model:
             self.state.readiness.check()
         if route.is_counted:
-            await self._handle_counted(route.handler, exchange)
+            await self._handle_counted(route, exchange)
         else:
             exchange.timings.enter(Stage.ANSWER, self._clock.monotonic())
             await route.handler(self.state, exchange)
 
-    async def _handle_counted(self, handler: Handler, exchange: Exchange) -> None:
-        """Let the request in and out of its caller's quotas."""
+    async def _handle_counted(self, route: Route, exchange: Exchange) -> None:
+        """Let the request in and out of its caller's quotas. One that the server has no room for counts for nothing."""
         exchange.timings.enter(Stage.QUOTA, self._clock.monotonic())
         ticket = exchange.ticket = self._gate.quotas.ticket_for(exchange.known_caller)
         try:
-            ticket.enter()
+            ticket.enter(route.needs_tokens)
         finally:
             show_limits(exchange.stream, ticket)
         try:
-            await handler(self.state, exchange)
+            await route.handler(self.state, exchange)
+        except ServiceError as error:
+            if error.kind is ErrorKind.UNAVAILABLE and exchange.outcome is None:
+                ticket.give_back()
+                show_limits(exchange.stream, ticket)
+            raise
         finally:
             ticket.leave()
 

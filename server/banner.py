@@ -29,6 +29,7 @@ class BannerFacts:
         keys_are_in_environment: they were read from STEPLOOP_API_KEY.
         places: where it listens.
         needs_certificate: only clients with a certificate are served where others could reach it.
+        jwt_issuer: whose JWTs are taken; None: there are none.
     """
 
     version: str
@@ -47,6 +48,7 @@ class BannerFacts:
     places: tuple["Place", ...]
     needs_certificate: bool = False
     num_tenants: int = 0
+    jwt_issuer: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +121,10 @@ def sample_curl(facts: BannerFacts) -> str:
     """A command that gets an answer when pasted; a key is never shown: it is taken from where it came, or left open."""
     question = {"model": facts.model_name, "messages": [{"role": "user", "content": SAMPLE_QUESTION}]}
     place = min(facts.places, key=lambda place: (place.takes_proxy, isinstance(place.address, UnixAddress)))
-    shown_key = "${STEPLOOP_API_KEY%%,*}" if facts.keys_are_in_environment else "YOUR_KEY"
+    own_key = "YOUR_KEY" if facts.num_api_keys else "YOUR_JWT"
+    shown_key = "${STEPLOOP_API_KEY%%,*}" if facts.keys_are_in_environment else own_key
     shown = " --cert YOUR_CERTIFICATE --key YOUR_CERTIFICATES_KEY" if facts.needs_certificate and place.has_tls else ""
-    key = f' -H "authorization: Bearer {shown_key}"' if facts.num_api_keys else ""
+    key = f' -H "authorization: Bearer {shown_key}"' if facts.num_api_keys or facts.jwt_issuer else ""
     insecure = " --insecure" if place.has_tls else ""  # the certificate is for another name than this machine's own
     body = shlex.quote(json.dumps(question))
     return f"curl{insecure}{shown} {_curl_target(place)} -H 'content-type: application/json'{key} -d {body}"
@@ -140,6 +143,8 @@ def _auth(facts: BannerFacts) -> str:
         required.append(f"{facts.num_tenants} tenant{'s' if facts.num_tenants > 1 else ''}")
     if facts.num_api_keys:
         required.append(f"{facts.num_api_keys} API key{'s' if facts.num_api_keys > 1 else ''}")
+    if facts.jwt_issuer is not None:
+        required.append(f"JWTs of {facts.jwt_issuer}")
     if facts.needs_certificate:
         required.append("client certificates")
     if required:

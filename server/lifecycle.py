@@ -131,9 +131,9 @@ class PromptReader:
             raise InvalidRequest(message, param, "context_length_exceeded")
 
     def texts_of(self, prompt: Prompt) -> list[str]:
-        """What it says, each message by itself."""
+        """What it says, each field of a message by itself: of names and reasoning too, which templates may show."""
         if isinstance(prompt, ChatPrompt):
-            return [text for message in prompt.messages if isinstance(text := message.get("content"), str)]
+            return [text for message in prompt.messages for name, text in message.items() if name != "role"]
         return [prompt.text if isinstance(prompt, TextPrompt) else self.tokenizer.decode(prompt.ids)]
 
     def text_of(self, prompt: Prompt) -> str:
@@ -308,8 +308,9 @@ class Lifecycle:
             if rules.on_answer and call.sampling.num_logprobs is not None:
                 message = "logprobs would tell what the operator's text rules may hold back. Leave them out."
                 raise InvalidRequest(message, "logprobs", "unsupported_parameter")
-            for i, prompt in enumerate(call.prompts if rules.on_prompt else ()):
-                rules.check_prompt(self.reader.texts_of(prompt), _param(prompt, i, len(call.prompts)))
+            for i, prompt in enumerate(call.prompts if rules.on_prompt or (call.echo and rules.on_answer) else ()):
+                param = _param(prompt, i, len(call.prompts))
+                rules.check_prompt(self.reader.texts_of(prompt), param, is_echoed=call.echo)
             if call.num_sequences > self.max_sequences:
                 raise InvalidRequest(f"n must be at most {self.max_sequences} on this server.", "n")
             prompts = [

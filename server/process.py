@@ -34,7 +34,7 @@ from server.engine_client import EngineClient
 from server.engine_thread import EngineThread, Inbox
 from server.gate.admission import Admission
 from server.gate.cross_origin import CrossOrigin
-from server.gate.gate import Gate
+from server.gate.gate import Gate, warn_of_models
 from server.ledger.setup import open_ledger
 from server.lifecycle import Lifecycle, PromptReader
 from server.listening.descriptors import allow_connections
@@ -219,11 +219,14 @@ class Server:
         Raises:
             StartupError: something of it is not fit; all stays as it was.
         """
-        apply = self._gate.prepare(self._read_config())
+        config = self._read_config()
+        apply = self._gate.prepare(config)
         if self._tls is not None:
             self._tls.reload()
             logger.info("the certificate is reloaded")
         apply()
+        if self._client is not None:
+            warn_of_models(config, self._metrics.model_name)
 
     def stop(self, grace_s: float) -> None:
         """Take no new requests, give those in progress grace_s. A second call gives them no more time.
@@ -282,6 +285,7 @@ class Server:
         self._loop_lag.start()
         self._ready.set_result(None)
         self._supervision.on_ready(loaded.facts.limits.max_batch_tokens)
+        warn_of_models(self._config, loaded.facts.model_name)
         self._announce(banner_lines(self._banner_facts(loaded.facts)))
 
     def _room(self, loaded: LoadedEngine) -> EngineRoom:
@@ -368,6 +372,7 @@ class Server:
             keys_are_in_environment=dict(self._config.origins).get("api_keys") == "STEPLOOP_API_KEY",
             places=self._places,
             needs_certificate=self._needs_certificate,
+            jwt_issuer=self._config.jwt_issuer if self._config.jwks is not None else None,
         )
 
     # The end.

@@ -8,6 +8,7 @@ from core.errors import ErrorKind, ServiceError
 from server.api.chat import ChatSurface
 from server.api.completions import CompletionsSurface
 from server.api.responses import ResponsesSurface
+from server.api.surface import Surface
 from server.app_state import AppState
 from server.exchange import Exchange
 from server.gate.keys import Scope
@@ -26,27 +27,34 @@ class Route:
     Args:
         scope: the right that the caller must have; None: anybody may ask, unknown to us.
         is_counted: it is work, which the caller's quotas bound.
+        needs_tokens: of these quotas.
     """
 
     handler: Handler
     scope: Scope | None
     needs_model: bool = True
     is_counted: bool = False
+    needs_tokens: bool = False
 
 
 ASKS = Scope.INFERENCE
 
+
+def _generation(surface: Surface) -> Route:
+    return Route(generating(surface), ASKS, is_counted=True, needs_tokens=True)
+
+
 ROUTES: dict[str, dict[str, Route]] = {
-    "/v1/chat/completions": {"POST": Route(generating(ChatSurface()), ASKS, is_counted=True)},
-    "/v1/completions": {"POST": Route(generating(CompletionsSurface()), ASKS, is_counted=True)},
-    "/v1/responses": {"POST": Route(generating(ResponsesSurface()), ASKS, is_counted=True)},
+    "/v1/chat/completions": {"POST": _generation(ChatSurface())},
+    "/v1/completions": {"POST": _generation(CompletionsSurface())},
+    "/v1/responses": {"POST": _generation(ResponsesSurface())},
     "/v1/responses/input_tokens": {"POST": Route(prompts.count_input_tokens, ASKS, is_counted=True)},
     "/tokenize": {"POST": Route(prompts.tokenize_prompt, ASKS, is_counted=True)},
     "/detokenize": {"POST": Route(prompts.detokenize, ASKS, is_counted=True)},
     "/v1/models": {"GET": Route(models.list_models, ASKS)},
     "/model_info": {"GET": Route(models.show_model_info, ASKS)},
     "/server_info": {"GET": Route(models.show_server_info, ASKS)},
-    "/v1/usage": {"GET": Route(requests.show_usage, Scope.USAGE, is_counted=True)},
+    "/v1/usage": {"GET": Route(requests.show_usage, Scope.USAGE)},
     "/health": {"GET": Route(operating.show_health, None, needs_model=False)},
     "/ready": {"GET": Route(operating.show_readiness, None, needs_model=False)},
     "/metrics": {"GET": Route(operating.show_metrics, Scope.METRICS, needs_model=False)},

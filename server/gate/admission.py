@@ -117,11 +117,12 @@ class Admission:
         """
         limits = self._limits
         if self.num_requests >= limits.max_requests:
-            raise self._overloaded(f"{self.num_requests} requests in progress")
+            raise self._overloaded(f"has {limits.max_requests} requests in progress, as many as it takes")
         if self._waiting.prompt_tokens >= limits.max_tokens:
-            raise self._overloaded(f"{self._waiting.prompt_tokens:.0f} prompt tokens waiting")
+            raise self._overloaded_by_tokens()
         if self.num_bytes and self.num_bytes + num_bytes > limits.max_bytes:
-            raise self._overloaded(f"requests of {self.num_bytes} bytes in progress")
+            shown = f"takes {limits.max_bytes:,} bytes of requests at once: {self.num_bytes:,} are in progress"
+            raise self._overloaded(shown + (f", and this has {num_bytes:,}" if num_bytes else ""))
 
     def check_hope(self, asker: Asker, allowed_s: float) -> None:
         """Whether a request of one token could be in time: no other can be if that cannot.
@@ -144,8 +145,16 @@ class Admission:
 
     def _overloaded(self, shown: str) -> ServiceError:
         retry_s = self._retry_s(self._waiting.num_requests)
-        message = f"The server has {shown}, as many as it takes. Try again in {math.ceil(retry_s)} s."
+        message = f"The server {shown}. Try again in {math.ceil(retry_s)} s."
         return ServiceError(ErrorKind.UNAVAILABLE, message, "overloaded", retry_after_s=retry_s)
+
+    def _overloaded_by_tokens(self, num_tokens: float = 0) -> ServiceError:
+        """
+        Args:
+            num_tokens: of the one that is refused, where that is known.
+        """
+        shown = f"lets {self._limits.max_tokens:,} prompt tokens wait: {self._waiting.prompt_tokens:,.0f} do"
+        return self._overloaded(shown + (f", and this has {num_tokens:,.0f}" if num_tokens else ""))
 
     def _retry_s(self, num_requests: float, otherwise_s: float = LEAST_RETRY_S) -> float:
         """Until so many have left the queue, as fast as they did of late."""
@@ -220,7 +229,7 @@ class Admission:
         """
         num_waiting = self._waiting.prompt_tokens
         if num_waiting and num_waiting + num_tokens > self._limits.max_tokens:
-            raise self._overloaded(f"{num_waiting:.0f} prompt tokens waiting")
+            raise self._overloaded_by_tokens(num_tokens)
 
     def add(self, asker: Asker, own: Backlog) -> _Entry:
         line = self._lines.setdefault((asker.priority, asker.tenant, asker.is_due), _Line(asker.share))

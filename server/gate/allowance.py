@@ -52,10 +52,11 @@ class Allowance:
 
     @property
     def extras(self) -> Extras:
-        """What the answer's last chunk says of it."""
+        """What the answer's last chunk says of it, once it is settled: what it gave back shortens the wait."""
         if not self._has_ended or self._shortage is None:
             return {}
-        retry_after_s = None if self._shortage.wait_ns is None else -(-self._shortage.wait_ns // S_NS)
+        wait_ns = self._ticket.wait_ns(self._shortage)
+        retry_after_s = None if wait_ns is None else -(-wait_ns // S_NS)
         limit = self._shortage.pool.name
         message = f"{self._shortage.account.owner} has used up its {limit}: the answer ends here."
         return {"steploop": {"ended_by": limit, "message": message, "retry_after_s": retry_after_s}}

@@ -9,11 +9,12 @@ from core.errors import ExitCode, StartupError
 from server.banner import Place, is_public
 from server.clock import Clock
 from server.config import ServerConfig
-from server.gate.auth import Authenticator, Directory, make_directory
+from server.gate.auth import WAYS, Authenticator, Directory, make_directory
 from server.gate.jwks import KeySource
 from server.gate.jwt_auth import JwtRules, JwtVerifier
 from server.gate.keys import read_keys
 from server.gate.quota import S_NS, Moment, Quotas, UsedTokens
+from server.ledger.prices import ANY_MODEL
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +118,8 @@ class Gate:
 def load_directory(config: ServerConfig) -> Directory:
     """
     Raises:
-        StartupError: the keys file cannot be read, or tenants have certificates that nobody is asked for.
+        StartupError: the keys file cannot be read, tenants have certificates that nobody is asked for, or --auth asks
+            for what nobody can have.
     """
     if config.tls_client_ca is None and (named := [one.name for one in config.tenants if one.certificates]):
         cause = f"the tenant {named[0]} has certificates, and clients are asked for none"
@@ -125,9 +127,31 @@ def load_directory(config: ServerConfig) -> Directory:
     records = None if config.keys_file is None else read_keys(config.keys_file)
     directory = make_directory(config.tenants, config.api_keys, records)
     directory = replace(directory, is_open=directory.is_open and config.jwks is None)
+    if directory.is_open and config.auth != WAYS and config.tls_client_ca is None:
+        cause = f"--auth {' --auth '.join(config.auth)}, and nothing names a caller: everybody would be let in"
+        fix = (
+            "--keys-file, --jwks, or [[tenants]] with certificates and --tls-client-ca (docs/tenants.md); or no --auth"
+        )
+        raise StartupError(cause, fix, ExitCode.CONFIGURATION)
     if not (directory.is_open or directory.keys or directory.certificates or config.jwks):
         logger.warning("no key or certificate names a tenant: every request will be refused")
     return directory
+
+
+def warn_of_models(config: ServerConfig, served: str) -> None:
+    """Log what is said of models that are not here.
+
+    Args:
+        served: the name of the one that is.
+    """
+    hint = f"the one that is served is {served}"
+    for model, _ in config.prices.by_model:
+        if model not in (served, ANY_MODEL):
+            logger.warning("[prices] has the model %r, and %s", model, hint)
+    for tenant in config.tenants:
+        for model in tenant.models or ():
+            if model != served:
+                logger.warning("the tenant %s may use the model %r, and %s", tenant.name, model, hint)
 
 
 def _changed(old: ServerConfig, new: ServerConfig) -> list[str]:

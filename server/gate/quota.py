@@ -247,7 +247,7 @@ def _bucket(old: Bucket | None, name: str, rate: int | None, burst: int | None, 
 
 
 class Ticket:
-    """One request's way through the accounts that bound it: enter, reserve, top_up, settle, leave.
+    """One request's way through the accounts that bound it: enter, reserve, top_up, settle, leave; or give_back.
 
     Args:
         clock: read at each step.
@@ -263,8 +263,11 @@ class Ticket:
         self._num_reserved = 0
         self._is_in = False
 
-    def enter(self) -> None:
+    def enter(self, needs_tokens: bool = True) -> None:
         """Count the request, before its body is read.
+
+        Args:
+            needs_tokens: it will reserve some.
 
         Raises:
             ServiceError: rate_limited; nothing is counted then.
@@ -272,7 +275,7 @@ class Ticket:
         now = self._clock()
         wanted: list[tuple[Account, Pool, int]] = []
         for account in self._accounts:
-            wanted += [(account, pool, LEAST_TOKENS) for pool in account.tokens]
+            wanted += [(account, pool, LEAST_TOKENS) for pool in account.tokens if needs_tokens]
             if account.requests is not None:
                 wanted.append((account, account.requests, 1))
         self._refuse(_shortages(wanted, now))
@@ -284,6 +287,14 @@ class Ticket:
             if account.requests is not None:
                 account.requests.reserve(1, now)
         self._is_in = True
+
+    def give_back(self) -> None:
+        """The server did not take the request: it does not count. To be called once, and before leave."""
+        if self._is_in:
+            now = self._clock()
+            for account in self._accounts:
+                if account.requests is not None:
+                    account.requests.settle(1, 0, now)
 
     def leave(self) -> None:
         """The request is over. Idempotent."""
@@ -318,6 +329,10 @@ class Ticket:
         """Hold so many more; or say what lacks, and hold no more."""
         shortages = self._try_add(num)
         return _worst(shortages) if shortages else None
+
+    def wait_ns(self, shortage: Shortage) -> int | None:
+        """As the shortage's, by now."""
+        return shortage.pool.wait_ns(shortage.num_wanted, self._clock())
 
     def settle(self, usage: Usage) -> None:
         """Give back what was held, and count what was used instead. Idempotent."""
@@ -403,13 +418,15 @@ class Quotas:
         return tuple(self._accounts.values())
 
     def apply(self, directory: Directory) -> None:
-        """Its limits are in force from now on, for those in progress too; who is in it no more is forgotten."""
+        """Its limits are in force from now on, for those in progress too.
+
+        Who is in it no more may come back, and has then what was left: names of one configuration after the other are
+        few.
+        """
         now = self._clock()
-        for (name, key_id), account in list(self._accounts.items()):
+        for (name, key_id), account in self._accounts.items():
             tenant = directory.tenants.get(name)
-            if tenant is None:
-                del self._accounts[name, key_id]
-            else:
+            if tenant is not None:
                 account.apply(tenant.limits if key_id is None else tenant.key_limits, now)
 
     def _account(self, owner: str, place: tuple[str, str | None], limits: Limits) -> Account:

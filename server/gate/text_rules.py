@@ -6,6 +6,7 @@ How a stream is held back while it may yet say one: server/gate/text_screen.py.
 
 import functools
 import importlib.util
+import re
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal, Protocol
 
@@ -16,6 +17,8 @@ from core.errors import ExitCode, InvalidRequest, StartupError
 MAX_RULES = 256
 RANGE_BYTES = 32  # of a pattern's matches, by which is seen whether a text may be the beginning of one
 PATTERN_MEMORY_BYTES = 1 << 20
+# \b and \B, as against escaped letters and quoted text; in a class RE2 takes neither
+_WORD_BOUNDARY = re.compile(r"\\Q.*?(?:\\E|\Z)|\\[bB]|\\.", re.DOTALL)
 
 _Phrase = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 _Pattern = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
@@ -81,15 +84,19 @@ class PatternMatcher:
         options.max_mem = PATTERN_MEMORY_BYTES
         try:
             self._regexp: Any = re2.compile(pattern, options)
+            # RE2 tells what matches begin with at the beginning of a text; a boundary that is none there may be one
+            # elsewhere: take any for one
+            unbounded: Any = re2.compile(_WORD_BOUNDARY.sub(_without_boundary, pattern), options)
         except re2.error as error:
             cause = error.args[0]
             raise ValueError(cause.decode() if isinstance(cause, bytes) else str(cause)) from None
-        if self._regexp.search("") is not None:
+        if unbounded.search("") is not None:
             raise ValueError("it matches where nothing stands, and so everywhere")
         try:
-            self._range: tuple[bytes, bytes] | None = self._regexp.possiblematchrange(RANGE_BYTES)
-        except re2.error:  # it may begin with anything
-            self._range = None
+            low, high = unbounded.possiblematchrange(RANGE_BYTES)
+        except re2.error:
+            low = high = b""
+        self._range = (low, high) if high else None  # None: it may begin with anything
 
     def find(self, text: str, start: int) -> tuple[int, int] | None:
         match = self._regexp.search(text, start)
@@ -118,13 +125,17 @@ class RuleBook:
         self.on_prompt = tuple(matcher for on, matcher in matchers if on != "answer")
         self.on_answer = tuple(matcher for on, matcher in matchers if on != "prompt")
 
-    def check_prompt(self, texts: Iterable[str], param: str) -> None:
+    def check_prompt(self, texts: Iterable[str], param: str, is_echoed: bool = False) -> None:
         """
+        Args:
+            is_echoed: the answer repeats them.
+
         Raises:
             InvalidRequest: one of them says what it must not.
         """
+        matchers = (*self.on_prompt, *self.on_answer) if is_echoed else self.on_prompt
         for text in texts:
-            if any(matcher.find(text, 0) for matcher in self.on_prompt):
+            if any(matcher.find(text, 0) for matcher in matchers):
                 message = "The prompt has text that the operator of this server does not allow. Leave it out."
                 raise InvalidRequest(message, param, "content_filter")
 
@@ -165,6 +176,10 @@ def _matcher(rule: TextRule) -> Matcher:
         return PhraseMatcher(rule.phrase, rule.ignore_case)
     assert rule.pattern is not None
     return PatternMatcher(rule.pattern, rule.ignore_case)
+
+
+def _without_boundary(token: re.Match[str]) -> str:
+    return "(?:)" if token[0] in (r"\b", r"\B") else token[0]
 
 
 def _folded(text: str) -> str:

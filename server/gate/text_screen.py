@@ -34,12 +34,11 @@ class TextScreen:
         self._text += text
         length = len(self._text)
         hits = [span for matcher in self._matchers if (span := matcher.find(self._text, self._num_out)) is not None]
-        num_begun = max(matcher.num_begun(self._text, self._num_out) for matcher in self._matchers)
-        num_held = max(min(num_begun, HELD_CHARS), *(length - begin for begin, _ in hits), 0)
         # A match at the very end may be none once more has come ($, \b): it is held, as far as that may be
         if any(end < length or length - begin >= HELD_CHARS for begin, end in hits):
-            return self._end_before(max(self._num_out, length - num_held))
-        return self._release(length - num_held)
+            return self._end_before(min(hits)[0])
+        num_begun = max(matcher.num_begun(self._text, self._num_out) for matcher in self._matchers)
+        return self._release(length - max(min(num_begun, HELD_CHARS), *(length - begin for begin, _ in hits), 0))
 
     def finish(self) -> str:
         """What was held, when no more comes; or what of it is before a match."""

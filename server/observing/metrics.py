@@ -33,6 +33,8 @@ MAX_UNKNOWN_FIELDS = 64
 MAX_FIELD_NAME_CHARS = 64
 OTHER_FIELDS = "(other)"
 MAX_TENANTS = 64
+# Shown from the start: of a series that begins with its first failure, no alert sees the rise
+OUR_FAULTS = {"engine_error": 0, "internal_error": 0}
 OTHER_TENANTS = "(other)"
 
 
@@ -199,7 +201,7 @@ class Metrics:
         page.counters(
             "steploop_requests_refused_total", "Requests that never were a generation.", "reason", self.refused
         )
-        page.counters("steploop_requests_failed_total", "Generations broken off.", "reason", self.failed)
+        page.counters("steploop_requests_failed_total", "Generations broken off.", "reason", OUR_FAULTS | self.failed)
         page.counters("steploop_unknown_fields_total", "Ignored request fields.", "field", self.unknown_fields)
         help_text = "Where the time of generations went; the stages of one are its whole time."
         page.histograms("steploop_stage_seconds", help_text, "stage", self.stages)

@@ -59,9 +59,10 @@ def test_prompts_that_wait_are_bounded_in_tokens() -> None:
         refused = server.send(completion(prompt=[5] * 30))
         short = server.send(completion(prompt=[5] * 20))
         assert code(the_answer(refused)) == (503, "overloaded")
-        assert "40 prompt tokens waiting" in the_answer(refused).json["error"]["message"]
+        assert "lets 60 prompt tokens wait: 40 do, and this has 30. Try" in the_answer(refused).json["error"]["message"]
         early = server.send(HEAD % (b"", 50))
         assert code(the_answer(early)) == (503, "overloaded")  # its body has not come
+        assert "lets 60 prompt tokens wait: 60 do. Try" in the_answer(early).json["error"]["message"]
         server.run()
         assert [the_answer(one).status for one in (first, waiting, short)] == [200, 200, 200]
 

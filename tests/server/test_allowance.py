@@ -13,7 +13,7 @@ from core.types import Pause, Request, Resume, SamplingParams
 from server.config import ServerConfig
 from server.gate.allowance import AHEAD_TOKENS, MAX_WAIT_S, Allowance
 from server.gate.auth import Caller
-from server.gate.quota import FIRST_TOKENS, DayPool, Moment, Quotas
+from server.gate.quota import FIRST_TOKENS, S_NS, TOP_UP_TOKENS, DayPool, Moment, Quotas
 from server.gate.tenants import Limits, Tenant
 from tests.server.fakes import MemoryTransport
 from tests.server.simulated_server import (
@@ -153,6 +153,40 @@ def test_listing_models_and_cancelling_count_for_nothing() -> None:
     server.close()
 
 
+def test_who_has_no_tokens_left_may_count_them_and_read_its_usage() -> None:
+    server = server_of(Limits(tokens_per_day=30, requests_per_minute=4))
+    assert server.ask(say(max_tokens=12)).status == 200
+    assert server.ask(say(max_tokens=1)).status == 429
+    usage = keyed(request("GET", "/v1/usage"))
+    for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [7]})):
+        assert server.ask(keyed(request("POST", path, body))).status == 200
+    assert {server.ask(usage, "GET").json["error"]["code"] for _ in range(5)} == {"no_ledger"}  # read, not counted
+    assert server.ask(keyed(request("POST", "/tokenize", {"prompt": "a"}))).status == 200
+    server.close()
+
+
+@pytest.mark.parametrize("refused", [say(), say(deadlines={"ttft_ms": 20}), keyed(request("POST", "/tokenize", {}))])
+def test_who_is_sent_away_for_want_of_room_has_asked_for_nothing(refused: bytes) -> None:
+    server = server_of(Limits(requests_per_minute=3), max_requests=2)
+    server.ask(say(max_tokens=30))  # the cost model learns
+    server.loop.advance(60)
+    running = [server.send(say(max_tokens=100)) for _ in range(2 if b"ttft" not in refused else 1)]
+    server.step()
+    (answer,) = answers(bytes(server.send(refused).received))
+    assert answer.status == 503
+    assert answer.headers["x-ratelimit-remaining-requests"] == str(3 - len(running))
+    server.run()
+    assert server.ask(say(max_tokens=1)).status == 200
+    server.close()
+
+
+def test_what_is_wrong_with_a_request_makes_it_no_cheaper() -> None:
+    server = server_of(Limits(requests_per_minute=2))
+    answer = server.ask(say(max_tokens=-1))
+    assert (answer.status, answer.headers["x-ratelimit-remaining-requests"]) == (400, "1")
+    server.close()
+
+
 def test_the_limits_of_a_reload_bind_those_who_come_next() -> None:
     server = server_of(Limits(requests_per_minute=1))
     assert [server.ask(say(max_tokens=1)).status for _ in range(2)] == [200, 429]
@@ -222,6 +256,10 @@ def test_a_stream_whose_quota_stays_empty_ends_and_says_why(fields: dict[str, An
         assert unlimited_text(1_500).startswith(answer.text(0))
     assert n * (FIRST_TOKENS - AHEAD_TOKENS - 1) <= answer.usage["completion_tokens"] <= n * FIRST_TOKENS
     assert holds(server) == ["Pause"]
+    (pool,) = [pool for account in server.gate.quotas.accounts for pool in account.tokens]
+    wait_ns = pool.wait_ns(TOP_UP_TOKENS, Moment(round(server.loop.time() * S_NS), 0))
+    assert wait_ns is not None
+    assert why["retry_after_s"] - 2 < wait_ns / S_NS <= why["retry_after_s"]  # now, a moment after it was told
     paused_s = server.loop.time()
     assert paused_s >= MAX_WAIT_S
     server.close()

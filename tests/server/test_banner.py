@@ -89,6 +89,13 @@ def test_with_keys_the_command_takes_the_first_from_the_environment() -> None:
     assert '"authorization: Bearer ${STEPLOOP_API_KEY%%,*}"' in sample_curl(in_environment)
 
 
+def test_jwts_are_an_authentication() -> None:
+    with_jwts = dataclasses.replace(PUBLIC, jwt_issuer="https://issuer.example")
+    assert line(with_jwts, "auth") == "  auth     JWTs of https://issuer.example"
+    assert '"authorization: Bearer YOUR_JWT"' in sample_curl(with_jwts)
+    assert '"authorization: Bearer YOUR_KEY"' in sample_curl(dataclasses.replace(with_jwts, num_api_keys=1))
+
+
 def test_tls_is_seen_in_the_url_and_the_command() -> None:
     facts = dataclasses.replace(FACTS, places=(Place(TcpAddress(), has_tls=True),))
     assert line(facts, "URL").split()[1] == "https://127.0.0.1:8000"

@@ -15,6 +15,7 @@ from server.config import OPTIONS, ServerConfig
 from server.config_sources import FLAG_AS_KEY, load_config
 from server.listening.socket_activation import PassedSocket
 from server.process import listener_config
+from server.settings.limits import LimitSettings
 from server.settings.option import Option, rows_of
 from server.settings.requests import RequestSettings
 from server.settings.wire import WireSettings
@@ -489,7 +490,8 @@ def test_limits_are_documented_with_their_defaults() -> None:
         for flag, default in zip(flags.split(";"), defaults.split(";"), strict=True)
     }
     by_flag = {option.flag: option for option in OPTIONS if option.group.startswith("limits")}
-    assert {option.flag for table in (WireSettings, RequestSettings) for option in rows_of(table)} <= documented.keys()
+    tables = (WireSettings, RequestSettings, LimitSettings)
+    assert {option.flag for table in tables for option in rows_of(table)} <= documented.keys()
     for flag, default in documented.items():
         option = by_flag[flag]
         assert option.default is None or option.show(option.default) == default

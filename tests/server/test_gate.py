@@ -1,6 +1,7 @@
 """The gate on the simulated server: each route's right, tenants that see nothing of each other, and the reload."""
 
 import json
+import re
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
@@ -14,7 +15,7 @@ from server.banner import Place
 from server.clock import Clock
 from server.config import ServerConfig
 from server.config_sources import load_config
-from server.gate.gate import Gate, load_directory
+from server.gate.gate import Gate, load_directory, warn_of_models
 from server.gate.keys import Scope
 from server.gate.tenants import Tenant
 from server.listening.binds import TcpAddress, UnixAddress
@@ -200,6 +201,29 @@ def test_tenants_that_nobody_can_prove_to_be_are_told(
 ) -> None:
     load_directory(write(keys=KEYS % ""))
     assert "every request will be refused" in caplog.text
+
+
+@pytest.mark.parametrize("auth", [("certificate",), ("jwt", "key"), ("certificate+key",)])
+def test_a_way_to_say_who_one_is_that_nobody_has_does_not_open_the_server(auth: tuple[str, ...]) -> None:
+    with pytest.raises(StartupError, match=f"--auth {re.escape(auth[-1])}, .* everybody would be let in") as caught:
+        Gate(ServerConfig(auth=auth), CLOCK)
+    assert "--tls-client-ca" in caught.value.fix
+    Gate(ServerConfig(auth=auth, api_keys=("k",)), CLOCK)
+    Gate(ServerConfig(auth=auth, tls_client_ca=Path("ca.pem")), CLOCK)
+
+
+def test_models_that_are_not_served_are_told(
+    write: Callable[..., ServerConfig], caplog: pytest.LogCaptureFixture
+) -> None:
+    config = write(
+        'prices = {"*" = {prompt = 1}, small = {prompt = 1}, smal = {prompt = 1}}\n'
+        'tenants = [{name = "a", models = ["small", "large"]}, {name = "b"}]'
+    )
+    warn_of_models(config, "small")
+    assert [record.getMessage() for record in caplog.records] == [
+        "[prices] has the model 'smal', and the one that is served is small",
+        "the tenant a may use the model 'large', and the one that is served is small",
+    ]
 
 
 # The places.

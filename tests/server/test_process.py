@@ -28,6 +28,7 @@ from server import __version__, process
 from server.commands.model_files import GenerationDefaults, ModelFiles
 from server.config import ServerConfig
 from server.engine_thread import Inbox
+from server.ledger.prices import ModelPrice, Prices
 from server.process import EngineFacts, LoadedEngine, LoadEngine, Server
 from server.supervision import EngineLost
 from tests.core.chat_templates import CHATML
@@ -476,6 +477,27 @@ def test_signals_stop_a_server() -> None:
     run(scenario)
 
 
+def test_prices_of_a_model_that_is_not_served_are_told_at_start_and_at_each_reload(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def num_told() -> int:
+        return sum("[prices] has the model 'nope'" in record.getMessage() for record in caplog.records)
+
+    async def scenario() -> None:
+        running = Running(load_with(), api_keys=("k",), prices=Prices((("nope", ModelPrice()),)))
+        running.server.install_signal_handlers()
+        await running.server.wait_ready()
+        assert num_told() == 1
+        os.kill(os.getpid(), signal.SIGHUP)
+        while num_told() < 2:
+            await asyncio.sleep(0)
+        running.server.stop(0)
+        await running.exit
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGHUP)
+
+    run(scenario)
+
+
 def test_routers_are_told_what_is_served_and_how_much_of_it() -> None:
     async def scenario() -> None:
         running = Running(load_with())
@@ -542,6 +564,8 @@ def test_page_of_metrics_knows_the_model_and_its_blocks_from_the_start() -> None
         label = f'model_name="{MODEL}"'
         assert samples[f"steploop_kv_blocks{{{label}}}"] == LIMITS.num_blocks  # before anything was computed
         assert samples[f"steploop_steps_total{{{label}}}"] == 0
+        for reason in ("engine_error", "internal_error"):  # alerts see a failure as the rise of its counter
+            assert samples[f'steploop_requests_failed_total{{{label},reason="{reason}"}}'] == 0
         assert json.loads((await ask(running.server, closing(request("GET", "/health")))).body) == {"status": "ok"}
         running.server.stop(0)
         await running.exit

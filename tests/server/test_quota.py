@@ -169,9 +169,21 @@ def test_limits_that_change_keep_what_was_taken(burst: int | None) -> None:
     assert left() == []
     ticket.settle(Usage(10, 5))
     assert account.num_reserved == 0
-    quotas.apply(make_directory([tenant()]))
+    quotas.apply(make_directory([limited(None, 50)]))
+    assert left() == [35]
+
+
+def test_a_tenant_that_is_taken_away_and_comes_back_has_what_was_left() -> None:
+    quotas = Quotas(Time())
+    limited = tenant(Limits(tokens_per_day=100), Limits(tokens_per_day=60))
+    ticket = quotas.ticket_for(Caller(limited, key_id="sl-1"))
+    ticket.reserve([request(10, 15)])
     quotas.apply(make_directory([Tenant(name="other")]))
-    assert quotas.accounts == ()
+    ticket.settle(Usage(10, 5))
+    quotas.apply(make_directory([limited]))
+    again = quotas.ticket_for(Caller(limited, key_id="sl-1"))
+    assert [pool.available(START) for account in quotas.accounts for pool in account.tokens] == [85, 45]
+    assert "asks for 46, and 45 of 60 are left" in refusal(again, request(10, 36)).message
 
 
 def test_a_refusal_takes_nothing_and_says_which_limit_and_when() -> None:

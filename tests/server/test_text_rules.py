@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.errors import ExitCode, StartupError
@@ -64,6 +64,47 @@ def test_nothing_forbidden_is_shown_and_nothing_else_is_kept(texts: list[str], f
         assert out == text
 
 
+def said_until_a_match(texts: Sequence[str], *patterns: str) -> str:
+    """What the screen has to let out, for matches of less than HELD_CHARS: all is searched anew with each text."""
+    import re2
+
+    text, compiled = "", [re2.compile(one) for one in patterns]
+    for piece in texts:
+        text += piece
+        spans = [match.span() for one in compiled if (match := one.search(text))]
+        if any(end < len(text) for _, end in spans):  # one at the very end may yet be none
+            return text[: min(spans)[0]]
+    return text[: min(spans)[0]] if texts and spans else text
+
+
+ODD_PATTERNS = (
+    r"\Bfoo", r"\bfoo", r"(?:\Bx|yz)foo", r"(?:\b-x|yz)", r"(?m)^foo", r"^foo", r"foo$", r"foo\b", r"(?i)straße",
+    r"fo+bar", r"[a-z]{3}\d", r"a|abcd", r"x*yz", r".foo", r"\d{3}-\d{4}", r"é+x", r"(?i)k", r"\W\Bfoo", r"[^a]foo",
+    r"foo(bar)?\z", r"\Q\b\Efoo|\\bar", r"\B{2}foo|z\B*x",
+)  # fmt: skip
+ODD_WORDS = st.sampled_from(
+    [*"xyzé1-. \nakK\\", "foo", "bar", "yz", "fo", "123", "1234", "\\b", "STRASSE", "straße", "\u212a"]
+)
+
+
+@settings(derandomize=True, max_examples=1500)
+@given(texts=st.lists(ODD_WORDS, max_size=9), patterns=st.lists(st.sampled_from(ODD_PATTERNS), min_size=1, max_size=2))
+def test_patterns_hold_and_end_as_if_all_were_held(texts: list[str], patterns: list[str]) -> None:
+    shown, _ = screen(texts, *(TextRule(pattern=one) for one in patterns))
+    assert "".join(shown) == said_until_a_match(texts, *patterns)
+
+
+@pytest.mark.parametrize("pattern", [r"\Balues of", r"(?:\Bal|yz)ues of"])
+def test_a_pattern_may_begin_within_a_word(pattern: str) -> None:
+    shown, is_hit = screen([*"the values of it"], TextRule(pattern=pattern))
+    assert ("".join(shown), is_hit) == ("the v", True)
+
+
+def test_what_is_before_a_match_is_shown_whatever_the_pattern_begins_with() -> None:
+    assert "".join(screen(["the keys ", "of it"], TextRule(pattern=".eys"))[0]) == "the "
+    assert "".join(screen(["the keys of it"], TextRule(pattern=".eys"), TextRule(phrase="of"))[0]) == "the "
+
+
 def test_text_is_held_only_while_it_may_be_a_match() -> None:
     shown, is_hit = screen(["the se", "cond", " sec", "ret", " is"], TextRule(phrase="secret"))
     assert (shown, is_hit) == (["the ", "second", " ", "", "", ""], True)
@@ -111,6 +152,7 @@ def tenants_of(rules: str) -> tuple[Tenant, ...]:
         ("[{pattern = '(a'}]", ["acme", "'(a'", "missing )", "re2/wiki/Syntax"]),
         ("[{pattern = '(a)\\1'}]", ["acme", "re2/wiki/Syntax"]),
         ("[{pattern = 'a*'}]", ["matches where nothing stands"]),
+        (r"[{pattern = '\b'}]", ["matches where nothing stands"]),
         ("[{words = 'a'}]", ["unknown field `words`", "phrase, pattern, ignore_case, on"]),
         ("[{phrase = 'a', on = 'answers'}]", ["answers"]),
     ],
@@ -204,6 +246,10 @@ def test_responses_are_incomplete_by_the_filter() -> None:
     [
         chat(messages=[{"role": "user", "content": "the magic word"}]),
         chat(messages=[{"role": "user", "content": [{"type": "text", "text": "a magic one"}]}]),
+        chat(messages=[{"role": "user", "content": "fine", "name": "magic"}]),
+        chat(messages=[{"role": "assistant", "reasoning": "magic"}, {"role": "user", "content": "fine"}]),
+        chat(messages=[{"role": "assistant", "reasoning_content": "magic"}, {"role": "user", "content": "fine"}]),
+        chat(messages=[{"role": "tool", "content": "fine", "tool_call_id": "magic"}]),
         completion(prompt="some magic"),
         completion(prompt=list(TOKENIZER.encode("magic"))),
         completion(prompt=["fine", "Magic magic"]),
@@ -222,6 +268,20 @@ def test_rules_count_where_they_say() -> None:
     text = free_text(completion())
     with serving(TextRule(phrase=text[2:5], on="prompt"), TextRule(phrase="The engine", on="answer")) as server:
         assert server.ask(keyed(completion())).text() == text
+
+
+def test_prompt_that_is_echoed_is_part_of_the_answer() -> None:
+    with serving(TextRule(phrase="magic", on="answer")) as server:
+        answer = server.ask(keyed(completion(prompt=["fine", "some magic"], echo=True)))
+        assert (answer.status, answer.json["error"]["code"]) == (400, "content_filter")
+        assert answer.json["error"]["param"] == "prompt[1]"
+        assert server.ask(keyed(completion(prompt="some magic"))).status == 200
+        assert server.ask(keyed(completion(prompt="fine", echo=True))).status == 200
+
+
+def test_roles_are_no_words_of_the_prompt() -> None:
+    with serving(TextRule(phrase="user", on="prompt")) as server:
+        assert server.ask(keyed(chat())).status == 200
 
 
 def test_logprobs_must_not_tell_what_is_held_back() -> None:
