@@ -184,8 +184,7 @@ class Lifecycle:
         if claim is None:
             return await self._generate_placed(surface, stream, body, request_id, timings, ticket)
         if claim.stored is not None:
-            timings.enter(Stage.VALIDATE, self.clock.monotonic())
-            await self.compute(lambda: self._read_call(surface, body, tenant), len(body))  # by the rules of today
+            await self._prepare(surface, body, tenant, timings)  # what may be asked is judged as it is now
             timings.enter(Stage.ANSWER, self.clock.monotonic())
             replay(stream, claim.stored, timings)
             return NOTHING_USED
@@ -304,7 +303,14 @@ class Lifecycle:
 
         def parse() -> _Prepared:
             marks.enter(Stage.VALIDATE)
-            call = self._read_call(surface, body, tenant)
+            call = surface.parse(body, self.defaults)
+            find_model(self.reader.cards_for(tenant), call.model)
+            rules = rule_book(tenant.text_rules)
+            if rules.on_answer and call.sampling.num_logprobs is not None:
+                message = "logprobs would tell what the operator's text rules may hold back. Leave them out."
+                raise InvalidRequest(message, "logprobs", "unsupported_parameter")
+            for i, prompt in enumerate(call.prompts if rules.on_prompt else ()):
+                rules.check_prompt(self.reader.texts_of(prompt), _param(prompt, i, len(call.prompts)))
             if call.num_sequences > self.max_sequences:
                 raise InvalidRequest(f"n must be at most {self.max_sequences} on this server.", "n")
             prompts = [
@@ -319,22 +325,6 @@ class Lifecycle:
             return await self.compute(parse, len(body))
         finally:
             timings.take_over(marks)
-
-    def _read_call(self, surface: Surface, body: bytes, tenant: Tenant) -> GenerationCall:
-        """What is asked, if the tenant may ask for it.
-
-        Raises:
-            ServiceError: it may not, or the body is none of the surface's.
-        """
-        call = surface.parse(body, self.defaults)
-        find_model(self.reader.cards_for(tenant), call.model)
-        rules = rule_book(tenant.text_rules)
-        if rules.on_answer and call.sampling.num_logprobs is not None:
-            message = "logprobs would tell what the operator's text rules may hold back. Leave them out."
-            raise InvalidRequest(message, "logprobs", "unsupported_parameter")
-        for i, prompt in enumerate(call.prompts if rules.on_prompt else ()):
-            rules.check_prompt(self.reader.texts_of(prompt), _param(prompt, i, len(call.prompts)))
-        return call
 
     def _entry(self, stream: HttpStream, request_id: str, model: str, ticket: Ticket) -> Entry | None:
         """Of the ledger, where there is one."""
