@@ -73,6 +73,8 @@ class Answer:
         self._gaps = metrics.inter_token
         self._entry: Entry | None = None  # in the ledger, until it is settled
         self._held: HeldBody | None = None  # until it is reserved there
+        self._is_unreserved = False  # it could not be: whatever was computed meanwhile is nobody's to pay
+        self._is_settling = False  # its end has been handed to the ledger
         self._backend: Backend | None = None  # once it is asked
         self._work_before = (0, 0.0)  # of the loop, for tokens of all requests
         self._handles: list[GenerationHandle] = []
@@ -82,7 +84,9 @@ class Answer:
         self._error: ServiceError | None = None
         self._is_open = True
         self._last_token_s: list[float | None] = []  # by choice
-        self._watch = DeadlineWatch(deadlines, timings, self._last_token_s, self._num_untold, self.fail)
+        self._watch = DeadlineWatch(
+            deadlines, timings, self._last_token_s, self._num_untold, lambda: self._held is not None, self.fail
+        )
         self._reasons: dict[FinishReason, None] = {}  # a set in order
         self._num_holds = 0  # by a slow reader, by an empty quota
         self._ticket: Ticket | None = None  # while it holds tokens
@@ -142,11 +146,11 @@ class Answer:
         """Let go of timers, and of what is still being generated if the task itself is cancelled. Idempotent."""
         self._body.close()
         self._cancel()
-        if len(self._usages) == len(self._handles):  # no news will come of any; settled already, unless that failed
+        if self._has_ended:  # no news will come of any; settled already, unless that failed
             usage = total_usage(self._usages)
             self._settle(usage)
-            if self._entry is not None:
-                self._write_end(self._entry, usage, lambda is_durable: None)
+            if self._entry is not None and not self._is_settling:
+                self._write_end(self._entry, usage)
 
     def on_text(self, choice: int, text: str, now_s: float) -> None:
         last_s, gaps = self._last_token_s[choice], self._gaps
@@ -219,7 +223,7 @@ class Answer:
 
     def on_end(self, usage: Usage, error: str | None) -> None:
         self._usages.append(usage)
-        is_last = len(self._usages) == len(self._handles)
+        is_last = self._has_ended
         try:
             if is_last:
                 self._end_decode()
@@ -239,11 +243,13 @@ class Answer:
         self._body.break_off(error)
         is_late = error.kind is ErrorKind.DEADLINE_EXCEEDED
         self._cancel(FinishReason.DEADLINE if is_late else FinishReason.CANCELLED)
+        self._leave_ledger_behind()
 
     def on_disconnect(self) -> None:
         if self._is_open:
             self._metrics.num_disconnects += 1
             self._cancel()
+            self._leave_ledger_behind()
 
     def pause(self) -> None:
         """Until as many resume() have come."""
@@ -268,8 +274,8 @@ class Answer:
     def _settle(self, usage: Usage) -> None:
         if self._allowance is not None:
             self._allowance.close()
-        if self._ticket is not None:
-            self._ticket.settle(usage)
+        if self._ticket is not None and self._held is None:  # else _on_reserved() knows what it is to pay
+            self._ticket.settle(Usage(0, 0) if self._is_unreserved else usage)
             self._ticket = None
 
     def _cancel(self, reason: FinishReason = FinishReason.CANCELLED) -> None:
@@ -280,6 +286,11 @@ class Answer:
             self._allowance.close()
         for handle in self._handles:
             handle.cancel(reason)
+
+    @property
+    def _has_ended(self) -> bool:
+        """The backend has told the end of every request."""
+        return len(self._usages) == len(self._handles)
 
     def _end_decode(self) -> None:
         timings = self._timings
@@ -295,10 +306,10 @@ class Answer:
         broken = [reason for reason in self._reasons if reason not in WIRE_REASONS]
         if broken:
             self.fail(cut_short(broken[0]))
-        if self._entry is None:
+        if self._entry is not None:
+            self._write_end(self._entry, usage)
+        if self._entry is None or not self._is_open:  # only what is whole waits until it is settled: errors do not
             self._complete(usage)
-        else:
-            self._write_end(self._entry, usage, lambda is_durable: self._on_settled(usage, is_durable))
 
     def _complete(self, usage: Usage) -> None:
         if self._finished.done():
@@ -321,14 +332,25 @@ class Answer:
 
     def _on_reserved(self, is_durable: bool) -> None:
         held, self._held = self._held, None
-        if not is_durable:
-            self.fail(unavailable())
-        if held is not None and self._is_open:
-            try:
+        self._is_unreserved = not is_durable
+        try:
+            if self._has_ended:
+                self._settle(total_usage(self._usages))
+            if not is_durable:
+                self.fail(unavailable())
+            elif held is not None and self._is_open:
                 self._body = held.release()
-            except Exception as fault:
-                self._break_down(fault)
-                self._cancel()
+                self._watch.arm()
+        except Exception as fault:
+            self._break_down(fault)
+            self._cancel()
+
+    def _leave_ledger_behind(self) -> None:
+        """The answer is no longer open: where it waited for the ledger alone, it is over, and its row tells how."""
+        if self._entry is not None and self._is_settling:
+            usage = total_usage(self._usages)
+            self._entry.retell(self._end(usage))
+            self._complete(usage)
 
     def _on_settled(self, usage: Usage, is_durable: bool) -> None:
         if not is_durable:
@@ -338,9 +360,9 @@ class Answer:
         except Exception as fault:
             self._break_down(fault)
 
-    def _write_end(self, entry: Entry, usage: Usage, on_settled: Callable[[bool], None]) -> None:
-        self._entry = None
-        entry.settle(self._end(usage), on_settled)
+    def _write_end(self, entry: Entry, usage: Usage) -> None:
+        self._is_settling = True
+        entry.settle(self._end(usage), lambda is_durable: self._on_settled(usage, is_durable))
 
     def _end(self, usage: Usage) -> End:
         error = self._error

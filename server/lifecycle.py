@@ -184,8 +184,9 @@ class Lifecycle:
         if claim is None:
             return await self._generate_placed(surface, stream, body, request_id, timings, ticket)
         if claim.stored is not None:
+            await self._prepare(surface, body, tenant, timings)  # what may be asked is judged as it is now
             timings.enter(Stage.ANSWER, self.clock.monotonic())
-            replay(stream, claim.stored)
+            replay(stream, claim.stored, timings)
             return NOTHING_USED
         recording = Recording(stream.carrier, MAX_ANSWER_BYTES)
         stream.move_to(recording)

@@ -20,6 +20,7 @@ class DeadlineWatch:
         last_token_s: by choice, when its last text came; None before its first.
         num_untold: by choice, how many tokens have come since that say nothing yet: half a character, or what may
             become a stop string. When they came is not known: while they grow, the choice gets its time anew.
+        is_withheld: nothing may be said yet: what has been drawn is no first token to who waits for it.
         fail: breaks the answer off; called once, with a deadline_exceeded.
     """
 
@@ -29,12 +30,14 @@ class DeadlineWatch:
         timings: StageClock,
         last_token_s: list[float | None],
         num_untold: Callable[[int], int],
+        is_withheld: Callable[[], bool],
         fail: Callable[[ServiceError], None],
     ) -> None:
         self._deadlines = deadlines
         self._timings = timings
         self._last_token_s = last_token_s
         self._num_untold = num_untold
+        self._is_withheld = is_withheld
         self._fail = fail
         self._ended: set[int] = set()  # choices
         self._held_since_s: float | None = None
@@ -45,7 +48,7 @@ class DeadlineWatch:
         self._timer = DeadlineTimer(self._loop, self._next_due, self._on_due)
 
     def arm(self) -> None:
-        """To be called when the requests are submitted, and when a choice says its first."""
+        """To be called when the requests are submitted, when a choice says its first, and when it may be said."""
         self._timer.arm()
 
     def drop(self, choice: int) -> None:
@@ -82,7 +85,7 @@ class DeadlineWatch:
         """The deadline that comes first, and what is to be said when it has passed."""
         head_s, limits = self._timings.arrived_s, self._deadlines
         dues = [(head_s + limits.total_s, f"The answer was not complete after {limits.total_s:g} s")]
-        if self._timings.first_token_s is None:
+        if self._timings.first_token_s is None or self._is_withheld():
             dues.append((head_s + limits.ttft_s, f"No token came within {limits.ttft_s:g} s"))
         elif self._held_since_s is None:
             gap = f"The next token did not come within {limits.inter_token_s:g} s"

@@ -11,8 +11,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
 from core.errors import ErrorKind, InvalidRequest, ServiceError
+from server.answer_body import answer_headers
 from server.ledger.recording import Recording
 from server.ledger.records import StoredAnswer
+from server.observing.timing import StageClock
 from server.wire.messages import HttpRequest, ResponseHead
 from server.wire.stream import HttpStream
 
@@ -134,12 +136,12 @@ class Idempotency:
             self._on_forget(tuple(dropped))
 
 
-def replay(stream: HttpStream, answer: StoredAnswer) -> None:
+def replay(stream: HttpStream, answer: StoredAnswer, timings: StageClock) -> None:
     """Say again what was answered, all of it at once."""
     headers = (
         *answer.headers,
         (b"content-length", b"%d" % len(answer.body)),
-        (b"cache-control", b"no-store"),
+        *answer_headers(timings),
         (b"idempotent-replayed", b"true"),
     )
     stream.send_head(ResponseHead(answer.status, headers))

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from core.errors import ExitCode, StartupError
-from server.ledger.records import Probe, Prune, Settle, StoredAnswer, Write
+from server.ledger.records import Amend, Probe, Prune, Settle, StoredAnswer, Write
 from server.ledger.spill import Spill
-from server.ledger.store import Connect, LedgerStore, connect
+from server.ledger.store import Connect, LedgerStore, connect, is_no_database
 
 logger = logging.getLogger(__name__)
 
@@ -69,8 +69,8 @@ class Journal:
                 return Written(are_durable, None, any(map(self._store.has_older, limits)))
             except (sqlite3.Error, OSError) as error:
                 self._fault = str(error)
-        has_spilled = self._try_spill([write for write in writes if isinstance(write, Settle)])
-        return Written([has_spilled and isinstance(write, Settle) for write in writes], self._fault)
+        has_spilled = self._try_spill([write for write in writes if isinstance(write, Settle | Amend)])
+        return Written([has_spilled and isinstance(write, Settle | Amend) for write in writes], self._fault)
 
     def close(self) -> None:
         self._store.close()
@@ -90,10 +90,11 @@ class Journal:
     def _replay(self) -> None:
         rows = self._spill.rows
         if rows:
-            self._store.commit([Settle(row) for row in rows])
+            # Of a request that was spilled twice, the later row says how it ended
+            self._store.commit([write for row in rows for write in (Settle(row), Amend(row))])
             self._spill.clear()
 
-    def _try_spill(self, settlements: list[Settle]) -> bool:
+    def _try_spill(self, settlements: Sequence[Settle | Amend]) -> bool:
         try:
             if settlements:
                 self._spill.append([one.row for one in settlements])
@@ -130,6 +131,9 @@ def open_journal(path: Path, num_records: int, open_database: Connect = connect)
         if isinstance(error, BlockingIOError):
             fix = "stop it, or give this one a ledger of its own: --ledger FILE"
             raise StartupError(f"another server writes to the ledger {path}", fix, ExitCode.CONFIGURATION) from error
+        if is_no_database(path, error):
+            fix = "--ledger FILE, with a name of its own"
+            raise StartupError(f"{path} is not a ledger: it is no database", fix, ExitCode.CONFIGURATION) from error
         if isinstance(error, (sqlite3.Error, OSError)):
             fix = f"make room, or the directory writable: {path.absolute().parent}; or name another: --ledger FILE"
             raise StartupError(f"the ledger {path} cannot be opened: {error}", fix, ExitCode.CONFIGURATION) from error

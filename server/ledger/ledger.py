@@ -21,6 +21,7 @@ from core.types import Cost, Usage
 from server.ledger.journal import Written
 from server.ledger.prices import Prices
 from server.ledger.records import (
+    Amend,
     Checkpoint,
     Forget,
     Keep,
@@ -44,6 +45,10 @@ STUCK_S = 5.0  # without word of any write: a disk that hangs takes none
 PRUNE_S = 3600.0  # and again at once while there is more
 MICRO = 10**6
 SHUTDOWN = "shutdown"
+
+
+def _ignore(is_durable: bool) -> None:
+    pass
 
 
 class Subject(NamedTuple):
@@ -81,15 +86,27 @@ class End(NamedTuple):
 class Entry:
     """One request in the ledger: reserved once, settled once.
 
+    It is settled after its reservation is known to be durable, and not at all if it is not: what was refused because
+    it could not be written down is not billed.
+
     Args:
         row: as it was reserved.
         progress: what it has come to: prompts of which it says something, tokens that it has said.
+        end: how it ended, once it has.
+        is_waiting: for word of its reservation.
+        is_unreserved: that could not be written.
+        is_settled: what became of its settlement is known.
     """
 
     ledger: "Ledger"
     subject: Subject
     row: LedgerRow
     progress: Callable[[], Usage] | None = None
+    end: End | None = None
+    is_waiting: bool = False
+    is_unreserved: bool = False
+    is_settled: bool = False
+    _on_settled: Callable[[bool], None] = _ignore
 
     def reserve(self, num_tokens: int, progress: Callable[[], Usage], on_reserved: Callable[[bool], None]) -> None:
         """Write it down as begun.
@@ -104,11 +121,44 @@ class Entry:
         self.ledger.check()
         self.row = msgspec.structs.replace(self.row, reserved_tokens=num_tokens)
         self.progress = progress
-        self.ledger.begin(self, on_reserved)
+        self.is_waiting = True
+        self.ledger.begin(self, lambda is_durable: self._note_reserved(is_durable, on_reserved))
 
     def settle(self, end: End, on_settled: Callable[[bool], None]) -> None:
-        """Write down its true usage. Of what was not reserved there is nothing to settle."""
-        self.ledger.end(self, self.settled_row(end), on_settled)
+        """Write down its true usage. Of what could not be reserved nothing is written, and nobody told."""
+        self.end, self._on_settled = end, on_settled
+        if not self.is_waiting and not self.is_unreserved:
+            self._write_end(end)
+
+    def retell(self, end: End) -> None:
+        """The client was told this end instead, before word of the settlement came: the row shall say so too."""
+        self.end = end
+        if not self.is_waiting and not self.is_settled and not self.is_unreserved:
+            self.ledger.amend(self.settled_row(end))
+
+    def _note_reserved(self, is_durable: bool, on_reserved: Callable[[bool], None]) -> None:
+        self.is_waiting, self.is_unreserved = False, not is_durable
+        end_before = self.end
+        if not is_durable:
+            self.ledger.drop(self)
+        on_reserved(is_durable)
+        if is_durable and end_before is not None and self.end is not None:
+            self._write_end(self.end)
+
+    def _write_end(self, end: End) -> None:
+        self.ledger.settle(self, self.settled_row(end), self._note_settled)
+
+    def _note_settled(self, is_durable: bool) -> None:
+        self.is_settled = True
+        self._on_settled(is_durable)
+
+    def last_row(self) -> LedgerRow:
+        """As it is where the server ends: settled if it has ended, otherwise broken off."""
+        if self.end is not None:
+            return self.settled_row(self.end)
+        assert self.progress is not None, "it has been reserved"
+        end = End(self.progress(), Cost(), State.ABORTED, 503, SHUTDOWN, {})
+        return msgspec.structs.replace(self.settled_row(end), state=State.ABORTED)
 
     def settled_row(self, end: End) -> LedgerRow:
         return msgspec.structs.replace(
@@ -168,6 +218,7 @@ class Ledger:
         self._loop = loop
         self._keep_s = keep_s
         self._entries: dict[Entry, None] = {}
+        self._unkept: dict[tuple[str, str], StoredAnswer] = {}  # by tenant and key: not known to be in the file yet
         self._num_untold = 0  # writes
         self._waits_since_s: float | None = None  # for word of any of them
         self._checkpoint: asyncio.TimerHandle | None = None
@@ -211,16 +262,27 @@ class Ledger:
         if self._checkpoint is None:
             self._checkpoint = self._loop.call_later(CHECKPOINT_S, self._write_checkpoint)
 
-    def end(self, entry: Entry, row: LedgerRow, on_settled: Callable[[bool], None]) -> None:
+    def settle(self, entry: Entry, row: LedgerRow, on_settled: Callable[[bool], None]) -> None:
         self._entries.pop(entry, None)
         self._write(Settle(row), on_settled)
 
+    def amend(self, row: LedgerRow) -> None:
+        """What is settled, or being settled, ended otherwise; it is billed as before."""
+        self._write(Amend(row), _ignore)
+
+    def drop(self, entry: Entry) -> None:
+        """Nothing was written of it, and nothing will be."""
+        del self._entries[entry]
+
     def keep(self, answer: StoredAnswer) -> None:
-        """Store it with its key."""
-        self._write(Keep(answer), _ignore)
+        """Store it with its key: now, or when the database takes writes again."""
+        self._unkept[answer.tenant, answer.key] = answer
+        self._write_answer(answer)
 
     def forget(self, keys: tuple[tuple[str, str], ...]) -> None:
         """Delete stored answers, by tenant and key."""
+        for key in keys:
+            self._unkept.pop(key, None)
         self._write(Forget(keys), _ignore)
 
     def close(self) -> None:
@@ -228,10 +290,11 @@ class Ledger:
         for timer in (self._checkpoint, self._probe, self._prune):
             if timer is not None:
                 timer.cancel()
+        if self.fault is not None:
+            self._write(Probe(), _ignore)  # perhaps it takes writes by now
         for entry in list(self._entries):
-            assert entry.progress is not None
-            end = End(entry.progress(), Cost(), State.ABORTED, 503, SHUTDOWN, {})
-            self.end(entry, msgspec.structs.replace(entry.settled_row(end), state=State.ABORTED), _ignore)
+            self.settle(entry, entry.last_row(), _ignore)
+        self._write_unkept()
         self._writer.close()
 
     def _write(self, write: Write, tell: Callable[[bool], None]) -> None:
@@ -251,11 +314,25 @@ class Ledger:
             return
         if fault is None:
             logger.warning("the ledger takes writes again")
+            self._write_unkept()
         else:
             logger.error("the ledger takes no writes, requests are refused: %s", fault)
             if self._probe is None:
                 self._probe = self._loop.call_later(PROBE_S, self._write_probe)
         self.fault = fault
+
+    def _write_answer(self, answer: StoredAnswer) -> None:
+        def on_written(is_durable: bool) -> None:
+            place = answer.tenant, answer.key
+            # One that no database takes is told so while there is no fault: to try it again is of no use
+            if (is_durable or self.fault is None) and self._unkept.get(place) is answer:
+                del self._unkept[place]
+
+        self._write(Keep(answer), on_written)
+
+    def _write_unkept(self) -> None:
+        for answer in list(self._unkept.values()):
+            self._write_answer(answer)
 
     def _write_probe(self) -> None:
         self._probe = None
@@ -287,7 +364,3 @@ class Ledger:
 def unavailable() -> ServiceError:
     message = "The server cannot write down what it serves just now, and serves nothing that is not. Try again soon."
     return ServiceError(ErrorKind.UNAVAILABLE, message, "ledger_unavailable", retry_after_s=PROBE_S)
-
-
-def _ignore(is_durable: bool) -> None:
-    pass

@@ -117,6 +117,12 @@ class Settle(msgspec.Struct, frozen=True):
     row: LedgerRow
 
 
+class Amend(msgspec.Struct, frozen=True):
+    """A request that is settled, or being settled, ended for its client otherwise. What it is billed stays."""
+
+    row: LedgerRow
+
+
 class Keep(msgspec.Struct, frozen=True):
     """An answer that may be replayed."""
 
@@ -139,4 +145,4 @@ class Probe(msgspec.Struct, frozen=True):
     """See whether the database takes writes again."""
 
 
-Write = Reserve | Checkpoint | Settle | Keep | Forget | Prune | Probe
+Write = Reserve | Checkpoint | Settle | Amend | Keep | Forget | Prune | Probe

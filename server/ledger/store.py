@@ -13,6 +13,7 @@ import msgspec
 
 from core.errors import ExitCode, StartupError
 from server.ledger.records import (
+    Amend,
     Checkpoint,
     Forget,
     Keep,
@@ -62,6 +63,10 @@ _CHECKPOINT = (
     f"UPDATE requests SET {', '.join(f'{name} = ?' for name in Progress.__struct_fields__[1:])}"
     f" WHERE request_id = ? AND state = '{State.RESERVED}'"
 )
+_AMEND = (
+    "UPDATE requests SET finish_reason = ?, status = ?, error_code = ?"
+    f" WHERE request_id = ? AND state = '{State.SETTLED}'"
+)
 _ABORT = (
     f"UPDATE requests SET state = '{State.ABORTED}', finish_reason = '{State.ABORTED}' WHERE state = '{State.RESERVED}'"
 )
@@ -85,6 +90,11 @@ Connect = Callable[[Path], Database]
 def connect(path: Path) -> Database:
     """A connection without transactions of its own making, for one thread at a time."""
     return sqlite3.connect(path, timeout=BUSY_MS / 1000, isolation_level=None, check_same_thread=False)
+
+
+def is_no_database(path: Path, error: BaseException) -> bool:
+    """Whether opening the path, or reading it, failed because something else than a database is there."""
+    return getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_NOTADB or path.is_dir()
 
 
 class LedgerStore:
@@ -173,6 +183,8 @@ class LedgerStore:
                 execute(_INSERT, msgspec.structs.astuple(row))
             case Settle(row):
                 execute(_SETTLE, msgspec.structs.astuple(row))
+            case Amend(row):
+                execute(_AMEND, (row.finish_reason, row.status, row.error_code, row.request_id))
             case Keep(answer):
                 self._keep(answer)
             case Checkpoint(progress):

@@ -11,7 +11,7 @@ import msgspec
 from core.errors import ExitCode, StartupError
 from server.gate.keys import AGE, AGE_UNITS
 from server.ledger.records import Grouping
-from server.ledger.store import APPLICATION_ID, BUSY_MS, SCHEMA_VERSION
+from server.ledger.store import APPLICATION_ID, BUSY_MS, SCHEMA_VERSION, is_no_database
 from server.values import BadValueError
 
 MICRO = 10**6
@@ -96,8 +96,9 @@ def since_value(text: str, now: datetime) -> int:
 
 
 def _select(path: Path, sql: str, parameters: tuple[Any, ...]) -> list[Any]:
+    fix = "--ledger FILE, the one that the server has"
     if not path.is_file():
-        raise StartupError(f"there is no ledger {path}", "--ledger FILE, the one that the server has", ExitCode.USAGE)
+        raise StartupError(f"there is no ledger {path}", fix, ExitCode.USAGE)
     try:
         connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", timeout=BUSY_MS / 1000, uri=True)
         try:
@@ -105,10 +106,12 @@ def _select(path: Path, sql: str, parameters: tuple[Any, ...]) -> list[Any]:
                 connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")
             )
             if found != (APPLICATION_ID, SCHEMA_VERSION):
-                raise StartupError(f"{path} is no ledger that this version knows", "--ledger FILE", ExitCode.USAGE)
+                raise StartupError(f"{path} is no ledger that this version knows", fix, ExitCode.USAGE)
             return connection.execute(sql, parameters).fetchall()
         finally:
             connection.close()
     except sqlite3.Error as error:
+        if is_no_database(path, error):
+            raise StartupError(f"{path} is not a ledger: it is no database", fix, ExitCode.USAGE) from error
         fix = "read it as the user that the server runs as, or as root"
         raise StartupError(f"the ledger {path} cannot be read: {error}", fix, ExitCode.USAGE) from error

@@ -4,7 +4,8 @@ import asyncio
 from pathlib import Path
 
 from server.ledger.journal import Journal, open_journal
-from server.ledger.records import Write
+from server.ledger.records import LedgerRow, Write
+from server.ledger.store import LedgerStore
 from server.ledger.thread import Item, Tell, tell_batch, write_batch
 
 NUM_RECORDS = 100
@@ -26,12 +27,13 @@ class InlineWriter:
         self.is_stuck = False
         self._loop = loop
         self._batch: list[Item] = []
+        self._timer: asyncio.TimerHandle | None = None
 
     def submit(self, write: Write, tell: Tell) -> None:
         self.writes.append(write)
         self._batch.append((write, tell))
         if len(self._batch) == 1:
-            self._loop.call_later(COMMIT_S, self.commit)
+            self._timer = self._loop.call_later(COMMIT_S, self.commit)
 
     @property
     def is_writing(self) -> bool:
@@ -46,7 +48,18 @@ class InlineWriter:
 
     def close(self) -> None:
         """As the process ends: what was submitted is written, and nobody is told."""
+        if self._timer is not None:
+            self._timer.cancel()
         if self._batch:
             write_batch(self.journal, self._batch)
             self._batch = []
         self.journal.close()
+
+
+def rows(path: Path) -> list[LedgerRow]:
+    """What the file has, as another process would read it."""
+    store = LedgerStore(path)
+    try:
+        return store.rows()
+    finally:
+        store.close()

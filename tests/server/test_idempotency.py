@@ -5,8 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
+from server.config import ServerConfig
 from server.gate.tenants import Tenant
+from server.gate.text_rules import TextRule
 from server.ledger import idempotency
 from server.ledger.idempotency import KEPT_S
 from tests.server.simulated_server import STREAM, Answer, SimulatedServer, answers, chat, completion
@@ -33,6 +36,9 @@ def test_same_request_gets_the_same_bytes_and_computes_nothing(make: Any, fields
     assert again.headers["idempotent-replayed"] == "true"
     assert "idempotent-replayed" not in first.headers
     assert again.headers["x-request-id"] != first.headers["x-request-id"]
+    assert again.headers["openai-processing-ms"].isdigit()
+    assert "validate;dur=" in again.headers["server-timing"]
+    assert again.headers["cache-control"] == "no-store"
     assert server.stats.num_generated_tokens == num_generated
     server.close()
 
@@ -100,6 +106,26 @@ def test_keys_are_their_tenants() -> None:
     server.ask(keyed(chat(), "k1", "Authorization: Bearer acme"))
     assert "idempotent-replayed" not in server.ask(keyed(chat(), "k1", "Authorization: Bearer other")).headers
     assert "idempotent-replayed" in server.ask(keyed(chat(), "k1", "Authorization: Bearer acme")).headers
+    server.close()
+
+
+@pytest.mark.parametrize(
+    ("changed", "status", "code"),
+    [
+        ({"models": ("another",)}, 404, "model_not_found"),
+        ({"text_rules": (TextRule(phrase="step", on="prompt"),)}, 400, "content_filter"),
+    ],
+)
+def test_replay_keeps_to_what_a_reload_brought(changed: dict[str, Any], status: int, code: str) -> None:
+    acme = Tenant(name="acme", key_sha256=(sha256(b"acme").hexdigest(),))
+    server = SimulatedServer(tenants=(acme,))
+    asked = keyed(chat(), "k1", "Authorization: Bearer acme")
+    said = server.ask(asked)
+    server.gate.prepare(ServerConfig(tenants=(structs.replace(acme, **changed),)))()
+    refused = server.ask(asked)
+    assert (refused.status, refused.json["error"]["code"]) == (status, code)
+    server.gate.prepare(ServerConfig(tenants=(acme,)))()
+    assert content(server.ask(asked)) == content(said)
     server.close()
 
 

@@ -1,8 +1,6 @@
 """The ledger through the whole server: what is written when, and what waits for it."""
 
 import random
-import sqlite3
-from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -13,12 +11,12 @@ from core.simulation import CostModel
 from core.types import Cost, FinishReason, Usage
 from server.gate.quota import Moment
 from server.gate.tenants import Limits, Tenant
-from server.ledger.ledger import CHECKPOINT_S, PROBE_S, PRUNE_S, STUCK_S, End, Ledger, Subject
+from server.ledger.ledger import CHECKPOINT_S, PRUNE_S, End, Ledger, Subject
 from server.ledger.prices import ModelPrice, Prices
-from server.ledger.records import Checkpoint, LedgerRow, Prune, State
-from server.ledger.store import PRUNED_ROWS, LedgerStore
+from server.ledger.records import Checkpoint, Prune, State
+from server.ledger.store import PRUNED_ROWS
 from tests.server.fakes import MemoryTransport
-from tests.server.inline_ledger import InlineWriter
+from tests.server.inline_ledger import InlineWriter, rows
 from tests.server.simulated_server import MODEL, STREAM, UNIX_S, Answer, SimulatedServer, answers, chat, completion
 from tests.server.virtual_loop import VirtualTimeLoop
 
@@ -28,15 +26,6 @@ PRICES = Prices(((MODEL, ModelPrice(prompt=2_000_000, cached=500_000, completion
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "ledger.db"
-
-
-def rows(path: Path) -> list[LedgerRow]:
-    """What the file has, as another process would read it."""
-    store = LedgerStore(path)
-    try:
-        return store.rows()
-    finally:
-        store.close()
 
 
 @pytest.mark.parametrize("fields", [{}, STREAM])
@@ -180,57 +169,6 @@ def test_what_runs_at_shutdown_is_closed_where_it_is(path: Path) -> None:
     (row,) = rows(path)
     assert (row.state, row.status, row.error_code) == (State.ABORTED, 503, "shutdown")
     assert (row.prompt_tokens, row.completion_tokens, row.counted_tokens, row.price_micro) == (10, 3, 3, 50)
-
-
-@pytest.fixture
-def lock(path: Path) -> Iterator[sqlite3.Connection]:
-    """Someone else's."""
-    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-    yield connection
-    connection.close()
-
-
-def test_while_nothing_can_be_written_requests_are_refused_before_work(path: Path, lock: sqlite3.Connection) -> None:
-    server = SimulatedServer(ledger=path)
-    running = stream_until_first_byte(server)
-    lock.execute("BEGIN IMMEDIATE")
-    first = server.ask(chat())  # it is the one that finds out
-    assert (first.status, first.json["error"]["code"]) == (503, "ledger_unavailable")
-    assert first.headers["retry-after"] == "1"
-    num_submitted = len(server.posted)
-    second = server.ask(chat())
-    assert (second.status, second.json["error"]["code"]) == (503, "ledger_unavailable")
-    assert len(server.posted) == num_submitted
-    server.run()
-    (answer,) = answers(bytes(running.received))
-    assert answer.events[-1] == "[DONE]"  # what ran is settled all the same
-    assert [row.state for row in rows(path)] == [State.RESERVED]
-    lock.execute("ROLLBACK")
-    server.run_for(2 * PROBE_S)
-    assert server.ask(chat()).status == 200
-    server.close()
-    found = {row.request_id: row for row in rows(path)}
-    assert (found["r1"].state, found["r1"].completion_tokens) == (State.SETTLED, 60)
-    assert (found["r2"].state, found["r2"].status) == (State.SETTLED, 503)
-    assert "r3" not in found
-
-
-def test_while_the_disk_hangs_requests_are_refused_before_work(path: Path) -> None:
-    server = SimulatedServer(ledger=path)
-    assert server.ledger_writer is not None
-    server.ledger_writer.is_stuck = True
-    waiting = server.send(chat())
-    server.run_for(STUCK_S + 1)
-    num_submitted = len(server.posted)
-    refused = server.send(chat())
-    assert answers(bytes(refused.received))[0].json["error"]["code"] == "ledger_unavailable"
-    assert len(server.posted) == num_submitted
-    server.ledger_writer.is_stuck = False
-    server.ledger_writer.commit()
-    server.run()
-    assert answers(bytes(waiting.received))[0].status == 200
-    assert server.ask(chat()).status == 200
-    server.close()
 
 
 def test_days_pools_go_on_from_the_ledger(path: Path) -> None:

@@ -3,13 +3,14 @@
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from core.errors import StartupError
 from server.ledger.journal import Journal, open_journal
-from server.ledger.records import Checkpoint, LedgerRow, Probe, Progress, Prune, Reserve, Settle, State, Write
+from server.ledger.records import Amend, Checkpoint, LedgerRow, Probe, Progress, Prune, Reserve, Settle, State, Write
 from server.ledger.spill import RECORD_BYTES, Spill, SpillFull
 from server.ledger.store import PRUNED_ROWS, LedgerStore
 
@@ -87,6 +88,14 @@ def test_what_is_settled_stays_as_it_is(path: Path, journal: Journal) -> None:
     journal.write([Reserve(row()), settled()])
     journal.write([settled(completion_tokens=8), Checkpoint((Progress("a", 5, 20, 16, 3, 23, 11),))])
     assert rows(path) == {"a": settled().row}
+
+
+def test_what_was_told_otherwise_is_amended_and_billed_as_before(path: Path, journal: Journal) -> None:
+    journal.write([settled(status=200, price_micro=3), Reserve(row("b"))])
+    late: dict[str, Any] = {"status": 504, "error_code": "deadline_exceeded", "price_micro": 9}
+    journal.write([Amend(settled(**late).row), Amend(settled("b", **late).row)])
+    a = settled(status=504, error_code="deadline_exceeded", price_micro=3).row
+    assert rows(path) == {"a": a, "b": row("b")}
 
 
 @pytest.mark.parametrize("bad", [Reserve(row("a")), settled("c", device_us=2**70)])
@@ -198,9 +207,16 @@ def test_other_files_are_left_alone(path: Path, content: bytes | None) -> None:
         content = path.read_bytes()
     else:
         path.write_bytes(content)
-    with pytest.raises(StartupError, match=r"ledger"):
+    with pytest.raises(StartupError, match=f"{path} is .*not a ledger") as raised:
         open_journal(path, NUM_RECORDS)
+    assert raised.value.fix == "--ledger FILE, with a name of its own"
     assert path.read_bytes() == content
+
+
+def test_directory_in_a_ledgers_place_is_named(path: Path) -> None:
+    path.mkdir()
+    with pytest.raises(StartupError, match=f"{path} is not a ledger"):
+        open_journal(path, NUM_RECORDS)
 
 
 def test_directory_that_nobody_may_write_to_is_named(tmp_path: Path) -> None:

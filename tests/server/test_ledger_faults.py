@@ -1,0 +1,241 @@
+"""A ledger that takes no writes, or hangs: who is refused, who pays, what is told when, and what is made up for."""
+
+import sqlite3
+from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.gate.tenants import Limits, Tenant
+from server.ledger.ledger import PROBE_S, STUCK_S
+from server.ledger.records import LedgerRow, State
+from tests.server.inline_ledger import InlineWriter, rows
+from tests.server.simulated_server import STREAM, Answer, SimulatedServer, answers, chat
+from tests.server.test_ledger import stream_until_first_byte
+
+ACME = Tenant(name="acme", limits=Limits(tokens_per_day=1000), key_sha256=(sha256(b"k").hexdigest(),))
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "ledger.db"
+
+
+@pytest.fixture
+def lock(path: Path) -> Iterator[sqlite3.Connection]:
+    """Someone else's."""
+    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    yield connection
+    connection.close()
+
+
+def test_while_nothing_can_be_written_requests_are_refused_before_work(path: Path, lock: sqlite3.Connection) -> None:
+    server = SimulatedServer(ledger=path)
+    running = stream_until_first_byte(server)
+    lock.execute("BEGIN IMMEDIATE")
+    first = server.ask(chat())  # it is the one that finds out
+    assert (first.status, first.json["error"]["code"]) == (503, "ledger_unavailable")
+    assert first.headers["retry-after"] == "1"
+    num_submitted = len(server.posted)
+    second = server.ask(chat())
+    assert (second.status, second.json["error"]["code"]) == (503, "ledger_unavailable")
+    assert len(server.posted) == num_submitted
+    server.run()
+    (answer,) = answers(bytes(running.received))
+    assert answer.events[-1] == "[DONE]"  # what ran is settled all the same
+    assert [row.state for row in rows(path)] == [State.RESERVED]
+    lock.execute("ROLLBACK")
+    server.run_for(2 * PROBE_S)
+    assert server.ask(chat()).status == 200
+    server.close()
+    found = {row.request_id: row for row in rows(path)}
+    assert (found["r1"].state, found["r1"].completion_tokens) == (State.SETTLED, 60)
+    assert found.keys() == {"r1", "r4"}  # what was refused leaves no row
+
+
+def test_while_the_disk_hangs_requests_are_refused_before_work(path: Path) -> None:
+    server = SimulatedServer(ledger=path)
+    assert server.ledger_writer is not None
+    server.ledger_writer.is_stuck = True
+    waiting = server.send(chat())
+    server.run_for(STUCK_S + 1)
+    num_submitted = len(server.posted)
+    refused = server.send(chat())
+    assert answers(bytes(refused.received))[0].json["error"]["code"] == "ledger_unavailable"
+    assert len(server.posted) == num_submitted
+    server.ledger_writer.is_stuck = False
+    server.ledger_writer.commit()
+    server.run()
+    assert answers(bytes(waiting.received))[0].status == 200
+    assert server.ask(chat()).status == 200
+    server.close()
+
+
+def as_acme(data: bytes, *lines: str) -> bytes:
+    return data.replace(b"Host: a", "\r\n".join(["Host: a", "Authorization: Bearer k", *lines]).encode(), 1)
+
+
+def writer_of(server: SimulatedServer) -> InlineWriter:
+    assert server.ledger_writer is not None
+    return server.ledger_writer
+
+
+def hang(server: SimulatedServer) -> None:
+    writer_of(server).is_stuck = True
+
+
+def go_on(server: SimulatedServer) -> None:
+    writer_of(server).is_stuck = False
+    writer_of(server).commit()
+    server.run()
+
+
+def told(received: bytearray) -> Answer:
+    (answer,) = answers(bytes(received))
+    return answer
+
+
+def the_row(path: Path) -> LedgerRow:
+    (row,) = rows(path)
+    return row
+
+
+@pytest.mark.parametrize("fields", [{}, STREAM])
+@pytest.mark.parametrize("is_computed_before", [False, True])
+def test_who_is_refused_because_nothing_can_be_written_pays_nothing(
+    path: Path, lock: sqlite3.Connection, fields: dict[str, Any], is_computed_before: bool
+) -> None:
+    server = SimulatedServer(ledger=path, tenants=(ACME,))
+    if is_computed_before:
+        hang(server)
+    lock.execute("BEGIN IMMEDIATE")
+    transport = server.send(as_acme(chat(**fields)))
+    server.run()
+    assert server.stats.num_generated_tokens or not is_computed_before
+    go_on(server)
+    refused = told(transport.received)
+    assert (refused.status, refused.json["error"]["code"]) == (503, "ledger_unavailable")
+    (account,) = [one for one in server.gate.quotas.accounts if one.tokens]
+    assert account.tokens[0].available(server.gate.quotas._clock()) == 1000
+    lock.execute("ROLLBACK")
+    server.run_for(2 * PROBE_S)
+    server.close()
+    assert rows(path) == []
+
+
+@pytest.mark.parametrize("fields", [{}, STREAM])
+@pytest.mark.parametrize("deadlines", [{"ttft_ms": 1000}, {"total_ms": 1000}])
+def test_deadlines_hold_while_the_reservation_hangs(
+    path: Path, fields: dict[str, Any], deadlines: dict[str, int]
+) -> None:
+    server = SimulatedServer(ledger=path)
+    hang(server)
+    transport = server.send(chat(deadlines=deadlines, **fields))
+    server.run_for(0.9)
+    assert server.stats.num_generated_tokens == 12
+    assert not transport.received
+    server.run_for(0.2)
+    late = told(transport.received)
+    assert (late.status, late.json["error"]["code"], late.is_complete) == (504, "deadline_exceeded", True)
+    assert not server.lifecycle.active
+    go_on(server)
+    server.close()
+    row = the_row(path)
+    assert (row.state, row.status, row.error_code) == (State.SETTLED, 504, "deadline_exceeded")
+    assert row.completion_tokens == 12
+
+
+def test_what_was_withheld_in_time_has_its_gaps_watched_from_then_on(path: Path) -> None:
+    server = SimulatedServer(ledger=path)
+    hang(server)
+    transport = server.send(chat(deadlines={"ttft_ms": 1000, "inter_token_ms": 500}, **STREAM))
+    server.step()
+    server.step()  # its first token
+    writer_of(server).is_stuck = False
+    writer_of(server).commit()
+    server.loop.advance(0.4)
+    assert not told(transport.received).is_complete
+    server.loop.advance(0.2)  # the engine is not stepped
+    server.run()
+    assert "next token" in told(transport.received).events[-1]["error"]["message"]
+    server.close()
+
+
+@pytest.mark.parametrize("fields", [{}, STREAM])
+@pytest.mark.parametrize("is_spilled", [False, True])
+def test_deadline_holds_while_the_settlement_hangs_and_its_row_tells_it(
+    path: Path, lock: sqlite3.Connection, fields: dict[str, Any], is_spilled: bool
+) -> None:
+    server = SimulatedServer(ledger=path)
+    transport = server.send(chat(deadlines={"total_ms": 1000}, **fields))
+    server.run_for(0.02)
+    assert the_row(path).state is State.RESERVED
+    hang(server)
+    server.run_for(1.1)
+    late = told(transport.received)
+    error = late.events[-1]["error"] if fields else late.json["error"]
+    assert (late.is_complete, error["code"]) == (True, "deadline_exceeded")
+    assert not server.lifecycle.active
+    if is_spilled:
+        lock.execute("BEGIN IMMEDIATE")
+    go_on(server)
+    if is_spilled:
+        lock.execute("ROLLBACK")
+    server.run_for(2 * PROBE_S)
+    server.close()
+    row = the_row(path)
+    assert (row.state, row.status, row.error_code) == (State.SETTLED, 504, "deadline_exceeded")
+    assert row.completion_tokens == 12
+
+
+def test_client_that_goes_while_its_settlement_hangs_is_not_waited_for(path: Path) -> None:
+    server = SimulatedServer(ledger=path)
+    transport = stream_until_first_byte(server, max_tokens=12)
+    hang(server)
+    server.run_for(1.0)
+    transport.feed_eof()
+    server.loop.settle()
+    assert not server.lifecycle.active
+    go_on(server)
+    server.close()
+    row = the_row(path)
+    assert (row.state, row.status, row.completion_tokens) == (State.SETTLED, 499, 12)
+
+
+def ended_in_a_fault(path: Path, lock: sqlite3.Connection) -> tuple[SimulatedServer, bytes, Answer]:
+    """A server whose database takes no writes since an answer was in progress; that one's request, and the answer."""
+    server = SimulatedServer(ledger=path, tenants=(ACME,))
+    asked = as_acme(chat(**STREAM), "Idempotency-Key: once")
+    transport = server.send(asked)
+    server.run_until(lambda: bool(transport.received))
+    lock.execute("BEGIN IMMEDIATE")
+    server.run()
+    answer = told(transport.received)
+    assert answer.events[-1] == "[DONE]"
+    return server, asked, answer
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 2 * PROBE_S])
+def test_answer_given_while_nothing_can_be_written_is_kept_once_it_can(
+    path: Path, lock: sqlite3.Connection, wait_s: float
+) -> None:
+    server, asked, said = ended_in_a_fault(path, lock)
+    lock.execute("ROLLBACK")
+    server.run_for(wait_s)  # 0: nothing has been tried again when the server ends
+    server.close()
+    after = SimulatedServer(ledger=path, tenants=(ACME,), first_id=10)
+    again = after.ask(asked)
+    assert (again.headers["idempotent-replayed"], again.body) == ("true", said.body)
+    after.close()
+    assert [row.request_id for row in rows(path)] == ["r1"]
+
+
+def test_answer_that_is_written_is_not_written_again(path: Path, lock: sqlite3.Connection) -> None:
+    server, *_ = ended_in_a_fault(path, lock)
+    lock.execute("ROLLBACK")
+    server.run_for(2 * PROBE_S)
+    assert server.lifecycle.ledger is not None
+    assert not server.lifecycle.ledger._unkept
+    server.close()
