@@ -82,16 +82,18 @@ def expected_ttft_s(
 
 
 def tokens_left(mean_tokens: float, num_said: int, num_allowed: int) -> float:
-    """How many more an answer is expected to have that has said so many, at least one.
+    """How many more an answer is expected to have that has said so many.
 
     As many as any, while its length is nothing out of the common: lengths are taken to be spread exponentially. One of
-    over twice the mean shows that it is not of their kind: it is then expected to go on for about as long as it has.
+    over twice the mean shows that it is not of their kind: it then goes on for about as long as it has, or to its end.
+    Never less than the mean, even where num_allowed is near: it serves to say how often one of all ends, and the next
+    one in its place has all of its own to say.
 
     Args:
         mean_tokens: of answers that have ended.
         num_allowed: its max_tokens.
     """
-    return max(1.0, min(max(mean_tokens, num_said - mean_tokens), num_allowed - num_said))
+    return max(mean_tokens, min(num_said - mean_tokens, num_allowed - num_said))
 
 
 class _Load:

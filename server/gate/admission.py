@@ -244,7 +244,10 @@ class Admission:
         return min(factor * expected_s, ahead.ageing_s * (1 + ahead.same_class.num_requests) + factor * last_s)
 
     def _expected_left(self, num_steps: int) -> float:
-        """Tokens that an answer which goes on has yet to say: the mean by which one of them ends. Counted seldom."""
+        """Tokens that answers which go on have yet to say, as the harmonic mean: how often one of them ends.
+
+        All are counted at once, and seldom: many may ask.
+        """
         now_s = self._clock()
         if now_s >= self._counted_s + NUMBER_EVERY_S:
             self._counted_s = now_s
