@@ -69,7 +69,7 @@ def expected_ttft_s(
 
     Args:
         num_decoding: sequences that have had their first token.
-        answer_tokens: that an answer has, on average.
+        answer_tokens: that one of these has yet to say, on average (tokens_left).
         ahead: what is served before it, prompts that are half computed included.
     """
     if stats.step_cost_s is None:
@@ -79,6 +79,21 @@ def expected_ttft_s(
     both.add(ahead)
     both.add(own)
     return max(load.prefill_s(both), load.room_s(answer_tokens) + load.prefill_s(own))
+
+
+def tokens_left(mean_tokens: float, num_said: int, num_allowed: int) -> float:
+    """How many more an answer is expected to have that has said so many.
+
+    As many as any, while its length is nothing out of the common: lengths are taken to be spread exponentially. One of
+    over twice the mean shows that it is not of their kind: it then goes on for about as long as it has, or to its end.
+    Never less than the mean, even where num_allowed is near: it serves to say how often one of all ends, and the next
+    one in its place has all of its own to say.
+
+    Args:
+        mean_tokens: of answers that have ended.
+        num_allowed: its max_tokens.
+    """
+    return max(mean_tokens, min(num_said - mean_tokens, num_allowed - num_said))
 
 
 class _Load:

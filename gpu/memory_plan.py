@@ -213,7 +213,10 @@ def _kv_does_not_fit(asked: _Asked) -> NotEnoughMemory:
     if given is not None and given > room:
         cause = f"KV cache: --kv-memory asks for {_size(given)}, {_size(room)} free beside the weights."
     elif given is not None:
-        cause = f"KV cache: need {_size(need)} for {asked.max_model_len} tokens, --kv-memory gives {_size(given)}."
+        short = f", {need - given} bytes too few" if _size(given) == _size(need) else ""
+        cause = (
+            f"KV cache: need {_size(need)} for {asked.max_model_len} tokens, --kv-memory gives {_size(given)}{short}."
+        )
     return NotEnoughMemory(cause, _ways_out(asked))
 
 

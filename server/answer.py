@@ -171,7 +171,7 @@ class Answer:
             self._metrics.finished[reason] += 1
             self._watch.drop(choice)
             if self._last_token_s[choice] is not None:
-                self._place.on_choice_end()
+                self._place.on_choice_end(choice)
             if self._allowance is not None:
                 self._allowance.drop(choice)
         # What ends a choice for no reason that the wire knows is told with the end of the request, as an error

@@ -243,6 +243,7 @@ class Server:
         """As the first SIGTERM, and no more than that if asked again. Returns the seconds of grace."""
         grace_s = self._config.drain_timeout_s
         if not self._stopping.done():
+            logger.info("the server drains and ends, as /admin/drain asks")
             self.stop(grace_s)
         return grace_s
 

@@ -15,7 +15,7 @@ import msgspec
 import orjson
 
 from core.errors import InvalidRequest
-from server.api.long_json import MAX_DEPTH, LongJson, UnfitJson
+from server.api.long_json import MAX_DEPTH, LongJson, TooMuchJson, UnfitJson
 from server.observing.logs import escape
 
 logger = logging.getLogger(__name__)
@@ -85,6 +85,8 @@ def parse_object(body: bytes) -> dict[str, Any]:
         raise _bad_json(f"{error.msg} at line {error.lineno}, column {error.colno}") from None
     except UnfitJson as error:
         raise _bad_json(str(error)) from None
+    except TooMuchJson as error:
+        raise _too_much(str(error)) from None
     except ValueError:  # int() of over 4,300 digits
         raise _bad_json("it has a number that is too long") from None
     if not is_long:
@@ -99,7 +101,7 @@ def _check_nesting(body: bytes) -> None:
         return
     brackets = _STRING.sub(b"", body).translate(None, _NO_BRACKETS)
     if max(accumulate(map(_STEPS.__getitem__, brackets)), default=0) > MAX_DEPTH:
-        raise _bad_json(f"it is nested deeper than {MAX_DEPTH}")
+        raise _too_much(f"is nested deeper than {MAX_DEPTH}")
 
 
 def _check_surrogates(body: bytes) -> None:
@@ -138,6 +140,10 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_float=_finite,
 
 def _bad_json(cause: str) -> InvalidRequest:
     return InvalidRequest(f"The body is not valid JSON: {cause}.", code="invalid_json")
+
+
+def _too_much(what: str) -> InvalidRequest:
+    return InvalidRequest(f"The body is more than the server reads: its JSON {what}.", code="json_too_large")
 
 
 def _drop_foreign_tools(fields: dict[str, Any]) -> None:

@@ -12,11 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 MAX_DEPTH = 64
-MAX_VALUES = 100_000  # whole numbers of arrays aside: a few microseconds, and up to 60 bytes for two on the wire
+MAX_VALUES = 100_000  # those of _IDS aside: a few microseconds, and up to 60 bytes for two on the wire
 
 _RUN = 1000  # numbers that are taken in one step: some 0.1 ms
 _SPACE = re.compile(r"[ \t\n\r]*+")
-_IDS = re.compile(rf"(?:(?:0|[1-9][0-9]{{0,17}}),[ \t\n\r]*+){{1,{_RUN}}}+")  # whole numbers that others follow
+# Whole numbers that others follow
+_IDS = re.compile(rf"(?:-?(?:0|[1-9][0-9]{{0,17}})[ \t\n\r]*+,[ \t\n\r]*+){{1,{_RUN}}}+")
 _NUMBER = re.compile(r"(-?(?:0|[1-9][0-9]*+))(\.[0-9]++)?([eE][-+]?[0-9]++)?")
 _WORDS = {"true": True, "false": False, "null": None}
 _WORD = re.compile(r"true|false|null|NaN|-?Infinity")
@@ -24,6 +25,10 @@ _WORD = re.compile(r"true|false|null|NaN|-?Infinity")
 
 class UnfitJson(Exception):
     """What may not stand in a body, though it is JSON, or near it; str() says what."""
+
+
+class TooMuchJson(Exception):
+    """It is more than is read of one body; str() says in what."""
 
 
 class LongJson:
@@ -42,7 +47,8 @@ class LongJson:
         """
         Raises:
             json.JSONDecodeError: it is no JSON.
-            UnfitJson: it is too much, or could be read in two ways.
+            UnfitJson: it could be read in two ways, or not at all.
+            TooMuchJson: it has too many values, or is nested too deep.
             ValueError: it has an integer of thousands of digits.
         """
         value, at = self._value(self._after_space(0), 0)
@@ -61,7 +67,7 @@ class LongJson:
         text = self._text
         self._num_values += 1
         if self._num_values > MAX_VALUES:
-            raise UnfitJson(f"it has more than {MAX_VALUES} values, whole numbers in arrays not counted")
+            raise TooMuchJson(f"has more than {MAX_VALUES} values, whole numbers in arrays not counted")
         char = text[at : at + 1]
         if char == '"':
             return self._string(at + 1)
@@ -138,4 +144,4 @@ class LongJson:
 
 def _check_depth(depth: int) -> None:
     if depth > MAX_DEPTH:
-        raise UnfitJson(f"it is nested deeper than {MAX_DEPTH}")
+        raise TooMuchJson(f"is nested deeper than {MAX_DEPTH}")

@@ -12,11 +12,21 @@ from dataclasses import dataclass, field
 
 from core.errors import ErrorKind, ServiceError
 from core.types import EngineStats, Request, Usage
-from core.wait_estimate import FIRST_GUESS_TOKENS, Backlog, DrainMeter, EngineRoom, Margin, backlog_of, expected_ttft_s
+from core.wait_estimate import (
+    FIRST_GUESS_TOKENS,
+    Backlog,
+    DrainMeter,
+    EngineRoom,
+    Margin,
+    backlog_of,
+    expected_ttft_s,
+    tokens_left,
+)
+from core.waiting import AGEING_S
 from server.gate.queue_limits import QueueLimits
 
 LEAST_RETRY_S, MOST_RETRY_S = 1.0, 60.0
-NUMBER_EVERY_S = 0.1
+NUMBER_EVERY_S = 0.1  # places in a line, and how long answers go on
 ANSWER_RATE = 1 / 32  # of the newest answer in the mean of their lengths
 
 
@@ -61,6 +71,34 @@ class Asker:
     is_due: bool
 
 
+@dataclass(slots=True)
+class Ahead:
+    """What is served before a request.
+
+    Args:
+        all: as far as the order of the moment tells.
+        same_class: of these, those that are so whatever higher classes do.
+        ageing_s: how long higher classes that wait can hold back the first of this one, and then the next: age lets
+            a class that waits go before them (core/waiting.py).
+    """
+
+    all: Backlog = field(default_factory=Backlog)
+    same_class: Backlog = field(default_factory=Backlog)
+    ageing_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class _Answer:
+    """A choice that has had its first token, and goes on.
+
+    Args:
+        begun_step: of the engine's steps, each of which gives it about one token.
+    """
+
+    begun_step: int
+    max_tokens: int
+
+
 @dataclass(frozen=True, slots=True)
 class QueueView:
     """Where a request stands.
@@ -90,16 +128,23 @@ class Admission:
     ) -> None:
         self.num_requests = 0
         self.num_bytes = 0
-        self.num_decoding = 0
         self._limits = limits
         self._room = room
         self._stats = stats
         self._clock = clock
         self._waiting = Backlog()
         self._lines: dict[_Key, _Line] = {}
+        self._answers: dict[_Answer, None] = {}
         self._answer_tokens = FIRST_GUESS_TOKENS
+        self._tokens_left = FIRST_GUESS_TOKENS  # of those that go on, as it was a moment ago
+        self._counted_s = -math.inf
         self._meter = DrainMeter()
         self.margin = Margin()
+
+    @property
+    def num_decoding(self) -> int:
+        """Choices that have had their first token, and go on."""
+        return len(self._answers)
 
     @property
     def is_idle(self) -> bool:
@@ -163,16 +208,18 @@ class Admission:
 
     # What places ask and tell.
 
-    def ahead_of(self, asker: Asker, entry: _Entry | None = None, now_s: float = 0.0) -> Backlog:
+    def ahead_of(self, asker: Asker, entry: _Entry | None = None, now_s: float = 0.0) -> Ahead:
         """What would be served before a request that came now.
 
-        Of its own tenant, all; of another one of its class, what its share gives it meanwhile; of higher classes all.
-        One with a deadline passes those without (core/waiting.py), and they pass the others.
+        Of its own tenant, all; of another one of its class, what its share gives it meanwhile; of higher classes all,
+        for as long as age lets them. One with a deadline passes those without (core/waiting.py), and they pass the
+        others.
 
         Args:
             entry: it has come already, and this is it.
         """
-        ahead = Backlog()
+        ahead = Ahead()
+        same_class = ahead.same_class
         part = 1.0 if entry is None else entry.line.place_of(entry, now_s) / len(entry.line.entries)
         own = [self._lines.get((asker.priority, asker.tenant, due)) for due in (False, True)[asker.is_due :]]
         num_own = part * sum(line.total.num_requests for line in own if line is not None)
@@ -180,33 +227,61 @@ class Admission:
             num = line.total.num_requests
             goes_first = line_is_due or not asker.is_due
             if priority > asker.priority:
-                ahead.add(line.total)
+                ahead.all.add(line.total)
+                ahead.ageing_s = max(ahead.ageing_s, AGEING_S * (priority - asker.priority))
             elif priority == asker.priority and tenant == asker.tenant:
-                ahead.add(line.total, part if goes_first else 0.0)
+                same_class.add(line.total, part if goes_first else 0.0)
             elif priority == asker.priority:
                 num_fair = math.ceil((num_own + goes_first) * line.share / asker.share)
-                ahead.add(line.total, min(1.0, num_fair / num))
+                same_class.add(line.total, min(1.0, num_fair / num))
+        ahead.all.add(same_class)
         return ahead
 
-    def check_in_time(self, ahead: Backlog, own: Backlog, allowed_s: float) -> float | None:
+    def _expected_s(self, ahead: Ahead, own: Backlog, factor: float) -> float | None:
+        """Until the first token; None: it is not known.
+
+        Args:
+            factor: that the model's word is multiplied with. What age guarantees is none of it.
+        """
+        stats = self._stats()
+        left = self._expected_left(stats.num_steps)
+        expected_s = expected_ttft_s(self._room, stats, self.num_decoding, left, ahead.all, own)
+        if expected_s is None or not ahead.ageing_s:
+            return None if expected_s is None else factor * expected_s
+        last_s = expected_ttft_s(self._room, stats, self.num_decoding, left, ahead.same_class, own)
+        assert last_s is not None, "it is measured"
+        return min(factor * expected_s, ahead.ageing_s * (1 + ahead.same_class.num_requests) + factor * last_s)
+
+    def _expected_left(self, num_steps: int) -> float:
+        """Tokens that answers which go on have yet to say, as the harmonic mean: how often one of them ends.
+
+        All are counted at once, and seldom: many may ask.
+        """
+        now_s = self._clock()
+        if now_s >= self._counted_s + NUMBER_EVERY_S:
+            self._counted_s = now_s
+            mean = self._answer_tokens
+            lefts = [tokens_left(mean, num_steps - one.begun_step, one.max_tokens) for one in self._answers]
+            self._tokens_left = len(lefts) / sum(1 / left for left in lefts) if lefts else mean
+        return self._tokens_left
+
+    def check_in_time(self, ahead: Ahead, own: Backlog, allowed_s: float) -> float | None:
         """
         Returns: in how many seconds the first token is expected; None: it is not known.
 
         Raises:
             ServiceError: deadline_unattainable.
         """
-        stats, is_idle = self._stats(), self.is_idle
+        is_idle = self.is_idle
         if (
             is_idle
         ):  # nobody is harmed by a try: only what could not be in time with all of its prompt cached is refused
             own = backlog_of(1, 1)
-        expected_s = expected_ttft_s(self._room, stats, self.num_decoding, self._answer_tokens, ahead, own)
-        if expected_s is not None and not is_idle:
-            expected_s *= self.margin.factor
+        expected_s = self._expected_s(ahead, own, 1.0 if is_idle else self.margin.factor)
         if expected_s is None or not 0 < allowed_s < expected_s:
             return expected_s  # what is late already is told so by its deadline
         too_long_s = expected_s - allowed_s
-        retry_s = self._retry_s(ahead.num_requests * too_long_s / expected_s, too_long_s)
+        retry_s = self._retry_s(ahead.all.num_requests * too_long_s / expected_s, too_long_s)
         message = (
             f"The first token is expected in {_shown(expected_s)}, and its deadline is in {_shown(allowed_s)}."
             f" Allow more time, or try again in {math.ceil(retry_s)} s."
@@ -215,12 +290,8 @@ class Admission:
 
     def view(self, entry: _Entry, now_s: float) -> QueueView:
         ahead = self.ahead_of(entry.asker, entry, now_s)
-        expected_s = expected_ttft_s(
-            self._room, self._stats(), self.num_decoding, self._answer_tokens, ahead, entry.backlog
-        )
-        if expected_s is not None:
-            expected_s *= self.margin.factor
-        return QueueView(round(ahead.num_requests), expected_s)
+        expected_s = self._expected_s(ahead, entry.backlog, self.margin.factor)
+        return QueueView(round(ahead.all.num_requests), expected_s)
 
     def check_tokens(self, num_tokens: float) -> None:
         """
@@ -250,6 +321,14 @@ class Admission:
             self._lines = {key: other for key, other in self._lines.items() if other is not line}
         self._meter.note(self._clock(), is_empty=not self._lines)
 
+    def begin_answer(self, max_tokens: int) -> _Answer:
+        answer = _Answer(self._stats().num_steps, max_tokens)
+        self._answers[answer] = None
+        return answer
+
+    def end_answer(self, answer: _Answer) -> None:
+        del self._answers[answer]
+
     def note_answer(self, num_tokens: float) -> None:
         self._answer_tokens += ANSWER_RATE * (num_tokens - self._answer_tokens)
 
@@ -267,8 +346,9 @@ class Place:
         self._num_choices = 1  # of each prompt
         self._entries: dict[int, _Entry] = {}  # that wait, by prompt
         self._expected_s = math.inf  # when its first token was to come, of which nobody has told the margin
+        self._max_tokens = 1
         self._num_begun = 0  # choices that have had their first token
-        self._num_decoding = 0  # of these, those that go on
+        self._answers: dict[int, _Answer] = {}  # of these, those that go on
 
     def admit(self, requests: list[Request], ttft_due_s: float, now_s: float) -> None:
         """Let it wait for the engine.
@@ -288,6 +368,7 @@ class Place:
         if expected_s is not None and not admission.is_idle:
             self._expected_s = now_s + expected_s
         self._num_choices = first.num_sequences
+        self._max_tokens = first.sampling.max_tokens
         self._entries = {i: admission.add(asker, own) for i, own in enumerate(backlogs)}
 
     def view(self, now_s: float) -> QueueView | None:
@@ -301,13 +382,11 @@ class Place:
         if entry is not None:
             self._admission.remove(entry)
         self._num_begun += 1
-        self._num_decoding += 1
-        self._admission.num_decoding += 1
+        self._answers[choice] = self._admission.begin_answer(self._max_tokens)
 
-    def on_choice_end(self) -> None:
+    def on_choice_end(self, choice: int) -> None:
         """Of a choice that has had its first token."""
-        self._num_decoding -= 1
-        self._admission.num_decoding -= 1
+        self._admission.end_answer(self._answers.pop(choice))
 
     def _tell_margin(self, now_s: float, has_come: bool) -> None:
         is_late = now_s > self._expected_s
@@ -327,6 +406,7 @@ class Place:
             admission.remove(entry)
         if self._num_begun and usage is not None:
             admission.note_answer(usage.num_completion_tokens / self._num_begun)
-        admission.num_decoding -= self._num_decoding
+        for answer in self._answers.values():
+            admission.end_answer(answer)
         admission.num_requests -= 1
         admission.num_bytes -= self._num_bytes

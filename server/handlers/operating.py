@@ -45,7 +45,6 @@ async def clear_cache(state: AppState, exchange: Exchange) -> None:
 
 async def drain(state: AppState, exchange: Exchange) -> None:
     assert state.drain is not None, "the process has said how it ends before it listens"
-    logger.info("the server drains and ends, as /admin/drain asks")
     grace_s = state.drain()
     num_others = state.known_listener.num_handlers - 1
     exchange.send(admin.drain_reply(grace_s, num_others), status=202)

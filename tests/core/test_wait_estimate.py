@@ -12,6 +12,7 @@ from core.wait_estimate import (
     Margin,
     backlog_of,
     expected_ttft_s,
+    tokens_left,
 )
 
 FIXED_S, PROMPT_TOKEN_S, OWN_TOKEN_S = 0.01, 0.001, 0.002
@@ -85,6 +86,13 @@ def test_no_less_is_expected_than_what_the_prompts_cost(
         ahead.add(backlog_of(prompt, 1))
     found_s = expected(stats(num_decoding, num_blocks), num_decoding, ahead, own)
     assert (sum(prompts) + own) * PROMPT_TOKEN_S + FIXED_S <= found_s + 1e-9 < 1000
+
+
+def test_an_answer_of_common_length_goes_on_for_the_mean_and_a_long_one_for_longer() -> None:
+    assert tokens_left(20.0, 0, 1000) == tokens_left(20.0, 40, 1000) == 20
+    assert tokens_left(20.0, 300, 1000) == 280
+    assert tokens_left(20.0, 900, 1000) == 100
+    assert tokens_left(20.0, 999, 1000) == 20
 
 
 def test_drain_is_measured_while_somebody_waits() -> None:

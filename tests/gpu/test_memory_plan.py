@@ -80,6 +80,11 @@ def test_a_context_that_does_not_fit_is_told_with_one_that_does() -> None:
     assert plan(100, max_model_len=17_100, kv_memory_bytes=int(2.1 * GIB)).kv_tokens >= 17_100
 
 
+def test_what_is_short_by_less_than_is_shown_is_told_in_bytes() -> None:
+    with pytest.raises(NotEnoughMemory, match=r"--kv-memory gives 4\.0 GiB, 2097152 bytes too few\. Fix"):
+        plan(100, max_model_len=32_768, kv_memory_bytes=4 * GIB)
+
+
 def test_kv_memory_beyond_what_is_free_is_refused() -> None:
     with pytest.raises(NotEnoughMemory, match=r"--kv-memory asks for 50\.0 GiB"):
         plan(40, kv_memory_bytes=50 * GIB)

@@ -1,6 +1,7 @@
 """Who may join the queue: bounds, early refusals, expected waits, and what is told to those who are sent away."""
 
 import asyncio
+import math
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from hashlib import sha256
@@ -8,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from core.errors import ServiceError
 from core.plan import RunnerLimits
 from core.types import EngineStats, Request, SamplingParams, Submit, Usage
 from core.wait_estimate import MOST_MARGIN, EngineRoom
+from core.waiting import AGEING_S
 from server.gate.admission import Admission, Asker, Place
 from server.gate.deadlines import DeadlineTable
 from server.gate.queue_limits import QueueLimits
@@ -189,11 +192,18 @@ def test_flood_of_one_tenant_refuses_nobody_elses_requests() -> None:
 # The order of lines
 
 
-def make_request(name: str, tenant: str, priority: int = 0, deadline_s: float | None = None, share: int = 1) -> Request:
+def make_request(
+    name: str,
+    tenant: str,
+    priority: int = 0,
+    deadline_s: float | None = None,
+    share: int = 1,
+    max_tokens: int = 1,
+) -> Request:
     return Request(
         request_id=name,
         prompt_ids=(1,) * 10,
-        sampling=SamplingParams(max_tokens=1),
+        sampling=SamplingParams(max_tokens=max_tokens),
         arrival_s=0.0,
         tenant=tenant,
         share=share,
@@ -202,19 +212,27 @@ def make_request(name: str, tenant: str, priority: int = 0, deadline_s: float | 
     )
 
 
-def queue_of(*requests: Request) -> tuple[Admission, list[Place]]:
-    limits = QueueLimits(max_requests=100, max_tokens=10_000, max_bytes=10_000)
-    admission = Admission(limits, EngineRoom(8, 64, 1000, None), EngineStats, lambda: 0.0)
+ROOM = EngineRoom(8, 64, 1000, None)
+
+
+def queue_of(
+    *requests: Request,
+    room: EngineRoom = ROOM,
+    stats: Callable[[], EngineStats] = EngineStats,
+    clock: Callable[[], float] = lambda: 0.0,
+) -> tuple[Admission, list[Place]]:
+    limits = QueueLimits(max_requests=1000, max_tokens=10_000, max_bytes=10_000)
+    admission = Admission(limits, room, stats, clock)
     places = []
     for one in requests:
         place = admission.enter(1)
-        place.admit([one], 100.0, 0.0)
+        place.admit([one], math.inf, 0.0)
         places.append(place)
     return admission, places
 
 
 def num_ahead(admission: Admission, tenant: str, priority: int = 0, share: int = 1, is_due: bool = False) -> float:
-    return admission.ahead_of(Asker(priority, tenant, share, is_due)).num_requests
+    return admission.ahead_of(Asker(priority, tenant, share, is_due)).all.num_requests
 
 
 def test_own_requests_and_higher_classes_are_ahead_and_of_others_a_fair_share() -> None:
@@ -245,6 +263,72 @@ def test_who_has_its_first_token_or_leaves_is_ahead_no_more() -> None:
     first.on_first_token(0, 1.0)
     second.leave(None, 1.0)
     assert (num_ahead(admission, "a"), admission.num_decoding, admission.num_requests) == (1, 1, 2)
-    first.on_choice_end()
+    first.on_choice_end(0)
     first.leave(Usage(num_prompt_tokens=10, num_completion_tokens=1), 2.0)
     assert (admission.num_decoding, admission.num_requests, admission.num_bytes) == (0, 1, 1)
+
+
+# How long it takes
+
+STEP_S = 0.1
+
+
+def measured_stats(num_steps: int = 100) -> EngineStats:
+    """Steps of 0.1 s, and as much again for each token of a prompt."""
+    return EngineStats(num_steps=num_steps, step_cost_s=(STEP_S, STEP_S, 0.0, 0.0, 0.0))
+
+
+def expected_s(place: Place) -> float:
+    view = place.view(0.0)
+    assert view is not None
+    assert view.expected_s is not None
+    return view.expected_s
+
+
+@pytest.mark.parametrize("gap", [1, 4])
+def test_higher_classes_hold_one_back_for_no_longer_than_age_lets_them(gap: int) -> None:
+    flood = (make_request(f"a{i}", "a", priority=gap) for i in range(300))
+    admission, _ = queue_of(*flood, stats=measured_stats)
+    for i in range(3):
+        place = admission.enter(1)
+        bound_s = (i + 1) * (gap * AGEING_S + 5.0)  # each one's prompt takes 1.2 s
+        place.admit([make_request(f"b{i}", "b")], bound_s, 0.0)
+        assert (i + 1) * gap * AGEING_S < expected_s(place) < bound_s
+    late = admission.enter(1)
+    with pytest.raises(ServiceError, match="expected in"):
+        late.admit([make_request("b3", "b")], 3 * gap * AGEING_S, 0.0)
+    with pytest.raises(ServiceError, match="expected in"):
+        admission.enter(1).admit([make_request("a", "a", priority=gap)], 50.0, 0.0)
+
+
+def test_margin_stretches_the_estimate_and_not_what_age_guarantees() -> None:
+    admission, _ = queue_of(*(make_request(f"a{i}", "a", priority=4) for i in range(300)), stats=measured_stats)
+    admission.margin.factor = MOST_MARGIN
+    admission.enter(1).admit([make_request("b", "b")], 4 * AGEING_S + 5.0, 0.0)
+
+
+def test_a_short_backlog_of_higher_classes_is_waited_for_as_long_as_it_takes() -> None:
+    admission, _ = queue_of(make_request("a", "a", priority=1), stats=measured_stats)
+    admission.enter(1).admit([make_request("b", "b")], 5.0, 0.0)
+
+
+def test_answers_that_have_gone_on_for_long_are_expected_to_go_on() -> None:
+    """Two slots are taken; what waits for one of them is told more as both go on, and less near their bound."""
+    num_steps = 0
+    two = [make_request(name, "a", max_tokens=2000) for name in "ab"]
+    _, places = queue_of(
+        *two,
+        make_request("c", "a"),
+        room=EngineRoom(2, 64, 10_000, None),
+        stats=lambda: measured_stats(num_steps),
+        clock=lambda: num_steps * STEP_S,
+    )
+    for place in places[:2]:
+        place.on_first_token(0, 0.0)
+    young_s = expected_s(places[2])
+    num_steps = 200
+    assert expected_s(places[2]) == pytest.approx(young_s)
+    num_steps = 1000
+    assert 800 * STEP_S / 2 < expected_s(places[2]) < 1000 * STEP_S
+    num_steps = 1990
+    assert expected_s(places[2]) == pytest.approx(young_s)

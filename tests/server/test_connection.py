@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from core.errors import ErrorKind, ServiceError
 from server.listening.refusals import SHUTDOWN
 from server.wire.connection_limits import ConnectionLimits
+from server.wire.frame_gate import PREFACE
 from server.wire.messages import ResponseHead
 from server.wire.stream import HttpStream
 from tests.server.fakes import PEER, MemoryServer, MemoryTransport
@@ -398,6 +399,14 @@ def test_slow_head_gets_408_at_its_absolute_deadline(serve: Serve) -> None:
     server.loop.advance(0.9)
     assert transport.writes == []
     server.loop.advance(0.2)
+    assert error_of(transport) == (408, "request_timeout")
+
+
+def test_half_a_preface_of_http2_is_a_slow_head_of_http1(serve: Serve) -> None:
+    """Nobody knows yet which it would have been."""
+    server = serve(echo)
+    transport = server.exchange(PREFACE[:10])
+    server.loop.advance(10)
     assert error_of(transport) == (408, "request_timeout")
 
 

@@ -4,6 +4,7 @@ import asyncio
 import errno
 import gc
 import json
+import logging
 import os
 import signal
 import socket
@@ -317,7 +318,11 @@ def test_graceful_stop_lets_an_answer_finish() -> None:
     run(scenario)
 
 
-def test_admin_drain_lets_an_answer_finish_and_ends_the_process_even_if_asked_twice() -> None:
+def test_admin_drain_lets_an_answer_finish_and_ends_the_process_even_if_asked_twice(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "server")
+
     async def scenario() -> None:
         gate = threading.Semaphore(3)
         GatedRunner.gate = gate
@@ -339,6 +344,7 @@ def test_admin_drain_lets_an_answer_finish_and_ends_the_process_even_if_asked_tw
         assert await running.exit is ExitCode.OK
 
     run(scenario)
+    assert caplog.text.count("as /admin/drain asks") == 1
 
 
 @pytest.mark.parametrize("num_bytes", [20_000, 4_000_000])

@@ -81,13 +81,23 @@ def test_a_body_has_a_bounded_number_of_values(value: bytes) -> None:
         return b"{" + b",".join(value % i for i in range(num)) + b"}"
 
     assert len(parse_object(body(MAX_VALUES - 1))) == MAX_VALUES - 1  # the whole body is one
-    with pytest.raises(InvalidRequest, match="more than 100000 values"):
+    with pytest.raises(InvalidRequest, match="its JSON has more than 100000 values") as caught:
         parse_object(body(MAX_VALUES))
+    assert caught.value.code == "json_too_large"
 
 
-def test_a_prompt_of_ids_is_as_long_as_the_body_lets_it() -> None:
-    ids = list(range(3 * MAX_VALUES))
-    assert parse_object(json.dumps({"prompt": ids}).encode()) == {"prompt": ids}
+@pytest.mark.parametrize("separators", [(",", ":"), (", ", ":"), (" ,", ":"), ("\n , ", ":")])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_prompt_of_ids_is_as_long_as_the_body_lets_it(separators: tuple[str, str], sign: int) -> None:
+    ids = [sign * i for i in range(3 * MAX_VALUES)]
+    assert parse_object(json.dumps({"prompt": ids}, separators=separators).encode()) == {"prompt": ids}
+
+
+def test_whole_numbers_of_over_18_digits_and_the_last_of_each_array_count() -> None:
+    for value in ("1" * 19, "[1,2]"):
+        with pytest.raises(InvalidRequest, match="more than 100000 values"):
+            parse_object(f"[{','.join([value] * MAX_VALUES)}]".encode())
+    assert parse_object(f'{{"a":[{",".join(["1" * 18] * MAX_VALUES)}]}}'.encode())
 
 
 def test_a_short_body_has_less_values_than_the_bound() -> None:
