@@ -153,24 +153,25 @@ class KVOffload:
         """Wait for the copies, have the directory follow; returns the seconds that they took."""
         took_s = ticket.timer.wait_s()
         if self.directory is not None:
-            for slot in ticket.copies.dropped:
-                self.directory.drop(slot)
+            self.directory.use(ticket.copies.used)
             for slot, label in ticket.copies.labels.items():
                 self.directory.put(slot, label, self.memory.read(slot))
         return took_s if ticket.copies.num_copies else 0.0
+
+    def drop(self, slots: list[int]) -> None:
+        """Have the files of these deleted."""
+        if self.directory is not None:
+            self.directory.drop(slots)
 
     def keep(self, copies: BlockCopies | None) -> None:
         """No more steps come: copy these out, and let all that lies here be written, as far as time allows."""
         if self.directory is None:
             return
-        labels: dict[int, BlockLabel] = {}
-        if copies is not None:
-            with torch.inference_mode():
-                self.start(copies).timer.wait_s()
-            for slot in copies.dropped:
-                self.directory.drop(slot)
-            labels = copies.labels
-        self.directory.save(labels, self.memory.read)
+        if copies is None:
+            copies = BlockCopies()
+        with torch.inference_mode():
+            self.start(copies).timer.wait_s()
+        self.directory.save(copies.labels, copies.used, self.memory.read)
 
 
 def open_offload(
@@ -198,13 +199,27 @@ def open_offload(
     offload.copy_s = memory.measure(cache)
     if engine.kv_offload_dir is not None:
         fingerprint = model_fingerprint(checkpoint, config, choice.dtype_name, engine.quantize)
-        limit_bytes = engine.kv_offload_bytes if engine.kv_offload_dir_bytes is None else engine.kv_offload_dir_bytes
-        offload.directory = open_directory(Path(engine.kv_offload_dir), limit_bytes, fingerprint, memory.block_bytes)
-        offload.stored = offload.directory.load(num_slots, memory.write)
+        path, limit_bytes = Path(engine.kv_offload_dir), engine.kv_offload_dir_bytes
+        offload.directory = open_directory(path, limit_bytes, fingerprint, memory.block_bytes)
+        offload.stored = load_directory(path, offload.directory, memory)
     return offload
 
 
-def open_directory(path: Path, limit_bytes: int, fingerprint: str, block_bytes: int) -> KVDirectory:
+def load_directory(path: Path, directory: KVDirectory, memory: HostMemory) -> list[tuple[int, BlockLabel]]:
+    """
+    Raises:
+        StartupError: what lies there cannot be read or deleted.
+    """
+    try:
+        return directory.load(memory.num_slots, memory.write)
+    except OSError as error:
+        raise StartupError(
+            f"Keys and values cannot be read from {path}: {error.filename or path}: {error.strerror}.",
+            "--kv-offload-dir with a directory whose files are all this server's own, or an empty one.",
+        ) from error
+
+
+def open_directory(path: Path, limit_bytes: int | None, fingerprint: str, block_bytes: int) -> KVDirectory:
     """
     Raises:
         StartupError: it cannot be made or written to, or another process uses it.
