@@ -12,12 +12,13 @@ from pathlib import Path
 import torch
 
 from core.config import BLOCK_SIZE, EngineConfig, ModelConfig
-from core.errors import NotEnoughMemory, StartupError
+from core.errors import StartupError
 from core.plan import BlockCopies, BlockLabel
 from gpu.checkpoint import Checkpoint
 from gpu.device import DeviceChoice, free_memory_bytes
 from gpu.kv_cache import KVCache, bytes_per_block, zeros
 from gpu.kv_directory import KVDirectory, model_fingerprint
+from gpu.memory_plan import offload_slots
 
 STAGING_BYTES = 64 * 1024**2  # on the device, of blocks that are copied at once
 MEASURED_BLOCKS, NUM_MEASURES = 8, 3
@@ -184,16 +185,7 @@ def open_offload(
     """
     if engine.kv_offload_bytes == 0:
         return None
-    num_slots = engine.kv_offload_bytes // bytes_per_block(config, choice.dtype)
-    if num_slots == 0:
-        least = -(-bytes_per_block(config, choice.dtype) // 1024**2)
-        raise StartupError("--kv-offload-memory has no room for a block of keys and values.", f"at least {least}MiB")
-    free_bytes = free_memory_bytes(torch.device("cpu"))
-    if engine.kv_offload_bytes > free_bytes:
-        raise NotEnoughMemory(
-            f"--kv-offload-memory asks for {engine.kv_offload_bytes // 1024**2} MiB, {free_bytes // 1024**2} MiB free.",
-            f"--kv-offload-memory {max(1, free_bytes // 2 // 1024**2)}MiB, or less.",
-        )
+    num_slots = offload_slots(config, engine, choice.dtype, free_memory_bytes(torch.device("cpu")))
     memory = HostMemory(config, num_slots, choice.dtype, choice.device)
     offload = KVOffload(memory, cache)
     offload.copy_s = memory.measure(cache)
