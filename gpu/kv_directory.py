@@ -173,8 +173,8 @@ class KVDirectory:
             os.close(self._lock)
 
     def _queue_place(self, slot: int, header: Header) -> None:
-        size_bytes = len(_encode_header(header)) + self._block_bytes + DIGEST_BYTES
-        self._queue.put(lambda: self._files.place(slot, header.name, size_bytes))
+        beside_bytes = self._block_bytes + DIGEST_BYTES
+        self._queue.put(lambda: self._files.place(slot, header.name, len(_encode_header(header)) + beside_bytes))
 
     def _queue_write(self, header: Header, content: bytes) -> None:
         self._queue.put(lambda: self._files.write(header.name, _encode(header, content)))

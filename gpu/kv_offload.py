@@ -17,7 +17,7 @@ from core.plan import BlockCopies, BlockLabel
 from gpu.checkpoint import Checkpoint
 from gpu.device import DeviceChoice, free_memory_bytes
 from gpu.kv_cache import KVCache, bytes_per_block, zeros
-from gpu.kv_directory import KVDirectory, model_fingerprint
+from gpu.kv_directory import SAVE_S, KVDirectory, model_fingerprint
 from gpu.memory_plan import offload_slots
 
 STAGING_BYTES = 64 * 1024**2  # on the device, of blocks that are copied at once
@@ -205,6 +205,7 @@ def load_directory(path: Path, directory: KVDirectory, memory: HostMemory) -> li
     try:
         return directory.load(memory.num_slots, memory.write)
     except OSError as error:
+        directory.close(time.monotonic() + SAVE_S)
         raise StartupError(
             f"Keys and values cannot be read from {path}: {error.filename or path}: {error.strerror}.",
             "--kv-offload-dir with a directory whose files are all this server's own, or an empty one.",
