@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.results import Plot, Table, command_line, print_tables, write_result
+from core.config import INTER_TOKEN_TARGET
 from core.plan import RunnerLimits
 from core.simulation import CostModel, RequestTrace, Simulation
 from core.types import Request, SamplingParams
@@ -62,6 +63,20 @@ class Result:
     ttft_p95_s: float
     latency_p50_s: float
     latency_p95_s: float
+    inter_token_p50_ms: float
+    inter_token_p99_ms: float
+
+
+@dataclass(frozen=True)
+class Policy:
+    """
+    Args:
+        num_may_enter: as the simulation's.
+        inter_token_target: see EngineConfig; None: a step takes as much of the prompts as fits.
+    """
+
+    num_may_enter: Callable[[int], int]
+    inter_token_target: float | None
 
 
 def one_batch_at_a_time(num_inside: int) -> int:
@@ -74,26 +89,44 @@ def anyone(num_inside: int) -> int:
     return sys.maxsize
 
 
-POLICIES: dict[str, Callable[[int], int]] = {"static": one_batch_at_a_time, "continuous": anyone}
+POLICIES = {
+    "static": Policy(one_batch_at_a_time, None),
+    "continuous, unbounded": Policy(anyone, None),
+    "continuous": Policy(anyone, INTER_TOKEN_TARGET),
+}
 
 
 def measure(policy: str, load: Load, cost: CostModel) -> Result:
-    traces = Simulation(LIMITS, cost, load.requests(), num_may_enter=POLICIES[policy]).run()
+    num_may_enter, target = POLICIES[policy].num_may_enter, POLICIES[policy].inter_token_target
+    simulation = Simulation(LIMITS, cost, load.requests(), num_may_enter=num_may_enter, inter_token_target=target)
+    traces = simulation.run()
     num_tokens = sum(len(tokens) for trace in traces for tokens in trace.token_ids.values())
     ttft = [_since_arrival(trace, trace.first_token_s) for trace in traces]
     latency = [_since_arrival(trace, trace.end_s) for trace in traces]
+    gaps_s = [gap_s for trace in traces for gap_s in trace.gaps_s]
     duration_s = max(trace.end_s or 0.0 for trace in traces) - traces[0].request.arrival_s
     return Result(
         policy,
         load.requests_per_s,
         round(num_tokens / duration_s, 1),
         *(round(float(np.percentile(values, q)), 3) for values in (ttft, latency) for q in (50, 95)),
+        *(round(1e3 * float(np.percentile(gaps_s, q)), 1) for q in (50, 99)),
     )
 
 
 def result_table(results: list[Result]) -> Table:
     """One row per load and policy; the simulator's time is the cost model's."""
-    columns = ("requests/s", "policy", "tokens/s", "TTFT p50 s", "TTFT p95 s", "latency p50 s", "latency p95 s")
+    columns = (
+        "requests/s",
+        "policy",
+        "tokens/s",
+        "TTFT p50 s",
+        "TTFT p95 s",
+        "latency p50 s",
+        "latency p95 s",
+        "inter-token p50 ms",
+        "inter-token p99 ms",
+    )
     rows = tuple(
         (
             r.requests_per_s,
@@ -103,6 +136,8 @@ def result_table(results: list[Result]) -> Table:
             r.ttft_p95_s,
             r.latency_p50_s,
             r.latency_p95_s,
+            r.inter_token_p50_ms,
+            r.inter_token_p99_ms,
         )
         for r in results
     )

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import time
@@ -47,7 +48,7 @@ def running(
         DidNotStart: it did not come up.
     """
     merged = {**os.environ, **(environment or {})}
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors, env=merged)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors, env=merged, start_new_session=True)
     try:
         _wait_ready(process, port, ready_path, start_timeout_s)
         yield process.pid
@@ -58,6 +59,8 @@ def running(
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        with contextlib.suppress(ProcessLookupError):  # workers that it left behind
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def _wait_ready(process: "subprocess.Popen[bytes]", port: int, path: str, timeout_s: float) -> None:

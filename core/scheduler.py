@@ -15,6 +15,7 @@ from core.charges import Charges
 from core.config import INTER_TOKEN_TARGET
 from core.fairness import TenantShares
 from core.inspection import SchedulerView
+from core.intake import Intake
 from core.outbox import Outbox
 from core.plan import BlockCopies, BlockLabel, RunnerLimits, StepOutput, StepPlan
 from core.plan_builder import PlanBuilder, restart_rows, rows_misled
@@ -60,10 +61,8 @@ class Scheduler:
         stored: Iterable[tuple[int, BlockLabel]] = (),
     ) -> None:
         self.limits = limits
-        self._eos_ids = eos_ids
-        self._seeds = seeds
-        self._max_length = min(limits.max_model_len, limits.num_blocks * limits.block_size)  # a lone sequence fits
         num_slots = min(limits.max_sequences, limits.max_batch_tokens)  # so that every running decode has its token
+        self._intake = Intake(limits, num_slots, eos_ids, seeds)
         self._free_slots = list(range(num_slots))  # a heap: low slots first keep the runner's rows dense
         self._occupants: list[Sequence | None] = [None] * num_slots
         self._groups: dict[str, SequenceGroup] = {}
@@ -75,7 +74,6 @@ class Scheduler:
         self._inter_token_target = inter_token_target
         self._waiting = WaitingQueue()  # neither paused ones nor unforked siblings
         self._running: dict[Sequence, None] = {}  # as they were admitted
-        self._num_submitted = 0
         self._num_paused = 0
         self._planned_s = 0.0
         self._planned_work = StepWork()
@@ -87,7 +85,7 @@ class Scheduler:
     def submit(self, request: Request) -> None:
         """Queue a request; one that can never run is refused with a terminal ERROR chunk."""
         assert request.request_id not in self._groups, f"request {request.request_id} was submitted twice"
-        cause = self._cause_of_refusal(request)
+        cause = self._intake.cause_of_refusal(request)
         if cause is not None:
             self._outbox.chunks.append(
                 TokenChunk(
@@ -101,12 +99,8 @@ class Scheduler:
             return
         group = self._make_group(request)
         self._groups[request.request_id] = group
-        for _ in range(request.num_sequences):
-            self._add_sequence(group)
-        leader, *siblings = group.sequences
-        group.leader = leader
-        group.unforked = {sibling.index: sibling for sibling in siblings}
-        self._waiting.add(leader, request.arrival_s)
+        assert group.leader is not None, "a request has a sequence"
+        self._waiting.add(group.leader, request.arrival_s)
 
     def cancel(
         self, request_id: str, reason: FinishReason, index: int | None = None, num_tokens_kept: int | None = None
@@ -337,39 +331,13 @@ class Scheduler:
 
     # Beginnings
 
-    def _cause_of_refusal(self, request: Request) -> str | None:
-        num_tokens = len(request.prompt_ids)
-        if num_tokens == 0:
-            return "The prompt is empty."
-        if num_tokens >= self._max_length:
-            return (
-                f"The prompt has {num_tokens} tokens; this server holds at most {self._max_length - 1}, and one more."
-            )
-        if request.num_sequences > len(self._occupants):
-            return f"{request.num_sequences} sequences were asked for; this server runs {len(self._occupants)} at once."
-        return None
-
     def _make_group(self, request: Request) -> SequenceGroup:
-        seed = request.sampling.seed
         latest_start_s = math.inf
         if request.deadline_s is not None:
             num_tokens = len(request.prompt_ids)
             latest_start_s = request.deadline_s - self._charges.prefill_s(0, num_tokens, num_tokens)
-        group = SequenceGroup(
-            request,
-            self.shares.enter(request.tenant, request.share),
-            self._num_submitted,
-            self._seeds() if seed is None else seed,
-            latest_start_s,
-        )
-        self._num_submitted += 1
-        return group
-
-    def _add_sequence(self, group: SequenceGroup) -> None:
-        sampling = group.request.sampling
-        stop_ids = sampling.stop_token_ids if sampling.ignore_eos else self._eos_ids + sampling.stop_token_ids
-        max_length = min(len(group.request.prompt_ids) + sampling.max_tokens, self._max_length)
-        group.add(stop_ids, max_length)
+        tenant = self.shares.enter(request.tenant, request.share)
+        return self._intake.make_group(request, tenant, latest_start_s)
 
     def _occupy_slot(self, sequence: Sequence) -> None:
         sequence.slot = heapq.heappop(self._free_slots)

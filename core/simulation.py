@@ -10,11 +10,13 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from core.config import INTER_TOKEN_TARGET
 from core.engine import Engine
 from core.plan import BlockCopies, Int32Array, Runner, RunnerLimits, SequenceStart, StepOutput, StepPlan
 from core.scheduler import Scheduler
@@ -181,12 +183,19 @@ class RequestTrace:
     end_s: float | None = None
     usage: Usage | None = None
     token_ids: dict[int, list[int]] = field(default_factory=dict)
+    token_times_s: dict[int, list[float]] = field(default_factory=dict)
+
+    @property
+    def gaps_s(self) -> list[float]:
+        """From each token of a sequence to its next."""
+        return [later - earlier for times in self.token_times_s.values() for earlier, later in pairwise(times)]
 
     def add(self, index: int, token_id: int, now: float, num_steps: int) -> None:
         if self.first_token_s is None:
             self.first_token_s = now
             self.num_steps_to_first_token = num_steps - self.num_steps_before
         self.token_ids.setdefault(index, []).append(token_id)
+        self.token_times_s.setdefault(index, []).append(now)
 
 
 class Simulation:
@@ -196,6 +205,7 @@ class Simulation:
         num_may_enter: how many more requests the engine may be given now, by the number it has; by default any.
         on_step: called after every step.
         runner: makes the model.
+        inter_token_target: see EngineConfig.
     """
 
     def __init__(
@@ -207,10 +217,11 @@ class Simulation:
         num_may_enter: Callable[[int], int] = lambda num_inside: sys.maxsize,
         on_step: Callable[[Scheduler], None] = lambda scheduler: None,
         runner: Callable[[RunnerLimits, StepCost, SimulatedClock], Runner[StepPlan]] = SimulatedRunner,
+        inter_token_target: float | None = INTER_TOKEN_TARGET,
     ) -> None:
         self.clock = SimulatedClock()
         self.traces = {request.request_id: RequestTrace(request) for request in requests}
-        self.scheduler = Scheduler(limits, eos_ids, seeds=lambda: 0)
+        self.scheduler = Scheduler(limits, eos_ids, seeds=lambda: 0, inter_token_target=inter_token_target)
         self._coming = deque(sorted((trace.request for trace in self.traces.values()), key=lambda r: r.arrival_s))
         self._inbox: deque[Message] = deque()
         self._num_inside = 0

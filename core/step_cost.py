@@ -16,6 +16,7 @@ from core.config import BLOCK_SIZE
 # Prompts attend in tiles of so many query tokens, each of which reads its context once and is computed whole
 # (gpu/attention.py): chunks that end with a tile cost no tile twice.
 PROMPT_TILE = 64
+LEAST_TOKENS = 8  # of a chunk that ends within a block: a tile is read and computed for fewer, too
 # Before anything was measured, for the tenants' shares alone: a drawn token at twice a prompt's (arXiv:2401.00588 §5).
 NOMINAL_S = (0.0, 1e-3, 0.0, 2e-3, 0.0)
 MEMORY_STEPS = 512  # of each kind, with prompts and without: older ones fade
@@ -77,6 +78,17 @@ class StepCostModel:
         self._errors: deque[float] = deque(maxlen=ERROR_WINDOW)
         self._num_errors = 0
         self._num_observed = 0
+        self._has_prompt = False  # the last step
+
+    @property
+    def wants_bare_decode(self) -> bool:
+        """Whether the next step should leave prompts out, so that the model is ready soon.
+
+        In a rush there is no such step for minutes, and none of the full ones tells what a decode costs beside its
+        prompts. Never two in a row, and LEAST_STEPS in all: no prompt starves.
+        """
+        with_prompts, without = self._memories[True].num_steps, self._memories[False].num_steps
+        return self._has_prompt and with_prompts > 0 and without < LEAST_STEPS
 
     @property
     def is_ready(self) -> bool:
@@ -98,12 +110,13 @@ class StepCostModel:
 
     def observe(self, work: StepWork, seconds: float) -> None:
         """Learn from a step. One that took no time says nothing."""
+        self._has_prompt = work.prompt_tokens > 0
         if seconds <= 0:
             return
         predicted = self.predict(work)
         if self.is_ready:
             self._note_error(abs(predicted - seconds) / seconds)
-        memory = self._memories[work.prompt_tokens > 0]
+        memory = self._memories[self._has_prompt]
         memory.add(np.array(work.features) / seconds, self._weight(predicted, seconds))
         self._num_observed += 1
         if self.is_ready and self._num_observed % SOLVE_EVERY:
@@ -165,16 +178,17 @@ class PrefillAllowance:
 
     Args:
         seconds: by the model; infinite where no target is set or nobody decodes.
+        is_due: something has to be granted, however little is left.
     """
 
-    def __init__(self, model: StepCostModel, seconds: float) -> None:
+    def __init__(self, model: StepCostModel, seconds: float, is_due: bool = True) -> None:
         self._model = model
         self._seconds = seconds
-        self._has_granted = False
+        self._is_due = is_due
 
     @property
     def is_spent(self) -> bool:
-        return self._has_granted and self._seconds <= 0
+        return not self._is_due and self._seconds <= 0
 
     def spend(self, seconds: float) -> None:
         """The step does something else as well, for so long."""
@@ -183,25 +197,32 @@ class PrefillAllowance:
     def chunk(self, start: int, end: int, num_prompt_tokens: int, max_tokens: int) -> int:
         """How many tokens from `start` on, of those up to `end`, may be computed now.
 
-        Chunks that do not reach the end stop at a tile's end, or at a block's where that is much further. The step's
-        first chunk has at least what is left of a block, so that nobody starves; a later one may be 0.
+        Chunks that do not reach the end stop at a tile's end, or at a block's where that is much further, or anywhere
+        where that is again much further. The step's first chunk has at least what is left of a block, so that nobody
+        starves; a later one may be 0.
         """
         limit = min(end, start + max_tokens)
         if not (limit == end and self._fits(start, end, num_prompt_tokens)):
             limit = self._cut(start, limit, num_prompt_tokens)
         if limit > start:
             self._seconds -= self._cost_s(start, limit, num_prompt_tokens)
-            self._has_granted = True
+            self._is_due = False
         return limit - start
 
     def _cut(self, start: int, limit: int, num_prompt_tokens: int) -> int:
+        """Where to stop short of the end: at the coarsest of ends that loses no more than a quarter of the tokens."""
         if limit - start < BLOCK_SIZE and self._fits(start, limit, num_prompt_tokens):
             return limit
-        tile = self._last_fitting(start, limit, num_prompt_tokens, PROMPT_TILE)
-        block = self._last_fitting(start, limit, num_prompt_tokens, BLOCK_SIZE)
-        if block > start:
-            return tile if 4 * (tile - start) >= 3 * (block - start) else block
-        return start if self._has_granted else min(limit, start // BLOCK_SIZE * BLOCK_SIZE + BLOCK_SIZE)
+        tile, block, token = (
+            self._last_fitting(start, limit, num_prompt_tokens, unit) for unit in (PROMPT_TILE, BLOCK_SIZE, 1)
+        )
+        if token - start < LEAST_TOKENS:
+            token = start
+        if self._is_due:
+            block = max(block, min(limit, start // BLOCK_SIZE * BLOCK_SIZE + BLOCK_SIZE))
+        if 4 * (tile - start) >= 3 * (max(block, token) - start):
+            return tile
+        return block if 4 * (block - start) >= 3 * (token - start) else token
 
     def _last_fitting(self, start: int, limit: int, num_prompt_tokens: int, unit: int) -> int:
         """The last multiple of `unit` up to which may be computed, `start` if there is none."""
@@ -232,8 +253,11 @@ def allow_prefill(
         inter_token_target: see EngineConfig.
         num_coming: sequences that still have a prompt to compute, and could run.
     """
-    if inter_token_target is None or decodes.own_tokens == 0 or not model.is_ready:
+    if inter_token_target is None or decodes.own_tokens == 0:
         return PrefillAllowance(model, math.inf)
+    if not model.is_ready:
+        is_bare = model.wants_bare_decode
+        return PrefillAllowance(model, 0.0, is_due=False) if is_bare else PrefillAllowance(model, math.inf)
     soon = StepWork(own_tokens=decodes.own_tokens + num_coming, own_kv=decodes.own_kv)
     return PrefillAllowance(model, inter_token_target * model.predict(soon) - model.predict(decodes))
 

@@ -26,6 +26,7 @@ from gpu.weights import check_checkpoint, empty_weights, keeps_packed, matrices
 
 MIB, GIB = 1024**2, 1024**3
 ROUNDING_TOKENS = 100  # of a proposed --max-model-len
+FIX_MARGIN = 0.02  # of the free memory, which what is proposed leaves: a minute later there may be less
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ def plan_memory(
     weights_bytes = weights_size_bytes(model, device.dtype, engine.quantize, device.device)
     activation_bytes = _activation_bytes(model, engine, max_model_len, device.dtype)
     shared_bytes = engine.kv_offload_bytes * _is_shared(device)
-    asked = _Asked(model, engine, max_model_len, device.dtype, free_bytes - weights_bytes - shared_bytes)
+    asked = _Asked(model, engine, max_model_len, device.dtype, free_bytes, weights_bytes + shared_bytes)
     if asked.kv_room_bytes <= 0:
         beside = f" beside --kv-offload-memory of {_size(shared_bytes)}" if shared_bytes else ""
         raise NotEnoughMemory(
@@ -194,18 +195,20 @@ def _max_model_len(model: ModelConfig, engine: EngineConfig) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What is asked to fit into room_bytes, which the weights leave."""
+    """What is asked to fit beside what is taken: by the weights, and on a CPU by host memory for KV."""
 
     model: ModelConfig
     engine: EngineConfig
     max_model_len: int
     dtype: torch.dtype
-    room_bytes: int
+    free_bytes: int
+    taken_bytes: int
 
     @property
     def kv_room_bytes(self) -> int:
-        """Beside the largest step; may be negative."""
-        return self.room_bytes - _activation_bytes(self.model, self.engine, self.max_model_len, self.dtype)
+        """Beside what is taken and the largest step; may be negative."""
+        activation_bytes = _activation_bytes(self.model, self.engine, self.max_model_len, self.dtype)
+        return self.free_bytes - self.taken_bytes - activation_bytes
 
     @property
     def least_kv_bytes(self) -> int:
@@ -217,6 +220,9 @@ class _Asked:
         given = self.engine.kv_memory_bytes
         kv_bytes = self.least_kv_bytes if given is None else given
         return self.least_kv_bytes <= kv_bytes <= self.kv_room_bytes
+
+    def with_margin(self) -> "_Asked":
+        return replace(self, free_bytes=round(self.free_bytes * (1 - FIX_MARGIN)))
 
     def with_length(self, max_model_len: int) -> "_Asked":
         return replace(self, max_model_len=max_model_len)
@@ -250,7 +256,12 @@ def _kv_does_not_fit(asked: _Asked) -> NotEnoughMemory:
 
 
 def _ways_out(asked: _Asked) -> str:
-    """Settings that fit, each tried."""
+    """Settings that fit, each tried: with a margin, unless only what needs all that is free now fits at all."""
+    ways = _settings_that_fit(asked.with_margin()) or _settings_that_fit(asked)
+    return ", or ".join(ways) or _smaller(asked.engine, asked.dtype)
+
+
+def _settings_that_fit(asked: _Asked) -> list[str]:
     ways = []
     if longest := _longest(asked):
         ways.append(f"--max-model-len {longest}")
@@ -262,7 +273,7 @@ def _ways_out(asked: _Asked) -> str:
         ways.append(f"--max-sequences 1 --max-model-len {longest}")
     if not ways and (longest := _longest(asked.without_kv_memory())):
         ways.append(f"--max-model-len {longest} without --kv-memory")
-    return ", or ".join(ways) or _smaller(asked.engine, asked.dtype)
+    return ways
 
 
 def _smaller(engine: EngineConfig, dtype: torch.dtype) -> str:

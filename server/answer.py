@@ -89,6 +89,10 @@ class Answer:
         self._allowance: Allowance | None = None
         self._finished: asyncio.Future[Usage] = asyncio.get_running_loop().create_future()
 
+    @property
+    def is_open(self) -> bool:
+        return self._is_open
+
     def submit(
         self,
         backend: Backend,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from core.config import EngineConfig
-from core.errors import ExitCode, StartupError
+from core.errors import DeviceUnavailable, ExitCode, StartupError
 from server.__main__ import INTERRUPTED, run_process
 from server.commands.command_line import COMMANDS, build_parsers, flags_given, refuse_unknown
 from server.config import ServerConfig
@@ -125,7 +125,7 @@ def _doctor(arguments: argparse.Namespace, config: ServerConfig) -> int:
 
     sections = [
         version_section(),
-        machine_section(lambda: find_machine(config)),
+        machine_section(find_machine(config)),
         serving_section(lambda: find_plan(config), config.all_binds()),
     ]
     if arguments.quality:
@@ -223,18 +223,18 @@ def _report(text: str) -> None:
 
 
 def find_machine(config: ServerConfig) -> "MachineFacts":
-    """Ask gpu what would compute; measures the memory's bandwidth (0.1 s).
-
-    Raises:
-        StartupError: the device asked for is not there.
-    """
+    """Ask gpu what would compute; measures the memory's bandwidth (0.1 s)."""
     import torch
 
     from gpu.device import apply_threads, choose_device, free_memory_bytes, measure_bandwidth, num_physical_cores
     from gpu.measured import measured_here
     from server.commands.doctor import MachineFacts
 
-    choice = choose_device(config.to_engine_config())
+    engine, device_error = config.to_engine_config(), None
+    try:
+        choice = choose_device(engine)
+    except DeviceUnavailable as error:
+        choice, device_error = choose_device(replace(engine, device="cpu")), error
     apply_threads(choice)
     is_cuda = choice.device.type == "cuda"
     host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -249,6 +249,7 @@ def find_machine(config: ServerConfig) -> "MachineFacts":
         memory_bytes=torch.cuda.mem_get_info(choice.device)[1] if is_cuda else host_bytes,
         free_bytes=free_memory_bytes(choice.device),
         bandwidth_bytes_per_s=measure_bandwidth(choice.device),
+        device_error=device_error,
         measured_threads=tuple((shape, str(found)) for shape, found in measured_here(choice).items()),
     )
 

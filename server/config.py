@@ -32,21 +32,6 @@ from server.settings.wire import WireSettings
 
 AnyAddress = TcpAddress | UnixAddress | PassedAddress
 
-_TABLES = (
-    ModelSettings,
-    EngineSettings,
-    ProcessSettings,
-    ListeningSettings,
-    IdentitySettings,
-    LedgerSettings,
-    LimitSettings,
-    WireSettings,
-    RequestSettings,
-)
-
-OPTIONS: tuple[Option, ...] = tuple(row for table in _TABLES for row in rows_of(table))
-"""In the order of --help."""
-
 
 @dataclass(frozen=True)
 class ServerConfig(
@@ -164,3 +149,7 @@ def _sample_proxy(are_unix: set[bool]) -> str:
     if are_unix == {True}:
         return UNIX
     return network if are_unix == {False} else f"{UNIX} for a Unix socket; else {network}"
+
+
+OPTIONS: tuple[Option, ...] = tuple(row for table in ServerConfig.__bases__ for row in rows_of(table))
+"""In the order of --help."""

@@ -284,9 +284,9 @@ class Lifecycle:
             self.ledger.check()
 
     def cancel(self, request_id: str, tenant: str) -> bool:
-        """End a generation at its owner's wish. False: the tenant has none of that id."""
+        """End a generation at its owner's wish. False: the tenant has none of that id whose answer is still open."""
         owner, answer = self.active.get(request_id, (None, None))
-        if answer is None or owner != tenant:
+        if answer is None or owner != tenant or not answer.is_open:
             return False
         answer.fail(ServiceError(ErrorKind.CANCELLED, "The request was cancelled by DELETE.", "request_cancelled"))
         return True

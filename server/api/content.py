@@ -3,6 +3,7 @@
 from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from core.errors import InvalidRequest
 from server.api.surface import ChatPrompt
@@ -16,16 +17,16 @@ _PART_SEPARATOR = "\n"
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
     type: str
-    text: str | None = None
-    refusal: str | None = None
+    text: str | UnsetType | None = UNSET
+    refusal: str | UnsetType | None = UNSET
 
 
-Content = str | list[Part] | None
+Content = str | list[Part] | None | UnsetType
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
     role: str
-    content: Content = None
+    content: Content = UNSET
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: list[Any] | None = None
@@ -47,10 +48,12 @@ def flatten(content: Content, param: str) -> str:
     """Its text; parts are joined by a line break.
 
     Raises:
-        InvalidRequest: a part that is not text, or without text.
+        InvalidRequest: it is missing or null, or a part is not text, or without text.
     """
+    if content is UNSET:
+        raise missing_field(param)
     if content is None:
-        raise InvalidRequest(f"{param} is missing.", param, "missing_required_parameter")
+        raise _null_content(param)
     if isinstance(content, str):
         return content
     return _PART_SEPARATOR.join(_part_text(part, f"{param}[{i}]") for i, part in enumerate(content))
@@ -71,10 +74,20 @@ def _part_text(part: Part, param: str) -> str:
             f"{param}.type",
             "unsupported_content_type",
         )
-    text: str | None = getattr(part, field)
+    text: str | UnsetType | None = getattr(part, field)
+    if text is UNSET:
+        raise missing_field(f"{param}.{field}")
     if text is None:
-        raise InvalidRequest(f"{param}.{field} is missing.", f"{param}.{field}", "missing_required_parameter")
+        raise InvalidRequest(f"{param}.{field} is null: send a string.", f"{param}.{field}", "invalid_type")
     return text
+
+
+def missing_field(param: str) -> InvalidRequest:
+    return InvalidRequest(f"{param} is missing.", param, "missing_required_parameter")
+
+
+def _null_content(param: str, but: str = "") -> InvalidRequest:
+    return InvalidRequest(f"{param} is null: send a string or an array of text parts{but}.", param, "invalid_type")
 
 
 def _template_message(message: Message, param: str) -> dict[str, Any]:
@@ -84,7 +97,9 @@ def _template_message(message: Message, param: str) -> dict[str, Any]:
         )
     role = checked_role(message.role, f"{param}.role")
     reasoning = message.reasoning_content if message.reasoning_content is not None else message.reasoning
-    is_silent = role == "assistant" and message.content is None  # legal there: the turn had reasoning only
+    is_silent = role == "assistant" and message.content in (None, UNSET)  # legal there: the turn had reasoning only
+    if message.content is None and not is_silent:
+        raise _null_content(f"{param}.content", "; only an assistant's message may have null")
     result: dict[str, Any] = {
         "role": role,
         "content": "" if is_silent else flatten(message.content, f"{param}.content"),

@@ -9,7 +9,7 @@ from core.errors import ErrorKind, InvalidRequest, ServiceError
 from core.types import Delta, FinishReason, TokenLogprobs, Usage
 from server.api import fields
 from server.api.answers import logprob_entries, refuse_broken
-from server.api.content import Content, checked_role, flatten
+from server.api.content import Content, checked_role, flatten, missing_field
 from server.api.decoding import decode
 from server.api.surface import ChatPrompt, Choice, Extras, GenerationCall, GenerationDefaults, ReplyContext
 from server.wire import sse
@@ -37,7 +37,7 @@ _FAILED_CODES = {ErrorKind.RATE_LIMITED: "rate_limit_exceeded", ErrorKind.INVALI
 class InputItem(msgspec.Struct, frozen=True, kw_only=True):
     type: str | None = None
     role: str | None = None
-    content: Content = None
+    content: Content = msgspec.UNSET
 
 
 class TextFormat(msgspec.Struct, frozen=True):
@@ -217,7 +217,7 @@ def _message(item: InputItem, param: str) -> dict[str, Any]:
             "unsupported_content_type",
         )
     if item.role is None:
-        raise InvalidRequest(f"{param}.role is missing.", f"{param}.role", "missing_required_parameter")
+        raise missing_field(f"{param}.role")
     return {"role": checked_role(item.role, f"{param}.role"), "content": flatten(item.content, f"{param}.content")}
 
 

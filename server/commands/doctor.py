@@ -39,6 +39,7 @@ class MachineFacts:
 
     Args:
         threads: compute threads on a CPU, at most.
+        device_error: the device asked for is not there; the device's fields are then those of the CPU.
         measured_threads: of each shape of model served here before, what its steps compute with; see gpu/measured.py.
         bandwidth_bytes_per_s: read from the device's memory; every decode step reads all weights once.
     """
@@ -53,6 +54,7 @@ class MachineFacts:
     memory_bytes: int
     free_bytes: int
     bandwidth_bytes_per_s: float
+    device_error: StartupError | None = None
     measured_threads: tuple[tuple[str, str], ...] = ()
 
 
@@ -159,22 +161,19 @@ def version_section(version_of: VersionOf = installed_version) -> Section:
     return Section("Versions", (*facts, attempt("security floors", lambda: _floors_held(version_of))))
 
 
-def machine_section(find: Callable[[], MachineFacts]) -> Section:
-    """Device, threads and memory.
-
-    Args:
-        find: raises StartupError where the device asked for is not there.
-    """
-    try:
-        machine = find()
-    except StartupError as error:
-        return Section("Machine", (Fact("device", "none", error),))
+def machine_section(machine: MachineFacts) -> Section:
+    """Device, threads and memory."""
+    device: tuple[Fact, ...] = (
+        Fact("device", f"{machine.device}: {machine.device_reason}"),
+        Fact("number format", f"{machine.dtype}: {machine.dtype_reason}"),
+    )
+    if machine.device_error is not None:
+        device = (Fact("device", "none", machine.device_error),)
     bandwidth = f"{machine.bandwidth_bytes_per_s / 1e9:.1f} GB/s read"
     return Section(
         "Machine",
         (
-            Fact("device", f"{machine.device}: {machine.device_reason}"),
-            Fact("number format", f"{machine.dtype}: {machine.dtype_reason}"),
+            *device,
             Fact("cores", f"{machine.num_cores} physical, {os.cpu_count()} logical"),
             Fact("compute threads", f"{machine.threads}: {machine.threads_reason}"),
             *(Fact("  measured", f"{threads}: {shape}") for shape, threads in machine.measured_threads),
@@ -229,7 +228,7 @@ def exit_code(sections: Sequence[Section]) -> int:
 
 
 def print_report(sections: Sequence[Section], stream: TextIO) -> None:
-    """A table a section, then every error with its fix, then the verdict."""
+    """A table a section, then every error with its fix, once where several facts have it, then the verdict."""
     from rich.console import Console  # 60 ms, which other commands need not pay
     from rich.table import Table
     from rich.text import Text
@@ -243,8 +242,8 @@ def print_report(sections: Sequence[Section], stream: TextIO) -> None:
             table.add_row(Text(fact.name), Text(fact.value, style="" if fact.error is None else "red"))
         console.print(table)
     errors = [fact.error for section in sections for fact in section.facts if fact.error is not None]
-    for error in errors:
-        console.print(Text(f"error: {error.cause}\nfix: {error.fix}"), soft_wrap=True)
+    for told in dict.fromkeys(f"error: {error.cause}\nfix: {error.fix}" for error in errors):
+        console.print(Text(told), soft_wrap=True)
     console.print("serve would refuse to start" if errors else "serve would start")
 
 

@@ -18,6 +18,8 @@ from server.listening.socket_activation import PassedSocket
 
 _MISSING = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # e.g. ::1 where IPv6 is switched off
 
+_LOCAL_ADDRESSES = "--host or --bind with 127.0.0.1, or 0.0.0.0 for all"
+
 
 @dataclass(frozen=True, slots=True)
 class ListeningSocket:
@@ -168,12 +170,11 @@ def _tcp_error(error: OSError | UnicodeError, address: TcpAddress) -> StartupErr
     if number in (errno.EACCES, errno.EPERM):
         fix = "--port or --bind with a number from 1024 on, or AmbientCapabilities=CAP_NET_BIND_SERVICE in the unit"
         return StartupError(f"this user may not listen on {address}", fix, ExitCode.PORT)
-    if isinstance(error, (socket.gaierror, UnicodeError)) or number in _MISSING:
-        return StartupError(
-            f"{address.host} is not an address of this machine",
-            "--host or --bind with 127.0.0.1, or 0.0.0.0 for all",
-            ExitCode.PORT,
-        )
+    if isinstance(error, (socket.gaierror, UnicodeError)):
+        why = f" ({error.strerror})" if isinstance(error, socket.gaierror) and error.strerror else ""
+        return StartupError(f"{address.host} does not resolve to an address{why}", _LOCAL_ADDRESSES, ExitCode.PORT)
+    if number in _MISSING:
+        return StartupError(f"{address.host} is not an address of this machine", _LOCAL_ADDRESSES, ExitCode.PORT)
     return StartupError(
         f"cannot listen on {address}: {error.strerror}", "--host and --port, or --bind, with another", ExitCode.PORT
     )

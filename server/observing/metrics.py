@@ -187,7 +187,11 @@ class Metrics:
         page.gauge("steploop_connections", "Open connections, handshakes included.", num_open)
         page.counter("steploop_connections_accepted_total", "Connections accepted.", num_accepted)
         page.counters("steploop_connections_refused_total", "Connections turned away.", "reason", refused)
-        page.counter("steploop_disconnects_total", "Clients gone before the end.", self.num_disconnects)
+        help_text = (
+            "Generations whose clients left before the end. Responses of status 499 also count clients that left while"
+            " their body was still coming, and answers that DELETE cancelled."
+        )
+        page.counter("steploop_disconnects_total", help_text, self.num_disconnects)
 
     def _render_requests(self, page: Page) -> None:
         page.gauge("steploop_requests_active", "Generations in progress, waiting ones included.", self.num_active())

@@ -2,6 +2,7 @@
 
 import random
 from collections import defaultdict
+from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -10,7 +11,8 @@ import pytest
 from core.plan import RunnerLimits
 from core.scheduler import Scheduler
 from core.simulation import CostModel, Simulation
-from core.types import FinishReason, Pause, Request, Submit, Usage
+from core.step_cost import LEAST_STEPS
+from core.types import FinishReason, Pause, Request, Resume, Submit, Usage
 from core.waiting import TOP_CLASS, bound_s
 from tests.fakes import EngineUnderTest, make_request, small_limits
 
@@ -206,6 +208,35 @@ def test_long_prompt_slows_running_streams_by_no_more_than_the_target() -> None:
     assert prefill_s > 3.0  # it was there
 
 
+def rush(inter_token_target: float | None) -> tuple[list[float], list[int]]:
+    """Ten long prompts come to an engine that has measured nothing: seconds and prompt tokens of each step."""
+    under_test = EngineUnderTest(MIXED, inter_token_target=inter_token_target, has_prefix_cache=False)
+    requests = [make_request(f"r{i}", 1500, 400) for i in range(10)]
+    under_test.send(*map(Submit, requests))
+    seconds, num_tokens, done = [], [], 0
+    while done < sum(len(request.prompt_ids) for request in requests):
+        started_s = under_test.clock()
+        under_test.step()
+        seconds.append(under_test.clock() - started_s)
+        before, done = done, under_test.scheduler.stats().num_prompt_tokens
+        num_tokens.append(done - before)
+    return seconds, num_tokens
+
+
+def test_rush_from_the_start_is_bounded_after_a_few_steps_and_no_prompt_starves() -> None:
+    seconds, num_tokens = rush(1.6)
+    limit_s = 1.7 * EngineUnderTest.cost.fixed_s + 1.7 * EngineUnderTest.cost.token_s * 10
+    num_long = sum(step_s > limit_s for step_s in seconds)
+    assert 0 < num_long <= 3 + 2 * LEAST_STEPS  # the first prompt is alone for three
+    assert max(seconds[3 + 2 * LEAST_STEPS :]) <= limit_s
+    assert sum(count == 0 for count in num_tokens) == LEAST_STEPS
+    assert all(first or second for first, second in pairwise(num_tokens))
+
+
+def test_rush_without_a_target_leaves_no_step_without_prompts() -> None:
+    assert min(rush(None)[1]) > 0
+
+
 def test_without_a_target_a_long_prompt_slows_them_by_its_chunks() -> None:
     quiet, loud, _ = token_gaps(None)
     assert np.median(loud) > 5 * np.median(quiet)
@@ -229,3 +260,31 @@ def test_who_is_due_first_is_not_preempted_for_the_one_it_would_go_before_again(
     under_test.step(40)
     assert under_test.scheduler.stats().num_preemptions == 1  # once its first token is out
     assert under_test.log.terminal("due").usage == under_test.log.terminal("other").usage == Usage(13, 3)
+
+
+# What requests are billed
+
+
+def test_costs_of_all_requests_add_up_to_the_steps_and_to_the_blocks_held_meanwhile() -> None:
+    under_test = EngineUnderTest(small_limits(num_blocks=30))
+    rng = random.Random(5)
+    for number in range(40):
+        request = make_request(
+            f"r{number}",
+            rng.randint(1, 40),
+            rng.randint(1, 40),
+            num_sequences=rng.choice((1, 3)),
+            tenant="ab"[number % 2],
+        )
+        under_test.send(Submit(request))
+        under_test.step(2)
+        if number % 5 == 0:
+            under_test.send(Pause(request.request_id))
+            under_test.step(2)
+            under_test.send(Resume(request.request_id))
+    under_test.run()
+    stats, costs = under_test.scheduler.stats(), [chunk.cost for chunk in under_test.log.chunks]
+    assert stats.num_preemptions > 5
+    assert stats.num_running == stats.num_waiting == 0
+    assert sum(cost.device_s for cost in costs) == pytest.approx(stats.device_s, rel=1e-9)
+    assert sum(cost.kv_block_s for cost in costs) == pytest.approx(stats.kv_block_s, rel=1e-9)

@@ -56,6 +56,13 @@ def test_simulated_time_is_the_sum_of_the_steps_costs() -> None:
     assert trace.end_s == pytest.approx(1.16 + 1.04 + 1.01 + 1.01)
 
 
+def test_gaps_are_the_steps_between_a_sequences_tokens() -> None:
+    requests = [make_request("a", 20, 3), make_request("b", 4, 1, arrival_s=2.5)]
+    (trace, lone) = Simulation(small_limits(), CostModel(fixed_s=1.0, token_s=0.01), requests).run()
+    assert trace.gaps_s == pytest.approx([1.01, 1.05])  # the prompt of the other is in the second
+    assert lone.gaps_s == []
+
+
 def test_idle_time_is_jumped_over() -> None:
     requests = [make_request("a", 4, 1), make_request("b", 4, 1, arrival_s=100.0)]
     traces = Simulation(small_limits(), CostModel(1.0, 0.0), requests).run()

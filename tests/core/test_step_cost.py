@@ -3,7 +3,7 @@ import random
 
 import pytest
 
-from core.step_cost import NOMINAL_S, Features, PrefillAllowance, StepCostModel, StepWork
+from core.step_cost import LEAST_STEPS, NOMINAL_S, Features, PrefillAllowance, StepCostModel, StepWork
 
 TRUE_S: Features = (0.02, 7e-4, 2e-6, 6e-4, 1.5e-6)
 
@@ -152,3 +152,33 @@ def test_block_that_was_begun_is_ended_first() -> None:
 def test_several_prompts_share_a_step() -> None:
     shared = allowance(0.1)
     assert [shared.chunk(0, n, n, max_tokens=512) for n in (20, 70, 4096)] == [20, 70, 48]
+
+
+def test_what_blocks_leave_of_a_step_goes_to_the_next_prompt() -> None:
+    shared = allowance(0.043)
+    assert [shared.chunk(0, n, n, max_tokens=512) for n in (2000, 2000, 2000)] == [48, 13, 0]
+
+
+def test_few_tokens_of_a_block_are_left_to_another_step() -> None:
+    shared = allowance(0.036)
+    assert [shared.chunk(0, n, n, max_tokens=512) for n in (2000, 2000)] == [48, 0]
+
+
+def test_block_is_not_waited_for_where_that_would_lose_more_than_a_quarter() -> None:
+    assert allowance(0.018).chunk(0, 2000, 2000, max_tokens=512) == 25
+
+
+def test_bare_decodes_are_wanted_after_each_step_with_prompts_until_enough_were_seen() -> None:
+    model, decode, prompt = StepCostModel(), StepWork(own_tokens=2, own_kv=20), StepWork(prompt_tokens=9, prompt_kv=64)
+    wanted = []
+    for _ in range(LEAST_STEPS + 1):
+        for work in (prompt, decode):
+            model.observe(work, 0.1)
+            wanted.append(model.wants_bare_decode)
+    assert wanted == [True, False] * LEAST_STEPS + [False, False]
+
+
+def test_steps_that_take_no_time_make_no_bare_decode_wanted() -> None:
+    model = StepCostModel()
+    model.observe(StepWork(prompt_tokens=9, prompt_kv=64), 0.0)
+    assert not model.wants_bare_decode

@@ -9,7 +9,7 @@ import torch
 from core.config import EngineConfig, ModelConfig, RopeConfig
 from core.errors import NotEnoughMemory, StartupError
 from gpu.device import DeviceChoice
-from gpu.memory_plan import GIB, MIB, MemoryPlan, offload_slots, plan_memory
+from gpu.memory_plan import FIX_MARGIN, GIB, MIB, MemoryPlan, offload_slots, plan_memory
 
 # Llama 3.1 8B
 MODEL = ModelConfig(
@@ -164,14 +164,27 @@ def test_the_longest_context_that_fits_is_proposed() -> None:
     (option,) = options_in(refused(24, max_model_len=131_072))
     assert option["max_model_len"] % 100 == 0
     with pytest.raises(NotEnoughMemory):
-        plan(24, max_model_len=option["max_model_len"] + 100)
+        plan(24 * (1 - FIX_MARGIN), max_model_len=option["max_model_len"] + 100)
+
+
+@pytest.mark.parametrize("engine", [{"kv_memory_bytes": 50 * GIB}, {"max_model_len": 131_072}])
+def test_what_is_proposed_still_fits_when_some_memory_has_gone(engine: dict[str, int]) -> None:
+    for option in options_in(refused(24, **engine)):
+        assert plan(24 * (1 - FIX_MARGIN), **{**engine, **option}).num_blocks > 0
+
+
+def test_what_needs_all_that_is_free_is_proposed_where_nothing_less_fits() -> None:
+    weights_gib = 2 * 8_030_261_248 / GIB
+    free_gib = weights_gib / (1 - FIX_MARGIN / 2)  # with the margin, not even the weights fit
+    (option,) = options_in(refused(free_gib, max_model_len=131_072, max_sequences=1, max_batch_tokens=16))
+    assert plan(free_gib, max_sequences=1, max_batch_tokens=16, **option).num_blocks > 0
 
 
 def test_fewer_sequences_are_proposed_where_they_are_what_is_too_many() -> None:
     options = options_in(refused(15.4, max_model_len=512, max_sequences=256))
     (most,) = [option["max_sequences"] for option in options if "max_sequences" in option]
     with pytest.raises(NotEnoughMemory):
-        plan(15.4, max_model_len=512, max_sequences=most + 1)
+        plan(15.4 * (1 - FIX_MARGIN), max_model_len=512, max_sequences=most + 1)
 
 
 def test_kv_memory_is_left_out_where_only_that_helps() -> None:

@@ -568,6 +568,20 @@ def test_client_that_leaves_is_logged_and_counted_as_499(
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith("POST /v1/chat/completions 499 ")
     assert server.metrics.responses == {499: 1}
+    assert server.metrics.num_disconnects == 1
+    server.close()
+
+
+def test_client_that_leaves_while_its_body_comes_is_a_499_but_no_generation_that_was_left() -> None:
+    server = SimulatedServer()
+    server.send(chat()[:-1]).feed_eof()
+    server.run()
+    assert server.metrics.responses == {499: 1}
+    assert server.metrics.num_disconnects == 0
+    page = server.ask(request("GET", "/metrics"), "GET").body.decode()
+    (told,) = re.findall("# HELP steploop_disconnects_total (.*)", page)
+    assert "Generations whose clients left" in told
+    assert "499" in told
     server.close()
 
 

@@ -292,6 +292,16 @@ def test_doctor_measures_what_quantising_costs(
     assert capsys.readouterr().out.count("same greedy token") == 1
 
 
+def test_doctor_tells_of_the_machine_though_the_device_asked_for_is_not_there(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["doctor", "--model", str(model_path), "--device", "cuda", "--port", "0"]) == ExitCode.DEVICE
+    text = capsys.readouterr().out
+    assert text.count("error: ") == 1
+    assert "memory bandwidth" in text
+
+
 def test_doctor_exits_as_serve_would(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--model", str(tmp_path), "--device", "cpu", "--port", "0"]) == ExitCode.MODEL
     text = capsys.readouterr().out

@@ -90,7 +90,7 @@ def test_plan_names_the_host_memory_that_is_asked_for() -> None:
 
 
 def test_a_healthy_report_ends_with_yes_and_zero() -> None:
-    sections = (version_section(), machine_section(lambda: MACHINE), serving_section(lambda: PLAN, [FREE_PORT]))
+    sections = (version_section(), machine_section(MACHINE), serving_section(lambda: PLAN, [FREE_PORT]))
     assert exit_code(sections) == ExitCode.OK
     text = report(*sections)
     assert "42.4 GB/s read" in text
@@ -117,11 +117,18 @@ def test_a_floor_that_is_not_held_is_an_error() -> None:
     assert exit_code([section]) == ExitCode.VERSION
 
 
-def test_a_device_that_is_not_there_is_an_error() -> None:
-    def find() -> MachineFacts:
-        raise DeviceUnavailable("Device cuda: this torch has no CUDA.", "--device cpu")
-
-    assert exit_code([machine_section(find)]) == ExitCode.DEVICE
+def test_a_device_that_is_not_there_is_an_error_told_once_and_the_machine_is_told_all_the_same() -> None:
+    error = DeviceUnavailable("Device cuda: this torch has no CUDA.", "--device cpu")
+    machine = machine_section(dataclasses.replace(MACHINE, device_error=error))
+    sections = [machine, serving_section(lambda: raising(error), [FREE_PORT])]
+    assert exit_code(sections) == ExitCode.DEVICE
+    facts = {fact.name: fact.value for fact in machine.facts}
+    assert facts["device"] == "none"
+    assert facts["memory"] == "24 GiB, 20 GiB free"
+    assert facts["memory bandwidth"] == "42.4 GB/s read"
+    assert "number format" not in facts
+    text = report(*sections)
+    assert text.count("error: Device cuda: this torch has no CUDA.\nfix: --device cpu\n") == 1
 
 
 def test_values_are_shown_as_they_are_not_as_markup() -> None:
@@ -154,7 +161,7 @@ def test_each_bind_is_tried_where_it_can_be(tmp_path: Path) -> None:
 
 def test_threads_measured_before_are_shown() -> None:
     machine = dataclasses.replace(MACHINE, measured_threads=(("896 x 4864, bfloat16", "1; 2 from 8 tokens a step"),))
-    facts = [(fact.name.strip(), fact.value) for fact in machine_section(lambda: machine).facts]
+    facts = [(fact.name.strip(), fact.value) for fact in machine_section(machine).facts]
     assert ("measured", "1; 2 from 8 tokens a step: 896 x 4864, bfloat16") in facts
 
 

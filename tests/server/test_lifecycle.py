@@ -185,6 +185,21 @@ def test_deleted_stream_keeps_what_was_said_and_ends_with_an_error_event() -> No
         assert server.metrics.num_generation_tokens == kept == 7
 
 
+@pytest.mark.parametrize("asked", [{}, {"n": 3}, {"prompt": ["One", "Two"]}])
+@pytest.mark.parametrize("num_steps", [0, 8])
+def test_second_delete_finds_no_request_though_the_engine_has_not_heard_of_the_first(
+    asked: dict[str, Any], num_steps: int
+) -> None:
+    with serving() as server:
+        transport = server.send(completion(max_tokens=100, **asked, **STREAM))
+        for _ in range(num_steps):
+            server.step()
+        delete = request("DELETE", "/v1/requests/r1")
+        assert [the_answer(server.send(delete)).status for _ in range(3)] == [200, 404, 404]
+        server.run()
+        assert b"request_cancelled" in transport.received
+
+
 def test_deleted_stream_without_a_token_yet_is_a_499() -> None:
     with serving() as server:
         transport = server.send(chat(**STREAM))

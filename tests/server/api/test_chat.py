@@ -90,6 +90,26 @@ def test_a_message_that_cannot_be_read_is_named(message: dict[str, Any], path: s
 
 
 @pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        ({"role": "user"}, "messages[0].content is missing."),
+        (
+            {"role": "user", "content": None},
+            "messages[0].content is null: send a string or an array of text parts; only an assistant's message may have"
+            " null.",
+        ),
+        ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0].text is missing."),
+        (
+            {"role": "user", "content": [{"type": "text", "text": None}]},
+            "messages[0].content[0].text is null: send a string.",
+        ),
+    ],
+)
+def test_what_is_null_is_told_apart_from_what_is_missing(message: dict[str, Any], told: str) -> None:
+    assert wire.refusal(SURFACE, messages=[message]).message == told
+
+
+@pytest.mark.parametrize(
     ("fields", "param"),
     [
         ({"messages": []}, "messages"),

@@ -82,6 +82,7 @@ def test_a_conversation_is_taken_with_our_own_items_in_it() -> None:
         ({"input": []}, "input"),
         ({"input": 5}, "input"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
+        ({"input": [{"role": "user", "content": None}]}, "input[0].content"),
         ({"input": [{"content": "a"}]}, "input[0].role"),
         ({"input": [{"role": "x", "content": "a"}]}, "input[0].role"),
         ({"input": [{"type": "function_call_output", "call_id": "c", "output": "o"}]}, "input[0].type"),
