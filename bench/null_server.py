@@ -89,8 +89,9 @@ def load(
     if wait_step is None and step_rate:
         wait_step = Pace(1 / step_rate).wait
     files, runner = null_model(wait_step or (lambda: None))
-    engine = Engine(Scheduler(LIMITS, (), lambda: 0), runner, time.monotonic, inbox, deliver)
-    return LoadedEngine(engine, files, bench_facts(LIMITS, "none: a null runner"))
+    scheduler = Scheduler(LIMITS, (), lambda: 0)
+    engine = Engine(scheduler, runner, time.monotonic, inbox, deliver)
+    return LoadedEngine(engine, files, bench_facts(LIMITS, "none: a null runner"), scheduler.stats())
 
 
 def main() -> int:

@@ -116,7 +116,7 @@ def load(
         files, runner = _real_model(model)
     scheduler = RecordingScheduler(record, runner.limits, files.eos_ids)
     engine = Engine(scheduler, runner, time.monotonic, inbox, deliver)
-    return LoadedEngine(engine, files, bench_facts(runner.limits, "recorded"))
+    return LoadedEngine(engine, files, bench_facts(runner.limits, "recorded"), scheduler.stats())
 
 
 def _real_model(path: Path) -> tuple[ModelFiles, Runner[Any]]:

@@ -54,7 +54,7 @@ class EngineConfig:
             the step-cost model; None: as long as max_batch_tokens makes it.
         kv_offload_bytes: of host memory for KV blocks that give way to others; 0: they are forgotten.
         kv_offload_dir: where these are kept for the next process; None: nowhere.
-        kv_offload_dir_bytes: of files in it; None: as much as kv_offload_bytes.
+        kv_offload_dir_bytes: of files in it; None: all that lies in kv_offload_bytes.
     """
 
     device: str = "auto"

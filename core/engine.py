@@ -92,7 +92,9 @@ class Engine:
             logger.critical("the device is lost: %s", error)
             self._break(_DEVICE_LOST, error)
         self._drain_inbox()
-        self._tell(self._scheduler.apply(plan, output, self._clock()))
+        delivery = self._scheduler.apply(plan, output, self._clock())
+        self._drop_forgotten()  # by rows that failed
+        self._tell(delivery)
         return True
 
     def shutdown(self, reason: FinishReason, error: str | None = None) -> None:
@@ -109,6 +111,12 @@ class Engine:
         """No more steps come: have stored what the next process can use."""
         if self._store is not None and self._broken is None:
             self._store.keep(self._scheduler.offload_kept())
+
+    def _drop_forgotten(self) -> None:
+        """At once: no step may come, and the process may be killed."""
+        slots = self._scheduler.host.take_dropped()
+        if slots and self._store is not None:
+            self._store.drop(slots)
 
     def _break(self, message: str, cause: Exception | None = None) -> NoReturn:
         self._broken = message
@@ -149,6 +157,7 @@ class Engine:
                     self._scheduler.resume(request_id)
                 case ClearCache():
                     self._scheduler.cache.clear()
+                    self._drop_forgotten()
                 case Inspect() as inspect:
                     self._inspect = inspect
 

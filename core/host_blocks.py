@@ -34,6 +34,7 @@ class HostBlocks:
         self._coming: dict[BlockKey, int] = {}  # slots that can be found once a plan was applied
         self._serials = [0] * num_slots  # by slot
         self._pinned: set[int] = set()  # slots that are copied back, until that plan was applied
+        self._dropped: list[int] = []  # that were forgotten, until somebody asks
         self._leaving: set[int] = set()  # slots that are free once a plan was applied
         self._next = BlockCopies()
         self._in_flight = BlockCopies()
@@ -63,11 +64,12 @@ class HostBlocks:
     def offload(self, block: int, label: BlockLabel) -> None:
         """Copy a block out before the next plan writes to it, unless it lies here already, or no slot can be had."""
         if label.key in self._slots:
-            self._slots.move_to_end(label.key)
+            self._use(label.key)
         elif label.key not in self._coming and (slot := self._take_slot()) is not None:
             self._coming[label.key], self._serials[slot] = slot, label.serial
             self._next.offloads[slot] = block
             self._next.labels[slot] = label
+            self._note_use(slot)
 
     def restore(self, block: int, key: BlockKey) -> int:
         """Copy what lies here to a block, before the next plan reads it. Returns its serial."""
@@ -78,7 +80,7 @@ class HostBlocks:
     def pin(self, keys: list[BlockKey]) -> None:
         """These, a chain that lies here, are about to be restored. Of them the leaf is reused first."""
         for key in reversed(keys):
-            self._slots.move_to_end(key)
+            self._use(key)
             self._pinned.add(self._slots[key])
 
     def reuse(self, blocks: Iterable[int]) -> None:
@@ -101,11 +103,19 @@ class HostBlocks:
             if slot is None:
                 slot = self._coming.pop(key, None)
             if slot is not None:
-                self._next.dropped.append(slot)
+                if self._next.offloads.pop(slot, None) is not None:
+                    del self._next.labels[slot]
+                self._next.used.pop(slot, None)
+                self._dropped.append(slot)
                 self._let_go(slot)
 
     def clear(self) -> None:
         self.forget([*self._slots, *self._coming])
+
+    def take_dropped(self) -> list[int]:
+        """The slots whose content was forgotten since this was asked last. Before what is copied to them next."""
+        dropped, self._dropped = self._dropped, []
+        return dropped
 
     def take_copies(self) -> BlockCopies | None:
         """What the plan that is made now has to copy."""
@@ -123,6 +133,7 @@ class HostBlocks:
             if self._coming.get(label.key) == slot:
                 del self._coming[label.key]
                 self._leaving.add(slot)
+                self._dropped.append(slot)  # what a store has of the block before it there
         self._in_flight.offloads, self._in_flight.labels = {}, {}
         return BlockCopies(restores=self._in_flight.restores) if self._in_flight.restores else None
 
@@ -150,9 +161,17 @@ class HostBlocks:
             for slot in leaving:
                 self._let_go(slot)
 
+    def _use(self, key: BlockKey) -> None:
+        self._slots.move_to_end(key)
+        self._note_use(self._slots[key])
+
+    def _note_use(self, slot: int) -> None:
+        self._next.used.pop(slot, None)
+        self._next.used[slot] = None
+
     def _let_go(self, slot: int) -> None:
         """Of a slot that nobody can find: it is free, unless a copy from or to it is on its way."""
-        if slot in self._pinned or slot in self._next.offloads or slot in self._in_flight.offloads:
+        if slot in self._pinned or slot in self._in_flight.offloads:
             self._leaving.add(slot)
         else:
             self._free.append(slot)

@@ -57,13 +57,13 @@ class BlockCopies:
         offloads: slot -> block that is copied out to it.
         labels: by slot, of what is copied out.
         restores: block -> slot that is copied back to it.
-        dropped: slots whose content nobody may find any more, after a restart of the process neither.
+        used: slots that were copied to or asked for, least recently used first: a set in order.
     """
 
     offloads: dict[int, int] = field(default_factory=dict)
     labels: dict[int, BlockLabel] = field(default_factory=dict)
     restores: dict[int, int] = field(default_factory=dict)
-    dropped: list[int] = field(default_factory=list)
+    used: dict[int, None] = field(default_factory=dict)
 
     @property
     def num_copies(self) -> int:
@@ -71,7 +71,7 @@ class BlockCopies:
 
     @property
     def is_empty(self) -> bool:
-        return not (self.offloads or self.restores or self.dropped)
+        return not (self.offloads or self.restores or self.used)
 
 
 @dataclass(slots=True)
@@ -139,6 +139,12 @@ class DeviceError(Exception):
 
 class BlockStore(Protocol):
     """Keeps blocks beyond the end of the process."""
+
+    def drop(self, slots: list[int]) -> None:
+        """What was copied out to these nobody may find any more, after a restart of the process neither. Returns at
+        once; what is copied out from now on is kept.
+        """
+        ...
 
     def keep(self, copies: BlockCopies | None) -> None:
         """After the last step: copy these out, and return once all that was copied out is kept, or time is up."""

@@ -139,8 +139,14 @@ class PrefixCache:
         return taken
 
     def offload_kept(self) -> None:
-        """Copy out all that lies in blocks which nobody holds: no more steps come."""
-        for block in self.pool.kept():
+        """Copy out what lies in blocks which nobody holds, last used first served: no more steps come.
+
+        What was found on the device has not been looked up on the host meanwhile. So where it lies there too it is
+        taken for used before anything is copied, or it would be the first to make room.
+        """
+        kept = self.pool.kept()[-self._host.num_slots :] if self._host.num_slots else []
+        there = [block for block in kept if (key := self._keys[block]) is not None and self._host.has(key)]
+        for block in (*there, *kept):
             self._offload(block)
 
     def forget(self, blocks: Seq[int]) -> None:

@@ -8,20 +8,23 @@ another model, or of a chain whose beginning is gone is deleted, never served. F
 they hold prompts.
 """
 
+import contextlib
 import fcntl
 import hashlib
 import json
 import logging
 import os
 import secrets
+import stat
 import struct
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import SimpleQueue
+from typing import BinaryIO
 
 from core.blocks import BlockKey
 from core.config import BLOCK_SIZE, ModelConfig
@@ -34,6 +37,7 @@ DIGEST_BYTES = 32  # SHA-256
 LENGTH = struct.Struct("<I")  # of the header
 MAX_HEADER_BYTES = 64 * 1024
 QUEUE_BYTES = 64 * 1024**2  # that wait for the disk; what comes on top is written at the end
+DATE_STEP_NS = 1_000_000  # file systems that keep coarser times are not worth an order
 SAVE_S = 8.0  # at the end: the process is given ten seconds
 
 logger = logging.getLogger(__name__)
@@ -63,14 +67,14 @@ class KVDirectory:
     """The files of one process.
 
     Args:
-        limit_bytes: of all files together; the oldest go first.
+        limit_bytes: of all files together; the least recently used go first. None: as many as there are slots.
         block_bytes: of each one's keys and values.
 
     Raises:
         OSError: the directory cannot be used; BlockingIOError: another process uses it.
     """
 
-    def __init__(self, path: Path, limit_bytes: int, fingerprint: str, block_bytes: int) -> None:
+    def __init__(self, path: Path, limit_bytes: int | None, fingerprint: str, block_bytes: int) -> None:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -110,7 +114,8 @@ class KVDirectory:
                     serials[header.name] = serial
                     stored.append((slot, BlockLabel(serial, _key(header, parent))))
         for file in self._path.iterdir():
-            if file.name.endswith((SUFFIX, PART_SUFFIX)) and file.name.removesuffix(SUFFIX) not in serials:
+            is_loaded = file.name.removesuffix(SUFFIX) in serials
+            if file.name.endswith((SUFFIX, PART_SUFFIX)) and not is_loaded and not file.is_dir():
                 file.unlink(missing_ok=True)
         self._queue.put(self._files.trim)
         return stored[::-1]
@@ -119,28 +124,45 @@ class KVDirectory:
         """Have a slot's content written, in place of what it held before; later, when too much waits already."""
         if self._room.acquire(blocking=False):
             self._unwritten.pop(slot, None)
-            self._queue_write(slot, label, content)
+            header = self._header(label)
+            self._queue_place(slot, header)
+            self._queue.put(self._files.trim)
+            self._queue_write(header, content)
         else:
-            self.drop(slot)
+            self._queue.put(lambda: self._files.drop(slot))
             self._unwritten[slot] = label
 
-    def drop(self, slot: int) -> None:
-        """Have a slot's file deleted."""
-        self._unwritten.pop(slot, None)
-        self._queue.put(lambda: self._files.drop(slot))
+    def drop(self, slots: Iterable[int]) -> None:
+        """Have the files of these deleted, for good once the writer has come to it."""
+        slots = list(slots)
+        for slot in slots:
+            self._unwritten.pop(slot, None)
+        self._queue.put(lambda: self._files.drop_for_good(slots))
 
-    def save(self, labels: dict[int, BlockLabel], read: Callable[[int], bytes]) -> None:
+    def use(self, slots: Iterable[int]) -> None:
+        """These are used now, the last of them last."""
+        slots = list(slots)
+        self._queue.put(lambda: self._files.use(slots))
+
+    def save(self, labels: dict[int, BlockLabel], used: Iterable[int], read: Callable[[int], bytes]) -> None:
         """Write these slots, and what there was no room for, the last first; end the writing, all within SAVE_S.
 
         Args:
             labels: by slot, children before their parents.
+            used: as for use(), these among them: what has no room goes by this order, not by that of the writing.
         """
         deadline_s = time.monotonic() + SAVE_S
-        for slot, label in reversed((self._unwritten | labels).items()):
+        labels = self._unwritten | labels
+        for slot, label in labels.items():
+            self._queue_place(slot, self._header(label))
+        self.use(used)
+        self._queue.put(self._files.trim)
+        for slot, label in reversed(labels.items()):
             if not self._room.acquire(timeout=max(0.0, deadline_s - time.monotonic())):
                 logger.warning("not all keys and values could be written to %s within %g s", self._path, SAVE_S)
                 break
-            self._queue_write(slot, label, read(slot))
+            self._queue_write(self._header(label), read(slot))
+        self._queue.put(self._files.date_by_use)
         self.close(deadline_s)
 
     def close(self, deadline_s: float) -> None:
@@ -150,17 +172,23 @@ class KVDirectory:
         if not self._writer.is_alive():
             os.close(self._lock)
 
-    def _queue_write(self, slot: int, label: BlockLabel, content: bytes) -> None:
+    def _queue_place(self, slot: int, header: Header) -> None:
+        beside_bytes = self._block_bytes + DIGEST_BYTES
+        self._queue.put(lambda: self._files.place(slot, header.name, len(_encode_header(header)) + beside_bytes))
+
+    def _queue_write(self, header: Header, content: bytes) -> None:
+        self._queue.put(lambda: self._files.write(header.name, _encode(header, content)))
+        self._queue.put(self._room.release)
+
+    def _header(self, label: BlockLabel) -> Header:
         parent, tokens = label.key
-        header = Header(
+        return Header(
             self._fingerprint,
             self._name(label.serial),
             self._name(parent) if isinstance(parent, int) else None,
             None if isinstance(parent, int) else parent,
             tokens.hex(),
         )
-        self._queue.put(lambda: self._files.write(slot, header.name, _encode(header, content)))
-        self._queue.put(self._room.release)
 
     def _name(self, serial: int) -> str:
         """Of a block, wherever and whenever it is written."""
@@ -189,7 +217,7 @@ class KVDirectory:
         found = []
         for file in self._path.glob(f"*{SUFFIX}"):
             try:
-                with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as reader:
+                with _open_regular(file) as reader:
                     header = _decode_header(reader.read(len(MAGIC) + LENGTH.size + MAX_HEADER_BYTES))[0]
                     found.append((os.fstat(reader.fileno()).st_mtime_ns, header))
             except (OSError, BadFile) as error:
@@ -201,7 +229,7 @@ class KVDirectory:
         """The file's keys and values; None: it is not whole, or not what its header has said before."""
         file = self._path / f"{header.name}{SUFFIX}"
         try:
-            with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as reader:
+            with _open_regular(file) as reader:
                 raw = reader.read(len(MAGIC) + LENGTH.size + MAX_HEADER_BYTES + self._block_bytes + DIGEST_BYTES + 1)
             if hashlib.sha256(raw[:-DIGEST_BYTES]).digest() != raw[-DIGEST_BYTES:]:
                 raise BadFile("its content has another digest than it claims")
@@ -216,30 +244,33 @@ class KVDirectory:
 
 
 class _Files:
-    """Which slot has which file. Thread: the writer, after load()."""
+    """Which slot has which file: each file is one slot's. Thread: the writer, after load()."""
 
-    def __init__(self, path: Path, limit_bytes: int) -> None:
+    def __init__(self, path: Path, limit_bytes: int | None) -> None:
         self._path = path
         self._limit_bytes = limit_bytes
         self._num_bytes = 0
         self._names: dict[int, str] = {}  # by slot
-        self._sizes: OrderedDict[str, int] = OrderedDict()  # oldest first
+        self._slots: dict[str, int] = {}  # by name
+        self._sizes: OrderedDict[str, int] = OrderedDict()  # least recently used first
         self._is_writable = True
 
     def take(self, slot: int, name: str) -> None:
         """A file that is there already."""
-        self._names[slot] = name
-        self._sizes[name] = self._file(name).stat().st_size
+        self._add(slot, name, self._file(name).stat().st_size)
         self._sizes.move_to_end(name, last=False)  # the newest are loaded first
-        self._num_bytes += self._sizes[name]
 
-    def write(self, slot: int, name: str, content: bytes) -> None:
+    def place(self, slot: int, name: str, size_bytes: int) -> None:
+        """This file is the slot's from now on, last used; it is yet to be written."""
         self.drop(slot)
-        if not self._is_writable or len(content) > self._limit_bytes:
+        if name in self._slots:  # the block had given way here, and is copied out again from the device
+            self.drop(self._slots[name])
+        self._add(slot, name, size_bytes)
+
+    def write(self, name: str, content: bytes) -> None:
+        """Unless it had to give way, or was dropped, since it was placed."""
+        if not self._is_writable or name not in self._slots:
             return
-        self._num_bytes += len(content)
-        self._names[slot], self._sizes[name] = name, len(content)
-        self.trim()
         aside = self._path / f"{name}{PART_SUFFIX}"
         try:
             with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as writer:
@@ -251,21 +282,49 @@ class _Files:
             aside.unlink(missing_ok=True)
 
     def drop(self, slot: int) -> None:
+        """Delete its file, if it has one."""
         name = self._names.pop(slot, None)
-        if name is not None:
-            self._delete(name)
-
-    def trim(self) -> None:
-        while self._num_bytes > self._limit_bytes:
-            self._delete(next(iter(self._sizes)))
-
-    def _delete(self, name: str) -> None:
-        """What was deleted before is no surprise."""
-        self._num_bytes -= self._sizes.pop(name, 0)
+        if name is None:
+            return
+        del self._slots[name]
+        self._num_bytes -= self._sizes.pop(name)
         try:
             self._file(name).unlink(missing_ok=True)
         except OSError as error:
             logger.warning("%s cannot be deleted: %s", self._file(name), error)
+
+    def drop_for_good(self, slots: list[int]) -> None:
+        """Also if the machine stops."""
+        for slot in slots:
+            self.drop(slot)
+        try:
+            directory = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(directory)
+            finally:
+                os.close(directory)
+        except OSError as error:
+            logger.warning("deletions in %s may be undone by a power failure: %s", self._path, error)
+
+    def use(self, slots: list[int]) -> None:
+        for slot in slots:
+            if slot in self._names:
+                self._sizes.move_to_end(self._names[slot])
+
+    def trim(self) -> None:
+        while self._limit_bytes is not None and self._num_bytes > self._limit_bytes:
+            self.drop(self._slots[next(iter(self._sizes))])
+
+    def date_by_use(self) -> None:
+        """Let the files' times say which was used last: the next process takes those first."""
+        now_ns = time.time_ns()
+        for age, name in enumerate(reversed(self._sizes)):
+            with contextlib.suppress(OSError):  # not written
+                os.utime(self._file(name), ns=(now_ns - age * DATE_STEP_NS,) * 2)
+
+    def _add(self, slot: int, name: str, size_bytes: int) -> None:
+        self._names[slot], self._slots[name], self._sizes[name] = name, slot, size_bytes
+        self._num_bytes += size_bytes
 
     def _file(self, name: str) -> Path:
         return self._path / f"{name}{SUFFIX}"
@@ -290,10 +349,27 @@ def _key(header: Header, parent: int | None) -> BlockKey:
     return domain, bytes.fromhex(header.content)
 
 
+def _open_regular(file: Path) -> BinaryIO:
+    """
+    Raises:
+        OSError: it cannot be read.
+        BadFile: it is a directory, a pipe or a device, which may block, or never end.
+    """
+    descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise BadFile("it is not a regular file")
+    return open(descriptor, "rb")
+
+
 def _encode(header: Header, content: bytes) -> bytes:
-    head = json.dumps(asdict(header)).encode()
-    raw = b"".join((MAGIC, LENGTH.pack(len(head)), head, content))
+    raw = _encode_header(header) + content
     return raw + hashlib.sha256(raw).digest()
+
+
+def _encode_header(header: Header) -> bytes:
+    head = json.dumps(asdict(header)).encode()
+    return MAGIC + LENGTH.pack(len(head)) + head
 
 
 def _decode_header(raw: bytes) -> tuple[Header, int]:

@@ -12,12 +12,13 @@ from pathlib import Path
 import torch
 
 from core.config import BLOCK_SIZE, EngineConfig, ModelConfig
-from core.errors import NotEnoughMemory, StartupError
+from core.errors import StartupError
 from core.plan import BlockCopies, BlockLabel
 from gpu.checkpoint import Checkpoint
 from gpu.device import DeviceChoice, free_memory_bytes
 from gpu.kv_cache import KVCache, bytes_per_block, zeros
-from gpu.kv_directory import KVDirectory, model_fingerprint
+from gpu.kv_directory import SAVE_S, KVDirectory, model_fingerprint
+from gpu.memory_plan import offload_slots
 
 STAGING_BYTES = 64 * 1024**2  # on the device, of blocks that are copied at once
 MEASURED_BLOCKS, NUM_MEASURES = 8, 3
@@ -153,24 +154,25 @@ class KVOffload:
         """Wait for the copies, have the directory follow; returns the seconds that they took."""
         took_s = ticket.timer.wait_s()
         if self.directory is not None:
-            for slot in ticket.copies.dropped:
-                self.directory.drop(slot)
+            self.directory.use(ticket.copies.used)
             for slot, label in ticket.copies.labels.items():
                 self.directory.put(slot, label, self.memory.read(slot))
         return took_s if ticket.copies.num_copies else 0.0
+
+    def drop(self, slots: list[int]) -> None:
+        """Have the files of these deleted."""
+        if self.directory is not None:
+            self.directory.drop(slots)
 
     def keep(self, copies: BlockCopies | None) -> None:
         """No more steps come: copy these out, and let all that lies here be written, as far as time allows."""
         if self.directory is None:
             return
-        labels: dict[int, BlockLabel] = {}
-        if copies is not None:
-            with torch.inference_mode():
-                self.start(copies).timer.wait_s()
-            for slot in copies.dropped:
-                self.directory.drop(slot)
-            labels = copies.labels
-        self.directory.save(labels, self.memory.read)
+        if copies is None:
+            copies = BlockCopies()
+        with torch.inference_mode():
+            self.start(copies).timer.wait_s()
+        self.directory.save(copies.labels, copies.used, self.memory.read)
 
 
 def open_offload(
@@ -183,28 +185,34 @@ def open_offload(
     """
     if engine.kv_offload_bytes == 0:
         return None
-    num_slots = engine.kv_offload_bytes // bytes_per_block(config, choice.dtype)
-    if num_slots == 0:
-        least = -(-bytes_per_block(config, choice.dtype) // 1024**2)
-        raise StartupError("--kv-offload-memory has no room for a block of keys and values.", f"at least {least}MiB")
-    free_bytes = free_memory_bytes(torch.device("cpu"))
-    if engine.kv_offload_bytes > free_bytes:
-        raise NotEnoughMemory(
-            f"--kv-offload-memory asks for {engine.kv_offload_bytes // 1024**2} MiB, {free_bytes // 1024**2} MiB free.",
-            f"--kv-offload-memory {max(1, free_bytes // 2 // 1024**2)}MiB, or less.",
-        )
+    num_slots = offload_slots(config, engine, choice.dtype, free_memory_bytes(torch.device("cpu")))
     memory = HostMemory(config, num_slots, choice.dtype, choice.device)
     offload = KVOffload(memory, cache)
     offload.copy_s = memory.measure(cache)
     if engine.kv_offload_dir is not None:
         fingerprint = model_fingerprint(checkpoint, config, choice.dtype_name, engine.quantize)
-        limit_bytes = engine.kv_offload_bytes if engine.kv_offload_dir_bytes is None else engine.kv_offload_dir_bytes
-        offload.directory = open_directory(Path(engine.kv_offload_dir), limit_bytes, fingerprint, memory.block_bytes)
-        offload.stored = offload.directory.load(num_slots, memory.write)
+        path, limit_bytes = Path(engine.kv_offload_dir), engine.kv_offload_dir_bytes
+        offload.directory = open_directory(path, limit_bytes, fingerprint, memory.block_bytes)
+        offload.stored = load_directory(path, offload.directory, memory)
     return offload
 
 
-def open_directory(path: Path, limit_bytes: int, fingerprint: str, block_bytes: int) -> KVDirectory:
+def load_directory(path: Path, directory: KVDirectory, memory: HostMemory) -> list[tuple[int, BlockLabel]]:
+    """
+    Raises:
+        StartupError: what lies there cannot be read or deleted.
+    """
+    try:
+        return directory.load(memory.num_slots, memory.write)
+    except OSError as error:
+        directory.close(time.monotonic() + SAVE_S)
+        raise StartupError(
+            f"Keys and values cannot be read from {path}: {error.filename or path}: {error.strerror}.",
+            "--kv-offload-dir with a directory whose files are all this server's own, or an empty one.",
+        ) from error
+
+
+def open_directory(path: Path, limit_bytes: int | None, fingerprint: str, block_bytes: int) -> KVDirectory:
     """
     Raises:
         StartupError: it cannot be made or written to, or another process uses it.

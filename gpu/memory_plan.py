@@ -38,6 +38,7 @@ class MemoryPlan:
         activation_bytes: of the largest step: an upper bound.
         num_blocks: for sequences; the cache holds one more.
         free_bytes: on the device, before anything is loaded.
+        offload_bytes: of host memory; on a CPU from the same memory as all else, on a GPU beside it.
     """
 
     device: DeviceChoice
@@ -50,6 +51,7 @@ class MemoryPlan:
     num_blocks: int
     max_model_len: int
     free_bytes: int
+    offload_bytes: int = 0
 
     @property
     def kv_tokens(self) -> int:
@@ -57,7 +59,9 @@ class MemoryPlan:
 
     @property
     def total_bytes(self) -> int:
-        return self.weights_bytes + self.activation_bytes + self.kv_bytes
+        """On the device."""
+        on_device = self.weights_bytes + self.activation_bytes + self.kv_bytes
+        return on_device + self.offload_bytes * _is_shared(self.device)
 
 
 def estimate(directory: Path, model: ModelConfig, engine: EngineConfig) -> MemoryPlan:
@@ -71,6 +75,7 @@ def estimate(directory: Path, model: ModelConfig, engine: EngineConfig) -> Memor
     device = choose_device(engine)
     checkpoint = open_checkpoint(directory, model.packed)
     check_checkpoint(checkpoint, model)
+    offload_slots(model, engine, device.dtype, free_memory_bytes(torch.device("cpu")))
     return plan_memory(model, engine, device, checkpoint.size_bytes, free_memory_bytes(device.device))
 
 
@@ -81,10 +86,12 @@ def plan_memory(
     max_model_len = _max_model_len(model, engine)
     weights_bytes = weights_size_bytes(model, device.dtype, engine.quantize, device.device)
     activation_bytes = _activation_bytes(model, engine, max_model_len, device.dtype)
-    asked = _Asked(model, engine, max_model_len, device.dtype, free_bytes, weights_bytes)
+    shared_bytes = engine.kv_offload_bytes * _is_shared(device)
+    asked = _Asked(model, engine, max_model_len, device.dtype, free_bytes, weights_bytes + shared_bytes)
     if asked.kv_room_bytes <= 0:
+        beside = f" beside --kv-offload-memory of {_size(shared_bytes)}" if shared_bytes else ""
         raise NotEnoughMemory(
-            f"Weights and activations need {_size(weights_bytes + activation_bytes)} as {device.dtype_name}, "
+            f"Weights and activations need {_size(weights_bytes + activation_bytes)} as {device.dtype_name}{beside}, "
             f"{_size(free_bytes)} free.",
             _ways_out(asked),
         )
@@ -100,15 +107,46 @@ def plan_memory(
         num_blocks=num_blocks,
         max_model_len=max_model_len,
         free_bytes=free_bytes,
+        offload_bytes=engine.kv_offload_bytes,
     )
 
 
+def offload_slots(model: ModelConfig, engine: EngineConfig, dtype: torch.dtype, free_bytes: int) -> int:
+    """How many blocks the host memory that is asked for holds; 0: none is asked for.
+
+    Args:
+        free_bytes: on the host.
+
+    Raises:
+        StartupError: it does not hold one, or is more than is free.
+    """
+    asked_bytes, block_bytes = engine.kv_offload_bytes, bytes_per_block(model, dtype)
+    if 0 < asked_bytes < block_bytes:
+        least = f"--kv-offload-memory of at least {-(-block_bytes // MIB)}MiB."
+        raise StartupError("--kv-offload-memory has no room for a block of keys and values.", least)
+    if asked_bytes > free_bytes:
+        raise NotEnoughMemory(
+            f"--kv-offload-memory asks for {_size(asked_bytes)}, {_size(free_bytes)} free.",
+            f"--kv-offload-memory {max(1, free_bytes // 2 // MIB)}MiB, or less.",
+        )
+    return asked_bytes // block_bytes
+
+
+def _is_shared(device: DeviceChoice) -> bool:
+    """Whether host memory and the device's are one."""
+    return device.device.type == "cpu"
+
+
 def memory_needed(model: ModelConfig, engine: EngineConfig, device: DeviceChoice) -> int:
-    """The least free memory that plan_memory takes, in bytes: weights, the largest step, one sequence's KV cache."""
+    """The least free memory that plan_memory takes, in bytes: weights, the largest step, one sequence's KV cache.
+
+    On a CPU also what --kv-offload-memory asks for.
+    """
     max_model_len = _max_model_len(model, engine)
     kv_bytes = (num_blocks_for(max_model_len) + 1) * bytes_per_block(model, device.dtype)
     activation_bytes = _activation_bytes(model, engine, max_model_len, device.dtype)
-    return weights_size_bytes(model, device.dtype, engine.quantize, device.device) + activation_bytes + kv_bytes
+    weights_bytes = weights_size_bytes(model, device.dtype, engine.quantize, device.device)
+    return weights_bytes + activation_bytes + kv_bytes + engine.kv_offload_bytes * _is_shared(device)
 
 
 def weights_size_bytes(model: ModelConfig, dtype: torch.dtype, quantize: str | None, device: torch.device) -> int:
@@ -157,20 +195,20 @@ def _max_model_len(model: ModelConfig, engine: EngineConfig) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What is asked to fit beside the weights."""
+    """What is asked to fit beside what is taken: by the weights, and on a CPU by host memory for KV."""
 
     model: ModelConfig
     engine: EngineConfig
     max_model_len: int
     dtype: torch.dtype
     free_bytes: int
-    weights_bytes: int
+    taken_bytes: int
 
     @property
     def kv_room_bytes(self) -> int:
-        """Beside the weights and the largest step; may be negative."""
+        """Beside what is taken and the largest step; may be negative."""
         activation_bytes = _activation_bytes(self.model, self.engine, self.max_model_len, self.dtype)
-        return self.free_bytes - self.weights_bytes - activation_bytes
+        return self.free_bytes - self.taken_bytes - activation_bytes
 
     @property
     def least_kv_bytes(self) -> int:
@@ -243,6 +281,8 @@ def _settings_that_fit(asked: _Asked) -> list[str]:
 
 def _smaller(engine: EngineConfig, dtype: torch.dtype) -> str:
     ways = ["a smaller model"]
+    if engine.kv_offload_bytes:
+        ways.append("less --kv-offload-memory")
     if dtype == torch.float32:
         ways.append("--dtype bfloat16")
     if engine.quantize != "int4":

@@ -195,7 +195,8 @@ def engine_loader(config: "ServerConfig") -> "LoadEngine":
             context_origin=config.context_origin,
             limits=runner.limits,
         )
-        return LoadedEngine(Engine(scheduler, runner, time.monotonic, inbox, deliver, runner.offload), files, facts)
+        loaded = Engine(scheduler, runner, time.monotonic, inbox, deliver, runner.offload)
+        return LoadedEngine(loaded, files, facts, scheduler.stats())
 
     return load
 

@@ -372,7 +372,9 @@ def find_plan(config: ServerConfig) -> "PlanFacts":
         context_origin=config.context_origin,
         attention=describe_attention(model, plan.device),
         products="numba's kernel or oneDNN, as measured" if why is None else f"torch's: {why}",
+        total_bytes=plan.total_bytes,
         free_bytes=plan.free_bytes,
+        offload_bytes=plan.offload_bytes,
     )
 
 

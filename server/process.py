@@ -77,11 +77,16 @@ class EngineFacts:
 
 @dataclass(frozen=True, slots=True)
 class LoadedEngine:
-    """What the engine thread has when it is ready to step."""
+    """What the engine thread has when it is ready to step.
+
+    Args:
+        stats: the scheduler's, before its first step.
+    """
 
     engine: Engine
     files: ModelFiles
     facts: EngineFacts
+    stats: EngineStats
 
 
 # Runs on the engine thread: (inbox, where to deliver, what to call with the stage reached) -> engine
@@ -260,7 +265,7 @@ class Server:
             self._clock.monotonic,
             self._engine_thread.on_delivered,
         )
-        client.stats = EngineStats(num_blocks=loaded.facts.limits.num_blocks)  # until the first delivery
+        client.stats = loaded.stats  # until the first delivery
         self._client = client
         self._metrics.model_name = loaded.facts.model_name
         reader = _prompt_reader(loaded, self._clock)

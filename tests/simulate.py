@@ -1,7 +1,8 @@
 """Random histories, each from a seed of its own: `python -m tests.simulate`, or `make simulate`, for over an hour.
 
-First the scheduler's machine over its block pool and prefix cache (tests/core/test_scheduler_machine.py), then the
-whole server with every fault (tests/server/fault_history.py). A failing seed is printed, with how to run it again.
+First the scheduler's machine over its block pool and prefix cache (tests/core/test_scheduler_machine.py), without host
+memory and with it (tests/core/test_offload_machine.py), in turn by seed; then the whole server with every fault
+(tests/server/fault_history.py). A failing seed is printed, with how to run it again.
 """
 
 import argparse
@@ -11,7 +12,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
-from tests.core.test_scheduler_machine import run_machine
+from tests.core.test_offload_machine import CrampedOffloadMachine, OffloadMachine
+from tests.core.test_scheduler_machine import SchedulerMachine, run_machine
 from tests.server.fault_history import FaultHistory, Tally
 
 T = TypeVar("T")
@@ -19,6 +21,7 @@ T = TypeVar("T")
 REQUESTS_PER_HISTORY = 100
 MACHINE_STEPS = 10_000_000
 HISTORIES = 2_000
+MACHINES = (SchedulerMachine, OffloadMachine, CrampedOffloadMachine)  # by seed
 
 
 def run_fault_histories(seeds: Iterable[int]) -> Tally:
@@ -30,12 +33,16 @@ def run_fault_histories(seeds: Iterable[int]) -> Tally:
 
 
 def run_machine_histories(num_steps: int, first_seed: int) -> int:
-    """Histories of the scheduler's machine until they have made so many steps. Returns how many seeds that took."""
+    """Histories of the scheduler's machines until they have made so many steps. Returns how many seeds that took."""
     seed = first_seed
     while num_steps > 0:
-        num_steps -= _noted(seed, "machine", run_machine)
+        num_steps -= _noted(seed, "machine", _run_machine_of)
         seed += 1
     return seed - first_seed
+
+
+def _run_machine_of(seed: int) -> int:
+    return run_machine(seed, MACHINES[seed % len(MACHINES)])
 
 
 def _noted(seed: int, kind: str, run: Callable[[int], T]) -> T:
@@ -69,7 +76,7 @@ def _run_machine(arguments: argparse.Namespace) -> None:
         num_seeds = run_machine_histories(arguments.steps, arguments.first_seed)
         print(f"the scheduler's machine: {arguments.steps} steps and more, of {num_seeds} seeds, hold")
     else:
-        num_steps = _noted(arguments.seed, "machine", run_machine)
+        num_steps = _noted(arguments.seed, "machine", _run_machine_of)
         print(f"the scheduler's machine, seed {arguments.seed}: {num_steps} steps hold")
 
 

@@ -77,11 +77,9 @@ class PlanFacts:
     context_origin: str
     attention: str  # of rows of one new token: what computes it, and why
     products: str  # with the layers' matrices, likewise; and all that lies between them
+    total_bytes: int  # on the device
     free_bytes: int
-
-    @property
-    def total_bytes(self) -> int:
-        return self.weights_bytes + self.activation_bytes + self.kv_bytes
+    offload_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +128,9 @@ def plan_facts(plan: PlanFacts) -> tuple[Fact, ...]:
     demonstration = " (demonstration model)" if plan.is_demonstration else ""
     num_full = plan.num_kv_tokens / plan.max_model_len
     kv = f"{format_size(plan.kv_bytes)}: {plan.num_kv_tokens:,} tokens = {num_full:.1f} x {plan.max_model_len:,}"
+    offload = []
+    if plan.offload_bytes:
+        offload.append(Fact("host memory", f"{format_size(plan.offload_bytes)} for KV blocks that give way"))
     return (
         Fact("model", f"{plan.model_name}, {plan.architecture}{demonstration}"),
         Fact("parameters", f"{format_count(plan.num_parameters)}, {plan.dtype}"),
@@ -138,6 +139,7 @@ def plan_facts(plan: PlanFacts) -> tuple[Fact, ...]:
         Fact("weights", format_size(plan.weights_bytes)),
         Fact("activations", f"{format_size(plan.activation_bytes)} at most"),
         Fact("KV cache", kv),
+        *offload,
         Fact("attention", plan.attention),
         Fact("products", plan.products),
         Fact("in all", f"{format_size(plan.total_bytes)} of {format_size(plan.free_bytes)} free"),

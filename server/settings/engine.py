@@ -79,7 +79,7 @@ class EngineSettings:
             name="kv-offload-dir-bytes",
             parse=size_between(MiB, 2**50),
             metavar="SIZE",
-            help="of the files in it, at most (default: as --kv-offload-memory)",
+            help="of the files in it, at most (default: what --kv-offload-memory holds)",
             group="engine",
         ),
     )

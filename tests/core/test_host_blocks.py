@@ -1,9 +1,11 @@
 """Evicted blocks on the host: what is copied when, found by whom, and what a failing step leaves of it."""
 
+import struct
 from dataclasses import replace
 
 import pytest
 
+from core.engine import Engine
 from core.host_blocks import HostBlocks
 from core.plan import BlockCopies, BlockLabel, StepPlan
 from core.scheduler import Scheduler
@@ -94,6 +96,65 @@ def test_cleared_cache_is_not_found_on_the_host_either() -> None:
     assert usage(under_test, "d").num_cached_tokens == 0
 
 
+class DropLog:
+    """A BlockStore that takes down what it has to drop, and keeps nothing."""
+
+    def __init__(self) -> None:
+        self.slots: list[int] = []
+
+    def drop(self, slots: list[int]) -> None:
+        self.slots += slots
+
+    def keep(self, copies: BlockCopies | None) -> None:
+        """Nothing."""
+
+
+def with_drop_log(under_test: EngineUnderTest) -> DropLog:
+    store = DropLog()
+    args = (under_test.scheduler, under_test.runner, under_test.clock, under_test.inbox, under_test.log)
+    under_test.engine = Engine(*args, store)
+    return store
+
+
+def test_cleared_slots_are_dropped_at_once_though_no_step_comes() -> None:
+    under_test = make_engine()
+    store = with_drop_log(under_test)
+    run(under_test, ask("a", A), ask("b", B))
+    used = sorted(under_test.scheduler.host._slots.values())
+    assert used
+    under_test.send(ClearCache())
+    assert not under_test.step()
+    assert sorted(store.slots) == used
+
+
+def test_slots_of_a_failed_row_are_dropped_with_its_step() -> None:
+    under_test = make_engine(runner=FaultyRunner(SMALL, FakeClock(), fails_at=frozenset({GUILTY})))
+    store = with_drop_log(under_test)
+    run(under_test, ask("a", A), ask("b", B))
+    assert not store.slots
+    run(under_test, ask("c", (*A[:20], GUILTY)))
+    assert store.slots
+
+
+def test_slot_whose_copy_was_lost_is_dropped_for_it_had_held_another() -> None:
+    host = offloaded(1)
+    host.offload(6, BlockLabel(2, (("", ""), b"other")))
+    host.take_copies()
+    host.on_restart()
+    assert host.take_dropped() == [0]
+    host.on_applied(True, 0.0)
+    assert host.num_used == 0
+
+
+def test_block_forgotten_before_its_copy_was_planned_is_not_copied() -> None:
+    host = HostBlocks(1)
+    host.offload(0, BlockLabel(1, KEY))
+    host.clear()
+    assert host.take_copies() is None
+    assert host.take_dropped() == [0]
+    assert_slots_are_conserved(host)
+
+
 def test_blocks_of_a_failed_row_are_forgotten_on_the_host_as_well() -> None:
     runner = FaultyRunner(SMALL, FakeClock(), fails_at=frozenset({GUILTY}))
     under_test = make_engine(runner=runner)
@@ -166,6 +227,25 @@ def test_what_an_earlier_process_has_stored_is_found() -> None:
     assert second.log.tokens("c") == second.log.tokens("e") == first.log.tokens("a")
 
 
+def test_at_the_end_what_is_used_on_the_device_keeps_its_slot() -> None:
+    limits = replace(SMALL, num_blocks=9, num_host_blocks=6)
+    under_test = EngineUnderTest(limits, runner=ChainCheckingRunner(limits, EngineUnderTest.cost, FakeClock()))
+    run(under_test, ask("a", A[:9], max_tokens=1), ask("b", C, max_tokens=12), ask("c", A[:9], max_tokens=1))
+    host = under_test.scheduler.host
+    assert under_test.scheduler.stats().num_restored_blocks == 2  # the first two of A: they lie here and there
+    run(under_test, ask("d", (*A[:8], *range(500, 508)), max_tokens=1))  # finds them on the device
+    assert host.num_used == host.num_slots
+    lying = dict(host._slots)
+    copies = under_test.scheduler.offload_kept()
+    assert copies is not None
+    prefix = [key for key in lying if key[1] in (struct.pack("4i", *A[:4]), struct.pack("4i", *A[4:8]))]
+    assert len(prefix) == 2
+    assert not {lying[key] for key in prefix} & copies.labels.keys()  # nothing is copied over it
+    assert not set(prefix) & {label.key for label in copies.labels.values()}  # nor it a second time
+    assert copies.labels.keys() == set(lying.values()) - {lying[key] for key in prefix}  # all others make room
+    assert_slots_are_conserved(host)
+
+
 def test_least_recently_used_slot_is_taken_and_never_one_that_is_copied_back() -> None:
     host = HostBlocks(2)
     for block, name in enumerate((b"x", b"y")):
@@ -209,7 +289,9 @@ def test_block_that_is_given_away_before_it_was_restored_is_not_written() -> Non
     host.pin([KEY])
     host.restore(5, KEY)
     host.reuse((5,))
-    assert host.take_copies() is None
+    copies = host.take_copies()
+    assert copies is not None
+    assert (copies.num_copies, copies.used) == (0, {0: None})
 
 
 def test_slot_forgotten_while_it_is_copied_back_is_free_only_after_it() -> None:
@@ -220,7 +302,8 @@ def test_slot_forgotten_while_it_is_copied_back_is_free_only_after_it() -> None:
     host.offload(6, BlockLabel(2, (("", ""), b"other")))
     copies = host.take_copies()
     assert copies is not None
-    assert (copies.restores, copies.offloads, copies.dropped) == ({5: 0}, {}, [0])
+    assert (copies.restores, copies.offloads) == ({5: 0}, {})
+    assert host.take_dropped() == [0]
     assert host.num_used == 1
     host.on_applied(True, 0.0)
     assert host.num_used == 0

@@ -3,7 +3,6 @@
 from collections import Counter
 
 import hypothesis
-import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -351,11 +350,11 @@ LONG_HISTORIES = settings(
 )
 
 
-def run_machine(seed: int) -> int:
+def run_machine(seed: int, machine: type[SchedulerMachine] = SchedulerMachine) -> int:
     """Some long histories. Returns how many steps they had; one that fails is printed as it is, not shrunk."""
     num_steps = 0
 
-    class Counted(SchedulerMachine):
+    class Counted(machine):  # type: ignore[misc,valid-type]  # mypy knows no base that is given
         @invariant()
         def is_counted(self) -> None:
             nonlocal num_steps
@@ -363,15 +362,3 @@ def run_machine(seed: int) -> int:
 
     run_state_machine_as_test(hypothesis.seed(seed)(Counted), settings=LONG_HISTORIES)
     return num_steps
-
-
-@pytest.mark.slow
-def test_a_hundred_thousand_steps() -> None:
-    num_steps, seed = 0, 0
-    while num_steps < 100_000:
-        try:
-            num_steps += run_machine(seed)
-        except BaseException as error:
-            error.add_note(f'run it again: make simulate ARGS="--only machine --seed {seed}"')
-            raise
-        seed += 1

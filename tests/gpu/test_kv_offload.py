@@ -1,5 +1,6 @@
 """Keys and values that were copied to the host, or kept in files, say what computed ones say."""
 
+import errno
 import os
 import random
 from collections import deque
@@ -12,11 +13,12 @@ import pytest
 from core.engine import Engine
 from core.errors import StartupError
 from core.scheduler import Scheduler
-from core.types import Message, Request, SamplingParams, Submit
+from core.types import ClearCache, Message, Request, SamplingParams, Submit
 from gpu.kv_directory import SUFFIX
 from gpu.runner import ModelRunner
 from tests.fakes import DeliveryLog, FakeClock
 from tests.gpu.conftest import ENGINE, open_runner
+from tests.gpu.test_kv_directory import wait_written
 
 NUM_TOKENS = 6
 PROMPTS = [random.Random(i).choices(range(3, 300), k=k) for i, k in enumerate((70, 52, 64, 90))]
@@ -34,6 +36,10 @@ class Served:
         self.scheduler = Scheduler(runner.limits, (), seeds=lambda: 0, stored=stored)
         self._inbox: deque[Message] = deque()
         self.engine = Engine(self.scheduler, runner, FakeClock(), self._inbox, self.log, runner.offload)
+
+    def clear(self) -> None:
+        self._inbox.append(ClearCache())
+        assert not self.engine.step()
 
     def ask(self, name: str, prompt: list[int], tenant: str = "") -> tuple[list[int], int]:
         """Its tokens, and how many of the prompt's were cached."""
@@ -106,6 +112,22 @@ def test_a_restarted_server_finds_the_prompts_of_the_one_before(
     assert {file.stat().st_mode & 0o777 for file in kept.iterdir()} == {0o600}
     assert kept.stat().st_mode & 0o777 == 0o700
     assert len(list(kept.glob(f"*{SUFFIX}"))) >= 15
+
+
+def test_hot_prefix_is_found_after_a_restart_though_the_host_was_full(directory: Path, tmp_path: Path) -> None:
+    block_bytes = open_runner(directory).limits.block_bytes
+    engine = replace(HOST, kv_offload_bytes=6 * block_bytes, kv_offload_dir=str(tmp_path))
+    served = Served(open_runner(directory, engine), num_blocks=12)
+    hot, cold = PROMPTS[0][:32], PROMPTS[3] + PROMPTS[1]
+    served.ask("first", hot + [5])
+    served.ask("cold", cold)
+    assert served.ask("back", hot + [6])[1] == 32  # from the host, and found on the device from now on
+    for i in range(6):
+        assert served.ask(f"hot {i}", hot + random.Random(50 + i).choices(range(3, 300), k=20))[1] == 32
+    served.engine.close()
+    served = Served(open_runner(directory, engine))
+    assert served.ask("again", hot + [7])[1] == 32
+    served.engine.close()
 
 
 def corrupt(file: Path) -> None:
@@ -188,9 +210,35 @@ def test_a_cleared_cache_stays_cleared_over_a_restart(directory: Path, tmp_path:
     served, _ = restart(directory, tmp_path)
     for i, prompt in enumerate(PROMPTS):
         served.ask(str(i), prompt)
-    served.scheduler.cache.clear()
+    served.clear()
     served.engine.close()
     assert not list(tmp_path.glob(f"*{SUFFIX}"))
+
+
+def test_a_cleared_cache_is_deleted_though_nothing_is_asked_any_more(directory: Path, tmp_path: Path) -> None:
+    """As it must be if the process is killed then."""
+    served, runner = restart(directory, tmp_path)
+    for i, prompt in enumerate(PROMPTS):
+        served.ask(str(i), prompt)
+    assert runner.offload is not None
+    assert runner.offload.directory is not None
+    wait_written(runner.offload.directory)
+    assert list(tmp_path.glob(f"*{SUFFIX}"))
+    served.clear()
+    wait_written(runner.offload.directory)
+    assert not list(tmp_path.glob(f"*{SUFFIX}"))
+    served.engine.close()
+
+
+def test_all_that_lies_in_host_memory_has_room_in_the_directory(directory: Path, tmp_path: Path) -> None:
+    """Though each file is larger than its block."""
+    block_bytes = open_runner(directory).limits.block_bytes
+    engine = replace(HOST, kv_offload_bytes=6 * block_bytes, kv_offload_dir=str(tmp_path))
+    served = Served(open_runner(directory, engine))
+    for i, prompt in enumerate(PROMPTS):
+        served.ask(str(i), prompt)
+    served.engine.close()
+    assert len(list(tmp_path.glob(f"*{SUFFIX}"))) == 6
 
 
 def test_the_directory_stays_within_its_bytes(directory: Path, tmp_path: Path) -> None:
@@ -208,6 +256,21 @@ def test_a_second_process_is_told_that_the_directory_is_taken(directory: Path, t
     with pytest.raises(StartupError, match="Another process"):
         restart(directory, tmp_path)
     served.engine.close()
+
+
+def test_directory_that_cannot_be_cleared_of_strange_files_is_told_with_its_fix(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strange = tmp_path / f"strange{SUFFIX}"
+    strange.write_bytes(b"not ours")
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(path))
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(StartupError, match=f"{strange}: Operation not permitted") as caught:
+        restart(directory, tmp_path)
+    assert "--kv-offload-dir" in caught.value.fix
 
 
 def test_too_little_memory_for_a_block_is_refused_with_the_least_that_helps(directory: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from core.config import EngineConfig, ModelConfig, RopeConfig
 from core.errors import NotEnoughMemory, StartupError
 from gpu.device import DeviceChoice
-from gpu.memory_plan import FIX_MARGIN, GIB, MIB, MemoryPlan, plan_memory
+from gpu.memory_plan import FIX_MARGIN, GIB, MIB, MemoryPlan, offload_slots, plan_memory
 
 # Llama 3.1 8B
 MODEL = ModelConfig(
@@ -88,6 +88,30 @@ def test_what_is_short_by_less_than_is_shown_is_told_in_bytes() -> None:
 def test_kv_memory_beyond_what_is_free_is_refused() -> None:
     with pytest.raises(NotEnoughMemory, match=r"--kv-memory asks for 50\.0 GiB"):
         plan(40, kv_memory_bytes=50 * GIB)
+
+
+def test_host_memory_on_a_cpu_is_taken_from_what_is_free() -> None:
+    plain, made = plan(60), plan(60, kv_offload_bytes=8 * GIB)
+    assert made.offload_bytes == 8 * GIB
+    assert made.total_bytes == made.weights_bytes + made.activation_bytes + made.kv_bytes + 8 * GIB
+    assert 4 * GIB - 17 * 131_072 < plain.kv_bytes - made.kv_bytes < 4 * GIB + 17 * 131_072  # half of what is left
+    device = DeviceChoice(torch.device("cuda"), "", torch.bfloat16, "", 1, "")
+    beside = plan(60, device, kv_offload_bytes=8 * GIB)
+    assert beside.kv_bytes == plan(60, device).kv_bytes
+    assert beside.total_bytes == beside.weights_bytes + beside.activation_bytes + beside.kv_bytes
+
+
+def test_host_memory_that_leaves_no_room_for_the_weights_is_told_before_loading() -> None:
+    with pytest.raises(NotEnoughMemory, match=r"beside --kv-offload-memory of 30\.0 GiB, 40\.0 GiB free") as caught:
+        plan(40, kv_offload_bytes=30 * GIB)
+    assert "less --kv-offload-memory" in caught.value.fix
+
+
+def test_more_host_memory_than_is_free_is_refused_with_what_fits() -> None:
+    with pytest.raises(NotEnoughMemory) as caught:
+        offload_slots(MODEL, EngineConfig(kv_offload_bytes=9 * GIB), torch.bfloat16, 8 * GIB)
+    assert caught.value.cause == "--kv-offload-memory asks for 9.0 GiB, 8.0 GiB free."
+    assert caught.value.fix == "--kv-offload-memory 4096MiB, or less."
 
 
 def test_weights_that_do_not_fit_are_told_before_loading() -> None:

@@ -120,6 +120,7 @@ class Tally:
     num_requests: int = 0
     num_steps: int = 0
     num_preemptions: int = 0
+    num_restored_blocks: int = 0  # from host memory
     events: Counter[str] = field(default_factory=Counter)
     statuses: Counter[int] = field(default_factory=Counter)
 
@@ -127,6 +128,7 @@ class Tally:
         self.num_requests += other.num_requests
         self.num_steps += other.num_steps
         self.num_preemptions += other.num_preemptions
+        self.num_restored_blocks += other.num_restored_blocks
         self.events += other.events
         self.statuses += other.statuses
 
@@ -161,6 +163,7 @@ class _Life:
             max_batch_tokens=rng.choice((8, 32)),
             max_model_len=96,
             vocab_size=TOKENIZER.vocab_size,
+            num_host_blocks=rng.choice((0, 6, 60)),
         )
         self.server = SimulatedServer(
             limits=self._limits,
@@ -375,6 +378,7 @@ class _Life:
         tally, stats = self._tally, server.stats
         tally.num_steps += stats.num_steps
         tally.num_preemptions += stats.num_preemptions
+        tally.num_restored_blocks += stats.num_restored_blocks
         tally.events += self._model.faults
         tally.events["paused"] += sum(isinstance(message, Pause) for message in server.posted)
         server.close()

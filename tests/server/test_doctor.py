@@ -53,6 +53,7 @@ PLAN = PlanFacts(
     context_origin="the model's own",
     attention="torch's: the model is too small to repay loading kernels",
     products="torch's: the model is too small to repay loading kernels",
+    total_bytes=94 * 2**20,
     free_bytes=20 * 2**30,
 )
 
@@ -80,6 +81,12 @@ def test_plan_adds_up_and_says_where_each_figure_is_from() -> None:
         "products     torch's: the model is too small to repay loading kernels",
         "in all       94 MiB of 20 GiB free",
     ]
+
+
+def test_plan_names_the_host_memory_that_is_asked_for() -> None:
+    lines = plan_lines(dataclasses.replace(PLAN, offload_bytes=2**30, total_bytes=2**30 + 94 * 2**20))
+    assert "host memory  1 GiB for KV blocks that give way" in lines
+    assert lines[-1] == "in all       1.1 GiB of 20 GiB free"
 
 
 def test_a_healthy_report_ends_with_yes_and_zero() -> None:

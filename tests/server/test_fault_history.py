@@ -27,6 +27,7 @@ def test_histories_of_faults_leave_nothing_and_count_each_token_once() -> None:
     tally = run_fault_histories(range(8))
     assert tally.num_requests >= 8 * 100
     assert tally.num_preemptions
+    assert tally.num_restored_blocks
 
 
 @pytest.mark.slow

@@ -11,7 +11,8 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import uvloop
 from core.chat_template import ChatTemplate
 from core.engine import Engine
 from core.errors import BadCheckpoint, ExitCode, StartupError
-from core.plan import DeviceError, RunnerLimits, StepOutput, StepPlan
+from core.plan import BlockLabel, DeviceError, RunnerLimits, StepOutput, StepPlan
 from core.scheduler import Scheduler
 from core.simulation import CostModel, SimulatedClock, SimulatedRunner
 from core.types import StepDelivery
@@ -82,20 +83,23 @@ class CrashingEngine(Engine):
 
 
 def load_with(
-    runner_type: type[SimulatedRunner] = SimulatedRunner, engine_type: Callable[..., Engine] = Engine
+    runner_type: type[SimulatedRunner] = SimulatedRunner,
+    engine_type: Callable[..., Engine] = Engine,
+    limits: RunnerLimits = LIMITS,
+    stored: Iterable[tuple[int, BlockLabel]] = (),
 ) -> LoadEngine:
     def load(
         inbox: Inbox, deliver: Callable[[StepDelivery], None], report_stage: Callable[[str], None]
     ) -> LoadedEngine:
         report_stage("making it up")
         clock = SimulatedClock()
-        runner = runner_type(LIMITS, CostModel(), clock)
-        template = ChatTemplate({"default": CHATML}, {}, LIMITS.max_model_len)
+        runner = runner_type(limits, CostModel(), clock)
+        template = ChatTemplate({"default": CHATML}, {}, limits.max_model_len)
         files = ModelFiles(Path("/"), CONFIG, TOKENIZER, template, GenerationDefaults(temperature=0.5), (EOS_ID,))
-        facts = EngineFacts(MODEL, True, 1000, "float32", "cpu", "simulated", 4096, "the model's own", LIMITS)
-        return LoadedEngine(
-            engine_type(Scheduler(LIMITS, (EOS_ID,), lambda: 1), runner, clock, inbox, deliver), files, facts
-        )
+        facts = EngineFacts(MODEL, True, 1000, "float32", "cpu", "simulated", 4096, "the model's own", limits)
+        scheduler = Scheduler(limits, (EOS_ID,), lambda: 1, stored=stored)
+        engine = engine_type(scheduler, runner, clock, inbox, deliver)
+        return LoadedEngine(engine, files, facts, scheduler.stats())
 
     return load
 
@@ -563,12 +567,15 @@ def test_an_address_of_other_machines_without_keys_is_given_up_again() -> None:
 
 def test_page_of_metrics_knows_the_model_and_its_blocks_from_the_start() -> None:
     async def scenario() -> None:
-        running = Running(load_with())
+        stored = [(slot, BlockLabel(slot + 1, (("", ""), bytes([slot])))) for slot in range(3)]
+        running = Running(load_with(limits=replace(LIMITS, num_host_blocks=5), stored=stored))
         await running.server.wait_ready()
         page = await ask(running.server, closing(request("GET", "/metrics")))
         samples = samples_of(page.body)
         label = f'model_name="{MODEL}"'
         assert samples[f"steploop_kv_blocks{{{label}}}"] == LIMITS.num_blocks  # before anything was computed
+        assert samples[f"steploop_kv_host_blocks{{{label}}}"] == 5
+        assert samples[f"steploop_kv_host_blocks_used{{{label}}}"] == 3  # what the process before has left
         assert samples[f"steploop_steps_total{{{label}}}"] == 0
         for reason in ("engine_error", "internal_error"):  # alerts see a failure as the rise of its counter
             assert samples[f'steploop_requests_failed_total{{{label},reason="{reason}"}}'] == 0

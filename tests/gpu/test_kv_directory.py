@@ -1,0 +1,132 @@
+"""The files of blocks: which are there after what was written, moved, dropped, and found by the next process."""
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from core.plan import BlockLabel
+from gpu.kv_directory import SUFFIX, KVDirectory
+
+BLOCK_BYTES = 100
+
+
+def label(serial: int, parent: int | None = None) -> BlockLabel:
+    return BlockLabel(serial, (("tenant", "") if parent is None else parent, bytes([serial]) * 64))
+
+
+def content(serial: int) -> bytes:
+    return bytes([serial]) * BLOCK_BYTES
+
+
+@contextmanager
+def opened(path: Path, limit_bytes: int | None = None) -> Iterator[KVDirectory]:
+    directory = KVDirectory(path, limit_bytes, "f" * 64, BLOCK_BYTES)
+    try:
+        yield directory
+    finally:
+        directory.save({}, (), lambda slot: b"")
+
+
+def wait_written(directory: KVDirectory) -> None:
+    """Until all that is queued now was done."""
+    is_done = threading.Event()
+    directory._queue.put(is_done.set)
+    is_done.wait()
+
+
+def found(path: Path, num_slots: int = 10) -> set[bytes]:
+    """What the next process finds."""
+    contents: dict[int, bytes] = {}
+    with opened(path) as directory:
+        directory.load(num_slots, contents.__setitem__)
+    return set(contents.values())
+
+
+def num_files(path: Path) -> int:
+    return len(list(path.glob(f"*{SUFFIX}")))
+
+
+def test_block_that_moves_to_another_slot_keeps_its_file(tmp_path: Path) -> None:
+    with opened(tmp_path) as directory:
+        directory.put(0, label(1), content(1))
+        directory.put(1, label(1), content(1))
+        directory.put(0, label(2), content(2))
+        directory.drop([2])
+    assert num_files(tmp_path) == 2
+    assert found(tmp_path) == {content(1), content(2)}
+
+
+def test_block_that_moves_at_the_end_keeps_its_file_and_its_descendants(tmp_path: Path) -> None:
+    """Written last first: the block comes to its new slot before another one comes to its old slot."""
+    directory = KVDirectory(tmp_path, None, "f" * 64, BLOCK_BYTES)
+    directory.put(0, label(1), content(1))
+    directory.put(2, label(3, parent=1), content(3))
+    at = {0: content(2), 1: content(1)}
+    directory.save({0: label(2), 1: label(1)}, (0, 1), at.__getitem__)
+    assert found(tmp_path) == {content(1), content(2), content(3)}
+
+
+def test_block_that_moves_is_counted_once(tmp_path: Path) -> None:
+    with opened(tmp_path) as directory:
+        directory.put(0, label(1), content(1))
+    size_bytes = next(tmp_path.glob(f"*{SUFFIX}")).stat().st_size
+    with opened(tmp_path / "full", 2 * size_bytes) as directory:
+        for slot in range(4):
+            directory.put(slot, label(1), content(1))
+        directory.put(0, label(2), content(2))
+    assert num_files(tmp_path / "full") == 2
+
+
+def size_of_a_file(path: Path) -> int:
+    with opened(path) as directory:
+        directory.put(0, label(1), content(1))
+    return next(path.glob(f"*{SUFFIX}")).stat().st_size
+
+
+def test_least_recently_used_file_gives_way_not_the_one_written_first(tmp_path: Path) -> None:
+    limit_bytes = 2 * size_of_a_file(tmp_path / "one")
+    with opened(tmp_path / "two", limit_bytes) as directory:
+        directory.put(0, label(1), content(1))
+        directory.put(1, label(2), content(2))
+        directory.use([0])
+        directory.put(2, label(3), content(3))
+    assert found(tmp_path / "two") == {content(1), content(3)}
+
+
+def test_at_the_end_what_was_used_last_has_room_first(tmp_path: Path) -> None:
+    limit_bytes = 2 * size_of_a_file(tmp_path / "one")
+    directory = KVDirectory(tmp_path / "two", limit_bytes, "f" * 64, BLOCK_BYTES)
+    directory.put(0, label(1), content(1))
+    directory.save({1: label(2), 2: label(3)}, (1, 0, 2), {1: content(2), 2: content(3)}.__getitem__)
+    assert found(tmp_path / "two") == {content(1), content(3)}
+
+
+@pytest.mark.parametrize(("used", "last"), [((0, 1), 2), ((1, 0), 1)])
+def test_process_with_less_room_takes_what_was_used_last(used: tuple[int, int], last: int, tmp_path: Path) -> None:
+    directory = KVDirectory(tmp_path, None, "f" * 64, BLOCK_BYTES)
+    directory.save({0: label(1), 1: label(2)}, used, lambda slot: content(slot + 1))
+    assert found(tmp_path, num_slots=1) == {content(last)}
+
+
+def test_what_is_no_regular_file_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / f"directory{SUFFIX}").mkdir()
+    os.mkfifo(tmp_path / f"pipe{SUFFIX}")
+    with opened(tmp_path) as directory:
+        assert directory.load(4, lambda slot, raw: None) == []
+        directory.put(0, label(1), content(1))
+    assert found(tmp_path) == {content(1)}
+    assert (tmp_path / f"directory{SUFFIX}").is_dir()
+
+
+def test_dropped_files_are_gone_once_the_writer_has_come_to_it(tmp_path: Path) -> None:
+    with opened(tmp_path) as directory:
+        for slot in range(3):
+            directory.put(slot, label(slot + 1), content(slot + 1))
+        directory.drop([0, 2])
+        wait_written(directory)
+        assert num_files(tmp_path) == 1
+    assert found(tmp_path) == {content(2)}
