@@ -51,12 +51,13 @@ BAD_BODIES = {
 
 @pytest.mark.parametrize("body", BAD_BODIES.values(), ids=BAD_BODIES.keys())
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES, "/tokenize"])
-def test_body_that_is_not_json_is_refused_and_the_connection_kept(
+def test_body_that_is_no_json_or_too_much_is_refused_and_the_connection_kept(
     server: ServerProcess, path: str, body: bytes
 ) -> None:
     with connected(server.port) as client:
         answer = ask_on(client, path, body)
-        assert (answer.status, answer.code, answer.error["param"]) == (400, "invalid_json", None)
+        code = "json_too_large" if body is BAD_BODIES["nested too deep"] else "invalid_json"
+        assert (answer.status, answer.code, answer.error["param"]) == (400, code, None)
         assert client.is_kept_open()
 
 
