@@ -266,11 +266,13 @@ def measure(arrivals: Arrivals, cost: CostModel, loads: Sequence[float]) -> list
     requests_per_s = capacity(arrivals, cost)
     rows: list[tuple[str | float | None, ...]] = []
     for name, admits_all in (("steploop", False), ("everybody is taken", True)):
+        figures = []
         for load in loads:
             clients = run_load(arrivals, cost, arrivals.times_s(load * requests_per_s), admits_all)
-            rows.append((name, load, *_figures(clients, arrivals)))
-    best = {name: max(row[3] for row in rows if row[0] == name) for name in ("steploop", "everybody is taken")}  # type: ignore[type-var]
-    rows = [(*row[:4], 100 * row[3] / best[str(row[0])], *row[4:]) for row in rows]  # type: ignore[operator]
+            figures.append(_figures(clients, arrivals))
+        best = max(goodput for _, goodput, *_ in figures)
+        for load, (num_requests, goodput, *others) in zip(loads, figures, strict=True):
+            rows.append((name, load, num_requests, goodput, 100 * goodput / best, *others))
     columns = (
         "server",
         "load / capacity",
@@ -299,7 +301,7 @@ def measure(arrivals: Arrivals, cost: CostModel, loads: Sequence[float]) -> list
     ]
 
 
-def _figures(clients: Sequence[Client], arrivals: Arrivals) -> tuple[float | None, ...]:
+def _figures(clients: Sequence[Client], arrivals: Arrivals) -> tuple[float, ...]:
     """Requests, those in time per second, percent admitted, percent of these that were late, TTFTs of those served."""
     admitted = [client for client in clients if client.status != 503]
     first_s = [client.first_text_s for client in admitted if client.first_text_s is not None]
