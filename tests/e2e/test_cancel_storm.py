@@ -142,7 +142,7 @@ def num_descriptors() -> int:
 
 async def wait_quiet(server: Server) -> None:
     """The listener knows of nobody, and the engine has told the end of everybody."""
-    lifecycle, client = server._app.lifecycle, server._client
+    lifecycle, client = server._app.state.lifecycle, server._client
     assert lifecycle is not None
     assert client is not None
     while server.listener.num_open or server.listener.num_handlers or lifecycle.active or client._handles:
