@@ -16,7 +16,7 @@ from server.wire.http1_prefilter import CONTENT_LENGTH, Framing, HeadLimits, Hea
 from server.wire.messages import Headers
 
 _NAME = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]++"
-# At most one space before it, and none behind it: the line ends in CR LF, and in nothing else that anybody takes for one
+# At most one space before it, and none behind it: the line ends in CR LF, and in nothing else that could be an end
 _VALUE = rb"[\x21-\x7e][\x20-\x7e]*+|"
 _END = rb"(?<! )\r\n"
 _TARGET = rb"/[\x21\x22\x24-\x7e]*+"  # no fragment
