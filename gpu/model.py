@@ -6,10 +6,8 @@ reads it.
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from core.config import LayerConfig, ModelConfig
@@ -142,7 +140,7 @@ def _ends(weights: ModelWeights, operators: Operators) -> tuple[Embed, Linear]:
     if lm_head is embedding:
         del weights.embedding, weights.lm_head
         return operators.tied(embedding)
-    return partial(F.embedding, weight=embedding), operators.linear(lm_head, None)
+    return operators.embedding(embedding), operators.linear(lm_head, None)
 
 
 def _layer(
@@ -170,6 +168,6 @@ def _mlp(config: ModelConfig, weights: LayerWeights, operators: Operators) -> Ml
     gated = operators.gated(config.activation)
     if isinstance(weights.mlp, ExpertWeights):
         assert config.experts is not None
-        return Experts(config.experts, weights.mlp, gated, operators.linear)
+        return operators.experts(config.experts, weights.mlp, gated)
     gate_up = operators.linear(weights.mlp.gate_up, weights.mlp.gate_up_bias)
     return Mlp(gate_up, operators.linear(weights.mlp.down, weights.mlp.down_bias), gated)
