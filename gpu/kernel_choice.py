@@ -42,4 +42,8 @@ def describe_products(config: ModelConfig, choice: DeviceChoice) -> str:
     why = why_no_kernels(config, choice)
     if why is not None:
         return f"torch's: {why}"
-    return "Triton's kernels or cuBLAS" if choice.device.type == "cuda" else "numba's kernel or oneDNN, as measured"
+    return (
+        "Triton's kernels or cuBLAS, as measured"
+        if choice.device.type == "cuda"
+        else "numba's kernel or oneDNN, as measured"
+    )

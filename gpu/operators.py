@@ -12,6 +12,7 @@ from torch import Tensor
 
 from core.config import ExpertsConfig
 from gpu.attention import AttentionKernels
+from gpu.device_products import DeviceProducts
 from gpu.expert_weights import ExpertWeights
 from gpu.kv_cache import LayerKV
 from gpu.linear import Linear, ProductChoice, can_pack, make_linear, packed_linear
@@ -35,7 +36,7 @@ class Operators:
     """
 
     attention: AttentionKernels | None = None  # None: torch attends
-    product_choice: ProductChoice | None = None  # None: there is no kernel for products
+    product_choice: ProductChoice | DeviceProducts | None = None  # None: there is no kernel for products
     gumbel_argmax: GumbelArgmax | None = None  # None: torch draws
 
     def __init__(self, dtype: torch.dtype, device: torch.device, eps: float) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from core.config import ModelConfig
 from gpu.attention import AttentionKernels
+from gpu.device_products import DeviceProducts, Timer
 from gpu.kernels.block_sizes import (
     COLUMN_WARPS,
     COLUMNS,
@@ -20,10 +21,13 @@ from gpu.kernels.block_sizes import (
 )
 from gpu.kernels.device_rows import embed_rows
 from gpu.kernels.elementwise import add_and_norm, gate, rotate_and_store
+from gpu.kernels.product import Product, can_multiply, stored_as
 from gpu.kv_cache import LayerKV
-from gpu.linear import Linear
+from gpu.linear import Linear, make_linear
 from gpu.mlp import SWIGLU_LIMIT, SWIGLU_SLOPE, Gated
 from gpu.operators import HeadNorms, Operators
+from gpu.quantize import QuantizedWeight, Weight
+from gpu.quantized_linear import SlabLinear
 from gpu.tied_head import Embed
 
 ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1, "clamped_swiglu": 2}  # as elementwise.gate numbers them
@@ -34,13 +38,36 @@ class TritonOperators(Operators):
 
     Args:
         attention: kernels that know the model; None: torch attends.
+        clock: see DeviceProducts.
     """
 
     def __init__(
-        self, config: ModelConfig, dtype: torch.dtype, device: torch.device, attention: AttentionKernels | None = None
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        attention: AttentionKernels | None = None,
+        clock: Timer | None = None,
     ) -> None:
         super().__init__(dtype, device, config.rms_norm_eps)
         self.attention = attention
+        self.product_choice = self._products = DeviceProducts(device, dtype, clock)
+
+    def linear(self, weight: Weight, bias: Tensor | None) -> Linear:
+        if isinstance(weight, QuantizedWeight):
+            return self.quantized_linear(weight, bias)
+        return self._chosen(weight, bias, make_linear(weight, bias, None))
+
+    def quantized_linear(self, weight: QuantizedWeight, bias: Tensor | None) -> Linear:
+        return self._chosen(weight, bias, SlabLinear(weight, bias))
+
+    def _chosen(self, weight: Weight, bias: Tensor | None, torchs: Linear) -> Linear:
+        """By the kernel or as torch does, as is measured."""
+        if not can_multiply(weight):
+            return torchs
+        num_out, num_in = weight.shape
+        name, size_bytes = stored_as(weight)
+        return self._products.make(name, Product(weight, bias), torchs, (num_out, num_in), size_bytes)
 
     def tied(self, embedding: Tensor) -> tuple[Embed, Linear]:
         return self.embedding(embedding), self.linear(embedding, None)

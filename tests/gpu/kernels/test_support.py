@@ -40,7 +40,7 @@ def test_an_old_device_is_left_to_torch(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert why_no_kernels(CONFIG, CUDA) == why
     assert (type(find_operators(CONFIG, CUDA)) is Operators) == (why is not None)
-    assert describe_products(CONFIG, CUDA) == (f"torch's: {why}" if why else "Triton's kernels or cuBLAS")
+    assert describe_products(CONFIG, CUDA) == (f"torch's: {why}" if why else "Triton's kernels or cuBLAS, as measured")
 
 
 def test_without_triton_torch_serves(monkeypatch: pytest.MonkeyPatch) -> None:
