@@ -16,7 +16,7 @@ from gpu.batch import DeviceBatch
 from gpu.expert_weights import ExpertWeights
 from gpu.kv_cache import KVCache, LayerKV
 from gpu.linear import Linear
-from gpu.mlp import Experts, Mlp
+from gpu.mlp import Block, Experts, Mlp
 from gpu.operators import HeadNorms, Operators
 from gpu.rope import Rope
 from gpu.scores import Scores
@@ -37,7 +37,7 @@ class Layer:
     output: Linear  # query -> hidden
     attention_post_norm: Tensor | None  # [hidden]
     mlp_norm: Tensor | None  # [hidden]
-    mlp: Mlp | Experts
+    mlp: Block
     mlp_post_norm: Tensor | None  # [hidden]
 
 
@@ -92,7 +92,9 @@ class Model:
         found: list[tuple[Linear, int]] = []
         size = 0
         for layer in self.layers:
-            mlps = layer.mlp.experts if isinstance(layer.mlp, Experts) else [layer.mlp]
+            mlps = [layer.mlp] if isinstance(layer.mlp, Mlp) else []
+            if isinstance(layer.mlp, Experts):
+                mlps = layer.mlp.experts
             width = config.intermediate_size
             if isinstance(layer.mlp, Experts) and config.experts is not None:
                 width = config.experts.intermediate_size
@@ -164,7 +166,7 @@ def _layer(
     )
 
 
-def _mlp(config: ModelConfig, weights: LayerWeights, operators: Operators) -> Mlp | Experts:
+def _mlp(config: ModelConfig, weights: LayerWeights, operators: Operators) -> Block:
     gated = operators.gated(config.activation)
     if isinstance(weights.mlp, ExpertWeights):
         assert config.experts is not None

@@ -16,7 +16,7 @@ from gpu.device_products import DeviceProducts
 from gpu.expert_weights import ExpertWeights
 from gpu.kv_cache import LayerKV
 from gpu.linear import Linear, ProductChoice, can_pack, make_linear, packed_linear
-from gpu.mlp import GATED, Experts, Gated
+from gpu.mlp import GATED, Block, Experts, Gated
 from gpu.noise import GumbelArgmax
 from gpu.quantize import QuantizedWeight, Weight
 from gpu.quantized_linear import make_quantized_linear
@@ -64,7 +64,7 @@ class Operators:
         """Rows of a matrix [vocab, hidden] that is not the head's."""
         return partial(F.embedding, weight=table)
 
-    def experts(self, config: ExpertsConfig, weights: ExpertWeights, gated: Gated) -> Experts:
+    def experts(self, config: ExpertsConfig, weights: ExpertWeights, gated: Gated) -> Block:
         """Those of a layer, with their router."""
         return Experts(config, weights, gated, self.linear)
 

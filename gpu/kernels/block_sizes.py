@@ -43,7 +43,7 @@ LARGE_TILES = {
     32: ProductTile(32, 32, 32, 4, 2),
     16: ProductTile(128, 128, 64, 8, 3),
     8: ProductTile(128, 128, 64, 8, 3),
-    4: ProductTile(64, 128, 64, 8, 3),
+    4: ProductTile(64, 64, 64, 8, 3),  # wider ones want more registers than a thread has
 }
 # Programs that keep the largest device served (132 multiprocessors) busy twice over. A product with fewer tiles of
 # outputs is cut along its inputs as well, into MAX_SPLITS parts at most, of MIN_SPLIT_INPUTS each at least.

@@ -8,9 +8,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from core.config import ModelConfig
+from core.config import ExpertsConfig, ModelConfig
 from gpu.attention import AttentionKernels
 from gpu.device_products import DeviceProducts, Timer
+from gpu.expert_weights import ExpertWeights
 from gpu.kernels.block_sizes import (
     COLUMN_WARPS,
     COLUMNS,
@@ -21,10 +22,11 @@ from gpu.kernels.block_sizes import (
 )
 from gpu.kernels.device_rows import embed_rows
 from gpu.kernels.elementwise import add_and_norm, gate, rotate_and_store
+from gpu.kernels.experts import GroupedExperts, can_group
 from gpu.kernels.product import Product, can_multiply, stored_as
 from gpu.kv_cache import LayerKV
 from gpu.linear import Linear, make_linear
-from gpu.mlp import SWIGLU_LIMIT, SWIGLU_SLOPE, Gated
+from gpu.mlp import SWIGLU_LIMIT, SWIGLU_SLOPE, Block, Gated
 from gpu.operators import HeadNorms, Operators
 from gpu.quantize import QuantizedWeight, Weight
 from gpu.quantized_linear import SlabLinear
@@ -68,6 +70,11 @@ class TritonOperators(Operators):
         num_out, num_in = weight.shape
         name, size_bytes = stored_as(weight)
         return self._products.make(name, Product(weight, bias), torchs, (num_out, num_in), size_bytes)
+
+    def experts(self, config: ExpertsConfig, weights: ExpertWeights, gated: Gated) -> Block:
+        if not can_group(weights):
+            return super().experts(config, weights, gated)
+        return GroupedExperts(config, weights, gated, self.linear(weights.router, weights.router_bias))
 
     def tied(self, embedding: Tensor) -> tuple[Embed, Linear]:
         return self.embedding(embedding), self.linear(embedding, None)
