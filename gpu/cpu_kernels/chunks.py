@@ -9,9 +9,10 @@ import numpy as np
 from numba import njit
 
 from core.config import BLOCK_SIZE
+from gpu.cpu_kernels.blocks import clear_sums, multiply_part
 from gpu.cpu_kernels.emit import LANES, REGISTER_BYTES
 from gpu.cpu_kernels.exponent import exp2_to_126
-from gpu.cpu_kernels.products import BLOCK_OUTPUTS, PAIR_BYTES, SUM_ROW_BYTES, clear_sums, multiply_part
+from gpu.cpu_kernels.layout import BLOCK_OUTPUTS, PAIR_BYTES, STEP_PAIRS, SUM_ROW_BYTES
 from gpu.cpu_kernels.vectors import (
     add,
     clear_outside,
@@ -219,7 +220,7 @@ def _fetch(source, stride, blocks, first, end, head_dim):
 
 
 @njit(cache=True)
-def attend_chunk(query, keys, values, stride, blocks, counts, place, shape, window, scale, room, sums, tops):
+def attend_chunk(query, keys, values, stride, blocks, counts, place, shape, window, scale, room, sums, tops, shapes):
     """Take a chunk's tokens into the sums of some rows of one KV head.
 
     The next chunk is asked for a block at a time, between the parts of the work: all at once it would be waited for.
@@ -233,6 +234,7 @@ def attend_chunk(query, keys, values, stride, blocks, counts, place, shape, wind
         shape: (tokens, per_kv, head_dim)
         room: addresses of what chunk_room says.
         sums: float32 [parts, rows, 64]; tops: see _share_chunk.
+        shapes: for products of so many rows: see shape_tiles.
     """
     num_tokens, per_kv, head_dim = shape
     turned, paired, scores, shares = room
@@ -241,10 +243,11 @@ def attend_chunk(query, keys, values, stride, blocks, counts, place, shape, wind
     _bring_keys(keys, stride, blocks, counts[0], head_dim, turned)
     _fetch(keys, stride, next_blocks, 0, min(1, num_next), head_dim)
     clear_sums(scores, num_rows)
-    half = head_dim // 4
-    multiply_part(query, 2 * head_dim, turned, half, num_rows, scores)
+    half = head_dim // 4 // STEP_PAIRS * STEP_PAIRS
+    multiply_part(query, 2 * head_dim, turned, half, num_rows, scores, shapes, False)
     _fetch(keys, stride, next_blocks, 1, min(2, num_next), head_dim)
-    multiply_part(query + 4 * half, 2 * head_dim, turned + half * PAIR_BYTES, half, num_rows, scores)
+    rest, at = head_dim // 2 - half, turned + half * PAIR_BYTES
+    multiply_part(query + 4 * half, 2 * head_dim, at, rest, num_rows, scores, shapes, False)
     _fetch(keys, stride, next_blocks, 2, num_next, head_dim)
     _share_chunk(scores, shares, sums, tops, scale, place, num_tokens, per_kv, window, num_parts)
     _fetch(values, stride, next_blocks, 0, min(1, num_next), head_dim)
@@ -253,7 +256,8 @@ def attend_chunk(query, keys, values, stride, blocks, counts, place, shape, wind
     half = CHUNK_PAIRS // 2
     for part in range(num_parts):
         some, into = paired + part * CHUNK_PAIRS * PAIR_BYTES, sums + part * num_rows * SUM_ROW_BYTES
-        multiply_part(shares, SHARE_ROW_BYTES, some, half, num_rows, into)
+        multiply_part(shares, SHARE_ROW_BYTES, some, half, num_rows, into, shapes, False)
         if part == 0:
             _fetch(values, stride, next_blocks, 2, num_next, head_dim)
-        multiply_part(shares + 4 * half, SHARE_ROW_BYTES, some + half * PAIR_BYTES, half, num_rows, into)
+        rest = some + half * PAIR_BYTES
+        multiply_part(shares + 4 * half, SHARE_ROW_BYTES, rest, half, num_rows, into, shapes, False)

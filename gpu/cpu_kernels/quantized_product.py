@@ -8,7 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from gpu.cpu_kernels.products import BLOCK_OUTPUTS
+from gpu.cpu_kernels.layout import BLOCK_OUTPUTS
 from gpu.cpu_kernels.quantized_products import Arguments, multiply_quantized
 from gpu.cpu_kernels.team import Kernel
 from gpu.quantize import QuantizedWeight, unpack_nibbles

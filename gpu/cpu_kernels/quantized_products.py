@@ -14,20 +14,20 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from gpu.cpu_kernels import emit
-from gpu.cpu_kernels.emit import LANES, REGISTER_BYTES
-from gpu.cpu_kernels.products import (
-    BLOCK_OUTPUTS,
-    BLOCK_REGISTERS,
-    MOST_TILE_ROWS,
-    PAIR_BYTES,
+from gpu.cpu_kernels.blocks import (
+    ARE_TILES,
     PART_PAIRS,
-    STREAM_AHEAD,
-    SUM_ROW_BYTES,
+    SHAPES_BYTES,
     clear_sums,
     multiply_part,
+    release_tiles,
+    shape_tiles,
     write_block,
 )
-from gpu.cpu_kernels.vectors import load_floats, load_integer, load_widened, multiply, store_floats, take_next
+from gpu.cpu_kernels.emit import LANES, REGISTER_BYTES
+from gpu.cpu_kernels.lanes import MOST_TILE_ROWS, STREAM_AHEAD
+from gpu.cpu_kernels.layout import BLOCK_OUTPUTS, BLOCK_REGISTERS, PAIR_BYTES, SUM_ROW_BYTES
+from gpu.cpu_kernels.vectors import keep, load_floats, load_integer, load_widened, multiply, store_floats, take_next
 from gpu.quantize import MIDDLE_INT4
 
 GROUP_BYTES = 2 * 2 * BLOCK_OUTPUTS  # of a group's scales and zeros, bf16, of a block
@@ -219,13 +219,13 @@ def _widen_int8(typing_context, source, target):
 
 
 @njit(cache=True)
-def _multiply_widened(x, x_stride, values, scales, num_pairs, num_rows, sums, widened):
-    """A block of int8, with more rows than a tile has: a part of it becomes bf16 once, for all tiles."""
+def _multiply_widened(x, x_stride, values, scales, num_pairs, num_rows, sums, widened, shapes):
+    """A block of int8: a part of it becomes bf16 once, for all rows."""
     for first in range(0, num_pairs, PART_PAIRS):
         some = min(PART_PAIRS, num_pairs - first)
         for pair in range(some):
             _widen_int8(values + (first + pair) * INT8_PAIR_BYTES, widened + pair * PAIR_BYTES)
-        multiply_part(x + 4 * first, x_stride, widened, some, num_rows, sums)
+        multiply_part(x + 4 * first, x_stride, widened, some, num_rows, sums, shapes, False)
     for index in range(0, BLOCK_OUTPUTS, LANES):
         scale = load_widened(scales + 2 * index)
         for row in range(num_rows):
@@ -242,11 +242,13 @@ def multiply_quantized(arguments):
     num_blocks, num_groups = load_integer(arguments + 72), load_integer(arguments + 80)
     is_int4 = load_integer(arguments + 88)
     num_tiles = (num_rows + MOST_TILE_ROWS - 1) // MOST_TILE_ROWS
-    is_widened = num_tiles > 1 and not is_int4
+    is_widened = not is_int4 and (ARE_TILES or num_tiles > 1)  # by lanes few rows' sums are the same without
     widened_bytes = PART_PAIRS * PAIR_BYTES if is_widened else 0
-    memory = np.empty(num_rows * SUM_ROW_BYTES + widened_bytes + REGISTER_BYTES, dtype=np.uint8)
+    memory = np.empty(num_rows * SUM_ROW_BYTES + widened_bytes + SHAPES_BYTES + REGISTER_BYTES, dtype=np.uint8)
     widened = (memory.ctypes.data + REGISTER_BYTES - 1) // REGISTER_BYTES * REGISTER_BYTES
     sums = widened + widened_bytes
+    shapes = sums + num_rows * SUM_ROW_BYTES
+    shape_tiles(shapes, num_rows)
     x_sums = np.zeros((num_rows, num_groups), dtype=np.float32)
     group_pairs = num_pairs // num_groups
     if is_int4:
@@ -257,7 +259,7 @@ def multiply_quantized(arguments):
         clear_sums(sums, num_rows)
         if is_widened:
             at, of = values + block * block_bytes, scales + block * GROUP_BYTES
-            _multiply_widened(x, x_stride, at, of, num_pairs, num_rows, sums, widened)
+            _multiply_widened(x, x_stride, at, of, num_pairs, num_rows, sums, widened, shapes)
         first = 0
         for tile in range(0 if is_widened else num_tiles):
             end = (tile + 1) * num_rows // num_tiles
@@ -272,3 +274,6 @@ def multiply_quantized(arguments):
         block_bias = bias + 2 * block * BLOCK_OUTPUTS if bias else 0
         write_block(sums, num_rows, block_bias, out + 2 * block * BLOCK_OUTPUTS, 2 * num_blocks * BLOCK_OUTPUTS)
         block = take_next(arguments)
+    release_tiles()
+    keep(memory)
+    keep(x_sums)
