@@ -13,15 +13,39 @@ from gpu.cpu_kernels.vectors import add, load_floats, load_widened, store_floats
 ARE_TILES = may_use_tiles()
 
 if ARE_TILES:
-    from gpu.cpu_kernels.tiles import PART_PAIRS, SHAPES_BYTES, multiply_part, release_tiles, shape_tiles
+    from gpu.cpu_kernels.tiles import (
+        ATTENTION_ROWS,
+        GROUP_ROWS,
+        PART_PAIRS,
+        SHAPES_BYTES,
+        choose_shape,
+        multiply_group,
+        multiply_part,
+        release_tiles,
+        shape_tiles,
+    )
 else:
-    from gpu.cpu_kernels.lanes import PART_PAIRS, SHAPES_BYTES, multiply_part, release_tiles, shape_tiles
+    from gpu.cpu_kernels.lanes import (
+        ATTENTION_ROWS,
+        GROUP_ROWS,
+        PART_PAIRS,
+        SHAPES_BYTES,
+        choose_shape,
+        multiply_group,
+        multiply_part,
+        release_tiles,
+        shape_tiles,
+    )
 
 __all__ = [
     "ARE_TILES",
+    "ATTENTION_ROWS",
+    "GROUP_ROWS",
     "PART_PAIRS",
     "SHAPES_BYTES",
+    "choose_shape",
     "clear_sums",
+    "multiply_group",
     "multiply_part",
     "release_tiles",
     "shape_tiles",

@@ -11,10 +11,12 @@ from numba.extending import intrinsic
 from gpu.cpu_kernels import emit
 from gpu.cpu_kernels.emit import REGISTER_BYTES
 from gpu.cpu_kernels.layout import BLOCK_REGISTERS, PAIR_BYTES, SUM_ROW_BYTES
+from gpu.cpu_kernels.vectors import store_floats, zeros
 
 MOST_TILE_ROWS = 6  # with 4 registers of sums each, and 4 of weights: of 32 registers
 PART_PAIRS = 512  # of inputs: 128 KiB of weights, an eighth of a second-level cache
 SHAPES_BYTES = 0
+GROUP_ROWS = ATTENTION_ROWS = 96  # what is kept of them lies in a second-level cache
 STREAM_AHEAD = 4096  # bytes: how far ahead the one tile of few rows asks for weights
 
 
@@ -109,6 +111,20 @@ def multiply_part(x, x_stride, weights, num_pairs, num_rows, sums, shapes, is_st
             end - first, x + first * x_stride, x_stride, weights, num_pairs, sums + first * SUM_ROW_BYTES, ahead
         )
         first = end
+
+
+@njit(cache=True)
+def multiply_group(x, x_stride, weights, num_pairs, num_rows, sums, is_new):
+    """Up to GROUP_ROWS with a part of a block that lies in a cache; is_new: there are no sums yet."""
+    if is_new:
+        for index in range(0, num_rows * SUM_ROW_BYTES, REGISTER_BYTES):
+            store_floats(sums + index, zeros())
+    multiply_part(x, x_stride, weights, num_pairs, num_rows, sums, 0, False)
+
+
+@njit(cache=True)
+def choose_shape(shapes, num_rows):
+    """See shape_tiles."""
 
 
 @njit(cache=True)

@@ -9,7 +9,7 @@ import numpy as np
 from numba import cfunc, njit, types
 
 from core.config import BLOCK_SIZE
-from gpu.cpu_kernels.blocks import SHAPES_BYTES, clear_sums, release_tiles, shape_tiles
+from gpu.cpu_kernels.blocks import ATTENTION_ROWS, SHAPES_BYTES, clear_sums, release_tiles, shape_tiles
 from gpu.cpu_kernels.chunks import (
     CHUNK_BLOCKS,
     CHUNK_TOKENS,
@@ -23,8 +23,6 @@ from gpu.cpu_kernels.chunks import (
 )
 from gpu.cpu_kernels.emit import REGISTER_BYTES
 from gpu.cpu_kernels.vectors import keep, load_float, load_integer, load_pairs, store_pairs, take_next
-
-WANTED_ROWS = 96  # query heads of a piece: what is kept of them lies in a second-level cache
 
 
 class Arguments(ctypes.Structure):
@@ -106,7 +104,7 @@ def attend_many(arguments):
     window, out, num_kv_heads = load_integer(arguments + 64), load_integer(arguments + 72), load_integer(arguments + 80)
     per_kv, head_dim = load_integer(arguments + 88), load_integer(arguments + 96)
     scale = load_float(arguments + 104)
-    most_tokens = max(1, WANTED_ROWS // per_kv)
+    most_tokens = max(1, ATTENTION_ROWS // per_kv)
     most_rows = most_tokens * per_kv
     sizes = chunk_room(head_dim, most_rows)
     copy_bytes, of_sums = 2 * most_rows * head_dim, sums_bytes(head_dim, most_rows)

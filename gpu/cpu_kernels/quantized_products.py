@@ -320,9 +320,7 @@ def multiply_quantized(arguments):
             at, of = values + block * block_bytes, scales + block * num_groups * GROUP_BYTES
             if is_int4:
                 room = (widened, group_sums)
-                _multiply_groups(
-                    x, x_stride, at, of, group_pairs, num_groups, x_sums, num_rows, sums, room, shapes
-                )
+                _multiply_groups(x, x_stride, at, of, group_pairs, num_groups, x_sums, num_rows, sums, room, shapes)
             else:
                 _multiply_widened(x, x_stride, at, of, num_pairs, num_rows, sums, widened, shapes)
         first = 0

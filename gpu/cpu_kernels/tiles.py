@@ -20,6 +20,8 @@ TILE_ROWS = 16
 SHAPE_BYTES = 64
 SHAPES_BYTES = 2 * SHAPE_BYTES  # for 32 rows, and for what is left of them
 PART_PAIRS = 256  # of inputs: 64 KiB of weights; with 32 rows of x they lie in a second-level cache
+GROUP_ROWS = 2 * TILE_ROWS  # that are multiplied together
+ATTENTION_ROWS = 256  # of prompts: a group's scores and shares lie in a first-level cache, all rows' sums in a second
 STREAM_AHEAD = 8192  # bytes: how far ahead the one step of few rows asks for weights
 PALETTE = 1
 WIDTHS = 64 * 0x0001_0001_0001_0001  # of four tiles, bytes
@@ -95,15 +97,19 @@ def _write_shape(address, num_rows):
 @njit(cache=True)
 def shape_tiles(shapes, num_rows):
     """Get ready for multiply_part with so many rows. shapes: address of SHAPES_BYTES."""
-    rest = num_rows % (2 * TILE_ROWS)
-    _write_shape(shapes, 2 * TILE_ROWS)
+    rest = num_rows % (GROUP_ROWS)
+    _write_shape(shapes, GROUP_ROWS)
     if rest:
         _write_shape(shapes + SHAPE_BYTES, rest)
-    _load_shape(shapes + SHAPE_BYTES if 0 < num_rows < 2 * TILE_ROWS else shapes)
+    _load_shape(shapes + SHAPE_BYTES if 0 < num_rows < GROUP_ROWS else shapes)
 
 
-def _make_wide(is_fetching):
-    """Add the products of a tile of rows with a part of a block to their sums: four tiles of sums."""
+def _make_wide(is_fetching, is_new=False):
+    """Add the products of a tile of rows with a part of a block to their sums: four tiles of sums.
+
+    Args:
+        is_new: there are no sums yet.
+    """
 
     @intrinsic
     def wide(typing_context, x, x_stride, weights, num_steps, sums, ahead):
@@ -119,7 +125,10 @@ def _make_wide(is_fetching):
             x, x_stride, weights, num_steps, sums, ahead = arguments
             columns = [_constant(column * REGISTER_BYTES) for column in range(BLOCK_REGISTERS)]
             for column, offset in enumerate(columns):
-                _load(builder, column, builder.add(sums, offset), _constant(SUM_ROW_BYTES))
+                if is_new:
+                    _emit(builder, "tilezero", _tile(column))
+                else:
+                    _load(builder, column, builder.add(sums, offset), _constant(SUM_ROW_BYTES))
             with cgutils.for_range(builder, num_steps) as loop:
                 _load(builder, ROWS, builder.add(x, builder.mul(loop.index, _constant(REGISTER_BYTES))), x_stride)
                 at = builder.add(weights, builder.mul(loop.index, _constant(STEP_PAIRS * PAIR_BYTES)))
@@ -140,8 +149,12 @@ def _make_wide(is_fetching):
     return wide
 
 
-def _make_square(is_fetching):
-    """Add the products of two tiles of rows with half of a part of a block to their sums: two by two tiles of sums."""
+def _make_square(is_fetching, is_new=False):
+    """Add the products of two tiles of rows with half of a part of a block to their sums: two by two tiles of sums.
+
+    Args:
+        is_new: there are no sums yet.
+    """
 
     @intrinsic
     def square(typing_context, x, x_stride, weights, num_steps, sums, ahead):
@@ -160,7 +173,10 @@ def _make_square(is_fetching):
                 for column in range(2)
             ]
             for tile, place in enumerate(places):
-                _load(builder, tile, place, _constant(SUM_ROW_BYTES))
+                if is_new:
+                    _emit(builder, "tilezero", _tile(tile))
+                else:
+                    _load(builder, tile, place, _constant(SUM_ROW_BYTES))
             more = builder.add(x, builder.mul(x_stride, _constant(TILE_ROWS)))
             with cgutils.for_range(builder, num_steps) as loop:
                 offset = builder.mul(loop.index, _constant(REGISTER_BYTES))
@@ -185,12 +201,12 @@ def _make_square(is_fetching):
     return square
 
 
-_wide, _wide_fetching = _make_wide(False), _make_wide(True)
-_square, _square_fetching = _make_square(False), _make_square(True)
+_wide, _wide_fetching, _wide_new = _make_wide(False), _make_wide(True), _make_wide(False, is_new=True)
+_square, _square_fetching, _square_new = _make_square(False), _make_square(True), _make_square(False, is_new=True)
 
 
 @njit(cache=True)
-def _multiply_32(x, x_stride, weights, num_steps, num_rows, sums, ahead):
+def _multiply_rows(x, x_stride, weights, num_steps, num_rows, sums, ahead):
     """Up to 32 rows, as the tiles are shaped. ahead: see wide; 0: nothing is asked for."""
     if num_rows <= TILE_ROWS:
         if ahead:
@@ -206,6 +222,25 @@ def _multiply_32(x, x_stride, weights, num_steps, num_rows, sums, ahead):
 
 
 @njit(cache=True)
+def choose_shape(shapes, num_rows):
+    """Get ready for multiply_group with so many rows, after shape_tiles: GROUP_ROWS, or what is left of them."""
+    _load_shape(shapes if num_rows == GROUP_ROWS else shapes + SHAPE_BYTES)
+
+
+@njit(cache=True)
+def multiply_group(x, x_stride, weights, num_pairs, num_rows, sums, is_new):
+    """Up to GROUP_ROWS with a part of a block that lies in a cache; is_new: there are no sums yet."""
+    num_steps = num_pairs // STEP_PAIRS
+    if not is_new:
+        _multiply_rows(x, x_stride, weights, num_steps, num_rows, sums, 0)
+    elif num_rows <= TILE_ROWS:
+        _wide_new(x, x_stride, weights, num_steps, sums, 0)
+    else:
+        for half in range(0, PAIR_BYTES, 2 * REGISTER_BYTES):
+            _square_new(x, x_stride, weights + half, num_steps, sums + half, 0)
+
+
+@njit(cache=True)
 def multiply_part(x, x_stride, weights, num_pairs, num_rows, sums, shapes, is_streamed):
     """All rows with a part of a block, after shape_tiles.
 
@@ -217,21 +252,21 @@ def multiply_part(x, x_stride, weights, num_pairs, num_rows, sums, shapes, is_st
         is_streamed: whether weights come from memory; what follows a part there is the next.
     """
     num_steps = num_pairs // STEP_PAIRS
-    end = num_rows // (2 * TILE_ROWS) * (2 * TILE_ROWS)
+    end = num_rows // (GROUP_ROWS) * (GROUP_ROWS)
     has_both = 0 < end < num_rows
     ahead = 0
     if is_streamed:
         ahead = STREAM_AHEAD if num_rows <= TILE_ROWS else num_pairs * PAIR_BYTES
     if has_both:
         _load_shape(shapes)
-    for first in range(0, end, 2 * TILE_ROWS):
-        _multiply_32(
-            x + first * x_stride, x_stride, weights, num_steps, 2 * TILE_ROWS, sums + first * SUM_ROW_BYTES, ahead
+    for first in range(0, end, GROUP_ROWS):
+        _multiply_rows(
+            x + first * x_stride, x_stride, weights, num_steps, GROUP_ROWS, sums + first * SUM_ROW_BYTES, ahead
         )
         ahead = 0
     if has_both:
         _load_shape(shapes + SHAPE_BYTES)
     if end < num_rows:
-        _multiply_32(
+        _multiply_rows(
             x + end * x_stride, x_stride, weights, num_steps, num_rows - end, sums + end * SUM_ROW_BYTES, ahead
         )
