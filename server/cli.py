@@ -344,7 +344,7 @@ def find_plan(config: ServerConfig) -> "PlanFacts":
         StartupError: the model is missing or not understood, or it does not fit.
     """
     from core.config import parse_model_config
-    from gpu.cpu_kernels.support import describe_attention, describe_products
+    from gpu.kernel_choice import describe_attention, describe_products
     from gpu.memory_plan import estimate
     from server.__main__ import model_path, served_name
     from server.commands.doctor import PlanFacts
