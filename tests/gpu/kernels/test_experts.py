@@ -140,13 +140,15 @@ def ahead_cases() -> list[Case]:
         values = pointer(stored or rows)
         scales = pointer(rows if form == PLAIN else torch.bfloat16)
         pointers = {"x": pointer(rows), "weights": values, "scales": scales, "zeros": scales, "bias": pointer(rows)}
-        integers = dict.fromkeys(("num_out", "num_in", "num_experts"), "i32")
+        integers = dict.fromkeys(("num_out", "num_in", "row_stride", "num_experts"), "i32")
         for tiles, share in ((SMALL_TILES, 8), (LARGE_TILES, 1)):
             tile = tiles[bits]
             arguments = pointers | {"out": pointer(rows), "pairs": "*i64", "ends": "*i64"} | integers
             constants = constants_of(form, tile, SHARE=share, BLOCK_E=128)
             name = f"{module}:multiply_by_expert"
-            cases.append(Case(name, arguments, constants, tile.num_warps, tile.num_stages, ("num_out", "num_in")))
+            cases.append(
+                Case(name, arguments, constants, tile.num_warps, tile.num_stages, ("num_out", "num_in", "row_stride"))
+            )
     added = {"found": "*bf16", "shares": "*fp32", "out": "*bf16", "width": "i32"}
     cases.append(Case(f"{module}:add_experts", added, {"ACTIVE": 8, "BLOCK": 1024}, multiples_of_16=("width",)))
     return cases

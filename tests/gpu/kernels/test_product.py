@@ -126,7 +126,7 @@ def test_a_matrix_of_many_outputs_is_not_cut() -> None:
 
 
 def product_arguments(rows: torch.dtype, values: torch.dtype, scales: torch.dtype, out: torch.dtype) -> dict[str, str]:
-    integers = dict.fromkeys(("num_rows", "num_out", "num_in", "x_stride", "split_inputs"), "i32")
+    integers = dict.fromkeys(("num_rows", "num_out", "num_in", "row_stride", "x_stride", "split_inputs"), "i32")
     return {"x": pointer(rows), "weights": pointer(values), "scales": pointer(scales), "zeros": pointer(scales)} | {
         "bias": pointer(rows),
         "out": pointer(out),
@@ -152,7 +152,7 @@ FORMATS = (
 
 def ahead_cases() -> list[Case]:
     module, cases = "gpu.kernels.products", []
-    wide = ("num_out", "num_in", "x_stride", "split_inputs")
+    wide = ("num_out", "num_in", "row_stride", "x_stride", "split_inputs")
     for dtype in (torch.bfloat16, torch.float16):
         for bits, form, stored in FORMATS:
             if bits == 32 and dtype != torch.bfloat16:
