@@ -40,7 +40,9 @@ def kernel_cases(is_quick: bool, is_device: bool) -> list[KernelCase]:
         return _cases(TINY, rows=(5,), dtypes=("float32",), contexts=((2, 40),), forms=("plain", "int8", "int4"))
     if is_quick:
         return _cases(SMALL, rows=(1, 64), dtypes=BFLOAT, contexts=((4, 1024),), forms=("plain", "int4"))
-    found = _cases(EIGHT_B, (1, 16, 512, 4096), BFLOAT, ((1, 1024), (64, 4096), (512, 1024)), ("plain", "int8", "int4"))
+    found = _cases(
+        EIGHT_B, (1, 16, 512, 4096), BFLOAT, ((1, 1024), (64, 4096), (512, 1024)), ("plain", "int8", "fp8", "int4")
+    )
     found += _cases(SMALL, (1, 16, 512), SERVED, ((1, 1024), (64, 4096)), ("plain",))
     return list({case.name: case for case in found}.values())  # some shapes are both models', or of no format
 
@@ -81,6 +83,8 @@ def _cases(
                         continue  # see gpu.quantize.can_quantize
                     shape = {"matrix": name, "form": form, "rows": num_rows, "out": num_out, "in": num_in}
                     found.append(KernelCase("product", shape, dtype))
+            shape = {"matrix": "head", "form": "plain", "rows": num_rows, "out": model["vocab"], "in": model["hidden"]}
+            found.append(KernelCase("product", shape, dtype))
             found.append(KernelCase("sample", {"rows": min(num_rows, 512), "vocab": model["vocab"]}, "float32"))
         found += _once(model, dtype)
         for num_sequences, context in contexts:

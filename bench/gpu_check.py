@@ -1,9 +1,11 @@
 """Settles on a GPU what is proven without one by Triton's interpreter and on a CPU: `python -m bench.gpu_check`.
 
-    python -m bench.gpu_check --part environment|kernels [--quick] [--device auto|cpu|cuda]
+    python -m bench.gpu_check --part environment|kernels|model|http|peers [--quick] [--device auto|cpu|cuda]
 
 - environment: versions, device, ceilings. Each other part begins with the ceilings of its own run.
 - kernels: every kernel beside its reference in float32, with its time and its share of the limit.
+- model: each family beside transformers on the CPU; speed of random models in the engine, beside the targets.
+- http: the same through the server's port. peers: transformers on the same weights.
 
 Runs from the source tree, needs no network and installs nothing. Packages that a machine lacks can be carried as wheels
 on PYTHONPATH: `pip download --no-deps -d wheels h2 hpack hyperframe msgspec orjson` where there is a network, unpacked
@@ -21,10 +23,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 ALWAYS = ("numpy", "torch", "msgspec", "jinja2", "rich", "safetensors", "tokenizers")
+SERVER = ("h11", "h2", "hpack", "hyperframe", "orjson", "uvloop")
 # What each part imports, beside ALWAYS; a kernel needs triton on any device.
 NEEDED: dict[str, tuple[str, ...]] = {
     "environment": (),
     "kernels": ("triton",),
+    "model": ("transformers",),
+    "http": SERVER,
+    "peers": ("transformers",),
 }
 
 

@@ -50,7 +50,7 @@ def device_facts(device: torch.device) -> dict[str, Cell]:
         "device": properties.name,
         "memory GiB": round(properties.total_memory / GIB, 1),
         "multiprocessors": properties.multi_processor_count,
-        "level-2 cache MiB": properties.L2_cache_size // 1024**2,
+        "level-2 cache MiB": getattr(properties, "L2_cache_size", 0) // 1024**2,
         "compute capability": f"{properties.major}.{properties.minor}",
         "CUDA of torch": torch.version.cuda,
         "driver": _asked_of_driver("driver_version"),

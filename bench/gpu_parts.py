@@ -111,12 +111,14 @@ class Case:
         run: gives rows; what it raises is a row as well.
         limit_s: after which it is given up.
         table: of a row that tells how it failed.
+        is_alone: no other runs in its process after it: it leaves memory behind that nobody can give back.
     """
 
     name: str
     run: Callable[[Context], Iterable[Row]]
     limit_s: float
     table: str
+    is_alone: bool = False
 
 
 def against(limit: float, figure: float, target: float | None = None, is_least: bool = True) -> Mapping[str, Cell]:

@@ -19,7 +19,7 @@ import msgspec
 import torch
 
 from bench.gpu_parts import FAILED, FAULTS, SKIPPED, Case, Job, Row
-from bench.gpu_worker import DEVICE_LOST, PARTS, News, cases_of, run_cases
+from bench.gpu_worker import MORE_TO_DO, PARTS, News, cases_of, run_cases
 from bench.report import result_markdown
 from bench.results import RESULTS_DIR, Cell, Table, command_line, print_tables, write_result
 
@@ -193,7 +193,7 @@ def in_worker(job: Job, take: Take, end_s: float) -> str | None:
         finally:
             os.close(reader)
         code = worker.wait()
-    if why is not None or code in (0, DEVICE_LOST):
+    if why is not None or code in (0, MORE_TO_DO):
         return why
     return f"its process ended with {_ending(code)}"
 

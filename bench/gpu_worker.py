@@ -5,8 +5,10 @@ from within. Each line of news is JSON: a case has begun, a row, state for those
 """
 
 import argparse
+import ctypes
 import importlib
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Callable
@@ -20,8 +22,12 @@ from bench.gpu_parts import FAILED, Case, Context, Job, Row, last_line
 PARTS = {
     "environment": "bench.gpu_environment",
     "kernels": "bench.gpu_kernels",
+    "model": "bench.gpu_model",
+    "http": "bench.gpu_http",
+    "peers": "bench.gpu_peers",
 }
-DEVICE_LOST = 3  # exit code: the next case needs a process of its own
+PR_SET_PDEATHSIG = 1
+MORE_TO_DO = 3  # exit code: the next case needs another process
 
 
 class News(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -45,7 +51,7 @@ def cases_of(job: Job) -> list[Case]:
 
 
 def run_cases(job: Job, tell: Callable[[News], None]) -> bool:
-    """Run the job's cases. False: the device is lost, and the last one told of has failed."""
+    """Run the job's cases. False: those behind the last one told of want another process."""
     context = Context(torch.device(job.device), job.is_quick, dict(job.state))
     for case in cases_of(job):
         if case.name in job.cases and not _run(case, context, tell):
@@ -67,7 +73,7 @@ def _run(case: Case, context: Context, tell: Callable[[News], None]) -> bool:
         is_lost = context.is_device and not _is_alive(context.device)
     tell(News(state=context.state))
     tell(News(ended=case.name))
-    return not is_lost
+    return not (is_lost or case.is_alone)
 
 
 def _is_alive(device: torch.device) -> bool:
@@ -80,11 +86,18 @@ def _is_alive(device: torch.device) -> bool:
     return True
 
 
+def _die_with_parent() -> None:
+    """Leave no process on the device when the command is killed. Source: prctl(2), PR_SET_PDEATHSIG; Linux alone."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def main() -> int:
     """Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m bench.gpu_worker", description=__doc__)
     parser.add_argument("--news", type=int, required=True, metavar="FD", help="where news go")
     arguments = parser.parse_args()
+    _die_with_parent()
     job = msgspec.json.decode(sys.stdin.buffer.read(), type=Job)
     warnings.simplefilter("ignore")  # torch's on deterministic fills, as many as there are operators
     with os.fdopen(arguments.news, "wb", buffering=0) as pipe:
@@ -93,7 +106,7 @@ def main() -> int:
             pipe.write(msgspec.json.encode(news) + b"\n")
 
         is_whole = run_cases(job, tell)
-    return 0 if is_whole else DEVICE_LOST
+    return 0 if is_whole else MORE_TO_DO
 
 
 if __name__ == "__main__":

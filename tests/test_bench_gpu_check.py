@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from bench import gpu_check, gpu_kernels
+from bench import gpu_check, gpu_families, gpu_http, gpu_kernels, gpu_model, gpu_peers
 from bench.device_clock import median_s, num_copies
 from bench.gpu_cases import KernelCase, kernel_cases
 from bench.gpu_kernels import relative_error
 from bench.gpu_parts import BELOW, FAILED, OK, SKIPPED, WRONG, Case, Context, Job, Row, last_line, verdict_of
 from bench.gpu_problems import LAYER_BUILDERS, Problem
 from bench.gpu_run import Results, Run, in_worker, run_all, run_part
+from bench.gpu_targets import target_of
 from bench.results import read_result
 from tests import deadly_cases
 
@@ -52,7 +53,8 @@ def known_speed(monkeypatch: pytest.MonkeyPatch) -> None:
         yield Row("Ceilings", {"case": "ceilings"})
 
     case = Case("ceilings", ceilings, 60.0, "Ceilings")
-    monkeypatch.setattr("bench.gpu_kernels.ceilings_case", lambda: case)
+    for module in (gpu_kernels, gpu_model, gpu_http, gpu_peers):
+        monkeypatch.setattr(module, "ceilings_case", lambda: case)
 
 
 @pytest.mark.parametrize("builder", ["add_norm", "product: matrix qkv", "gather", "sample", "decode_attention"])
@@ -202,6 +204,59 @@ def test_what_is_kept_is_given_back_for_what_comes_next() -> None:
 
     assert [context.once(key, make(key)) for key in ("a", "a", "b", "a")] == ["a", "a", "b", "a"]
     assert made == ["a", "b", "a"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["tiny"])
+def test_a_small_model_gives_every_figure_in_the_engine(model: str, known_speed: None, tmp_path: Path) -> None:
+    code, rows = run_here("model", model, tmp_path)
+    assert code == 0
+    measured = {row["measure"]: row["figure"] for row in rows if row.get("measure")}
+    for wanted in ("decode 4 x 32, tokens/s", "single stream, share of limit", "prefix of 96: again, ms"):
+        assert measured[wanted] > 0
+    assert measured["steps from cancel to the last news"] == 1
+    assert measured["inter-token p99 beside arriving prompts, ms"] > 0
+    assert not verdicts(rows)  # a CPU is held against no target
+
+
+@pytest.mark.slow
+def test_a_family_says_what_transformers_says(known_speed: None, tmp_path: Path) -> None:
+    code, rows = run_here("model", "family llama3", tmp_path)
+    assert code == 0
+    assert OK in verdicts(rows)
+    assert set(verdicts(rows)) <= {OK, SKIPPED}
+
+
+def test_where_answers_part_is_told() -> None:
+    answer = [[5, 6, 7], [8, 9, 9]]
+    assert gpu_families.difference(answer, answer) == ""
+    assert gpu_families.difference([[5, 6, 7], [8, 9, 1]], answer) == "tokens are the same for [3, 2] of 3"
+    assert gpu_families.difference([[5, 6]], [[5, 6, 7]]) == "tokens are the same for [2] of 3"
+
+
+@pytest.mark.slow
+def test_the_port_answers_all_that_is_asked(known_speed: None, tmp_path: Path) -> None:
+    code, rows = run_here("http", "tiny", tmp_path)
+    assert code == 0
+    measured = {row["measure"]: row["figure"] for row in rows if row.get("measure")}
+    assert measured["http 4 x 48/6, tokens/s"] > 0
+
+
+@pytest.mark.slow
+def test_transformers_has_the_same_weights(known_speed: None, tmp_path: Path) -> None:
+    code, rows = run_here("peers", "tiny", tmp_path)
+    assert code == 0
+    assert [row["agree"] for row in rows if row.get("agree") is not None] == [1.0, 1.0]
+
+
+def test_targets_are_ends_of_a_range() -> None:
+    found = target_of("llama-8b", "single stream, share of limit")
+    assert found is not None
+    assert [found.is_met(figure) for figure in (0.84, 0.85)] == [False, True]
+    assert target_of("tiny", "single stream, tokens/s") is None
+    most = target_of("tiny", "device idle between decode steps, share")
+    assert most is not None
+    assert (most.shown, most.is_met(0.05), most.is_met(0.06)) == ("<= 0.05", True, False)
 
 
 @pytest.mark.slow
