@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from core.plan import StepPlan
-from core.sequence import Sequence
+from core.sequence import Sequence, SequenceState
 from core.step_cost import StepCostModel, StepWork, row_cost_s
 
 
@@ -55,6 +55,10 @@ class Charges:
         self._device_s[slot] = self._kv_block_s[slot] = 0.0
         self._refund(sequence)
 
+    def vacate(self, slot: int) -> None:
+        """What the slot's sequence has taken since it left is nobody's: it was computed for nothing."""
+        self._device_s[slot] = self._kv_block_s[slot] = 0.0
+
     def _refund(self, sequence: Sequence) -> None:
         """Give back what was charged ahead and came from the cache instead, or is not computed as it gives way."""
         self._prepaid_ends[sequence.slot] = 0
@@ -71,9 +75,12 @@ class Charges:
     ) -> int:
         """Charge a step that took step_s, and attribute it to the sequences that were in it.
 
+        Rows that were computed for nothing, because their sequences had ended one step earlier, are charged to their
+        tenants all the same: who ends often pays for the steps that it leaves. No request's Cost has them.
+
         Args:
-            rows: the plan's sequences, still in flight and before it is counted as computed.
-            running: all that hold blocks.
+            rows: the plan's sequences.
+            running: all that may be computed: some of the rows, and those that only hold blocks.
 
         Returns: how many blocks they hold; a shared one counts for each.
         """
@@ -97,15 +104,17 @@ class Charges:
         for sequence, seconds in zip(rows, owed_s.tolist(), strict=True):
             sequence.tenant.charge(seconds)
         num_held = int(num_blocks.sum())
-        if len(running) > len(rows):
-            num_held += self._charge_bystanders(running, block_s, step_s)
+        if len(running) > sum(sequence.state is SequenceState.RUNNING for sequence in rows):
+            num_held += self._charge_bystanders(running, set(rows), block_s, step_s)
         return num_held
 
-    def _charge_bystanders(self, running: Collection[Sequence], block_s: float, step_s: float) -> int:
+    def _charge_bystanders(
+        self, running: Collection[Sequence], rows: set[Sequence], block_s: float, step_s: float
+    ) -> int:
         """Charge those who only hold blocks. Returns how many."""
         num_held = 0
         for sequence in running:
-            if not sequence.is_in_flight:
+            if sequence not in rows:
                 num_blocks = len(sequence.table.blocks)
                 num_held += num_blocks
                 self._kv_block_s[sequence.slot] += num_blocks * step_s

@@ -6,6 +6,8 @@ from core.simulation import SimulatedRunner
 from core.types import Cancel, ClearCache, FinishReason, Inspect, Message, Pause, Request, Resume, Submit, Usage
 from tests.fakes import EngineUnderTest, FakeClock, FaultyRunner, make_request, small_limits
 
+pytestmark = pytest.mark.usefixtures("steps_in_flight")
+
 GUILTY = 999  # stands in prompts only
 
 
@@ -108,9 +110,9 @@ def test_step_that_raises_fails_only_its_guilty_row() -> None:
 
 def test_who_was_admitted_beside_a_guilty_row_does_not_count_on_what_it_should_have_written() -> None:
     limits = small_limits(max_batch_tokens=32, vocab_size=999)
-    runner = FaultyRunner(limits, FakeClock(), {GUILTY: ValueError("shape")})
-    under_test = EngineUnderTest(limits, runner=runner)
-    runner._clock = under_test.clock
+    clock = FakeClock()
+    runner = FaultyRunner(limits, clock, {GUILTY: ValueError("shape")})
+    under_test = EngineUnderTest(limits, runner=runner, clock=clock)
     under_test.send(Submit(make_request("decodes", 4, 100)))
     for number in range(9):  # so that the step-cost model bounds what a step may compute beside it
         under_test.send(Submit(make_request(f"warm{number}", 8 + 3 * number, 1)))

@@ -9,6 +9,8 @@ from core.scheduler import Scheduler
 from core.types import Submit
 from tests.fakes import EngineUnderTest, make_request, small_limits
 
+pytestmark = pytest.mark.usefixtures("steps_in_flight")
+
 
 def busy() -> EngineUnderTest:
     """Four sequences run, of three requests and two tenants; two more wait, one of them in a higher class."""

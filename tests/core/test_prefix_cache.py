@@ -9,6 +9,8 @@ from core.types import Cancel, ClearCache, FinishReason, Message, Submit, Usage
 from tests.core.kv_oracle import ChainCheckingRunner
 from tests.fakes import EngineUnderTest, FakeClock, FaultyRunner, make_request, small_limits
 
+pytestmark = pytest.mark.usefixtures("steps_in_flight")
+
 GUILTY = 999
 PROMPT = tuple(range(100, 122))  # 22 tokens: 5 blocks and a half
 
@@ -111,7 +113,8 @@ def test_sibling_of_a_failed_leader_starts_from_nothing() -> None:
     under_test.step()
     made = scheduler.plan(0.0)
     assert made is not None
-    output = under_test.runner.collect(under_test.runner.forward(made))
+    under_test.runner.sample(under_test.runner.forward(made))
+    output = under_test.runner.collect(made)
     output.failed_rows[0] = "lost"
     scheduler.apply(made, output, 0.0)
     made = scheduler.plan(0.0)
@@ -172,7 +175,8 @@ def test_cancelled_sharer_of_a_failed_writer_ends_as_cancelled() -> None:
     scheduler.submit(ask("b").request)
     made = scheduler.plan(0.0)
     assert made is not None
-    output = runner.collect(runner.forward(made))
+    runner.sample(runner.forward(made))
+    output = runner.collect(made)
     output.failed_rows[0] = "lost"
     scheduler.cancel("b", FinishReason.CANCELLED)
     delivery = scheduler.apply(made, output, 0.0)

@@ -16,6 +16,8 @@ from core.types import FinishReason, Pause, Request, Resume, Submit, Usage
 from core.waiting import TOP_CLASS, bound_s
 from tests.fakes import EngineUnderTest, make_request, small_limits
 
+pytestmark = pytest.mark.usefixtures("steps_in_flight")
+
 TOKEN_S = 0.001
 MAX_PROMPT = 60
 
