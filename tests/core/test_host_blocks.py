@@ -79,6 +79,7 @@ def test_no_other_domain_or_salt_finds_what_lies_on_the_host() -> None:
     assert under_test.scheduler.stats().num_restored_blocks == 0
 
 
+@pytest.mark.parametrize("steps_in_flight", [1], indirect=True)
 def test_preempted_sequence_gets_its_own_blocks_back() -> None:
     under_test = make_engine()
     under_test.send(ask("low", A))
