@@ -11,6 +11,7 @@ digit. Each step takes the host so long to plan, to send and to tell; without ov
 import argparse
 import random
 import sys
+import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -130,7 +131,7 @@ def measure_arrivals(load: Load) -> Table:
 
 
 def _request(name: str, arrival_s: float, num_prompt_tokens: int, max_tokens: int) -> Request:
-    key = sum(name.encode()) * 7919
+    key = zlib.crc32(name.encode())
     return Request(
         request_id=name,
         prompt_ids=tuple((key + i * i) % LIMITS.vocab_size for i in range(num_prompt_tokens)),
