@@ -5,7 +5,7 @@ plan goes on after them, before anybody knows them. What it holds it keeps until
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from core.plan import StepPlan
@@ -91,3 +91,12 @@ class InFlight:
             sequence.num_in_flight = sequence.num_pending = 0
         self._flights.clear()
         return list(found)
+
+
+def blocks_reached(flights: Iterable[Flight], blocks: set[int]) -> set[int]:
+    """These blocks, and those that steps under way copy them to."""
+    reached = set(blocks)
+    for flight in flights:
+        copies = zip(flight.plan.copy_sources.tolist(), flight.plan.copy_targets.tolist(), strict=True)
+        reached |= {target for source, target in copies if source in reached}
+    return reached

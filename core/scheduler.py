@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterable
 from core.blocks import num_blocks_for
 from core.charges import Charges
 from core.config import INTER_TOKEN_TARGET
+from core.counts import Counts, mark_of_chunk
 from core.fairness import TenantShares
-from core.in_flight import Flight, InFlight
+from core.in_flight import Flight, InFlight, blocks_reached
 from core.inspection import SchedulerView
 from core.intake import Intake
 from core.outbox import Outbox
@@ -29,8 +30,6 @@ from core.types import (
     Cost,
     EngineStats,
     FinishReason,
-    Prefilled,
-    Prefilling,
     Request,
     StepDelivery,
     TokenChunk,
@@ -80,7 +79,7 @@ class Scheduler:
         self._in_flight = InFlight(limits.max_in_flight)
         self._is_short = False  # of blocks or slots that those in flight may have to give up
         self._last_work = StepWork()  # of the step that came back last
-        self._counts = _Counts()
+        self._counts = Counts()
         self._outbox = Outbox(self.stats())
 
     # What the loop asks
@@ -603,13 +602,9 @@ class Scheduler:
     def _account(self, flight: Flight, step_s: float) -> None:
         """Learn from a step's duration, and charge for it."""
         self._last_work = flight.work
-        self._counts.num_steps += 1
-        self._counts.num_rows += len(flight.sequences)
-        self._counts.step_s = step_s
-        self._counts.device_s += step_s
         self.step_cost.observe(flight.work, step_s)
         num_held = self._charges.charge_step(flight.plan, flight.sequences, self._running, flight.work, step_s)
-        self._counts.kv_block_s += num_held * step_s
+        self._counts.add_step(len(flight.sequences), step_s, num_held)
 
     def _advance(self, flight: Flight, lost: set[int], now: float) -> None:
         """Count what was computed of prompts, and fork those who waited for theirs.
@@ -629,22 +624,11 @@ class Scheduler:
         group = self._groups.get(sequence.request_id)
         if group is None or group.sequences[sequence.index] is not sequence:
             return  # the request ended while this was computed
-        if group.num_prompt_tokens_done == 0 and self.cache.is_enabled:
-            self._counts.num_cache_queries += sequence.num_prompt_tokens
-        num_cached = max(0, before - group.num_prompt_tokens_done)  # nobody of this request has computed these
-        group.num_cached_tokens += num_cached
-        self._counts.num_cache_hits += num_cached
-        group.num_prompt_tokens_done = max(group.num_prompt_tokens_done, num_computed)
+        self._counts.add_prompt(group, before, num_computed, self.cache.is_enabled)
         if sequence.state is SequenceState.FINISHED:
             return
-        if not group.is_prefilled:
-            group.num_prompt_chunks += 1
-            if num_computed == sequence.num_prompt_tokens:
-                group.is_prefilled = True
-                num_chunks, num_cached = group.num_prompt_chunks, group.num_cached_tokens
-                self._outbox.marks.append(Prefilled(sequence.request_id, now, num_chunks, num_cached))
-            elif group.request.tells_progress:
-                self._outbox.marks.append(Prefilling(sequence.request_id, num_computed))
+        if not group.is_prefilled and (mark := mark_of_chunk(group, num_computed, now)) is not None:
+            self._outbox.marks.append(mark)
         if num_computed == sequence.num_prompt_tokens and sequence is group.leader:
             for sibling in group.unforked.values():
                 self._fork(sequence, sibling)
@@ -675,11 +659,8 @@ class Scheduler:
         Args:
             sequences: of the plan.
         """
-        for flight in self._in_flight:  # some may have been copied since
-            copies = zip(flight.plan.copy_sources.tolist(), flight.plan.copy_targets.tolist(), strict=True)
-            unwritten |= {target for source, target in copies if source in unwritten}
-        others = self._running.keys() - set(sequences)
-        return [s for s in self._running if s in others and not unwritten.isdisjoint(s.table.blocks)]
+        reached, in_plan = blocks_reached(self._in_flight, unwritten), set(sequences)
+        return [s for s in self._running if s not in in_plan and not reached.isdisjoint(s.table.blocks)]
 
     def _take_tokens(self, output: StepOutput, sequences: list[Sequence], lost: set[int]) -> None:
         """Give sequences the tokens they have drawn, but those that ended before it or are about to be cancelled."""
@@ -708,20 +689,3 @@ class Scheduler:
             self._outbox.add_token(sequence, token_id, logprobs)
         if reason is not None:
             self.finish(sequence, reason)
-
-
-class _Counts:
-    """Counters since the start."""
-
-    def __init__(self) -> None:
-        self.num_steps = 0
-        self.num_rows = 0
-        self.num_prefill_rows = 0
-        self.num_prompt_tokens = 0
-        self.num_generated_tokens = 0
-        self.num_preemptions = 0
-        self.num_cache_queries = 0
-        self.num_cache_hits = 0
-        self.step_s = 0.0
-        self.device_s = 0.0
-        self.kv_block_s = 0.0
