@@ -90,7 +90,7 @@ class ModelRunner:
             dtype,
             device,
             config.windows,
-            has_kernels=operators.attention is not None,
+            operators.attention,
         )
 
     def open_offload(self, engine: EngineConfig, checkpoint: Checkpoint) -> None:
