@@ -51,8 +51,8 @@ class Case:
     multiples_of_16: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        first = next(iter(self.arguments.values())).removeprefix("*")
-        return "-".join([self.kernel.split(":")[1], first, *map(str, self.constants.values())])
+        kinds = dict.fromkeys(kind.removeprefix("*") for kind in self.arguments.values() if kind.startswith("*"))
+        return "-".join([self.kernel.split(":")[1], *kinds, *map(str, self.constants.values())])
 
 
 @dataclass(frozen=True)
