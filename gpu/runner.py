@@ -21,6 +21,7 @@ from gpu.batch import BatchBuilder, DeviceBatch
 from gpu.checkpoint import Checkpoint, Progress, open_checkpoint
 from gpu.code_pages import drop_code_pages
 from gpu.device import apply_threads, choose_device, free_memory_bytes
+from gpu.device_attention import DeviceAttention
 from gpu.kernel_choice import find_operators
 from gpu.kv_cache import KVCache, bytes_per_block
 from gpu.kv_offload import CopyTicket, KVOffload, open_offload
@@ -74,6 +75,8 @@ class ModelRunner:
             self._sampler = Sampler(engine.max_sequences, config.vocab_size, device, operators.gumbel_argmax)
             probes = self._model.probes(PROBE_BYTES)
             self.measured = choose_measured(config, memory.device, probes, operators.product_choice)
+            if isinstance(operators.attention, DeviceAttention):
+                operators.attention.choose(self._cache.layers[0], config.num_heads)
         self.limits = RunnerLimits(
             num_blocks=memory.num_blocks,
             block_size=BLOCK_SIZE,

@@ -8,7 +8,6 @@ written and read again: 3 to 6 % of the bytes of the split's keys and values, fo
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,7 +66,7 @@ class PagedAttention:
         self._num_programs = num_programs
         self._tiles = tiles
         self._shape: KernelShape | None = None
-        self._parts: _Parts | None = None
+        self._parts: list[_Parts] = []
 
     def attend(self, query: Tensor, kv: LayerKV, rows: RaggedRows, scores: Scores) -> Tensor:
         """See AttentionKernels. query: of the cache's format; a token's heads lie together."""
@@ -75,7 +74,7 @@ class PagedAttention:
         layout = rows.layout
         if not isinstance(layout, _Layout):
             layout = rows.layout = _lay_out(rows, shape, query.shape[0] - rows.num_decodes)
-        parts = self.reserve(query, kv, rows.num_decodes, layout.most_splits)
+        parts = self._parts_for(rows.num_decodes * layout.most_splits * shape.num_heads, shape, query.device)
         out = query.new_empty((query.shape[0], shape.num_heads * shape.head_dim))
         scale = shape.head_dim**-0.5 if scores.scale is None else scores.scale
         factor = (scale if scores.cap is None else 1.0) * LOG2_E  # what a cap leaves is scaled already
@@ -108,17 +107,14 @@ class PagedAttention:
             )
         return out
 
-    def reserve(self, query: Tensor, kv: LayerKV, num_decodes: int, num_splits: int | None = None) -> Any:
-        """Room for so many rows of one token, and so many splits each; None: the most. Grows, and never shrinks.
-
-        To be called for the most rows before a graph is captured: it keeps the address.
-        """
-        shape = self._shape_of(query, kv)
-        size = max(1, num_decodes * (num_splits or shape.most_splits) * shape.num_heads)
-        if self._parts is None or self._parts.tops.numel() < size:
-            room = [query.new_empty(size * width, dtype=torch.float32) for width in (shape.head_dim, 1, 1)]
-            self._parts = _Parts(*room)
-        return self._parts
+    def _parts_for(self, size: int, shape: KernelShape, device: torch.device) -> _Parts:
+        """size: splits of all rows, times heads. What is outgrown stays: graphs that were captured keep its address."""
+        known = 0 if not self._parts else self._parts[-1].tops.numel()
+        if not self._parts or known < size:
+            size = max(size, 2 * known, 1)
+            widths = (shape.head_dim, 1, 1)
+            self._parts.append(_Parts(*(torch.empty(size * n, dtype=torch.float32, device=device) for n in widths)))
+        return self._parts[-1]
 
     def _shape_of(self, query: Tensor, kv: LayerKV) -> KernelShape:
         heads = (query.shape[1], kv.keys.shape[1], query.shape[2])
