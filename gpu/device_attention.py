@@ -4,6 +4,7 @@ Measured at start on the model's own cache, and kept per device and versions. Th
 in any company: another one serves only where it is faster by LEAST_GAIN. Thread: engine (choosing at start).
 """
 
+import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -19,6 +20,8 @@ from gpu.kv_cache import LayerKV
 from gpu.measured_file import measured_file, read_kept, write_kept
 from gpu.scores import PLAIN, Scores
 from gpu.varlen_attention import VarlenAttention
+
+logger = logging.getLogger(__name__)
 
 LEAST_GAIN = 1.2
 # Rows, their context and their new tokens, each so far as the cache has blocks; on the geometric mean.
@@ -91,10 +94,14 @@ class DeviceAttention:
             query = kv.keys.new_zeros(num_rows * num_new, num_heads, kv.keys.shape[2])
             if not self._varlen.can_attend(query, rows, PLAIN):
                 return False
-            by_kernels, by_varlen = (
-                self._clock(partial(kernels.attend, query, kv, rows, PLAIN)) for kernels in (self.kernels, self._varlen)
-            )
-            gain *= by_kernels / by_varlen / LEAST_GAIN
+            gain *= self._clock(partial(self.kernels.attend, query, kv, rows, PLAIN)) / LEAST_GAIN
+            try:
+                gain /= self._clock(partial(self._varlen.attend, query, kv, rows, PLAIN))
+            except torch.AcceleratorError:  # nothing succeeds after it
+                raise
+            except (RuntimeError, ValueError) as error:  # of a build without it, or a device that it does not know
+                logger.warning("Torch's FlashAttention does not serve here: %s", error)
+                return False
         return gain > 1
 
 

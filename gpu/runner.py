@@ -25,7 +25,7 @@ from gpu.device_attention import DeviceAttention
 from gpu.kernel_choice import find_operators
 from gpu.kv_cache import KVCache, bytes_per_block
 from gpu.kv_offload import CopyTicket, KVOffload, open_offload
-from gpu.measured import choose_measured
+from gpu.measured import MIN_PARAMETERS, choose_measured
 from gpu.memory_plan import MemoryPlan, plan_memory
 from gpu.model import Model
 from gpu.operators import Operators
@@ -75,7 +75,7 @@ class ModelRunner:
             self._sampler = Sampler(engine.max_sequences, config.vocab_size, device, operators.gumbel_argmax)
             probes = self._model.probes(PROBE_BYTES)
             self.measured = choose_measured(config, memory.device, probes, operators.product_choice)
-            if isinstance(operators.attention, DeviceAttention):
+            if isinstance(operators.attention, DeviceAttention) and config.num_parameters >= MIN_PARAMETERS:
                 operators.attention.choose(self._cache.layers[0], config.num_heads)
         self.limits = RunnerLimits(
             num_blocks=memory.num_blocks,

@@ -129,12 +129,11 @@ def extend_tile(
 
 
 @triton.jit(
-    do_not_specialize=["num_decodes", "most_tiles", "num_programs", "table_stride", "window"],
+    do_not_specialize=["num_decodes", "num_programs", "table_stride", "window"],
     do_not_specialize_on_alignment=["tables", "ends", "offsets"],
 )
 def extend_and_decode(
     num_decodes,
-    most_tiles,
     num_programs,
     query,
     query_stride,
@@ -174,16 +173,18 @@ def extend_and_decode(
     HAS_SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """All tiles, then all splits: products first, that the reading of the decodes' keys goes on beside them.
+    """Tiles are bound by products, splits by reading: they start in turn, so that both go on at once.
 
-    Program: below most_tiles * KV_HEADS a tile and a KV head, or nothing; above one of num_programs, as decode().
+    Program: a KV head of a tile, or nothing; or one of num_programs, as decode(): in even shares.
     """
     program = tl.program_id(0)
-    if program < most_tiles * KV_HEADS:
-        if program // KV_HEADS < tl.load(num_tiles):
+    num_before = program * num_programs // tl.num_programs(0)  # that decode
+    if (program + 1) * num_programs // tl.num_programs(0) == num_before:
+        piece = program - num_before
+        if piece // KV_HEADS < tl.load(num_tiles):
             extend_tile(
-                program // KV_HEADS,
-                program % KV_HEADS,
+                piece // KV_HEADS,
+                piece % KV_HEADS,
                 query,
                 query_stride,
                 keys,
@@ -214,7 +215,7 @@ def extend_and_decode(
             )
     else:
         num_items = tl.load(split_offsets + num_decodes) * KV_HEADS
-        for item in range(program - most_tiles * KV_HEADS, num_items, num_programs):
+        for item in range(num_before, num_items, num_programs):
             decode_split(
                 item // KV_HEADS,
                 item % KV_HEADS,

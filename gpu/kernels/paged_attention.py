@@ -85,7 +85,7 @@ class PagedAttention:
         numbers = (rows.window or 0, scale, factor, scores.cap or 0.0)
         constants = shape.constants(rows.window is not None, scores)
         if layout.most_tiles:
-            counts = (rows.num_decodes, layout.most_tiles, num_programs)
+            counts = (rows.num_decodes, num_programs)
             tiles = (rows.offsets, layout.tiles, layout.num_tiles)
             extend_and_decode[(layout.most_tiles * shape.num_kv_heads + num_programs,)](
                 *counts, *inputs, *tiles, *found, *numbers, **constants, **shape.extend_constants, **shape.launch

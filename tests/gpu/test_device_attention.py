@@ -182,3 +182,11 @@ def test_a_choice_is_kept_and_not_measured_again(cache: Path) -> None:
 def test_without_torchs_nothing_is_measured() -> None:
     chosen = DeviceAttention(Kernels(), None, Clock())
     assert chosen.choose(small_kv(), 2) == Attends()
+
+
+def test_where_torchs_fails_the_kernels_serve() -> None:
+    def refuse(*args: Any, **options: Any) -> Tensor:
+        raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
+
+    chosen = DeviceAttention(Kernels(), VarlenAttention(refuse, True), Clock(1.0, 1.0, 1.0, 1.0))
+    assert chosen.choose(small_kv(), 2) == Attends()

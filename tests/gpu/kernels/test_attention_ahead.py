@@ -24,7 +24,7 @@ SERVED: list[tuple[tuple[int, int, int], torch.dtype, bool, Scores]] = [
     ((32, 32, 96), torch.bfloat16, True, PLAIN),  # Phi 3 mini
     ((32, 32, 80), torch.float16, False, PLAIN),  # Phi 2's heads
 ]
-INTEGERS = ("num_rows", "num_decodes", "most_tiles", "num_programs", "query_stride", "table_stride", "window")
+INTEGERS = ("num_rows", "num_decodes", "num_programs", "query_stride", "table_stride", "window")
 TABLES = ("tables", "ends", "offsets", "tiles", "num_tiles", "splits", "split_offsets")
 
 

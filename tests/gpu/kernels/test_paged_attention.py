@@ -118,15 +118,15 @@ def assert_near(got: torch.Tensor, want: torch.Tensor) -> None:
     assert torch.allclose(got.float(), want, atol=TOLERANCE[got.dtype], rtol=TOLERANCE[got.dtype])
 
 
-@pytest.mark.parametrize("window", [None, 1, 21])
+@pytest.mark.parametrize("window", [None, 21])
 @pytest.mark.parametrize(
     ("rows", "num_kv_heads", "per_kv", "head_dim"),
     [
         ([(1, 1)], 1, 1, 16),
         ([(200, 1), (31, 1), (32, 1), (0, 1), (33, 1)], 2, 3, 64),
         ([(70, 1)], 1, 8, 80),
-        ([(40, 40)], 2, 7, 24),
-        ([(17, 1), (60, 2), (33, 33), (90, 17), (16, 0)], 2, 3, 32),
+        ([(20, 20)], 2, 7, 24),
+        ([(17, 1), (60, 2), (33, 20), (16, 0)], 2, 3, 32),
         ([(90, 45)], 1, 1, 96),
     ],
     ids=str,
@@ -144,11 +144,17 @@ def test_rows_attend_as_the_textbook_says(
     assert_near(case.attend(), case.want())
 
 
-@pytest.mark.parametrize(("head_dim", "per_kv"), [(128, 4), (256, 2)])
+@pytest.mark.parametrize("window", [1, 400])
+def test_windows_of_one_token_and_of_more_than_there_are(window: int, device: torch.device) -> None:
+    case = make_case([(50, 1), (40, 20)], 1, 2, 16, window, device=device)
+    assert_near(case.attend(), case.want())
+
+
+@pytest.mark.parametrize(("head_dim", "per_kv", "dtype"), [(128, 4, torch.float16), (256, 2, torch.float32)], ids=str)
 def test_rows_attend_in_the_tiles_that_serve(
     head_dim: int, per_kv: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    case = make_case([(300, 1), (5, 1), (80, 35)], 1, per_kv, head_dim, None, dtype, device)
+    case = make_case([(300, 1), (80, 35)], 1, per_kv, head_dim, None, dtype, device)
     got = PagedAttention(3).attend(case.query, case.kv, case.rows, PLAIN)
     assert_near(got, case.want())
 
@@ -191,9 +197,9 @@ def test_a_row_is_rounded_the_same_in_any_company(window: int | None, device: to
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("per_kv", [1, 3])
 def test_a_token_is_rounded_the_same_in_any_chunk(window: int | None, per_kv: int, device: torch.device) -> None:
-    case = make_case([(150, 150)], 1, per_kv, 32, window, device=device)
+    case = make_case([(90, 90)], 1, per_kv, 32, window, device=device)
     whole = case.attend()
-    for start, end in ((0, 1), (3, 70), (70, 150), (149, 150)):
+    for start, end in ((0, 1), (3, 50), (50, 90), (89, 90)):
         ends = torch.full_like(case.rows.ends, end)
         offsets = torch.tensor([0, end - start], dtype=torch.int32, device=device)
         rows = RaggedRows(case.rows.tables, ends, offsets, 0, window)
