@@ -22,7 +22,7 @@ from gpu.kv_cache import LayerKV
 from gpu.scores import Scores
 
 LOG2_E = math.log2(math.e)
-PROGRAMS_A_MULTIPROCESSOR = 3  # that decode: what its registers have room for
+PROGRAMS_A_MULTIPROCESSOR = 2  # that decode: as registers leave room for, 85 in each of 256 threads
 
 
 @dataclass(slots=True)
