@@ -21,7 +21,6 @@ SERVED: list[tuple[tuple[int, int, int], torch.dtype, bool, Scores]] = [
     ((28, 4, 128), torch.bfloat16, True, PLAIN),  # Qwen 2.5 7B
     ((64, 8, 64), torch.bfloat16, True, SINKS),  # gpt-oss
     ((8, 4, 256), torch.bfloat16, True, CAPPED),  # Gemma 2 2B
-    ((32, 32, 96), torch.bfloat16, True, PLAIN),  # Phi 3 mini
     ((32, 32, 80), torch.float16, False, PLAIN),  # Phi 2's heads
 ]
 INTEGERS = ("num_rows", "num_decodes", "num_programs", "query_stride", "table_stride", "window")
