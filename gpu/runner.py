@@ -21,11 +21,12 @@ from gpu.batch import BatchBuilder, DeviceBatch
 from gpu.checkpoint import Checkpoint, Progress, open_checkpoint
 from gpu.code_pages import drop_code_pages
 from gpu.device import apply_threads, choose_device, free_memory_bytes, last_level_cache_bytes
+from gpu.device_attention import DeviceAttention
 from gpu.drawn_tokens import DrawnTokens, OnTheirWay
 from gpu.kernel_choice import find_operators
 from gpu.kv_cache import KVCache, bytes_per_block
 from gpu.kv_offload import CopyTicket, KVOffload, open_offload
-from gpu.measured import choose_measured
+from gpu.measured import MIN_PARAMETERS, choose_measured
 from gpu.memory_plan import MemoryPlan, plan_memory
 from gpu.model import Model
 from gpu.operators import Operators
@@ -77,6 +78,8 @@ class ModelRunner:
             self._sampler = Sampler(engine.max_sequences, config.vocab_size, device, operators.gumbel_argmax)
             probes = self._model.probes(min(max(MIN_PROBE_BYTES, 2 * last_level_cache_bytes()), MAX_PROBE_BYTES))
             self.measured = choose_measured(config, memory.device, probes, operators.product_choice)
+            if isinstance(operators.attention, DeviceAttention) and config.num_parameters >= MIN_PARAMETERS:
+                operators.attention.choose(self._cache.layers[0], config.num_heads)
         self.limits = RunnerLimits(
             num_blocks=memory.num_blocks,
             block_size=BLOCK_SIZE,
@@ -94,7 +97,7 @@ class ModelRunner:
             dtype,
             device,
             config.windows,
-            has_kernels=operators.attention is not None,
+            operators.attention,
         )
 
     def open_offload(self, engine: EngineConfig, checkpoint: Checkpoint) -> None:
