@@ -48,7 +48,7 @@ def choose_measured(
     """As asked; for a large model as measured, now or earlier; or as is usual.
 
     Args:
-        product: is set; None: there is no kernel for products.
+        product: is set, where it is open; None: there is no kernel for products.
     """
     if isinstance(product, DeviceProducts):
         if config.num_parameters >= MIN_PARAMETERS:
@@ -58,7 +58,7 @@ def choose_measured(
         return Measured(StepThreads(((1, choice.threads),)))
     if config.num_parameters < MIN_PARAMETERS:
         return Measured(_unmeasured(choice), None if product is None else product.uses_kernel)
-    machine, shape = _machine(choice), _shape(config, choice, product is not None)
+    machine, shape = _machine(choice), _shape(config, choice, product)
     known = read_measured(cache_file())
     found = known.get(machine, {}).get(shape)
     if found is None:
@@ -66,7 +66,7 @@ def choose_measured(
         known.setdefault(machine, {})[shape] = found
         if load_average() <= choice.threads:
             _write_measured(cache_file(), known)
-    if product is not None and found.uses_kernel is not None:
+    if product is not None and product.is_open and found.uses_kernel is not None:
         product.uses_kernel = found.uses_kernel
     return found
 
@@ -79,7 +79,10 @@ def _unmeasured(choice: DeviceChoice) -> StepThreads:
 
 def _measure(choice: DeviceChoice, probes: Sequence[Probe], product: ProductChoice | None) -> Measured:
     """The products first: the threads depend on them."""
-    uses_kernel = None if product is None else measure_products(probes, choice.threads, choice.dtype, product)
+    uses_kernel = None
+    if product is not None:
+        is_open = product.is_open
+        uses_kernel = measure_products(probes, choice.threads, choice.dtype, product) if is_open else True
     if choice.are_threads_asked or choice.threads == 1:
         return Measured(StepThreads(((1, choice.threads),)), uses_kernel)
     return Measured(measure_threads(probes, choice.threads, choice.dtype), uses_kernel)
@@ -160,7 +163,7 @@ def _machine(choice: DeviceChoice) -> str:
     return f"{cpu_model()}, {threads}, torch {torch.__version__}"
 
 
-def _shape(config: ModelConfig, choice: DeviceChoice, has_kernel: bool) -> str:
+def _shape(config: ModelConfig, choice: DeviceChoice, product: ProductChoice | None) -> str:
     mlp = f"{config.intermediate_size}" if config.experts is None else f"{config.experts.num_experts} experts"
-    kernel = ", numba" if has_kernel else ""
+    kernel = "" if product is None else ", numba" if product.is_open else ", numba alone"
     return f"{config.hidden_size} x {mlp}, {config.query_size} + {config.kv_size}, {choice.dtype_name}{kernel}"
