@@ -2,7 +2,7 @@
 
 from server.wire.messages import Headers, ResponseHead
 from server.wire.peer import Peer
-from server.wire.stream import HttpStream, StreamCarrier, WrittenCallback
+from server.wire.stream import HttpStream, StreamCarrier, Writer, WrittenCallback
 
 KEPT_HEADERS = (b"content-type", b"x-accel-buffering")  # the others are each response's own
 
@@ -45,6 +45,9 @@ class Recording:
         else:
             self.body += data
         self._carrier.write_data(stream, data)
+
+    def writer(self, stream: HttpStream) -> Writer:
+        return stream.send
 
     def write_end(self, stream: HttpStream, trailers: Headers) -> None:
         self.is_whole = not self._is_too_long

@@ -17,6 +17,7 @@ class ClientDisconnected(Exception):
     """The peer has gone before its request was read, or broke the protocol. Nobody is left to be answered."""
 
 
+Writer = Callable[[bytes], None]  # of whole pieces, none of them empty
 WrittenCallback = Callable[[float], None]  # called with the time, on the monotonic clock
 
 
@@ -37,6 +38,10 @@ class StreamCarrier(Protocol):
     def write_head(self, stream: "HttpStream", head: ResponseHead) -> None: ...
 
     def write_data(self, stream: "HttpStream", data: bytes) -> None: ...
+
+    def writer(self, stream: "HttpStream") -> Writer:
+        """The stream's `send` in fewer calls, once its head is sent; where there is none such, `send` itself."""
+        ...
 
     def write_end(self, stream: "HttpStream", trailers: Headers) -> None: ...
 
@@ -169,6 +174,11 @@ class HttpStream:
         """Append to the body. Written at the connection's next flush; dropped when the stream is not open."""
         if self.is_open:
             self._carrier.write_data(self, data)
+
+    def writer(self) -> Writer:
+        """The hot path: `send`, for many small pieces. The head has been sent: who carries the stream stays."""
+        assert self.head_sent
+        return self._carrier.writer(self)
 
     def end(self, trailers: Headers = ()) -> None:
         """The response is complete.

@@ -3,6 +3,7 @@
 import itertools
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -27,7 +28,7 @@ from core.types import (
     TokenLogprobs,
     Usage,
 )
-from server.backend import NEVER
+from server.backend import NEVER, TextTeller
 from server.engine_client import SLICE_CONNECTIONS, SLICE_ROWS, EngineClient, RequestHandle
 
 LETTERS = TokenTable([b"a", b"b", b"c", b"d", b"\xc3", b"\xa9"])
@@ -71,6 +72,9 @@ class Sink:
     def on_text(self, choice: int, text: str, now_s: float) -> None:
         assert text
         self.on_delta(choice, Delta(text=text, num_tokens=1), now_s)
+
+    def text_teller(self, choice: int) -> TextTeller:
+        return partial(self.on_text, choice)
 
     def on_delta(self, choice: int, delta: Delta, now_s: float) -> None:
         assert not self.ends
