@@ -433,6 +433,40 @@ def test_sink_that_raises_ends_its_request_alone(caplog: pytest.LogCaptureFixtur
     assert "ZeroDivisionError" in caplog.text
 
 
+def test_teller_that_raises_ends_its_request_alone(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench()
+    bench.submit("r")
+    bench.submit("s")
+
+    def fail(text: str, now_s: float) -> None:
+        raise ZeroDivisionError
+
+    bench.sinks["r"].text_teller = lambda choice: fail  # type: ignore[method-assign]
+    bench.deliver(("r", 0, 0), ("s", 0, 0), ("r", 0, 1), ("s", 0, 1), ("r", 0, 2))
+    assert [sink.text for sink in bench.sinks.values()] == ["a", "ab"]
+    assert bench.cancels == [Cancel("r", FinishReason.ERROR, 0, 2)]
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_teller_tells_what_stands_alone_and_the_detokenizer_the_rest() -> None:
+    bench = Bench()
+    handle = bench.submit(stop=("cd",))
+    sink, told = bench.sinks["r"], []
+
+    def tell(text: str, now_s: float) -> None:
+        told.append(text)
+        sink.on_text(0, text, now_s)
+
+    sink.text_teller = lambda choice: tell  # type: ignore[method-assign]
+    for token_id in (0, 1, 4, 5, 0, 9, 2):  # a, b, half an é, the other half, a, an id that no token has, c
+        bench.deliver(("r", 0, token_id))
+    assert (sink.text, told) == ("abéa", ["b", "a"])
+    assert (handle.num_tokens, handle.num_untold(0)) == (7, 2)
+    bench.deliver(("r", 0, 1), ("r", 0, 1), ("r", 0, 2), ("r", 0, 3), ("r", 0, 0))
+    assert (sink.text, told) == ("abéacbb", ["b", "a", "b"])
+    assert bench.cancels == [Cancel("r", FinishReason.STOP, 0, 11)]
+
+
 class SinkThatCannotEnd(Sink):
     """A bug of ours in the last thing a request is told."""
 

@@ -5,6 +5,7 @@ from h2 import events
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from server.wire.http2_data import PIECE_BYTES
 from server.wire.messages import HttpRequest, ResponseHead
 from server.wire.response_fields import ResponseError
 from tests.server.http2_client import fields
@@ -13,6 +14,7 @@ from tests.server.http2_pair import HEAD, Pair, take_step
 STEPS = st.one_of(
     st.tuples(st.just("open")),
     st.tuples(st.just("send"), st.integers(0, 7), st.integers(0, 40_000)),
+    st.tuples(st.just("say"), st.integers(0, 7), st.integers(1, PIECE_BYTES + 1)),
     st.tuples(st.just("end"), st.integers(0, 7)),
     st.tuples(st.just("end with trailers"), st.integers(0, 7)),
     st.tuples(st.just("peer resets"), st.integers(0, 7)),
@@ -27,16 +29,47 @@ STEPS = st.one_of(
 
 
 @settings(deadline=None, max_examples=200)
-@given(steps=st.lists(STEPS, max_size=40), by_hand=st.booleans(), limit_bytes=st.sampled_from([1, 20_000, 2**30]))
+@given(
+    steps=st.lists(STEPS, max_size=40),
+    by_hand=st.booleans(),
+    limit_bytes=st.sampled_from([1, 20_000, 2**30]),
+)
 def test_peer_receives_what_was_sent_and_its_windows_agree(
     steps: list[tuple[str, int, int]], by_hand: bool, limit_bytes: int
 ) -> None:
+    """What is said waits for the step behind it."""
     pair = Pair(by_hand)
     for step in steps:
         take_step(pair, *step)
-        pair.exchange(limit_bytes)
-        pair.check()
+        if step[0] != "say":
+            pair.exchange(limit_bytes)
+            pair.check()
     pair.finish()
+
+
+def test_pieces_go_with_one_frame_each_in_the_order_of_their_streams() -> None:
+    pair = Pair()
+    ids = [pair.open() for _ in range(3)]
+    pair.exchange()
+    for stream_id in (ids[2], ids[0], ids[1]):
+        pair.say(stream_id, b"x" * 10)
+    output = pair.server.take_data(2**30)
+    assert (output.sent, output.num_bytes, output.has_more) == ([ids[2], ids[0], ids[1]], 3 * 19, False)
+    assert not pair.server.take_data(2**30).frames
+
+
+def test_piece_that_the_connection_has_no_window_for_keeps_its_turn() -> None:
+    pair = Pair()
+    first, second, third = (pair.open() for _ in range(3))
+    pair.exchange()
+    pair.server._h2.outbound_flow_control_window = 1000
+    for stream_id in (first, second, third):
+        pair.say(stream_id, b"x" * 600)
+    output = pair.server.take_data(2**30)
+    assert (output.sent, output.held) == ([first, second], [third, second])
+    pair.say(first, b"y" * 10)
+    pair.server._h2.outbound_flow_control_window = 600
+    assert pair.server.take_data(2**30).sent == [third]
 
 
 def test_no_stream_waits_for_another_to_end() -> None:
