@@ -29,7 +29,8 @@ from core.types import (
     Usage,
 )
 from server.backend import NEVER, TextTeller
-from server.engine_client import SLICE_CONNECTIONS, SLICE_ROWS, EngineClient, RequestHandle
+from server.engine_client import SLICE_CONNECTIONS, SLICE_ROWS, EngineClient
+from server.request_handle import RequestHandle
 
 LETTERS = TokenTable([b"a", b"b", b"c", b"d", b"\xc3", b"\xa9"])
 
