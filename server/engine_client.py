@@ -8,6 +8,7 @@ same request has the same text and the same usage whatever the timing.
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import islice
 from typing import Protocol
 
 from core.detokenizer import Detokenizer, TokenTable
@@ -180,12 +181,12 @@ class EngineClient:
         handles, output = self._handles, self._output
         last = min(row + SLICE_ROWS, len(delivery.request_ids))
         most_dirty = output.num_dirty + SLICE_CONNECTIONS
+        columns = delivery.request_ids[row:last], delivery.indexes[row:last], delivery.token_ids[row:last]
+        rows = zip(*columns, strict=True)
         # One row makes one connection dirty at most: so many can be handled before it is worth a look
         while row < last and (num_rows := most_dirty - output.num_dirty) > 0:
-            end = min(row + num_rows, last)
-            for request_id, index, token_id in zip(
-                delivery.request_ids[row:end], delivery.indexes[row:end], delivery.token_ids[row:end], strict=True
-            ):
+            num_rows = min(num_rows, last - row)
+            for request_id, index, token_id in islice(rows, num_rows):
                 handle = handles[request_id]
                 sequence = handle.sequences[index]
                 tell = sequence.tell
@@ -206,7 +207,7 @@ class EngineClient:
                         handle.pass_mark(sequence)
                 except Exception:  # whatever a writer of answers can raise
                     handle.break_off()
-            row = end
+            row += num_rows
         return row
 
     def _deliver_chunks(self, delivery: StepDelivery, now_s: float) -> None:

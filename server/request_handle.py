@@ -35,6 +35,7 @@ class RequestSequence:
 
     __slots__ = (
         "_plain",
+        "_teller",
         "choice",
         "detokenizer",
         "index",
@@ -59,6 +60,7 @@ class RequestSequence:
         self.is_finished = False
         self.logprobs: list[TokenLogprobs] | None = [] if has_logprobs else None
         self.tell: TextTeller | None = None  # while its tokens take the short way, of EngineClient._deliver_rows
+        self._teller: TextTeller | None = None  # the same, once there is one
         self._plain = detokenizer if isinstance(detokenizer, Detokenizer) else None
         self.plain_texts: PlainTexts = () if self._plain is None else self._plain.plain_texts
 
@@ -70,7 +72,9 @@ class RequestSequence:
     def take_short_way(self, sink: DeltaSink) -> None:
         """From the next token on, if nothing is held back: the sink's teller and plain_texts know all that it takes."""
         if self._plain is not None and self._plain.is_plain and not self.is_finished:
-            self.tell = sink.text_teller(self.choice)
+            if self._teller is None:
+                self._teller = sink.text_teller(self.choice)
+            self.tell = self._teller
 
     def leave_short_way(self) -> None:
         """The detokenizer goes on, and learns what was told without it."""
