@@ -1,8 +1,8 @@
 """An answer's bytes as they pass, to be said again. Thread: loop."""
 
-from server.wire.messages import Headers, ResponseHead
+from server.wire.messages import Headers, ResponseHead, Writer
 from server.wire.peer import Peer
-from server.wire.stream import HttpStream, StreamCarrier, Writer, WrittenCallback
+from server.wire.stream import HttpStream, StreamCarrier, WrittenCallback
 
 KEPT_HEADERS = (b"content-type", b"x-accel-buffering")  # the others are each response's own
 

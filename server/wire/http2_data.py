@@ -126,7 +126,7 @@ def frame_pieces(
     """Append a DATA frame of each body that fits into the windows and the limit as it is, by hand.
 
     Args:
-        bodies: by stream, each with at most PIECE_BYTES, and none of them begun or ending.
+        bodies: by stream, which is open for them; each with at most PIECE_BYTES, and none of them begun or ending.
         limit_bytes: of the frames' payloads.
 
     Returns:

@@ -32,9 +32,10 @@ from server.wire.messages import (
     ProtocolViolation,
     ResponseHead,
     StreamReset,
+    Writer,
 )
 from server.wire.peer import Peer
-from server.wire.stream import HttpStream, Writer, WrittenCallback
+from server.wire.stream import HttpStream, WrittenCallback
 
 if TYPE_CHECKING:
     from server.wire.connection import Connection

@@ -20,10 +20,8 @@ from server.wire.http2_data import (
     h2_is_as_known,
     last_frame,
 )
-from server.wire.messages import Headers, ResponseHead
+from server.wire.messages import Headers, ResponseHead, Writer
 from server.wire.response_fields import ResponseError, check_fields
-
-Writer = Callable[[bytes], None]
 
 _STATUS = {status.value: (b":status", b"%d" % status.value) for status in HTTPStatus}
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from core.errors import ErrorKind, ServiceError
-from server.wire.messages import Headers, HttpRequest, ResponseHead
+from server.wire.messages import Headers, HttpRequest, ResponseHead, Writer
 from server.wire.peer import Peer
 
 
@@ -17,7 +17,6 @@ class ClientDisconnected(Exception):
     """The peer has gone before its request was read, or broke the protocol. Nobody is left to be answered."""
 
 
-Writer = Callable[[bytes], None]  # of whole pieces, none of them empty
 WrittenCallback = Callable[[float], None]  # called with the time, on the monotonic clock
 
 
@@ -178,7 +177,7 @@ class HttpStream:
     def writer(self) -> Writer:
         """The hot path: `send`, for many small pieces. The head has been sent: who carries the stream stays."""
         assert self.head_sent
-        return self._carrier.writer(self)
+        return self._carrier.writer(self) if self.is_open else self.send
 
     def end(self, trailers: Headers = ()) -> None:
         """The response is complete.

@@ -12,8 +12,7 @@ from server.wire.connection_limits import Http2Limits
 from server.wire.frame_limits import FrameLimits, Rate
 from server.wire.http1_prefilter import HeadLimits
 from server.wire.http2 import Http2Protocol
-from server.wire.http2_response import Writer
-from server.wire.messages import ResponseHead
+from server.wire.messages import ResponseHead, Writer
 from tests.server.http2_client import fields
 
 HEAD = ResponseHead(200, ())
