@@ -4,11 +4,8 @@ Kept in a file of the user's cache, per machine and shape, unless others compute
 be read is as none, one that cannot be written is done without. Thread: engine (at start).
 """
 
-import json
 import os
-import tempfile
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,9 @@ import torch
 
 from core.config import ModelConfig
 from gpu.device import DeviceChoice, cpu_model
+from gpu.device_products import DeviceProducts, Served, products_here
 from gpu.linear import ProductChoice
+from gpu.measured_file import measured_file, read_kept, write_kept
 from gpu.threads import Probe, StepThreads, measure_threads, seconds_of
 
 # A smaller model's products take about as long as waking a thread: several compute in long prefills only.
@@ -41,18 +40,25 @@ class Measured:
 
 
 def choose_measured(
-    config: ModelConfig, choice: DeviceChoice, probes: Sequence[Probe], product: ProductChoice | None = None
+    config: ModelConfig,
+    choice: DeviceChoice,
+    probes: Sequence[Probe],
+    product: ProductChoice | DeviceProducts | None = None,
 ) -> Measured:
     """As asked; for a large model as measured, now or earlier; or as is usual.
 
     Args:
-        product: is set; None: there is no kernel for products.
+        product: is set, where it is open; None: there is no kernel for products.
     """
+    if isinstance(product, DeviceProducts):
+        if config.num_parameters >= MIN_PARAMETERS:
+            product.choose()
+        return Measured(StepThreads(((1, choice.threads),)))
     if choice.device.type != "cpu":
         return Measured(StepThreads(((1, choice.threads),)))
     if config.num_parameters < MIN_PARAMETERS:
         return Measured(_unmeasured(choice), None if product is None else product.uses_kernel)
-    machine, shape = _machine(choice), _shape(config, choice, product is not None)
+    machine, shape = _machine(choice), _shape(config, choice, product)
     known = read_measured(cache_file())
     found = known.get(machine, {}).get(shape)
     if found is None:
@@ -60,7 +66,7 @@ def choose_measured(
         known.setdefault(machine, {})[shape] = found
         if load_average() <= choice.threads:
             _write_measured(cache_file(), known)
-    if product is not None and found.uses_kernel is not None:
+    if product is not None and product.is_open and found.uses_kernel is not None:
         product.uses_kernel = found.uses_kernel
     return found
 
@@ -73,7 +79,10 @@ def _unmeasured(choice: DeviceChoice) -> StepThreads:
 
 def _measure(choice: DeviceChoice, probes: Sequence[Probe], product: ProductChoice | None) -> Measured:
     """The products first: the threads depend on them."""
-    uses_kernel = None if product is None else measure_products(probes, choice.threads, choice.dtype, product)
+    uses_kernel = None
+    if product is not None:
+        is_open = product.is_open
+        uses_kernel = measure_products(probes, choice.threads, choice.dtype, product) if is_open else True
     if choice.are_threads_asked or choice.threads == 1:
         return Measured(StepThreads(((1, choice.threads),)), uses_kernel)
     return Measured(measure_threads(probes, choice.threads, choice.dtype), uses_kernel)
@@ -98,8 +107,10 @@ def measure_products(probes: Sequence[Probe], threads: int, dtype: torch.dtype, 
     return product.uses_kernel
 
 
-def measured_here(choice: DeviceChoice) -> dict[str, Measured]:
-    """What is known of this machine: by shape of model."""
+def measured_here(choice: DeviceChoice) -> Mapping[str, Measured | Served]:
+    """What is known of this machine: by shape of model; of a device, by shape of matrix."""
+    if choice.device.type == "cuda":
+        return products_here(choice.device)
     return read_measured(cache_file()).get(_machine(choice), {})
 
 
@@ -112,20 +123,12 @@ def load_average() -> float:
 
 
 def cache_file() -> Path:
-    """Source: XDG Base Directory Specification: a relative path is not valid, and ignored."""
-    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (named if named.is_absolute() else Path.home() / ".cache") / "steploop" / "measured.json"
+    return measured_file("measured.json")
 
 
 def read_measured(path: Path) -> dict[str, dict[str, Measured]]:
     """Machine -> shape -> what was measured; empty where the file is missing or not what we write."""
-    try:
-        content = json.loads(path.read_bytes())
-        return {
-            machine: {shape: _checked(found) for shape, found in shapes.items()} for machine, shapes in content.items()
-        }
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return {}
+    return read_kept(path, _checked)
 
 
 def _checked(found: Any) -> Measured:
@@ -145,7 +148,6 @@ def _checked(found: Any) -> Measured:
 
 
 def _write_measured(path: Path, known: dict[str, dict[str, Measured]]) -> None:
-    """Whole or not at all: others may read it, or write it too."""
     content = {
         machine: {
             shape: {"threads": found.threads.by_tokens, "uses_kernel": found.uses_kernel}
@@ -153,11 +155,7 @@ def _write_measured(path: Path, known: dict[str, dict[str, Measured]]) -> None:
         }
         for machine, shapes in known.items()
     }
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump(content, file, indent=1)
-        os.replace(file.name, path)
+    write_kept(path, content)
 
 
 def _machine(choice: DeviceChoice) -> str:
@@ -165,7 +163,7 @@ def _machine(choice: DeviceChoice) -> str:
     return f"{cpu_model()}, {threads}, torch {torch.__version__}"
 
 
-def _shape(config: ModelConfig, choice: DeviceChoice, has_kernel: bool) -> str:
+def _shape(config: ModelConfig, choice: DeviceChoice, product: ProductChoice | None) -> str:
     mlp = f"{config.intermediate_size}" if config.experts is None else f"{config.experts.num_experts} experts"
-    kernel = ", numba" if has_kernel else ""
+    kernel = "" if product is None else ", numba" if product.is_open else ", numba alone"
     return f"{config.hidden_size} x {mlp}, {config.query_size} + {config.kv_size}, {choice.dtype_name}{kernel}"
