@@ -140,8 +140,8 @@ def take_step(pair: Pair, name: str, number: int = 0, amount: int = 0) -> None:
         pair.client.update_settings({SettingCodes.MAX_FRAME_SIZE: number})
     elif name == "table size":
         pair.client.update_settings({SettingCodes.HEADER_TABLE_SIZE: number})
-    elif number < len(live):
-        stream_id = live[number]
+    elif live:
+        stream_id = live[number % len(live)]
         if name == "send":
             pair.send(stream_id, bytes([65 + stream_id % 26]) * amount)
         elif name == "say":

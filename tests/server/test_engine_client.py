@@ -468,6 +468,21 @@ def test_teller_tells_what_stands_alone_and_the_detokenizer_the_rest() -> None:
     assert bench.cancels == [Cancel("r", FinishReason.STOP, 0, 11)]
 
 
+def test_text_that_leaves_something_held_is_not_followed_by_the_short_way() -> None:
+    bench = Bench()
+    bench.submit(stop=("aab",))
+    bench.deliver(*[("r", 0, token_id) for token_id in (1, 0, 0, 0, 1)])
+    assert bench.sinks["r"].text == "ba"
+    assert bench.cancels == [Cancel("r", FinishReason.STOP, 0, 5)]
+
+
+def test_sink_is_told_at_its_marks_on_the_short_way() -> None:
+    bench = Bench()
+    bench.submit(marks={0: 3, 3: 5})
+    bench.deliver(*[("r", 0, 0)] * 9)
+    assert bench.sinks["r"].marked == [(0, 0), (0, 3), (0, 5)]
+
+
 class SinkThatCannotEnd(Sink):
     """A bug of ours in the last thing a request is told."""
 

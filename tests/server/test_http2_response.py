@@ -2,6 +2,7 @@
 
 import pytest
 from h2 import events
+from h2.errors import ErrorCodes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,7 +31,7 @@ STEPS = st.one_of(
 
 @settings(deadline=None, max_examples=200)
 @given(
-    steps=st.lists(STEPS, max_size=40),
+    steps=st.lists(STEPS, min_size=10, max_size=40),
     by_hand=st.booleans(),
     limit_bytes=st.sampled_from([1, 20_000, 2**30]),
 )
@@ -39,6 +40,8 @@ def test_peer_receives_what_was_sent_and_its_windows_agree(
 ) -> None:
     """What is said waits for the step behind it."""
     pair = Pair(by_hand)
+    for _ in range(3):
+        pair.open()
     for step in steps:
         take_step(pair, *step)
         if step[0] != "say":
@@ -70,6 +73,39 @@ def test_piece_that_the_connection_has_no_window_for_keeps_its_turn() -> None:
     pair.say(first, b"y" * 10)
     pair.server._h2.outbound_flow_control_window = 600
     assert pair.server.take_data(2**30).sent == [third]
+
+
+def test_writer_leaves_to_send_what_is_no_piece() -> None:
+    pair = Pair()
+    ids = [pair.open() for _ in range(3)]
+    counted = pair.client.get_next_available_stream_id()
+    pair.client.send_headers(counted, fields(), end_stream=True)
+    pair.exchange()
+    pair.server.responses.send_head(counted, ResponseHead(200, ((b"content-length", b"9"),)))
+    left: list[bytes] = []
+    plain, ended, reset, of_counted = (
+        pair.server.responses.writer(stream_id, left.append, lambda: None) for stream_id in (*ids, counted)
+    )
+    pair.server.responses.send_end(ids[1])
+    pair.server.reset(ids[2], ErrorCodes.CANCEL)
+    for write, data in ((ended, b"1"), (reset, b"2"), (of_counted, b"3"), (plain, b"4"), (plain, b"5")):
+        write(data)
+    plain(b"6" * (PIECE_BYTES + 1))
+    assert left == [b"1", b"2", b"3", b"5", b"6" * (PIECE_BYTES + 1)]
+
+
+def test_piece_that_its_stream_has_no_window_for_waits_alone() -> None:
+    pair = Pair()
+    shut, open_ = pair.open(), pair.open()
+    pair.exchange()
+    pair.server.responses.streams[shut].h2.outbound_flow_control_window = 9
+    pair.say(shut, b"x" * 10)
+    pair.say(open_, b"y" * 10)
+    output = pair.server.take_data(2**30)
+    assert (output.sent, output.held) == ([open_, shut], [shut])  # of the piece went what there was room for
+    assert pair.server.responses.num_unsent(shut) == 1
+    output = pair.server.take_data(2**30)
+    assert (output.sent, output.held) == ([], [])  # until its window opens
 
 
 def test_no_stream_waits_for_another_to_end() -> None:
