@@ -141,6 +141,9 @@ class Client:
         if self.first_text_s is None and b'"text":' in data:
             self.first_text_s = self._clock() - self._began_s
 
+    def writer(self, stream: HttpStream) -> Callable[[bytes], None]:
+        return stream.send
+
     def write_end(self, stream: HttpStream, trailers: Headers) -> None:
         self.end_s = self._clock() - self._began_s
 

@@ -5,10 +5,15 @@ One Detokenizer per sequence, one TokenTable per model. Thread: loop. It decides
 
 import codecs
 from collections.abc import Sequence
+from typing import Protocol
 
 from core.types import FinishReason
 
 _new_utf8_decoder = codecs.getincrementaldecoder("utf-8")
+
+
+class PlainTexts(Protocol):
+    def __getitem__(self, token_id: int, /) -> str | None: ...
 
 
 class TokenTable:
@@ -36,6 +41,21 @@ class TokenTable:
         return text[_num_leading_spaces(text, self.strip_start) :]
 
 
+class _TextsWithout(dict[int, str | None]):
+    """The texts that can neither begin a stop string nor contain one, by id; None: it may. Filled as they are drawn."""
+
+    def __init__(self, texts: Sequence[str | None], firsts: Sequence[str]) -> None:
+        self._texts = texts
+        self._firsts = firsts  # of the stop strings: their first characters
+
+    def __missing__(self, token_id: int) -> str | None:
+        text = self._texts[token_id]
+        if text is not None and any(first in text for first in self._firsts):
+            text = None
+        self[token_id] = text
+        return text
+
+
 class Detokenizer:
     """The text of one sequence, as its tokens come. The text does not depend on how the tokens are grouped.
 
@@ -46,27 +66,33 @@ class Detokenizer:
         stop: strings that end the text and are not part of it; none of them empty.
         continues_text: the tokens go on with a text (raw completions) and keep their leading space; a text of its own
             (a chat's answer) loses the one that its tokenizer puts there.
+
+    Attributes:
+        is_plain: nothing is held, and nothing is to be stripped: the next token's text is what plain_texts says of it.
+        plain_texts: by id, as far as an id has a text that depends on no other; None or IndexError: push_token knows.
+        num_tokens_kept: through the token that completed the stop string. Whoever reads plain_texts, counts here.
     """
 
     __slots__ = (
         "_decoder",
         "_held",
         "_is_in_character",
-        "_is_plain",
         "_num_to_strip",
         "_stop",
         "_stop_firsts",
         "_table",
         "_texts",
+        "is_plain",
         "is_stopped",
         "num_tokens_kept",
+        "plain_texts",
     )
 
     stop_reason = FinishReason.STOP  # what a sequence ends with whose text is stopped
 
     def __init__(self, table: TokenTable, stop: tuple[str, ...] = (), continues_text: bool = False) -> None:
         self.is_stopped = False  # a stop string was completed
-        self.num_tokens_kept = 0  # through the token that completed the stop string
+        self.num_tokens_kept = 0
         self._table = table
         self._texts = table.texts
         self._stop = stop
@@ -75,7 +101,8 @@ class Detokenizer:
         self._held = ""  # decoded, but may yet become a stop string
         self._num_to_strip = 0 if continues_text else table.strip_start
         self._decoder = _new_utf8_decoder(errors="replace")
-        self._is_plain = not stop and not self._num_to_strip  # a whole token's text is just its text
+        self.is_plain = not self._num_to_strip
+        self.plain_texts: PlainTexts = _TextsWithout(table.texts, self._stop_firsts) if stop else table.texts
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Take the sequence's next tokens; give the text that is safe to emit now. Nothing once it is stopped."""
@@ -83,9 +110,9 @@ class Detokenizer:
 
     def push_token(self, token_id: int) -> str:
         """The same of one token."""
-        if self._is_plain:
+        if self.is_plain:
             try:
-                text = self._texts[token_id]
+                text = self.plain_texts[token_id]
             except IndexError:
                 text = ""
             if text is not None:
@@ -111,8 +138,10 @@ class Detokenizer:
         text = self._decode(token_id)
         if self._num_to_strip:
             text = self._strip(text)
-        self._is_plain = not (self._stop or self._num_to_strip or self._is_in_character)
-        return self._emit(text) if self._stop and text else text
+        if self._stop and text:
+            text = self._emit(text)
+        self.is_plain = not (self._num_to_strip or self._is_in_character or self._held or self.is_stopped)
+        return text
 
     def _decode(self, token_id: int) -> str:
         if not self._is_in_character and 0 <= token_id < len(self._texts):

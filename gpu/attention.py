@@ -16,41 +16,42 @@ from gpu.kv_cache import LayerKV
 from gpu.scores import PLAIN, Scores, attend
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeRows:
-    """Rows of one new token each, as a kernel reads them: all int64."""
+@dataclass(slots=True)
+class RaggedRows:
+    """All rows of a step, as kernels read them: integers of their index_dtype, on the device.
 
-    tables: Tensor  # [rows, blocks of the longest]
-    firsts: Tensor  # [rows]: the first position that is seen
-    ends: Tensor  # [rows]: one past the last
-
-
-@dataclass(frozen=True, slots=True)
-class PromptRow:
-    """New tokens of one row's prompt, as a kernel reads them.
+    Rows of one token come first, in the order of the batch's tokens, which they are; then those of any number of new
+    tokens. What a table holds beyond a row's end is never read.
 
     Args:
-        table: int64 [blocks of the context].
-        start: position of the first new token.
+        num_decodes: rows of one token each.
         window: tokens that one sees, itself counted in; None: all before it.
+        layout: the kernels' own, made by the first layer for those that share the rows.
     """
 
-    table: Tensor
-    start: int
+    tables: Tensor  # [rows, blocks of the longest]
+    ends: Tensor  # [rows]: one past the last new token's position; 0: one that decodes sees nothing, and gets zeros
+    offsets: Tensor  # [rows + 1]: where a row's new tokens begin among the batch's
+    num_decodes: int
     window: int | None
+    layout: object = None
 
 
 class AttentionKernels(Protocol):
-    """Both return [tokens, heads * head_dim].
+    """Attention of all rows at once, on one kind of device.
 
     Args:
-        query: [tokens, heads, head_dim], rotated; of decode one token a row.
-        scale: of the scores; None: 1 / sqrt(head_dim).
+        index_dtype: of a RaggedRows' tensors.
+        are_own_tokens_alone: several tokens of a row that the sequence has drawn itself are rows of one token each, so
+            that they are rounded as they were when they were drawn. False: they are one row, and share its keys.
     """
 
-    def decode(self, query: Tensor, kv: LayerKV, rows: DecodeRows, scale: float | None) -> Tensor: ...
+    index_dtype: torch.dtype
+    are_own_tokens_alone: bool
 
-    def prefill(self, query: Tensor, kv: LayerKV, row: PromptRow, scale: float | None) -> Tensor: ...
+    def attend(self, query: Tensor, kv: LayerKV, rows: RaggedRows, scores: Scores) -> Tensor:
+        """query: [tokens, heads, head_dim], rotated; returns [tokens, heads * head_dim]."""
+        ...
 
 
 TILE_TOKENS = 64  # of a prompt attend at a time, from a multiple of it on
@@ -64,14 +65,12 @@ class DecodeGroup:
         first_token, end_token: as a range of the batch's.
         blocks: [tokens, blocks of a context], padded with the scratch block.
         mask: added to the scores, 0 or -inf: [tokens, 1, 1, context]; None: nothing is hidden.
-        rows: for the kernel, which needs no mask; None: torch attends.
     """
 
     first_token: int
     end_token: int
     blocks: Tensor
     mask: Tensor | None
-    rows: DecodeRows | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,23 +97,23 @@ class PromptGroup:
         first_token, end_token: as a range of the batch's.
         blocks: [blocks of the context], padded with the scratch block to the end of the last tile.
         tiles: in order, without gaps.
-        row: for the kernel, which needs no tiles; None: torch attends.
     """
 
     first_token: int
     end_token: int
     blocks: Tensor
     tiles: list[PromptTile]
-    row: PromptRow | None = None
 
 
 AttentionGroup = DecodeGroup | PromptGroup
+Attending = list[AttentionGroup] | RaggedRows
+"""A step's tokens: groups for torch, which cover them in order, without gaps; or rows for kernels"""
 
 
 def paged_attention(
     query: Tensor,
     kv: LayerKV,
-    groups: list[AttentionGroup],
+    attending: Attending,
     scores: Scores = PLAIN,
     kernels: AttentionKernels | None = None,
 ) -> Tensor:
@@ -122,29 +121,21 @@ def paged_attention(
 
     Args:
         query: [tokens, heads, head_dim], rotated.
-        groups: cover the tokens in order, without gaps.
         scores: what the family does with them.
-        kernels: for the groups that have rows.
+        kernels: for rows.
     Returns:
         [tokens, heads * head_dim]
     """
-    outputs = [
-        _attend_group(query[group.first_token : group.end_token], kv, group, scores, kernels) for group in groups
-    ]
+    if isinstance(attending, RaggedRows):
+        assert kernels is not None
+        return kernels.attend(query, kv, attending, scores)
+    outputs = [_attend_group(query[group.first_token : group.end_token], kv, group, scores) for group in attending]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def _attend_group(
-    query: Tensor, kv: LayerKV, group: AttentionGroup, scores: Scores, kernels: AttentionKernels | None
-) -> Tensor:
+def _attend_group(query: Tensor, kv: LayerKV, group: AttentionGroup, scores: Scores) -> Tensor:
     if isinstance(group, PromptGroup):
-        if group.row is None:
-            return _attend_prompt(query, kv, group, scores)
-        assert kernels is not None
-        return kernels.prefill(query, kv, group.row, scores.scale)
-    if group.rows is not None:
-        assert kernels is not None
-        return kernels.decode(query, kv, group.rows, scores.scale)
+        return _attend_prompt(query, kv, group, scores)
     return _decode(query, kv, group, scores)
 
 

@@ -5,7 +5,7 @@ itself, longest context first, each attending alone; then prompts, row by row, i
 same shapes whoever shares the step and however its prompt was cut into chunks, so that it is rounded the same way.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,28 +14,29 @@ import torch
 from torch import Tensor
 
 from core.config import BLOCK_SIZE
-from core.plan import StepPlan
-from gpu.attention import TILE_TOKENS, AttentionGroup, DecodeGroup, DecodeRows, PromptGroup, PromptRow, PromptTile
+from core.plan import PENDING, StepPlan
+from gpu.attention import Attending, AttentionKernels, RaggedRows
+from gpu.attention_groups import GroupBuilder, IntArray, TokenRanges, to_device
 from gpu.kv_cache import num_blocks_for
 
-IntArray = npt.NDArray[np.signedinteger[Any]]
-# Own tokens attend over their context padded to one of a few lengths: the least, its doubles, then multiples of the
-# last (as many keys as torch's attention takes at a time).
-LEAST_CONTEXT = 64
-CONTEXT_STEP = 512
-# Own tokens that attend together gather at most so many tokens of keys and values, unless one alone has more: what
-# memory a step takes then does not grow with the rows. Some 6 ms of work, against 50 µs for one more group.
-MAX_GATHERED_TOKENS = 65_536
+
+@dataclass(slots=True)
+class PendingTokens:
+    """Tokens of a batch that its plan leaves to the device."""
+
+    tokens: Tensor  # [pending]: index into the batch's tokens
+    slots: Tensor  # [pending]: whose last drawn token it is
 
 
 @dataclass(slots=True)
 class DeviceBatch:
     """One step's inputs. Tokens and rows are in the batch's order."""
 
-    token_ids: Tensor  # [tokens]
+    token_ids: Tensor  # [tokens]; PENDING until it was filled in
+    pending: PendingTokens | None
     positions: Tensor  # [tokens], float32: what RoPE multiplies
     kv_slots: Tensor  # [tokens]: block * 16 + offset, where each token's keys and values go
-    groups: dict[int | None, list[AttentionGroup]]  # by the window of a layer
+    attending: dict[int | None, Attending]  # by the window of a layer
     sampled_tokens: Tensor  # [sampled]: index of each sampling row's last token
     sampled_rows: IntArray  # [sampled]: the plan's row
     sampled_slots: IntArray  # [sampled]
@@ -52,7 +53,7 @@ class BatchBuilder:
         scratch_block: pads tables.
         dtype: of the masks: the model's.
         windows: of the model's layers: how many tokens one sees, itself counted in; None: all before it.
-        has_kernels: own tokens are one group, as DecodeRows, and prompts are PromptRows, without tiles.
+        kernels: get the step's rows; None: torch gets groups.
     """
 
     def __init__(
@@ -63,16 +64,17 @@ class BatchBuilder:
         dtype: torch.dtype,
         device: torch.device,
         windows: tuple[int | None, ...] = (None,),
-        has_kernels: bool = False,
+        kernels: AttentionKernels | None = None,
     ) -> None:
-        self._has_kernels = has_kernels
+        self._kernels = kernels
         self._windows = windows
+        self._max_model_len = max_model_len
         self._scratch_block = scratch_block
-        self._dtype = dtype
         self._device = device
         shape = (max_sequences, num_blocks_for(max_model_len))
         self._tables = np.full(shape, scratch_block, dtype=np.int64)  # [slots, blocks of a sequence]
         self._num_prompt_tokens = np.zeros(max_sequences, dtype=np.int64)  # [slots]
+        self._groups = GroupBuilder(self._tables, scratch_block, dtype, device)
 
     def blocks_of(self, slot: int) -> Tensor:
         """The blocks in a slot's table, in order."""
@@ -89,18 +91,23 @@ class BatchBuilder:
         row_of = np.repeat(np.arange(plan.num_rows), plan.lengths)  # [tokens]
         tokens_before = np.cumsum(plan.lengths) - plan.lengths  # [rows]
         positions = plan.starts[row_of] + np.arange(plan.num_tokens) - tokens_before[row_of]  # [tokens]
-        order, num_own = self._token_order(plan.slots[row_of], positions)
+        order, num_own = self._token_order(plan, row_of, positions)
         slots, positions = plan.slots[row_of][order], positions[order]  # in the batch's order from here on
+        num_others = np.bincount(row_of[order[num_own:]], minlength=plan.num_rows)  # [rows]
+        extended = np.flatnonzero(num_others)
+        others = (plan.slots[extended], plan.starts[extended], (plan.starts + num_others)[extended])
         place = np.empty_like(order)
         place[order] = np.arange(plan.num_tokens)
+        token_ids = plan.token_ids[order]
         blocks = self._tables[slots, positions // BLOCK_SIZE]  # [tokens]
         sampled = np.flatnonzero(plan.samples)
         has_copies = len(plan.copy_sources) > 0
         return DeviceBatch(
-            token_ids=self._to_device(plan.token_ids[order]),
+            token_ids=self._to_device(token_ids),
+            pending=self._pending(token_ids, slots),
             positions=self._to_device(positions.astype(np.float32)),
             kv_slots=self._to_device(blocks * BLOCK_SIZE + positions % BLOCK_SIZE),
-            groups=self._groups(plan, slots[:num_own], positions[:num_own] + 1),
+            attending=self._attending((slots[:num_own], positions[:num_own] + 1), others, int(ends.max(initial=0))),
             sampled_tokens=self._to_device(place[(tokens_before + plan.lengths - 1)[sampled]]),
             sampled_rows=sampled,
             sampled_slots=plan.slots[sampled],
@@ -110,109 +117,53 @@ class BatchBuilder:
             copy_targets=self._to_device(plan.copy_targets.astype(np.int64)) if has_copies else None,
         )
 
-    def _token_order(self, slots: IntArray, positions: IntArray) -> tuple[IntArray, int]:
-        """Own tokens first, longest context first, then prompts as they come: (order, number of own tokens)."""
-        is_own = positions >= self._num_prompt_tokens[slots]
+    def _pending(self, token_ids: IntArray, slots: IntArray) -> PendingTokens | None:
+        tokens = np.flatnonzero(token_ids == PENDING)
+        if not len(tokens):
+            return None
+        return PendingTokens(self._to_device(tokens), self._to_device(slots[tokens].astype(np.int64)))
+
+    def _token_order(self, plan: StepPlan, row_of: IntArray, positions: IntArray) -> tuple[IntArray, int]:
+        """Own tokens first, longest context first, then prompts as they come: (order, number of own tokens).
+
+        Where the kernels want own tokens of a row together, they count as a prompt's.
+        """
+        is_own = positions >= self._num_prompt_tokens[plan.slots[row_of]]
+        if self._kernels is not None and not self._kernels.are_own_tokens_alone:
+            is_own &= plan.lengths[row_of] == 1
         own = np.flatnonzero(is_own)
         own = own[np.argsort(-positions[own], kind="stable")]
         return np.concatenate([own, np.flatnonzero(~is_own)]), len(own)
 
-    def _groups(self, plan: StepPlan, slots: IntArray, ends: IntArray) -> dict[int | None, list[AttentionGroup]]:
-        """Window -> who attends together; a window that no row has filled yet hides nothing.
+    def _attending(
+        self, own: tuple[IntArray, IntArray], others: TokenRanges, longest: int
+    ) -> dict[int | None, Attending]:
+        """Window -> who attends together.
 
         Args:
-            slots, ends: of own tokens: whose, and the length of its context.
+            own: slots of own tokens, and the lengths of their contexts.
+            longest: context of the step.
         """
-        longest = int((plan.starts + plan.lengths).max(initial=0))
-        found: dict[int | None, list[AttentionGroup]] = {}
-        for window in self._windows:
-            hiding = window if window is not None and longest > window else None
-            if hiding not in found:
-                found[hiding] = [
-                    *self._decode_groups(slots, ends, hiding),
-                    *self._prompt_groups(plan, len(slots), hiding),
-                ]
-            found[window] = found[hiding]
-        return found
+        if self._kernels is None:
+            return self._groups.build(own, others, self._windows, longest)
+        rows = self._rows(own, others, self._kernels.index_dtype)
+        hiding = {window: window if window and window < self._max_model_len else None for window in self._windows}
+        found: dict[int | None, Attending] = {window: replace(rows, window=window) for window in set(hiding.values())}
+        return {window: found[hidden] for window, hidden in hiding.items()}
 
-    def _decode_groups(self, slots: IntArray, ends: IntArray, window: int | None) -> list[DecodeGroup]:
-        """Own tokens, longest first, in groups of one padded length each, cut where they would gather too much."""
-        if not len(slots):
-            return []
-        seen = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)  # the first position seen
-        if self._has_kernels:
-            return [self._kernel_group(slots, seen, ends)]
-        contexts = padded_contexts(ends if window is None else np.minimum(ends, window + BLOCK_SIZE))
-        groups: list[DecodeGroup] = []
-        first = 0
-        for token in range(1, len(slots) + 1):
-            is_one_more = token < len(slots) and contexts[token] == contexts[first]
-            if is_one_more and (token + 1 - first) * contexts[first] <= MAX_GATHERED_TOKENS:
-                continue
-            own = slice(first, token)
-            groups.append(self._decode_group(first, slots[own], seen[own], ends[own], int(contexts[first])))
-            first = token
-        return groups
-
-    def _kernel_group(self, slots: IntArray, seen: IntArray, ends: IntArray) -> DecodeGroup:
-        tables = self._to_device(self._tables[slots, : num_blocks_for(int(ends[0]))])
-        rows = DecodeRows(tables, self._to_device(seen.astype(np.int64)), self._to_device(ends.astype(np.int64)))
-        return DecodeGroup(0, len(slots), tables, None, rows)
-
-    def _decode_group(
-        self, first: int, slots: IntArray, seen: IntArray, ends: IntArray, num_context: int
-    ) -> DecodeGroup:
-        """Each context begins with the block of the first position that is seen, and is num_context tokens long."""
-        first_blocks = seen // BLOCK_SIZE
-        blocks = np.stack([self._context(*row, num_context) for row in zip(slots, first_blocks, ends, strict=True)])
-        positions = np.arange(num_context) + (first_blocks * BLOCK_SIZE)[:, None]  # [tokens, context]
-        hidden = (positions < seen[:, None]) | (positions >= ends[:, None])
-        mask = None
-        if hidden.any():
-            mask = self._to_device(np.where(hidden, np.float32("-inf"), np.float32(0))).to(self._dtype)[:, None, None]
-        return DecodeGroup(first, first + len(slots), self._to_device(blocks), mask)
-
-    def _context(self, slot: int, first_block: int, end: int, num_context: int) -> IntArray:
-        """A slot's blocks from the first on, up to position `end`, padded: [num_context / 16]."""
-        blocks = np.full(num_context // BLOCK_SIZE, self._scratch_block, dtype=np.int64)
-        used = self._tables[slot, first_block : num_blocks_for(end)]
-        blocks[: len(used)] = used
-        return blocks
-
-    def _prompt_groups(self, plan: StepPlan, first_token: int, window: int | None) -> list[PromptGroup]:
-        """Rows that compute tokens of their prompts, each its own group; first_token: that of the first."""
-        groups = []
-        ends = np.minimum(plan.starts + plan.lengths, self._num_prompt_tokens[plan.slots])
-        for row in np.flatnonzero(plan.starts < ends):
-            groups.append(
-                self._prompt_group(first_token, int(plan.slots[row]), int(plan.starts[row]), int(ends[row]), window)
-            )
-            first_token = groups[-1].end_token
-        return groups
-
-    def _prompt_group(self, first_token: int, slot: int, start: int, end: int, window: int | None) -> PromptGroup:
-        if self._has_kernels:
-            table = self._to_device(self._tables[slot, : num_blocks_for(end)])
-            return PromptGroup(first_token, first_token + end - start, table, [], PromptRow(table, start, window))
-        first_block = _first_seen_block(start // TILE_TOKENS * TILE_TOKENS, window)
-        skipped = first_block * BLOCK_SIZE
-        tile_starts = range(start // TILE_TOKENS * TILE_TOKENS, end, TILE_TOKENS)
-        tiles = [self._tile(max(start, tile), min(end, tile + TILE_TOKENS), skipped, window) for tile in tile_starts]
-        blocks = self._context(slot, first_block, end, tile_starts[-1] + TILE_TOKENS - skipped)
-        return PromptGroup(first_token, first_token + end - start, self._to_device(blocks), tiles)
-
-    def _tile(self, start: int, end: int, skipped: int, window: int | None) -> PromptTile:
-        """Positions start to end, of one tile; context position 0 is position `skipped`."""
-        tile_start = start // TILE_TOKENS * TILE_TOKENS
-        first = _first_seen_block(tile_start, window) * BLOCK_SIZE
-        num_context = tile_start + TILE_TOKENS - first
-        mask = self._masked(num_context).triu_(tile_start - first + 1)  # token i sees up to tile_start + i
-        if window is not None and num_context > window:  # and from tile_start + i + 1 - window on
-            mask += self._masked(num_context).tril_(tile_start - first - window)
-        return PromptTile(start - tile_start, end - start, first - skipped, num_context, mask)
-
-    def _masked(self, num_context: int) -> Tensor:
-        return torch.full((TILE_TOKENS, num_context), float("-inf"), dtype=self._dtype, device=self._device)
+    def _rows(self, own: tuple[IntArray, IntArray], others: TokenRanges, dtype: torch.dtype) -> RaggedRows:
+        """See _attending."""
+        slots, starts, ends = others
+        all_slots, all_ends = np.concatenate([own[0], slots]), np.concatenate([own[1], ends])
+        lengths = np.concatenate([[0], np.ones_like(own[1]), ends - starts])
+        width = num_blocks_for(int(all_ends.max(initial=0)))
+        return RaggedRows(
+            tables=self._to_device(self._tables[all_slots, :width]).to(dtype),
+            ends=self._to_device(all_ends).to(dtype),
+            offsets=self._to_device(np.cumsum(lengths)).to(dtype),
+            num_decodes=len(own[0]),
+            window=None,
+        )
 
     def _cleared_blocks(self, slots: IntArray, starts: IntArray, ends: IntArray) -> Tensor | None:
         """Blocks whose first token is written now but whose last is not: the rest still has another's content."""
@@ -223,18 +174,4 @@ class BatchBuilder:
         return self._to_device(self._tables[slots[fresh], last_block[fresh]])
 
     def _to_device(self, array: npt.NDArray[Any]) -> Tensor:
-        """On a CPU no copy is made, of a range of the tables neither: they change only after the step is computed."""
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)
-
-
-def padded_contexts(num_tokens: IntArray) -> IntArray:
-    """What contexts of so many tokens are padded to: of each length alone, whatever its neighbours."""
-    doubles = LEAST_CONTEXT << np.arange((CONTEXT_STEP // LEAST_CONTEXT).bit_length())  # 64 to 512
-    steps = -(-num_tokens // CONTEXT_STEP) * CONTEXT_STEP
-    short = doubles[np.minimum(np.searchsorted(doubles, num_tokens), len(doubles) - 1)]
-    return np.where(num_tokens <= CONTEXT_STEP, short, steps)
-
-
-def _first_seen_block(position: int, window: int | None) -> int:
-    """The block in which what a position sees begins."""
-    return 0 if window is None else max(0, position + 1 - window) // BLOCK_SIZE
+        return to_device(array, self._device)

@@ -6,8 +6,10 @@ Neither numba nor triton is imported in vain.
 from core.config import ModelConfig
 from gpu.cpu_kernels import support as cpu
 from gpu.device import DeviceChoice
+from gpu.device_attention import Attends, DeviceAttention, attention_here, heads_name
 from gpu.kernels import support as cuda
 from gpu.operators import Operators
+from gpu.varlen_attention import find_attention
 
 
 def find_operators(config: ModelConfig, choice: DeviceChoice) -> Operators:
@@ -17,10 +19,19 @@ def find_operators(config: ModelConfig, choice: DeviceChoice) -> Operators:
     if choice.device.type == "cuda":
         from gpu.kernels.operators import TritonOperators
 
-        return TritonOperators(config, choice.dtype, choice.device)
+        return TritonOperators(config, choice.dtype, choice.device, _device_attention(config, choice))
     from gpu.cpu_kernels.operators import KernelOperators
 
     return KernelOperators(config, has_attention=cpu.why_no_attention(config) is None)
+
+
+def _device_attention(config: ModelConfig, choice: DeviceChoice) -> DeviceAttention | None:
+    if cuda.why_no_attention(config, choice.dtype) is not None:
+        return None
+    from gpu.kernels.paged_attention import PagedAttention
+
+    is_plain = config.attention_cap is None and not config.has_sinks
+    return DeviceAttention(PagedAttention(), find_attention() if is_plain else None)
 
 
 def why_no_kernels(config: ModelConfig, choice: DeviceChoice) -> str | None:
@@ -31,9 +42,13 @@ def why_no_kernels(config: ModelConfig, choice: DeviceChoice) -> str | None:
 
 
 def describe_attention(config: ModelConfig, choice: DeviceChoice) -> str:
-    """What attends for rows of one new token, and why it is not the kernel."""
+    """What attends, and why it is not the kernels."""
     if choice.device.type == "cuda":
-        return "torch's"
+        why = why_no_kernels(config, choice) or cuda.why_no_attention(config, choice.dtype)
+        if why is not None:
+            return f"torch's: {why}"
+        heads = heads_name(config.num_heads, config.num_kv_heads, config.head_dim, choice.dtype)
+        return str(attention_here(choice.device).get(heads, Attends()))
     return cpu.describe_attention(config, choice)
 
 

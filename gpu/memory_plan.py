@@ -13,7 +13,7 @@ import torch
 
 from core.config import BLOCK_SIZE, EngineConfig, ModelConfig
 from core.errors import NotEnoughMemory, StartupError
-from gpu.batch import MAX_GATHERED_TOKENS
+from gpu.attention_groups import MAX_GATHERED_TOKENS
 from gpu.checkpoint import open_checkpoint
 from gpu.device import DeviceChoice, choose_device, free_memory_bytes
 from gpu.kv_cache import bytes_per_block, bytes_per_token, num_blocks_for, num_blocks_within

@@ -115,8 +115,8 @@ class Model:
         qkv = layer.qkv(x).view(x.shape[0], -1, self.config.head_dim)  # [tokens, heads + 2 * kv_heads, head_dim]
         rotation = None if layer.rope is None else rotations[layer.rope]
         query = operators.rotate_and_store(qkv, layer.head_norms, rotation, kv, batch.kv_slots)
-        groups = batch.groups[layer.window]
-        return layer.output(paged_attention(query, kv, groups, layer.scores, operators.attention))
+        attending = batch.attending[layer.window]
+        return layer.output(paged_attention(query, kv, attending, layer.scores, operators.attention))
 
     def _add(
         self, x: Tensor, added: Tensor, post_norm: Tensor | None, next_norm: Tensor | None

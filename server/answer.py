@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 
@@ -9,7 +10,7 @@ from core.errors import ErrorKind, ServiceError
 from core.types import Cost, Delta, EngineMark, FinishReason, Prefilling, Request, Usage
 from server.answer_body import AnswerBody, StreamedBody
 from server.api.envelope import WIRE_REASONS, cut_short, status_of
-from server.backend import NEVER, Backend, GenerationHandle
+from server.backend import NEVER, Backend, GenerationHandle, TextTeller
 from server.gate.admission import Place
 from server.gate.allowance import Allowance
 from server.gate.deadline_watch import DeadlineWatch
@@ -161,6 +162,11 @@ class Answer:
             self._time_token(choice, now_s)
         if self._is_open:
             self._body.add_text(choice, text, now_s)
+
+    def text_teller(self, choice: int) -> TextTeller | None:
+        if not self._is_open or self._held is not None:
+            return None
+        return self._body.text_teller(choice, self._last_token_s, self._gaps) or partial(self.on_text, choice)
 
     def on_delta(self, choice: int, delta: Delta, now_s: float) -> None:
         if delta.num_tokens:

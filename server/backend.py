@@ -1,6 +1,6 @@
 """What the lifecycle asks tokens of. Here it is the engine of this process (engine_client.py). Thread: loop."""
 
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,6 +9,7 @@ from core.types import Cost, Delta, EngineMark, EngineStats, FinishReason, Reque
 from server.gate.text_rules import Matcher
 
 NEVER = 2**63  # tokens: a mark that no sequence reaches
+TextTeller = Callable[[str, float], None]  # DeltaSink.on_text of one choice: text, now_s
 
 
 @dataclass(slots=True)
@@ -31,7 +32,14 @@ class DeltaSink(Protocol):
     """
 
     def on_text(self, choice: int, text: str, now_s: float) -> None:
-        """The hot path: newly drawn tokens say this, and there is nothing else to tell of them."""
+        """Newly drawn tokens say this, and there is nothing else to tell of them."""
+        ...
+
+    def text_teller(self, choice: int) -> TextTeller | None:
+        """The hot path: what does as on_text(choice, ...) in one call, for a choice that has said something before.
+
+        Good until the choice has ended or been cancelled. None: not yet; ask again after the next on_text.
+        """
         ...
 
     def on_delta(self, choice: int, delta: Delta, now_s: float) -> None: ...

@@ -6,40 +6,27 @@ same request has the same text and the same usage whatever the timing.
 """
 
 import asyncio
-import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import islice
 from typing import Protocol
-
-import msgspec
 
 from core.detokenizer import Detokenizer, TokenTable
 from core.errors import ErrorKind, ServiceError
 from core.snapshot import EngineSnapshot
 from core.types import (
-    Cancel,
     ClearCache,
-    Cost,
-    Delta,
-    EngineMark,
     EngineStats,
-    FinishReason,
     Inspect,
     Message,
-    Pause,
     Request,
-    Resume,
     StepDelivery,
     Submit,
-    TokenChunk,
-    TokenLogprobs,
-    Usage,
 )
 from server.backend import DeltaSink, LoopWork
 from server.gate.text_rules import Matcher
 from server.gate.text_screen import ScreenedDetokenizer, TextScreen
-
-logger = logging.getLogger(__name__)
+from server.request_handle import RequestHandle, RequestSequence
 
 # What is handled before other callbacks of the loop, and the engine thread, get their turn: so many rows, or as many as
 # make so many connections write, whichever comes first. A write costs more than all else of a token, and streams that
@@ -60,176 +47,6 @@ class Output(Protocol):
     def flush_all(self) -> None:
         """Write what there is."""
         ...
-
-
-class _Sequence:
-    """The loop's side of one sequence of a request."""
-
-    __slots__ = ("choice", "detokenizer", "index", "is_finished", "logprobs", "mark", "num_tokens", "num_tokens_told")
-
-    def __init__(
-        self, index: int, choice: int, detokenizer: Detokenizer | ScreenedDetokenizer, has_logprobs: bool, mark: int
-    ) -> None:
-        self.index = index
-        self.mark = mark  # the sink is told when so many are kept
-        self.choice = choice
-        self.detokenizer = detokenizer
-        self.num_tokens = 0  # kept, of those received
-        self.num_tokens_told = 0  # of these, in deltas
-        self.is_finished = False
-        self.logprobs: list[TokenLogprobs] | None = [] if has_logprobs else None
-
-    def take_delta(self, text: str, reason: FinishReason | None = None) -> Delta:
-        """The text, with the count and the logprobs of the tokens that no delta has told yet."""
-        logprobs = None
-        if self.logprobs is not None:
-            logprobs = tuple(self.logprobs)
-            self.logprobs.clear()
-        num_new = self.num_tokens - self.num_tokens_told
-        self.num_tokens_told = self.num_tokens
-        return Delta(text=text, num_tokens=num_new, logprobs=logprobs, finish_reason=reason)
-
-
-class RequestHandle:
-    """A submitted request: tokens in, deltas out, until its one terminal chunk.
-
-    A sink that raises has a fault of ours: its request ends with an error, and its neighbours go on.
-    """
-
-    __slots__ = ("_error", "_is_cancelled", "_post", "_sequences", "_sink", "cost", "request")
-
-    def __init__(
-        self, request: Request, sequences: list[_Sequence], sink: DeltaSink, post: Callable[[Message], None]
-    ) -> None:
-        self.request = request
-        self.cost = Cost()
-        self._sequences = sequences
-        self._sink = sink
-        self._post = post
-        self._is_cancelled = False
-        self._error: str | None = None
-
-    def cancel(self, reason: FinishReason) -> None:
-        if self._is_cancelled:
-            return
-        self._is_cancelled = True
-        for sequence in self._sequences:
-            if not sequence.is_finished:
-                self._finish(sequence, reason)
-
-    def finish(self, reason: FinishReason, now_s: float) -> None:
-        for sequence in self._sequences:
-            if not sequence.is_finished:
-                text = sequence.detokenizer.finish()  # a broken character that ends here may complete a stop string
-                end = sequence.detokenizer.stop_reason if sequence.detokenizer.is_stopped else reason
-                self._finish(sequence, end)
-                self._sink.on_delta(sequence.choice, sequence.take_delta(text, end), now_s)
-
-    def num_untold(self, choice: int) -> int:
-        sequence = self._sequences[choice - self._sequences[0].choice]
-        return sequence.num_tokens - sequence.num_tokens_told
-
-    def pause(self) -> None:
-        self._post(Pause(self.request.request_id))
-
-    def resume(self) -> None:
-        self._post(Resume(self.request.request_id))
-
-    def on_token(self, index: int, token_id: int, now_s: float) -> None:
-        """The hot path: one drawn token, without logprobs and not the last."""
-        sequence = self._sequences[index]
-        if sequence.is_finished:
-            return
-        detokenizer = sequence.detokenizer
-        try:
-            text = detokenizer.push_token(token_id)
-            sequence.num_tokens = num_tokens = detokenizer.num_tokens_kept
-            if detokenizer.is_stopped:
-                self._finish_at_stop_string(sequence, text, now_s)
-            elif text:
-                sequence.num_tokens_told = num_tokens
-                self._sink.on_text(sequence.choice, text, now_s)
-            if num_tokens >= sequence.mark:
-                self._pass_mark(sequence)
-        except Exception:  # whatever a detokenizer or a writer of answers can raise
-            self._break_off()
-
-    def on_chunk(self, chunk: TokenChunk, now_s: float) -> None:
-        sequence = self._sequences[chunk.index]
-        if not sequence.is_finished:
-            try:
-                self._take_chunk(sequence, chunk, now_s)
-            except Exception:
-                self._break_off()
-        if chunk.error is not None:
-            self._error = chunk.error
-        if chunk.usage is not None:
-            self.cost = chunk.cost
-            self._end(self._cut(chunk.usage), self._error)
-
-    def on_engine_mark(self, mark: EngineMark) -> None:
-        self._sink.on_engine_mark(mark)
-
-    def fail(self, message: str) -> None:
-        """The engine will not tell its end any more: end it here."""
-        for sequence in self._sequences:
-            sequence.is_finished = True
-        num_kept = self.num_tokens
-        # Where tokens have come, the prompt was computed; otherwise nobody knows how much of it
-        num_prompt = len(self.request.prompt_ids) if num_kept else 0
-        self._end(Usage(num_prompt_tokens=num_prompt, num_completion_tokens=num_kept), message)
-
-    def _take_chunk(self, sequence: _Sequence, chunk: TokenChunk, now_s: float) -> None:
-        detokenizer = sequence.detokenizer
-        text = detokenizer.push(chunk.token_ids)
-        num_before = sequence.num_tokens
-        sequence.num_tokens = detokenizer.num_tokens_kept
-        if sequence.logprobs is not None and chunk.logprobs:
-            sequence.logprobs.extend(chunk.logprobs[: sequence.num_tokens - num_before])
-        if detokenizer.is_stopped:
-            self._finish_at_stop_string(sequence, text, now_s)
-        elif chunk.finish_reason is not None:
-            sequence.is_finished = True
-            sequence.num_tokens = chunk.num_sequence_tokens  # an end by id counts, and has no text
-            text += detokenizer.finish()  # a broken character that ends here may yet complete a stop string
-            reason = detokenizer.stop_reason if detokenizer.is_stopped else chunk.finish_reason
-            self._sink.on_delta(sequence.choice, sequence.take_delta(text, reason), now_s)
-        elif text or sequence.logprobs:
-            self._sink.on_delta(sequence.choice, sequence.take_delta(text), now_s)
-        if sequence.num_tokens >= sequence.mark:
-            self._pass_mark(sequence)
-
-    def _pass_mark(self, sequence: _Sequence) -> None:
-        if not sequence.is_finished:
-            sequence.mark = self._sink.on_mark(sequence.choice, sequence.num_tokens)
-
-    def _finish_at_stop_string(self, sequence: _Sequence, text: str, now_s: float) -> None:
-        reason = sequence.detokenizer.stop_reason
-        self._finish(sequence, reason)
-        self._sink.on_delta(sequence.choice, sequence.take_delta(text, reason), now_s)
-
-    def _finish(self, sequence: _Sequence, reason: FinishReason) -> None:
-        sequence.is_finished = True
-        self._post(Cancel(self.request.request_id, reason, sequence.index, sequence.num_tokens))
-
-    def _end(self, usage: Usage, error: str | None) -> None:
-        try:
-            self._sink.on_end(usage, error)
-        except Exception:  # it was its last news: there is nothing left to cancel
-            logger.exception("an answer cannot be ended", extra={"request_id": self.request.request_id})
-
-    def _break_off(self) -> None:
-        logger.exception("an answer cannot be written", extra={"request_id": self.request.request_id})
-        self._error = "The server failed to write this answer. The fault is not in the request."
-        self.cancel(FinishReason.ERROR)
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(sequence.num_tokens for sequence in self._sequences)
-
-    def _cut(self, usage: Usage) -> Usage:
-        """The engine's usage with our count of tokens kept: of a stop it may have heard too late."""
-        return msgspec.structs.replace(usage, num_completion_tokens=self.num_tokens)
 
 
 class EngineClient:
@@ -280,7 +97,7 @@ class EngineClient:
             raise self._error
         has_logprobs = request.sampling.num_logprobs is not None
         sequences = [
-            _Sequence(
+            RequestSequence(
                 i,
                 first_choice + i,
                 self._detokenizer(request, continues_text, forbidden),
@@ -364,14 +181,33 @@ class EngineClient:
         handles, output = self._handles, self._output
         last = min(row + SLICE_ROWS, len(delivery.request_ids))
         most_dirty = output.num_dirty + SLICE_CONNECTIONS
+        columns = delivery.request_ids[row:last], delivery.indexes[row:last], delivery.token_ids[row:last]
+        rows = zip(*columns, strict=True)
         # One row makes one connection dirty at most: so many can be handled before it is worth a look
         while row < last and (num_rows := most_dirty - output.num_dirty) > 0:
-            end = min(row + num_rows, last)
-            for request_id, index, token_id in zip(
-                delivery.request_ids[row:end], delivery.indexes[row:end], delivery.token_ids[row:end], strict=True
-            ):
-                handles[request_id].on_token(index, token_id, now_s)
-            row = end
+            num_rows = min(num_rows, last - row)
+            for request_id, index, token_id in islice(rows, num_rows):
+                handle = handles[request_id]
+                sequence = handle.sequences[index]
+                tell = sequence.tell
+                if tell is None:
+                    handle.on_token(sequence, token_id, now_s)
+                    continue
+                try:
+                    text = sequence.plain_texts[token_id]
+                except IndexError:  # the tokenizer knows of no such id
+                    text = None
+                if not text:
+                    handle.on_token(sequence, token_id, now_s)
+                    continue
+                sequence.num_tokens = num_tokens = sequence.num_tokens + 1
+                try:
+                    tell(text, now_s)
+                    if num_tokens >= sequence.mark:
+                        handle.pass_mark(sequence)
+                except Exception:  # whatever a writer of answers can raise
+                    handle.break_off()
+            row += num_rows
         return row
 
     def _deliver_chunks(self, delivery: StepDelivery, now_s: float) -> None:

@@ -6,6 +6,7 @@ from core.errors import ServiceError
 from core.types import Delta, Usage
 from server.answer_body import AnswerBody
 from server.api.surface import Extras
+from server.observing.exposition import Histogram
 
 
 class HeldBody:
@@ -32,6 +33,9 @@ class HeldBody:
 
     def add_text(self, choice: int, text: str, now_s: float) -> None:
         self._writes.append(lambda: self._body.add_text(choice, text, now_s))
+
+    def text_teller(self, choice: int, last_token_s: list[float | None], gaps: Histogram) -> None:
+        raise AssertionError("nothing can be told past what is held")
 
     def add(self, choice: int, delta: Delta, now_s: float) -> None:
         self._writes.append(lambda: self._body.add(choice, delta, now_s))

@@ -36,8 +36,8 @@ class Arguments(ctypes.Structure):
         ("values", ctypes.c_int64),
         ("tables", ctypes.c_int64),  # int64 [rows, table_width]
         ("table_width", ctypes.c_int64),
-        ("firsts", ctypes.c_int64),  # int64 [rows]: the first position that is seen
-        ("ends", ctypes.c_int64),
+        ("ends", ctypes.c_int64),  # int64 [rows]: one past the last position
+        ("window", ctypes.c_int64),  # tokens that one sees, itself counted in
         ("out", ctypes.c_int64),  # bf16 [rows, heads * head_dim]
         ("num_rows", ctypes.c_int64),
         ("num_kv_heads", ctypes.c_int64),
@@ -88,7 +88,7 @@ def attend(arguments):
     query, query_stride = load_integer(arguments + 8), load_integer(arguments + 16)
     keys, values = load_integer(arguments + 24), load_integer(arguments + 32)
     tables, table_width = load_integer(arguments + 40), load_integer(arguments + 48)
-    firsts, ends = load_integer(arguments + 56), load_integer(arguments + 64)
+    ends, window = load_integer(arguments + 56), load_integer(arguments + 64)
     out, num_rows = load_integer(arguments + 72), load_integer(arguments + 80)
     num_kv_heads, per_kv = load_integer(arguments + 88), load_integer(arguments + 96)
     head_dim, scale = load_integer(arguments + 104), load_float(arguments + 112)
@@ -106,14 +106,15 @@ def attend(arguments):
     piece = take_next(arguments)
     while piece < num_rows * num_kv_heads:
         row, head = piece // num_kv_heads, piece % num_kv_heads
+        end = load_integer(ends + 8 * row)
         _attend_piece(
             query + row * query_stride + head * width,
             keys + 2 * head * head_dim,
             values + 2 * head * head_dim,
             2 * num_kv_heads * head_dim,
             tables + 8 * row * table_width,
-            load_integer(firsts + 8 * row),
-            load_integer(ends + 8 * row),
+            max(0, end - window),
+            end,
             (per_kv, head_dim),
             scale,
             (turned, paired, scores, shares),

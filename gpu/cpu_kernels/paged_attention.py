@@ -5,52 +5,67 @@ import math
 import torch
 from torch import Tensor
 
-from gpu.attention import DecodeRows, PromptRow
+from gpu.attention import RaggedRows
 from gpu.cpu_kernels import decode, prefill
 from gpu.cpu_kernels.team import Kernel
 from gpu.kv_cache import LayerKV
+from gpu.scores import Scores
 
 LOG2_E = math.log2(math.e)
 NO_WINDOW = 1 << 62
 
 
 class PagedAttention:
-    """With as many threads as torch has. Not for two threads at once: the arguments are its own."""
+    """AttentionKernels with as many threads as torch has. Not for two threads at once: the arguments are its own."""
+
+    index_dtype = torch.int64
+    are_own_tokens_alone = True
 
     def __init__(self) -> None:
         self._decode, self._decode_arguments = Kernel(decode.attend), decode.Arguments()
         self._prefill, self._prefill_arguments = Kernel(prefill.attend_many), prefill.Arguments()
 
-    def decode(self, query: Tensor, kv: LayerKV, rows: DecodeRows, scale: float | None) -> Tensor:
-        """Rows of one new token. query: [rows, heads, head_dim], bf16; a row's heads lie together."""
-        num_rows, num_heads, head_dim = query.shape
+    def attend(self, query: Tensor, kv: LayerKV, rows: RaggedRows, scores: Scores) -> Tensor:
+        """See AttentionKernels. query: bf16; a token's heads lie together. scores: are plain."""
+        num_tokens, num_heads, head_dim = query.shape
+        out = query.new_empty((num_tokens, num_heads * head_dim))
+        scale = (head_dim**-0.5 if scores.scale is None else scores.scale) * LOG2_E
+        if rows.num_decodes:
+            self._attend_decodes(query, kv, rows, scale, out)
+        if len(rows.ends) > rows.num_decodes:
+            self._attend_prompts(query, kv, rows, scale, out)
+        return out
+
+    def _attend_decodes(self, query: Tensor, kv: LayerKV, rows: RaggedRows, scale: float, out: Tensor) -> None:
+        _, num_heads, head_dim = query.shape
         num_kv_heads = kv.keys.shape[1]
-        out = query.new_empty((num_rows, num_heads * head_dim))
         told = self._decode_arguments
         told.next_piece = 0
         told.query, told.query_stride = query.data_ptr(), query.stride(0) * query.element_size()
         told.keys, told.values = kv.keys.data_ptr(), kv.values.data_ptr()
         told.tables, told.table_width = rows.tables.data_ptr(), rows.tables.shape[1]
-        told.firsts, told.ends = rows.firsts.data_ptr(), rows.ends.data_ptr()
-        told.out, told.num_rows = out.data_ptr(), num_rows
+        told.ends, told.window = rows.ends.data_ptr(), NO_WINDOW if rows.window is None else rows.window
+        told.out, told.num_rows = out.data_ptr(), rows.num_decodes
         told.num_kv_heads, told.per_kv, told.head_dim = num_kv_heads, num_heads // num_kv_heads, head_dim
-        told.scale = (head_dim**-0.5 if scale is None else scale) * LOG2_E
+        told.scale = scale
         self._decode(told, torch.get_num_threads())
-        return out
 
-    def prefill(self, query: Tensor, kv: LayerKV, row: PromptRow, scale: float | None) -> Tensor:
-        """One row of several new tokens. query: [tokens, heads, head_dim], bf16; a token's heads lie together."""
-        num_tokens, num_heads, head_dim = query.shape
+    def _attend_prompts(self, query: Tensor, kv: LayerKV, rows: RaggedRows, scale: float, out: Tensor) -> None:
+        """Row by row: threads share each."""
+        _, num_heads, head_dim = query.shape
         num_kv_heads = kv.keys.shape[1]
-        out = query.new_empty((num_tokens, num_heads * head_dim))
         told = self._prefill_arguments
-        told.next_piece = 0
-        told.query, told.query_stride = query.data_ptr(), query.stride(0) * query.element_size()
-        told.keys, told.values, told.table = kv.keys.data_ptr(), kv.values.data_ptr(), row.table.data_ptr()
-        told.start, told.num_tokens = row.start, num_tokens
-        told.window = NO_WINDOW if row.window is None else row.window
-        told.out, told.num_kv_heads = out.data_ptr(), num_kv_heads
-        told.per_kv, told.head_dim = num_heads // num_kv_heads, head_dim
-        told.scale = (head_dim**-0.5 if scale is None else scale) * LOG2_E
-        self._prefill(told, torch.get_num_threads())
-        return out
+        told.query_stride = query.stride(0) * query.element_size()
+        told.keys, told.values = kv.keys.data_ptr(), kv.values.data_ptr()
+        told.window = NO_WINDOW if rows.window is None else rows.window
+        told.num_kv_heads, told.per_kv, told.head_dim = num_kv_heads, num_heads // num_kv_heads, head_dim
+        told.scale = scale
+        tables, table_bytes = rows.tables.data_ptr(), rows.tables.stride(0) * rows.tables.element_size()
+        ends, offsets = rows.ends.tolist(), rows.offsets.tolist()
+        for row in range(rows.num_decodes, len(ends)):
+            first, num_tokens = offsets[row], offsets[row + 1] - offsets[row]
+            told.next_piece = 0
+            told.query, told.table = query.data_ptr() + first * told.query_stride, tables + row * table_bytes
+            told.start, told.num_tokens = ends[row] - num_tokens, num_tokens
+            told.out = out.data_ptr() + first * out.stride(0) * out.element_size()
+            self._prefill(told, torch.get_num_threads())

@@ -32,7 +32,7 @@ CHECKPOINT_EVERY_S = 600.0
 GATE_PERCENT = 90.0  # of the questions that name their term, at least, get their entry
 HELP = """
 Train the demonstration model from its corpus, write it to gpu/demo/model, ask it the gate's questions and write its
-card. One thread takes about half an hour on a CPU with AMX and longer on others. Ends with status 1 where fewer than
+card. One thread takes 30 to 50 minutes on a CPU with AMX and longer on others. Ends with status 1 where fewer than
 90 % of the questions that name their term get their entry.
 """
 

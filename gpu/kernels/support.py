@@ -6,6 +6,7 @@ import torch
 
 from core.config import ModelConfig
 from gpu.device import DeviceChoice
+from gpu.kernels.attention_tiles import max_head_dim, tiles_for
 
 NEEDED_CAPABILITY = (8, 0)  # Ampere: bfloat16, and copies to shared memory beside the arithmetic
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -35,4 +36,14 @@ def why_not_this_model(config: ModelConfig) -> str | None:
         return f"heads of {config.head_dim}: they know even ones of up to {MAX_HEAD_DIM}"
     if config.hidden_size > MAX_HIDDEN_SIZE:
         return f"a width of {config.hidden_size:,}: they know up to {MAX_HIDDEN_SIZE:,}"
+    return None
+
+
+def why_no_attention(config: ModelConfig, dtype: torch.dtype) -> str | None:
+    """What speaks against the kernels for attention, where the others serve; None: nothing."""
+    if config.head_dim > max_head_dim(dtype):
+        return f"heads of {config.head_dim} in {str(dtype)[6:]}: they know up to {max_head_dim(dtype)}"
+    per_kv, most = config.num_heads // config.num_kv_heads, tiles_for(config.head_dim, dtype).extend_rows
+    if per_kv > most:
+        return f"{per_kv} heads share a key: they know up to {most}"
     return None

@@ -107,6 +107,9 @@ class ChatStream:
     def text(self, choice: int, text: str) -> bytes:
         return self._heads[choice] + sse.json_strings[text] + self._tail
 
+    def text_frame(self, choice: int) -> tuple[bytes, bytes]:
+        return self._heads[choice], self._tail
+
     def delta(self, choice: int, delta: Delta) -> bytes:
         events = b""
         if delta.text or delta.logprobs:

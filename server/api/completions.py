@@ -120,6 +120,9 @@ class CompletionStream:
     def text(self, choice: int, text: str) -> bytes:
         return self._heads[choice] + sse.json_strings[text] + self._tail
 
+    def text_frame(self, choice: int) -> tuple[bytes, bytes]:
+        return self._heads[choice], self._tail
+
     def delta(self, choice: int, delta: Delta) -> bytes:
         reason = wire_reason(delta.finish_reason)
         if not (delta.text or delta.logprobs or reason):

@@ -148,6 +148,9 @@ class ResponseStream:
         self._num_events = number + 1
         return self._head + b'%d,"delta":' % number + sse.json_strings[text] + b"}\n\n"
 
+    def text_frame(self, choice: int) -> None:
+        """Events are numbered, and the last repeats what was said."""
+
     def end(self, usage: Usage, extras: Extras) -> bytes:
         reason = self._reason or FinishReason.STOP
         item = self._whole_item(_item_status(reason))

@@ -116,7 +116,11 @@ class StreamReply(Protocol):
         ...
 
     def text(self, choice: int, text: str) -> bytes:
-        """The hot path: prepared head and tail around the escaped text, which is not empty."""
+        """Of newly drawn tokens, with nothing else to tell of them; not empty."""
+        ...
+
+    def text_frame(self, choice: int) -> tuple[bytes, bytes] | None:
+        """The hot path: head and tail that text() puts around the text's JSON string; None: they change."""
         ...
 
     def delta(self, choice: int, delta: Delta) -> bytes:

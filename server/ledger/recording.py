@@ -1,6 +1,6 @@
 """An answer's bytes as they pass, to be said again. Thread: loop."""
 
-from server.wire.messages import Headers, ResponseHead
+from server.wire.messages import Headers, ResponseHead, Writer
 from server.wire.peer import Peer
 from server.wire.stream import HttpStream, StreamCarrier, WrittenCallback
 
@@ -45,6 +45,9 @@ class Recording:
         else:
             self.body += data
         self._carrier.write_data(stream, data)
+
+    def writer(self, stream: HttpStream) -> Writer:
+        return stream.send
 
     def write_end(self, stream: HttpStream, trailers: Headers) -> None:
         self.is_whole = not self._is_too_long

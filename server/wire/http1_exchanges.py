@@ -25,6 +25,7 @@ from server.wire.messages import (
     HttpRequest,
     ProtocolViolation,
     ResponseHead,
+    Writer,
 )
 from server.wire.peer import Peer
 from server.wire.stream import HttpStream, WrittenCallback
@@ -222,6 +223,18 @@ class Http1Exchanges:
         if not self._is_dirty:
             self._is_dirty = True
             self._batch.add(self)
+
+    def writer(self, stream: HttpStream) -> Writer:
+        out, frame = self._out, self._protocol.send_data
+
+        def write(data: bytes) -> None:
+            if stream.is_open:
+                out.append(frame(data))
+                if not self._is_dirty:
+                    self._is_dirty = True
+                    self._batch.add(self)
+
+        return write
 
     def write_end(self, stream: HttpStream, trailers: Headers) -> None:
         self._append(self._protocol.send_end())

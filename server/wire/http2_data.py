@@ -6,7 +6,7 @@ was when this was written; where it is not, every frame goes through h2, as trai
 
 import enum
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from h2.config import H2Configuration
@@ -18,6 +18,8 @@ from server.wire.frame_gate import CONTINUATION, DATA, END_HEADERS, END_STREAM, 
 _SENDING = (StreamState.HALF_CLOSED_REMOTE, StreamState.OPEN)  # the usual one first: found by identity
 _SEND_FINAL, _SEND_INFORMATIONAL = StreamInputs.SEND_HEADERS, StreamInputs.SEND_INFORMATIONAL_HEADERS
 _LENGTH_BYTES = 3  # RFC 9113 §4.1: of a frame, ahead of all else in its header
+PIECE_BYTES = 1024  # of a body, and so many at most: any frame has room for it
+_LENGTHS = tuple(size.to_bytes(_LENGTH_BYTES, "big") for size in range(PIECE_BYTES + 1))
 
 
 class OutgoingBody:
@@ -116,6 +118,37 @@ def frame_next(connection: H2Connection, body: OutgoingBody, frames: list[bytes]
         connection.send_data(stream.stream_id, data)
         frames.append(connection.data_to_send())
     return HEADER_BYTES + size
+
+
+def frame_pieces(
+    connection: H2Connection, bodies: Mapping[int, OutgoingBody], frames: list[bytes], limit_bytes: int
+) -> tuple[int, list[int]]:
+    """Append a DATA frame of each body that fits into the windows and the limit as it is, by hand.
+
+    Args:
+        bodies: by stream, which is open for them; each with at most PIECE_BYTES, and none of them begun or ending.
+        limit_bytes: of the frames' payloads.
+
+    Returns:
+        Bytes of the frames; the streams that are left as they were.
+    """
+    room = window = min(connection.outbound_flow_control_window, limit_bytes)
+    left = []
+    for stream_id, body in bodies.items():
+        size = body.num_unsent
+        stream = body.h2
+        stream_window = stream.outbound_flow_control_window
+        if size > room or size > stream_window:
+            left.append(stream_id)
+            continue
+        room -= size
+        stream.outbound_flow_control_window = stream_window - size
+        frames += (_LENGTHS[size], body.frame_end, body.data)
+        body.data = b""
+        body.num_unsent = 0
+    num_sent = window - room
+    connection.outbound_flow_control_window -= num_sent
+    return num_sent + HEADER_BYTES * (len(bodies) - len(left)), left
 
 
 def last_frame(connection: H2Connection, body: OutgoingBody, by_hand: bool) -> bytes:

@@ -22,6 +22,7 @@ from server.wire.body_clock import BodyClock
 from server.wire.body_room import BodyRoom, HeldBody
 from server.wire.exchanges import SERVER_FAULT, SLOW_BODY, ConnectionContext, slow_head
 from server.wire.http2 import Http2Protocol
+from server.wire.http2_data import PIECE_BYTES
 from server.wire.messages import (
     BodyChunk,
     BodyEnd,
@@ -31,6 +32,7 @@ from server.wire.messages import (
     ProtocolViolation,
     ResponseHead,
     StreamReset,
+    Writer,
 )
 from server.wire.peer import Peer
 from server.wire.stream import HttpStream, WrittenCallback
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
 
 _FLUSH_BYTES = 64 * 1024  # of bodies, in one write
 _UNSENT_BYTES = 512 * 1024  # of all streams: each may have its share, down to _LEAST_UNSENT_BYTES
-_LEAST_UNSENT_BYTES = 1024
+_LEAST_UNSENT_BYTES = PIECE_BYTES
 _ENDED_UNSENT_BYTES = 256 * 1024  # of answers that are complete: beyond it, no further handler begins
 _CONTINUE = ResponseHead(100, ())
 
@@ -82,7 +84,6 @@ class Http2Exchanges:
         self._over: set[int] = set()  # streams that have, or had, more unsent than their share
         self._num_ended = 0  # bytes of complete answers; those that have been sent since may still be among them
         self._turns: list[asyncio.Future[None]] = []  # handlers that have not begun
-        self._is_dirty = False
         self._pending_head: int | None = 0
         self._head_since = self._idle_since = context.loop.time()
         self._clock = context.clock
@@ -331,9 +332,10 @@ class Http2Exchanges:
         stream_id = stream.request.stream_id
         if self._responses.send_data(stream_id, data) > _LEAST_UNSENT_BYTES:
             self._over.add(stream_id)
-        if not self._is_dirty:
-            self._is_dirty = True
-            self._batch.add(self)
+        self._call_flush()
+
+    def writer(self, stream: HttpStream) -> Writer:
+        return self._responses.writer(stream.request.stream_id, stream.send, self._call_flush)
 
     def write_end(self, stream: HttpStream, trailers: Headers) -> None:
         if trailers and (stream.request.header(b"te") or b"").lower() != b"trailers":
@@ -345,7 +347,7 @@ class Http2Exchanges:
 
     def call_once_written(self, stream: HttpStream, callback: WrittenCallback) -> None:
         self._on_written.append((stream.request.stream_id, callback))
-        if not self._is_dirty:  # no flush need come
+        if not self._responses.awaits_flush:  # no flush need come
             self._tell_written()
 
     def _tell_written(self) -> None:
@@ -360,13 +362,17 @@ class Http2Exchanges:
                 self._on_written.append((stream_id, callback))
 
     def _mark_dirty(self) -> None:
-        if not self._is_dirty and (self._protocol.has_output or self._connection.out):
-            self._is_dirty = True
+        if not self._responses.awaits_flush and (self._protocol.has_output or self._connection.out):
+            self._call_flush()
+
+    def _call_flush(self) -> None:
+        if not self._responses.awaits_flush:
+            self._responses.awaits_flush = True
             self._batch.add(self)
 
     def flush(self) -> None:
         """Write what has been sent and what the windows let through, at once."""
-        self._is_dirty = False
+        self._responses.awaits_flush = False
         connection, protocol = self._connection, self._protocol
         out = connection.out
         if not connection.takes_output:

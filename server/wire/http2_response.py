@@ -11,8 +11,16 @@ from h2.connection import H2Connection
 from h2.errors import ErrorCodes
 from h2.stream import H2Stream
 
-from server.wire.http2_data import OutgoingBody, frame_head, frame_next, h2_is_as_known, last_frame
-from server.wire.messages import Headers, ResponseHead
+from server.wire.http2_data import (
+    PIECE_BYTES,
+    OutgoingBody,
+    frame_head,
+    frame_next,
+    frame_pieces,
+    h2_is_as_known,
+    last_frame,
+)
+from server.wire.messages import Headers, ResponseHead, Writer
 from server.wire.response_fields import ResponseError, check_fields
 
 _STATUS = {status.value: (b":status", b"%d" % status.value) for status in HTTPStatus}
@@ -25,6 +33,7 @@ class Http2Stream(OutgoingBody):
         awaited: bytes of the request's body that were declared, and have not come.
         has_read_request: nothing of it is still to come.
         remaining: of a counted body, not yet given to send_data.
+        takes_pieces: its body has begun, has not ended, and is not counted.
     """
 
     __slots__ = (
@@ -34,6 +43,7 @@ class Http2Stream(OutgoingBody):
         "is_head_sent",
         "remaining",
         "sends_body",
+        "takes_pieces",
         "trailers",
     )
 
@@ -43,6 +53,7 @@ class Http2Stream(OutgoingBody):
         self.is_head_request = is_head_request
         self.has_read_request = has_read_request
         self.is_head_sent = False
+        self.takes_pieces = False
         self.sends_body = True
         self.trailers: Headers = ()
         self.remaining: int | None = None
@@ -71,6 +82,7 @@ class Responses:
 
     Attributes:
         streams: whose responses have not been sent to their end, by id; http2 opens and forgets them.
+        awaits_flush: take_data is going to be called. Its caller sets and clears it.
     """
 
     def __init__(self, connection: H2Connection, write: Callable[[bytes], None], date: Callable[[], bytes]) -> None:
@@ -83,12 +95,14 @@ class Responses:
         self._write = write
         self._date = date
         self._by_hand = h2_is_as_known()
+        self.awaits_flush = False
         self._ready: dict[int, Http2Stream] = {}  # may have something to send, in their turn
+        self._pieces: dict[int, Http2Stream] = {}  # have a piece, whole and given since; their turn is after the others
 
     @property
     def has_some(self) -> bool:
         """take_data may have something."""
-        return bool(self._ready)
+        return bool(self._ready or self._pieces)
 
     def num_unsent(self, stream_id: int) -> int:
         """Bytes of the stream's body that take_data has not given; 0 when it is gone."""
@@ -122,12 +136,16 @@ class Responses:
     def forget(self, stream_id: int) -> bool:
         """Send nothing more of it. Returns whether there was something to be sent."""
         self._ready.pop(stream_id, None)
-        return self.streams.pop(stream_id, None) is not None
+        self._pieces.pop(stream_id, None)
+        stream = self.streams.pop(stream_id, None)
+        if stream is not None:
+            stream.takes_pieces = False
+        return stream is not None
 
     def clear(self) -> None:
         """Forget them all."""
-        self.streams.clear()
-        self._ready.clear()
+        for stream_id in tuple(self.streams):
+            self.forget(stream_id)
 
     def send_head(self, stream_id: int, head: ResponseHead) -> None:
         """Send the head. A status below 200 is informational, and the head is still to come.
@@ -143,6 +161,7 @@ class Responses:
         stream.is_head_sent = is_final
         stream.sends_body = not (is_final and (stream.is_head_request or head.status in (204, 304)))
         stream.remaining = length if stream.sends_body else None
+        stream.takes_pieces = is_final and stream.sends_body and length is None
         fields = [_STATUS.get(head.status) or (b":status", b"%d" % head.status)]
         if is_final:
             fields.append((b"date", self._date()))
@@ -176,6 +195,28 @@ class Responses:
             self._ready[stream_id] = stream
         return stream.num_unsent
 
+    def writer(self, stream_id: int, send: Writer, call_flush: Callable[[], None]) -> Writer:
+        """send_data of one stream for small pieces, one call each; its head has been sent.
+
+        Args:
+            send: takes what is more: a long piece, one that comes while another is unsent, or after the body's end.
+            call_flush: makes that take_data is called.
+        """
+        stream, pieces = self.streams[stream_id], self._pieces
+
+        def write(data: bytes) -> None:
+            size = len(data)
+            if stream.num_unsent or size > PIECE_BYTES or not stream.takes_pieces:
+                send(data)
+                return
+            stream.data = data
+            stream.num_unsent = size
+            pieces[stream_id] = stream
+            if not self.awaits_flush:
+                call_flush()
+
+        return write
+
     def send_end(self, stream_id: int, trailers: Headers = ()) -> None:
         """Nothing follows in this body but the trailers.
 
@@ -191,6 +232,7 @@ class Responses:
             raise ResponseError("A content-length comes too late in the trailers.")
         stream.trailers = trailers if stream.sends_body else ()
         stream.is_ending = True
+        stream.takes_pieces = False
         self._ready[stream_id] = stream
 
     def take_data(self, limit_bytes: int) -> DataOutput:
@@ -202,7 +244,7 @@ class Responses:
         output = DataOutput([], [], [], 0, False)
         frames, sent, connection, by_hand = output.frames, output.sent, self._h2, self._by_hand
         shut_out: dict[int, Http2Stream] = {}  # by the connection's window: their turn is kept
-        num_bytes = 0
+        num_bytes = self._take_pieces(output, limit_bytes) if self._pieces else 0
         while self._ready and num_bytes < limit_bytes:
             turn = iter(self._ready.items())
             self._ready = {}
@@ -227,6 +269,19 @@ class Responses:
         output.has_more = bool(self._ready)
         self._ready.update(shut_out)
         return output
+
+    def _take_pieces(self, output: DataOutput, limit_bytes: int) -> int:
+        """What most steps are of: a piece of each stream, which fits into its windows. The others have their turn."""
+        pieces, num_bytes = self._pieces, 0
+        if self._by_hand and not self._ready:
+            num_bytes, left = frame_pieces(self._h2, pieces, output.frames, limit_bytes)
+            for stream_id in left:
+                self._ready[stream_id] = pieces.pop(stream_id)
+            output.sent.extend(pieces)
+        else:
+            self._ready.update(pieces)
+        pieces.clear()
+        return num_bytes
 
     def _frame_ending(self, stream_id: int, stream: Http2Stream, frames: list[bytes]) -> int:
         """Of a body to which nothing will be added: the last frame, or, where that has to wait, one more before it."""

@@ -3,9 +3,12 @@
 `stream_id` is 1, 2, 3... on HTTP/1.1 (the n-th request of the connection), the stream's own on HTTP/2.
 """
 
+from collections.abc import Callable
+
 import msgspec
 
 Headers = tuple[tuple[bytes, bytes], ...]  # names in lower case, in order of arrival
+Writer = Callable[[bytes], None]  # of a body's next piece, which is not empty
 
 
 class HttpRequest(msgspec.Struct, frozen=True):

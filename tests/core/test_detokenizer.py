@@ -86,6 +86,30 @@ def test_kept_tokens_end_with_the_one_that_completes_the_stop_string(text: str, 
         assert detokenizer.num_tokens_kept == (completing[0] if completing else len(data))
 
 
+@given(short_texts, stops, st.booleans())
+def test_plain_texts_are_what_the_next_token_says(text: str, stop: tuple[str, ...], is_spaced: bool) -> None:
+    """Whoever reads them instead of pushing gets the same text, stop and count."""
+    table = SPACED if is_spaced else BYTES
+    read, pushed = Detokenizer(table, stop), Detokenizer(table, stop)
+    for token_id in text.encode():
+        plain = read.plain_texts[token_id] if read.is_plain else None
+        if plain is not None:
+            read.num_tokens_kept += 1
+        assert pushed.push([token_id]) == (read.push([token_id]) if plain is None else plain)
+        assert (read.is_stopped, read.num_tokens_kept) == (pushed.is_stopped, pushed.num_tokens_kept)
+    assert read.finish() == pushed.finish()
+
+
+def test_tokens_that_cannot_begin_a_stop_string_are_plain_beside_one() -> None:
+    detokenizer = Detokenizer(BYTES, ("END",))
+    assert detokenizer.is_plain
+    assert [detokenizer.plain_texts[value] for value in b"aE"] == ["a", None]
+    detokenizer.push(list(b"E"))
+    assert not detokenizer.is_plain  # it is held
+    detokenizer.push(list(b"x"))
+    assert detokenizer.is_plain
+
+
 def test_only_what_may_become_a_stop_string_is_held_back() -> None:
     detokenizer = Detokenizer(BYTES, ("END",))
     assert detokenizer.push(list(b"the E")) == "the "

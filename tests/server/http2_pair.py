@@ -1,5 +1,7 @@
 """Our protocol and h2's client, joined without a network, and what may happen between them."""
 
+from functools import partial
+
 from h2 import events
 from h2.config import H2Configuration
 from h2.connection import H2Connection
@@ -10,7 +12,7 @@ from server.wire.connection_limits import Http2Limits
 from server.wire.frame_limits import FrameLimits, Rate
 from server.wire.http1_prefilter import HeadLimits
 from server.wire.http2 import Http2Protocol
-from server.wire.messages import ResponseHead
+from server.wire.messages import ResponseHead, Writer
 from tests.server.http2_client import fields
 
 HEAD = ResponseHead(200, ())
@@ -28,6 +30,7 @@ class Pair:
         self.sent: dict[int, bytes] = {}
         self.received: dict[int, bytes] = {}
         self.ended: set[int] = set()
+        self._writers: dict[int, Writer] = {}
         self.exchange()
 
     def open(self) -> int:
@@ -41,6 +44,18 @@ class Pair:
     def send(self, stream_id: int, data: bytes) -> None:
         self.server.responses.send_data(stream_id, data)
         self.sent[stream_id] += data
+
+    def say(self, stream_id: int, data: bytes) -> None:
+        """As send, by the stream's writer."""
+        if stream_id not in self._writers:
+            self._writers[stream_id] = self.server.responses.writer(
+                stream_id, partial(self._send_data, stream_id), lambda: None
+            )
+        self._writers[stream_id](data)
+        self.sent[stream_id] += data
+
+    def _send_data(self, stream_id: int, data: bytes) -> None:
+        self.server.responses.send_data(stream_id, data)
 
     def exchange(self, limit_bytes: int = 2**30) -> None:
         """Everything crosses, both ways, until nothing is left to cross."""
@@ -103,6 +118,7 @@ STEP_NAMES = (
     "frame size",
     "table size",
     "priority",
+    "say",
 )
 
 
@@ -124,10 +140,12 @@ def take_step(pair: Pair, name: str, number: int = 0, amount: int = 0) -> None:
         pair.client.update_settings({SettingCodes.MAX_FRAME_SIZE: number})
     elif name == "table size":
         pair.client.update_settings({SettingCodes.HEADER_TABLE_SIZE: number})
-    elif number < len(live):
-        stream_id = live[number]
+    elif live:
+        stream_id = live[number % len(live)]
         if name == "send":
             pair.send(stream_id, bytes([65 + stream_id % 26]) * amount)
+        elif name == "say":
+            pair.say(stream_id, bytes([65 + stream_id % 26]) * amount)
         elif name == "end" and pair.server.responses.streams[stream_id].h2.outbound_flow_control_window >= 0:
             # RFC 9113 §6.9.1: an empty frame needs no window; h2's client takes one that is negative for an error
             pair.server.responses.send_end(stream_id)

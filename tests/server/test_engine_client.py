@@ -3,6 +3,7 @@
 import itertools
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -27,8 +28,9 @@ from core.types import (
     TokenLogprobs,
     Usage,
 )
-from server.backend import NEVER
-from server.engine_client import SLICE_CONNECTIONS, SLICE_ROWS, EngineClient, RequestHandle
+from server.backend import NEVER, TextTeller
+from server.engine_client import SLICE_CONNECTIONS, SLICE_ROWS, EngineClient
+from server.request_handle import RequestHandle
 
 LETTERS = TokenTable([b"a", b"b", b"c", b"d", b"\xc3", b"\xa9"])
 
@@ -71,6 +73,9 @@ class Sink:
     def on_text(self, choice: int, text: str, now_s: float) -> None:
         assert text
         self.on_delta(choice, Delta(text=text, num_tokens=1), now_s)
+
+    def text_teller(self, choice: int) -> TextTeller:
+        return partial(self.on_text, choice)
 
     def on_delta(self, choice: int, delta: Delta, now_s: float) -> None:
         assert not self.ends
@@ -427,6 +432,55 @@ def test_sink_that_raises_ends_its_request_alone(caplog: pytest.LogCaptureFixtur
     ((_, error),) = bench.sinks["r"].ends
     assert error is not None
     assert "ZeroDivisionError" in caplog.text
+
+
+def test_teller_that_raises_ends_its_request_alone(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench()
+    bench.submit("r")
+    bench.submit("s")
+
+    def fail(text: str, now_s: float) -> None:
+        raise ZeroDivisionError
+
+    bench.sinks["r"].text_teller = lambda choice: fail  # type: ignore[method-assign]
+    bench.deliver(("r", 0, 0), ("s", 0, 0), ("r", 0, 1), ("s", 0, 1), ("r", 0, 2))
+    assert [sink.text for sink in bench.sinks.values()] == ["a", "ab"]
+    assert bench.cancels == [Cancel("r", FinishReason.ERROR, 0, 2)]
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_teller_tells_what_stands_alone_and_the_detokenizer_the_rest() -> None:
+    bench = Bench()
+    handle = bench.submit(stop=("cd",))
+    sink, told = bench.sinks["r"], []
+
+    def tell(text: str, now_s: float) -> None:
+        told.append(text)
+        sink.on_text(0, text, now_s)
+
+    sink.text_teller = lambda choice: tell  # type: ignore[method-assign]
+    for token_id in (0, 1, 4, 5, 0, 9, 2):  # a, b, half an é, the other half, a, an id that no token has, c
+        bench.deliver(("r", 0, token_id))
+    assert (sink.text, told) == ("abéa", ["b", "a"])
+    assert (handle.num_tokens, handle.num_untold(0)) == (7, 2)
+    bench.deliver(("r", 0, 1), ("r", 0, 1), ("r", 0, 2), ("r", 0, 3), ("r", 0, 0))
+    assert (sink.text, told) == ("abéacbb", ["b", "a", "b"])
+    assert bench.cancels == [Cancel("r", FinishReason.STOP, 0, 11)]
+
+
+def test_text_that_leaves_something_held_is_not_followed_by_the_short_way() -> None:
+    bench = Bench()
+    bench.submit(stop=("aab",))
+    bench.deliver(*[("r", 0, token_id) for token_id in (1, 0, 0, 0, 1)])
+    assert bench.sinks["r"].text == "ba"
+    assert bench.cancels == [Cancel("r", FinishReason.STOP, 0, 5)]
+
+
+def test_sink_is_told_at_its_marks_on_the_short_way() -> None:
+    bench = Bench()
+    bench.submit(marks={0: 3, 3: 5})
+    bench.deliver(*[("r", 0, 0)] * 9)
+    assert bench.sinks["r"].marked == [(0, 0), (0, 3), (0, 5)]
 
 
 class SinkThatCannotEnd(Sink):

@@ -2,9 +2,11 @@
 
 import pytest
 from h2 import events
+from h2.errors import ErrorCodes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from server.wire.http2_data import PIECE_BYTES
 from server.wire.messages import HttpRequest, ResponseHead
 from server.wire.response_fields import ResponseError
 from tests.server.http2_client import fields
@@ -13,6 +15,7 @@ from tests.server.http2_pair import HEAD, Pair, take_step
 STEPS = st.one_of(
     st.tuples(st.just("open")),
     st.tuples(st.just("send"), st.integers(0, 7), st.integers(0, 40_000)),
+    st.tuples(st.just("say"), st.integers(0, 7), st.integers(1, PIECE_BYTES + 1)),
     st.tuples(st.just("end"), st.integers(0, 7)),
     st.tuples(st.just("end with trailers"), st.integers(0, 7)),
     st.tuples(st.just("peer resets"), st.integers(0, 7)),
@@ -27,16 +30,82 @@ STEPS = st.one_of(
 
 
 @settings(deadline=None, max_examples=200)
-@given(steps=st.lists(STEPS, max_size=40), by_hand=st.booleans(), limit_bytes=st.sampled_from([1, 20_000, 2**30]))
+@given(
+    steps=st.lists(STEPS, min_size=10, max_size=40),
+    by_hand=st.booleans(),
+    limit_bytes=st.sampled_from([1, 20_000, 2**30]),
+)
 def test_peer_receives_what_was_sent_and_its_windows_agree(
     steps: list[tuple[str, int, int]], by_hand: bool, limit_bytes: int
 ) -> None:
+    """What is said waits for the step behind it."""
     pair = Pair(by_hand)
+    for _ in range(3):
+        pair.open()
     for step in steps:
         take_step(pair, *step)
-        pair.exchange(limit_bytes)
-        pair.check()
+        if step[0] != "say":
+            pair.exchange(limit_bytes)
+            pair.check()
     pair.finish()
+
+
+def test_pieces_go_with_one_frame_each_in_the_order_of_their_streams() -> None:
+    pair = Pair()
+    ids = [pair.open() for _ in range(3)]
+    pair.exchange()
+    for stream_id in (ids[2], ids[0], ids[1]):
+        pair.say(stream_id, b"x" * 10)
+    output = pair.server.take_data(2**30)
+    assert (output.sent, output.num_bytes, output.has_more) == ([ids[2], ids[0], ids[1]], 3 * 19, False)
+    assert not pair.server.take_data(2**30).frames
+
+
+def test_piece_that_the_connection_has_no_window_for_keeps_its_turn() -> None:
+    pair = Pair()
+    first, second, third = (pair.open() for _ in range(3))
+    pair.exchange()
+    pair.server._h2.outbound_flow_control_window = 1000
+    for stream_id in (first, second, third):
+        pair.say(stream_id, b"x" * 600)
+    output = pair.server.take_data(2**30)
+    assert (output.sent, output.held) == ([first, second], [third, second])
+    pair.say(first, b"y" * 10)
+    pair.server._h2.outbound_flow_control_window = 600
+    assert pair.server.take_data(2**30).sent == [third]
+
+
+def test_writer_leaves_to_send_what_is_no_piece() -> None:
+    pair = Pair()
+    ids = [pair.open() for _ in range(3)]
+    counted = pair.client.get_next_available_stream_id()
+    pair.client.send_headers(counted, fields(), end_stream=True)
+    pair.exchange()
+    pair.server.responses.send_head(counted, ResponseHead(200, ((b"content-length", b"9"),)))
+    left: list[bytes] = []
+    plain, ended, reset, of_counted = (
+        pair.server.responses.writer(stream_id, left.append, lambda: None) for stream_id in (*ids, counted)
+    )
+    pair.server.responses.send_end(ids[1])
+    pair.server.reset(ids[2], ErrorCodes.CANCEL)
+    for write, data in ((ended, b"1"), (reset, b"2"), (of_counted, b"3"), (plain, b"4"), (plain, b"5")):
+        write(data)
+    plain(b"6" * (PIECE_BYTES + 1))
+    assert left == [b"1", b"2", b"3", b"5", b"6" * (PIECE_BYTES + 1)]
+
+
+def test_piece_that_its_stream_has_no_window_for_waits_alone() -> None:
+    pair = Pair()
+    shut, open_ = pair.open(), pair.open()
+    pair.exchange()
+    pair.server.responses.streams[shut].h2.outbound_flow_control_window = 9
+    pair.say(shut, b"x" * 10)
+    pair.say(open_, b"y" * 10)
+    output = pair.server.take_data(2**30)
+    assert (output.sent, output.held) == ([open_, shut], [shut])  # of the piece went what there was room for
+    assert pair.server.responses.num_unsent(shut) == 1
+    output = pair.server.take_data(2**30)
+    assert (output.sent, output.held) == ([], [])  # until its window opens
 
 
 def test_no_stream_waits_for_another_to_end() -> None:

@@ -31,6 +31,9 @@ class Recorder:
     def write_data(self, stream: HttpStream, data: bytes) -> None:
         self.calls.append(data)
 
+    def writer(self, stream: HttpStream) -> Callable[[bytes], None]:
+        return stream.send
+
     def write_end(self, stream: HttpStream, trailers: Headers) -> None:
         self.calls.append(("end", trailers))
 

@@ -100,18 +100,19 @@ CHAT = {"messages": [{"role": "user", "content": "step"}]}
 
 
 @pytest.mark.parametrize(
-    ("start", "calls_per_token", "writes_per_step", "slices_per_step"),
+    ("start", "surface", "calls_per_token", "writes_per_step", "slices_per_step"),
     [
-        pytest.param(over_http1, 11, 64, 4, id="HTTP/1.1"),
-        pytest.param(over_http2(1), 9, 1, 1, id="HTTP/2"),
-        pytest.param(over_http2(8), 11, 8, 1, id="HTTP/2, 8 connections"),
+        pytest.param(over_http1, CHAT, 6.7, 64, 4, id="HTTP/1.1"),
+        pytest.param(over_http2(1), CHAT, 2.6, 1, 1, id="HTTP/2"),
+        pytest.param(over_http2(1), CHAT | {"stop": ["xx", "\n"]}, 2.6, 1, 1, id="HTTP/2, stop strings"),
+        pytest.param(over_http2(8), CHAT, 4.1, 8, 1, id="HTTP/2, 8 connections"),
     ],
 )
 def test_token_costs_so_many_calls_and_a_step_so_many_writes_and_slices(
-    start: Start, calls_per_token: float, writes_per_step: int, slices_per_step: int
+    start: Start, surface: dict[str, Any], calls_per_token: float, writes_per_step: int, slices_per_step: int
 ) -> None:
     """Before raising a bound: hoist what is new out of the token's path, into the slice's or the step's."""
-    cost = measure(start, CHAT)
+    cost = measure(start, surface)
     assert cost.calls_per_token <= calls_per_token
     assert cost.writes_per_step == writes_per_step
     assert cost.slices_per_step == slices_per_step

@@ -5,9 +5,10 @@ import random
 import pytest
 import torch
 
-from gpu.attention import DecodeRows, PromptRow
+from gpu.attention import RaggedRows
 from gpu.device import cpu_flags
 from gpu.kv_cache import LayerKV
+from gpu.scores import PLAIN, Scores
 
 pytest.importorskip("numba", reason="needs numba: pip install 'steploop[cpu]'")
 if "avx512_bf16" not in cpu_flags():
@@ -23,12 +24,13 @@ def kernel() -> PagedAttention:
     return PagedAttention()
 
 
-def textbook(query: torch.Tensor, kv: LayerKV, rows: DecodeRows, scale: float) -> torch.Tensor:
-    """In float32: query [rows, heads, head_dim]; returns [rows, heads * head_dim]."""
+def textbook(query: torch.Tensor, kv: LayerKV, rows: RaggedRows, scale: float) -> torch.Tensor:
+    """Of rows of one token, in float32: query [rows, heads, head_dim]; returns [rows, heads * head_dim]."""
     per_kv = query.shape[1] // kv.keys.shape[1]
     out = []
     for row, vectors in enumerate(query.float()):
-        seen = slice(int(rows.firsts[row]), int(rows.ends[row]))
+        end = int(rows.ends[row])
+        seen = slice(0 if rows.window is None else max(0, end - rows.window), end)
         keys, values = kv.both[:, rows.tables[row]].flatten(1, 2)[:, seen].float().repeat_interleave(per_kv, 2)
         shares = (torch.einsum("hd,chd->hc", vectors, keys) * scale).softmax(1)
         out.append(torch.einsum("hc,chd->hd", shares, values).flatten())
@@ -41,19 +43,21 @@ def noise(*shape: int) -> torch.Tensor:
 
 def make_case(
     lengths: list[int], num_kv_heads: int, per_kv: int, head_dim: int, window: int | None
-) -> tuple[torch.Tensor, LayerKV, DecodeRows]:
+) -> tuple[torch.Tensor, LayerKV, RaggedRows]:
     """Blocks hold noise beyond each row's context, which nobody may see; queries lie beside keys, as in the model."""
     both = noise(2, NUM_BLOCKS, 16, num_kv_heads, head_dim)
     longest = -(-max(lengths) // 16)
     blocks = random.Random(longest).sample(range(NUM_BLOCKS), longest * len(lengths))
     ends = torch.tensor(lengths)
-    rows = DecodeRows(
-        torch.tensor(blocks).view(len(lengths), longest),
-        torch.zeros_like(ends) if window is None else (ends - window).clamp(min=0),
-        ends,
-    )
+    tables = torch.tensor(blocks).view(len(lengths), longest)
+    rows = RaggedRows(tables, ends, torch.arange(len(lengths) + 1), len(lengths), window)
     query = noise(len(lengths), num_kv_heads * (per_kv + 1), head_dim)[:, : num_kv_heads * per_kv]
     return query, LayerKV(both, both[0].flatten(0, 1), both[1].flatten(0, 1)), rows
+
+
+def prompt(tables: torch.Tensor, start: int, end: int, window: int | None) -> RaggedRows:
+    """One row of new tokens at positions start to end."""
+    return RaggedRows(tables, torch.tensor([end]), torch.tensor([0, end - start]), 0, window)
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
@@ -81,7 +85,7 @@ def test_rows_attend_as_the_textbook_says(
 ) -> None:
     torch.set_num_threads(num_threads)
     query, kv, rows = make_case(lengths, num_kv_heads, per_kv, head_dim, window)
-    got = kernel.decode(query, kv, rows, None)
+    got = kernel.attend(query, kv, rows, PLAIN)
     want = textbook(query, kv, rows, head_dim**-0.5)
     assert got.dtype == torch.bfloat16
     assert torch.allclose(got.float(), want, atol=0.02, rtol=0.01)
@@ -90,7 +94,7 @@ def test_rows_attend_as_the_textbook_says(
 def test_scores_are_multiplied_by_the_scale_given(kernel: PagedAttention) -> None:
     query, kv, rows = make_case([50], 1, 4, 64, None)
     assert torch.allclose(
-        kernel.decode(query, kv, rows, 0.5).float(), textbook(query, kv, rows, 0.5), atol=0.02, rtol=0.01
+        kernel.attend(query, kv, rows, Scores(0.5)).float(), textbook(query, kv, rows, 0.5), atol=0.02, rtol=0.01
     )
 
 
@@ -99,7 +103,7 @@ def test_one_score_far_above_the_others_takes_its_value_whole(kernel: PagedAtten
     query, kv, rows = make_case([400], 1, 4, 64, None)
     slot = int(rows.tables[0, 390 // 16]) * 16 + 390 % 16
     kv.keys[slot, 0] = query[0, 0] * 50
-    got = kernel.decode(query, kv, rows, 1.0)
+    got = kernel.attend(query, kv, rows, Scores(1.0))
     assert torch.equal(got[0, :64], kv.values[slot, 0])
 
 
@@ -134,10 +138,10 @@ def test_new_tokens_attend_as_the_textbook_says(
     end = start + num_tokens
     _, kv, of_one = make_case([end], num_kv_heads, per_kv, head_dim, None)
     ends = torch.arange(start, end) + 1
-    firsts = torch.zeros_like(ends) if window is None else (ends - window).clamp(min=0)
     query = noise(num_tokens, num_kv_heads * (per_kv + 1), head_dim)[:, : num_kv_heads * per_kv]
-    got = kernel.prefill(query, kv, PromptRow(of_one.tables[0], start, window), None)
-    want = textbook(query, kv, DecodeRows(of_one.tables.expand(num_tokens, -1), firsts, ends), head_dim**-0.5)
+    got = kernel.attend(query, kv, prompt(of_one.tables, start, end, window), PLAIN)
+    of_each = RaggedRows(of_one.tables.expand(num_tokens, -1), ends, torch.arange(num_tokens + 1), num_tokens, window)
+    want = textbook(query, kv, of_each, head_dim**-0.5)
     assert torch.allclose(got.float(), want, atol=0.02, rtol=0.01)
 
 
@@ -146,7 +150,7 @@ def test_an_early_score_far_above_the_others_outlives_all_chunks(kernel: PagedAt
     slot = int(rows.tables[0, 0]) * 16 + 3
     query = noise(400, 1, 64)
     kv.keys[slot, 0] = query[399, 0] * 50
-    got = kernel.prefill(query, kv, PromptRow(rows.tables[0], 0, None), 1.0)
+    got = kernel.attend(query, kv, prompt(rows.tables, 0, 400, None), Scores(1.0))
     assert torch.equal(got[399], kv.values[slot, 0])
 
 
@@ -154,7 +158,21 @@ def test_an_early_score_far_above_the_others_outlives_all_chunks(kernel: PagedAt
 def test_a_token_is_rounded_the_same_in_any_chunk(kernel: PagedAttention, window: int | None) -> None:
     _, kv, rows = make_case([500], 2, 1, 64, None)
     query = noise(500, 6, 64)
-    whole = kernel.prefill(query, kv, PromptRow(rows.tables[0], 0, window), None)
+    whole = kernel.attend(query, kv, prompt(rows.tables, 0, 500, window), PLAIN)
     for start, end in ((0, 1), (3, 70), (70, 500), (499, 500)):
-        part = kernel.prefill(query[start:end], kv, PromptRow(rows.tables[0], start, window), None)
+        part = kernel.attend(query[start:end], kv, prompt(rows.tables, start, end, window), PLAIN)
         assert torch.equal(part, whole[start:end])
+
+
+@pytest.mark.parametrize("window", [None, 21])
+def test_rows_of_one_token_and_prompts_attend_beside_each_other(kernel: PagedAttention, window: int | None) -> None:
+    _, kv, whole = make_case([300, 17, 90, 33], 2, 3, 64, None)
+    query, starts, ends = noise(2 + 40 + 33, 8, 64)[:, :6], (299, 16, 50, 0), (300, 17, 90, 33)
+    rows = RaggedRows(whole.tables, whole.ends, torch.tensor([0, 1, 2, 42, 75]), 2, window)
+    got = kernel.attend(query, kv, rows, PLAIN)
+    for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        tokens = slice(int(rows.offsets[row]), int(rows.offsets[row + 1]))
+        alone = prompt(whole.tables[row : row + 1], start, end, window)
+        if row < 2:
+            alone.num_decodes = 1
+        assert torch.equal(got[tokens], kernel.attend(query[tokens], kv, alone, PLAIN))

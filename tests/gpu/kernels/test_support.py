@@ -10,9 +10,11 @@ import torch
 
 from core.config import ModelConfig
 from gpu.device import DeviceChoice
+from gpu.device_attention import DeviceAttention
 from gpu.kernel_choice import describe_attention, describe_products, find_operators, why_no_kernels
 from gpu.kernels import support
 from gpu.kernels.operators import TritonOperators
+from gpu.kernels.paged_attention import PagedAttention
 from gpu.operators import Operators
 from tests.gpu.kernels.test_elementwise import CONFIG
 
@@ -23,12 +25,17 @@ ROOT = Path(__file__).parents[3]
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H200")
 
 
 def test_a_device_with_triton_is_served_by_its_kernels() -> None:
     assert why_no_kernels(CONFIG, CUDA) is None
-    assert type(find_operators(CONFIG, CUDA)) is TritonOperators
+    found = find_operators(CONFIG, CUDA)
+    assert type(found) is TritonOperators
+    assert isinstance(found.attention, DeviceAttention)
+    assert type(found.attention.kernels) is PagedAttention
     assert describe_products(CONFIG, CUDA).startswith("Triton")
+    assert describe_attention(CONFIG, CUDA) == "decodes by Triton's kernel, prompts by Triton's kernel"
 
 
 @pytest.mark.parametrize(
@@ -60,6 +67,23 @@ def test_without_triton_torch_serves(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_model_that_they_do_not_know_is_left_to_torch(config: ModelConfig, why: str) -> None:
     assert (why_no_kernels(config, CUDA) or "").startswith(why)
     assert type(find_operators(config, CUDA)) is Operators
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (dataclasses.replace(CONFIG, head_dim=514), "heads of 514 in bfloat16: they know up to 512"),
+        (dataclasses.replace(CONFIG, num_heads=200, num_kv_heads=1), "200 heads share a key: they know up to 128"),
+    ],
+)
+def test_heads_that_attention_does_not_know_are_left_to_torch(
+    config: ModelConfig, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(support, "MAX_HEAD_DIM", 1024)
+    found = find_operators(config, CUDA)
+    assert type(found) is TritonOperators
+    assert found.attention is None
+    assert describe_attention(config, CUDA).startswith(f"torch's: {why}")
 
 
 def test_a_cpu_has_its_own() -> None:

@@ -1,0 +1,141 @@
+"""Attention on a device that has several kernels for it: which of them serves decodes, and which prompts.
+
+Measured at start on the model's own cache, and kept per device and versions. The first of them rounds a row the same
+in any company: another one serves only where it is faster by LEAST_GAIN. Thread: engine (choosing at start).
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from core.config import BLOCK_SIZE
+from gpu.attention import AttentionKernels, RaggedRows
+from gpu.device_products import Timer, graph_seconds, machine_name
+from gpu.kv_cache import LayerKV
+from gpu.measured_file import measured_file, read_kept, write_kept
+from gpu.scores import PLAIN, Scores
+from gpu.varlen_attention import VarlenAttention
+
+logger = logging.getLogger(__name__)
+
+LEAST_GAIN = 1.2
+# Rows, their context and their new tokens, each so far as the cache has blocks; on the geometric mean.
+MEASURED_DECODES = ((1, 1024, 1), (16, 1024, 1), (64, 512, 1), (4, 8192, 1))
+MEASURED_EXTENDS = ((1, 2048, 2048), (4, 512, 512), (1, 8192, 1024))
+
+
+@dataclass(frozen=True, slots=True)
+class Attends:
+    """Who does: whether torch's FlashAttention, in steps of decodes alone and in others."""
+
+    varlen_decodes: bool = False
+    varlen_extends: bool = False
+
+    def __str__(self) -> str:
+        names = {True: "torch's FlashAttention", False: "Triton's kernel"}
+        return f"decodes by {names[self.varlen_decodes]}, prompts by {names[self.varlen_extends]}"
+
+
+class DeviceAttention:
+    """AttentionKernels: of two, whichever is chosen for a step's kind.
+
+    Args:
+        kernels: serve everywhere.
+        varlen: may serve what it knows; None: torch has none that would do.
+        clock: what measures.
+    """
+
+    index_dtype = torch.int32
+    are_own_tokens_alone = False
+
+    def __init__(
+        self, kernels: AttentionKernels, varlen: VarlenAttention | None = None, clock: Timer = graph_seconds
+    ) -> None:
+        self.kernels = kernels
+        self.attends = Attends()
+        self._varlen = varlen
+        self._clock = clock
+
+    def attend(self, query: Tensor, kv: LayerKV, rows: RaggedRows, scores: Scores) -> Tensor:
+        is_varlen = self.attends.varlen_decodes if _are_decodes(rows) else self.attends.varlen_extends
+        if is_varlen and self._varlen is not None and self._varlen.can_attend(query, rows, scores):
+            return self._varlen.attend(query, kv, rows, scores)
+        return self.kernels.attend(query, kv, rows, scores)
+
+    def choose(self, kv: LayerKV, num_heads: int) -> Attends:
+        """As measured at an earlier start, or now. kv: a layer's, of any content: it is read alone."""
+        path, machine = measured_file("attention.json"), machine_name(kv.keys.device)
+        name = heads_name(num_heads, kv.keys.shape[1], kv.keys.shape[2], kv.keys.dtype)
+        known = read_kept(path, _checked)
+        here = known.setdefault(machine, {})
+        if name not in here:
+            here[name] = Attends(
+                self._is_varlen_faster(kv, num_heads, MEASURED_DECODES),
+                self._is_varlen_faster(kv, num_heads, MEASURED_EXTENDS),
+            )
+            write_kept(path, {at: {of: asdict(found) for of, found in kept.items()} for at, kept in known.items()})
+        self.attends = here[name]
+        return self.attends
+
+    def _is_varlen_faster(self, kv: LayerKV, num_heads: int, shapes: tuple[tuple[int, int, int], ...]) -> bool:
+        """By enough, where both can."""
+        if self._varlen is None:
+            return False
+        gain, num_blocks = 1.0, kv.both.shape[1]
+        for num_rows, context, num_new in shapes:
+            if num_rows * context > num_blocks * BLOCK_SIZE:
+                continue
+            rows = _even_rows(num_rows, context, num_new, kv.keys.device)
+            query = kv.keys.new_zeros(num_rows * num_new, num_heads, kv.keys.shape[2])
+            if not self._varlen.can_attend(query, rows, PLAIN):
+                return False
+            gain *= self._clock(partial(self.kernels.attend, query, kv, rows, PLAIN)) / LEAST_GAIN
+            try:
+                gain /= self._clock(partial(self._varlen.attend, query, kv, rows, PLAIN))
+            except torch.AcceleratorError:  # nothing succeeds after it
+                raise
+            except (RuntimeError, ValueError) as error:  # of a build without it, or a device that it does not know
+                logger.warning("Torch's FlashAttention does not serve here: %s", error)
+                return False
+        return gain > 1
+
+
+def heads_name(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> str:
+    """Of a model's, as they are kept."""
+    return f"{num_heads} / {num_kv_heads} heads of {head_dim}, {str(dtype)[6:]}"
+
+
+def attention_here(device: torch.device) -> Mapping[str, Attends]:
+    """What is known of this device: by heads_name."""
+    return read_kept(measured_file("attention.json"), _checked).get(machine_name(device), {})
+
+
+def _are_decodes(rows: RaggedRows) -> bool:
+    return rows.num_decodes == len(rows.ends)
+
+
+def _even_rows(num_rows: int, context: int, num_new: int, device: torch.device) -> RaggedRows:
+    blocks = torch.arange(num_rows * context // BLOCK_SIZE, dtype=torch.int32, device=device)
+    return RaggedRows(
+        tables=blocks.view(num_rows, -1),
+        ends=torch.full((num_rows,), context, dtype=torch.int32, device=device),
+        offsets=torch.arange(num_rows + 1, dtype=torch.int32, device=device) * num_new,
+        num_decodes=num_rows if num_new == 1 else 0,
+        window=None,
+    )
+
+
+def _checked(found: Any) -> Attends:
+    """
+    Raises:
+        ValueError, TypeError, KeyError: it is not what Attends holds.
+    """
+    decodes, extends = found["varlen_decodes"], found["varlen_extends"]
+    if not isinstance(decodes, bool) or not isinstance(extends, bool):
+        raise ValueError("neither one nor the other")
+    return Attends(decodes, extends)
