@@ -5,7 +5,7 @@ started anew behind one that has taken the device down with it: a case leans on 
 """
 
 import gc
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -119,23 +119,6 @@ class Case:
     limit_s: float
     table: str
     is_alone: bool = False
-
-
-def against(limit: float, figure: float, target: float | None = None, is_least: bool = True) -> Mapping[str, Cell]:
-    """Cells of a figure beside its limit and its target.
-
-    Args:
-        is_least: the figure is to reach both; False: to stay below them.
-    """
-    share = figure / limit if is_least else limit / figure
-    return {"limit": limit, "share of limit": share, "target": target}
-
-
-def verdict_of(figure: float, target: float | None, is_least: bool = True) -> str:
-    """OK or BELOW; "" where there is no target."""
-    if target is None:
-        return ""
-    return OK if (figure >= target if is_least else figure <= target) else BELOW
 
 
 def last_line(error: BaseException) -> str:

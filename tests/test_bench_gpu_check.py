@@ -13,7 +13,7 @@ from bench import gpu_check, gpu_families, gpu_http, gpu_kernels, gpu_model, gpu
 from bench.device_clock import median_s, num_copies
 from bench.gpu_cases import KernelCase, kernel_cases
 from bench.gpu_kernels import relative_error
-from bench.gpu_parts import BELOW, FAILED, OK, SKIPPED, WRONG, Case, Context, Job, Row, last_line, verdict_of
+from bench.gpu_parts import BELOW, FAILED, OK, SKIPPED, WRONG, Case, Context, Job, Row, last_line
 from bench.gpu_problems import LAYER_BUILDERS, Problem
 from bench.gpu_run import Results, Run, in_worker, run_all, run_part
 from bench.gpu_targets import target_of
@@ -173,11 +173,20 @@ def test_errors_are_relative_to_the_reference(found: list[float], wanted: list[f
     assert relative_error(torch.tensor(found), torch.tensor(wanted)) == error
 
 
-def test_figures_are_judged_by_their_targets() -> None:
-    assert verdict_of(5.0, None) == ""
-    assert [verdict_of(figure, 5.0) for figure in (4.9, 5.0)] == [BELOW, OK]
-    assert [verdict_of(figure, 5.0, is_least=False) for figure in (4.9, 5.1)] == [OK, BELOW]
+def test_errors_are_told_by_their_last_line() -> None:
+    assert last_line(ValueError("first\n\n  last ")) == "ValueError: last"
     assert last_line(ValueError()) == "ValueError"
+
+
+def test_a_target_is_judged_on_its_own_device_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    context = Context(torch.device("cuda"), False)
+    measure, share = "single stream, tokens/s", "single stream, share of limit"
+    monkeypatch.setattr(gpu_model, "_device_name", lambda context: "NVIDIA H200")
+    assert [gpu_model.judged(context, "llama-8b", measure, rate).verdict for rate in (239, 240)] == [BELOW, OK]
+    monkeypatch.setattr(gpu_model, "_device_name", lambda context: "NVIDIA L4")
+    assert gpu_model.judged(context, "llama-8b", measure, 17).verdict == ""
+    assert gpu_model.judged(context, "llama-8b", share, 0.5).verdict == BELOW
+    assert gpu_model.judged(Context(CPU, False), "llama-8b", share, 0.5).verdict == ""
 
 
 def test_inputs_rotate_beyond_a_cache_on_a_device_alone() -> None:
