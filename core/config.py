@@ -21,7 +21,7 @@ from core.rope_config import parse_rope
 
 BLOCK_SIZE = 16  # tokens per KV block
 INTER_TOKEN_TARGET = 1.6  # of EngineConfig
-QUANTIZE_SCHEMES = ("int8", "int4")
+QUANTIZE_SCHEMES = ("int8", "fp8", "int4")
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 
 # Fields that change the output, and the values under which they do not.
@@ -47,11 +47,12 @@ class EngineConfig:
         max_batch_tokens: computed in one step.
         max_sequences: that run at once.
         threads: compute threads on a CPU.
-        quantize: the layers' matrices to "int8" or "int4" while they load; None: as they are.
+        quantize: the layers' matrices to one of QUANTIZE_SCHEMES while they load; None: as they are.
         quantize_cache_bytes: how much of what was quantised is kept on disk; 0: nothing.
         has_prefix_cache: requests use the keys and values that earlier ones have left.
         inter_token_target: how many times what its decodes alone would take a step with prompts in it may take, by
             the step-cost model; None: as long as max_batch_tokens makes it.
+        overlap: "on": the next step is sent before the tokens of this one are read; "off"; "auto": on a GPU.
         kv_offload_bytes: of host memory for KV blocks that give way to others; 0: they are forgotten.
         kv_offload_dir: where these are kept for the next process; None: nowhere.
         kv_offload_dir_bytes: of files in it; None: all that lies in kv_offload_bytes.
@@ -68,6 +69,7 @@ class EngineConfig:
     quantize_cache_bytes: int = 0
     has_prefix_cache: bool = True
     inter_token_target: float | None = INTER_TOKEN_TARGET
+    overlap: str = "auto"
     kv_offload_bytes: int = 0
     kv_offload_dir: str | None = None
     kv_offload_dir_bytes: int | None = None

@@ -11,17 +11,18 @@ from torch import Tensor
 from gpu.cpu_kernels.layout import BLOCK_OUTPUTS
 from gpu.cpu_kernels.quantized_products import Arguments, multiply_quantized
 from gpu.cpu_kernels.team import Kernel
-from gpu.quantize import QuantizedWeight, unpack_nibbles
+from gpu.quantize import FP8, QuantizedWeight, unpack_nibbles
 
 PANEL_ROWS = 512  # at a time: their sums stay in a second-level cache
 GROUP_STEP = 32  # inputs: groups are whole registers
 
 
 def can_multiply(weight: QuantizedWeight) -> bool:
-    """Whether the kernel knows such a matrix: whole blocks of outputs, whole registers of inputs."""
+    """Whether the kernel knows such a matrix: integers, whole blocks of outputs and registers of inputs."""
     num_out, num_in = weight.shape
     return (
         weight.dtype == torch.bfloat16
+        and weight.values.dtype != FP8
         and num_out % BLOCK_OUTPUTS == 0
         and num_in % GROUP_STEP == 0
         and (weight.zeros is None or weight.group_size % GROUP_STEP == 0)

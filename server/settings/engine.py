@@ -114,6 +114,17 @@ class EngineSettings:
             group="engine",
         ),
     )
+    overlap: str = field(
+        default="auto",
+        metadata=Setting(
+            name="overlap",
+            parse=choice_of("auto", "on", "off"),
+            metavar="MODE",
+            help="send the next step before the tokens of this one are read: auto does so on a GPU. The tokens are the"
+            " same",
+            group="engine",
+        ),
+    )
     threads: int | None = field(
         default=None,
         metadata=Setting(
@@ -130,8 +141,9 @@ class EngineSettings:
             name="quantize",
             parse=choice_of(*QUANTIZE_SCHEMES),
             metavar="SCHEME",
-            help="the layers' matrices to int8 or int4 while they load; embedding and head stay as they are. int4 is"
-            " for few sequences at once; steploop doctor --quality says what it costs (default: as the model is)",
+            help="the layers' matrices to int8, fp8 (for GPUs) or int4 while they load; embedding and head stay as they"
+            " are. int4 is for few sequences at once; steploop doctor --quality says what it costs (default: as the"
+            " model is)",
             group="engine",
         ),
     )
