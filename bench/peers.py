@@ -208,8 +208,7 @@ class PeerBench:
 
 def result_tables(answers: dict[str, Answers], load: Load, work: ModelWork, speed: Speed) -> list[Table]:
     """Throughput, bursts, and who is in whose way."""
-    tables = [_closed_table(answers, load, work, speed), _burst_table(answers, load), _mixed_table(answers, load)]
-    return [table for table in tables if any(cell is not None for row in table.rows for cell in row[1:])]
+    return [_closed_table(answers, load, work, speed), _burst_table(answers, load), _mixed_table(answers, load)]
 
 
 def _closed_table(answers: dict[str, Answers], load: Load, work: ModelWork, speed: Speed) -> Table:
