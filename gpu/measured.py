@@ -1,4 +1,4 @@
-"""What was measured of this machine for a model's shape: threads by a step's tokens, and who multiplies.
+"""What was measured of this machine for a model's shape: threads by a step's tokens, who multiplies, and who draws.
 
 Kept in a file of the user's cache, per machine and shape, unless others computed at the same time; a file that cannot
 be read is as none, one that cannot be written is done without. Thread: engine (at start).
@@ -9,7 +9,7 @@ import os
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ import torch
 from core.config import ModelConfig
 from gpu.device import DeviceChoice, cpu_model
 from gpu.linear import ProductChoice
+from gpu.sampler import SamplerChoice
+from gpu.sampling_speed import seconds_of_drawing
 from gpu.threads import Probe, StepThreads, measure_threads, seconds_of
 
 # A smaller model's products take about as long as waking a thread: several compute in long prefills only.
@@ -25,43 +27,60 @@ MIN_PARAMETERS = 64_000_000
 SMALL_MODEL_TOKENS = 128
 MEASURED_ROWS = (1, 8, 32, 256)  # of products
 TURNS = 3
+DRAWN_ROWS = (1, 8)
 NAMES = {True: "by numba's kernel", False: "by oneDNN"}
+DRAWERS = {True: "by numba's kernel", False: "by torch"}
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Args: uses_kernel: for products; None: there is none."""
+    """Args: uses_kernel, draws_by_kernel: for products, and for sampling; None: there is none."""
 
     threads: StepThreads
     uses_kernel: bool | None = None
+    draws_by_kernel: bool | None = None
 
     def __str__(self) -> str:
-        threads = f"threads {self.threads}"
-        return threads if self.uses_kernel is None else f"{threads}; products {NAMES[self.uses_kernel]}"
+        told = [f"threads {self.threads}"]
+        if self.uses_kernel is not None:
+            told.append(f"products {NAMES[self.uses_kernel]}")
+        if self.draws_by_kernel is not None:
+            told.append(f"sampling {DRAWERS[self.draws_by_kernel]}")
+        return "; ".join(told)
 
 
 def choose_measured(
-    config: ModelConfig, choice: DeviceChoice, probes: Sequence[Probe], product: ProductChoice | None = None
+    config: ModelConfig,
+    choice: DeviceChoice,
+    probes: Sequence[Probe],
+    product: ProductChoice | None = None,
+    sampler: SamplerChoice | None = None,
 ) -> Measured:
     """As asked; for a large model as measured, now or earlier; or as is usual.
 
     Args:
-        product: is set; None: there is no kernel for products.
+        product, sampler: are set; None: there is no kernel for products, or that draws.
     """
     if choice.device.type != "cpu":
         return Measured(StepThreads(((1, choice.threads),)))
     if config.num_parameters < MIN_PARAMETERS:
-        return Measured(_unmeasured(choice), None if product is None else product.uses_kernel)
-    machine, shape = _machine(choice), _shape(config, choice, product is not None)
+        uses_kernel = None if product is None else product.uses_kernel
+        return Measured(_unmeasured(choice), uses_kernel, None if sampler is None else sampler.uses_kernel)
+    machine, shape = _machine(choice), _shape(config, choice, product is not None, sampler is not None)
     known = read_measured(cache_file())
     found = known.get(machine, {}).get(shape)
     if found is None:
         found = _measure(choice, probes, product)
+        if sampler is not None:
+            draws_by_kernel = measure_drawing(sampler, config.vocab_size, choice.threads)
+            found = replace(found, draws_by_kernel=draws_by_kernel)
         known.setdefault(machine, {})[shape] = found
         if load_average() <= choice.threads:
             _write_measured(cache_file(), known)
     if product is not None and found.uses_kernel is not None:
         product.uses_kernel = found.uses_kernel
+    if sampler is not None and found.draws_by_kernel is not None:
+        sampler.uses_kernel = found.draws_by_kernel
     return found
 
 
@@ -96,6 +115,23 @@ def measure_products(probes: Sequence[Probe], threads: int, dtype: torch.dtype, 
         product.uses_kernel = ratio < 1
         torch.set_num_threads(before)
     return product.uses_kernel
+
+
+def measure_drawing(sampler: SamplerChoice, vocab_size: int, threads: int) -> bool:
+    """Whether the kernel is the faster, on the geometric mean of DRAWN_ROWS; it is set. Torch's threads stay."""
+    before, ratio = torch.get_num_threads(), 1.0
+    try:
+        torch.set_num_threads(threads)
+        for num_rows in DRAWN_ROWS:
+            rounds = []
+            for _ in range(TURNS):
+                for sampler.uses_kernel in (True, False):
+                    rounds.append(seconds_of_drawing(sampler, num_rows, vocab_size))
+            ratio *= min(rounds[::2]) / min(rounds[1::2])
+    finally:
+        sampler.uses_kernel = ratio < 1
+        torch.set_num_threads(before)
+    return sampler.uses_kernel
 
 
 def measured_here(choice: DeviceChoice) -> dict[str, Measured]:
@@ -138,17 +174,21 @@ def _checked(found: Any) -> Measured:
         raise ValueError("not from 1 token on, ascending")
     if any(threads < 1 for _, threads in by_tokens):
         raise ValueError("no threads")
-    uses_kernel = found["uses_kernel"]
-    if uses_kernel not in (True, False, None):
-        raise ValueError("neither the kernel nor oneDNN")
-    return Measured(StepThreads(by_tokens), uses_kernel)
+    uses_kernel, draws_by_kernel = found["uses_kernel"], found.get("draws_by_kernel")
+    if not {uses_kernel, draws_by_kernel} <= {True, False, None}:
+        raise ValueError("neither the kernel nor torch")
+    return Measured(StepThreads(by_tokens), uses_kernel, draws_by_kernel)
 
 
 def _write_measured(path: Path, known: dict[str, dict[str, Measured]]) -> None:
     """Whole or not at all: others may read it, or write it too."""
     content = {
         machine: {
-            shape: {"threads": found.threads.by_tokens, "uses_kernel": found.uses_kernel}
+            shape: {
+                "threads": found.threads.by_tokens,
+                "uses_kernel": found.uses_kernel,
+                "draws_by_kernel": found.draws_by_kernel,
+            }
             for shape, found in shapes.items()
         }
         for machine, shapes in known.items()
@@ -165,7 +205,8 @@ def _machine(choice: DeviceChoice) -> str:
     return f"{cpu_model()}, {threads}, torch {torch.__version__}"
 
 
-def _shape(config: ModelConfig, choice: DeviceChoice, has_kernel: bool) -> str:
+def _shape(config: ModelConfig, choice: DeviceChoice, has_kernel: bool, has_sampler: bool) -> str:
     mlp = f"{config.intermediate_size}" if config.experts is None else f"{config.experts.num_experts} experts"
     kernel = ", numba" if has_kernel else ""
-    return f"{config.hidden_size} x {mlp}, {config.query_size} + {config.kv_size}, {choice.dtype_name}{kernel}"
+    drawn = f", of {config.vocab_size:,} tokens" if has_sampler else ""
+    return f"{config.hidden_size} x {mlp}, {config.query_size} + {config.kv_size}, {choice.dtype_name}{kernel}{drawn}"

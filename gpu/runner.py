@@ -71,9 +71,11 @@ class ModelRunner:
         with torch.inference_mode():
             self._model = Model(config, weights, operators)
             self._cache = KVCache(config, memory.num_blocks, dtype, device)
-            self._sampler = Sampler(engine.max_sequences, config.vocab_size, device, operators.gumbel_argmax)
+            self._sampler = Sampler(engine.max_sequences, config.vocab_size, device, operators.sampler_choice)
             probes = self._model.probes(PROBE_BYTES)
-            self.measured = choose_measured(config, memory.device, probes, operators.product_choice)
+            self.measured = choose_measured(
+                config, memory.device, probes, operators.product_choice, operators.sampler_choice
+            )
         self.limits = RunnerLimits(
             num_blocks=memory.num_blocks,
             block_size=BLOCK_SIZE,
