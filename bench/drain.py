@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import json
 import multiprocessing
+import multiprocessing.connection
 import os
 import random
 import signal
@@ -119,7 +120,9 @@ async def run_round(plan: RoundPlan) -> Round:
         round_.end(BROKEN, "the clients were not at their end in time")
     finally:
         ours.close()
-        await asyncio.to_thread(process.join, ROUND_TIMEOUT_S)
+        # In a thread only to wait: the exit code can be read once, and a start of another process reads it, too.
+        await asyncio.to_thread(multiprocessing.connection.wait, [process.sentinel], ROUND_TIMEOUT_S)
+        process.join(0)
         if process.exitcode != 0:
             round_.end(BROKEN, f"the server's exit code is {process.exitcode}")
             process.kill()
