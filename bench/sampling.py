@@ -43,7 +43,7 @@ def measure(kind: str, vocab_size: int, num_rows: int, rounds: int) -> list[tupl
         logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(1)) * FLAT_SPREAD
     lines: list[tuple[Cell, ...]] = []
     for name, params in REQUESTS.items():
-        samplers = [started(choice, num_rows, vocab_size, params) for choice in (SamplerChoice(RowSampler()), None)]
+        samplers = [started(choice, num_rows, vocab_size, params) for choice in (SamplerChoice(RowSampler), None)]
         best_us = [float("inf")] * 3
         for turn in range(rounds + 1):  # the first warms up
             taken_us = [_argmax_us(logits), *(_draw_us(sampler, logits, turn) for sampler in samplers)]

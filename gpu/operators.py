@@ -15,7 +15,6 @@ from gpu.mlp import GATED, Gated
 from gpu.quantize import QuantizedWeight, Weight
 from gpu.quantized_linear import make_quantized_linear
 from gpu.rope import apply_rope
-from gpu.sampler import SamplerChoice
 from gpu.tied_head import Embed, make_tied
 
 HeadNorms = tuple[Tensor, Tensor]
@@ -32,7 +31,6 @@ class Operators:
 
     attention: AttentionKernels | None = None  # None: torch attends
     product_choice: ProductChoice | None = None  # None: there is no kernel for products
-    sampler_choice: SamplerChoice | None = None  # None: there is no kernel that draws
 
     def __init__(self, dtype: torch.dtype, device: torch.device, eps: float) -> None:
         self._is_packed = can_pack(dtype, device)

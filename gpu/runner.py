@@ -30,6 +30,7 @@ from gpu.model import Model
 from gpu.operators import Operators
 from gpu.quantize_cache import quantizing
 from gpu.sampler import Drawn, RowLogprobs, Sampler
+from gpu.sampler_choice import find_sampler
 from gpu.weights import MatrixForm, ModelWeights, keeps_packed, load_weights
 
 NOT_FINITE = "The model computed values that are not finite numbers."
@@ -71,11 +72,10 @@ class ModelRunner:
         with torch.inference_mode():
             self._model = Model(config, weights, operators)
             self._cache = KVCache(config, memory.num_blocks, dtype, device)
-            self._sampler = Sampler(engine.max_sequences, config.vocab_size, device, operators.sampler_choice)
+            sampler = find_sampler(config, memory.device)  # compiles or loads a kernel
+            self._sampler = Sampler(engine.max_sequences, config.vocab_size, device, sampler)
             probes = self._model.probes(PROBE_BYTES)
-            self.measured = choose_measured(
-                config, memory.device, probes, operators.product_choice, operators.sampler_choice
-            )
+            self.measured = choose_measured(config, memory.device, probes, operators.product_choice, sampler)
         self.limits = RunnerLimits(
             num_blocks=memory.num_blocks,
             block_size=BLOCK_SIZE,

@@ -11,6 +11,7 @@ A kernel draws a row in one go. What is here in torch's operators is its referen
 feature costs only the steps in which a row uses it, and a step of greedy rows is one argmax. Both draw the same tokens.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -51,12 +52,14 @@ class Drawn:
 
 
 class DrawRows(Protocol):
-    """A kernel that does what _adjust, _draw and _count_drawn do; logits are as before when it returns."""
+    """A kernel that does what _draw_rows does. It is bound to the slots that it reads, and counts what it draws."""
 
-    def __call__(
-        self, logits: Tensor, asked: SamplingSlots, slots: IntArray, positions: IntArray
-    ) -> tuple[Tensor, Tensor]:
-        """(token ids: int64 [rows], whether the logits are finite: bool [rows])."""
+    def can_draw(self, slots: IntArray) -> bool:
+        """Whether it knows all that these ask for; torch draws where it does not."""
+        ...
+
+    def __call__(self, logits: Tensor, slots: IntArray, positions: IntArray) -> tuple[Tensor, Tensor]:
+        """(token ids: int64 [rows], whether the logits are finite: bool [rows]); logits are as before afterwards."""
         ...
 
 
@@ -64,7 +67,7 @@ class DrawRows(Protocol):
 class SamplerChoice:
     """Who draws: a kernel, or torch, as measured; both draw the same."""
 
-    kernel: DrawRows
+    make_kernel: Callable[[SamplingSlots], DrawRows]
     uses_kernel: bool = True
 
 
@@ -83,6 +86,11 @@ class Sampler:
         self._vocab_size = vocab_size
         self._device = device
         self._asked = SamplingSlots(num_slots, vocab_size, device)
+        self._kernel = None if choice is None else choice.make_kernel(self._asked)
+
+    @property
+    def _uses_kernel(self) -> bool:
+        return self._choice is not None and self._choice.uses_kernel
 
     def start(self, start: SequenceStart) -> None:
         """Give the slot to a new sequence."""
@@ -98,8 +106,8 @@ class Sampler:
         """
         features = self._numbers(slots, Number.FEATURES)  # [rows]
         used = int(np.bitwise_or.reduce(features, initial=0))
-        if self._choice is not None and self._choice.uses_kernel:
-            token_ids, is_finite = self._choice.kernel(logits, self._asked, slots, positions)
+        if self._kernel is not None and self._uses_kernel and self._kernel.can_draw(slots):
+            token_ids, is_finite = self._kernel(logits, slots, positions)
         else:
             is_finite = logits.sum(-1).isfinite()  # [rows]: any NaN or infinity makes the sum one
             token_ids = self._draw_rows(logits, slots, positions, features, used)

@@ -40,6 +40,8 @@ class Number(enum.IntEnum):
     TOP_K = 1  # at least 1; the vocabulary's size for all
     SEED = 2  # its 64 bits
     FREE_FROM = 3  # position from which stop ids may be drawn
+    NUM_BIASES = 4
+    NUM_STOP_IDS = 5
 
 
 class Factor(enum.IntEnum):
@@ -55,16 +57,14 @@ class Factor(enum.IntEnum):
 
 
 class Address(enum.IntEnum):
-    """Columns of SamplingSlots.addresses: of first elements on the host, and how many there are."""
+    """Columns of SamplingSlots.addresses: of first elements on the host; of tokens known, how many."""
 
     BIAS_IDS = 0  # int64
     BIASES = 1  # float32
-    NUM_BIASES = 2
-    STOP_IDS = 3  # int64
-    NUM_STOP_IDS = 4
-    KNOWN_IDS = 5  # int64, each once: of prompt and output, where there are penalties
-    NUM_KNOWN = 6  # grows as tokens are drawn
-    KNOWN_ROOM = 7
+    STOP_IDS = 2  # int64
+    KNOWN_IDS = 3  # int64, each once: of prompt and output, where there are penalties
+    NUM_KNOWN = 4  # grows as tokens are drawn
+    KNOWN_ROOM = 5
 
 
 class SamplingSlots:
@@ -85,17 +85,18 @@ class SamplingSlots:
         self.known_ids: list[Int64Array] = [np.empty(0, dtype=np.int64)] * num_slots
         self.num_logprobs = np.zeros(num_slots, dtype=np.int64)
         self.seen: Tensor | None = None  # int32 [slots, vocab]: 2 * how often in the output, + 1 if in the prompt
-        self._vocab_size = vocab_size
-        self._device = device
+        self.vocab_size, self.device = vocab_size, device
+        self._changed: set[int] = set()
 
     def start(self, start: SequenceStart) -> Feature:
         """Give the slot to a new sequence; returns what it needs."""
         slot, params = start.slot, start.sampling
+        self._changed.add(slot)
         features = features_of(params)
-        top_k = params.top_k if 0 < params.top_k < self._vocab_size else self._vocab_size
+        top_k = params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size
         free_from = start.num_prompt_tokens + params.min_tokens
         seed = np.array(start.seed & 0xFFFFFFFFFFFFFFFF, dtype=np.uint64).view(np.int64)
-        self.numbers[slot] = (features, top_k, seed, free_from)
+        self.numbers[slot] = (features, top_k, seed, free_from, len(params.logit_bias), len(start.stop_ids))
         self.factors[slot] = (
             1 / max(params.temperature, LEAST_TEMPERATURE),
             slope_of(params.temperature),
@@ -116,31 +117,35 @@ class SamplingSlots:
         self.addresses[slot] = (
             bias_ids.ctypes.data,
             biases.ctypes.data,
-            len(bias_ids),
             stop_ids.ctypes.data,
-            len(stop_ids),
             known_ids.ctypes.data,
             num_known,
             len(known_ids),
         )
         return features
 
-    def _see(self, start: SequenceStart) -> int:
-        """Note all tokens known; returns how many different ones there are.
+    def take_changed(self) -> set[int]:
+        """The slots that have started since it was asked before."""
+        changed, self._changed = self._changed, set()
+        return changed
 
-        The table is made when the first request with penalties comes: most servers never need it.
-        """
+    def reserve_seen(self) -> Tensor:
+        """Make the table of tokens seen, where there is none yet: most servers never need it."""
         if self.seen is None:
-            shape = (len(self.numbers), self._vocab_size)
-            self.seen = torch.zeros(shape, dtype=torch.int32, device=self._device)
+            self.seen = torch.zeros((len(self.numbers), self.vocab_size), dtype=torch.int32, device=self.device)
+        return self.seen
+
+    def _see(self, start: SequenceStart) -> int:
+        """Note all tokens known; returns how many different ones there are."""
+        table = self.reserve_seen()
         token_ids = np.array(start.token_ids, dtype=np.int64)
-        seen = 2 * np.bincount(token_ids[start.num_prompt_tokens :], minlength=self._vocab_size)
+        seen = 2 * np.bincount(token_ids[start.num_prompt_tokens :], minlength=self.vocab_size)
         seen[token_ids[: start.num_prompt_tokens]] += 1  # once each: an index that repeats adds once
         known = np.flatnonzero(seen)
-        room = min(self._vocab_size, len(known) + start.sampling.max_tokens + 1)
+        room = min(self.vocab_size, len(known) + start.sampling.max_tokens + 1)
         self.known_ids[start.slot] = np.empty(room, dtype=np.int64)
         self.known_ids[start.slot][: len(known)] = known
-        self.seen[start.slot] = torch.from_numpy(seen.astype(np.int32)).to(self._device)
+        table[start.slot] = torch.from_numpy(seen.astype(np.int32)).to(self.device)
         return len(known)
 
 

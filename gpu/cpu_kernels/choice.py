@@ -1,23 +1,13 @@
 """What a model is computed with: decided at start, without importing numba in vain. Thread: engine."""
 
 from core.config import ModelConfig
-from gpu.cpu_kernels.support import why_no_attention, why_no_kernels, why_no_sampling
+from gpu.cpu_kernels.support import why_no_attention, why_no_kernels
 from gpu.device import DeviceChoice
 from gpu.operators import Operators
-from gpu.sampler import SamplerChoice
 
 
 def find_operators(config: ModelConfig, choice: DeviceChoice) -> Operators:
     """What the model computes with: the kernels, or torch's operators."""
-    operators = _find_for_layers(config, choice)
-    if why_no_sampling(config, choice) is None:
-        from gpu.cpu_kernels.row_sampler import RowSampler
-
-        operators.sampler_choice = SamplerChoice(RowSampler())
-    return operators
-
-
-def _find_for_layers(config: ModelConfig, choice: DeviceChoice) -> Operators:
     if why_no_kernels(config, choice) is not None:
         return Operators(choice.dtype, choice.device, config.rms_norm_eps)
     from gpu.cpu_kernels.operators import KernelOperators

@@ -6,20 +6,28 @@ from torch import Tensor
 
 from gpu.cpu_kernels.sampling import Arguments, sample_rows, scratch_bytes
 from gpu.cpu_kernels.team import Kernel
-from gpu.sampling_slots import Int64Array, SamplingSlots
+from gpu.sampler import IntArray
+from gpu.sampling_slots import SamplingSlots
 
 
 class RowSampler:
-    """With as many threads as torch has, and there are rows. Not for two threads at once: the arguments are its own."""
+    """With as many threads as torch has, and there are rows. Not for two threads at once: the arguments are its own.
 
-    def __init__(self) -> None:
+    A sampler.DrawRows.
+    """
+
+    def __init__(self, asked: SamplingSlots) -> None:
+        self._asked = asked
         self._kernel, self._arguments = Kernel(sample_rows), Arguments()
         self._scratch = np.empty(0, dtype=np.uint8)
 
-    def __call__(
-        self, logits: Tensor, asked: SamplingSlots, slots: Int64Array, positions: Int64Array
-    ) -> tuple[Tensor, Tensor]:
-        """See sampler.DrawRows."""
+    def can_draw(self, slots: IntArray) -> bool:
+        """Whatever they ask for."""
+        return True
+
+    def __call__(self, logits: Tensor, slots: IntArray, positions: IntArray) -> tuple[Tensor, Tensor]:
+        """See DrawRows."""
+        asked = self._asked
         logits = logits.contiguous()
         num_rows, vocab_size = logits.shape
         num_threads = max(1, min(torch.get_num_threads(), num_rows))

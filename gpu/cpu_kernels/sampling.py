@@ -39,11 +39,9 @@ _GOLDEN, _MIX_1, _MIX_2 = np.uint64(GOLDEN), np.uint64(MIX_1), np.uint64(MIX_2)
 _30, _27, _31, _REST = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(64 - UNIFORM_BITS)
 _EXPONENT = np.uint32(23)
 
-_FEATURES, _TOP_K, _SEED, _FREE_FROM = (int(column) for column in Number)
+_FEATURES, _TOP_K, _SEED, _FREE_FROM, _NUM_BIASES, _NUM_STOP_IDS = (int(column) for column in Number)
 _INVERSE, _SLOPE, _TOP_P, _LEAST, _REPETITION, _PRESENCE, _FREQUENCY = (int(column) for column in Factor)
-_BIAS_IDS, _BIASES, _NUM_BIASES, _STOP_IDS, _NUM_STOP_IDS, _KNOWN_IDS, _NUM_KNOWN, _KNOWN_ROOM = (
-    int(column) for column in Address
-)
+_BIAS_IDS, _BIASES, _STOP_IDS, _KNOWN_IDS, _NUM_KNOWN, _KNOWN_ROOM = (int(column) for column in Address)
 _NOISE, _FILTERS, _PENALTIES = int(Feature.NOISE), int(Feature.FILTERS), int(Feature.PENALTIES)
 _BIAS, _MIN_TOKENS, _ADJUSTED = int(Feature.BIAS), int(Feature.MIN_TOKENS), int(ADJUSTED)
 _NUM_NUMBERS, _NUM_FACTORS, _NUM_ADDRESSES = len(Number), len(Factor), len(Address)
@@ -208,15 +206,15 @@ def _adjust(logits, numbers, factors, addresses, seen, position, saved, saved_id
             repeated = value / repetition if value > ZERO else value * repetition
             logits[token] = repeated - frequency * count - (presence if count > ZERO else ZERO)
     if features & _BIAS:
-        bias_ids = carray(pointer(addresses[_BIAS_IDS]), addresses[_NUM_BIASES], np.int64)
-        biases = carray(pointer(addresses[_BIASES]), addresses[_NUM_BIASES], np.float32)
+        bias_ids = carray(pointer(addresses[_BIAS_IDS]), numbers[_NUM_BIASES], np.int64)
+        biases = carray(pointer(addresses[_BIASES]), numbers[_NUM_BIASES], np.float32)
         for index in range(len(bias_ids)):
             token = bias_ids[index]
             saved[num_saved], saved_ids[num_saved] = logits[token], token
             num_saved += 1
             logits[token] += biases[index]
     if features & _MIN_TOKENS and position < numbers[_FREE_FROM]:
-        stop_ids = carray(pointer(addresses[_STOP_IDS]), addresses[_NUM_STOP_IDS], np.int64)
+        stop_ids = carray(pointer(addresses[_STOP_IDS]), numbers[_NUM_STOP_IDS], np.int64)
         for index in range(len(stop_ids)):
             token = stop_ids[index]
             saved[num_saved], saved_ids[num_saved] = logits[token], token
@@ -283,7 +281,7 @@ def _sample_row(row, vocab_size, position, numbers, factors, addresses, seen, sc
         return np.int64(0), False
     num_saved = 0
     if features & _ADJUSTED:
-        most = addresses[_NUM_KNOWN] + addresses[_NUM_BIASES] + addresses[_NUM_STOP_IDS]
+        most = addresses[_NUM_KNOWN] + numbers[_NUM_BIASES] + numbers[_NUM_STOP_IDS]
         saved, saved_ids = np.empty(most, np.float32), np.empty(most, np.int64)
         num_saved = _adjust(logits, numbers, factors, addresses, seen, position, saved, saved_ids)
         top_segment, _ = scan_segments(row, vocab_size, maxima)

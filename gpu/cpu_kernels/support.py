@@ -26,15 +26,6 @@ def why_no_kernels(config: ModelConfig, choice: DeviceChoice) -> str | None:
     return None
 
 
-def why_no_sampling(config: ModelConfig, choice: DeviceChoice) -> str | None:
-    """What speaks against the kernel that draws, which knows float32 logits whatever else computes; None: nothing."""
-    if choice.device.type != "cpu":
-        return f"it does not run on {choice.device.type}"
-    if config.num_parameters < MIN_PARAMETERS:
-        return "the model is too small to repay loading it"
-    return "numba is not installed" if find_spec("numba") is None else None
-
-
 def why_no_attention(config: ModelConfig) -> str | None:
     """What speaks against the kernel for attention, where the others serve; None: nothing."""
     if config.head_dim % HEAD_DIM_STEP:

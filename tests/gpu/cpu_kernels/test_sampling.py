@@ -39,7 +39,7 @@ ASKED: tuple[dict[str, Any], ...] = (
 
 
 def make_sampler(asked: tuple[dict[str, Any], ...], vocab: int, uses_kernel: bool) -> Sampler:
-    sampler = Sampler(len(asked), vocab, CPU, SamplerChoice(RowSampler()) if uses_kernel else None)
+    sampler = Sampler(len(asked), vocab, CPU, SamplerChoice(RowSampler) if uses_kernel else None)
     for slot, fields in enumerate(asked):
         params = SamplingParams(max_tokens=64, **fields)
         sampler.start(SequenceStart(slot, (1, 2, 3, 3, 9), 3, params, seed=2**64 - 1 - slot, stop_ids=STOP_IDS))
@@ -101,7 +101,7 @@ def test_nothing_is_drawn_that_torch_drops_and_each_draw_is_torchs(case: FilterC
     row, drawn = case.row, []
     if not row.isfinite().all():
         row = row.masked_fill(row == float("-inf"), -1e30)  # a model's are finite; -inf is what min_tokens forbids
-    for choice in (None, SamplerChoice(RowSampler())):
+    for choice in (None, SamplerChoice(RowSampler)):
         sampler = Sampler(1, len(case.logits), CPU, choice)
         sampler.start(SequenceStart(0, (0,), 1, params, seed=1, stop_ids=()))
         rows = row.expand(16, -1).contiguous()

@@ -1,0 +1,12 @@
+"""Kernels in Triton for CUDA devices, beside torch's operators (gpu/operators.py), which they are held against.
+
+Whether they serve is gpu/kernel_choice.py's to decide; `import gpu.kernels` does not import triton. Files whose
+functions are @triton.jit hold nothing else; what launches them is beside them, typed.
+"""
+
+import os
+
+# Triton 3.9 warns where nobody has said whether a * b + c may be rounded once, as its default will change. It may: one
+# rounding is nearer to the float32 that is meant, and the cheaper. It is decided when a kernel is compiled, so that a
+# row's sums are the same in any company. Who has set the variable otherwise is obeyed.
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")

@@ -1,0 +1,33 @@
+"""Kernels on a CPU, interpreted; on a device where TRITON_INTERPRET=0 is set. What nobody has written is NaN."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs triton: pip install 'steploop[gpu]'")
+
+
+IS_INTERPRETED = os.environ["TRITON_INTERPRET"] != "0"
+# The interpreter rounds float32 to bfloat16 towards zero, and its products of bfloat16 are wrong.
+DTYPES = (torch.float32, torch.float16) if IS_INTERPRETED else (torch.float32, torch.float16, torch.bfloat16)
+
+
+@pytest.fixture(params=DTYPES, ids=str)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    found: torch.dtype = request.param
+    return found
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    return torch.device("cpu" if IS_INTERPRETED else "cuda")
+
+
+@pytest.fixture(autouse=True)
+def poisoned() -> Iterator[None]:
+    """torch.empty and its like give NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
