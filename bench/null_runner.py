@@ -60,6 +60,6 @@ class NullRunner:
 
     def collect(self, ticket: StepPlan) -> StepOutput:
         self._wait_step()
-        rows = np.flatnonzero(ticket.samples).astype(np.int32)
+        rows = ticket.samples.nonzero()[0].astype(np.int32)
         positions = ticket.starts[rows] + ticket.lengths[rows]
         return StepOutput(rows, self._token_ids[positions % len(self._token_ids)])

@@ -8,8 +8,6 @@ are: to hold all of it for a second costs a second.
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
 
-import numpy as np
-
 from core.plan import StepPlan
 from core.sequence import Sequence
 from core.step_cost import StepCostModel, StepWork, row_cost_s
@@ -17,19 +15,16 @@ from core.step_cost import StepCostModel, StepWork, row_cost_s
 
 class Charges:
     """
-    What differs by the row is kept by slot, so that a step of hundreds of rows costs a few array operations.
+    What differs by the row lies on its sequence, in plain floats: few rows cost a fraction of what the same takes in
+    arrays, and hundreds no more, for each has its tenant to be charged.
 
     Args:
         num_blocks: that there are.
-        num_slots: that sequences may have.
     """
 
-    def __init__(self, model: StepCostModel, num_blocks: int, num_slots: int) -> None:
+    def __init__(self, model: StepCostModel, num_blocks: int) -> None:
         self._model = model
         self._num_blocks = num_blocks
-        self._device_s = np.zeros(num_slots)  # that the slot's sequence has taken since it has the slot
-        self._kv_block_s = np.zeros(num_slots)
-        self._prepaid_ends = np.zeros(num_slots, np.int64)  # up to this position its tenant was charged when admitted
 
     def prefill_s(self, start: int, end: int, num_prompt_tokens: int) -> float:
         """What these positions of a sequence cost."""
@@ -41,30 +36,17 @@ class Charges:
         """Charge for all that an admitted sequence, which has its slot, has to compute now."""
         start, end = sequence.num_computed_tokens, len(sequence.token_ids)
         cost_s = self.prefill_s(start, end, sequence.num_prompt_tokens)
-        self._prepaid_ends[sequence.slot] = end
+        sequence.prepaid_end = end
         sequence.prepaid_token_s = cost_s / (end - start)
         sequence.prepaid_s = cost_s
         sequence.tenant.charge(cost_s)
         sequence.tenant.prepaid_s += cost_s
 
-    def leave(self, sequence: Sequence) -> None:
-        """Before a sequence loses its slot: put down what it has taken, and give back what it has not used."""
-        slot = sequence.slot
-        sequence.device_s += float(self._device_s[slot])
-        sequence.kv_block_s += float(self._kv_block_s[slot])
-        self._device_s[slot] = self._kv_block_s[slot] = 0.0
-        self._refund(sequence)
-
-    def _refund(self, sequence: Sequence) -> None:
+    def refund(self, sequence: Sequence) -> None:
         """Give back what was charged ahead and came from the cache instead, or is not computed as it gives way."""
-        self._prepaid_ends[sequence.slot] = 0
+        sequence.prepaid_end = 0
         sequence.tenant.refund(sequence.prepaid_s)
         sequence.prepaid_s = 0.0
-
-    def _use(self, sequence: Sequence, seconds: float) -> None:
-        seconds = min(seconds, sequence.prepaid_s)
-        sequence.prepaid_s -= seconds
-        sequence.tenant.prepaid_s -= seconds
 
     def charge_step(
         self, plan: StepPlan, rows: Seq[Sequence], running: Collection[Sequence], work: StepWork, step_s: float
@@ -80,26 +62,31 @@ class Charges:
         fixed_s, _, _, token_s, kv_s = self._model.coefficients_s
         fixed_s /= len(rows)
         block_s = (self._model.predict(work) if self._model.is_ready else step_s) / self._num_blocks
-        num_blocks = np.array([len(sequence.table.blocks) for sequence in rows])
-        parts_s = fixed_s + token_s + kv_s * plan.starts  # of the step, as predicted; of a row that draws
-        owed_s = parts_s + block_s * num_blocks
-        for row in np.flatnonzero(plan.starts < self._prepaid_ends[plan.slots]).tolist():
-            sequence, start, length = rows[row], int(plan.starts[row]), int(plan.lengths[row])
-            used_s = length * sequence.prepaid_token_s
-            parts_s[row] = fixed_s + used_s
-            owed_s[row] = fixed_s + block_s * num_blocks[row]
-            self._use(sequence, used_s)
-            if start + length >= self._prepaid_ends[sequence.slot]:
-                self._refund(sequence)
-        predicted_s = float(parts_s.sum())
-        self._device_s[plan.slots] += parts_s * (step_s / predicted_s) if predicted_s > 0.0 else step_s / len(rows)
-        self._kv_block_s[plan.slots] += num_blocks * step_s
-        for sequence, seconds in zip(rows, owed_s.tolist(), strict=True):
-            sequence.tenant.charge(seconds)
-        num_held = int(num_blocks.sum())
+        num_held = 0
+        parts_s: list[float] = []  # of the step, as predicted
+        for sequence, start, length in zip(rows, plan.starts.tolist(), plan.lengths.tolist(), strict=True):
+            owed_s = part_s = fixed_s + token_s + kv_s * start  # of a row that draws
+            if start < sequence.prepaid_end:
+                owed_s, part_s = fixed_s, fixed_s + self._use_prepaid(sequence, start, length)
+            parts_s.append(part_s)
+            num_blocks = len(sequence.table.blocks)
+            num_held += num_blocks
+            sequence.kv_block_s += num_blocks * step_s
+            sequence.tenant.charge(owed_s + block_s * num_blocks)
+        _attribute(rows, parts_s, step_s)
         if len(running) > len(rows):
             num_held += self._charge_bystanders(running, block_s, step_s)
         return num_held
+
+    def _use_prepaid(self, sequence: Sequence, start: int, length: int) -> float:
+        """Of what was charged when it was admitted, these positions' part is used now. Returns it, in seconds."""
+        part_s = length * sequence.prepaid_token_s
+        used_s = min(part_s, sequence.prepaid_s)
+        sequence.prepaid_s -= used_s
+        sequence.tenant.prepaid_s -= used_s
+        if start + length >= sequence.prepaid_end:
+            self.refund(sequence)
+        return part_s
 
     def _charge_bystanders(self, running: Collection[Sequence], block_s: float, step_s: float) -> int:
         """Charge those who only hold blocks. Returns how many."""
@@ -108,6 +95,16 @@ class Charges:
             if not sequence.is_in_flight:
                 num_blocks = len(sequence.table.blocks)
                 num_held += num_blocks
-                self._kv_block_s[sequence.slot] += num_blocks * step_s
+                sequence.kv_block_s += num_blocks * step_s
                 sequence.tenant.charge(num_blocks * block_s)
         return num_held
+
+
+def _attribute(rows: Seq[Sequence], parts_s: Seq[float], step_s: float) -> None:
+    """Divide what the step took among its sequences: by the parts, equally where these are nothing."""
+    predicted_s = sum(parts_s)
+    if predicted_s <= 0.0:
+        parts_s, predicted_s = [1.0] * len(rows), len(rows)
+    scale = step_s / predicted_s
+    for sequence, part_s in zip(rows, parts_s, strict=True):
+        sequence.device_s += part_s * scale

@@ -68,7 +68,7 @@ class Scheduler:
         self._groups: dict[str, SequenceGroup] = {}
         self.step_cost = StepCostModel()
         self.shares = TenantShares()
-        self._charges = Charges(self.step_cost, limits.num_blocks, num_slots)
+        self._charges = Charges(self.step_cost, limits.num_blocks)
         self._blocks = SequenceBlocks(limits, has_prefix_cache, self._charges.prefill_s, stored)
         self.cache, self.pool, self.host = self._blocks.cache, self._blocks.pool, self._blocks.host
         self._inter_token_target = inter_token_target
@@ -321,7 +321,7 @@ class Scheduler:
         if sequence.state is SequenceState.RUNNING:
             del self._running[sequence]
             sequence.tenant.num_running -= 1
-            self._charges.leave(sequence)
+            self._charges.refund(sequence)
             self.pool.release(sequence.table.take())
             sequence.plain_end = 0
         if sequence.slot != NO_SLOT:

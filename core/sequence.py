@@ -52,8 +52,9 @@ class Sequence:
         level: its class, aged, when it was admitted.
         progress_s: when it was admitted or last computed some of a prompt: from then on it ages.
         prepaid_token_s: its tenant was charged so much for each token to be computed when it was admitted ...
-        prepaid_s: ... of which so much has not been used.
-        device_s, kv_block_s: what it has taken until it last gave up a slot, as Cost has it.
+        prepaid_s: ... of which so much has not been used ...
+        prepaid_end: ... for its positions up to this.
+        device_s, kv_block_s: what it has taken, as Cost has it.
     """
 
     request_id: str
@@ -83,6 +84,7 @@ class Sequence:
     progress_s: float = 0.0
     prepaid_token_s: float = 0.0
     prepaid_s: float = 0.0
+    prepaid_end: int = 0
     device_s: float = 0.0
     kv_block_s: float = 0.0
 
@@ -155,7 +157,7 @@ class SequenceGroup:
 
     @property
     def cost(self) -> Cost:
-        """What its sequences have taken. Those that have a slot have taken more since they have it."""
+        """What its sequences have taken."""
         return Cost(
             device_s=sum(sequence.device_s for sequence in self.sequences),
             kv_block_s=sum(sequence.kv_block_s for sequence in self.sequences),

@@ -23,7 +23,9 @@ MEMORY_STEPS = 512  # of each kind, with prompts and without: older ones fade
 LEAST_STEPS = 8  # of each kind, before predictions are used
 MAX_SPREADS = 2.0  # a step that takes longer than predicted by more of these has its weight cut (Huber)
 FIRST_SPREAD, LEAST_SPREAD, SPREAD_RATE = 0.3, 0.02, 0.02
-NUM_SWEEPS, SOLVE_EVERY = 3, 4  # steps, once predictions are used
+SOLVE_EVERY = 16  # steps of a kind at most, and as soon as they are NEWS_SHARE of the kind's: see StepCostModel
+NEWS_SHARE = 1 / 8
+NUM_SWEEPS = 6
 ERROR_WINDOW, ERROR_REFRESH = 256, 32  # steps
 
 Features = tuple[float, float, float, float, float]
@@ -65,15 +67,22 @@ class StepCostModel:
 
     No coefficient is negative. The fit minimises squared relative errors over the last steps of each kind; a step that
     was held up (by another process, by a compilation) counts less, one that was faster counts fully: nothing makes a
-    step faster than it is. Each observation costs the same, some tens of microseconds.
+    step faster than it is.
+
+    A step is noted when it was measured, which takes a few microseconds; the fit is solved anew when the notes of a
+    kind make an eighth of what is known of it, and after SOLVE_EVERY of them at the latest. So the first steps count
+    at once, and later ones, each of which moves the fit by a part in hundreds, cost next to nothing. Not by whoever
+    asks for a prediction: every plan and every charge does. And not in closed form: with one stream the fixed part and
+    the part of its one token cannot be told apart, where a descent stays with what it has.
     """
 
     def __init__(self) -> None:
         self.coefficients_s: Features = NOMINAL_S
+        self.is_ready = False  # enough steps of both kinds were measured to predict one
         self.error_p50 = 0.0  # of the last steps: |predicted - measured| / measured
         self.error_p90 = 0.0
-        self._fit = [0.0] * 5
-        self._memories = {True: _Memory(), False: _Memory()}  # of steps with prompts, and without
+        self._fit: Features = (0.0, 0.0, 0.0, 0.0, 0.0)
+        self._with_prompts, self._without = _Memory(), _Memory()
         self._spread = FIRST_SPREAD
         self._errors: deque[float] = deque(maxlen=ERROR_WINDOW)
         self._num_errors = 0
@@ -87,21 +96,12 @@ class StepCostModel:
         In a rush there is no such step for minutes, and none of the full ones tells what a decode costs beside its
         prompts. Never two in a row, and LEAST_STEPS in all: no prompt starves.
         """
-        with_prompts, without = self._memories[True].num_steps, self._memories[False].num_steps
-        return self._has_prompt and with_prompts > 0 and without < LEAST_STEPS
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether enough steps of both kinds were measured to predict one."""
-        return all(memory.num_steps >= LEAST_STEPS for memory in self._memories.values())
+        return self._has_prompt and self._with_prompts.num_steps > 0 and self._without.num_steps < LEAST_STEPS
 
     @property
     def rough_s(self) -> Features | None:
         """The fit so far, for estimates: under a rush there may be no step without a prompt for a long time."""
-        if self._num_observed < 2 * LEAST_STEPS:
-            return None
-        fixed, a, b, c, d = self._fit
-        return fixed, a, b, c, d
+        return None if self._num_observed < 2 * LEAST_STEPS else self._fit
 
     def predict(self, work: StepWork) -> float:
         """Seconds; meaningless before is_ready."""
@@ -116,15 +116,11 @@ class StepCostModel:
         predicted = self.predict(work)
         if self.is_ready:
             self._note_error(abs(predicted - seconds) / seconds)
-        memory = self._memories[self._has_prompt]
-        memory.add(np.array(work.features) / seconds, self._weight(predicted, seconds))
+        memory = self._with_prompts if self._has_prompt else self._without
+        memory.note(work.features, seconds, self._weight(predicted, seconds))
         self._num_observed += 1
-        if self.is_ready and self._num_observed % SOLVE_EVERY:
-            return
-        self._solve()
-        if self.is_ready:
-            fixed, a, b, c, d = self._fit
-            self.coefficients_s = (fixed, a, b, c, d)
+        if memory.is_due:
+            self._solve()
 
     def _weight(self, predicted: float, seconds: float) -> float:
         if predicted <= 0:
@@ -136,16 +132,11 @@ class StepCostModel:
         return min(1.0, limit / excess) if excess > 0 else 1.0
 
     def _solve(self) -> None:
-        """Coordinate descent from the last solution: exact in each coordinate, so it needs no step size."""
-        memories = self._memories.values()
-        gram = np.sum([memory.gram for memory in memories], axis=0).tolist()
-        target = np.sum([memory.target for memory in memories], axis=0).tolist()
-        fit = self._fit
-        for _ in range(NUM_SWEEPS):
-            for i, row in enumerate(gram):
-                if row[i] > 0:
-                    slope = target[i] - sum(map(float.__mul__, row, fit))
-                    fit[i] = max(0.0, fit[i] + slope / row[i])
+        moments = (self._with_prompts.learn() + self._without.learn()).tolist()
+        self._fit = _descend(moments, self._fit)
+        self.is_ready = min(self._with_prompts.num_steps, self._without.num_steps) >= LEAST_STEPS
+        if self.is_ready:
+            self.coefficients_s = self._fit
 
     def _note_error(self, error: float) -> None:
         self._errors.append(error)
@@ -156,21 +147,52 @@ class StepCostModel:
 
 
 class _Memory:
-    """The normal equations of one kind of step, of which old ones fade."""
+    """One kind of steps, of which old ones fade: the second moments of their features and seconds.
+
+    Each step is taken by its seconds, so that relative errors count.
+    """
 
     def __init__(self) -> None:
-        self.gram: Float64Array = np.zeros((5, 5))
-        self.target: Float64Array = np.zeros(5)
         self.num_steps = 0
+        self._moments: Float64Array = np.zeros((6, 6))
+        self._notes: list[tuple[float, ...]] = []  # not in the moments yet
 
-    def add(self, row: Float64Array, weight: float) -> None:
-        """A step whose features over its seconds are `row`: what is wanted of it is 1."""
+    @property
+    def is_due(self) -> bool:
+        """Whether there is enough new to solve for it."""
+        return len(self._notes) >= min(SOLVE_EVERY, NEWS_SHARE * self.num_steps)
+
+    def note(self, features: Features, seconds: float, weight: float) -> None:
         self.num_steps += 1
-        keep = 1 - 1 / min(self.num_steps + 1, MEMORY_STEPS)
-        self.gram *= keep
-        self.gram += weight * row[:, None] * row
-        self.target *= keep
-        self.target += weight * row
+        root = math.sqrt(weight)
+        scale = root / seconds
+        fixed, a, b, c, d = features
+        self._notes.append((scale * fixed, scale * a, scale * b, scale * c, scale * d, root))
+
+    def learn(self) -> Float64Array:
+        """The moments, with all that was noted: [6, 6], the features' and, last, the seconds'."""
+        if self._notes:
+            notes = np.array(self._notes)
+            self._moments *= (1 - 1 / min(self.num_steps + 1, MEMORY_STEPS)) ** len(notes)
+            self._moments += notes.T @ notes
+            self._notes.clear()
+        return self._moments
+
+
+def _descend(moments: list[list[float]], fit: Features) -> Features:
+    """Coordinate descent from a fit, none below 0: exact in each coordinate, so it needs no step size.
+
+    Args:
+        moments: [6, 6], as of _Memory.
+    """
+    active = [(i, row) for i, row in enumerate(moments[:5]) if row[i] > 0]
+    found = list(fit)
+    for _ in range(NUM_SWEEPS):
+        for i, (fixed, a, b, c, d, target) in active:
+            slope = target - fixed * found[0] - a * found[1] - b * found[2] - c * found[3] - d * found[4]
+            found[i] = max(0.0, found[i] + slope / moments[i][i])
+    fixed, a, b, c, d = found
+    return fixed, a, b, c, d
 
 
 class PrefillAllowance:

@@ -1,7 +1,11 @@
-"""The strict gate on heads: one verdict however the bytes are split, and what it lets through h11 reads alike."""
+"""The strict gate on heads: one verdict however the bytes are split, and what it lets through h11 reads alike.
+
+A plain head, which passes neither of them, is one that both read as it is read.
+"""
 
 import h11
 
+from server.wire.http1_head import read_head, read_plain_head
 from server.wire.http1_prefilter import Framing, HeadLimits, HeadRefused, LineScanner, check_head
 
 _LIMITS = HeadLimits()
@@ -10,6 +14,10 @@ _LIMITS = HeadLimits()
 def check(data: bytes) -> None:
     end = _end_of_head(data, len(data) or 1)
     assert _end_of_head(data, 1) == end
+    plain = read_plain_head(bytearray(data), _LIMITS)
+    if plain is not None:
+        assert isinstance(end, int)
+        assert plain == (read_head(data[:end]), end)
     if not isinstance(end, int) or end < 0:
         return
     head = data[:end]

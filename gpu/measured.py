@@ -4,11 +4,8 @@ Kept in a file of the user's cache, per machine and shape, unless others compute
 be read is as none, one that cannot be written is done without. Thread: engine (at start).
 """
 
-import json
 import os
-import tempfile
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,9 @@ import torch
 
 from core.config import ModelConfig
 from gpu.device import DeviceChoice, cpu_model
+from gpu.device_products import DeviceProducts, Served, products_here
 from gpu.linear import ProductChoice
+from gpu.measured_file import measured_file, read_kept, write_kept
 from gpu.sampler import SamplerChoice
 from gpu.sampling_speed import seconds_of_drawing
 from gpu.threads import Probe, StepThreads, measure_threads, seconds_of
@@ -53,7 +52,7 @@ def choose_measured(
     config: ModelConfig,
     choice: DeviceChoice,
     probes: Sequence[Probe],
-    product: ProductChoice | None = None,
+    product: ProductChoice | DeviceProducts | None = None,
     sampler: SamplerChoice | None = None,
 ) -> Measured:
     """As asked; for a large model as measured, now or earlier; or as is usual.
@@ -61,6 +60,10 @@ def choose_measured(
     Args:
         product, sampler: are set; None: there is no kernel for products, or that draws.
     """
+    if isinstance(product, DeviceProducts):
+        if config.num_parameters >= MIN_PARAMETERS:
+            product.choose()
+        return Measured(StepThreads(((1, choice.threads),)))
     if choice.device.type != "cpu":
         return Measured(StepThreads(((1, choice.threads),)))
     if config.num_parameters < MIN_PARAMETERS:
@@ -103,39 +106,44 @@ def measure_products(probes: Sequence[Probe], threads: int, dtype: torch.dtype, 
 
     Both take turns, and the best round of each counts: what disturbs one for a while disturbs the other.
     """
-    before, ratio = torch.get_num_threads(), 1.0
-    try:
-        for num_rows in MEASURED_ROWS:
-            rounds = []
-            for _ in range(TURNS):
-                for product.uses_kernel in (True, False):
-                    rounds.append(seconds_of(probes, num_rows, threads, dtype))
-            ratio *= min(rounds[::2]) / min(rounds[1::2])
-    finally:
-        product.uses_kernel = ratio < 1
-        torch.set_num_threads(before)
-    return product.uses_kernel
+    return _choose_faster(
+        product, MEASURED_ROWS, threads, lambda num_rows: seconds_of(probes, num_rows, threads, dtype)
+    )
 
 
 def measure_drawing(sampler: SamplerChoice, vocab_size: int, threads: int) -> bool:
-    """Whether the kernel is the faster, on the geometric mean of DRAWN_ROWS; it is set. Torch's threads stay."""
+    """As measure_products, of tokens drawn of so many, and DRAWN_ROWS."""
+    return _choose_faster(
+        sampler, DRAWN_ROWS, threads, lambda num_rows: seconds_of_drawing(sampler, num_rows, vocab_size)
+    )
+
+
+def _choose_faster(
+    choice: ProductChoice | SamplerChoice,
+    row_counts: Sequence[int],
+    threads: int,
+    seconds: Callable[[int], float],
+) -> bool:
+    """Set whether the kernel serves: it is the faster, on the geometric mean over the counts of rows."""
     before, ratio = torch.get_num_threads(), 1.0
     try:
         torch.set_num_threads(threads)
-        for num_rows in DRAWN_ROWS:
+        for num_rows in row_counts:
             rounds = []
             for _ in range(TURNS):
-                for sampler.uses_kernel in (True, False):
-                    rounds.append(seconds_of_drawing(sampler, num_rows, vocab_size))
+                for choice.uses_kernel in (True, False):
+                    rounds.append(seconds(num_rows))
             ratio *= min(rounds[::2]) / min(rounds[1::2])
     finally:
-        sampler.uses_kernel = ratio < 1
+        choice.uses_kernel = ratio < 1
         torch.set_num_threads(before)
-    return sampler.uses_kernel
+    return choice.uses_kernel
 
 
-def measured_here(choice: DeviceChoice) -> dict[str, Measured]:
-    """What is known of this machine: by shape of model."""
+def measured_here(choice: DeviceChoice) -> Mapping[str, Measured | Served]:
+    """What is known of this machine: by shape of model; of a device, by shape of matrix."""
+    if choice.device.type == "cuda":
+        return products_here(choice.device)
     return read_measured(cache_file()).get(_machine(choice), {})
 
 
@@ -148,20 +156,12 @@ def load_average() -> float:
 
 
 def cache_file() -> Path:
-    """Source: XDG Base Directory Specification: a relative path is not valid, and ignored."""
-    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (named if named.is_absolute() else Path.home() / ".cache") / "steploop" / "measured.json"
+    return measured_file("measured.json")
 
 
 def read_measured(path: Path) -> dict[str, dict[str, Measured]]:
     """Machine -> shape -> what was measured; empty where the file is missing or not what we write."""
-    try:
-        content = json.loads(path.read_bytes())
-        return {
-            machine: {shape: _checked(found) for shape, found in shapes.items()} for machine, shapes in content.items()
-        }
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return {}
+    return read_kept(path, _checked)
 
 
 def _checked(found: Any) -> Measured:
@@ -181,7 +181,6 @@ def _checked(found: Any) -> Measured:
 
 
 def _write_measured(path: Path, known: dict[str, dict[str, Measured]]) -> None:
-    """Whole or not at all: others may read it, or write it too."""
     content = {
         machine: {
             shape: {
@@ -193,11 +192,7 @@ def _write_measured(path: Path, known: dict[str, dict[str, Measured]]) -> None:
         }
         for machine, shapes in known.items()
     }
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump(content, file, indent=1)
-        os.replace(file.name, path)
+    write_kept(path, content)
 
 
 def _machine(choice: DeviceChoice) -> str:

@@ -13,6 +13,8 @@ from gpu.quantize import Weight
 
 Gated = Callable[[Tensor], Tensor]
 """[tokens, 2 * width], all of gate and then all of up, to [tokens, width]; may write into it."""
+Block = Callable[[Tensor], Tensor]
+"""[tokens, hidden], normed, to what a layer adds to them, [tokens, hidden]"""
 MakeLinear = Callable[[Weight, Tensor | None], Linear]
 """(weight [out, in], bias [out] or None) -> their product"""
 
@@ -84,9 +86,7 @@ class Experts:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [tokens, hidden], normed; also returned so."""
-        shares, chosen = self._router(x).float().softmax(-1).topk(self._num_active)  # [tokens, active] each
-        if self._is_normalized:
-            shares /= shares.sum(-1, keepdim=True)
+        shares, chosen = shares_of(self._router(x), self._num_active, self._is_normalized)
         pairs = chosen.flatten()  # [tokens * active]: the expert of each (token, choice)
         order = pairs.argsort(stable=True)  # by expert
         inputs = x.index_select(0, order // self._num_active)  # [tokens * active, hidden]
@@ -97,6 +97,14 @@ class Experts:
                 first += count
         added = torch.empty_like(inputs).index_copy_(0, order, torch.cat(outputs))  # by token again
         return torch.einsum("tah,ta->th", added.float().view(*chosen.shape, -1), shares).to(x.dtype)
+
+
+def shares_of(scores: Tensor, num_active: int, is_normalized: bool) -> tuple[Tensor, Tensor]:
+    """(shares, float32, and experts) of each token's likeliest, [tokens, active] each. scores: [tokens, experts]"""
+    shares, chosen = scores.float().softmax(-1).topk(num_active)
+    if is_normalized:
+        shares /= shares.sum(-1, keepdim=True)
+    return shares, chosen
 
 
 def _row(rows: Tensor | None, index: int) -> Tensor | None:

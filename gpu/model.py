@@ -6,10 +6,8 @@ reads it.
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from core.config import LayerConfig, ModelConfig
@@ -18,7 +16,7 @@ from gpu.batch import DeviceBatch
 from gpu.expert_weights import ExpertWeights
 from gpu.kv_cache import KVCache, LayerKV
 from gpu.linear import Linear
-from gpu.mlp import Experts, Mlp
+from gpu.mlp import Block, Experts, Mlp
 from gpu.operators import HeadNorms, Operators
 from gpu.rope import Rope
 from gpu.scores import Scores
@@ -39,7 +37,7 @@ class Layer:
     output: Linear  # query -> hidden
     attention_post_norm: Tensor | None  # [hidden]
     mlp_norm: Tensor | None  # [hidden]
-    mlp: Mlp | Experts
+    mlp: Block
     mlp_post_norm: Tensor | None  # [hidden]
 
 
@@ -94,7 +92,9 @@ class Model:
         found: list[tuple[Linear, int]] = []
         size = 0
         for layer in self.layers:
-            mlps = layer.mlp.experts if isinstance(layer.mlp, Experts) else [layer.mlp]
+            mlps = [layer.mlp] if isinstance(layer.mlp, Mlp) else []
+            if isinstance(layer.mlp, Experts):
+                mlps = layer.mlp.experts
             width = config.intermediate_size
             if isinstance(layer.mlp, Experts) and config.experts is not None:
                 width = config.experts.intermediate_size
@@ -142,7 +142,7 @@ def _ends(weights: ModelWeights, operators: Operators) -> tuple[Embed, Linear]:
     if lm_head is embedding:
         del weights.embedding, weights.lm_head
         return operators.tied(embedding)
-    return partial(F.embedding, weight=embedding), operators.linear(lm_head, None)
+    return operators.embedding(embedding), operators.linear(lm_head, None)
 
 
 def _layer(
@@ -166,10 +166,10 @@ def _layer(
     )
 
 
-def _mlp(config: ModelConfig, weights: LayerWeights, operators: Operators) -> Mlp | Experts:
+def _mlp(config: ModelConfig, weights: LayerWeights, operators: Operators) -> Block:
     gated = operators.gated(config.activation)
     if isinstance(weights.mlp, ExpertWeights):
         assert config.experts is not None
-        return Experts(config.experts, weights.mlp, gated, operators.linear)
+        return operators.experts(config.experts, weights.mlp, gated)
     gate_up = operators.linear(weights.mlp.gate_up, weights.mlp.gate_up_bias)
     return Mlp(gate_up, operators.linear(weights.mlp.down, weights.mlp.down_bias), gated)

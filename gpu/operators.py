@@ -1,17 +1,22 @@
 """What a layer is computed with, between its matrices and its cache: torch's operators. Thread: engine.
 
-They serve on every device, and are what the kernels of cpu_kernels/ are held against, which stand in for them one by
-one. Norms and RoPE are computed in float32.
+They serve on every device, and are what the kernels of cpu_kernels/ and kernels/ are held against, which stand in for
+them one by one. Norms and RoPE are computed in float32.
 """
+
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from core.config import ExpertsConfig
 from gpu.attention import AttentionKernels
+from gpu.device_products import DeviceProducts
+from gpu.expert_weights import ExpertWeights
 from gpu.kv_cache import LayerKV
 from gpu.linear import Linear, ProductChoice, can_pack, make_linear, packed_linear
-from gpu.mlp import GATED, Gated
+from gpu.mlp import GATED, Block, Experts, Gated
 from gpu.quantize import QuantizedWeight, Weight
 from gpu.quantized_linear import make_quantized_linear
 from gpu.rope import apply_rope
@@ -30,7 +35,7 @@ class Operators:
     """
 
     attention: AttentionKernels | None = None  # None: torch attends
-    product_choice: ProductChoice | None = None  # None: there is no kernel for products
+    product_choice: ProductChoice | DeviceProducts | None = None  # None: there is no kernel for products
 
     def __init__(self, dtype: torch.dtype, device: torch.device, eps: float) -> None:
         self._is_packed = can_pack(dtype, device)
@@ -52,6 +57,14 @@ class Operators:
     def tied(self, embedding: Tensor) -> tuple[Embed, Linear]:
         """Embedding and head of one matrix."""
         return make_tied(embedding, self.packed_linear if self._is_packed else None)
+
+    def embedding(self, table: Tensor) -> Embed:
+        """Rows of a matrix [vocab, hidden] that is not the head's."""
+        return partial(F.embedding, weight=table)
+
+    def experts(self, config: ExpertsConfig, weights: ExpertWeights, gated: Gated) -> Block:
+        """Those of a layer, with their router."""
+        return Experts(config, weights, gated, self.linear)
 
     def gated(self, activation: str) -> Gated:
         """The product of an MLP's halves. activation: of GATED."""

@@ -21,6 +21,7 @@ from gpu.quantize import BLOCK_ROWS, MIDDLE_INT4, OPERATOR_GROUPS, QuantizedWeig
 INT4_ROWS = 32  # beyond so many, slabs are faster
 INT8_ROWS = 5
 SLAB_BYTES = 2**21  # of a dequantised part of the weight: what the second-level cache holds
+DEVICE_SLAB_BYTES = 2**28  # likewise on a device: whole matrices, as each part costs launches
 HALF_BLOCK = BLOCK_ROWS // 2
 LOW_HALVES = 0x0F0F0F0F0F0F0F0F  # of eight bytes
 
@@ -29,10 +30,11 @@ class SlabLinear:
     """Any quantised weight on any device: dequantised a slab at a time, in the rows' format."""
 
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None) -> None:
+        slab_bytes = SLAB_BYTES if weight.values.device.type == "cpu" else DEVICE_SLAB_BYTES
         self._weight = weight
         self._bias = bias
         num_out, num_in = weight.shape
-        self._step = max(1, SLAB_BYTES // (num_in * weight.dtype.itemsize))
+        self._step = max(1, slab_bytes // (num_in * weight.dtype.itemsize))
         self._num_out = num_out
 
     def __call__(self, x: Tensor) -> Tensor:

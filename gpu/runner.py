@@ -20,8 +20,8 @@ from core.types import SamplingParams, TokenLogprobs
 from gpu.batch import BatchBuilder, DeviceBatch
 from gpu.checkpoint import Checkpoint, Progress, open_checkpoint
 from gpu.code_pages import drop_code_pages
-from gpu.cpu_kernels.choice import find_operators
 from gpu.device import apply_threads, choose_device, free_memory_bytes
+from gpu.kernel_choice import find_operators
 from gpu.kv_cache import KVCache, bytes_per_block
 from gpu.kv_offload import CopyTicket, KVOffload, open_offload
 from gpu.measured import choose_measured

@@ -344,7 +344,7 @@ def find_plan(config: ServerConfig) -> "PlanFacts":
         StartupError: the model is missing or not understood, or it does not fit.
     """
     from core.config import parse_model_config
-    from gpu.cpu_kernels.support import describe_attention, why_no_kernels
+    from gpu.kernel_choice import describe_attention, describe_products
     from gpu.memory_plan import estimate
     from server.__main__ import model_path, served_name
     from server.commands.doctor import PlanFacts
@@ -353,7 +353,6 @@ def find_plan(config: ServerConfig) -> "PlanFacts":
     files = read_model_files(model_path(config, is_offline=True), config.max_model_len, config.chat_template)
     model = parse_model_config(files.config)
     plan = estimate(files.path, model, config.to_engine_config())
-    why = why_no_kernels(model, plan.device)
     return PlanFacts(
         model_name=served_name(config),
         architecture=model.architecture,
@@ -371,7 +370,7 @@ def find_plan(config: ServerConfig) -> "PlanFacts":
         max_model_len=plan.max_model_len,
         context_origin=config.context_origin,
         attention=describe_attention(model, plan.device),
-        products="numba's kernel or oneDNN, as measured" if why is None else f"torch's: {why}",
+        products=describe_products(model, plan.device),
         total_bytes=plan.total_bytes,
         free_bytes=plan.free_bytes,
         offload_bytes=plan.offload_bytes,

@@ -8,6 +8,7 @@ import time
 from asyncio import AbstractEventLoop
 from collections import deque
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import Generic, Protocol, TypeVar
 
 from core.engine import Engine
@@ -72,7 +73,9 @@ class EngineThread(Generic[L]):
         self._loop = loop
         self._inbox: Inbox = deque()
         self._wake_up = threading.Event()
-        self._room = threading.Semaphore(MAX_DELIVERIES)
+        self._room: SimpleQueue[None] = SimpleQueue()  # a semaphore that is no Python code, for it is passed each step
+        for _ in range(MAX_DELIVERIES):
+            self._room.put(None)
         self._is_stopping = False
         self._owes_beat = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -86,7 +89,7 @@ class EngineThread(Generic[L]):
 
     def on_delivered(self) -> None:
         """One more delivery has been told in full."""
-        self._room.release()
+        self._room.put(None)
 
     def ask_for_beat(self) -> None:
         """Have the loop told once no step runs: at once when there is none, never when it hangs."""
@@ -97,7 +100,7 @@ class EngineThread(Generic[L]):
         """Ask the thread to end after its current step. What is unfinished then gets no answer from here."""
         self._is_stopping = True
         self._wake_up.set()
-        self._room.release()  # what is delivered yet may never be told
+        self._room.put(None)  # what is delivered yet may never be told
 
     def wait_stopped(self, timeout_s: float) -> bool:
         self._thread.join(timeout_s)
@@ -130,7 +133,7 @@ class EngineThread(Generic[L]):
             self._tell(self._events.on_beat, time.perf_counter() - before_s)
 
     def _deliver(self, delivery: StepDelivery) -> None:
-        self._room.acquire()
+        self._room.get()
         self._tell(self._events.on_delivery, delivery)
 
     def _tell(self, callback: Callable[..., None], *args: object) -> None:

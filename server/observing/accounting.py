@@ -10,7 +10,7 @@ from server.clock import Clock
 from server.gate.auth import LOCAL_CALLER, Caller
 from server.gate.tenants import LOCAL_NAME
 from server.observing.flight_recorder import Flight, FlightRecorder, intervals_of
-from server.observing.logs import AccessRecord, log_access
+from server.observing.logs import AccessRecord, access_is_logged, log_access
 from server.observing.metrics import Finished, Metrics
 from server.observing.request_ids import client_request_id
 from server.observing.timing import MS_NS, S_NS, StageClock
@@ -73,11 +73,14 @@ class Accounting:
     def close(self, account: Account, status: int, error_code: str | None) -> None:
         now_s = self.clock.monotonic()
         account.timings.finish(now_s)
-        record = _record(account, status, error_code)
-        log_access(record)
         self.metrics.count_request(_finished(account, status, error_code))
         has_failed = error_code is not None and (account.outcome is not None or status == 500)
-        if account.outcome is None and not has_failed:
+        is_kept = account.outcome is not None or has_failed
+        if not is_kept and not access_is_logged():
+            return  # nobody is told
+        record = _record(account, status, error_code)
+        log_access(record)
+        if not is_kept:
             return
         flight = Flight(
             record=record,

@@ -86,9 +86,13 @@ def access_line(record: AccessRecord) -> str:
     return " ".join(parts)
 
 
+def access_is_logged() -> bool:
+    return access_logger.isEnabledFor(logging.INFO)
+
+
 def log_access(record: AccessRecord) -> None:
     """Write the one access line of a request."""
-    if access_logger.isEnabledFor(logging.INFO):
+    if access_is_logged():
         access_logger.info(access_line(record), extra={"request_id": record.request_id, "access": record})
 
 

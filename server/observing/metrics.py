@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import msgspec
+
 from core.types import EngineStats, Usage
 from server.observing.exposition import Histogram, Page
 from server.observing.logs import escape
@@ -49,8 +51,7 @@ class TenantCounts:
     queue_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finished:
+class Finished(msgspec.Struct, frozen=True, kw_only=True):
     """A request that is over, as the counters see it.
 
     Args:

@@ -35,7 +35,8 @@ class Stage(StrEnum):
     LAST_FLUSH = "last_flush"  # until the answer's last byte is with the kernel
 
 
-_IN_ORDER = tuple(Stage)  # to go through an enum itself takes a microsecond, twice a request
+_AT_THE_END = (Stage.LAST_FLUSH, None)
+_RANK = {stage: rank for rank, stage in enumerate(Stage)}
 
 
 class StageMarks:
@@ -146,12 +147,17 @@ class StageClock:
     def stages_ns(self) -> dict[Stage, int]:
         """Of the stages left so far, in the order of Stage: together, total_ns."""
         spent: dict[Stage, int] = {}
-        for stage, start, end in self.intervals():
-            spent[stage] = spent.get(stage, 0) + end - start
+        entries = iter(self.entries)
+        stage, start_ns = next(entries)
+        for next_stage, end_ns in entries:
+            spent[stage] = spent.get(stage, 0) + end_ns - start_ns
+            stage, start_ns = next_stage, end_ns
+        if self._finished_ns is not None:
+            spent[stage] = spent.get(stage, 0) + self._finished_ns - start_ns
         if Stage.DECODE in spent:
             spent[Stage.DETOKENIZE] = min(round(self.detokenize_s * S_NS), spent[Stage.DECODE])
             spent[Stage.DECODE] -= spent[Stage.DETOKENIZE]
-        return {stage: spent[stage] for stage in _IN_ORDER if stage in spent}
+        return {stage: spent[stage] for stage in sorted(spent, key=_RANK.__getitem__)}
 
     def stages_ms(self) -> dict[str, float]:
         """Likewise, rounded to microseconds."""
@@ -168,12 +174,14 @@ class StageClock:
 
     def server_timing(self) -> bytes:
         """The Server-Timing header's value (W3C Server Timing, section 3); with the total, once the answer is ready."""
-        entries = [f"{name};dur={ms}{self._description(name)}" for name, ms in self.stages_ms().items()]
-        if self.stage in (Stage.LAST_FLUSH, None):
-            entries.append(f"total;dur={round(self.total_ns / MS_NS, 3)}")
+        entries = [f"{stage};dur={ns / MS_NS:.3f}" for stage, ns in self.stages_ns().items()]
+        if self.num_prefill_chunks:
+            entries = [self._describe(entry) for entry in entries]
+        if self.stage in _AT_THE_END:
+            entries.append(f"total;dur={self.total_ns / MS_NS:.3f}")
         return ", ".join(entries).encode()
 
-    def _description(self, name: str) -> str:
-        if name != Stage.PREFILL or not self.num_prefill_chunks:
-            return ""
-        return f';desc="chunks={self.num_prefill_chunks} cached={self.num_cached_tokens}"'
+    def _describe(self, entry: str) -> str:
+        if not entry.startswith(Stage.PREFILL):
+            return entry
+        return f'{entry};desc="chunks={self.num_prefill_chunks} cached={self.num_cached_tokens}"'

@@ -1,7 +1,7 @@
 """HTTP/1.1 without I/O: bytes to events, response heads and bodies to bytes. Thread: loop.
 
-One exchange at a time: bytes of a next, pipelined request stay in the buffer until `next_request`. Heads pass the
-strict gate of http1_prefilter and then h11; response heads are written and streamed bodies framed by hand.
+One exchange at a time: bytes of a next, pipelined request stay in the buffer until `next_request`. Heads are read by
+http1_head; response heads are written and streamed bodies framed by hand.
 """
 
 import enum
@@ -10,11 +10,10 @@ import re
 import sys
 from collections.abc import Callable
 
-import h11
-
 from server.wire.frame_gate import PREFACE
 from server.wire.http1_body import BodyDecoder, ChunkedBody, CountedBody
-from server.wire.http1_prefilter import Framing, HeadLimits, HeadRefused, LineScanner, check_head, is_authority
+from server.wire.http1_head import RequestHead, read_head, read_plain_head
+from server.wire.http1_prefilter import Framing, HeadLimits, HeadRefused, LineScanner, is_authority
 from server.wire.messages import (
     BodyChunk,
     BodyEnd,
@@ -171,26 +170,32 @@ class Http1Protocol:
             if self._buffer.startswith(b"\r\n"):
                 del self._buffer[:2]
             self._may_skip_line = False
-        end = self._scanner.scan(self._buffer)
-        if end is None:
+        # Of what has come before the end, the scanner has seen a part, and goes on
+        plain = read_plain_head(self._buffer, self._limits) if self._scanner.is_fresh else None
+        if plain is not None:
+            head, end = plain
+            del self._buffer[:end]
+            events.append(self._begin_exchange(head))
             return
-        head = bytes(self._buffer[:end])
-        del self._buffer[:end]
+        scanned = self._scanner.scan(self._buffer)
+        if scanned is None:
+            return
+        section = bytes(self._buffer[:scanned])
+        del self._buffer[:scanned]
         self._scanner.reset()
-        framing, length = check_head(head)
-        events.append(self._begin_exchange(_parse_with_h11(head), framing, length))
+        events.append(self._begin_exchange(read_head(section)))
 
-    def _begin_exchange(self, parsed: h11.Request, framing: Framing, length: int) -> HttpRequest:
-        headers: Headers = tuple(parsed.headers)
-        path, headers = _route(parsed.method, parsed.target, headers)
+    def _begin_exchange(self, head: RequestHead) -> HttpRequest:
+        framing = head.framing
+        path, headers = _route(head.method, head.target, head.headers)
         path, _, query = path.partition("?")
         connection = _list_values(headers, b"connection")
-        self._is_http10 = parsed.http_version == b"1.0"
+        self._is_http10 = head.is_http10
         # RFC 9112 §9.3. An HTTP/1.0 client's keep-alive is not honoured: it cannot read chunks, a close ends its body.
         self.keep_alive = self.keep_alive and not self._is_http10 and b"close" not in connection
-        self._is_head_request = parsed.method == b"HEAD"
+        self._is_head_request = head.method == b"HEAD"
         is_chunked = framing is Framing.CHUNKED
-        self._body = ChunkedBody(self._limits, self._chunks_at_once) if is_chunked else CountedBody(length)
+        self._body = ChunkedBody(self._limits, self._chunks_at_once) if is_chunked else CountedBody(head.length)
         self._reading = _Reading.COMPLETE if framing is Framing.NONE else _Reading.BODY
         self._sending = _Sending.HEAD
         self.num_requests += 1
@@ -200,7 +205,7 @@ class Http1Protocol:
         )
         return HttpRequest(
             stream_id=self.num_requests,
-            method=parsed.method.decode("ascii"),
+            method=head.method.decode("ascii"),
             path=path,
             query=query,
             headers=headers,
@@ -300,18 +305,6 @@ class Http1Protocol:
             raise ResponseError(f"The body is {self._remaining} bytes shorter than its content-length.")
         self._sending = _Sending.ENDED
         return LAST_CHUNK if sending is _Sending.CHUNKED else b""
-
-
-def _parse_with_h11(head: bytes) -> h11.Request:
-    """A head's second reading, by a parser of its own: each request gets a fresh one, that sees nothing else."""
-    parser = h11.Connection(h11.SERVER, max_incomplete_event_size=len(head))
-    parser.receive_data(head)
-    try:
-        request = parser.next_event()
-    except h11.RemoteProtocolError as error:
-        raise HeadRefused(400, f"The request's head is malformed: {error}.") from error
-    assert isinstance(request, h11.Request)
-    return request
 
 
 def _route(method: bytes, target: bytes, headers: Headers) -> tuple[str, Headers]:

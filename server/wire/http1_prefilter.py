@@ -13,7 +13,7 @@ from dataclasses import dataclass
 _REQUEST_LINE = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+ [\x21-\x7e]+ HTTP/1\.([01])")
 _FIELD = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*(.*?)[ \t]*", re.DOTALL)
 _CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")  # every CTL except HTAB
-_CONTENT_LENGTH = re.compile(rb"[0-9]{1,19}")  # 19 digits: below 2**64
+CONTENT_LENGTH = re.compile(rb"[0-9]{1,19}")  # 19 digits: below 2**64
 _HOST = re.compile(rb"(?:\[[0-9A-Za-z:.%_~-]+\]|[0-9A-Za-z._~%!$&'()*+,;=-]*)(?::[0-9]*)?")
 
 
@@ -68,6 +68,11 @@ class LineScanner:
         self._line_start = 0
         self._searched = 0
         self._num_lines = 0
+
+    @property
+    def is_fresh(self) -> bool:
+        """It has seen nothing of the section yet."""
+        return not self._searched
 
     def scan(self, buffer: bytearray) -> int | None:
         """The index after the empty line that ends the section, or None as long as it has not come.
@@ -200,7 +205,7 @@ def _framing(lengths: list[bytes], codings: list[bytes], is_http10: bool) -> tup
     if not lengths:
         return Framing.NONE, 0
     # RFC 9112 §6.3 item 5: an invalid length, a list of lengths included, is an unrecoverable error
-    if len(lengths) > 1 or _CONTENT_LENGTH.fullmatch(lengths[0]) is None:
+    if len(lengths) > 1 or CONTENT_LENGTH.fullmatch(lengths[0]) is None:
         raise HeadRefused(400, "Content-Length must be one decimal number.")
     length = int(lengths[0])
     return (Framing.COUNTED, length) if length else (Framing.NONE, 0)

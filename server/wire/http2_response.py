@@ -5,18 +5,17 @@ Heads and DATA are framed by http2_data, trailers by h2. Of streams that have en
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from http import HTTPStatus
 
 from h2.connection import H2Connection
 from h2.errors import ErrorCodes
 from h2.stream import H2Stream
-from hpack import HeaderTuple, NeverIndexedHeaderTuple
 
 from server.wire.http2_data import OutgoingBody, frame_head, frame_next, h2_is_as_known, last_frame
 from server.wire.messages import Headers, ResponseHead
 from server.wire.response_fields import ResponseError, check_fields
 
-# Their values differ from answer to answer: in the peer's table they would only push out the others
-_NEVER_INDEXED = frozenset((b"x-request-id", b"server-timing", b"content-length"))
+_STATUS = {status.value: (b":status", b"%d" % status.value) for status in HTTPStatus}
 
 
 class Http2Stream(OutgoingBody):
@@ -144,15 +143,11 @@ class Responses:
         stream.is_head_sent = is_final
         stream.sends_body = not (is_final and (stream.is_head_request or head.status in (204, 304)))
         stream.remaining = length if stream.sends_body else None
-        fields = [HeaderTuple(b":status", b"%d" % head.status)]
+        fields = [_STATUS.get(head.status) or (b":status", b"%d" % head.status)]
         if is_final:
-            fields.append(HeaderTuple(b"date", self._date()))
+            fields.append((b"date", self._date()))
         # RFC 9113 §8.2.2: no connection-specific fields
-        fields += [
-            NeverIndexedHeaderTuple(*pair) if pair[0] in _NEVER_INDEXED else HeaderTuple(*pair)
-            for pair in head.headers
-            if pair[0] != b"connection"
-        ]
+        fields += [field for field in head.headers if field[0] != b"connection"]
         if self._by_hand:
             self._write(frame_head(self._h2, stream.h2, fields, is_final))
         else:
@@ -236,7 +231,7 @@ class Responses:
     def _frame_ending(self, stream_id: int, stream: Http2Stream, frames: list[bytes]) -> int:
         """Of a body to which nothing will be added: the last frame, or, where that has to wait, one more before it."""
         if not stream.trailers:
-            last = last_frame(self._h2, stream)
+            last = last_frame(self._h2, stream, self._by_hand)
         else:
             last = b"" if stream.num_unsent else self._trailers(stream_id, stream)
         if last:
@@ -249,8 +244,7 @@ class Responses:
         return size
 
     def _trailers(self, stream_id: int, stream: Http2Stream) -> bytes:
-        fields = [NeverIndexedHeaderTuple(*pair) for pair in stream.trailers]
-        self._h2.send_headers(stream_id, fields, end_stream=True)
+        self._h2.send_headers(stream_id, stream.trailers, end_stream=True)
         return self._h2.data_to_send()
 
     def _forget_ended(self, stream_id: int, stream: Http2Stream) -> bytes:

@@ -3,7 +3,8 @@ import random
 
 import pytest
 
-from core.step_cost import LEAST_STEPS, NOMINAL_S, Features, PrefillAllowance, StepCostModel, StepWork
+from core.step_cost import LEAST_STEPS, NOMINAL_S, SOLVE_EVERY, Features, PrefillAllowance, StepCostModel, StepWork
+from tests.call_counter import CallCounter
 
 TRUE_S: Features = (0.02, 7e-4, 2e-6, 6e-4, 1.5e-6)
 
@@ -115,6 +116,18 @@ def test_predictions_are_used_once_both_kinds_of_step_were_seen() -> None:
         model.observe(StepWork(prompt_tokens=100, prompt_kv=192), 0.2)
     assert model.is_ready
     assert model.coefficients_s != NOMINAL_S
+
+
+def test_each_of_the_first_steps_counts_at_once_and_later_ones_many_at_a_time() -> None:
+    rng, model, solved = random.Random(5), StepCostModel(), list[int]()
+    for number in range(1, 1001):
+        work = random_step(rng)
+        with CallCounter(lambda path: path.endswith("/step_cost.py")) as counter:
+            model.observe(work, seconds_of(work))
+        if counter.calls["_descend"]:
+            solved.append(number)
+    assert solved[:LEAST_STEPS] == list(range(1, LEAST_STEPS + 1))
+    assert len([number for number in solved if number > 300]) <= 700 / SOLVE_EVERY + 2
 
 
 # The allowance

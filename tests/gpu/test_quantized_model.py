@@ -9,7 +9,7 @@ import torch
 
 from core.config import QUANTIZE_SCHEMES, EngineConfig, parse_model_config
 from gpu.checkpoint import open_checkpoint
-from gpu.cpu_kernels.choice import find_operators
+from gpu.kernel_choice import find_operators
 from gpu.memory_plan import weights_size_bytes
 from gpu.quantize import QuantizedWeight, can_quantize, dequantize, quantize
 from gpu.runner import ModelRunner

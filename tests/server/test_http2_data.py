@@ -7,7 +7,7 @@ from h2.stream import H2Stream
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.wire.http2_data import OutgoingBody, frame_next, h2_is_as_known
+from server.wire.http2_data import OutgoingBody, frame_next, h2_is_as_known, last_frame
 from server.wire.messages import ResponseHead
 from tests.server.http2_client import fields
 from tests.server.http2_pair import Pair
@@ -74,6 +74,39 @@ def test_frame_by_hand_is_h2s_frame(size: int) -> None:
         frames.append(b"".join(pieces))
     assert frames[0] == frames[1]
     assert len(frames[0]) == 9 + size
+
+
+@pytest.mark.parametrize("has_read_request", [True, False])
+@pytest.mark.parametrize("size", [0, 1, 16_384])
+def test_last_frame_by_hand_is_h2s_frame_and_leaves_h2_as_it_would_be(size: int, has_read_request: bool) -> None:
+    frames, states = [], []
+    for by_hand in (True, False):
+        pair = Pair()
+        stream_id = pair.client.get_next_available_stream_id()
+        pair.client.send_headers(stream_id, fields(), end_stream=has_read_request)
+        pair.exchange()
+        pair.server.responses.send_head(stream_id, ResponseHead(200, ()))
+        connection = pair.server._h2
+        stream = connection.streams[stream_id]
+        body = OutgoingBody(stream)
+        body.append(b"x" * size)
+        frames.append(last_frame(connection, body, by_hand))
+        states.append((connection.outbound_flow_control_window, vars(stream.state_machine), stream.closed))
+        states[-1] += (stream.outbound_flow_control_window, connection.state_machine.state)
+    assert frames[0] == frames[1]
+    assert len(frames[0]) == 9 + size
+    assert states[0] == states[1]
+
+
+def test_last_frame_waits_for_a_window() -> None:
+    pair = Pair()
+    stream_id = pair.open()
+    body = OutgoingBody(pair.server._h2.streams[stream_id])
+    body.append(b"x" * 16_384)
+    body.h2.outbound_flow_control_window = 16_383
+    assert last_frame(pair.server._h2, body, by_hand=True) == b""
+    body.h2.outbound_flow_control_window = 16_384
+    assert len(last_frame(pair.server._h2, body, by_hand=True)) == 9 + 16_384
 
 
 @given(st.lists(st.binary(max_size=20), max_size=10), st.lists(st.integers(0, 30), max_size=20))

@@ -50,7 +50,7 @@ def test_marks_of_the_engine_part_queue_and_prefill() -> None:
     clock.enter(Stage.FIRST_FLUSH, 3.6)
     clock.first_token_s = 3.6
     assert clock.stages_ms() == {"head": 1000.0, "queue": 2000.0, "prefill": 500.0, "first_token": 100.0}
-    assert b'prefill;dur=500.0;desc="chunks=2 cached=16"' in clock.server_timing()
+    assert b'prefill;dur=500.000;desc="chunks=2 cached=16"' in clock.server_timing()
     assert clock.details().items() >= {"ttft": 3600.0, "prefill_chunks": 2, "cached_tokens": 16}.items()
 
 
@@ -89,6 +89,6 @@ def test_the_total_is_told_once_the_answer_is_ready() -> None:
     clock = StageClock(10.0)
     assert clock.server_timing() == b""
     clock.enter(Stage.ANSWER, 10.25)
-    assert clock.server_timing() == b"head;dur=250.0"
+    assert clock.server_timing() == b"head;dur=250.000"
     clock.enter(Stage.LAST_FLUSH, 11.1234567)
-    assert clock.server_timing() == b"head;dur=250.0, answer;dur=873.457, total;dur=1123.457"
+    assert clock.server_timing() == b"head;dur=250.000, answer;dur=873.457, total;dur=1123.457"

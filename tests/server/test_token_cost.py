@@ -1,18 +1,15 @@
 """What a streamed token costs the loop, counted and never timed: functions of ours entered, and writes."""
 
-import functools
 import json
-import sys
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import CodeType, FrameType
-from typing import Any, Self
+from typing import Any
 
 import pytest
 
 from core.plan import RunnerLimits, StepOutput, StepPlan
 from core.simulation import SimulatedRunner
+from tests.call_counter import CallCounter
 from tests.server.fakes import MemoryTransport
 from tests.server.http2_client import INITIAL_WINDOW, Http2Client, fields
 from tests.server.simulated_server import MODEL, TOKENIZER, VOCAB_SIZE, SimulatedServer, request
@@ -41,27 +38,8 @@ class OneToken(SimulatedRunner):
         return output
 
 
-@functools.cache
-def is_counted(code: CodeType) -> bool:
-    return "/tests/" not in code.co_filename and any(part in code.co_filename for part in COUNTED)
-
-
-class CallCounter:
-    """Counts the Python functions entered within it, by their names."""
-
-    def __init__(self) -> None:
-        self.calls: Counter[str] = Counter()
-
-    def __enter__(self) -> Self:
-        sys.setprofile(self._count)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        sys.setprofile(None)
-
-    def _count(self, frame: FrameType, event: str, arg: object) -> None:
-        if event == "call" and is_counted(frame.f_code):
-            self.calls[frame.f_code.co_qualname] += 1
+def is_counted(path: str) -> bool:
+    return "/tests/" not in path and any(part in path for part in COUNTED)
 
 
 Start = Callable[[SimulatedServer, dict[str, Any]], list[MemoryTransport]]
@@ -105,7 +83,7 @@ def measure(start: Start, surface: dict[str, Any]) -> Cost:
         server.step()
     num_tokens = server.stats.num_generated_tokens
     num_writes = sum(len(transport.writes) for transport in transports)
-    with CallCounter() as counter:
+    with CallCounter(is_counted) as counter:
         for _ in range(NUM_STEPS):
             server.step()
     assert server.stats.num_generated_tokens - num_tokens == NUM_STEPS * NUM_STREAMS

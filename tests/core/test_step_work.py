@@ -1,0 +1,61 @@
+"""What a step costs the engine's thread beside its model, counted and never timed: functions entered."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import core
+from core.plan import RunnerLimits
+from core.types import Submit
+from tests.call_counter import CallCounter
+from tests.fakes import EngineUnderTest, make_request
+
+NUM_STEPS = 64  # that are counted: four blocks of each row
+LIMITS = RunnerLimits(
+    num_blocks=4096, block_size=16, max_sequences=256, max_batch_tokens=8192, max_model_len=256, vocab_size=100
+)
+CORE = Path(core.__file__).parent
+
+
+def is_counted(path: str) -> bool:
+    """The engine's own, without the simulated runner."""
+    return Path(path).parent == CORE and not path.endswith("/simulation.py")
+
+
+@dataclass
+class Work:
+    """Of a step: Python functions entered, and functions in C that these call."""
+
+    num_calls: float
+    num_builtin_calls: float
+
+
+def measure(num_rows: int) -> Work:
+    """Of steps in which each of so many sequences, all of tenants of their own, decodes a token."""
+    under_test = EngineUnderTest(LIMITS)
+    for number in range(num_rows):  # prompts of different lengths: not all need a block in the same step
+        under_test.send(Submit(make_request(str(number), 20 + number % LIMITS.block_size, 200, tenant=str(number))))
+    deliveries = under_test.log.deliveries
+    while sum(len(delivery.token_ids) for delivery in deliveries[-1:]) < num_rows or len(deliveries) < NUM_STEPS:
+        under_test.step()
+    deliveries.clear()
+    with CallCounter(is_counted) as counter:
+        for _ in range(NUM_STEPS):
+            under_test.step()
+    assert [len(delivery.token_ids) for delivery in deliveries] == [num_rows] * NUM_STEPS
+    return Work(counter.calls.total() / NUM_STEPS, counter.num_builtin_calls / NUM_STEPS)
+
+
+def test_step_of_one_row_takes_so_many_calls() -> None:
+    """Before raising a bound: what is new may be done once for many steps, or only when somebody asks."""
+    work = measure(1)
+    assert work.num_calls <= 75
+    assert work.num_builtin_calls <= 90
+
+
+@pytest.mark.parametrize("num_rows", [64, 256])
+def test_each_further_row_takes_so_many_calls(num_rows: int) -> None:
+    one, many = measure(1), measure(num_rows)
+    assert (many.num_calls - one.num_calls) / (num_rows - 1) <= 3.5
+    assert (many.num_builtin_calls - one.num_builtin_calls) / (num_rows - 1) <= 12

@@ -1,0 +1,100 @@
+"""Whole small models with the kernels give transformers' greedy tokens, in float32, whoever shares their steps."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from core.config import parse_model_config
+from gpu.checkpoint import open_checkpoint
+from gpu.device import DeviceChoice
+from gpu.device_products import DeviceProducts
+from gpu.kernels.operators import TritonOperators
+from gpu.memory_plan import plan_memory
+from gpu.operators import Operators
+from gpu.quantize_cache import quantizing
+from gpu.runner import ModelRunner
+from gpu.weights import MatrixForm, load_weights
+from tests.gpu.conftest import ENGINE, no_progress
+from tests.gpu.driver import Driver
+from tests.oracle import Oracle, read_config
+
+# Between them: scaled, partial and missing rotation, norms of heads and of all, float32 norms, scaled residuals, odd
+# widths, tied heads, biases, windows, caps, sinks, every activation, experts with and without biases
+FAMILIES = (
+    "llama3",
+    "qwen2",
+    "qwen3",
+    "olmo2",
+    "smollm3",
+    "granite",
+    "phi4_longrope",
+    "gemma2",
+    "qwen3_moe",
+    "gpt_oss",
+)
+PROMPTS = ([5, 17, 101, 9], [250])
+LONG_PROMPT = [(37 * place) % 290 + 3 for place in range(20)]
+NUM_TOKENS = 4
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def open_runner(
+    directory: Path, device: torch.device, operators_of: type[Operators], scheme: str | None
+) -> ModelRunner:
+    """With kernels, they multiply wherever they can."""
+    choice = DeviceChoice(device, "", torch.float32, "", 1, "")
+    config, engine = parse_model_config(read_config(directory)), dataclasses.replace(ENGINE, quantize=scheme)
+    checkpoint = open_checkpoint(directory)
+    memory = plan_memory(config, engine, choice, checkpoint.size_bytes, 1 << 30)
+    with torch.inference_mode(), quantizing(engine) as convert:
+        weights = load_weights(checkpoint, config, torch.float32, device, no_progress, MatrixForm(convert))
+    operators: Operators
+    if operators_of is TritonOperators:
+        prices = itertools.cycle([1.0, 2.0])  # the kernel is measured first
+        operators = TritonOperators(config, torch.float32, device, clock=lambda work: next(prices))
+    else:
+        operators = Operators(torch.float32, device, config.rms_norm_eps)
+    runner = ModelRunner(config, engine, memory, weights, operators)
+    if isinstance(operators.product_choice, DeviceProducts):
+        served = operators.product_choice.choose()
+        assert served
+        assert all(found.few and found.many == name.startswith("int") for name, found in served.items())
+    return runner
+
+
+def tokens_of(runner: ModelRunner, *prompts: list[int]) -> list[list[int]]:
+    driver = Driver(runner)
+    return driver.generate(NUM_TOKENS, *(driver.add(list(prompt)) for prompt in prompts))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_the_oracles(
+    family: str, model_directory: Callable[[str], Path], device: torch.device
+) -> None:
+    directory = model_directory(family)
+    oracle = Oracle(directory)
+    found = tokens_of(open_runner(directory, device, TritonOperators, None), *PROMPTS)
+    assert found == [oracle.greedy(list(prompt), NUM_TOKENS) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+@pytest.mark.parametrize("family", ["llama2", "gpt_oss"])
+def test_quantised_models_say_what_they_say_by_torch(
+    family: str, scheme: str, model_directory: Callable[[str], Path], device: torch.device
+) -> None:
+    """A prompt of more rows than the small tile has, and few rows."""
+    directory = model_directory(family)
+    by_kernels, by_torch = (
+        tokens_of(open_runner(directory, device, kind, scheme), LONG_PROMPT, PROMPTS[1])
+        for kind in (TritonOperators, Operators)
+    )
+    assert by_kernels == by_torch

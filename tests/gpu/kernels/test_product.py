@@ -1,0 +1,184 @@
+"""A product is the dequantised weight's, for any rows, shape and form; a row's is the same in any company."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from gpu.kernels.block_sizes import (
+    LARGE_TILES,
+    MAX_SPLITS,
+    MIN_SPLIT_INPUTS,
+    SMALL_ROWS,
+    SMALL_TILES,
+    ProductTile,
+    split_inputs,
+    splits_for,
+)
+from gpu.kernels.product import INT4, PLAIN, SCALED, Product, can_multiply
+from gpu.quantize import QuantizedWeight, Weight, dequantize, quantize
+from tests.gpu.kernels.ahead import Case, Compiled, assert_fits, compile_ahead, pointer
+
+FORMS = ("plain", "int8", "int4")
+SHAPES = ((70, 96), (33, 544), (64, 2048))  # odd outputs; odd inputs in several parts; whole tiles in several parts
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}  # of the largest
+
+
+def weight_of(form: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Weight:
+    made = torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(device, dtype)
+    return made if form == "plain" else quantize(made, form)
+
+
+def rows_of(num_rows: int, num_in: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.randn(num_rows, num_in, generator=torch.Generator().manual_seed(num_in)).to(device, dtype)
+
+
+def exact(weight: Weight, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    floats = dequantize(weight, torch.float32) if isinstance(weight, QuantizedWeight) else weight.float()
+    return F.linear(x.float(), floats, None if bias is None else bias.float())
+
+
+def assert_near(got: torch.Tensor, want: torch.Tensor) -> None:
+    assert got.shape == want.shape
+    assert (got.float() - want).abs().max() <= TOLERANCE[got.dtype] * want.abs().max()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("num_rows", [1, 5, SMALL_ROWS, SMALL_ROWS + 1])
+def test_a_product_is_the_weights(
+    form: str, shape: tuple[int, int], num_rows: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    weight, x = weight_of(form, shape, dtype, device), rows_of(num_rows, shape[1], dtype, device)
+    bias = rows_of(1, shape[0], dtype, device)[0] if num_rows != 5 else None
+    assert can_multiply(weight)
+    got = Product(weight, bias)(x)
+    assert got.dtype == dtype
+    assert_near(got, exact(weight, x, bias))
+
+
+def test_inputs_of_any_number_are_multiplied(device: torch.device) -> None:
+    for num_in in (1, 63, 65):
+        weight, x = (rows_of(rows, num_in, torch.float32, device) for rows in (40, 3))
+        assert_near(Product(weight, None)(x), exact(weight, x, None))
+
+
+def test_no_rows_give_none(device: torch.device) -> None:
+    assert Product(torch.ones(8, 16, device=device), None)(torch.ones(0, 16, device=device)).shape == (0, 8)
+
+
+def test_rows_may_lie_apart_and_columns_too(device: torch.device) -> None:
+    weight, wide = rows_of(24, 32, torch.float32, device), rows_of(32, 64, torch.float32, device)
+    for x in (wide[:, 3:35], wide[:, :7].T):
+        assert_near(Product(weight, None)(x), exact(weight, x, None))
+
+
+@pytest.mark.parametrize("num_inputs", [32, 96, 256])
+def test_groups_of_any_size_that_is_known(num_inputs: int, device: torch.device) -> None:
+    """As GPTQ and AWQ checkpoints have them: not only those that are made here."""
+    num_out, num_groups = 40, 2
+    generator = torch.Generator().manual_seed(num_inputs)
+    values = torch.randint(0, 256, (num_out, num_groups * num_inputs // 2), generator=generator, dtype=torch.uint8)
+    scales, zeros = torch.rand(2, num_out, num_groups, generator=generator).bfloat16()
+    weight = QuantizedWeight(torch.float32, values.to(device), scales.to(device), zeros.to(device))
+    assert weight.group_size == num_inputs
+    assert can_multiply(weight)
+    x = rows_of(3, num_groups * num_inputs, torch.float32, device)
+    assert_near(Product(weight, None)(x), exact(weight, x, None))
+
+
+def test_what_is_not_known_is_told() -> None:
+    assert not can_multiply(torch.ones(8, 64)[:, :32])
+    narrow = torch.ones(8, 3, dtype=torch.bfloat16)
+    assert not can_multiply(QuantizedWeight(torch.float32, torch.ones(8, 24, dtype=torch.uint8), narrow, narrow))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_row_is_multiplied_in_the_same_way_in_any_company(
+    form: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    weight, x = weight_of(form, (48, 1024), dtype, device), rows_of(SMALL_ROWS, 1024, dtype, device)
+    assert splits_for(48, 1024, SMALL_TILES[16]) > 1
+    product = Product(weight, None)
+    together = product(x)
+    x[7] = float("nan")
+    assert torch.equal(product(x)[:7], together[:7])
+    for count in (1, 2, 9):
+        assert torch.equal(product(x[8:][:count]), together[8:][:count])
+
+
+@pytest.mark.parametrize(
+    "shape", [(64, 64), (6144, 4096), (4096, 14_336), (28_672, 4096), (152_064, 896), (1, 1 << 20)]
+)
+def test_parts_cover_the_inputs_once(shape: tuple[int, int]) -> None:
+    num_out, num_in = shape
+    for tile in SMALL_TILES.values():
+        splits = splits_for(num_out, num_in, tile)
+        width = split_inputs(num_in, splits, tile)
+        assert 1 <= splits <= MAX_SPLITS
+        assert splits == 1 or num_in >= splits * MIN_SPLIT_INPUTS
+        assert width % tile.inputs == 0
+        assert width * splits >= num_in
+
+
+def test_a_matrix_of_many_outputs_is_not_cut() -> None:
+    assert splits_for(28_672, 4096, SMALL_TILES[16]) == 1
+    assert splits_for(4096, 4096, SMALL_TILES[16]) == 4
+
+
+def product_arguments(rows: torch.dtype, values: torch.dtype, scales: torch.dtype, out: torch.dtype) -> dict[str, str]:
+    integers = dict.fromkeys(("num_rows", "num_out", "num_in", "x_stride", "split_inputs"), "i32")
+    return {"x": pointer(rows), "weights": pointer(values), "scales": pointer(scales), "zeros": pointer(scales)} | {
+        "bias": pointer(rows),
+        "out": pointer(out),
+        **integers,
+    }
+
+
+def constants_of(form: int, tile: ProductTile, **others: object) -> dict[str, object]:
+    blocks = {"BLOCK_M": tile.rows, "BLOCK_N": tile.outputs, "BLOCK_K": tile.inputs}
+    group = 128 if form == INT4 else 1
+    return {"FORM": form, "HAS_BIAS": True, "GROUP": group, "IS_WHOLE": True, "PRECISION": "ieee", **blocks, **others}
+
+
+STORED = {
+    32: (PLAIN, torch.float32),
+    16: (PLAIN, None),
+    8: (SCALED, torch.int8),
+    4: (INT4, torch.uint8),
+}
+
+
+def ahead_cases() -> list[Case]:
+    module, cases = "gpu.kernels.products", []
+    wide = ("num_out", "num_in", "x_stride", "split_inputs")
+    for dtype in (torch.bfloat16, torch.float16):
+        for bits, (form, stored) in STORED.items():
+            if bits == 32 and dtype != torch.bfloat16:
+                continue
+            rows = torch.float32 if bits == 32 else dtype
+            values = stored or dtype
+            for tiles, splits in ((SMALL_TILES, 4), (SMALL_TILES, 1), (LARGE_TILES, 1)):
+                if dtype == torch.float16 and splits == 4:
+                    continue  # what it writes is float32 either way
+                tile = tiles[bits]
+                arguments = product_arguments(
+                    rows, values, rows if form == PLAIN else torch.bfloat16, torch.float32 if splits > 1 else rows
+                )
+                constants = constants_of(form, tile, SPLITS=splits)
+                cases.append(Case(f"{module}:multiply", arguments, constants, tile.num_warps, tile.num_stages, wide))
+    added = {"parts": "*fp32", "bias": "*bf16", "out": "*bf16", "num_rows": "i32", "num_out": "i32"}
+    constants = {"HAS_BIAS": True, "SPLITS": MAX_SPLITS, "BLOCK": 1024}
+    cases.append(Case(f"{module}:add_splits", added, constants, multiples_of_16=("num_out",)))
+    return cases
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Compiled]:
+    return {str(found.case): found for found in compile_ahead(ahead_cases(), tmp_path_factory.mktemp("ahead"))}
+
+
+@pytest.mark.parametrize("case", ahead_cases(), ids=str)
+def test_they_compile_for_a_device_and_keep_their_numbers_in_registers(
+    case: Case, compiled: dict[str, Compiled]
+) -> None:
+    assert_fits(compiled[str(case)])

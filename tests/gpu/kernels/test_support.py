@@ -1,0 +1,78 @@
+"""Which models and devices the kernels know, what is told where they do not serve, and who serves which device."""
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from core.config import ModelConfig
+from gpu.device import DeviceChoice
+from gpu.kernel_choice import describe_attention, describe_products, find_operators, why_no_kernels
+from gpu.kernels import support
+from gpu.kernels.operators import TritonOperators
+from gpu.operators import Operators
+from tests.gpu.kernels.test_elementwise import CONFIG
+
+CUDA = DeviceChoice(torch.device("cuda", 0), "", torch.bfloat16, "", 1, "")
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+
+def test_a_device_with_triton_is_served_by_its_kernels() -> None:
+    assert why_no_kernels(CONFIG, CUDA) is None
+    assert type(find_operators(CONFIG, CUDA)) is TritonOperators
+    assert describe_products(CONFIG, CUDA).startswith("Triton")
+
+
+@pytest.mark.parametrize(
+    ("capability", "why"), [((7, 5), "compute capability 7.5: they need 8.0"), ((8, 0), None), ((10, 0), None)]
+)
+def test_an_old_device_is_left_to_torch(
+    capability: tuple[int, int], why: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert why_no_kernels(CONFIG, CUDA) == why
+    assert (type(find_operators(CONFIG, CUDA)) is Operators) == (why is not None)
+    assert describe_products(CONFIG, CUDA) == (f"torch's: {why}" if why else "Triton's kernels or cuBLAS, as measured")
+
+
+def test_without_triton_torch_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "find_spec", lambda name: None)
+    assert why_no_kernels(CONFIG, CUDA) == "triton is not installed"
+    assert type(find_operators(CONFIG, CUDA)) is Operators
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (dataclasses.replace(CONFIG, head_dim=33), "heads of 33"),
+        (dataclasses.replace(CONFIG, head_dim=1024), "heads of 1024"),
+        (dataclasses.replace(CONFIG, hidden_size=131_072), "a width of 131,072"),
+    ],
+)
+def test_a_model_that_they_do_not_know_is_left_to_torch(config: ModelConfig, why: str) -> None:
+    assert (why_no_kernels(config, CUDA) or "").startswith(why)
+    assert type(find_operators(config, CUDA)) is Operators
+
+
+def test_a_cpu_has_its_own() -> None:
+    cpu = dataclasses.replace(CUDA, device=torch.device("cpu"), dtype=torch.float32)
+    assert "they know bfloat16 on a CPU" in (why_no_kernels(CONFIG, cpu) or "")
+    assert describe_products(CONFIG, cpu).startswith("torch's: float32 on cpu")
+    assert describe_attention(CONFIG, cpu).startswith("torch's: float32 on cpu")
+
+
+def test_neither_triton_nor_numba_is_imported_in_vain() -> None:
+    program = (
+        "import sys, gpu.kernel_choice, gpu.runner; "
+        "print(sorted({name.split('.')[0] for name in sys.modules} & {'triton', 'numba'}))"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "[]"
