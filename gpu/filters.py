@@ -21,6 +21,8 @@ SHORTLIST = 256  # candidates sorted first; nearly always enough to decide
 SHORTLIST_GROWTH = 16
 SORTED_WHOLE = 4096  # vocabularies up to here are sorted whole: a second look would cost more
 
+WEIGHED_AT_ONCE = 1 << 20  # logits: their weights take several times their memory
+
 WEIGHT_BITS = 40  # a million tokens' weights add up to less than 2 ** 60; what is below 2 ** -40 of the largest is 0
 LEAST_POWER = -126.0  # whose weight is 0 already
 ROUNDER = 1.5 * 2**23  # added to a small float32 it rounds that to a whole number
@@ -88,7 +90,8 @@ class Filters:
         total = shares.sum(-1, keepdim=True)
         if size < vocab_size:
             whole = (has_all & is_by_mass).squeeze(1).nonzero().squeeze(1)
-            total[whole] = weigh(logits[whole], top[whole], self.slope[whole]).sum(-1, keepdim=True)
+            for some in torch.split(whole, max(1, WEIGHED_AT_ONCE // vocab_size)):
+                total[some] = weigh(logits[some], top[some], self.slope[some]).sum(-1, keepdim=True)
         is_kept = shares.cumsum(-1) - shares < needed_of(total, self.top_p)
         last = (is_kept.sum(-1, keepdim=True) - 1).clamp_(min=0)  # what is kept is a prefix
         limit_p = ordered.gather(1, last).masked_fill(~is_by_mass, float("-inf"))

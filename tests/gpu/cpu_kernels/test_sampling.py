@@ -13,6 +13,7 @@ from core.types import SamplingParams
 from gpu.noise import gumbel_noise
 from gpu.sampler import Sampler, SamplerChoice
 from tests.gpu.filter_cases import FilterCase, filter_cases
+from tests.gpu.test_sampler import assert_distributed_as
 
 pytest.importorskip("numba", reason="needs numba: pip install 'steploop[cpu]'")
 
@@ -78,6 +79,18 @@ def test_seen_tokens_and_their_list_grow_alike() -> None:
     assert torch.equal(seen, wanted)
     num_known = by_kernel._asked.addresses[0, sampling._NUM_KNOWN]
     assert sorted(by_kernel._asked.known_ids[0][:num_known].tolist()) == seen[0].nonzero().flatten().tolist()
+
+
+@pytest.mark.parametrize("fields", [{"temperature": 0.7}, {"top_k": 20, "top_p": 0.95, "min_p": 0.05}], ids=str)
+def test_tokens_are_drawn_in_proportion(fields: dict[str, Any]) -> None:
+    """8,000 positions of one seed, against the softmax of what is kept."""
+    logits = torch.randn(1, 60, generator=torch.Generator().manual_seed(5)) * 2
+    sampler = make_sampler((fields,), 60, uses_kernel=True)
+    drawn = sampler.sample(logits.expand(8_000, -1), np.zeros(8_000, dtype=np.int64), np.arange(5, 8_005)).token_ids
+    case = FilterCase(tuple(logits[0].tolist()), **fields)
+    kept = logits[0] >= case.filters.lowest_kept(logits)[0]
+    probs = (logits[0] / case.temperature).masked_fill(~kept, float("-inf")).softmax(-1)
+    assert_distributed_as(torch.bincount(drawn, minlength=60), probs)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
