@@ -17,10 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.results import RESULTS_DIR, Cell, Table, command_line, print_tables, write_result
-from gpu.device import DTYPES, num_physical_cores
+from gpu.device import DTYPES, MIN_PROBE_BYTES, last_level_cache_bytes, num_physical_cores, probe_bytes
 from gpu.linear import can_pack
 
-READ_BYTES = 256 * 1024**2  # beyond the last-level cache
 PRODUCTS = (  # rows, in, out
     (256, 896, 9728),
     (512, 896, 9728),
@@ -31,6 +30,7 @@ PRODUCTS = (  # rows, in, out
 )
 ROW_PRODUCT = (896, 9728)  # in, out: the form in which a decode step reads
 SECONDS_EACH = 0.4
+MIB = 1024**2
 MIN_ROUNDS = 3
 QUICK_SECONDS_EACH = 0.0
 
@@ -66,6 +66,8 @@ class Limits(msgspec.Struct, frozen=True):
     dtype: str
     ceilings: tuple[Ceiling, ...]
     probes: tuple[Probe, ...]
+    read_size_bytes: int = 0  # what a probe of kind "read" reads, beyond the last-level cache
+    cache_bytes: int = 0  # of that cache, as the kernel tells it; neighbours may share it
 
     @property
     def read_bytes_per_s(self) -> float:
@@ -91,11 +93,13 @@ def measure_limits(
     before = torch.get_num_threads()
     try:
         products, seconds = (PRODUCTS[:1], QUICK_SECONDS_EACH) if is_quick else (PRODUCTS, SECONDS_EACH)
-        probes = tuple(_probes(threads, dtype, products, seconds))
+        size_bytes = MIN_PROBE_BYTES if is_quick else probe_bytes(torch.device("cpu"))
+        probes = tuple(_probes(threads, dtype, products, seconds, size_bytes))
     finally:
         torch.set_num_threads(before)
     name = str(dtype).removeprefix("torch.")
-    return Limits(name, tuple(best_of(probes, num_threads) for num_threads in threads), probes)
+    ceilings = tuple(best_of(probes, num_threads) for num_threads in threads)
+    return Limits(name, ceilings, probes, size_bytes, last_level_cache_bytes())
 
 
 def best_of(probes: Sequence[Probe], num_threads: int) -> Ceiling:
@@ -111,36 +115,42 @@ def best_of(probes: Sequence[Probe], num_threads: int) -> Ceiling:
 
 
 def _probes(
-    threads: Sequence[int], dtype: torch.dtype, products: Sequence[tuple[int, int, int]], seconds: float
+    threads: Sequence[int],
+    dtype: torch.dtype,
+    products: Sequence[tuple[int, int, int]],
+    seconds: float,
+    size_bytes: int,
 ) -> Iterator[Probe]:
     with torch.inference_mode():
-        for kind, form, amount, run in _forms(dtype, products):
+        for kind, form, amount, run in _forms(dtype, products, size_bytes):
             for num_threads in threads:
                 torch.set_num_threads(num_threads)
                 yield Probe(num_threads, kind, form, amount / _best_s(run, seconds))
 
 
-def _forms(dtype: torch.dtype, products: Sequence[tuple[int, int, int]]) -> Iterator[tuple[str, str, float, Measured]]:
+def _forms(
+    dtype: torch.dtype, products: Sequence[tuple[int, int, int]], size_bytes: int
+) -> Iterator[tuple[str, str, float, Measured]]:
     """(kind, name, bytes or operations of one run, the run); one form's memory at a time."""
-    yield from _sums()
-    yield from _row_products(dtype)
+    yield from _sums(size_bytes)
+    yield from _row_products(dtype, size_bytes)
     for rows, width, height in products:
         x, weight = torch.randn(rows, width).to(dtype), torch.randn(height, width).to(dtype)
         for form, product in _products(weight, rows):
             yield "product", f"{rows} x {width} x {height}, {form}", 2.0 * rows * width * height, _bound(product, x)
 
 
-def _sums() -> Iterator[tuple[str, str, float, Measured]]:
-    numbers = torch.ones(READ_BYTES // 4)
-    yield "read", "sum of float32", READ_BYTES, numbers.sum
-    yield "read", "dot product of float32 with itself", READ_BYTES, lambda: torch.dot(numbers, numbers)
-    yield "read", "sum of int64", READ_BYTES, numbers.view(torch.int64).sum
+def _sums(size_bytes: int) -> Iterator[tuple[str, str, float, Measured]]:
+    numbers = torch.ones(size_bytes // 4)
+    yield "read", "sum of float32", size_bytes, numbers.sum
+    yield "read", "dot product of float32 with itself", size_bytes, lambda: torch.dot(numbers, numbers)
+    yield "read", "sum of int64", size_bytes, numbers.view(torch.int64).sum
 
 
-def _row_products(dtype: torch.dtype) -> Iterator[tuple[str, str, float, Measured]]:
-    """One row times as many different weights as fill READ_BYTES."""
+def _row_products(dtype: torch.dtype, size_bytes: int) -> Iterator[tuple[str, str, float, Measured]]:
+    """One row times as many different weights as fill so many bytes."""
     width, height = ROW_PRODUCT
-    num_weights = READ_BYTES // (width * height * dtype.itemsize)
+    num_weights = size_bytes // (width * height * dtype.itemsize)
     x = torch.randn(1, width).to(dtype)
     weight = torch.randn(height, width).to(dtype)
     by_form: dict[str, list[Measured]] = {}
@@ -195,9 +205,14 @@ def limit_tables(limits: Limits, has_probes: bool = True) -> list[Table]:
             for c in limits.ceilings
         ),
     )
+    sizes = Table(
+        "Read by a probe",
+        ("last-level cache MiB", "MiB"),
+        ((limits.cache_bytes // MIB, limits.read_size_bytes // MIB),),
+    )
     if not has_probes:
         return [ceilings]
-    return [ceilings, _probe_table(limits, "read", "GB/s"), _probe_table(limits, "product", "GFLOP/s")]
+    return [ceilings, sizes, _probe_table(limits, "read", "GB/s"), _probe_table(limits, "product", "GFLOP/s")]
 
 
 def _probe_table(limits: Limits, kind: str, unit: str) -> Table:

@@ -28,7 +28,7 @@ from bench.measures import Distribution
 from bench.prompts import DEFAULT_PROMPT
 from bench.results import RESULTS_DIR, Table, command_line, print_tables, write_result
 from core.errors import ExitCode
-from server.commands.command_line import CommandParser
+from server.commands.command_names import CommandParser
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 

@@ -14,7 +14,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, TypeVar
 
@@ -37,6 +37,7 @@ START_TIMEOUT_S = 300.0
 REQUEST_TIMEOUT_S = 900.0
 ARRIVAL_SHARE = 0.7  # of the rate that a closed loop reached
 SHOWN_LOG_CHARS = 2_000
+CLOSED, BURSTS, LONG, LEAVE = PARTS = ("closed", "bursts", "long", "leave")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +92,9 @@ class Answers(msgspec.Struct, frozen=True, kw_only=True):
 class PeerBench:
     """One server under all loads."""
 
-    def __init__(self, server: PeerServer, load: Load, log: IO[bytes]) -> None:
+    def __init__(self, server: PeerServer, load: Load, log: IO[bytes], parts: Sequence[str] = PARTS) -> None:
         self._server = server
+        self._parts = parts
         self._load = load
         self._log = log
         self._seed = 0
@@ -101,18 +103,18 @@ class PeerBench:
 
     def measure(self) -> Answers:
         """Every part, in turn; a part that fails is written down, and the others go on, if the server starts at all."""
-        closed = self._part("closed loops", self._closed_loops) or {}
+        closed = self._part(CLOSED, "closed loops", self._closed_loops) or {}
         eight = closed.get(self._load.num_burst)
         return Answers(
             closed=closed,
-            bursts=self._part("bursts", lambda port: self._bursts(port, eight)),
-            stalled=self._part("streams beside a long prompt", self._stall),
-            abandoned=self._part("a client that leaves", self._abandon),
+            bursts=self._part(BURSTS, "bursts", lambda port: self._bursts(port, eight)),
+            stalled=self._part(LONG, "streams beside a long prompt", self._stall),
+            abandoned=self._part(LEAVE, "a client that leaves", self._abandon),
             failures=tuple(self._failures),
         )
 
-    def _part(self, name: str, measure: Callable[[int], T]) -> T | None:
-        if not self._starts:
+    def _part(self, part: str, name: str, measure: Callable[[int], T]) -> T | None:
+        if not self._starts or part not in self._parts:
             return None
         print(f"{self._server.name}: {name}", file=sys.stderr)
         try:
@@ -204,7 +206,8 @@ class PeerBench:
 
 def result_tables(answers: dict[str, Answers], load: Load, work: ModelWork, speed: Speed) -> list[Table]:
     """Throughput, bursts, and who is in whose way."""
-    return [_closed_table(answers, load, work, speed), _burst_table(answers, load), _mixed_table(answers, load)]
+    tables = [_closed_table(answers, load, work, speed), _burst_table(answers, load), _mixed_table(answers, load)]
+    return [table for table in tables if any(cell is not None for row in table.rows for cell in row[1:])]
 
 
 def _closed_table(answers: dict[str, Answers], load: Load, work: ModelWork, speed: Speed) -> Table:
@@ -266,6 +269,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="of bench.make_model")
     parser.add_argument("--servers", nargs="+", choices=SERVERS, default=SERVERS)
     parser.add_argument("--threads", type=int, metavar="N", help="of each server (default: its own choice)")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="of the load (default: all)")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=Load().rounds,
+        metavar="N",
+        help="requests of each client in a closed loop (default: %(default)s)",
+    )
     parser.add_argument("--quick", action="store_true", help="see that it works; writes nothing unless --json")
     parser.add_argument("--json", type=Path, metavar="FILE", help="default: bench/results/peers-MODEL.json")
     return parser
@@ -282,7 +293,7 @@ def _measure_all(arguments: argparse.Namespace, load: Load) -> tuple[dict[str, A
                 print(f"{name} is left out: {server.reason}", file=sys.stderr)
                 continue
             with (Path(scratch) / "log").open("wb") as log:
-                answers[name] = PeerBench(server, load, log).measure()
+                answers[name] = PeerBench(server, load, log, arguments.parts).measure()
     return answers, missing
 
 
@@ -290,7 +301,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, show, write. Returns the exit code: 1 when a part failed, 2 when the model cannot be read."""
     argv = sys.argv[1:] if argv is None else argv
     arguments = _parser().parse_args(argv)
-    load = QUICK if arguments.quick else Load()
+    load = QUICK if arguments.quick else replace(Load(), rounds=arguments.rounds)
     try:
         work = work_of(arguments.model)
         limits = measure_limits(is_quick=arguments.quick)

@@ -21,7 +21,7 @@ from core.rope_config import parse_rope
 
 BLOCK_SIZE = 16  # tokens per KV block
 INTER_TOKEN_TARGET = 1.6  # of EngineConfig
-QUANTIZE_SCHEMES = ("int8", "int4")
+QUANTIZE_SCHEMES = ("int8", "fp8", "int4")
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 
 # Fields that change the output, and the values under which they do not.
@@ -47,7 +47,7 @@ class EngineConfig:
         max_batch_tokens: computed in one step.
         max_sequences: that run at once.
         threads: compute threads on a CPU.
-        quantize: the layers' matrices to "int8" or "int4" while they load; None: as they are.
+        quantize: the layers' matrices to one of QUANTIZE_SCHEMES while they load; None: as they are.
         quantize_cache_bytes: how much of what was quantised is kept on disk; 0: nothing.
         has_prefix_cache: requests use the keys and values that earlier ones have left.
         inter_token_target: how many times what its decodes alone would take a step with prompts in it may take, by

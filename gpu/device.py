@@ -5,6 +5,7 @@ The only place that sets torch's thread count. Each choice comes with its reason
 
 import os
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +21,9 @@ CPU_INFO = Path("/proc/cpuinfo")
 CPU_TOPOLOGY = Path("/sys/devices/system/cpu")
 MEMORY_INFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
-PROBE_BYTES = 256 * 1024**2  # beyond the last-level cache
+MIN_PROBE_BYTES = 256 * 1024**2  # on a GPU, and where the cache's size is not told
+PROBE_CACHES = 2  # a probe's size in last-level caches: of one, read in order again and again, little would be found
+PROBE_MEMORY_SHARE = 8  # of what is free, a probe takes at most one part of so many
 PROBE_ROUNDS = 3
 
 
@@ -136,6 +139,24 @@ def _siblings(cpu: int) -> str:
         return str(cpu)
 
 
+def last_level_cache_bytes() -> int:
+    """Of the first CPU's largest cache, which neighbours on the machine may share; 0 where the kernel does not tell."""
+    sizes = [0]
+    for path in (CPU_TOPOLOGY / "cpu0" / "cache").glob("index*/size"):
+        with suppress(OSError, ValueError):
+            sizes.append(int(path.read_text().strip().removesuffix("K")) * 1024)  # sysfs-devices-system-cpu: in KiB
+    return max(sizes)
+
+
+def probe_bytes(device: torch.device) -> int:
+    """How much to read so that it comes from memory, and not from a cache; whole MiB, within what is free."""
+    wanted = MIN_PROBE_BYTES
+    if device.type == "cpu":
+        wanted = max(wanted, PROBE_CACHES * last_level_cache_bytes())
+    room = free_memory_bytes(device) // PROBE_MEMORY_SHARE
+    return max(1, min(wanted, room) // 1024**2) * 1024**2
+
+
 def free_memory_bytes(device: torch.device) -> int:
     """What can still be allocated: on CUDA as the driver says, on a CPU also within the control group's limit."""
     if device.type == "cuda":
@@ -165,11 +186,12 @@ def _cgroup_room_bytes() -> int:
 
 
 def measure_bandwidth(device: torch.device) -> float:
-    """Bytes per second that this device reads from its memory, the best of a few rounds: about 0.1 s on a CPU.
+    """Bytes per second that this device reads from its memory, the best of a few rounds: 0.1 to 1 s on a CPU.
 
     Sums float32, as decode reads weights: once, in order.
     """
-    values = torch.ones(PROBE_BYTES // 4, device=device)
+    size_bytes = probe_bytes(device)
+    values = torch.ones(size_bytes // 4, device=device)
     best_s = float("inf")
     for _ in range(PROBE_ROUNDS):
         _synchronize(device)
@@ -177,7 +199,7 @@ def measure_bandwidth(device: torch.device) -> float:
         values.sum()
         _synchronize(device)
         best_s = min(best_s, time.perf_counter() - started_s)
-    return PROBE_BYTES / best_s
+    return size_bytes / best_s
 
 
 def _synchronize(device: torch.device) -> None:

@@ -39,11 +39,7 @@ def describe_attention(config: ModelConfig, choice: DeviceChoice) -> str:
 
 def describe_products(config: ModelConfig, choice: DeviceChoice) -> str:
     """What multiplies with the layers' matrices, and computes all that lies between them."""
-    why = why_no_kernels(config, choice)
-    if why is not None:
-        return f"torch's: {why}"
-    return (
-        "Triton's kernels or cuBLAS, as measured"
-        if choice.device.type == "cuda"
-        else "numba's kernel or oneDNN, as measured"
-    )
+    if choice.device.type == "cuda":
+        why = cuda.why_no_kernels(config, choice)
+        return "Triton's kernels or cuBLAS, as measured" if why is None else f"torch's: {why}"
+    return cpu.describe_products(config, choice)

@@ -58,7 +58,8 @@ def choose_measured(
     """As asked; for a large model as measured, now or earlier; or as is usual.
 
     Args:
-        product, sampler: are set; None: there is no kernel for products, or that draws.
+        product: is set, where it is open; None: there is no kernel for products.
+        sampler: is set; None: there is no kernel that draws.
     """
     if isinstance(product, DeviceProducts):
         if config.num_parameters >= MIN_PARAMETERS:
@@ -69,7 +70,7 @@ def choose_measured(
     if config.num_parameters < MIN_PARAMETERS:
         uses_kernel = None if product is None else product.uses_kernel
         return Measured(_unmeasured(choice), uses_kernel, None if sampler is None else sampler.uses_kernel)
-    machine, shape = _machine(choice), _shape(config, choice, product is not None, sampler is not None)
+    machine, shape = _machine(choice), _shape(config, choice, product, sampler is not None)
     known = read_measured(cache_file())
     found = known.get(machine, {}).get(shape)
     if found is None:
@@ -80,7 +81,7 @@ def choose_measured(
         known.setdefault(machine, {})[shape] = found
         if load_average() <= choice.threads:
             _write_measured(cache_file(), known)
-    if product is not None and found.uses_kernel is not None:
+    if product is not None and product.is_open and found.uses_kernel is not None:
         product.uses_kernel = found.uses_kernel
     if sampler is not None and found.draws_by_kernel is not None:
         sampler.uses_kernel = found.draws_by_kernel
@@ -95,7 +96,10 @@ def _unmeasured(choice: DeviceChoice) -> StepThreads:
 
 def _measure(choice: DeviceChoice, probes: Sequence[Probe], product: ProductChoice | None) -> Measured:
     """The products first: the threads depend on them."""
-    uses_kernel = None if product is None else measure_products(probes, choice.threads, choice.dtype, product)
+    uses_kernel = None
+    if product is not None:
+        is_open = product.is_open
+        uses_kernel = measure_products(probes, choice.threads, choice.dtype, product) if is_open else True
     if choice.are_threads_asked or choice.threads == 1:
         return Measured(StepThreads(((1, choice.threads),)), uses_kernel)
     return Measured(measure_threads(probes, choice.threads, choice.dtype), uses_kernel)
@@ -200,8 +204,8 @@ def _machine(choice: DeviceChoice) -> str:
     return f"{cpu_model()}, {threads}, torch {torch.__version__}"
 
 
-def _shape(config: ModelConfig, choice: DeviceChoice, has_kernel: bool, has_sampler: bool) -> str:
+def _shape(config: ModelConfig, choice: DeviceChoice, product: ProductChoice | None, has_sampler: bool) -> str:
     mlp = f"{config.intermediate_size}" if config.experts is None else f"{config.experts.num_experts} experts"
-    kernel = ", numba" if has_kernel else ""
+    kernel = "" if product is None else ", numba" if product.is_open else ", numba alone"
     drawn = f", of {config.vocab_size:,} tokens" if has_sampler else ""
     return f"{config.hidden_size} x {mlp}, {config.query_size} + {config.kv_size}, {choice.dtype_name}{kernel}{drawn}"

@@ -19,7 +19,7 @@ from gpu.device import DeviceChoice, choose_device, free_memory_bytes
 from gpu.kv_cache import bytes_per_block, bytes_per_token, num_blocks_for, num_blocks_within
 from gpu.linear import can_pack
 from gpu.quantize import can_quantize, floats, operator_group_size, stored_bytes
-from gpu.quantized_linear import SLAB_BYTES
+from gpu.quantized_linear import DEVICE_SLAB_BYTES, SLAB_BYTES
 from gpu.scores import MAX_SCORES
 from gpu.tied_head import can_gather
 from gpu.weights import check_checkpoint, empty_weights, keeps_packed, matrices
@@ -85,9 +85,9 @@ def plan_memory(
     """Divide free_bytes: weights first, then the largest step, then as much KV as is useful; see estimate."""
     max_model_len = _max_model_len(model, engine)
     weights_bytes = weights_size_bytes(model, device.dtype, engine.quantize, device.device)
-    activation_bytes = _activation_bytes(model, engine, max_model_len, device.dtype)
+    activation_bytes = _activation_bytes(model, engine, max_model_len, device)
     shared_bytes = engine.kv_offload_bytes * _is_shared(device)
-    asked = _Asked(model, engine, max_model_len, device.dtype, free_bytes, weights_bytes + shared_bytes)
+    asked = _Asked(model, engine, max_model_len, device, free_bytes, weights_bytes + shared_bytes)
     if asked.kv_room_bytes <= 0:
         beside = f" beside --kv-offload-memory of {_size(shared_bytes)}" if shared_bytes else ""
         raise NotEnoughMemory(
@@ -144,7 +144,7 @@ def memory_needed(model: ModelConfig, engine: EngineConfig, device: DeviceChoice
     """
     max_model_len = _max_model_len(model, engine)
     kv_bytes = (num_blocks_for(max_model_len) + 1) * bytes_per_block(model, device.dtype)
-    activation_bytes = _activation_bytes(model, engine, max_model_len, device.dtype)
+    activation_bytes = _activation_bytes(model, engine, max_model_len, device)
     weights_bytes = weights_size_bytes(model, device.dtype, engine.quantize, device.device)
     return weights_bytes + activation_bytes + kv_bytes + engine.kv_offload_bytes * _is_shared(device)
 
@@ -200,20 +200,20 @@ class _Asked:
     model: ModelConfig
     engine: EngineConfig
     max_model_len: int
-    dtype: torch.dtype
+    device: DeviceChoice
     free_bytes: int
     taken_bytes: int
 
     @property
     def kv_room_bytes(self) -> int:
         """Beside what is taken and the largest step; may be negative."""
-        activation_bytes = _activation_bytes(self.model, self.engine, self.max_model_len, self.dtype)
+        activation_bytes = _activation_bytes(self.model, self.engine, self.max_model_len, self.device)
         return self.free_bytes - self.taken_bytes - activation_bytes
 
     @property
     def least_kv_bytes(self) -> int:
         """One sequence's, with the scratch block."""
-        return (num_blocks_for(self.max_model_len) + 1) * bytes_per_block(self.model, self.dtype)
+        return (num_blocks_for(self.max_model_len) + 1) * bytes_per_block(self.model, self.device.dtype)
 
     @property
     def fits(self) -> bool:
@@ -240,8 +240,8 @@ def _num_blocks(asked: _Asked) -> int:
         raise _kv_does_not_fit(asked)
     one_sequence = num_blocks_for(asked.max_model_len)
     if asked.engine.kv_memory_bytes is not None:
-        return num_blocks_within(asked.engine.kv_memory_bytes, asked.model, asked.dtype)
-    half = num_blocks_within(asked.kv_room_bytes // 2, asked.model, asked.dtype)
+        return num_blocks_within(asked.engine.kv_memory_bytes, asked.model, asked.device.dtype)
+    half = num_blocks_within(asked.kv_room_bytes // 2, asked.model, asked.device.dtype)
     return min(asked.engine.max_sequences * one_sequence, max(half, one_sequence))
 
 
@@ -261,7 +261,7 @@ def _kv_does_not_fit(asked: _Asked) -> NotEnoughMemory:
 def _ways_out(asked: _Asked) -> str:
     """Settings that fit, each tried: with a margin, unless only what needs all that is free now fits at all."""
     ways = _settings_that_fit(asked.with_margin()) or _settings_that_fit(asked)
-    return ", or ".join(ways) or _smaller(asked.engine, asked.dtype)
+    return ", or ".join(ways) or _smaller(asked.engine, asked.device.dtype)
 
 
 def _settings_that_fit(asked: _Asked) -> list[str]:
@@ -312,8 +312,9 @@ def _kv_memory(asked: _Asked) -> int:
     return min(max(given, least), most) if least <= most else 0
 
 
-def _activation_bytes(model: ModelConfig, engine: EngineConfig, max_model_len: int, dtype: torch.dtype) -> int:
+def _activation_bytes(model: ModelConfig, engine: EngineConfig, max_model_len: int, device: DeviceChoice) -> int:
     """An upper bound: one layer's tensors of a full batch, the widest gather of keys and values, logits and noise."""
+    dtype = device.dtype
     widths = 4 * model.hidden_size + 4 * model.query_size + 6 * model.kv_size + 3 * model.intermediate_size
     one_layer = engine.max_batch_tokens * widths * dtype.itemsize
     masks = len(model.windows) + (model.windows != (None,))  # one per window, and one while a windowed one is made
@@ -324,7 +325,8 @@ def _activation_bytes(model: ModelConfig, engine: EngineConfig, max_model_len: i
     logits = engine.max_sequences * model.vocab_size * 4 * 4  # float32: raw, adjusted, scaled, noise
     is_written_out = model.attention_cap is not None or model.has_sinks
     written_out = 3 * 4 * MAX_SCORES * is_written_out  # float32: products, and two steps on
-    slabs = 4 * SLAB_BYTES if engine.quantize or model.packed else 0  # a part of a weight: bits, integers, floats
+    slab_bytes = SLAB_BYTES if device.device.type == "cpu" else DEVICE_SLAB_BYTES
+    slabs = 4 * slab_bytes if engine.quantize or model.packed else 0  # a part of a weight: bits, integers, floats
     return one_layer + mask + gathered + logits + written_out + slabs + _expert_activation_bytes(model, engine, dtype)
 
 

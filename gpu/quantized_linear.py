@@ -21,7 +21,7 @@ from gpu.quantize import BLOCK_ROWS, MIDDLE_INT4, OPERATOR_GROUPS, QuantizedWeig
 INT4_ROWS = 32  # beyond so many, slabs are faster
 INT8_ROWS = 5
 SLAB_BYTES = 2**21  # of a dequantised part of the weight: what the second-level cache holds
-DEVICE_SLAB_BYTES = 2**28  # likewise on a device: whole matrices, as each part costs launches
+DEVICE_SLAB_BYTES = 2**26  # likewise on a device, where each part costs launches
 HALF_BLOCK = BLOCK_ROWS // 2
 LOW_HALVES = 0x0F0F0F0F0F0F0F0F  # of eight bytes
 
@@ -46,8 +46,8 @@ class SlabLinear:
         return result if self._bias is None else result.add_(self._bias)
 
     def _product(self, x: Tensor, weight: QuantizedWeight) -> Tensor:
-        """int8's scales are of outputs, and its integers exact in any format: scaling the result saves a pass."""
-        if weight.zeros is None and x.dtype != torch.float16:  # where sums of integers would be too large
+        """Scales of outputs, and numbers that are exact in any format: scaling the result saves a pass."""
+        if weight.zeros is None and x.dtype != torch.float16:  # where unscaled sums would be too large
             return F.linear(x, weight.values.to(x.dtype)).mul_(weight.scales.to(x.dtype).T)
         return F.linear(x, dequantize(weight, x.dtype))
 
@@ -132,7 +132,7 @@ def _pack(values: Tensor) -> Tensor:
 def make_quantized_linear(weight: QuantizedWeight, bias: Tensor | None) -> SlabLinear | Int8Linear | Int4Linear:
     """A product with weight [out, in], plus bias [out] or None."""
     if weight.values.device.type == "cpu":
-        if weight.zeros is None and has_int8_operator(weight.dtype):
+        if weight.values.dtype == torch.int8 and has_int8_operator(weight.dtype):
             return Int8Linear(weight, bias)
         if weight.zeros is not None and weight.group_size in OPERATOR_GROUPS and has_int4_operator(weight.dtype):
             return Int4Linear(weight, bias)

@@ -20,7 +20,7 @@ from core.types import SamplingParams, TokenLogprobs
 from gpu.batch import BatchBuilder, DeviceBatch
 from gpu.checkpoint import Checkpoint, Progress, open_checkpoint
 from gpu.code_pages import drop_code_pages
-from gpu.device import apply_threads, choose_device, free_memory_bytes
+from gpu.device import apply_threads, choose_device, free_memory_bytes, last_level_cache_bytes
 from gpu.kernel_choice import find_operators
 from gpu.kv_cache import KVCache, bytes_per_block
 from gpu.kv_offload import CopyTicket, KVOffload, open_offload
@@ -35,7 +35,8 @@ from gpu.weights import MatrixForm, ModelWeights, keeps_packed, load_weights
 
 NOT_FINITE = "The model computed values that are not finite numbers."
 WARM_UP_TOKENS = 8
-PROBE_BYTES = 80 * 1024**2  # of weights: more than a last-level cache keeps from one round to the next
+# Of weights: what a last-level cache does not keep from one round to the next, but not more than is read in 0.1 s.
+MIN_PROBE_BYTES, MAX_PROBE_BYTES = 80 * 1024**2, 512 * 1024**2
 
 
 @dataclass(slots=True)
@@ -74,7 +75,7 @@ class ModelRunner:
             self._cache = KVCache(config, memory.num_blocks, dtype, device)
             sampler = find_sampler(config, memory.device)  # compiles or loads a kernel
             self._sampler = Sampler(engine.max_sequences, config.vocab_size, device, sampler)
-            probes = self._model.probes(PROBE_BYTES)
+            probes = self._model.probes(min(max(MIN_PROBE_BYTES, 2 * last_level_cache_bytes()), MAX_PROBE_BYTES))
             self.measured = choose_measured(config, memory.device, probes, operators.product_choice, sampler)
         self.limits = RunnerLimits(
             num_blocks=memory.num_blocks,

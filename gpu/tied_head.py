@@ -29,7 +29,7 @@ def make_tied(embedding: Tensor, product: MakeProduct | None) -> tuple[Embed, Li
     if product is None:
         return _plain(embedding), make_linear(embedding, None, None)
     packed = pack(embedding)
-    rows = PackedRows(packed, embedding.shape) if can_gather(embedding.shape) else None
+    rows = PackedRows(packed, embedding.shape) if is_whole(packed, embedding.shape) else None
     is_same = rows is not None and all(
         torch.equal(
             rows(torch.arange(first, min(first + CHECKED_ROWS, len(embedding)))), embedding[first:][:CHECKED_ROWS]
@@ -40,14 +40,18 @@ def make_tied(embedding: Tensor, product: MakeProduct | None) -> tuple[Embed, Li
 
 
 def can_gather(shape: torch.Size | tuple[int, ...]) -> bool:
-    """Whether a packed matrix [out, in] has no padding: rows can be found in it then."""
+    """Whether a matrix [out, in] can be packed without padding: rows may be found in it then."""
     return shape[0] % BLOCK_OUTPUTS == 0 and shape[1] % BLOCK_OUTPUTS == 0
 
 
+def is_whole(packed: Tensor, shape: torch.Size) -> bool:
+    """Whether a packed matrix of a shape has no padding, and may lie as blocks_of has it: oneDNN does as it likes."""
+    return can_gather(shape) and torch.ops.mkldnn._nbytes(packed) == shape.numel() * 2
+
+
 def blocks_of(packed: Tensor, shape: torch.Size) -> Tensor:
-    """A packed matrix's memory, [out / 64, in / 2, 64, 2], of a shape that can_gather; the matrix must outlive it."""
+    """The memory of a packed matrix that is_whole, as [out / 64, in / 2, 64, 2]; the matrix must outlive it."""
     size_bytes = shape.numel() * 2
-    assert torch.ops.mkldnn._nbytes(packed) == size_bytes
     memory = (ctypes.c_uint8 * size_bytes).from_address(torch.ops.mkldnn.data_ptr(packed))
     return torch.frombuffer(memory, dtype=torch.bfloat16).view(
         shape[0] // BLOCK_OUTPUTS, shape[1] // 2, BLOCK_OUTPUTS, 2
@@ -55,7 +59,7 @@ def blocks_of(packed: Tensor, shape: torch.Size) -> Tensor:
 
 
 class PackedRows:
-    """Rows of a prepacked matrix. shape: (out, in), as can_gather wants."""
+    """Rows of a prepacked matrix that is_whole. shape: (out, in)."""
 
     def __init__(self, packed: Tensor, shape: torch.Size) -> None:
         self._packed = packed  # owns the memory

@@ -1,6 +1,6 @@
 """The `steploop` command: what was typed → what runs. With __main__.py the wiring: gpu's facts for doctor and models.
 
-Everything heavy is imported by the command that needs it: --help and --version load neither torch nor rich.
+Everything heavy is imported by the command that needs it: --help and --version load no settings, nor torch nor rich.
 Thread: main.
 """
 
@@ -12,23 +12,20 @@ import threading
 import traceback
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from core.config import EngineConfig
 from core.errors import DeviceUnavailable, ExitCode, StartupError
 from server.__main__ import INTERRUPTED, run_process
-from server.commands.command_line import COMMANDS, build_parsers, flags_given, refuse_unknown
-from server.config import ServerConfig
-from server.config_sources import load_config
-from server.values import BadValueError, did_you_mean, format_size
+from server.commands.command_names import ANSWERED_AT_ONCE, COMMANDS, name_commands
 
 if TYPE_CHECKING:
+    from core.config import EngineConfig
     from gpu.device import DeviceChoice
     from server.commands.chat_client import HttpChatBackend
     from server.commands.doctor import MachineFacts, PlanFacts, QualityFacts
     from server.commands.model_list import ModelFacts
+    from server.config import ServerConfig
 
 BROKEN_PIPE = 141  # as shells report SIGPIPE
 DEFAULT_QUESTION_SOURCE = "-"  # -q -: the question comes from stdin
@@ -80,10 +77,17 @@ def _run(argv: list[str]) -> int:
 
         _take_interrupts()
         return run_load_generator(argv[2:])
-    parser, by_command = build_parsers()
+    names, _ = name_commands()
     if not argv:
-        parser.print_help()
+        names.print_help()
         return ExitCode.USAGE
+    if argv[0] in ANSWERED_AT_ONCE:
+        names.parse_args(argv[:1])  # leaves by SystemExit
+    from server.commands.command_line import build_parsers, flags_given, refuse_unknown
+    from server.config_sources import load_config
+    from server.values import did_you_mean
+
+    parser, by_command = build_parsers()
     if not argv[0].startswith("-") and argv[0] not in COMMANDS:
         parser.error(f"unknown command: {argv[0]}{did_you_mean(argv[0], COMMANDS)}")
     arguments, unknown = parser.parse_known_args(argv)
@@ -96,7 +100,7 @@ def _run(argv: list[str]) -> int:
     return commands[arguments.command](arguments, config)
 
 
-def _serve(arguments: argparse.Namespace, config: ServerConfig) -> int:
+def _serve(arguments: argparse.Namespace, config: "ServerConfig") -> int:
     if arguments.estimate:
         from server.commands.doctor import plan_lines
 
@@ -106,6 +110,8 @@ def _serve(arguments: argparse.Namespace, config: ServerConfig) -> int:
 
     check_floors()
     from server.__main__ import run_server
+    from server.commands.command_line import flags_given
+    from server.config_sources import load_config
     from server.observing.logs import configure_logging
 
     configure_logging(config.log_level, config.log_format)
@@ -113,7 +119,7 @@ def _serve(arguments: argparse.Namespace, config: ServerConfig) -> int:
     return run_server(config, lambda: load_config(flags, os.environ))
 
 
-def _doctor(arguments: argparse.Namespace, config: ServerConfig) -> int:
+def _doctor(arguments: argparse.Namespace, config: "ServerConfig") -> int:
     from server.commands.doctor import (
         exit_code,
         machine_section,
@@ -134,10 +140,10 @@ def _doctor(arguments: argparse.Namespace, config: ServerConfig) -> int:
     return exit_code(sections)
 
 
-def _models(arguments: argparse.Namespace, config: ServerConfig) -> int:
+def _models(arguments: argparse.Namespace, config: "ServerConfig") -> int:
     from server.commands.hub import environment_hub
     from server.commands.model_list import find_models, print_json, print_table
-    from server.values import existing_directory
+    from server.values import BadValueError, existing_directory
 
     try:
         directories = [existing_directory(text) for text in arguments.dir]
@@ -150,7 +156,9 @@ def _models(arguments: argparse.Namespace, config: ServerConfig) -> int:
     return ExitCode.OK
 
 
-def _keys(arguments: argparse.Namespace, config: ServerConfig) -> int:
+def _keys(arguments: argparse.Namespace, config: "ServerConfig") -> int:
+    from datetime import UTC, datetime
+
     from server.commands.keys_command import create, print_keys, revoke
 
     commands = {"create": create, "list": print_keys, "revoke": revoke}
@@ -158,14 +166,16 @@ def _keys(arguments: argparse.Namespace, config: ServerConfig) -> int:
     return ExitCode.OK
 
 
-def _usage(arguments: argparse.Namespace, config: ServerConfig) -> int:
+def _usage(arguments: argparse.Namespace, config: "ServerConfig") -> int:
+    from datetime import UTC, datetime
+
     from server.commands.usage_command import print_usage
 
     print_usage(arguments, config, datetime.now(UTC))
     return ExitCode.OK
 
 
-def _chat(arguments: argparse.Namespace, config: ServerConfig) -> int:
+def _chat(arguments: argparse.Namespace, config: "ServerConfig") -> int:
     from server.__main__ import start_in_thread
     from server.banner import configured_url
     from server.commands.chat_client import HttpChatBackend, serve_and_chat
@@ -222,7 +232,7 @@ def _report(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def find_machine(config: ServerConfig) -> "MachineFacts":
+def find_machine(config: "ServerConfig") -> "MachineFacts":
     """Ask gpu what would compute; measures the memory's bandwidth (0.1 s)."""
     import torch
 
@@ -254,7 +264,7 @@ def find_machine(config: ServerConfig) -> "MachineFacts":
     )
 
 
-def describe_models(found: Sequence[tuple[str, Path | None]], config: ServerConfig) -> "list[ModelFacts]":
+def describe_models(found: Sequence[tuple[str, Path | None]], config: "ServerConfig") -> "list[ModelFacts]":
     """Ask gpu what each model is and needs; reads headers only.
 
     Args:
@@ -274,13 +284,14 @@ def describe_models(found: Sequence[tuple[str, Path | None]], config: ServerConf
     return [_described(model, engine, choice, free_bytes) for model in named]
 
 
-def _described(facts: "ModelFacts", engine: EngineConfig, choice: "DeviceChoice", free_bytes: int) -> "ModelFacts":
+def _described(facts: "ModelFacts", engine: "EngineConfig", choice: "DeviceChoice", free_bytes: int) -> "ModelFacts":
     """A model's name and path, with all that its headers say."""
     from core.config import parse_model_config
     from gpu.checkpoint import open_checkpoint
     from gpu.memory_plan import memory_needed
     from gpu.weights import check_checkpoint
     from server.commands.model_files import read_model_config
+    from server.values import format_size
 
     try:
         model = parse_model_config(read_model_config(facts.path))
@@ -302,7 +313,7 @@ def _described(facts: "ModelFacts", engine: EngineConfig, choice: "DeviceChoice"
     )
 
 
-def measure_quality(config: ServerConfig) -> "list[QualityFacts]":
+def measure_quality(config: "ServerConfig") -> "list[QualityFacts]":
     """Ask gpu what the model says of the held text: as it is, then quantised as asked, or in both ways.
 
     Raises:
@@ -337,7 +348,7 @@ def measure_quality(config: ServerConfig) -> "list[QualityFacts]":
     return found
 
 
-def find_plan(config: ServerConfig) -> "PlanFacts":
+def find_plan(config: "ServerConfig") -> "PlanFacts":
     """Ask gpu how memory would be divided; reads headers only.
 
     Raises:

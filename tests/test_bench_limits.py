@@ -42,7 +42,7 @@ PROBES = (
     Probe(2, "read", "dot", 15e9),
     Probe(2, "product", "plain", 200e9),
 )
-LIMITS = Limits("bfloat16", (best_of(PROBES, 1), best_of(PROBES, 2)), PROBES)
+LIMITS = Limits("bfloat16", (best_of(PROBES, 1), best_of(PROBES, 2)), PROBES, 960 * 1024**2, 480 * 1024**2)
 DENSE = ModelWork(body=900, head=100, experts=0, num_experts=0, num_used_experts=0, query_width=10, kv_width=4)
 CASES = Cases(prompts=(20,), batches=(1, 3), contexts=(17, 40), num_steps=3, num_repeats=1, max_tokens=60)
 
@@ -70,7 +70,8 @@ def test_a_ceiling_is_the_best_form_of_its_threads_and_the_limit_the_best_ceilin
 
 
 def test_limit_tables_have_a_column_for_each_number_of_threads() -> None:
-    ceilings, reads, products = limit_tables(LIMITS)
+    ceilings, sizes, reads, products = limit_tables(LIMITS)
+    assert sizes.rows == ((480, 960),)
     assert ceilings.rows[0] == (1, 12.0, "dot", 300.0, "plain")
     assert reads.rows == (("sum", 10.0, 20.0), ("dot", 12.0, 15.0))
     assert products.columns == ("form", "GFLOP/s, 1 thread", "GFLOP/s, 2 threads")

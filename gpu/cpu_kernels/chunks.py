@@ -9,9 +9,10 @@ import numpy as np
 from numba import njit
 
 from core.config import BLOCK_SIZE
+from gpu.cpu_kernels.blocks import GROUP_ROWS, choose_shape, multiply_group
 from gpu.cpu_kernels.emit import LANES, REGISTER_BYTES
 from gpu.cpu_kernels.exponent import exp2_to_126
-from gpu.cpu_kernels.products import BLOCK_OUTPUTS, PAIR_BYTES, SUM_ROW_BYTES, clear_sums, multiply_part
+from gpu.cpu_kernels.layout import BLOCK_OUTPUTS, PAIR_BYTES, SUM_ROW_BYTES
 from gpu.cpu_kernels.vectors import (
     add,
     clear_outside,
@@ -55,11 +56,12 @@ def num_parts_of(head_dim):
 @njit(cache=True)
 def chunk_room(head_dim, num_rows):
     """Bytes that attend_chunk works in: of (turned keys, paired values, scores, shares), whole registers each."""
+    most_rows = min(num_rows, GROUP_ROWS)
     return (
         head_dim // 2 * PAIR_BYTES,
         num_parts_of(head_dim) * CHUNK_PAIRS * PAIR_BYTES,
-        num_rows * SUM_ROW_BYTES,
-        num_rows * SHARE_ROW_BYTES,
+        most_rows * SUM_ROW_BYTES,
+        most_rows * SHARE_ROW_BYTES,
     )
 
 
@@ -112,7 +114,7 @@ def _raise_top(scores, scale, first, end, top):
 
     Args:
         scores: float32 [64], before they are multiplied by scale; those outside first..end are not seen.
-        top: see _share_chunk.
+        top: see _share_group.
     """
     s0, s1 = load_floats(scores), load_floats(scores + REGISTER_BYTES)
     s2, s3 = load_floats(scores + 2 * REGISTER_BYTES), load_floats(scores + 3 * REGISTER_BYTES)
@@ -160,33 +162,36 @@ def _rescale(sums, num_parts, part_bytes, factor):
 
 
 @njit(cache=True)
-def _share_chunk(scores, shares, sums, tops, scale, place, num_tokens, per_kv, window, num_parts):
-    """All rows' scores to shares, and what was summed before rescaled.
+def _share_group(scores, shares, sums, tops, scale, place, rows, per_kv, window, num_parts, part_bytes):
+    """Some rows' scores to shares, and what was summed before rescaled.
 
     First all the largest scores, then all the shares: a row's own is a chain of which each step waits for the last,
     and rows that do little each overlap.
 
     Args:
+        scores, shares: of these rows.
+        sums, tops: of all rows. tops: float32 [rows, 2, 16]: the largest score so far, times scale, in every lane; sums
+            of shares, of each lane.
         place: see attend_chunk.
-        tops: float32 [rows, 2, 16]: the largest score so far, times scale, in every lane; sums of shares, of each lane.
+        rows: first and end.
+        part_bytes: of all rows' sums of 64 dimensions.
     """
-    part_bytes = num_tokens * per_kv * SUM_ROW_BYTES
-    for token in range(num_tokens):
-        end = place[1] + token + 1 - place[0]
-        if end > 0 and end - window < CHUNK_TOKENS:
-            for row in range(token * per_kv, (token + 1) * per_kv):
-                top, of_row = tops + row * TOP_ROW_BYTES, scores + row * SUM_ROW_BYTES
-                factor = _raise_top(of_row, scale, end - window, end, top)
-                if first_lane(factor) != ONE:
-                    _rescale(sums + row * SUM_ROW_BYTES, num_parts, part_bytes, factor)
-    for token in range(num_tokens):
-        end = place[1] + token + 1 - place[0]
-        if end <= 0 or end - window >= CHUNK_TOKENS:  # it sees nothing here
-            _clear(shares + token * per_kv * SHARE_ROW_BYTES, per_kv * SHARE_ROW_BYTES)
+    first, end = rows
+    seen = place[1] + 1 - place[0]  # of the chunk, by the first token
+    for row in range(first, end):
+        of_row = seen + row // per_kv
+        if of_row > 0 and of_row - window < CHUNK_TOKENS:
+            top = tops + row * TOP_ROW_BYTES
+            factor = _raise_top(scores + (row - first) * SUM_ROW_BYTES, scale, of_row - window, of_row, top)
+            if first_lane(factor) != ONE:
+                _rescale(sums + row * SUM_ROW_BYTES, num_parts, part_bytes, factor)
+    for row in range(first, end):
+        of_row, target = seen + row // per_kv, shares + (row - first) * SHARE_ROW_BYTES
+        if of_row <= 0 or of_row - window >= CHUNK_TOKENS:  # it sees nothing here
+            _clear(target, SHARE_ROW_BYTES)
             continue
-        for row in range(token * per_kv, (token + 1) * per_kv):
-            top, of_row = tops + row * TOP_ROW_BYTES, scores + row * SUM_ROW_BYTES
-            _share_row(of_row, scale, end - window, end, top, shares + row * SHARE_ROW_BYTES)
+        source, top = scores + (row - first) * SUM_ROW_BYTES, tops + row * TOP_ROW_BYTES
+        _share_row(source, scale, of_row - window, of_row, top, target)
 
 
 @njit(cache=True)
@@ -219,7 +224,7 @@ def _fetch(source, stride, blocks, first, end, head_dim):
 
 
 @njit(cache=True)
-def attend_chunk(query, keys, values, stride, blocks, counts, place, shape, window, scale, room, sums, tops):
+def attend_chunk(query, keys, values, stride, blocks, counts, place, shape, window, scale, room, sums, tops, shapes):
     """Take a chunk's tokens into the sums of some rows of one KV head.
 
     The next chunk is asked for a block at a time, between the parts of the work: all at once it would be waited for.
@@ -231,29 +236,32 @@ def attend_chunk(query, keys, values, stride, blocks, counts, place, shape, wind
         counts: blocks of this chunk, and of the next.
         place: positions of the chunk's first token and of the rows' first token.
         shape: (tokens, per_kv, head_dim)
-        room: addresses of what chunk_room says.
-        sums: float32 [parts, rows, 64]; tops: see _share_chunk.
+        room: addresses of what chunk_room says; scores and shares are those of a group of rows.
+        sums: float32 [parts, rows, 64]; tops: see _share_group.
+        shapes: for products of so many rows: see shape_tiles.
     """
     num_tokens, per_kv, head_dim = shape
     turned, paired, scores, shares = room
     num_rows, num_parts = num_tokens * per_kv, num_parts_of(head_dim)
+    part_bytes = num_rows * SUM_ROW_BYTES
     next_blocks, num_next = blocks + 8 * CHUNK_BLOCKS, counts[1]
     _bring_keys(keys, stride, blocks, counts[0], head_dim, turned)
     _fetch(keys, stride, next_blocks, 0, min(1, num_next), head_dim)
-    clear_sums(scores, num_rows)
-    half = head_dim // 4
-    multiply_part(query, 2 * head_dim, turned, half, num_rows, scores)
-    _fetch(keys, stride, next_blocks, 1, min(2, num_next), head_dim)
-    multiply_part(query + 4 * half, 2 * head_dim, turned + half * PAIR_BYTES, half, num_rows, scores)
-    _fetch(keys, stride, next_blocks, 2, num_next, head_dim)
-    _share_chunk(scores, shares, sums, tops, scale, place, num_tokens, per_kv, window, num_parts)
-    _fetch(values, stride, next_blocks, 0, min(1, num_next), head_dim)
     _bring_values(values, stride, blocks, counts[0], head_dim, paired)
-    _fetch(values, stride, next_blocks, 1, min(2, num_next), head_dim)
-    half = CHUNK_PAIRS // 2
-    for part in range(num_parts):
-        some, into = paired + part * CHUNK_PAIRS * PAIR_BYTES, sums + part * num_rows * SUM_ROW_BYTES
-        multiply_part(shares, SHARE_ROW_BYTES, some, half, num_rows, into)
-        if part == 0:
+    _fetch(keys, stride, next_blocks, 1, min(2, num_next), head_dim)
+    for first in range(0, num_rows, GROUP_ROWS):
+        some = min(GROUP_ROWS, num_rows - first)
+        if num_rows > GROUP_ROWS and (first == 0 or some < GROUP_ROWS):
+            choose_shape(shapes, some)
+        multiply_group(query + 2 * first * head_dim, 2 * head_dim, turned, head_dim // 2, some, scores, True)
+        if first == 0:
+            _fetch(keys, stride, next_blocks, 2, num_next, head_dim)
+        rows = first, first + some
+        _share_group(scores, shares, sums, tops, scale, place, rows, per_kv, window, num_parts, part_bytes)
+        if first == 0:
+            _fetch(values, stride, next_blocks, 0, min(2, num_next), head_dim)
+        for part in range(num_parts):
+            pairs, into = paired + part * CHUNK_PAIRS * PAIR_BYTES, sums + part * part_bytes + first * SUM_ROW_BYTES
+            multiply_group(shares, SHARE_ROW_BYTES, pairs, CHUNK_PAIRS, some, into, False)
+        if first == 0:
             _fetch(values, stride, next_blocks, 2, num_next, head_dim)
-        multiply_part(shares + 4 * half, SHARE_ROW_BYTES, some + half * PAIR_BYTES, half, num_rows, into)

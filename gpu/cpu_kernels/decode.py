@@ -9,6 +9,7 @@ import numpy as np
 from numba import cfunc, njit, types
 
 from core.config import BLOCK_SIZE
+from gpu.cpu_kernels.blocks import SHAPES_BYTES, clear_sums, release_tiles, shape_tiles
 from gpu.cpu_kernels.chunks import (
     CHUNK_BLOCKS,
     CHUNK_TOKENS,
@@ -21,8 +22,7 @@ from gpu.cpu_kernels.chunks import (
     write,
 )
 from gpu.cpu_kernels.emit import REGISTER_BYTES
-from gpu.cpu_kernels.products import clear_sums
-from gpu.cpu_kernels.vectors import load_float, load_integer, take_next
+from gpu.cpu_kernels.vectors import keep, load_float, load_integer, take_next
 
 
 class Arguments(ctypes.Structure):
@@ -48,7 +48,7 @@ class Arguments(ctypes.Structure):
 
 
 @njit(cache=True)
-def _attend_piece(query, keys, values, stride, table, first, end, shape, scale, room, sums, tops):
+def _attend_piece(query, keys, values, stride, table, first, end, shape, scale, room, sums, tops, shapes):
     """One KV head of one row, chunk by chunk.
 
     Args:
@@ -56,7 +56,7 @@ def _attend_piece(query, keys, values, stride, table, first, end, shape, scale, 
         keys, values: of this KV head in the cache's first slot; stride: bytes from slot to slot.
         table: int64 [blocks]; first, end: the positions that are seen.
         shape: (per_kv, head_dim)
-        room, sums, tops: see attend_chunk.
+        room, sums, tops, shapes: see attend_chunk.
     """
     per_kv, head_dim = shape
     end_block = (end + BLOCK_SIZE - 1) // BLOCK_SIZE
@@ -78,6 +78,7 @@ def _attend_piece(query, keys, values, stride, table, first, end, shape, scale, 
             room,
             sums,
             tops,
+            shapes,
         )
 
 
@@ -92,7 +93,7 @@ def attend(arguments):
     num_kv_heads, per_kv = load_integer(arguments + 88), load_integer(arguments + 96)
     head_dim, scale = load_integer(arguments + 104), load_float(arguments + 112)
     sizes, of_sums = chunk_room(head_dim, per_kv), sums_bytes(head_dim, per_kv)
-    size = sizes[0] + sizes[1] + sizes[2] + sizes[3] + of_sums + per_kv * TOP_ROW_BYTES
+    size = sizes[0] + sizes[1] + sizes[2] + sizes[3] + of_sums + per_kv * TOP_ROW_BYTES + SHAPES_BYTES
     memory = np.empty(size + REGISTER_BYTES, dtype=np.uint8)
     turned = (memory.ctypes.data + REGISTER_BYTES - 1) // REGISTER_BYTES * REGISTER_BYTES
     paired = turned + sizes[0]
@@ -100,6 +101,8 @@ def attend(arguments):
     shares = scores + sizes[2]
     sums = shares + sizes[3]
     tops, width = sums + of_sums, 2 * per_kv * head_dim
+    shapes = tops + per_kv * TOP_ROW_BYTES
+    shape_tiles(shapes, per_kv)
     piece = take_next(arguments)
     while piece < num_rows * num_kv_heads:
         row, head = piece // num_kv_heads, piece % num_kv_heads
@@ -116,6 +119,9 @@ def attend(arguments):
             (turned, paired, scores, shares),
             sums,
             tops,
+            shapes,
         )
         write(sums, tops, 1, per_kv, head_dim, out + piece * width, 0)
         piece = take_next(arguments)
+    release_tiles()
+    keep(memory)

@@ -19,7 +19,7 @@ from gpu.cpu_kernels.packed_product import PackedProducts
 from gpu.cpu_kernels.paged_attention import PagedAttention
 from gpu.cpu_kernels.team import Kernel
 from gpu.kv_cache import LayerKV
-from gpu.linear import Linear, ProductChoice
+from gpu.linear import Linear, ProductChoice, keeps_rows
 from gpu.mlp import Gated
 from gpu.operators import HeadNorms, Operators
 from gpu.quantize import QuantizedWeight
@@ -39,7 +39,7 @@ class KernelOperators(Operators):
     def __init__(self, config: ModelConfig, has_attention: bool) -> None:
         super().__init__(torch.bfloat16, torch.device("cpu"), config.rms_norm_eps)
         self.attention = PagedAttention() if has_attention else None
-        self.product_choice = ProductChoice(uses_kernel=True)
+        self.product_choice = ProductChoice(uses_kernel=True, is_open=keeps_rows())
         self._products = PackedProducts(self.product_choice)
         self._norm, self._norm_arguments = Kernel(add_and_norm), NormArguments(eps=config.rms_norm_eps)
         self._rotate, self._rotate_arguments = Kernel(rotate_and_store), RotateArguments(eps=config.rms_norm_eps)

@@ -9,6 +9,7 @@ import numpy as np
 from numba import cfunc, njit, types
 
 from core.config import BLOCK_SIZE
+from gpu.cpu_kernels.blocks import ATTENTION_ROWS, SHAPES_BYTES, clear_sums, release_tiles, shape_tiles
 from gpu.cpu_kernels.chunks import (
     CHUNK_BLOCKS,
     CHUNK_TOKENS,
@@ -21,10 +22,7 @@ from gpu.cpu_kernels.chunks import (
     write,
 )
 from gpu.cpu_kernels.emit import REGISTER_BYTES
-from gpu.cpu_kernels.products import clear_sums
-from gpu.cpu_kernels.vectors import load_float, load_integer, load_pairs, store_pairs, take_next
-
-WANTED_ROWS = 96  # query heads of a piece: what is kept of them lies in a second-level cache
+from gpu.cpu_kernels.vectors import keep, load_float, load_integer, load_pairs, store_pairs, take_next
 
 
 class Arguments(ctypes.Structure):
@@ -56,7 +54,9 @@ def _copy_query(query, stride, num_tokens, row_bytes, target):
 
 
 @njit(cache=True)
-def _attend_piece(query, keys, values, stride, table, position, num_tokens, shape, window, scale, room, sums, tops):
+def _attend_piece(
+    query, keys, values, stride, table, position, num_tokens, shape, window, scale, room, sums, tops, shapes
+):
     """Some tokens' heads of one KV head, chunk by chunk of what they see.
 
     Args:
@@ -64,11 +64,12 @@ def _attend_piece(query, keys, values, stride, table, position, num_tokens, shap
         keys, values: of this KV head in the cache's first slot; stride: bytes from slot to slot.
         position: of the first of the tokens.
         shape: (per_kv, head_dim)
-        room, sums, tops: see attend_chunk.
+        room, sums, tops, shapes: see attend_chunk.
     """
     end = position + num_tokens
     end_block = (end + BLOCK_SIZE - 1) // BLOCK_SIZE
     num_rows = num_tokens * shape[0]
+    shape_tiles(shapes, num_rows)
     clear_sums(sums, num_rows * num_parts_of(shape[1]))
     clear_tops(tops, num_rows)
     for chunk in range(max(0, position + 1 - window) // CHUNK_TOKENS * CHUNK_TOKENS, end, CHUNK_TOKENS):
@@ -87,6 +88,7 @@ def _attend_piece(query, keys, values, stride, table, position, num_tokens, shap
             room,
             sums,
             tops,
+            shapes,
         )
 
 
@@ -102,11 +104,11 @@ def attend_many(arguments):
     window, out, num_kv_heads = load_integer(arguments + 64), load_integer(arguments + 72), load_integer(arguments + 80)
     per_kv, head_dim = load_integer(arguments + 88), load_integer(arguments + 96)
     scale = load_float(arguments + 104)
-    most_tokens = max(1, WANTED_ROWS // per_kv)
+    most_tokens = max(1, ATTENTION_ROWS // per_kv)
     most_rows = most_tokens * per_kv
     sizes = chunk_room(head_dim, most_rows)
     copy_bytes, of_sums = 2 * most_rows * head_dim, sums_bytes(head_dim, most_rows)
-    size = copy_bytes + sizes[0] + sizes[1] + sizes[2] + sizes[3] + of_sums + most_rows * TOP_ROW_BYTES
+    size = copy_bytes + sizes[0] + sizes[1] + sizes[2] + sizes[3] + of_sums + most_rows * TOP_ROW_BYTES + SHAPES_BYTES
     memory = np.empty(size + REGISTER_BYTES, dtype=np.uint8)
     copied = (memory.ctypes.data + REGISTER_BYTES - 1) // REGISTER_BYTES * REGISTER_BYTES
     turned = copied + copy_bytes
@@ -115,6 +117,7 @@ def attend_many(arguments):
     shares = scores + sizes[2]
     room, sums = (turned, paired, scores, shares), shares + sizes[3]
     tops = sums + of_sums
+    shapes = tops + most_rows * TOP_ROW_BYTES
     width = 2 * per_kv * head_dim
     num_tiles = (num_tokens + most_tokens - 1) // most_tokens
     piece = take_next(arguments)
@@ -136,6 +139,7 @@ def attend_many(arguments):
             room,
             sums,
             tops,
+            shapes,
         )
         write(
             sums,
@@ -147,3 +151,5 @@ def attend_many(arguments):
             num_kv_heads * width,
         )
         piece = take_next(arguments)
+    release_tiles()
+    keep(memory)

@@ -8,19 +8,21 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from gpu.cpu_kernels.products import BLOCK_OUTPUTS
+from gpu.cpu_kernels.layout import BLOCK_OUTPUTS
 from gpu.cpu_kernels.quantized_products import Arguments, multiply_quantized
 from gpu.cpu_kernels.team import Kernel
-from gpu.quantize import QuantizedWeight, unpack_nibbles
+from gpu.quantize import FP8, QuantizedWeight, unpack_nibbles
 
+PANEL_ROWS = 512  # at a time: their sums stay in a second-level cache
 GROUP_STEP = 32  # inputs: groups are whole registers
 
 
 def can_multiply(weight: QuantizedWeight) -> bool:
-    """Whether the kernel knows such a matrix: whole blocks of outputs, whole registers of inputs."""
+    """Whether the kernel knows such a matrix: integers, whole blocks of outputs and registers of inputs."""
     num_out, num_in = weight.shape
     return (
         weight.dtype == torch.bfloat16
+        and weight.values.dtype != FP8
         and num_out % BLOCK_OUTPUTS == 0
         and num_in % GROUP_STEP == 0
         and (weight.zeros is None or weight.group_size % GROUP_STEP == 0)
@@ -55,10 +57,12 @@ class QuantizedProduct:
     def __call__(self, x: Tensor) -> Tensor:
         """x: [tokens, in]; returns [tokens, out]."""
         out = x.new_empty((x.shape[0], self._num_out))
-        told = self._arguments
-        told.next_piece, told.num_rows = 0, x.shape[0]
-        told.x, told.x_stride, told.out = x.data_ptr(), x.stride(0) * x.element_size(), out.data_ptr()
-        self._kernel(told, torch.get_num_threads())
+        told, x_stride, out_stride = self._arguments, x.stride(0) * x.element_size(), self._num_out * x.element_size()
+        told.x_stride = x_stride
+        for first in range(0, x.shape[0], PANEL_ROWS):
+            told.next_piece, told.num_rows = 0, min(PANEL_ROWS, x.shape[0] - first)
+            told.x, told.out = x.data_ptr() + first * x_stride, out.data_ptr() + first * out_stride
+            self._kernel(told, torch.get_num_threads())
         return out
 
 

@@ -14,22 +14,34 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from gpu.cpu_kernels import emit
-from gpu.cpu_kernels.emit import LANES, REGISTER_BYTES
-from gpu.cpu_kernels.products import (
-    BLOCK_OUTPUTS,
-    BLOCK_REGISTERS,
-    MOST_TILE_ROWS,
-    PAIR_BYTES,
+from gpu.cpu_kernels.blocks import (
+    ARE_TILES,
     PART_PAIRS,
-    STREAM_AHEAD,
-    SUM_ROW_BYTES,
+    SHAPES_BYTES,
     clear_sums,
     multiply_part,
+    release_tiles,
+    shape_tiles,
     write_block,
 )
-from gpu.cpu_kernels.vectors import load_floats, load_integer, load_widened, multiply, store_floats, take_next
+from gpu.cpu_kernels.emit import LANES, REGISTER_BYTES
+from gpu.cpu_kernels.lanes import MOST_TILE_ROWS, STREAM_AHEAD
+from gpu.cpu_kernels.layout import BLOCK_OUTPUTS, BLOCK_REGISTERS, PAIR_BYTES, SUM_ROW_BYTES
+from gpu.cpu_kernels.vectors import (
+    keep,
+    load_floats,
+    load_integer,
+    load_widened,
+    multiply,
+    multiply_add,
+    prefetch,
+    spread,
+    store_floats,
+    take_next,
+)
 from gpu.quantize import MIDDLE_INT4
 
+INT4_AHEAD = 4096  # bytes: how far ahead values are asked for
 GROUP_BYTES = 2 * 2 * BLOCK_OUTPUTS  # of a group's scales and zeros, bf16, of a block
 INT4_PAIR_BYTES, INT8_PAIR_BYTES = REGISTER_BYTES, 2 * REGISTER_BYTES  # of a pair of inputs, a block's outputs
 
@@ -218,14 +230,58 @@ def _widen_int8(typing_context, source, target):
     return types.void(types.int64, types.int64), generate
 
 
+@intrinsic
+def _widen_int4(typing_context, source, target):
+    """A pair of inputs' 64 outputs to bf16 [64, 2], less MIDDLE_INT4."""
+
+    def generate(context, builder, signature, arguments):
+        source, target = arguments
+        for part, column in enumerate(_int4_columns(builder, source)):
+            emit.store(builder, builder.add(target, ir.Constant(target.type, part * REGISTER_BYTES)), column)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
 @njit(cache=True)
-def _multiply_widened(x, x_stride, values, scales, num_pairs, num_rows, sums, widened):
-    """A block of int8, with more rows than a tile has: a part of it becomes bf16 once, for all tiles."""
+def _add_scaled(group_sums, num_rows, scales, x_sums, group, sums):
+    """A group's sums, times its scales, and its zeros times the sums of x. scales: of the group: see Arguments."""
+    for index in range(0, BLOCK_OUTPUTS, LANES):
+        scale = load_widened(scales + 2 * index)
+        zero = load_widened(scales + GROUP_BYTES // 2 + 2 * index)
+        for row in range(num_rows):
+            offset = row * SUM_ROW_BYTES + 4 * index
+            value = multiply_add(load_floats(group_sums + offset), scale, load_floats(sums + offset))
+            store_floats(sums + offset, multiply_add(spread(x_sums[row, group]), zero, value))
+
+
+@njit(cache=True)
+def _multiply_groups(x, x_stride, values, scales, group_pairs, num_groups, x_sums, num_rows, sums, room, shapes):
+    """A block of int4: a group of inputs becomes bf16 once, for all rows.
+
+    Args:
+        room: addresses of bf16 [group_pairs, 64, 2], and of float32 [rows, 64].
+    """
+    widened, group_sums = room
+    for group in range(num_groups):
+        at = values + group * group_pairs * INT4_PAIR_BYTES
+        for pair in range(group_pairs):
+            prefetch(at + pair * INT4_PAIR_BYTES + INT4_AHEAD)
+            _widen_int4(at + pair * INT4_PAIR_BYTES, widened + pair * PAIR_BYTES)
+        clear_sums(group_sums, num_rows)
+        some_x = x + 4 * group * group_pairs
+        multiply_part(some_x, x_stride, widened, group_pairs, num_rows, group_sums, shapes, False)
+        _add_scaled(group_sums, num_rows, scales + group * GROUP_BYTES, x_sums, group, sums)
+
+
+@njit(cache=True)
+def _multiply_widened(x, x_stride, values, scales, num_pairs, num_rows, sums, widened, shapes):
+    """A block of int8: a part of it becomes bf16 once, for all rows."""
     for first in range(0, num_pairs, PART_PAIRS):
         some = min(PART_PAIRS, num_pairs - first)
         for pair in range(some):
             _widen_int8(values + (first + pair) * INT8_PAIR_BYTES, widened + pair * PAIR_BYTES)
-        multiply_part(x + 4 * first, x_stride, widened, some, num_rows, sums)
+        multiply_part(x + 4 * first, x_stride, widened, some, num_rows, sums, shapes, False)
     for index in range(0, BLOCK_OUTPUTS, LANES):
         scale = load_widened(scales + 2 * index)
         for row in range(num_rows):
@@ -242,13 +298,18 @@ def multiply_quantized(arguments):
     num_blocks, num_groups = load_integer(arguments + 72), load_integer(arguments + 80)
     is_int4 = load_integer(arguments + 88)
     num_tiles = (num_rows + MOST_TILE_ROWS - 1) // MOST_TILE_ROWS
-    is_widened = num_tiles > 1 and not is_int4
-    widened_bytes = PART_PAIRS * PAIR_BYTES if is_widened else 0
-    memory = np.empty(num_rows * SUM_ROW_BYTES + widened_bytes + REGISTER_BYTES, dtype=np.uint8)
+    group_pairs = num_pairs // num_groups
+    is_widened = ARE_TILES or (not is_int4 and num_tiles > 1)  # by lanes few rows' sums are the same without
+    widened_bytes = (group_pairs if is_int4 else PART_PAIRS) * PAIR_BYTES if is_widened else 0
+    group_sums_bytes = num_rows * SUM_ROW_BYTES if is_widened and is_int4 else 0
+    size = num_rows * SUM_ROW_BYTES + widened_bytes + group_sums_bytes + SHAPES_BYTES
+    memory = np.empty(size + REGISTER_BYTES, dtype=np.uint8)
     widened = (memory.ctypes.data + REGISTER_BYTES - 1) // REGISTER_BYTES * REGISTER_BYTES
     sums = widened + widened_bytes
+    group_sums = sums + num_rows * SUM_ROW_BYTES
+    shapes = group_sums + group_sums_bytes
+    shape_tiles(shapes, num_rows)
     x_sums = np.zeros((num_rows, num_groups), dtype=np.float32)
-    group_pairs = num_pairs // num_groups
     if is_int4:
         _sum_groups(x, x_stride, num_rows, num_groups, 2 * group_pairs, x_sums)
     block_bytes = num_pairs * (INT4_PAIR_BYTES if is_int4 else INT8_PAIR_BYTES)
@@ -256,8 +317,12 @@ def multiply_quantized(arguments):
     while block < num_blocks:
         clear_sums(sums, num_rows)
         if is_widened:
-            at, of = values + block * block_bytes, scales + block * GROUP_BYTES
-            _multiply_widened(x, x_stride, at, of, num_pairs, num_rows, sums, widened)
+            at, of = values + block * block_bytes, scales + block * num_groups * GROUP_BYTES
+            if is_int4:
+                room = (widened, group_sums)
+                _multiply_groups(x, x_stride, at, of, group_pairs, num_groups, x_sums, num_rows, sums, room, shapes)
+            else:
+                _multiply_widened(x, x_stride, at, of, num_pairs, num_rows, sums, widened, shapes)
         first = 0
         for tile in range(0 if is_widened else num_tiles):
             end = (tile + 1) * num_rows // num_tiles
@@ -272,3 +337,6 @@ def multiply_quantized(arguments):
         block_bias = bias + 2 * block * BLOCK_OUTPUTS if bias else 0
         write_block(sums, num_rows, block_bias, out + 2 * block * BLOCK_OUTPUTS, 2 * num_blocks * BLOCK_OUTPUTS)
         block = take_next(arguments)
+    release_tiles()
+    keep(memory)
+    keep(x_sums)

@@ -81,6 +81,17 @@ def pointer(typing_context, address):
 
 
 @intrinsic
+def store_integer(typing_context, address, value):
+    """int64"""
+
+    def generate(context, builder, signature, arguments):
+        emit.store(builder, *arguments)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@intrinsic
 def load_float(typing_context, address):
     """float32"""
 
@@ -346,6 +357,12 @@ def _interleaving(first: int) -> Any:
         return builder.bitcast(builder.shuffle_vector(x, y, emit.indexes(order)), emit.PAIRS)
 
     return generate
+
+
+@intrinsic
+def keep(typing_context, array):
+    """Hold an array until here: numba frees it after its last use, and does not see what is done at its address."""
+    return types.void(array), lambda context, builder, signature, arguments: context.get_dummy_value()
 
 
 @intrinsic

@@ -28,6 +28,8 @@ class Run:
     loss: float
     wall_minutes: float
     cpu_minutes: float
+    num_threads: int
+    num_resumes: int
 
 
 def export(model: Llama, tokenizer: Tokenizer, folder: Path) -> None:

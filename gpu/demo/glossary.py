@@ -5,7 +5,7 @@ Owns no state. Refuses a corpus in which one name could mean two entries.
 
 import re
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,6 @@ HERE = Path(__file__).parent
 CORPUS = HERE / "corpus"
 GATE = HERE / "gate.toml"
 GLOSSARY_FILES = ("engine.toml", "scheduling.toml", "serving.toml")
-SHARED_RUN_WORDS = 6  # a gate question shares no run of this many words with a training phrasing
 TERM = "{}"  # stands for the term, in a frame
 
 
@@ -148,38 +147,3 @@ def frame_of(phrasing: str, entry: Entry) -> str | None:
     if span is None or "{" in phrasing:
         return None
     return phrasing[: span[0]] + TERM + phrasing[span[1] :]
-
-
-def words_of(text: str) -> list[str]:
-    """Lower-case words of a text, stripped of the punctuation around them."""
-    stripped = (word.strip(".,:;?!()\"'`*-") for word in text.lower().replace(TERM, " \0 ").split())
-    return [word for word in stripped if word]
-
-
-def shared_runs(corpus: Corpus, gate: Gate) -> Iterator[tuple[Question, str]]:
-    """Each gate question that shares SHARED_RUN_WORDS words in a row with a training phrasing, and those words.
-
-    Training puts every term into the frames of all the others, so a question is compared both as it stands and with
-    its term taken out; the term then counts as the words it has.
-    """
-    phrasings = [phrasing for entry in corpus.answered() for phrasing in entry.phrasings]
-    frames = [frame for entry in corpus.entries for p in entry.phrasings if (frame := frame_of(p, entry))]
-    texts = (*phrasings, *frames, *corpus.frames.templates, *corpus.frames.contrasts)
-    runs = {run for text in texts for run in _runs(words_of(text))}
-    entries = {entry.term: entry for entry in corpus.entries}
-    for question in (*gate.named, *gate.described):
-        entry = entries[question.term]
-        span = find_name(question.text, entry)
-        name = question.text[span[0] : span[1]] if span else ""
-        frame = question.text.replace(name, f" {TERM} ") if name else question.text
-        weight = len(name.split())
-        for text in {question.text, frame}:
-            for run in _runs(words_of(text)):
-                if sum(weight if word == "\0" else 1 for word in run) >= SHARED_RUN_WORDS and run in runs:
-                    yield question, " ".join(run).replace("\0", name)
-
-
-def _runs(words: list[str]) -> Iterator[tuple[str, ...]]:
-    for length in range(1, SHARED_RUN_WORDS + 1):
-        for start in range(len(words) - length + 1):
-            yield tuple(words[start : start + length])

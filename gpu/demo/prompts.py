@@ -5,13 +5,15 @@ Owns one random generator, so that a seed fixes every conversation. Knows nothin
 
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from gpu.demo.glossary import TERM, Corpus, Entry, find_name, frame_of
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 ENDINGS = ("", "", "", "?", "?", ".", "!", "??", "?!", "...", " ?")
+OTHER_TERM = "<>"  # stands for another entry's term, in a contrast
+PART_WORDS = (4, 12)  # at least and at most, of an answer's part in a description
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,9 @@ class Mix:
     template: float = 0.20
     contrast: float = 0.05
     description: float = 0.07
+    word_dropout: float = 0.25
+    typing_errors: float = 0.2
+    respelling: float = 0.1
 
 
 EARLY = Mix()  # while the entries are told apart
@@ -61,7 +66,7 @@ class Prompter:
         self.corpus = corpus
         self.mix = EARLY
         self.rng = random.Random(seed)
-        self.frames = [f for e in corpus.entries for p in e.phrasings if (f := frame_of(p, e))]
+        self.frames = frames_of(corpus)
 
     def draw(self) -> Conversation:
         system = self.rng.choice(self.corpus.frames.systems) if self._chance(self.mix.system) else None
@@ -113,17 +118,12 @@ class Prompter:
     def _contrast(self, entry: Entry) -> str:
         distractor = self.rng.choice([e for e in self.corpus.entries if not _overlap(e, entry)])
         text = self.rng.choice(self.corpus.frames.contrasts)
-        return text.replace(TERM, self._name(entry)).replace("<>", self._name(distractor))
+        return text.replace(TERM, self._name(entry)).replace(OTHER_TERM, self._name(distractor))
 
     def _description(self, entry: Entry) -> str:
-        """Four to twelve words of the answer in a row, without the term."""
-        answer = entry.answer
-        for name in entry.names:
-            answer = re.sub(rf"\b{re.escape(name)}s?\b", "it", answer, flags=re.IGNORECASE)
-        words = answer.split()
-        length = self.rng.randint(4, 12)
-        start = self.rng.randint(1, max(1, len(words) - length))
-        part = " ".join(words[start : start + length]).strip(".,:;")
+        words = unnamed_words(entry)
+        length = self.rng.randint(*PART_WORDS)
+        part = part_of(words, self.rng.choice(starts_of(words, length)), length)
         return self.rng.choice(self.corpus.frames.descriptions).replace(TERM, part)
 
     def _off_topic(self) -> str:
@@ -142,12 +142,12 @@ class Prompter:
         """Word dropout, typing errors, a sentence before or after, another end and case: each only sometimes."""
         span = find_name(text, entry) or (0, 0)
         before, name, after = text[: span[0]], text[span[0] : span[1]], text[span[1] :]
-        if name and self._chance(0.25):
+        if name and self._chance(self.mix.word_dropout):
             rate = self.rng.uniform(0.1, 0.6)
             before, after = self._drop_words(before, rate), self._drop_words(after, rate)
-        if self._chance(0.2):
+        if self._chance(self.mix.typing_errors):
             before, after = self._mistype(before, 0.15), self._mistype(after, 0.15)
-        if self._chance(0.1):
+        if self._chance(self.mix.respelling):
             name = self._respell(name)
         text = (before + name + after).strip()
         if self._chance(0.35):
@@ -206,3 +206,32 @@ class Prompter:
 def _overlap(one: Entry, two: Entry) -> bool:
     """Whether a name of one entry stands inside a name of the other: to name both would not say which is meant."""
     return any(a.lower() in b.lower() or b.lower() in a.lower() for a in one.names for b in two.names)
+
+
+def frames_of(corpus: Corpus) -> list[str]:
+    """Every entry's phrasings with the term taken out; any other's goes there as well."""
+    return [frame for e in corpus.entries for p in e.phrasings if (frame := frame_of(p, e)) is not None]
+
+
+def unnamed_words(entry: Entry) -> list[str]:
+    """The answer's words, with "it" for the entry's names."""
+    answer = entry.answer
+    for name in entry.names:
+        answer = re.sub(rf"\b{re.escape(name)}s?\b", "it", answer, flags=re.IGNORECASE)
+    return answer.split()
+
+
+def starts_of(words: list[str], length: int) -> range:
+    """Where a part of this many words may start: never at the first, which is often the name."""
+    return range(1, max(1, len(words) - length) + 1)
+
+
+def part_of(words: list[str], start: int, length: int) -> str:
+    return " ".join(words[start : start + length]).strip(".,:;")
+
+
+def parts_of(entry: Entry) -> Iterator[str]:
+    """Every part of the answer that may stand in a description."""
+    words = unnamed_words(entry)
+    for length in range(PART_WORDS[0], PART_WORDS[1] + 1):
+        yield from (part_of(words, start, length) for start in starts_of(words, length))

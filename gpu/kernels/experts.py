@@ -78,6 +78,7 @@ class GroupedExperts:
             ends,
             matrix.num_out,
             matrix.num_in,
+            matrix.values.stride(-2),
             num_experts,
             SHARE=share,
             FORM=matrix.form,

@@ -126,6 +126,7 @@ class Product:
             num_rows,
             matrix.num_out,
             matrix.num_in,
+            matrix.values.stride(-2),
             x.stride(0),
             split_inputs(matrix.num_in, splits, tile),
             FORM=matrix.form,

@@ -65,16 +65,17 @@ def _int4_part(
     """
     total = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     for start in range(first, end, BLOCK_K):
-        pairs = start // 2 + tl.arange(0, BLOCK_K // 2)
+        pairs = tl.multiple_of(start // 2, BLOCK_K // 2) + tl.arange(0, BLOCK_K // 2)
         packed = tl.load(weights + outputs[:, None] + pairs[None, :])
-        even = tl.load(x + rows[:, None] + 2 * pairs[None, :], mask=is_row[:, None], other=0.0)
-        odd = tl.load(x + rows[:, None] + 2 * pairs[None, :] + 1, mask=is_row[:, None], other=0.0)
+        inputs = start + tl.arange(0, BLOCK_K)
+        left = tl.load(x + rows[:, None] + inputs[None, :], mask=is_row[:, None], other=0.0)
+        even, odd = tl.split(tl.reshape(left, [BLOCK_M, BLOCK_K // 2, 2]))
         low = ((packed & 15).to(tl.int8) - MIDDLE_INT4).to(even.dtype)
         high = ((packed >> 4).to(tl.int8) - MIDDLE_INT4).to(even.dtype)
         part = tl.dot(even, tl.trans(low), input_precision=PRECISION)
         part = tl.dot(odd, tl.trans(high), part, input_precision=PRECISION)
         group = groups + start // GROUP
-        sums = tl.sum(even.to(tl.float32), 1) + tl.sum(odd.to(tl.float32), 1)
+        sums = tl.sum(left.to(tl.float32), 1)
         total += part * tl.load(scales + group).to(tl.float32)[None, :]
         total += sums[:, None] * tl.load(zeros + group).to(tl.float32)[None, :]
     return total
@@ -93,6 +94,7 @@ def _part(
     first,
     end,
     num_in,
+    row_stride,
     FORM,
     BLOCK_M,
     BLOCK_N,
@@ -110,7 +112,7 @@ def _part(
             weights,
             scales,
             zeros,
-            places * (num_in // 2),
+            places * row_stride,
             places * (num_in // GROUP),
             first,
             end,
@@ -126,7 +128,7 @@ def _part(
             rows,
             is_row,
             weights,
-            places * num_in,
+            places * row_stride,
             first,
             end,
             num_in,
@@ -152,6 +154,7 @@ def multiply(
     num_rows,
     num_out,
     num_in,
+    row_stride,  # of the weights, in what they are stored as
     x_stride,
     split_inputs,  # of a part: a multiple of BLOCK_K
     FORM: tl.constexpr,
@@ -190,6 +193,7 @@ def multiply(
         first,
         tl.minimum(first + split_inputs, num_in),
         num_in,
+        row_stride,
         FORM,
         BLOCK_M,
         BLOCK_N,
@@ -240,6 +244,7 @@ def multiply_by_expert(
     ends,  # int64 [experts]: where each expert's end among them
     num_out,
     num_in,
+    row_stride,  # of the weights, in what they are stored as
     num_experts,
     SHARE: tl.constexpr,  # pairs that have a row of x in common, behind each other
     FORM: tl.constexpr,
@@ -285,6 +290,7 @@ def multiply_by_expert(
             0,
             num_in,
             num_in,
+            row_stride,
             FORM,
             BLOCK_M,
             BLOCK_N,

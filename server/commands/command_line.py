@@ -1,26 +1,17 @@
-"""What may be typed: commands, their flags out of the settings' table, and help. Thread: main."""
+"""What may be typed after a command's name: flags out of the settings' table, and help. Thread: main."""
 
 import argparse
 from collections.abc import Sequence
 from typing import NoReturn
 
-from core.errors import ExitCode, StartupError
-from server import __version__
+from core.errors import ExitCode
+from server.commands.command_names import CommandParser, name_commands
 from server.config import OPTIONS
 from server.gate.tenants import LOCAL_NAME
 from server.ledger.records import Grouping
 from server.settings.option import Option
 from server.values import did_you_mean
 
-COMMANDS = {
-    "serve": "serve a model over HTTP",
-    "chat": "talk to a model in the terminal",
-    "bench": "measure a server: steploop bench serve",
-    "doctor": "say what is installed, what the machine has, and what would be served",
-    "keys": "create, list and revoke API keys",
-    "models": "list the models that are here, what they need and whether they fit",
-    "usage": "say what the ledger has: tokens, prices and device time by day, model, key or tenant",
-}
 EXAMPLES = {
     "serve": """\
 examples:
@@ -77,34 +68,11 @@ USAGE_FIELDS = ("config_file", "ledger")
 KEYS_FIELDS = ("config_file", "keys_file")
 
 
-class CommandParser(argparse.ArgumentParser):
-    """Refuses in the two lines that every refusal here has, instead of a page of usage."""
-
-    def error(self, message: str) -> NoReturn:
-        raise StartupError(message, f"{self.prog} --help shows what there is", ExitCode.USAGE)
-
-
 def build_parsers() -> tuple[CommandParser, dict[str, CommandParser]]:
     """The parser of the whole command line, and its commands' own by name."""
-    parser = CommandParser(
-        prog="steploop",
-        description="An LLM inference server in one process: one event loop, one step loop.",
-        epilog="steploop COMMAND --help says more. Start with: steploop serve",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--version", action="version", version=f"steploop {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
-    by_command = {
-        name: commands.add_parser(
-            name,
-            help=summary,
-            description=f"{summary[0].upper()}{summary[1:]}.",
-            epilog=_epilog(name),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
-        for name, summary in COMMANDS.items()
-    }
+    parser, by_command = name_commands()
+    for name, examples in EXAMPLES.items():
+        by_command[name].epilog = _epilog(name, examples)
     _add_serve(by_command["serve"])
     _add_chat(by_command["chat"])
     _add_doctor(by_command["doctor"])
@@ -214,13 +182,10 @@ def _help(option: Option) -> str:
     return f"{text} [{option.show(option.default)}]" if option.default not in (None, (), False) else text
 
 
-def _epilog(command: str) -> str | None:
-    if command not in EXAMPLES:
-        return None
+def _epilog(command: str, examples: str) -> str:
     codes = "\n".join(f"  {code:>3}  {code.meaning}" for code in ExitCode)
     codes += "\n  130  Ctrl-C, before there was anything to stop"
-    parts = [EXAMPLES[command], SOURCES] + ([f"exit codes:\n{codes}"] if command == "serve" else [])
-    return "\n\n".join(parts)
+    return "\n\n".join([examples, SOURCES] + ([f"exit codes:\n{codes}"] if command == "serve" else []))
 
 
 def refuse_unknown(parser: CommandParser, word: str) -> NoReturn:

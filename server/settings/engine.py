@@ -130,8 +130,9 @@ class EngineSettings:
             name="quantize",
             parse=choice_of(*QUANTIZE_SCHEMES),
             metavar="SCHEME",
-            help="the layers' matrices to int8 or int4 while they load; embedding and head stay as they are. int4 is"
-            " for few sequences at once; steploop doctor --quality says what it costs (default: as the model is)",
+            help="the layers' matrices to int8, fp8 (for GPUs) or int4 while they load; embedding and head stay as they"
+            " are. int4 is for few sequences at once; steploop doctor --quality says what it costs (default: as the"
+            " model is)",
             group="engine",
         ),
     )

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from gpu.demo import glossary
-from gpu.demo.glossary import Corpus, Entry, Gate, find_name, frame_of, load_corpus, load_gate, shared_runs
+from gpu.demo.glossary import Corpus, Entry, Gate, find_name, frame_of, load_corpus, load_gate
 
 MODEL = glossary.HERE / "model"
 LIMIT_BYTES = 16_000_000
@@ -57,17 +57,6 @@ def test_gate_names_each_term_in_120_questions(corpus: Corpus, gate: Gate) -> No
 def test_described_questions_do_not_name_their_term(corpus: Corpus, gate: Gate) -> None:
     entries = {entry.term: entry for entry in corpus.entries}
     assert not [q for q in gate.described if find_name(q.text, entries[q.term])]
-
-
-def test_gate_shares_no_six_words_with_a_training_phrasing(corpus: Corpus, gate: Gate) -> None:
-    assert list(shared_runs(corpus, gate)) == []
-
-
-def test_shared_runs_finds_a_planted_question(corpus: Corpus) -> None:
-    entry = corpus.entries[0]
-    longest = max(entry.phrasings, key=lambda phrasing: len(phrasing.split()))
-    planted = Gate(named=(glossary.Question(entry.term, f"well then {longest}"),), described=())
-    assert list(shared_runs(corpus, planted))
 
 
 @pytest.mark.parametrize(

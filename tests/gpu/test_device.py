@@ -89,6 +89,32 @@ def test_free_memory_is_the_lesser_of_machine_and_control_group(
     assert device.free_memory_bytes(CPU) == 3000
 
 
+def cache_of(directory: Path, **sizes: str) -> None:
+    for index, size in sizes.items():
+        (directory / "cpu0" / "cache" / index).mkdir(parents=True)
+        (directory / "cpu0" / "cache" / index / "size").write_text(size)
+
+
+def test_the_last_level_cache_is_the_largest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "CPU_TOPOLOGY", tmp_path)
+    assert device.last_level_cache_bytes() == 0
+    cache_of(tmp_path, index0="48K\n", index1="2048K\n", index2="491520K\n", index3="?\n")
+    assert device.last_level_cache_bytes() == 480 * 1024**2
+
+
+@pytest.mark.parametrize(
+    ("cache", "free_mib", "read_mib"),
+    [("32768K", 10**6, 256), ("491520K", 10**6, 960), ("491520K", 800, 100), ("", 1, 1)],
+)
+def test_a_probe_reads_more_than_a_cache_holds_within_what_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: str, free_mib: int, read_mib: int
+) -> None:
+    cache_of(tmp_path, index0=cache)
+    monkeypatch.setattr(device, "CPU_TOPOLOGY", tmp_path)
+    monkeypatch.setattr(device, "free_memory_bytes", lambda device: free_mib * 1024**2)
+    assert device.probe_bytes(CPU) == read_mib * 1024**2
+
+
 def test_measured_bandwidth_is_a_machines() -> None:
     assert 1e8 < device.measure_bandwidth(CPU) < 1e13
 

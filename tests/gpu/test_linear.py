@@ -26,14 +26,23 @@ def test_packed_products_equal_plain_ones(rows: int, has_bias: bool) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "is_packed"), [("bfloat16", True), ("bfloat16", False), ("float32", False)])
-def test_a_rows_product_is_the_same_to_the_last_bit_however_many_there_are(dtype: str, is_packed: bool) -> None:
-    """4,096 inputs: from about 2,048 on oneDNN adds a lone row's products in another order."""
+@pytest.mark.parametrize(("num_out", "num_in"), [(256, 4096), (896, 4864), (64, 1408), (1152, 896)])
+def test_a_rows_product_is_the_same_to_the_last_bit_however_many_there_are(
+    dtype: str, is_packed: bool, num_out: int, num_in: int
+) -> None:
+    """From about 2,048 inputs on oneDNN adds a lone row's products in another order, by AMX from 1,408 on several's."""
     number = getattr(torch, dtype)
     if not has_onednn(number, CPU):
         pytest.skip("needs a torch with oneDNN's products")
     torch.manual_seed(0)
-    linear = make_linear(torch.randn(256, 4096).to(number), None, packed_linear if is_packed else None)
-    x = torch.randn(70, 4096).to(number)
-    whole = linear(x)
-    for num_rows in (1, 2, 3, 5, 16, 33, 64):
-        assert torch.equal(linear(x[:num_rows]), whole[:num_rows])
+    linear = make_linear(torch.randn(num_out, num_in).to(number), None, packed_linear if is_packed else None)
+    x = torch.randn(100, num_in).to(number)
+    before = torch.get_num_threads()
+    try:
+        whole = linear(x)
+        for num_threads in (1, 2):
+            torch.set_num_threads(num_threads)
+            for num_rows in (1, 2, 3, 5, 8, 16, 17, 32, 33, 64, 96):
+                assert torch.equal(linear(x[:num_rows]), whole[:num_rows])
+    finally:
+        torch.set_num_threads(before)

@@ -144,6 +144,19 @@ def test_products_are_measured_once_and_set_at_every_start(
     assert len(measured) == 2
 
 
+def test_where_onednn_is_no_choice_the_kernel_multiplies_unmeasured(
+    measured: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> bool:
+        raise AssertionError("there is nothing to choose")
+
+    monkeypatch.setattr(measuring, "measure_products", refuse)
+    product = ProductChoice(uses_kernel=True, is_open=False)
+    assert choose_measured(LARGE, TWO_CORES, PROBES, product) == Measured(FEW_THEN_ALL, True)
+    assert next(iter(measured_here(TWO_CORES))).endswith("numba alone")
+    assert product.uses_kernel
+
+
 @pytest.mark.parametrize(
     ("seconds", "count"), [([1.0, 0.96, 0.97], 1), ([1.0, 0.6, 0.58], 2), ([3.0, 2.0, 1.0], 4), ([1.0, 2.0, 3.0], 1)]
 )

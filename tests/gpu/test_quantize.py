@@ -26,6 +26,17 @@ def test_an_int8_weight_moves_by_at_most_half_its_scale(seed: int, size: float, 
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 1000), st.sampled_from([1e-6, 0.02, 1.0, 300.0]), st.sampled_from([0.0, 0.5, -20.0]))
+def test_an_fp8_weight_moves_by_at_most_a_sixteenth_of_itself(seed: int, size: float, offset: float) -> None:
+    """Half a step of three bits of mantissa; near zero half a step of what has no exponent left, 2 ** -9."""
+    weight = weight_of(seed, size, offset)
+    quantized = quantize(weight, "fp8")
+    moved = (dequantize(quantized, torch.float32) - weight).abs()
+    assert quantized.values.dtype == torch.float8_e4m3fn
+    assert (moved <= weight.abs() / 16 * 1.0001 + quantized.scales.float() * 2**-10).all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 1000), st.sampled_from([1e-6, 0.02, 1.0, 300.0]), st.sampled_from([0.0, 0.5, -20.0]))
 def test_an_int4_weight_moves_by_at_most_half_its_scale_and_its_zeros_rounding(
     seed: int, size: float, offset: float
 ) -> None:
@@ -64,6 +75,7 @@ def test_a_number_that_is_not_finite_is_refused(scheme: str, bad: float) -> None
 def test_rows_that_no_group_divides_cannot_be_int4() -> None:
     assert [can_quantize("int4", size) for size in (32, 48, 96, 896)] == [True, False, True, True]
     assert can_quantize("int8", 7)
+    assert can_quantize("fp8", 7)
 
 
 @settings(max_examples=40, deadline=None)

@@ -137,6 +137,15 @@ def closing(data: bytes) -> bytes:
     return data.replace(b"\r\n", b"\r\nConnection: close\r\n", 1)
 
 
+@pytest.fixture(autouse=True)
+def handlers_of_before() -> Iterator[None]:
+    """A server that has ended leaves its signals ignored, and so would the processes that later tests start."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 def run(scenario: Callable[[], Awaitable[None]]) -> None:
     async def limited() -> None:
         await asyncio.wait_for(scenario(), LIMIT_S)
@@ -146,7 +155,6 @@ def run(scenario: Callable[[], Awaitable[None]]) -> None:
 
 def test_signal_that_finds_the_process_at_its_end_changes_nothing() -> None:
     """The loop takes its handlers along when it closes: what SIGTERM does by default would be the exit code then."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
     async def scenario() -> None:
         running = Running(load_with())
@@ -155,13 +163,9 @@ def test_signal_that_finds_the_process_at_its_end_changes_nothing() -> None:
         signal.raise_signal(signal.SIGTERM)
         assert await running.exit is ExitCode.OK
 
-    try:
-        run(scenario)
-        signal.raise_signal(signal.SIGTERM)
-        assert signal.getsignal(signal.SIGTERM) is signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    run(scenario)
+    signal.raise_signal(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
 def test_it_serves_from_ready_to_stop() -> None:

@@ -8,8 +8,9 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM
 
 from core.config import EngineConfig, ModelConfig, RopeConfig
+from gpu import linear
 from gpu.cpu_kernels import support
-from gpu.cpu_kernels.support import why_no_attention, why_no_kernels
+from gpu.cpu_kernels.support import describe_attention, describe_products, why_no_attention, why_no_kernels
 from gpu.device import DeviceChoice, cpu_flags
 from gpu.kernel_choice import find_operators
 from gpu.operators import Operators
@@ -110,6 +111,30 @@ def test_what_speaks_against_the_kernels_is_told(
 def test_without_the_instructions_torch_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(support, "cpu_flags", lambda: frozenset(["avx2"]))
     assert why_no_kernels(QWEN_05B, CPU) == "the CPU has no avx512_bf16"
+
+
+def test_where_the_system_refuses_tiles_torch_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is cached of the kernels was compiled for a CPU with tiles, and would die of them."""
+    monkeypatch.setattr(support, "cpu_flags", lambda: frozenset([support.NEEDED_FLAG, support.TILE_FLAG]))
+    monkeypatch.setattr(support, "may_use_tiles", lambda: False)
+    assert why_no_kernels(QWEN_05B, CPU) == "the system does not let this process use AMX"
+    monkeypatch.setattr(support, "may_use_tiles", lambda: True)
+    assert why_no_kernels(QWEN_05B, CPU) is None
+
+
+def test_who_multiplies_and_attends_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("numba", reason="needs numba: pip install 'steploop[cpu]'")
+    for flags, products, attends in (
+        (set(), "numba's kernel or oneDNN, as measured", "numba's kernel over block tables"),
+        ({support.TILE_FLAG}, "numba's kernel, by AMX", "numba's kernel over block tables, by AMX"),
+    ):
+        found = frozenset(flags | {support.NEEDED_FLAG})
+        for module in (support, linear):
+            monkeypatch.setattr(module, "cpu_flags", lambda found=found: found)
+        monkeypatch.setattr(support, "may_use_tiles", lambda: True)
+        assert describe_products(QWEN_05B, CPU).startswith(products)
+        assert describe_attention(QWEN_05B, CPU) == attends
+    assert "too small" in describe_products(dataclasses.replace(QWEN_05B, num_layers=1, vocab_size=300), CPU)
 
 
 def test_what_speaks_against_the_kernel_for_attention_is_told() -> None:

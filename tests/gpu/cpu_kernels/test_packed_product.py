@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from gpu.device import cpu_flags
-from gpu.linear import ProductChoice, can_pack, make_linear, pack, packed_linear
+from gpu.linear import ProductChoice, can_pack, keeps_rows, make_linear, pack, packed_linear
 
 pytest.importorskip("numba", reason="needs numba: pip install 'steploop[cpu]'")
 if "avx512_bf16" not in cpu_flags() or not can_pack(torch.bfloat16, torch.device("cpu")):
@@ -16,7 +16,7 @@ from gpu.cpu_kernels.packed_product import PackedProduct, PackedProducts, is_lay
 
 @pytest.fixture(scope="module")
 def make() -> PackedProducts:
-    return PackedProducts(ProductChoice(uses_kernel=True))
+    return PackedProducts(ProductChoice(uses_kernel=True, is_open=keeps_rows()))
 
 
 def noise(*shape: int) -> torch.Tensor:
@@ -24,7 +24,7 @@ def noise(*shape: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
-@pytest.mark.parametrize("num_rows", [0, 1, 2, 3, 4, 5, 6, 7, 11, 12, 13, 32, 96, 97, 193])
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 3, 4, 5, 6, 7, 11, 12, 13, 16, 17, 32, 33, 50, 96, 97, 193, 300])
 @pytest.mark.parametrize(("num_out", "num_in"), [(64, 64), (192, 1024), (128, 2176), (320, 1088)])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_products_are_torchs(
@@ -45,12 +45,22 @@ def test_products_are_torchs(
     assert torch.allclose(product(x).float(), want, rtol=2.0**-8, atol=1e-3)
 
 
-def test_a_row_is_rounded_the_same_in_any_company(make: PackedProducts) -> None:
-    product = make_linear(noise(192, 2176), None, make)
-    x = noise(200, 2176)
+@pytest.mark.parametrize(("num_out", "num_in"), [(192, 2176), (896, 4864), (1152, 896), (64, 4096)])
+def test_a_row_is_rounded_the_same_in_any_company(make: PackedProducts, num_out: int, num_in: int) -> None:
+    """With one thread or two, of a panel and of several, of a piece of one block and of several."""
+    product = make_linear(noise(num_out, num_in), None, make)
+    x = noise(600, num_in)
     whole = product(x)
-    for first, end in ((0, 1), (3, 10), (90, 200), (199, 200)):
-        assert torch.equal(product(x[first:end]), whole[first:end])
+    before = torch.get_num_threads()
+    try:
+        for num_threads in (1, 2):
+            torch.set_num_threads(num_threads)
+            for num_rows in (*range(1, 70), 96, 128, 255, 256, 257, 300, 512):
+                assert torch.equal(product(x[:num_rows]), whole[:num_rows])
+            for first, end in ((3, 10), (90, 200), (199, 200), (599, 600)):
+                assert torch.equal(product(x[first:end]), whole[first:end])
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_onednn_multiplies_where_it_is_chosen() -> None:
@@ -65,11 +75,35 @@ def test_rows_may_lie_apart(make: PackedProducts) -> None:
 
 
 @pytest.mark.parametrize(("num_out", "num_in"), [(48, 72), (64, 72), (100, 64)])
-def test_a_matrix_that_is_padded_is_left_to_onednn(make: PackedProducts, num_out: int, num_in: int) -> None:
-    weight, x = noise(num_out, num_in), noise(3, num_in)
-    product = make_linear(weight, None, make)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_matrix_that_is_padded_is_left_to_onednn_where_that_keeps_rows(
+    make: PackedProducts, num_out: int, num_in: int, has_bias: bool
+) -> None:
+    weight, x = noise(num_out, num_in), noise(40, num_in)
+    bias = noise(num_out) if has_bias else None
+    product = make_linear(weight, bias, make)
     assert not isinstance(product, PackedProduct)
-    assert torch.allclose(product(x).float(), F.linear(x, weight).float(), rtol=0.02, atol=0.05)
+    whole = product(x)
+    assert torch.allclose(
+        whole.float(), F.linear(x.float(), weight.float(), bias if bias is None else bias.float()), rtol=0.02, atol=0.05
+    )
+    for num_rows in (1, 2, 7, 33):
+        assert torch.equal(product(x[:num_rows]), whole[:num_rows])
+
+
+@pytest.mark.skipif(keeps_rows(), reason="needs a CPU with AMX: elsewhere oneDNN multiplies")
+@pytest.mark.parametrize(("num_out", "num_in"), [(48, 72), (64, 72), (100, 64)])
+def test_without_onednn_a_matrix_is_padded_for_the_kernel(
+    make: PackedProducts, monkeypatch: pytest.MonkeyPatch, num_out: int, num_in: int
+) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("oneDNN's rounding depends on a row's company")
+
+    monkeypatch.setattr(torch.ops.mkldnn._linear_pointwise, "default", refuse)
+    weight, x = noise(num_out, num_in), noise(5, num_in)
+    assert torch.allclose(
+        make_linear(weight, None, make)(x).float(), x.float() @ weight.float().T, rtol=2.0**-8, atol=1e-3
+    )
 
 
 def test_another_layout_than_the_one_known_is_noticed() -> None:

@@ -37,6 +37,14 @@ def test_products_are_the_dequantised_matrixs(
         assert torch.allclose(make_product(weight, bias)(x).float(), want, rtol=2.0**-8, atol=2e-3)
 
 
+@pytest.mark.parametrize("scheme", ["int4", "int8"])
+def test_a_row_is_rounded_the_same_in_any_company(scheme: str) -> None:
+    product, x = make_product(quantize(noise(192, 1120) + 0.5, scheme), None), noise(600, 1120)
+    whole = product(x)
+    for first, end in ((0, 1), (3, 10), (90, 200), (500, 600), (599, 600), (0, 32), (0, 17)):
+        assert torch.equal(product(x[first:end]), whole[first:end])
+
+
 def test_each_integer_has_its_value() -> None:
     values = torch.arange(64 * 128).view(64, 128).remainder(256).sub(128).to(torch.int8)
     weight = QuantizedWeight(torch.bfloat16, values, torch.ones(64, 1).bfloat16())

@@ -15,7 +15,7 @@ from gpu.operators import Operators
 from gpu.quantize import QuantizedWeight, Weight, dequantize, quantize
 from tests.gpu.kernels.ahead import Case, Compiled, assert_fits, compile_ahead, pointer
 from tests.gpu.kernels.test_elementwise import CONFIG
-from tests.gpu.kernels.test_product import STORED, constants_of
+from tests.gpu.kernels.test_product import FORMATS, constants_of
 
 HIDDEN, WIDTH = 64, 32
 EXPERTS = ExpertsConfig(num_experts=5, num_active=2, intermediate_size=WIDTH, layout="mixtral")
@@ -69,7 +69,7 @@ def grouped(config: ExpertsConfig, weights: ExpertWeights, activation: str = "si
 @pytest.mark.parametrize("num_tokens", [1, 6, SMALL_ROWS + 3])
 @pytest.mark.parametrize(
     ("form", "has_bias", "activation"),
-    [(None, False, "silu"), (None, True, "clamped_swiglu"), ("int8", True, "silu"), ("int4", False, "silu")],
+    [(None, False, "silu"), (None, True, "clamped_swiglu"), ("fp8", True, "silu"), ("int4", False, "silu")],
 )
 def test_they_are_the_experts_one_by_one(
     form: str | None, has_bias: bool, activation: str, num_tokens: int, dtype: torch.dtype, device: torch.device
@@ -135,18 +135,20 @@ def test_the_operators_group_what_they_know(device: torch.device) -> None:
 def ahead_cases() -> list[Case]:
     """128 experts, of which 8 are active: Qwen3's."""
     module, cases = "gpu.kernels.products", []
-    for bits, (form, stored) in STORED.items():
+    for bits, form, stored in FORMATS:
         rows = torch.float32 if bits == 32 else torch.bfloat16
         values = pointer(stored or rows)
         scales = pointer(rows if form == PLAIN else torch.bfloat16)
         pointers = {"x": pointer(rows), "weights": values, "scales": scales, "zeros": scales, "bias": pointer(rows)}
-        integers = dict.fromkeys(("num_out", "num_in", "num_experts"), "i32")
+        integers = dict.fromkeys(("num_out", "num_in", "row_stride", "num_experts"), "i32")
         for tiles, share in ((SMALL_TILES, 8), (LARGE_TILES, 1)):
             tile = tiles[bits]
             arguments = pointers | {"out": pointer(rows), "pairs": "*i64", "ends": "*i64"} | integers
             constants = constants_of(form, tile, SHARE=share, BLOCK_E=128)
             name = f"{module}:multiply_by_expert"
-            cases.append(Case(name, arguments, constants, tile.num_warps, tile.num_stages, ("num_out", "num_in")))
+            cases.append(
+                Case(name, arguments, constants, tile.num_warps, tile.num_stages, ("num_out", "num_in", "row_stride"))
+            )
     added = {"found": "*bf16", "shares": "*fp32", "out": "*bf16", "width": "i32"}
     cases.append(Case(f"{module}:add_experts", added, {"ACTIVE": 8, "BLOCK": 1024}, multiples_of_16=("width",)))
     return cases

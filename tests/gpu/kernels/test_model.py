@@ -67,7 +67,7 @@ def open_runner(
     if isinstance(operators.product_choice, DeviceProducts):
         served = operators.product_choice.choose()
         assert served
-        assert all(found.few and found.many == name.startswith("int") for name, found in served.items())
+        assert all(found.few and found.many is not name.startswith("float32") for name, found in served.items())
     return runner
 
 
@@ -86,8 +86,7 @@ def test_greedy_tokens_are_the_oracles(
     assert found == [oracle.greedy(list(prompt), NUM_TOKENS) for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("scheme", ["int8", "int4"])
-@pytest.mark.parametrize("family", ["llama2", "gpt_oss"])
+@pytest.mark.parametrize(("family", "scheme"), [("llama2", "int8"), ("llama2", "fp8"), ("gpt_oss", "int4")])
 def test_quantised_models_say_what_they_say_by_torch(
     family: str, scheme: str, model_directory: Callable[[str], Path], device: torch.device
 ) -> None:

@@ -18,7 +18,7 @@ from gpu.kernels.product import INT4, PLAIN, SCALED, Product, can_multiply
 from gpu.quantize import QuantizedWeight, Weight, dequantize, quantize
 from tests.gpu.kernels.ahead import Case, Compiled, assert_fits, compile_ahead, pointer
 
-FORMS = ("plain", "int8", "int4")
+FORMS = ("plain", "int8", "fp8", "int4")
 SHAPES = ((70, 96), (33, 544), (64, 2048))  # odd outputs; odd inputs in several parts; whole tiles in several parts
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}  # of the largest
 
@@ -126,7 +126,7 @@ def test_a_matrix_of_many_outputs_is_not_cut() -> None:
 
 
 def product_arguments(rows: torch.dtype, values: torch.dtype, scales: torch.dtype, out: torch.dtype) -> dict[str, str]:
-    integers = dict.fromkeys(("num_rows", "num_out", "num_in", "x_stride", "split_inputs"), "i32")
+    integers = dict.fromkeys(("num_rows", "num_out", "num_in", "row_stride", "x_stride", "split_inputs"), "i32")
     return {"x": pointer(rows), "weights": pointer(values), "scales": pointer(scales), "zeros": pointer(scales)} | {
         "bias": pointer(rows),
         "out": pointer(out),
@@ -140,19 +140,21 @@ def constants_of(form: int, tile: ProductTile, **others: object) -> dict[str, ob
     return {"FORM": form, "HAS_BIAS": True, "GROUP": group, "IS_WHOLE": True, "PRECISION": "ieee", **blocks, **others}
 
 
-STORED = {
-    32: (PLAIN, torch.float32),
-    16: (PLAIN, None),
-    8: (SCALED, torch.int8),
-    4: (INT4, torch.uint8),
-}
+# Bits of a weight, form, and format; None: the rows'
+FORMATS = (
+    (32, PLAIN, torch.float32),
+    (16, PLAIN, None),
+    (8, SCALED, torch.int8),
+    (8, SCALED, torch.float8_e4m3fn),
+    (4, INT4, torch.uint8),
+)
 
 
 def ahead_cases() -> list[Case]:
     module, cases = "gpu.kernels.products", []
-    wide = ("num_out", "num_in", "x_stride", "split_inputs")
+    wide = ("num_out", "num_in", "row_stride", "x_stride", "split_inputs")
     for dtype in (torch.bfloat16, torch.float16):
-        for bits, (form, stored) in STORED.items():
+        for bits, form, stored in FORMATS:
             if bits == 32 and dtype != torch.bfloat16:
                 continue
             rows = torch.float32 if bits == 32 else dtype
