@@ -80,7 +80,7 @@ class RecordingScheduler(Scheduler):
         if plan is not None:
             step = len(self._record.steps)
             self._record.steps.append(StepRecord(time.monotonic(), 0.0))
-            sequences = self._sequences_of(plan, range(plan.num_rows))
+            sequences = self._in_flight.find(plan).sequences
             for sequence, length, draws in zip(sequences, plan.lengths, plan.samples, strict=True):
                 seed = self._seeds_by_id.get(sequence.request_id)
                 if seed is not None:

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from collections.abc import Sequence as Seq
 
 from core.plan import StepPlan
-from core.sequence import Sequence
+from core.sequence import Sequence, SequenceState
 from core.step_cost import StepCostModel, StepWork, row_cost_s
 
 
@@ -53,9 +53,12 @@ class Charges:
     ) -> int:
         """Charge a step that took step_s, and attribute it to the sequences that were in it.
 
+        Rows that were computed for nothing, because their sequences had ended one step earlier, are charged to their
+        tenants all the same, as the device has computed them. No request's Cost has them.
+
         Args:
-            rows: the plan's sequences, still in flight and before it is counted as computed.
-            running: all that hold blocks.
+            rows: the plan's sequences.
+            running: all that may be computed: some of the rows, and those that only hold blocks.
 
         Returns: how many blocks they hold; a shared one counts for each.
         """
@@ -71,11 +74,12 @@ class Charges:
             parts_s.append(part_s)
             num_blocks = len(sequence.table.blocks)
             num_held += num_blocks
-            sequence.kv_block_s += num_blocks * step_s
+            if sequence.state is not SequenceState.FINISHED:
+                sequence.kv_block_s += num_blocks * step_s
             sequence.tenant.charge(owed_s + block_s * num_blocks)
         _attribute(rows, parts_s, step_s)
-        if len(running) > len(rows):
-            num_held += self._charge_bystanders(running, block_s, step_s)
+        if len(running) > sum(sequence.state is SequenceState.RUNNING for sequence in rows):
+            num_held += self._charge_bystanders(running, set(rows), block_s, step_s)
         return num_held
 
     def _use_prepaid(self, sequence: Sequence, start: int, length: int) -> float:
@@ -88,11 +92,13 @@ class Charges:
             self.refund(sequence)
         return part_s
 
-    def _charge_bystanders(self, running: Collection[Sequence], block_s: float, step_s: float) -> int:
+    def _charge_bystanders(
+        self, running: Collection[Sequence], rows: set[Sequence], block_s: float, step_s: float
+    ) -> int:
         """Charge those who only hold blocks. Returns how many."""
         num_held = 0
         for sequence in running:
-            if not sequence.is_in_flight:
+            if sequence not in rows:
                 num_blocks = len(sequence.table.blocks)
                 num_held += num_blocks
                 sequence.kv_block_s += num_blocks * step_s
@@ -101,10 +107,14 @@ class Charges:
 
 
 def _attribute(rows: Seq[Sequence], parts_s: Seq[float], step_s: float) -> None:
-    """Divide what the step took among its sequences: by the parts, equally where these are nothing."""
+    """Divide what the step took among its sequences: by the parts, equally where these are nothing.
+
+    The part of one that had ended before is nobody's.
+    """
     predicted_s = sum(parts_s)
     if predicted_s <= 0.0:
         parts_s, predicted_s = [1.0] * len(rows), len(rows)
     scale = step_s / predicted_s
     for sequence, part_s in zip(rows, parts_s, strict=True):
-        sequence.device_s += part_s * scale
+        if sequence.state is not SequenceState.FINISHED:
+            sequence.device_s += part_s * scale

@@ -1,5 +1,8 @@
 """One step: inbox, plan, forward, sample, collect, inbox again, apply, deliver. Thread: engine, but it needs none.
 
+Where the runner allows two steps in flight, the next one is planned and sent before the oldest is collected: the device
+has work while the host reads and plans. What only a result shows (an end, a failed row) takes effect one step late.
+
 The engine never waits: step() says whether there was work, and who calls it waits for the inbox. It turns faults into
 ends of requests: a row's own, a step that raises (tried once more, then bisected to the guilty rows), a lost device.
 Whenever it has nothing to do, it looks whether the scheduler's books balance, and is broken if they do not.
@@ -8,14 +11,14 @@ Whenever it has nothing to do, it looks whether the scheduler's books balance, a
 import logging
 from collections import deque
 from collections.abc import Callable
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
-import numpy as np
 
 from core.inspection import BooksDoNotBalance, check_conservation, snapshot_of
 from core.plan import BlockStore, DeviceError, Runner, StepOutput, StepPlan
 from core.scheduler import Scheduler
+from core.sent_steps import SentSteps
 from core.types import (
     Cancel,
     ClearCache,
@@ -26,7 +29,6 @@ from core.types import (
     Resume,
     StepDelivery,
     Submit,
-    TokenLogprobs,
 )
 
 logger = logging.getLogger(__name__)
@@ -35,7 +37,6 @@ Ticket = TypeVar("Ticket")
 
 _DEVICE_LOST = "The server's compute device failed. Try again once the server has restarted."
 _ENGINE_FAULT = "The server's engine failed. Try again once the server has restarted."
-_STEP_FAILED = "The model failed to compute this request."
 
 
 class EngineBroken(Exception):
@@ -63,7 +64,7 @@ class Engine:
         store: BlockStore | None = None,
     ) -> None:
         self._scheduler = scheduler
-        self._compute: Callable[[StepPlan], StepOutput] = lambda plan: _compute(runner, plan)
+        self._sent: SentSteps[Any] = SentSteps(runner, scheduler.restart)
         self._clock = clock
         self._inbox = inbox
         self._deliver = deliver
@@ -81,21 +82,34 @@ class Engine:
         self._drain_inbox()
         if self._broken is not None:
             self._break(self._broken)
-        plan = self._scheduler.plan(self._clock())
-        if plan is None:
-            self._flush()
-            self._check_books()
-            return False
         try:
-            output = self._run(plan)
+            self._send()
+            if not self._sent:
+                self._flush()
+                self._check_books()
+                return False
+            landed = self._sent.collect()
         except DeviceError as error:
             logger.critical("the device is lost: %s", error)
             self._break(_DEVICE_LOST, error)
         self._drain_inbox()
-        delivery = self._scheduler.apply(plan, output, self._clock())
+        delivery = self._take_in(landed)
         self._drop_forgotten()  # by rows that failed
         self._tell(delivery)
         return True
+
+    def _send(self) -> None:
+        """Plan and start as many steps as may be in flight."""
+        while len(self._sent) < self._scheduler.limits.max_in_flight and not self._sent.has_failed:
+            plan = self._scheduler.plan(self._clock())
+            if plan is None:
+                return
+            self._sent.send(plan)
+
+    def _take_in(self, landed: tuple[StepPlan, StepOutput] | None) -> StepDelivery:
+        if landed is None:
+            return self._scheduler.lose_in_flight(self._clock())
+        return self._scheduler.apply(*landed, self._clock())
 
     def shutdown(self, reason: FinishReason, error: str | None = None) -> None:
         """End every request with a terminal chunk, those in the inbox too.
@@ -104,13 +118,21 @@ class Engine:
             error: the cause told to the clients, with FinishReason.ERROR.
         """
         self._drain_inbox()
+        self._sent.forget()
         self._scheduler.end_all(reason, error)
         self._flush()
 
     def close(self) -> None:
-        """No more steps come: have stored what the next process can use."""
-        if self._store is not None and self._broken is None:
-            self._store.keep(self._scheduler.offload_kept())
+        """No more steps come: have stored what the next process can use. Nobody is told what was in flight."""
+        if self._store is None or self._broken is not None:
+            return
+        try:
+            while self._sent:
+                self._take_in(self._sent.collect())
+        except DeviceError as error:
+            logger.critical("the device is lost: %s", error)
+            return
+        self._store.keep(self._scheduler.offload_kept())
 
     def _drop_forgotten(self) -> None:
         """At once: no step may come, and the process may be killed."""
@@ -160,59 +182,3 @@ class Engine:
                     self._drop_forgotten()
                 case Inspect() as inspect:
                     self._inspect = inspect
-
-    def _run(self, plan: StepPlan) -> StepOutput:
-        try:
-            return self._compute(plan)
-        except DeviceError:
-            raise
-        except Exception:  # whatever a model can raise: the rows that raise it again are the guilty ones
-            logger.exception("a step of %d rows failed, trying again", plan.num_rows)
-            return self._rerun(plan, range(plan.num_rows))
-
-    def _bisect(self, plan: StepPlan, rows: range, error: Exception) -> StepOutput:
-        """What rows that failed together give when computed in halves, and halves of those that fail again."""
-        if len(rows) == 1:
-            logger.error("row %d of the step is guilty: %r", rows.start, error)
-            none = np.empty(0, np.int32)
-            return StepOutput(rows=none, token_ids=none, failed_rows={rows.start: _STEP_FAILED})
-        middle = rows.start + len(rows) // 2
-        halves = range(rows.start, middle), range(middle, rows.stop)
-        return _joined([self._rerun(plan, half) for half in halves])
-
-    def _rerun(self, plan: StepPlan, rows: range) -> StepOutput:
-        try:
-            output = self._compute(self._scheduler.restart(plan, rows))
-        except DeviceError:
-            raise
-        except Exception as error:
-            return self._bisect(plan, rows, error)
-        return StepOutput(
-            rows=output.rows + np.int32(rows.start),
-            token_ids=output.token_ids,
-            logprobs=output.logprobs,
-            failed_rows={row + rows.start: cause for row, cause in output.failed_rows.items()},
-        )
-
-
-def _compute(runner: Runner[Ticket], plan: StepPlan) -> StepOutput:
-    ticket = runner.forward(plan)
-    runner.sample(ticket)
-    return runner.collect(ticket)
-
-
-def _joined(outputs: list[StepOutput]) -> StepOutput:
-    """Outputs over the same plan's rows as one."""
-    logprobs: dict[int, TokenLogprobs] = {}
-    failed_rows: dict[int, str] = {}
-    offset = 0
-    for output in outputs:
-        logprobs |= {offset + i: entry for i, entry in output.logprobs.items()}
-        failed_rows |= output.failed_rows
-        offset += len(output.token_ids)
-    return StepOutput(
-        rows=np.concatenate([output.rows for output in outputs]),
-        token_ids=np.concatenate([output.token_ids for output in outputs]),
-        logprobs=logprobs,
-        failed_rows=failed_rows,
-    )

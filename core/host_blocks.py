@@ -37,7 +37,7 @@ class HostBlocks:
         self._dropped: list[int] = []  # that were forgotten, until somebody asks
         self._leaving: set[int] = set()  # slots that are free once a plan was applied
         self._next = BlockCopies()
-        self._in_flight = BlockCopies()
+        self._in_flight: deque[BlockCopies] = deque()  # of each plan, oldest first
         for slot, label in stored:
             self._slots[label.key], self._serials[slot] = slot, label.serial
         self.last_serial = max(self._serials, default=0)
@@ -119,32 +119,32 @@ class HostBlocks:
 
     def take_copies(self) -> BlockCopies | None:
         """What the plan that is made now has to copy."""
-        if not self._next.is_empty:
-            self._in_flight, self._next = self._next, BlockCopies()
-            return self._in_flight
-        return None
+        copies, self._next = self._next, BlockCopies()
+        self._in_flight.append(copies)
+        return None if copies.is_empty else copies
 
     def on_restart(self) -> BlockCopies | None:
-        """The step failed: whether it had copied is not known. Returns what each part of it has to copy.
+        """The last step failed: whether it had copied is not known. Returns what each part of it has to copy.
 
         What was to be copied out may be overwritten by now; it is lost. Copying back twice does no harm.
         """
-        for slot, label in self._in_flight.labels.items():
+        failed = self._in_flight[-1]
+        for slot, label in failed.labels.items():
             if self._coming.get(label.key) == slot:
                 del self._coming[label.key]
                 self._leaving.add(slot)
                 self._dropped.append(slot)  # what a store has of the block before it there
-        self._in_flight.offloads, self._in_flight.labels = {}, {}
-        return BlockCopies(restores=self._in_flight.restores) if self._in_flight.restores else None
+        failed.offloads, failed.labels = {}, {}
+        return BlockCopies(restores=failed.restores) if failed.restores else None
 
     def on_applied(self, is_computed: bool, copy_s: float) -> None:
-        """The plan has come back.
+        """The oldest plan has come back.
 
         Args:
             is_computed: some of it did not fail. If all failed, what it was to copy back is left to the next.
             copy_s: that its copies took; 0: not known.
         """
-        done, self._in_flight = self._in_flight, BlockCopies()
+        done = self._in_flight.popleft()
         if copy_s > 0 and done.num_copies:
             self.copy_s += ONLINE_RATE * (copy_s / done.num_copies - self.copy_s)
         for slot, label in done.labels.items():
@@ -156,7 +156,7 @@ class HostBlocks:
         else:
             self._next.restores = done.restores | self._next.restores
         if self._pinned or self._leaving:
-            self._pinned = set(self._next.restores.values())
+            self._pinned = {slot for copies in (self._next, *self._in_flight) for slot in copies.restores.values()}
             leaving, self._leaving = self._leaving, set()
             for slot in leaving:
                 self._let_go(slot)
@@ -171,7 +171,7 @@ class HostBlocks:
 
     def _let_go(self, slot: int) -> None:
         """Of a slot that nobody can find: it is free, unless a copy from or to it is on its way."""
-        if slot in self._pinned or slot in self._in_flight.offloads:
+        if slot in self._pinned or any(slot in copies.offloads for copies in self._in_flight):
             self._leaving.add(slot)
         else:
             self._free.append(slot)

@@ -17,6 +17,8 @@ from core.types import SamplingParams, TokenLogprobs
 Int32Array = npt.NDArray[np.int32]
 BoolArray = npt.NDArray[np.bool_]
 
+PENDING = -1  # in place of a token id: see StepPlan
+
 
 @dataclass(frozen=True, slots=True)
 class SequenceStart:
@@ -80,7 +82,8 @@ class StepPlan:
 
     Row i, in [0, num_rows): the sequence in slots[i] computes its tokens at positions starts[i] up to
     starts[i] + lengths[i] - 1. Their ids stand one row after the other in token_ids. Where samples[i], the row reaches
-    the sequence's last known token, and a token is drawn from its last logits.
+    the sequence's last token, and a token is drawn from its last logits. PENDING in token_ids is the token that this
+    slot drew last: a plan before this one has asked for it, and it was still on the device when this one was made.
     Order of effects: sequence_starts reset their slots, blocks are copied out to the host, then back from it, then from
     block to block, block tables grow, the rows are computed.
     """
@@ -131,6 +134,7 @@ class RunnerLimits:
     num_host_blocks: int = 0  # slots of host memory, of a block each
     block_bytes: int = 0
     host_copy_s: float = 0.0  # of one block to the host or back, as measured at start
+    max_in_flight: int = 1  # steps; with 2 the next one is sent before this one's tokens are read
 
 
 class DeviceError(Exception):
@@ -155,7 +159,10 @@ Ticket = TypeVar("Ticket")
 
 
 class Runner(Protocol[Ticket]):
-    """Computes steps. The three calls of step N come in order; on a GPU forward N+1 may come before collect N."""
+    """Computes steps. The three calls of step N come in order, and steps in the order of their forward().
+
+    With limits.max_in_flight of 2, forward and sample of N+1 come before collect of N, whose tokens N+1 may ask for.
+    """
 
     limits: RunnerLimits
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from core.plan import Int32Array, SequenceStart, StepPlan
+from core.plan import PENDING, Int32Array, SequenceStart, StepPlan
 from core.sequence import Sequence
 from core.step_cost import StepWork
 
@@ -35,14 +35,27 @@ class PlanBuilder:
     def add_row(self, sequence: Sequence, start: int, length: int) -> None:
         """Compute `length` tokens from position `start` on; tell the runner what it does not know of the sequence."""
         end = start + length
+        samples = end == len(sequence.token_ids) + sequence.num_pending
+        self._add(sequence, start, length, samples)
+        sequence.num_computed_tokens = end
+        sequence.num_in_flight += 1
+        sequence.num_pending += samples
+
+    def add_again(self, sequence: Sequence, start: int, length: int, samples: bool) -> None:
+        """A row of a plan that failed, once more."""
+        self._add(sequence, start, length, samples)
+
+    def _add(self, sequence: Sequence, start: int, length: int, samples: bool) -> None:
+        token_ids = sequence.token_ids[start : start + length]
         self.sequences.append(sequence)
         self._starts.append(start)
         self._lengths.append(length)
-        self._samples.append(end == len(sequence.token_ids))
-        self._token_ids.extend(sequence.token_ids[start:end])
-        self.work.add(start, end, sequence.num_prompt_tokens)
+        self._samples.append(samples)
+        self._token_ids += token_ids
+        if len(token_ids) < length:
+            self._token_ids += [PENDING] * (length - len(token_ids))
+        self.work.add(start, start + length, sequence.num_prompt_tokens)
         self.budget -= length
-        sequence.is_in_flight = True
         if not sequence.is_started:
             self._start(sequence)
         if sequence.table.num_sent < len(sequence.table.blocks):
@@ -58,12 +71,14 @@ class PlanBuilder:
         self._starts += positions
         self._lengths += [1] * num_rows
         self._samples += [True] * num_rows
-        self._token_ids += [sequence.token_ids[-1] for sequence in sequences]
+        self._token_ids += [PENDING if sequence.num_pending else sequence.token_ids[-1] for sequence in sequences]
         self.budget -= num_rows
         self.work.own_tokens += num_rows
         self.work.own_kv += sum(positions) + num_rows
         for sequence in sequences:
-            sequence.is_in_flight = True
+            sequence.num_computed_tokens += 1
+            sequence.num_in_flight += 1
+            sequence.num_pending += 1
 
     def add_copy(self, source: int, target: int) -> None:
         self.sources.add(source)
@@ -132,14 +147,15 @@ def restart_rows(plan: StepPlan, rows: range, sequences: list[Sequence]) -> Step
     because the scheduler hands none of them out before the failed plan is applied.
 
     Args:
-        sequences: of these rows, in order; unchanged since the plan was made.
+        sequences: of these rows, in order. All plans before this one were applied since it was made: tokens that were
+            pending are known, but those of a row that failed, and what that one's sequence draws here is not used.
     """
     builder = PlanBuilder(budget=plan.num_tokens)
     copies = dict(zip(plan.copy_targets.tolist(), plan.copy_sources.tolist(), strict=True))
-    starts, lengths = plan.starts.tolist(), plan.lengths.tolist()
+    starts, lengths, samples = plan.starts.tolist(), plan.lengths.tolist(), plan.samples.tolist()
     for row, sequence in zip(rows, sequences, strict=True):
         sequence.is_started = False
-        builder.add_row(sequence, starts[row], lengths[row])
+        builder.add_again(sequence, starts[row], lengths[row], samples[row])
         for block in sequence.table.blocks:
             if block in copies:
                 builder.add_copy(copies[block], block)

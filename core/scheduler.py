@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterable
 from core.blocks import num_blocks_for
 from core.charges import Charges
 from core.config import INTER_TOKEN_TARGET
+from core.counts import Counts, mark_of_chunk
 from core.fairness import TenantShares
+from core.in_flight import Flight, InFlight, blocks_reached
 from core.inspection import SchedulerView
 from core.intake import Intake
 from core.outbox import Outbox
@@ -28,8 +30,6 @@ from core.types import (
     Cost,
     EngineStats,
     FinishReason,
-    Prefilled,
-    Prefilling,
     Request,
     StepDelivery,
     TokenChunk,
@@ -76,8 +76,10 @@ class Scheduler:
         self._running: dict[Sequence, None] = {}  # as they were admitted
         self._num_paused = 0
         self._planned_s = 0.0
-        self._planned_work = StepWork()
-        self._counts = _Counts()
+        self._in_flight = InFlight(limits.max_in_flight)
+        self._is_short = False  # of blocks or slots that those in flight may have to give up
+        self._last_work = StepWork()  # of the step that came back last
+        self._counts = Counts()
         self._outbox = Outbox(self.stats())
 
     # What the loop asks
@@ -148,17 +150,21 @@ class Scheduler:
     # One step
 
     def plan(self, now: float) -> StepPlan | None:
-        """The next step, None when nothing can be computed now. Every plan must come back to apply()."""
+        """The next step, None when nothing can be computed now. Every plan must come back to apply(), in order.
+
+        With a step in flight, None too where it has to come back first: somebody may have to give way, and whoever it
+        is may be in it.
+        """
+        if self._in_flight and (self._is_short or self._in_flight.has_suspects):
+            return None
         self._planned_s = now
+        self._is_short = False
         builder = PlanBuilder(self.limits.max_batch_tokens)
         self._make_room(builder, now)
-        decodes: list[Sequence] = []
-        behind: list[Sequence] = []
-        for sequence in self._running:
-            if not sequence.is_paused:
-                is_decode = len(sequence.token_ids) == sequence.num_computed_tokens + 1
-                (decodes if is_decode else behind).append(sequence)
-        if len(decodes) <= self.pool.num_free:
+        decodes, behind = self._ready()
+        if self._in_flight and sum(s.num_computed_tokens >= s.plain_end for s in decodes) > self.pool.num_free:
+            return None
+        if self._in_flight or len(decodes) <= self.pool.num_free:
             self._add_decodes(builder, decodes)
         else:  # some may have to give way: one by one, so that they are not in the plan before those who need blocks
             for sequence in sorted(decodes, key=victim_order(self.shares.least_s())):
@@ -169,9 +175,37 @@ class Scheduler:
         self._catch_up(builder, allowance, behind, num_reserved, now)
         plan = builder.build()
         if plan is not None:
-            self._planned_work = builder.work
             plan.host_copies = self.host.take_copies()
+            self._in_flight.send(plan, builder, now)
         return plan
+
+    def _ready(self) -> tuple[list[Sequence], list[Sequence]]:
+        """Who can compute something now: those that need their last token alone, and those that are behind."""
+        decodes: list[Sequence] = []
+        behind: list[Sequence] = []
+        for sequence in self._running:
+            if sequence.is_paused or (sequence.num_in_flight and self._has_to_land(sequence)):
+                continue
+            is_decode = len(sequence.token_ids) + sequence.num_pending == sequence.num_computed_tokens + 1
+            (decodes if is_decode else behind).append(sequence)
+        return decodes, behind
+
+    def _has_to_land(self, sequence: Sequence) -> bool:
+        """Whether a sequence in flight is not to be computed further yet.
+
+        It ends with what is in flight, or computes it again, or its siblings fork from it where it is now: what it
+        writes next is not theirs.
+        """
+        if sequence.is_lost or sequence.cancel_reason is not None:
+            return True
+        if len(sequence.token_ids) + sequence.num_pending >= sequence.max_length:
+            return True
+        return sequence.num_computed_tokens == sequence.num_prompt_tokens and self._leads(sequence)
+
+    def _leads(self, sequence: Sequence) -> bool:
+        """Whether siblings wait for it."""
+        group = self._groups[sequence.request_id]
+        return sequence is group.leader and bool(group.unforked)
 
     def offload_kept(self) -> BlockCopies | None:
         """No more steps come: what has to be copied out for all that nobody holds to be on the host."""
@@ -179,32 +213,70 @@ class Scheduler:
         return self.host.take_copies()
 
     def restart(self, plan: StepPlan, rows: range) -> StepPlan:
-        """These rows of a plan whose step failed, to be computed anew whatever the failed step has left behind."""
-        restarted = restart_rows(plan, rows, self._sequences_of(plan, rows))
+        """These rows of a plan whose step failed, to be computed anew whatever the failed step has left behind.
+
+        Args:
+            plan: the only one in flight: what has been made behind it would have read what it did not write.
+        """
+        assert len(self._in_flight) == 1, "a later step is in flight"
+        restarted = restart_rows(plan, rows, self._in_flight.find(plan).sequences[rows.start : rows.stop])
         restarted.host_copies = self.host.on_restart()
         return restarted
 
     def apply(self, plan: StepPlan, output: StepOutput, now: float) -> StepDelivery:
-        """Take in a step's result: tokens, forks, ends. Returns all news since the last delivery."""
-        sequences = self._sequences_of(plan, range(plan.num_rows))
+        """Take in what the oldest step in flight gave: tokens, forks, ends. Returns all news since the last delivery.
+
+        What it computed for those who have ended or were lost since it was planned counts for nobody.
+        """
+        flight, step_s = self._in_flight.land(now)
+        assert flight.plan is plan, "an older step has to come back first"
+        sequences = flight.sequences
         misled, bystanders = set[int](), list[Sequence]()
         if output.failed_rows:
             misled, unwritten = rows_misled(plan, sequences, output.failed_rows, self.limits.block_size)
-            bystanders = self._bystanders_misled(unwritten)
+            bystanders = self._bystanders_misled(sequences, unwritten)
         lost = misled.union(output.failed_rows)
-        ends = (plan.starts + plan.lengths).tolist()
         self.host.on_applied(len(output.failed_rows) < plan.num_rows, output.host_copy_s)
-        self._account(plan, sequences, now - self._planned_s - output.host_copy_s)
-        self._advance(sequences, ends, lost, now)
+        self._account(flight, step_s - output.host_copy_s)
+        self._advance(flight, lost, now)
         self._take_tokens(output, sequences, lost)
         for row in sorted(lost):
             self._lose_row(sequences[row], None if row in misled else output.failed_rows[row])
         for bystander in bystanders:
-            self._requeue(bystander)
+            self._compute_again(bystander)
+        if flight.has_suspects:
+            for row in set(output.rows.tolist()) - lost:
+                sequences[row].is_suspect = False
+        self._settle(sequences)
+        return self._outbox.take(self.stats())
+
+    def lose_in_flight(self, now: float) -> StepDelivery:
+        """A step raised when its result was read, with another one behind it: neither is known to have done anything.
+
+        Their sequences compute all again. From now on each step with one of them in it has to come back before the
+        next is sent, until it has drawn a token: if one raises again, its rows can be computed one by one.
+        """
+        unwritten = self._in_flight.written_blocks(self.limits.block_size)
+        for _ in self._in_flight:
+            self.host.on_applied(is_computed=False, copy_s=0.0)
+        lost = self._in_flight.abandon(now)
+        for sequence in (*lost, *self._bystanders_misled(lost, unwritten)):
+            sequence.is_suspect = True
+            self._compute_again(sequence)
+        self._settle(lost)
+        return self._outbox.take(self.stats())
+
+    def _settle(self, sequences: list[Sequence]) -> None:
+        """After a step: end those who were cancelled meanwhile, and let go of what nothing in flight needs any more."""
         for sequence in sequences:
             if sequence.cancel_reason is not None:
                 self.finish(sequence, sequence.cancel_reason)
-        return self._outbox.take(self.stats())
+            if sequence.num_in_flight:
+                continue
+            if sequence.state is SequenceState.FINISHED:
+                self._give_back(sequence)
+            elif sequence.is_lost:
+                self._requeue(sequence)
 
     def flush(self) -> StepDelivery | None:
         """News that no step will bring: ends of what was not in flight, who is paused. None when there are none."""
@@ -254,7 +326,7 @@ class Scheduler:
             free_slots=self._free_slots,
             cache=self.cache,
             block_size=self.limits.block_size,
-            last_work=self._planned_work,
+            last_work=self._last_work,
             last_step_s=self._counts.step_s,
             step_cost=self.step_cost,
             tenants=self.shares.tenants(),
@@ -267,15 +339,18 @@ class Scheduler:
     # Ends
 
     def finish(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
-        """End a sequence and give back all it holds; the last of its request brings the terminal chunk. Idempotent."""
+        """End a sequence and give back all it holds; the last of its request brings the terminal chunk. Idempotent.
+
+        Whoever is in a step that has not come back keeps slot and blocks until then.
+        """
         if sequence.state is SequenceState.FINISHED:
             return
-        assert not sequence.is_in_flight, "what is in flight is finished by apply()"
         group = self._groups[sequence.request_id]
         self._leave_siblings(group, sequence)
         self._waiting.remove(sequence)
-        self._give_back(sequence)
+        self._stop_running(sequence)
         sequence.state = SequenceState.FINISHED
+        self._give_back(sequence)
         group.num_live -= 1
         is_last = group.num_live == 0
         self._outbox.chunks.append(
@@ -291,11 +366,13 @@ class Scheduler:
         )
 
     def end_all(self, reason: FinishReason, error: str | None = None) -> None:
-        """End every request, those of a step that will never come back too."""
+        """End every request, those of steps that will never come back too."""
+        abandoned = self._in_flight.abandon(self._planned_s)
         for group in list(self._groups.values()):
             for sequence in reversed(group.sequences):
-                sequence.is_in_flight = False
                 self.finish(sequence, sequence.cancel_reason or reason, error)
+        for sequence in abandoned:  # some had ended before
+            self._give_back(sequence)
 
     def _end_group(self, group: SequenceGroup) -> Usage:
         del self._groups[group.request.request_id]
@@ -316,18 +393,26 @@ class Scheduler:
             elif not group.is_paused:
                 self._waiting.add(heir, self._planned_s)
 
-    def _give_back(self, sequence: Sequence) -> None:
-        """The one place where a sequence loses its slot and its blocks: at its end, or when it is preempted."""
+    def _stop_running(self, sequence: Sequence) -> None:
+        """It is no longer charged, nor preempted. It still holds what it has."""
         if sequence.state is SequenceState.RUNNING:
             del self._running[sequence]
             sequence.tenant.num_running -= 1
             self._charges.refund(sequence)
-            self.pool.release(sequence.table.take())
             sequence.plain_end = 0
-        if sequence.slot != NO_SLOT:
-            self._occupants[sequence.slot] = None
-            heapq.heappush(self._free_slots, sequence.slot)
-            sequence.slot = NO_SLOT
+
+    def _give_back(self, sequence: Sequence) -> None:
+        """The one place where a sequence loses its slot and its blocks: after its end, or when it is preempted.
+
+        Idempotent, and nothing is done while it is in flight: apply() comes back to it.
+        """
+        if sequence.num_in_flight or sequence.slot == NO_SLOT:
+            return
+        self._blocks.publish(sequence, min(sequence.num_computed_tokens, len(sequence.token_ids)))
+        self.pool.release(sequence.table.take())
+        self._occupants[sequence.slot] = None
+        heapq.heappush(self._free_slots, sequence.slot)
+        sequence.slot = NO_SLOT
 
     # Beginnings
 
@@ -391,7 +476,11 @@ class Scheduler:
         if num_slots <= 0 and num_blocks <= 0:
             return
         candidates = outranked(self._running, head, level, self.shares.least_s(), now)
-        for sequence in enough_of(candidates, num_slots, num_blocks, lambda s: len(self._joining(s))):
+        giving_way = enough_of(candidates, num_slots, num_blocks, lambda s: len(self._joining(s)))
+        if self._in_flight:
+            self._is_short = bool(giving_way)
+            return
+        for sequence in giving_way:
             self._preempt(builder, sequence)
 
     def _fork(self, parent: Sequence, child: Sequence) -> None:
@@ -438,7 +527,7 @@ class Scheduler:
             if position < sequence.plain_end:
                 plain.append(sequence)
                 if position + 1 == sequence.plain_end:
-                    self._blocks.publish(sequence, sequence.plain_end)
+                    self._blocks.publish(sequence, min(sequence.plain_end, len(sequence.token_ids)))
             else:
                 others.append(sequence)
         builder.add_decodes(plain)
@@ -453,6 +542,7 @@ class Scheduler:
         if sequence.state is not SequenceState.RUNNING:  # preempted while this plan was made
             return
         start, length = sequence.num_computed_tokens, 1
+        self._blocks.publish(sequence, start)  # a block that was filled with a token which nobody knew then
         if allowance is not None or self._blocks.is_behind(sequence, start):
             start = self._blocks.skip_cached(sequence)
         if allowance is not None:
@@ -463,12 +553,15 @@ class Scheduler:
         end = start + length
         if self._secure_blocks(builder, sequence, end):
             builder.add_row(sequence, start, length)
-            self._blocks.publish(sequence, end)
+            self._blocks.publish(sequence, min(end, len(sequence.token_ids)))
             sequence.plain_end = num_blocks_for(end, self.limits.block_size) * self.limits.block_size
 
     def _secure_blocks(self, builder: PlanBuilder, sequence: Sequence, end: int) -> bool:
-        """Let the sequence own all blocks it writes up to position `end`; False if it had to give up its own."""
+        """Let the sequence own all blocks it writes up to position `end`; False if it cannot yet or gave up its own."""
         while not self._blocks.own(builder, sequence, end):
+            if self._in_flight:
+                self._is_short = True
+                return False
             order = victim_order(self.shares.least_s())
             victim = max((candidate for candidate in self._running if not candidate.is_in_flight), key=order)
             self._preempt(builder, victim)
@@ -479,7 +572,7 @@ class Scheduler:
     def _preempt_paused(self, builder: PlanBuilder) -> bool:
         if self._num_paused == 0:
             return False
-        paused = [sequence for sequence in self._running if sequence.is_paused]
+        paused = [sequence for sequence in self._running if sequence.is_paused and not sequence.is_in_flight]
         if paused:
             self._preempt(builder, max(paused, key=victim_order(self.shares.least_s())))
         return bool(paused)
@@ -492,9 +585,11 @@ class Scheduler:
         self._requeue(victim)
 
     def _requeue(self, sequence: Sequence) -> None:
+        self._stop_running(sequence)
         self._give_back(sequence)
         sequence.state = SequenceState.WAITING
         sequence.num_computed_tokens = 0
+        sequence.is_lost = False
         group = self._groups[sequence.request_id]
         if sequence is group.leader:
             for sibling in group.unforked.values():
@@ -502,57 +597,38 @@ class Scheduler:
         if not sequence.is_paused:
             self._waiting.add(sequence, self._planned_s)
 
-    def _sequences_of(self, plan: StepPlan, rows: range) -> list[Sequence]:
-        slots = plan.slots[rows.start : rows.stop].tolist()
-        sequences = [sequence for slot in slots if (sequence := self._occupants[slot]) is not None]
-        assert len(sequences) == len(slots), "a slot of the plan has no sequence"
-        return sequences
-
     # Results
 
-    def _account(self, plan: StepPlan, sequences: list[Sequence], step_s: float) -> None:
+    def _account(self, flight: Flight, step_s: float) -> None:
         """Learn from a step's duration, and charge for it."""
-        self._counts.num_steps += 1
-        self._counts.num_rows += len(sequences)
-        self._counts.step_s = step_s
-        self._counts.device_s += step_s
-        self.step_cost.observe(self._planned_work, step_s)
-        num_held = self._charges.charge_step(plan, sequences, self._running, self._planned_work, step_s)
-        self._counts.kv_block_s += num_held * step_s
+        self._last_work = flight.work
+        self.step_cost.observe(flight.work, step_s)
+        num_held = self._charges.charge_step(flight.plan, flight.sequences, self._running, flight.work, step_s)
+        self._counts.add_step(len(flight.sequences), step_s, num_held)
 
-    def _advance(self, sequences: list[Sequence], ends: list[int], lost: set[int], now: float) -> None:
-        """Count what was computed, and fork those who waited for their prompt.
+    def _advance(self, flight: Flight, lost: set[int], now: float) -> None:
+        """Count what was computed of prompts, and fork those who waited for theirs.
 
         Args:
             lost: rows that computed nothing that can be used.
         """
-        for row, (sequence, end) in enumerate(zip(sequences, ends, strict=True)):
-            sequence.is_in_flight = False
-            if row in lost:
-                continue
-            before, sequence.num_computed_tokens = sequence.num_computed_tokens, end
-            if before < sequence.num_prompt_tokens:
-                self._advance_prompt(sequence, before, now)
+        starts = flight.plan.starts.tolist()
+        for row, (sequence, start) in enumerate(zip(flight.sequences, starts, strict=True)):
+            if start < sequence.num_prompt_tokens and row not in lost and not sequence.is_lost:
+                self._advance_prompt(sequence, start, start + int(flight.plan.lengths[row]), now)
 
-    def _advance_prompt(self, sequence: Sequence, before: int, now: float) -> None:
-        num_computed = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
+    def _advance_prompt(self, sequence: Sequence, before: int, end: int, now: float) -> None:
+        num_computed = min(end, sequence.num_prompt_tokens)
         self._counts.num_prefill_rows += 1
         self._counts.num_prompt_tokens += num_computed - before
-        group = self._groups[sequence.request_id]
-        if group.num_prompt_tokens_done == 0 and self.cache.is_enabled:
-            self._counts.num_cache_queries += sequence.num_prompt_tokens
-        num_cached = max(0, before - group.num_prompt_tokens_done)  # nobody of this request has computed these
-        group.num_cached_tokens += num_cached
-        self._counts.num_cache_hits += num_cached
-        group.num_prompt_tokens_done = max(group.num_prompt_tokens_done, num_computed)
-        if not group.is_prefilled:
-            group.num_prompt_chunks += 1
-            if num_computed == sequence.num_prompt_tokens:
-                group.is_prefilled = True
-                num_chunks, num_cached = group.num_prompt_chunks, group.num_cached_tokens
-                self._outbox.marks.append(Prefilled(sequence.request_id, now, num_chunks, num_cached))
-            elif group.request.tells_progress:
-                self._outbox.marks.append(Prefilling(sequence.request_id, num_computed))
+        group = self._groups.get(sequence.request_id)
+        if group is None or group.sequences[sequence.index] is not sequence:
+            return  # the request ended while this was computed
+        self._counts.add_prompt(group, before, num_computed, self.cache.is_enabled)
+        if sequence.state is SequenceState.FINISHED:
+            return
+        if not group.is_prefilled and (mark := mark_of_chunk(group, num_computed, now)) is not None:
+            self._outbox.marks.append(mark)
         if num_computed == sequence.num_prompt_tokens and sequence is group.leader:
             for sibling in group.unforked.values():
                 self._fork(sequence, sibling)
@@ -560,17 +636,31 @@ class Scheduler:
 
     def _lose_row(self, sequence: Sequence, cause: str | None) -> None:
         """A row failed, or (None) read what a failed one should have written: then its sequence computes it itself."""
-        self.cache.forget(sequence.table.blocks)  # some may have been computed in chunks whose fault shows only now
-        sequence.num_computed_tokens = 0  # a sibling that takes over goes on from nothing of this
-        if cause is not None:
+        if cause is None:
+            self._compute_again(sequence)
+        else:
+            self._forget(sequence)
             self.finish(sequence, sequence.cancel_reason or FinishReason.ERROR, cause)
-        elif sequence.cancel_reason is None:
+
+    def _compute_again(self, sequence: Sequence) -> None:
+        """All of it: what it has computed so far cannot be used."""
+        self._forget(sequence)
+        sequence.is_lost = sequence.state is SequenceState.RUNNING
+        if sequence.is_lost and not sequence.is_in_flight and sequence.cancel_reason is None:
             self._requeue(sequence)
 
-    def _bystanders_misled(self, unwritten: set[int]) -> list[Sequence]:
-        """Who counts on these blocks without a row in the plan: admitted with it, for a later one."""
-        running = (sequence for sequence in self._running if not sequence.is_in_flight)
-        return [sequence for sequence in running if not unwritten.isdisjoint(sequence.table.blocks)]
+    def _forget(self, sequence: Sequence) -> None:
+        self.cache.forget(sequence.table.blocks)  # some may have been computed in chunks whose fault shows only now
+        sequence.num_computed_tokens = 0  # a sibling that takes over goes on from nothing of this
+
+    def _bystanders_misled(self, sequences: list[Sequence], unwritten: set[int]) -> list[Sequence]:
+        """Who counts on these blocks without a row in the plan: admitted with it or after it.
+
+        Args:
+            sequences: of the plan.
+        """
+        reached, in_plan = blocks_reached(self._in_flight, unwritten), set(sequences)
+        return [s for s in self._running if s not in in_plan and not reached.isdisjoint(s.table.blocks)]
 
     def _take_tokens(self, output: StepOutput, sequences: list[Sequence], lost: set[int]) -> None:
         """Give sequences the tokens they have drawn, but those that ended before it or are about to be cancelled."""
@@ -579,7 +669,7 @@ class Scheduler:
         logprobs, finished = output.logprobs, SequenceState.FINISHED
         for i, (row, token_id) in enumerate(zip(output.rows.tolist(), output.token_ids.tolist(), strict=True)):
             sequence = sequences[row]
-            if sequence.cancel_reason is not None or sequence.state is finished or row in lost:
+            if sequence.cancel_reason is not None or sequence.state is finished or row in lost or sequence.is_lost:
                 continue
             token_ids = sequence.token_ids
             token_ids.append(token_id)
@@ -599,20 +689,3 @@ class Scheduler:
             self._outbox.add_token(sequence, token_id, logprobs)
         if reason is not None:
             self.finish(sequence, reason)
-
-
-class _Counts:
-    """Counters since the start."""
-
-    def __init__(self) -> None:
-        self.num_steps = 0
-        self.num_rows = 0
-        self.num_prefill_rows = 0
-        self.num_prompt_tokens = 0
-        self.num_generated_tokens = 0
-        self.num_preemptions = 0
-        self.num_cache_queries = 0
-        self.num_cache_hits = 0
-        self.step_s = 0.0
-        self.device_s = 0.0
-        self.kv_block_s = 0.0

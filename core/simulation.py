@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from core.config import INTER_TOKEN_TARGET
 from core.engine import Engine
-from core.plan import BlockCopies, Int32Array, Runner, RunnerLimits, SequenceStart, StepOutput, StepPlan
+from core.plan import PENDING, BlockCopies, Int32Array, Runner, RunnerLimits, SequenceStart, StepOutput, StepPlan
 from core.scheduler import Scheduler
 from core.types import Message, Request, StepDelivery, Submit, Usage
 
@@ -115,18 +115,66 @@ def continuation(start: SequenceStart, limits: RunnerLimits) -> list[int]:
     return token_ids[len(start.token_ids) :]
 
 
+@dataclass(slots=True, eq=False)
+class _Step:
+    """One that was sent and not collected.
+
+    Args:
+        end_s: when the device is done with it.
+    """
+
+    plan: StepPlan
+    end_s: float
+    output: StepOutput | None = None
+
+
+class SimulatedDevice:
+    """Computes steps one after the other, while the host does something else.
+
+    Args:
+        host_s: of each step, that the host takes to plan and to send it.
+    """
+
+    def __init__(self, cost: StepCost, clock: SimulatedClock, host_s: float = 0.0) -> None:
+        self._cost = cost
+        self._clock = clock
+        self._host_s = host_s
+        self._free_s = 0.0
+        self._steps: deque[_Step] = deque()
+
+    def send(self, plan: StepPlan) -> None:
+        if self._host_s:
+            self._clock.advance(self._host_s)
+        self._free_s = max(self._free_s, self._clock()) + self._cost.step_s(plan)
+        self._steps.append(_Step(plan, self._free_s))
+
+    def draw(self, plan: StepPlan, output: StepOutput) -> None:
+        """What this step, the last that was sent, will have drawn."""
+        assert self._steps[-1].plan is plan, "another step was sent before this one has drawn"
+        self._steps[-1].output = output
+
+    def wait(self, plan: StepPlan) -> StepOutput:
+        """Let time pass until a step is done; those before it that nobody has waited for are forgotten."""
+        while (step := self._steps.popleft()).plan is not plan:
+            pass
+        if step.end_s > self._clock():
+            self._clock.advance(step.end_s - self._clock())
+        assert step.output is not None, "it was never told to draw"
+        return step.output
+
+
 class SimulatedRunner:
-    """A core.plan.Runner whose KV holds token ids and whose steps advance the clock by their cost."""
+    """A core.plan.Runner whose KV holds token ids and whose steps take their cost of the clock's time."""
 
     def __init__(self, limits: RunnerLimits, cost: StepCost, clock: SimulatedClock) -> None:
         self.limits = limits
-        self._cost = cost
-        self._clock = clock
+        self._device = SimulatedDevice(cost, clock)
         self._kv = np.full((limits.num_blocks, limits.block_size), _NOTHING, np.int32)
         self._host = np.full((limits.num_host_blocks, limits.block_size), _NOTHING, np.int32)
         num_entries = -(-limits.max_model_len // limits.block_size)
         self._tables = np.full((limits.max_sequences, num_entries), _NOTHING, np.int32)
         self._starts: dict[int, SequenceStart] = {}
+        self._last_drawn = np.zeros(limits.max_sequences, np.int32)  # by slot
 
     def forward(self, plan: StepPlan) -> StepPlan:
         for start in plan.sequence_starts:
@@ -143,18 +191,25 @@ class SimulatedRunner:
         blocks = self._tables[slots, positions // self.limits.block_size]
         if (blocks == _NOTHING).any():
             raise ValueError("a row writes where its slot has no block")
-        self._kv[blocks, positions % self.limits.block_size] = plan.token_ids
-        self._clock.advance(self._cost.step_s(plan))
+        self._kv[blocks, positions % self.limits.block_size] = self._known_ids(plan)
+        self._device.send(plan)
         return plan
 
     def sample(self, ticket: StepPlan) -> None:
-        """Nothing to start: collect() draws."""
+        rows = np.flatnonzero(ticket.samples).astype(np.int32)
+        slots, lengths = ticket.slots[rows], (ticket.starts + ticket.lengths)[rows].tolist()
+        drawn = [self._draw(slot, length) for slot, length in zip(slots.tolist(), lengths, strict=True)]
+        token_ids = np.array(drawn, np.int32)
+        self._last_drawn[slots] = token_ids
+        self._device.draw(ticket, StepOutput(rows=rows, token_ids=token_ids))
 
     def collect(self, ticket: StepPlan) -> StepOutput:
-        rows = np.flatnonzero(ticket.samples).astype(np.int32)
-        slots, lengths = ticket.slots[rows].tolist(), (ticket.starts + ticket.lengths)[rows].tolist()
-        drawn = [self._draw(slot, length) for slot, length in zip(slots, lengths, strict=True)]
-        return StepOutput(rows=rows, token_ids=np.array(drawn, np.int32))
+        return self._device.wait(ticket)
+
+    def _known_ids(self, plan: StepPlan) -> Int32Array:
+        """The plan's token ids, those that its slots drew last among them."""
+        drawn = self._last_drawn[np.repeat(plan.slots, plan.lengths)]
+        return np.where(plan.token_ids == PENDING, drawn, plan.token_ids)
 
     def _draw(self, slot: int, length: int) -> int:
         start = self._starts[slot]

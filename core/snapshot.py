@@ -41,7 +41,7 @@ class LiveSequence(msgspec.Struct, frozen=True, kw_only=True):
     priority: int
     num_prompt_tokens: int
     num_tokens: int  # the prompt's and its own
-    num_computed_tokens: int
+    num_computed_tokens: int  # those that a step under way computes too
     num_blocks: int
     is_paused: bool
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from core.config import BLOCK_SIZE
-from core.plan import StepPlan
+from core.plan import PENDING, StepPlan
 from gpu.attention import TILE_TOKENS, AttentionGroup, DecodeGroup, DecodeRows, PromptGroup, PromptRow, PromptTile
 from gpu.kv_cache import num_blocks_for
 
@@ -29,10 +29,19 @@ MAX_GATHERED_TOKENS = 65_536
 
 
 @dataclass(slots=True)
+class PendingTokens:
+    """Tokens of a batch that its plan leaves to the device."""
+
+    tokens: Tensor  # [pending]: index into the batch's tokens
+    slots: Tensor  # [pending]: whose last drawn token it is
+
+
+@dataclass(slots=True)
 class DeviceBatch:
     """One step's inputs. Tokens and rows are in the batch's order."""
 
-    token_ids: Tensor  # [tokens]
+    token_ids: Tensor  # [tokens]; PENDING until it was filled in
+    pending: PendingTokens | None
     positions: Tensor  # [tokens], float32: what RoPE multiplies
     kv_slots: Tensor  # [tokens]: block * 16 + offset, where each token's keys and values go
     groups: dict[int | None, list[AttentionGroup]]  # by the window of a layer
@@ -93,11 +102,13 @@ class BatchBuilder:
         slots, positions = plan.slots[row_of][order], positions[order]  # in the batch's order from here on
         place = np.empty_like(order)
         place[order] = np.arange(plan.num_tokens)
+        token_ids = plan.token_ids[order]
         blocks = self._tables[slots, positions // BLOCK_SIZE]  # [tokens]
         sampled = np.flatnonzero(plan.samples)
         has_copies = len(plan.copy_sources) > 0
         return DeviceBatch(
-            token_ids=self._to_device(plan.token_ids[order]),
+            token_ids=self._to_device(token_ids),
+            pending=self._pending(token_ids, slots),
             positions=self._to_device(positions.astype(np.float32)),
             kv_slots=self._to_device(blocks * BLOCK_SIZE + positions % BLOCK_SIZE),
             groups=self._groups(plan, slots[:num_own], positions[:num_own] + 1),
@@ -109,6 +120,12 @@ class BatchBuilder:
             copy_sources=self._to_device(plan.copy_sources.astype(np.int64)) if has_copies else None,
             copy_targets=self._to_device(plan.copy_targets.astype(np.int64)) if has_copies else None,
         )
+
+    def _pending(self, token_ids: IntArray, slots: IntArray) -> PendingTokens | None:
+        tokens = np.flatnonzero(token_ids == PENDING)
+        if not len(tokens):
+            return None
+        return PendingTokens(self._to_device(tokens), self._to_device(slots[tokens].astype(np.int64)))
 
     def _token_order(self, slots: IntArray, positions: IntArray) -> tuple[IntArray, int]:
         """Own tokens first, longest context first, then prompts as they come: (order, number of own tokens)."""

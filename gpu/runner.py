@@ -21,6 +21,7 @@ from gpu.batch import BatchBuilder, DeviceBatch
 from gpu.checkpoint import Checkpoint, Progress, open_checkpoint
 from gpu.code_pages import drop_code_pages
 from gpu.device import apply_threads, choose_device, free_memory_bytes, last_level_cache_bytes
+from gpu.drawn_tokens import DrawnTokens, OnTheirWay
 from gpu.kernel_choice import find_operators
 from gpu.kv_cache import KVCache, bytes_per_block
 from gpu.kv_offload import CopyTicket, KVOffload, open_offload
@@ -29,7 +30,7 @@ from gpu.memory_plan import MemoryPlan, plan_memory
 from gpu.model import Model
 from gpu.operators import Operators
 from gpu.quantize_cache import quantizing
-from gpu.sampler import Drawn, RowLogprobs, Sampler
+from gpu.sampler import RowLogprobs, Sampler
 from gpu.sampler_choice import find_sampler
 from gpu.weights import MatrixForm, ModelWeights, keeps_packed, load_weights
 
@@ -45,7 +46,7 @@ class StepTicket:
 
     batch: DeviceBatch
     logits: Tensor  # [sampled, vocab], float32
-    drawn: Drawn | None = None
+    drawn: OnTheirWay | None = None
     host_copies: CopyTicket | None = None
 
 
@@ -73,6 +74,7 @@ class ModelRunner:
         with torch.inference_mode():
             self._model = Model(config, weights, operators)
             self._cache = KVCache(config, memory.num_blocks, dtype, device)
+            self._drawn = DrawnTokens(engine.max_sequences, device)
             sampler = find_sampler(config, memory.device)  # compiles or loads a kernel
             self._sampler = Sampler(engine.max_sequences, config.vocab_size, device, sampler)
             probes = self._model.probes(min(max(MIN_PROBE_BYTES, 2 * last_level_cache_bytes()), MAX_PROBE_BYTES))
@@ -85,6 +87,7 @@ class ModelRunner:
             max_model_len=memory.max_model_len,
             vocab_size=config.vocab_size,
             block_bytes=bytes_per_block(config, dtype),
+            max_in_flight=steps_in_flight(engine.overlap, device),
         )
         self._builder = BatchBuilder(
             engine.max_sequences,
@@ -122,6 +125,7 @@ class ModelRunner:
                 self._cache.copy_blocks(batch.copy_sources, batch.copy_targets)
             if batch.cleared_blocks is not None:
                 self._cache.clear_blocks(batch.cleared_blocks)
+            self._drawn.fill_pending(batch)
             return StepTicket(batch, self._model.forward(batch, self._cache), host_copies=host_copies)
 
     def _start_host_copies(self, plan: StepPlan) -> CopyTicket | None:
@@ -138,14 +142,15 @@ class ModelRunner:
             return self._model.forward(batch, self._cache)
 
     def sample(self, ticket: StepTicket) -> None:
-        """Draw a token per sampling row; they stay on the device until collect."""
+        """Draw a token per sampling row. They stay on the device for the next step, and start for the host."""
         batch = ticket.batch
         if len(batch.sampled_rows):
             with _device_errors(), torch.inference_mode():
-                ticket.drawn = self._sampler.sample(ticket.logits, batch.sampled_slots, batch.sampled_positions)
+                drawn = self._sampler.sample(ticket.logits, batch.sampled_slots, batch.sampled_positions)
+                ticket.drawn = self._drawn.send(drawn, batch.sampled_slots)
 
     def collect(self, ticket: StepTicket) -> StepOutput:
-        """Bring the drawn tokens to the host, in the order of the plan's rows.
+        """Wait for the drawn tokens; they come in the order of the plan's rows.
 
         Raises:
             DeviceError: the device is lost.
@@ -162,8 +167,8 @@ class ModelRunner:
         if drawn is None:
             return StepOutput(np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int32))
         with _device_errors(), torch.inference_mode():
-            is_finite = drawn.is_finite.cpu().numpy()
-            token_ids = drawn.token_ids.cpu().numpy()
+            drawn.wait()
+            is_finite, token_ids = drawn.is_finite.numpy(), drawn.token_ids.numpy()
             logprobs = _logprobs_by_row(drawn.logprobs, token_ids) if drawn.logprobs is not None else {}
             for slot in batch.sampled_slots[~is_finite].tolist():
                 self._cache.make_finite(self._builder.blocks_of(slot))
@@ -185,6 +190,14 @@ class ModelRunner:
             ticket = self.forward(plan)
             self.sample(ticket)
             self.collect(ticket)
+
+
+def steps_in_flight(overlap: str, device: torch.device) -> int:
+    """
+    Args:
+        overlap: see EngineConfig. On a CPU the host computes the step itself: there is nothing to gain.
+    """
+    return 2 if overlap == "on" or (overlap == "auto" and device.type == "cuda") else 1
 
 
 def load_runner(directory: Path, config: ModelConfig, engine: EngineConfig, progress: Progress) -> ModelRunner:

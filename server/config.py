@@ -134,6 +134,7 @@ class ServerConfig(
             quantize_cache_bytes=self.quantize_cache_bytes,
             has_prefix_cache=not self.no_prefix_cache,
             inter_token_target=self.inter_token_target or None,
+            overlap=self.overlap,
         )
 
 

@@ -1,6 +1,7 @@
 """Stand-ins that record what was asked of them. Nothing here decides anything."""
 
 from collections import deque
+from dataclasses import replace
 
 from core.config import INTER_TOKEN_TARGET
 from core.engine import Engine
@@ -86,9 +87,14 @@ class FaultyRunner(SimulatedRunner):
 
 
 class EngineUnderTest:
-    """An engine on a simulated runner, with its inbox and all it delivers."""
+    """An engine on a simulated runner, with its inbox and all it delivers.
+
+    Args:
+        clock: the runner's, where it is given and time matters.
+    """
 
     cost = CostModel()
+    max_in_flight = 1  # steps, whatever the limits say
 
     def __init__(
         self,
@@ -97,9 +103,10 @@ class EngineUnderTest:
         runner: SimulatedRunner | None = None,
         has_prefix_cache: bool = True,
         inter_token_target: float | None = INTER_TOKEN_TARGET,
+        clock: FakeClock | None = None,
     ) -> None:
-        self.clock = FakeClock()
-        self.limits = limits
+        self.clock = clock or FakeClock()
+        self.limits = limits = replace(limits, max_in_flight=self.max_in_flight)
         self.eos_ids = eos_ids
         self.inbox: deque[Message] = deque()
         self.log = DeliveryLog()

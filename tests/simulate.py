@@ -1,8 +1,9 @@
 """Random histories, each from a seed of its own: `python -m tests.simulate`, or `make simulate`, for over an hour.
 
-First the scheduler's machine over its block pool and prefix cache (tests/core/test_scheduler_machine.py), without host
-memory and with it (tests/core/test_offload_machine.py), in turn by seed; then the whole server with every fault
-(tests/server/fault_history.py). A failing seed is printed, with how to run it again.
+First the scheduler's machine over its block pool and prefix cache (tests/core/test_scheduler_machine.py), with one step
+in flight and with two, without host memory and with it (tests/core/test_offload_machine.py), in turn by seed; then the
+whole server with every fault (tests/server/fault_history.py). A failing seed is printed, with how to
+run it again.
 """
 
 import argparse
@@ -12,8 +13,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
-from tests.core.test_offload_machine import CrampedOffloadMachine, OffloadMachine
-from tests.core.test_scheduler_machine import SchedulerMachine, run_machine
+from tests.core.test_offload_machine import CrampedOffloadMachine, OffloadMachine, OverlapOffloadMachine
+from tests.core.test_scheduler_machine import OverlapMachine, SchedulerMachine, run_machine
 from tests.server.fault_history import FaultHistory, Tally
 
 T = TypeVar("T")
@@ -21,7 +22,7 @@ T = TypeVar("T")
 REQUESTS_PER_HISTORY = 100
 MACHINE_STEPS = 10_000_000
 HISTORIES = 2_000
-MACHINES = (SchedulerMachine, OffloadMachine, CrampedOffloadMachine)  # by seed
+MACHINES = (SchedulerMachine, OverlapMachine, OffloadMachine, CrampedOffloadMachine, OverlapOffloadMachine)  # by seed
 
 
 def run_fault_histories(seeds: Iterable[int]) -> Tally:

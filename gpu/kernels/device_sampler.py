@@ -99,10 +99,10 @@ class DeviceSampler:
         )
 
     def __call__(self, logits: Tensor, slots: IntArray, positions: IntArray) -> tuple[Tensor, Tensor]:
-        """See DrawRows; what it returns is overwritten by the next step's."""
+        """See DrawRows; the results are copies: the next step may be launched before they are read."""
         self.place(slots, positions)
         self.launch(logits)
-        return self.token_ids[: len(slots)], self.is_finite[: len(slots)]
+        return self.token_ids[: len(slots)].clone(), self.is_finite[: len(slots)].clone()
 
     def place(self, slots: IntArray, positions: IntArray) -> None:
         """Put the step's rows where the next launch reads them; those behind them are padding."""

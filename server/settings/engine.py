@@ -114,6 +114,17 @@ class EngineSettings:
             group="engine",
         ),
     )
+    overlap: str = field(
+        default="auto",
+        metadata=Setting(
+            name="overlap",
+            parse=choice_of("auto", "on", "off"),
+            metavar="MODE",
+            help="send the next step before the tokens of this one are read: auto does so on a GPU. The tokens are the"
+            " same",
+            group="engine",
+        ),
+    )
     threads: int | None = field(
         default=None,
         metadata=Setting(

@@ -13,6 +13,7 @@ class ChainCheckingRunner(SimulatedRunner):
     """Raises AssertionError when a row would read keys and values that were computed after other tokens than its own.
 
     A position's keys and values depend on its token and on all before it: so much is kept of each position, as a hash.
+    A row that reads what was spoiled is misled: it spoils what it writes, and draws another token than it should.
     """
 
     def __init__(self, limits: RunnerLimits, cost: CostModel, clock: SimulatedClock) -> None:
@@ -20,6 +21,7 @@ class ChainCheckingRunner(SimulatedRunner):
         self._chains = np.full((limits.num_blocks, limits.block_size), _SPOILED, np.int64)
         self._host_chains = np.full((limits.num_host_blocks, limits.block_size), _SPOILED, np.int64)
         self._expected: dict[int, list[int]] = {}  # by slot: the hash after each of its tokens
+        self.misled_rows: set[int] = set()  # of the last plan that was computed
 
     def forward(self, plan: StepPlan) -> StepPlan:
         ticket = super().forward(plan)
@@ -31,17 +33,37 @@ class ChainCheckingRunner(SimulatedRunner):
             self._chains[list(restores)] = self._host_chains[list(restores.values())]
         self._chains[plan.copy_targets] = self._chains[plan.copy_sources]
         rows = list(zip(plan.slots.tolist(), plan.starts.tolist(), plan.lengths.tolist(), strict=True))
-        offset = 0
+        token_ids, offset = self._known_ids(plan).tolist(), 0
         for slot, start, length in rows:
             expected = self._expected[slot]
             if len(expected) < start + length:
                 last = expected[-1] if expected else 0
-                expected += _chain(last, plan.token_ids[offset : offset + length].tolist()[len(expected) - start :])
+                expected += _chain(last, token_ids[offset : offset + length][len(expected) - start :])
             self._write(slot, start, expected[start : start + length])
             offset += length
-        for slot, start, length in rows:  # a step writes all its keys and values before any are read
-            assert self._read(slot, start + length) == self._expected[slot][: start + length]
+        self.misled_rows.clear()
+        for row, (slot, start, length) in enumerate(rows):  # a step writes all its keys and values before any are read
+            found, expected = self._read(slot, start + length), self._expected[slot][: start + length]
+            if _SPOILED in found:
+                self.misled_rows.add(row)
+            assert all(one in (other, _SPOILED) for one, other in zip(found, expected, strict=True))
+        for row in self.misled_rows:
+            self.spoil(plan, row)
         return ticket
+
+    def sample(self, ticket: StepPlan) -> None:
+        super().sample(ticket)
+        for row in self.misled_rows:
+            if ticket.samples[row]:
+                self._last_drawn[ticket.slots[row]] += 1
+                self.drawn_of(ticket)[int(ticket.samples[:row].sum())] += 1
+
+    def drawn_of(self, plan: StepPlan) -> npt.NDArray[np.int32]:
+        step = self._device._steps[-1]
+        assert step.plan is plan
+        assert step.output is not None
+        token_ids: npt.NDArray[np.int32] = step.output.token_ids
+        return token_ids
 
     def spoil(self, plan: StepPlan, row: int) -> None:
         """Whatever the row has written is lost."""

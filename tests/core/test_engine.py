@@ -6,6 +6,8 @@ from core.simulation import SimulatedRunner
 from core.types import Cancel, ClearCache, FinishReason, Inspect, Message, Pause, Request, Resume, Submit, Usage
 from tests.fakes import EngineUnderTest, FakeClock, FaultyRunner, make_request, small_limits
 
+pytestmark = pytest.mark.usefixtures("steps_in_flight")
+
 GUILTY = 999  # stands in prompts only
 
 
@@ -44,17 +46,17 @@ def test_end_without_a_step_is_delivered_at_once() -> None:
     assert under_test.log.terminal("a").finish_reason is FinishReason.CANCELLED
 
 
-def test_pause_and_resume_change_no_token() -> None:
+def test_pause_and_resume_change_no_token(steps_in_flight: int) -> None:
     under_test = EngineUnderTest(small_limits())
     request = make_request(max_tokens=9)
     under_test.send(Submit(request))
     under_test.step(3)
     under_test.send(Pause("a"))
-    assert under_test.step() is False
+    under_test.run()
     num_before = len(under_test.log.tokens("a"))
     under_test.send(Resume("a"))
     under_test.run()
-    assert num_before == 3
+    assert num_before == 2 + steps_in_flight
     assert under_test.log.tokens("a") == under_test.reference(request)
 
 
@@ -74,6 +76,7 @@ class SendingRunner(SimulatedRunner):
         return super().forward(plan)
 
 
+@pytest.mark.parametrize("steps_in_flight", [1], indirect=True)
 def test_cancel_that_arrives_during_the_step_ends_it_with_that_step() -> None:
     under_test = SendingRunner(small_limits(), Cancel("a", FinishReason.CANCELLED)).under_test
     under_test.send(Submit(make_request(num_prompt_tokens=6)))
@@ -108,9 +111,9 @@ def test_step_that_raises_fails_only_its_guilty_row() -> None:
 
 def test_who_was_admitted_beside_a_guilty_row_does_not_count_on_what_it_should_have_written() -> None:
     limits = small_limits(max_batch_tokens=32, vocab_size=999)
-    runner = FaultyRunner(limits, FakeClock(), {GUILTY: ValueError("shape")})
-    under_test = EngineUnderTest(limits, runner=runner)
-    runner._clock = under_test.clock
+    clock = FakeClock()
+    runner = FaultyRunner(limits, clock, {GUILTY: ValueError("shape")})
+    under_test = EngineUnderTest(limits, runner=runner, clock=clock)
     under_test.send(Submit(make_request("decodes", 4, 100)))
     for number in range(9):  # so that the step-cost model bounds what a step may compute beside it
         under_test.send(Submit(make_request(f"warm{number}", 8 + 3 * number, 1)))
@@ -210,6 +213,7 @@ def test_engine_whose_books_do_not_balance_when_it_is_idle_is_broken_and_says_wh
     assert "blocks that are used, and held by sequences: 2 and 0" in caplog.text
 
 
+@pytest.mark.parametrize("steps_in_flight", [1], indirect=True)
 def test_inspection_is_answered_with_the_news_of_the_step_it_came_in() -> None:
     under_test = SendingRunner(small_limits(), Inspect(7)).under_test
     under_test.send(Submit(make_request(num_prompt_tokens=6)))

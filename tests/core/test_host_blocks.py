@@ -15,6 +15,8 @@ from tests.core.kv_oracle import ChainCheckingRunner
 from tests.core.test_offload_machine import assert_slots_are_conserved
 from tests.fakes import EngineUnderTest, FakeClock, FaultyRunner, make_request, small_limits
 
+pytestmark = pytest.mark.usefixtures("steps_in_flight")
+
 GUILTY = 999
 A, B, C = (tuple(range(start, start + 22)) for start in (100, 200, 300))  # 22 tokens: 5 blocks and a half
 SMALL = small_limits(num_blocks=7, num_host_blocks=30, max_batch_tokens=64)  # one of them at a time
@@ -77,6 +79,7 @@ def test_no_other_domain_or_salt_finds_what_lies_on_the_host() -> None:
     assert under_test.scheduler.stats().num_restored_blocks == 0
 
 
+@pytest.mark.parametrize("steps_in_flight", [1], indirect=True)
 def test_preempted_sequence_gets_its_own_blocks_back() -> None:
     under_test = make_engine()
     under_test.send(ask("low", A))

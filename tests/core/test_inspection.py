@@ -9,6 +9,8 @@ from core.scheduler import Scheduler
 from core.types import Submit
 from tests.fakes import EngineUnderTest, make_request, small_limits
 
+pytestmark = pytest.mark.usefixtures("steps_in_flight")
+
 
 def busy() -> EngineUnderTest:
     """Four sequences run, of three requests and two tenants; two more wait, one of them in a higher class."""
@@ -36,11 +38,11 @@ def test_snapshot_shows_queues_by_class_and_tenant_with_the_age_of_the_first() -
     assert shown.queues[0].oldest_s == pytest.approx(shown.queues[1].oldest_s + 1.0)
 
 
-def test_snapshot_shows_what_runs_and_what_it_holds() -> None:
+def test_snapshot_shows_what_runs_and_what_it_holds(steps_in_flight: int) -> None:
     under_test = busy()
     shown = snapshot_of(under_test.scheduler.view(), 1, under_test.clock())
     assert sorted((one.request_id, one.index) for one in shown.running) == [("a", 0), ("a", 1), ("b", 0), ("c", 0)]
-    assert all(one.num_tokens == one.num_computed_tokens + 1 for one in shown.running)
+    assert all(one.num_tokens == one.num_computed_tokens + 2 - steps_in_flight for one in shown.running)
     blocks = shown.blocks
     assert blocks.num_held == sum(one.num_blocks for one in shown.running) - blocks.num_shared
     assert blocks.num_shared == 2  # the full blocks of a's prompt, by both of its sequences

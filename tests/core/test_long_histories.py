@@ -7,4 +7,4 @@ from tests.simulate import run_machine_histories
 
 @pytest.mark.slow
 def test_a_hundred_thousand_steps() -> None:
-    assert run_machine_histories(100_000, first_seed=0) > 3  # each machine
+    assert run_machine_histories(100_000, first_seed=0) > 5  # each machine

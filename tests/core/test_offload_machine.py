@@ -39,6 +39,15 @@ class CrampedOffloadMachine(OffloadMachine):
     num_host_blocks = 2
 
 
+class OverlapOffloadMachine(OffloadMachine):
+    """Copies of two steps are on their way."""
+
+    num_host_blocks = 4
+    max_in_flight = 2
+
+
+TestOverlapOffload = OverlapOffloadMachine.TestCase
+TestOverlapOffload.settings = settings(TestScheduler.settings, max_examples=50)
 TestOffload = OffloadMachine.TestCase
 TestOffload.settings = settings(TestScheduler.settings, max_examples=50)
 TestCrampedOffload = CrampedOffloadMachine.TestCase

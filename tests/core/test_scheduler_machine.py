@@ -1,8 +1,13 @@
-"""Any history of submit, cancel, pause, resume and steps: what must hold after each of them, and at the end."""
+"""Any history of submit, cancel, pause, resume and steps: what must hold after each of them, and at the end.
 
-from collections import Counter
+With one step in flight, and with two: the second is planned and computed before the first is applied.
+"""
+
+from collections import Counter, deque
+from dataclasses import dataclass, replace
 
 import hypothesis
+import numpy as np
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -28,10 +33,25 @@ VOCAB_SIZE = 30
 PROMPTS = tuple(tuple((3 * i + (i >= fork)) % 29 for i in range(20)) for fork in (1, 6, 12, 20))
 
 
+@dataclass(slots=True, eq=False)
+class Sent:
+    """A step in flight.
+
+    Args:
+        has_raised: when it was sent.
+        failing: row that will be reported as failed.
+    """
+
+    plan: StepPlan
+    has_raised: bool
+    failing: int | None = None
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """Drives a scheduler and a simulated runner call by call, so that messages come between plan and apply too."""
 
     num_host_blocks = 0
+    max_in_flight = 1
 
     @initialize(
         num_blocks=st.integers(3, 14),
@@ -40,13 +60,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         has_prefix_cache=st.sampled_from((True, True, True, False)),
     )
     def begin(self, num_blocks: int, block_size: int, max_batch_tokens: int, has_prefix_cache: bool) -> None:
-        self.limits = small_limits(
+        limits = small_limits(
             num_blocks=num_blocks,
             block_size=block_size,
             max_batch_tokens=max_batch_tokens,
             vocab_size=VOCAB_SIZE,
             num_host_blocks=self.num_host_blocks,
         )
+        self.limits = replace(limits, max_in_flight=self.max_in_flight)
         self.clock = SimulatedClock()
         self.runner = ChainCheckingRunner(self.limits, CostModel(), self.clock)
         self.scheduler = Scheduler(self.limits, (EOS,), lambda: 0, has_prefix_cache)
@@ -56,7 +77,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.starts: dict[tuple[str, int], SequenceStart] = {}
         self.sequences: dict[str, list[Sequence]] = {}
         self.paused: set[str] = set()
-        self.in_flight: tuple[StepPlan, StepOutput] | None = None
+        self.in_flight: deque[Sent] = deque()
 
     # Rules
 
@@ -122,9 +143,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.resume(request_id)
         self.paused.remove(request_id)
 
-    @precondition(lambda self: self.in_flight is None)
-    @rule()
-    def plan(self) -> None:
+    @precondition(lambda self: self.may_send())
+    @rule(
+        failing=st.sampled_from((None, None, None, None, 0, 1, 2)), raises=st.sampled_from((None,) * 8 + ("", "done"))
+    )
+    def plan(self, failing: int | None = None, raises: str | None = None) -> None:
+        """
+        Args:
+            failing: this row writes nothing that can be read.
+            raises: the step does, before it has done anything or after it is done.
+        """
         made = self.scheduler.plan(self.clock())
         if made is None:
             delivery = self.scheduler.flush()
@@ -132,36 +160,66 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.log(delivery)
             return
         assert made.num_tokens <= self.limits.max_batch_tokens
-        assert not any(s.is_paused for s in self.scheduler._sequences_of(made, range(made.num_rows)))
-        ticket = self.runner.forward(made)
-        self.runner.sample(ticket)
-        self.in_flight = made, self.runner.collect(ticket)
-
-    @precondition(lambda self: self.in_flight is not None)
-    @rule(computed_again=st.booleans(), failing=st.sampled_from((None, None, None, 0, 1, 2)))
-    def apply(self, computed_again: bool, failing: int | None) -> None:
-        assert self.in_flight is not None
-        made, output = self.in_flight
-        if computed_again:  # as the engine does after a fault, row by row
-            for row in range(made.num_rows):
-                again = self.runner.collect(self.runner.forward(self.scheduler.restart(made, range(row, row + 1))))
-                assert again.token_ids.tolist() == output.token_ids[output.rows == row].tolist()
+        sequences = self.scheduler._in_flight.find(made).sequences
+        assert not any(s.is_paused or s.is_lost or s.state is SequenceState.FINISHED for s in sequences)
+        self.in_flight.append(Sent(made, raises is not None))
+        if raises != "":
+            self.compute(made)
+            if self.runner.misled_rows:
+                assert any(sent.failing is not None for sent in self.in_flight)
         if failing is not None and failing < made.num_rows:
-            output.failed_rows[failing] = "lost"
-            self.runner.spoil(made, failing)
-        self.in_flight = None
-        self.log(self.scheduler.apply(made, output, self.clock()))
+            self.in_flight[-1].failing = failing
+            if raises != "":
+                self.runner.spoil(made, failing)
 
-    @precondition(lambda self: self.in_flight is None)
+    @precondition(lambda self: self.in_flight)
+    @rule(computed_again=st.booleans())
+    def apply(self, computed_again: bool = False) -> None:
+        sent = self.in_flight.popleft()
+        if sent.has_raised:
+            output = self.compute_row_by_row(sent.plan)
+        else:
+            output = self.runner.collect(sent.plan)
+            if computed_again and not self.in_flight:
+                again = self.compute_row_by_row(sent.plan)
+                unread = self.unread_rows(sent.plan)
+                assert [
+                    (row, token_id)
+                    for row, token_id in zip(again.rows.tolist(), again.token_ids.tolist(), strict=True)
+                    if row not in unread
+                ] == [
+                    (row, token_id)
+                    for row, token_id in zip(output.rows.tolist(), output.token_ids.tolist(), strict=True)
+                    if row not in unread
+                ]
+        if sent.failing is not None:
+            output.failed_rows[sent.failing] = "lost"
+            if not self.in_flight:
+                self.runner.spoil(sent.plan, sent.failing)
+        self.log(self.scheduler.apply(sent.plan, output, self.clock()))
+
+    @precondition(lambda self: len(self.in_flight) > 1)
+    @rule()
+    def raise_when_collected(self) -> None:
+        """Both steps are lost."""
+        self.in_flight.clear()
+        self.log(self.scheduler.lose_in_flight(self.clock()))
+
+    @precondition(lambda self: not self.in_flight)
     @rule(prompt=st.sampled_from(PROMPTS), num_prompt_tokens=st.integers(2, 8), failing=st.integers(0, 2))
     def lose_a_row_beside_others_that_share_its_prompt(
         self, prompt: tuple[int, ...], num_prompt_tokens: int, failing: int
     ) -> None:
         for _ in range(3):
             self.submit(num_prompt_tokens, 3, 1, 1, "", None, 0, prompt, "")
-        self.plan()
-        if self.in_flight is not None:
-            self.apply(computed_again=False, failing=failing)
+        self.plan(failing=failing)
+        while self.may_send():
+            num_before = len(self.in_flight)
+            self.plan()
+            if len(self.in_flight) == num_before:
+                break
+        if self.in_flight:
+            self.apply()
 
     @rule(seconds=st.sampled_from((0.1, 3.0, 40.0)))
     def let_time_pass(self, seconds: float) -> None:
@@ -182,10 +240,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def step(self) -> None:
         """Plan and apply in one, so that most histories get somewhere."""
         for _ in range(3):
-            if self.in_flight is None:
-                self.plan()
-            if self.in_flight is not None:
-                self.apply(computed_again=False, failing=None)
+            self.send_and_apply()
 
     # What must hold
 
@@ -237,7 +292,23 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def only_running_sequences_hold_blocks(self) -> None:
         if hasattr(self, "scheduler"):
-            assert all(s.state is SequenceState.RUNNING for s in self.all_sequences() if s.table.blocks)
+            holders = [s for s in self.all_sequences() if s.table.blocks]
+            assert all(s.state is SequenceState.RUNNING or s.is_in_flight for s in holders)
+
+    @invariant()
+    def everyone_knows_what_is_in_flight(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        flights = list(self.scheduler._in_flight)
+        assert [flight.plan for flight in flights] == [sent.plan for sent in self.in_flight]
+        for sequence in self.all_sequences():
+            rows = [
+                (flight.plan, flight.sequences.index(sequence)) for flight in flights if sequence in flight.sequences
+            ]
+            assert sequence.num_in_flight == len(rows)
+            assert sequence.num_pending == sum(bool(plan.samples[row]) for plan, row in rows)
+            if sequence.state is not SequenceState.FINISHED:
+                assert len(sequence.token_ids) + sequence.num_pending <= sequence.max_length
 
     @invariant()
     def no_parent_is_evicted_before_its_children(self) -> None:
@@ -271,11 +342,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler.resume(request_id)
         num_tokens = sum(s.max_length for s in self.all_sequences() if s.state is not SequenceState.FINISHED)
         for _ in range(3000 + 20 * num_tokens):  # each step computes one at least, and many of them again
-            if self.in_flight is not None:
-                self.apply(computed_again=False, failing=None)
-            self.plan()
-            if self.in_flight is None:
-                break
+            self.send_and_apply()
+            if not self.in_flight:
+                self.plan()
+                if not self.in_flight:
+                    break
         self.blocks_are_conserved()
         assert self.scheduler.pool.num_used == 0
         for request in self.requests.values():
@@ -316,6 +387,41 @@ class SchedulerMachine(RuleBasedStateMachine):
         recent = list(self.requests)[-5:]
         return recent[number % len(recent)]
 
+    def may_send(self) -> bool:
+        return len(self.in_flight) < self.max_in_flight and not (self.in_flight and self.in_flight[-1].has_raised)
+
+    def send_and_apply(self) -> None:
+        """As the engine does."""
+        while self.may_send():
+            num_before = len(self.in_flight)
+            self.plan()
+            if len(self.in_flight) == num_before:
+                break
+        if self.in_flight:
+            self.apply()
+
+    def compute(self, made: StepPlan) -> None:
+        self.runner.forward(made)
+        self.runner.sample(made)
+
+    def compute_row_by_row(self, made: StepPlan) -> StepOutput:
+        """As the engine does after a fault."""
+        unread = self.unread_rows(made)
+        rows, token_ids = list[int](), list[int]()
+        for row in range(made.num_rows):
+            restarted = self.scheduler.restart(made, range(row, row + 1))
+            self.compute(restarted)
+            assert not self.runner.misled_rows or row in unread
+            output = self.runner.collect(restarted)
+            rows += [row] * len(output.rows)
+            token_ids += output.token_ids.tolist()
+        return StepOutput(np.array(rows, np.int32), np.array(token_ids, np.int32))
+
+    def unread_rows(self, made: StepPlan) -> set[int]:
+        """Those of sequences that take nothing from it any more."""
+        sequences = self.scheduler._in_flight.find(made).sequences
+        return {row for row, s in enumerate(sequences) if s.is_lost or s.state is SequenceState.FINISHED}
+
     def all_sequences(self) -> list[Sequence]:
         return [sequence for sequences in self.sequences.values() for sequence in sequences]
 
@@ -339,6 +445,15 @@ TestScheduler.settings = settings(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 
+
+class OverlapMachine(SchedulerMachine):
+    """Two steps in flight."""
+
+    max_in_flight = 2
+
+
+TestOverlap = OverlapMachine.TestCase
+TestOverlap.settings = TestScheduler.settings
 
 LONG_HISTORIES = settings(
     max_examples=10,

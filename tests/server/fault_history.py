@@ -106,6 +106,10 @@ class FaultyModel(SimulatedRunner):
 
     def collect(self, ticket: StepPlan) -> StepOutput:
         output = super().collect(ticket)
+        if self._num_quiet > QUIET_FORWARDS and self._rng.random() < self._weather.raises:
+            self._num_quiet = 0
+            self.faults["result unreadable"] += 1
+            raise MemoryError("out of memory on the host")
         for row, slot in enumerate(ticket.slots.tolist()):
             if FAILS_ID in self._prompts[slot]:
                 self.faults["failed row"] += 1
@@ -164,6 +168,7 @@ class _Life:
             max_model_len=96,
             vocab_size=TOKENIZER.vocab_size,
             num_host_blocks=rng.choice((0, 6, 60)),
+            max_in_flight=rng.choice((1, 2)),
         )
         self.server = SimulatedServer(
             limits=self._limits,

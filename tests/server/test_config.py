@@ -98,6 +98,7 @@ SAMPLES = {
     "cors-origin": "https://app.example.com",
     "no-prefix-cache": "true",
     "inter-token-target": "2.5",
+    "overlap": "on",
     "handshake-timeout": "1s",
     "max-head": "8KiB",
     "max-unsent": "8KiB",
