@@ -136,10 +136,12 @@ class PeerBench:
             yield port
 
     def _closed_loops(self, port: int) -> dict[int, LoadResult]:
-        return {
-            num_streams: self._run(port, concurrency=num_streams, num_requests=num_streams * self._load.rounds)
-            for num_streams in self._load.streams
-        }
+        found = {}
+        for num_streams in self._load.streams:
+            result = self._run(port, concurrency=num_streams, num_requests=num_streams * self._load.rounds)
+            print(f"{self._server.name}: {num_streams} streams, {result.tokens_per_s:.1f} tokens/s", file=sys.stderr)
+            found[num_streams] = result
+        return found
 
     def _bursts(self, port: int, closed: LoadResult | None) -> Bursts:
         size = self._load.num_burst
@@ -206,8 +208,7 @@ class PeerBench:
 
 def result_tables(answers: dict[str, Answers], load: Load, work: ModelWork, speed: Speed) -> list[Table]:
     """Throughput, bursts, and who is in whose way."""
-    tables = [_closed_table(answers, load, work, speed), _burst_table(answers, load), _mixed_table(answers, load)]
-    return [table for table in tables if any(cell is not None for row in table.rows for cell in row[1:])]
+    return [_closed_table(answers, load, work, speed), _burst_table(answers, load), _mixed_table(answers, load)]
 
 
 def _closed_table(answers: dict[str, Answers], load: Load, work: ModelWork, speed: Speed) -> Table:

@@ -1,12 +1,12 @@
-"""What was measured of this machine for a model's shape: threads by a step's tokens, and who multiplies.
+"""What was measured of this machine for a model's shape: threads by a step's tokens, who multiplies, and who draws.
 
 Kept in a file of the user's cache, per machine and shape, unless others computed at the same time; a file that cannot
 be read is as none, one that cannot be written is done without. Thread: engine (at start).
 """
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from gpu.device import DeviceChoice, cpu_model
 from gpu.device_products import DeviceProducts, Served, products_here
 from gpu.linear import ProductChoice
 from gpu.measured_file import measured_file, read_kept, write_kept
+from gpu.sampler import SamplerChoice
+from gpu.sampling_speed import seconds_of_drawing
 from gpu.threads import Probe, StepThreads, measure_threads, seconds_of
 
 # A smaller model's products take about as long as waking a thread: several compute in long prefills only.
@@ -24,19 +26,26 @@ MIN_PARAMETERS = 64_000_000
 SMALL_MODEL_TOKENS = 128
 MEASURED_ROWS = (1, 8, 32, 256)  # of products
 TURNS = 3
+DRAWN_ROWS = (1, 8)
 NAMES = {True: "by numba's kernel", False: "by oneDNN"}
+DRAWERS = {True: "by numba's kernel", False: "by torch"}
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Args: uses_kernel: for products; None: there is none."""
+    """Args: uses_kernel, draws_by_kernel: for products, and for sampling; None: there is none."""
 
     threads: StepThreads
     uses_kernel: bool | None = None
+    draws_by_kernel: bool | None = None
 
     def __str__(self) -> str:
-        threads = f"threads {self.threads}"
-        return threads if self.uses_kernel is None else f"{threads}; products {NAMES[self.uses_kernel]}"
+        told = [f"threads {self.threads}"]
+        if self.uses_kernel is not None:
+            told.append(f"products {NAMES[self.uses_kernel]}")
+        if self.draws_by_kernel is not None:
+            told.append(f"sampling {DRAWERS[self.draws_by_kernel]}")
+        return "; ".join(told)
 
 
 def choose_measured(
@@ -44,11 +53,13 @@ def choose_measured(
     choice: DeviceChoice,
     probes: Sequence[Probe],
     product: ProductChoice | DeviceProducts | None = None,
+    sampler: SamplerChoice | None = None,
 ) -> Measured:
     """As asked; for a large model as measured, now or earlier; or as is usual.
 
     Args:
         product: is set, where it is open; None: there is no kernel for products.
+        sampler: is set; None: there is no kernel that draws.
     """
     if isinstance(product, DeviceProducts):
         if config.num_parameters >= MIN_PARAMETERS:
@@ -57,17 +68,23 @@ def choose_measured(
     if choice.device.type != "cpu":
         return Measured(StepThreads(((1, choice.threads),)))
     if config.num_parameters < MIN_PARAMETERS:
-        return Measured(_unmeasured(choice), None if product is None else product.uses_kernel)
-    machine, shape = _machine(choice), _shape(config, choice, product)
+        uses_kernel = None if product is None else product.uses_kernel
+        return Measured(_unmeasured(choice), uses_kernel, None if sampler is None else sampler.uses_kernel)
+    machine, shape = _machine(choice), _shape(config, choice, product, sampler is not None)
     known = read_measured(cache_file())
     found = known.get(machine, {}).get(shape)
     if found is None:
         found = _measure(choice, probes, product)
+        if sampler is not None:
+            draws_by_kernel = measure_drawing(sampler, config.vocab_size, choice.threads)
+            found = replace(found, draws_by_kernel=draws_by_kernel)
         known.setdefault(machine, {})[shape] = found
         if load_average() <= choice.threads:
             _write_measured(cache_file(), known)
     if product is not None and product.is_open and found.uses_kernel is not None:
         product.uses_kernel = found.uses_kernel
+    if sampler is not None and found.draws_by_kernel is not None:
+        sampler.uses_kernel = found.draws_by_kernel
     return found
 
 
@@ -93,18 +110,38 @@ def measure_products(probes: Sequence[Probe], threads: int, dtype: torch.dtype, 
 
     Both take turns, and the best round of each counts: what disturbs one for a while disturbs the other.
     """
+    return _choose_faster(
+        product, MEASURED_ROWS, threads, lambda num_rows: seconds_of(probes, num_rows, threads, dtype)
+    )
+
+
+def measure_drawing(sampler: SamplerChoice, vocab_size: int, threads: int) -> bool:
+    """As measure_products, of tokens drawn of so many, and DRAWN_ROWS."""
+    return _choose_faster(
+        sampler, DRAWN_ROWS, threads, lambda num_rows: seconds_of_drawing(sampler, num_rows, vocab_size)
+    )
+
+
+def _choose_faster(
+    choice: ProductChoice | SamplerChoice,
+    row_counts: Sequence[int],
+    threads: int,
+    seconds: Callable[[int], float],
+) -> bool:
+    """Set whether the kernel serves: it is the faster, on the geometric mean over the counts of rows."""
     before, ratio = torch.get_num_threads(), 1.0
     try:
-        for num_rows in MEASURED_ROWS:
+        torch.set_num_threads(threads)
+        for num_rows in row_counts:
             rounds = []
             for _ in range(TURNS):
-                for product.uses_kernel in (True, False):
-                    rounds.append(seconds_of(probes, num_rows, threads, dtype))
+                for choice.uses_kernel in (True, False):
+                    rounds.append(seconds(num_rows))
             ratio *= min(rounds[::2]) / min(rounds[1::2])
     finally:
-        product.uses_kernel = ratio < 1
+        choice.uses_kernel = ratio < 1
         torch.set_num_threads(before)
-    return product.uses_kernel
+    return choice.uses_kernel
 
 
 def measured_here(choice: DeviceChoice) -> Mapping[str, Measured | Served]:
@@ -141,16 +178,20 @@ def _checked(found: Any) -> Measured:
         raise ValueError("not from 1 token on, ascending")
     if any(threads < 1 for _, threads in by_tokens):
         raise ValueError("no threads")
-    uses_kernel = found["uses_kernel"]
-    if uses_kernel not in (True, False, None):
-        raise ValueError("neither the kernel nor oneDNN")
-    return Measured(StepThreads(by_tokens), uses_kernel)
+    uses_kernel, draws_by_kernel = found["uses_kernel"], found.get("draws_by_kernel")
+    if not {uses_kernel, draws_by_kernel} <= {True, False, None}:
+        raise ValueError("neither the kernel nor torch")
+    return Measured(StepThreads(by_tokens), uses_kernel, draws_by_kernel)
 
 
 def _write_measured(path: Path, known: dict[str, dict[str, Measured]]) -> None:
     content = {
         machine: {
-            shape: {"threads": found.threads.by_tokens, "uses_kernel": found.uses_kernel}
+            shape: {
+                "threads": found.threads.by_tokens,
+                "uses_kernel": found.uses_kernel,
+                "draws_by_kernel": found.draws_by_kernel,
+            }
             for shape, found in shapes.items()
         }
         for machine, shapes in known.items()
@@ -163,7 +204,8 @@ def _machine(choice: DeviceChoice) -> str:
     return f"{cpu_model()}, {threads}, torch {torch.__version__}"
 
 
-def _shape(config: ModelConfig, choice: DeviceChoice, product: ProductChoice | None) -> str:
+def _shape(config: ModelConfig, choice: DeviceChoice, product: ProductChoice | None, has_sampler: bool) -> str:
     mlp = f"{config.intermediate_size}" if config.experts is None else f"{config.experts.num_experts} experts"
     kernel = "" if product is None else ", numba" if product.is_open else ", numba alone"
-    return f"{config.hidden_size} x {mlp}, {config.query_size} + {config.kv_size}, {choice.dtype_name}{kernel}"
+    drawn = f", of {config.vocab_size:,} tokens" if has_sampler else ""
+    return f"{config.hidden_size} x {mlp}, {config.query_size} + {config.kv_size}, {choice.dtype_name}{kernel}{drawn}"

@@ -32,6 +32,7 @@ from gpu.model import Model
 from gpu.operators import Operators
 from gpu.quantize_cache import quantizing
 from gpu.sampler import RowLogprobs, Sampler
+from gpu.sampler_choice import find_sampler
 from gpu.weights import MatrixForm, ModelWeights, keeps_packed, load_weights
 
 NOT_FINITE = "The model computed values that are not finite numbers."
@@ -75,9 +76,10 @@ class ModelRunner:
             self._model = Model(config, weights, operators)
             self._cache = KVCache(config, memory.num_blocks, dtype, device)
             self._drawn = DrawnTokens(engine.max_sequences, device)
-            self._sampler = Sampler(engine.max_sequences, config.vocab_size, device, operators.gumbel_argmax)
+            sampler = find_sampler(config, memory.device)  # compiles or loads a kernel
+            self._sampler = Sampler(engine.max_sequences, config.vocab_size, device, sampler)
             probes = self._model.probes(min(max(MIN_PROBE_BYTES, 2 * last_level_cache_bytes()), MAX_PROBE_BYTES))
-            self.measured = choose_measured(config, memory.device, probes, operators.product_choice)
+            self.measured = choose_measured(config, memory.device, probes, operators.product_choice, sampler)
             if isinstance(operators.attention, DeviceAttention) and config.num_parameters >= MIN_PARAMETERS:
                 operators.attention.choose(self._cache.layers[0], config.num_heads)
         self.limits = RunnerLimits(

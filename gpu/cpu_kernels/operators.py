@@ -2,7 +2,6 @@
 
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,7 +17,6 @@ from gpu.cpu_kernels.elementwise import (
 from gpu.cpu_kernels.emit import LANES
 from gpu.cpu_kernels.packed_product import PackedProducts
 from gpu.cpu_kernels.paged_attention import PagedAttention
-from gpu.cpu_kernels.sampling import gumbel_argmax
 from gpu.cpu_kernels.team import Kernel
 from gpu.kv_cache import LayerKV
 from gpu.linear import Linear, ProductChoice, keeps_rows
@@ -42,7 +40,6 @@ class KernelOperators(Operators):
         super().__init__(torch.bfloat16, torch.device("cpu"), config.rms_norm_eps)
         self.attention = PagedAttention() if has_attention else None
         self.product_choice = ProductChoice(uses_kernel=True, is_open=keeps_rows())
-        self.gumbel_argmax = _gumbel_argmax
         self._products = PackedProducts(self.product_choice)
         self._norm, self._norm_arguments = Kernel(add_and_norm), NormArguments(eps=config.rms_norm_eps)
         self._rotate, self._rotate_arguments = Kernel(rotate_and_store), RotateArguments(eps=config.rms_norm_eps)
@@ -115,13 +112,6 @@ class KernelOperators(Operators):
         told.scale = scale
         self._norm(told, _threads_for(x.numel()))
         return total, normed
-
-
-def _gumbel_argmax(logits: Tensor, keys: Tensor) -> Tensor:
-    """See GumbelArgmax."""
-    out = torch.empty(len(logits), dtype=torch.int64)
-    gumbel_argmax(logits.numpy(), keys.squeeze(1).numpy().view(np.uint64), out.numpy())
-    return out
 
 
 def _is_known(x: Tensor, weight: Tensor) -> bool:

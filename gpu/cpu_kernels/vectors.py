@@ -71,6 +71,16 @@ def load_integer(typing_context, address):
 
 
 @intrinsic
+def pointer(typing_context, address):
+    """An address for carray."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
+
+    return types.voidptr(types.int64), generate
+
+
+@intrinsic
 def store_integer(typing_context, address, value):
     """int64"""
 

@@ -10,7 +10,16 @@ from core.config import ModelConfig, RopeConfig
 from gpu import measured as measuring
 from gpu.device import DeviceChoice
 from gpu.linear import ProductChoice, make_linear
-from gpu.measured import Measured, cache_file, choose_measured, measure_products, measured_here, read_measured
+from gpu.measured import (
+    Measured,
+    cache_file,
+    choose_measured,
+    measure_drawing,
+    measure_products,
+    measured_here,
+    read_measured,
+)
+from gpu.sampler import SamplerChoice
 from gpu.threads import PREFILL_TOKENS, StepThreads, fewest, measure_threads
 
 TWO_CORES = DeviceChoice(torch.device("cpu"), "", torch.float32, "", 2, "")
@@ -78,6 +87,49 @@ def test_the_kernel_multiplies_where_its_best_rounds_are_the_faster(
     assert measure_products(PROBES, 2, torch.float32, product) is is_faster
     assert product.uses_kernel is is_faster
     assert tried == [(rows, form) for rows in measuring.MEASURED_ROWS for _ in range(3) for form in (True, False)]
+
+
+@pytest.mark.parametrize("is_faster", [True, False])
+def test_the_kernel_draws_where_its_best_rounds_are_the_faster(
+    monkeypatch: pytest.MonkeyPatch, is_faster: bool
+) -> None:
+    sampler = SamplerChoice(never_called)
+    tried: list[tuple[int, bool]] = []
+
+    def seconds_of(choice: SamplerChoice, num_rows: int, vocab_size: int) -> float:
+        is_disturbed = len(tried) < 4
+        tried.append((num_rows, choice.uses_kernel))
+        return (1.0 if choice.uses_kernel != is_faster else 0.9) + is_disturbed
+
+    monkeypatch.setattr(measuring, "seconds_of_drawing", seconds_of)
+    before = torch.get_num_threads()
+    assert measure_drawing(sampler, 32_000, 2) is is_faster
+    assert sampler.uses_kernel is is_faster
+    assert torch.get_num_threads() == before
+    assert tried == [(rows, form) for rows in measuring.DRAWN_ROWS for _ in range(3) for form in (True, False)]
+
+
+@pytest.mark.usefixtures("measured")
+def test_drawing_is_measured_once_and_set_at_every_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def measure(sampler: SamplerChoice, vocab_size: int, threads: int) -> bool:
+        calls.append(vocab_size)
+        return False
+
+    monkeypatch.setattr(measuring, "measure_drawing", measure)
+    for _ in range(2):
+        sampler = SamplerChoice(never_called)
+        found = choose_measured(LARGE, TWO_CORES, PROBES, sampler=sampler)
+        assert found == Measured(FEW_THEN_ALL, draws_by_kernel=False)
+        assert not sampler.uses_kernel
+    assert str(found) == "threads 1; 2 from 8 tokens a step; sampling by torch"
+    choose_measured(dataclasses.replace(LARGE, vocab_size=64_000), TWO_CORES, PROBES, sampler=sampler)
+    assert calls == [32_000, 64_000]
+
+
+def never_called(*arguments: object) -> tuple[torch.Tensor, torch.Tensor]:
+    raise AssertionError("nothing is drawn here")
 
 
 def test_products_are_measured_once_and_set_at_every_start(
@@ -157,6 +209,7 @@ def test_a_large_model_is_measured_once_per_machine_and_shape(measured: list[int
         b'{"machine": {"shape": {"threads": [[1, 0]], "uses_kernel": true}}}',
         b'{"machine": {"shape": {"threads": [[1, 2], [1]], "uses_kernel": true}}}',
         b'{"machine": {"shape": {"threads": [[1, 2]], "uses_kernel": "few"}}}',
+        b'{"machine": {"shape": {"threads": [[1, 2]], "uses_kernel": true, "draws_by_kernel": []}}}',
     ],
 )
 def test_a_broken_file_is_as_none_and_is_replaced(content: bytes, measured: list[int], cache: Path) -> None:

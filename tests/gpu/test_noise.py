@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from gpu.noise import GOLDEN, MIX_1, MIX_2, gumbel_noise, row_keys
+from gpu.noise import GOLDEN, MIX_1, MIX_2, MOST_NOISE, SLACK, gumbel_argmax, gumbel_noise, near_gumbel_noise, row_keys
 
 WORD = (1 << 64) - 1
 EULER = 0.5772156649
@@ -40,3 +40,18 @@ def test_neighbouring_seeds_and_positions_share_no_noise() -> None:
     noise = gumbel_noise(keys, torch.arange(500))  # [400, 500]
     correlation = torch.corrcoef(noise).fill_diagonal_(0)
     assert correlation.abs().max() < 0.27  # six standard deviations of 1 / sqrt(500)
+
+
+def test_noise_is_the_logarithms_and_torchs_is_near_it() -> None:
+    keys, token_ids = torch.tensor([[77]]), torch.arange(1_000_000)
+    noise = gumbel_noise(keys, token_ids)
+    assert (noise - near_gumbel_noise(keys, token_ids)).abs().max() < SLACK / 100
+    assert noise.max() < MOST_NOISE
+
+
+def test_the_argmax_is_of_the_exact_sums_and_of_equals_the_first() -> None:
+    keys = torch.from_numpy(row_keys(np.arange(40, dtype=np.uint64), np.arange(40)).view(np.int64)).unsqueeze(1)
+    scaled = torch.randn(40, 3000, generator=torch.Generator().manual_seed(1)) * 2
+    sums = scaled + gumbel_noise(keys, torch.arange(3000))
+    assert torch.equal(gumbel_argmax(scaled, keys), sums.argmax(-1))
+    assert gumbel_argmax(torch.full((1, 9), float("-inf")), keys[:1]).tolist() == [0]
