@@ -41,6 +41,12 @@ def make_model(config: Mapping[str, Any], directory: Path, seed: int = 0, shard_
         ValueError: the vocabulary's size; see make_tokenizer.
         OSError: the files.
     """
+    make_model_files(config, directory)
+    _write_weights(list(tensor_shapes(config)), directory, seed, shard_bytes)
+
+
+def make_model_files(config: Mapping[str, Any], directory: Path) -> None:
+    """Write all but the weights; see make_model."""
     directory.mkdir(parents=True, exist_ok=True)
     make_tokenizer(config["vocab_size"]).save(str(directory / "tokenizer.json"))
     _write_json(directory / "config.json", _full_config(config))
@@ -48,7 +54,6 @@ def make_model(config: Mapping[str, Any], directory: Path, seed: int = 0, shard_
     _write_json(directory / "generation_config.json", {"do_sample": False, "eos_token_id": [end], "pad_token_id": pad})
     _write_json(directory / "tokenizer_config.json", _tokenizer_config(config))
     (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
-    _write_weights(list(tensor_shapes(config)), directory, seed, shard_bytes)
 
 
 def _full_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,7 +119,7 @@ def _write_tensor(file: BinaryIO, name: str, shape: tuple[int, ...], seed: int) 
     if "norm" in name:
         _write_numbers(file, torch.ones(shape, dtype=torch.bfloat16))
         return
-    source = torch.Generator().manual_seed(_hash_name(name) ^ seed)
+    source = torch.Generator().manual_seed(name_hash(name) ^ seed)
     width = math.prod(shape[1:])
     step = max(1, PIECE_NUMBERS // width)
     is_vocabulary = name in ("model.embed_tokens.weight", "lm_head.weight")
@@ -126,7 +131,7 @@ def _write_tensor(file: BinaryIO, name: str, shape: tuple[int, ...], seed: int) 
         _write_numbers(file, rows)
 
 
-def _hash_name(name: str) -> int:
+def name_hash(name: str) -> int:
     """63 bits of a tensor's name, the same in every process (FNV-1a)."""
     value = 0xCBF29CE484222325
     for byte in name.encode():

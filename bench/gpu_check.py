@@ -1,0 +1,67 @@
+"""Settles on a GPU what is proven without one by Triton's interpreter and on a CPU: `python -m bench.gpu_check`.
+
+    python -m bench.gpu_check --part environment|kernels|model|http|peers [--quick] [--device auto|cpu|cuda]
+
+- environment: versions, device, ceilings. Each other part begins with the ceilings of its own run.
+- kernels: every kernel beside its reference in float32, with its time and its share of the limit.
+- model: each family beside transformers on the CPU; speed of random models in the engine, beside the targets.
+- http: the same through the server's port. peers: transformers on the same weights.
+
+Runs from the source tree, needs no network and installs nothing. Packages that a machine lacks can be carried as wheels
+on PYTHONPATH: `pip download --no-deps -d wheels h2 hpack hyperframe msgspec orjson` where there is a network, unpacked
+there, `PYTHONPATH=wheels/unpacked python -m bench.gpu_check ...` where there is none.
+
+A case that fails is a row of the table, and a case that takes its process or the device down costs that case alone.
+Results are written after each case. Exit code: 0; 1: something is wrong, over its tolerance, or has failed; 2: a
+package is missing. A target that is missed is told, and is no fault.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+ALWAYS = ("numpy", "torch", "msgspec", "jinja2", "rich", "safetensors", "tokenizers")
+SERVER = ("h11", "h2", "hpack", "hyperframe", "orjson", "uvloop")
+# What each part imports, beside ALWAYS; a kernel needs triton on any device.
+NEEDED: dict[str, tuple[str, ...]] = {
+    "environment": (),
+    "kernels": ("triton",),
+    "model": ("transformers",),
+    "http": SERVER,
+    "peers": ("transformers",),
+}
+
+
+def missing_packages(part: str) -> list[str]:
+    """What the part cannot do without, and is not here."""
+    return [name for name in (*ALWAYS, *NEEDED[part]) if find_spec(name) is None]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.gpu_check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--part", choices=tuple(NEEDED), required=True)
+    parser.add_argument("--quick", action="store_true", help="few shapes: see that it works, in a minute or two")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cpu: tiny shapes")
+    parser.add_argument("--only", metavar="TEXT", help="cases whose name has it, and the ceilings")
+    parser.add_argument("--limit", type=float, default=470.0, metavar="S", help="of the part (default: %(default)s)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="default: bench/results; none with --quick or a CPU")
+    arguments = parser.parse_args(argv)
+    missing = missing_packages(arguments.part)
+    if missing:
+        print(f"bench.gpu_check: --part {arguments.part} needs {', '.join(missing)}: not installed", file=sys.stderr)
+        print("Fix: put their wheels, unpacked, on PYTHONPATH", file=sys.stderr)
+        return 2
+    from bench.gpu_run import Run, run_part  # imports what has just been looked for
+
+    run = Run(arguments.part, arguments.quick, arguments.device, arguments.only, arguments.limit, arguments.out)
+    return run_part(run, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+"""Every family beside transformers: small random models, on the device in float32, whose tokens the CPU oracle says.
+
+What serves there is what find_operators chooses: the kernels, where they know the model.
+"""
+
+import json
+import tempfile
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from random import Random
+
+import torch
+
+from bench.gpu_parts import FAILED, OK, SKIPPED, WRONG, Case, Context, Row
+from bench.gpu_streams import Streams
+from bench.results import Cell
+from core.config import EngineConfig, parse_model_config
+from core.plan import SequenceStart
+from core.types import SamplingParams
+from gpu.runner import ModelRunner, load_runner
+
+ORACLE = "tests.oracle"  # it imports transformers, which only those who check families need
+TABLE = "Families beside transformers, float32"
+LIMIT_S = 60.0
+PROMPTS = (70, 1, 33)  # tokens
+QUICK_FAMILIES = ("llama3", "gpt_oss")
+NUM_TOKENS, QUICK_TOKENS = 24, 4
+KV_BYTES = 16 * 1024**2
+LOGITS_TOLERANCE = 2e-4  # of the largest
+# How steps may be sent: what an EngineConfig of this tree has of it. All give the same tokens.
+MODES: dict[str, dict[str, str]] = {
+    "as it comes": {},
+    "without overlap": {"overlap": "off"},
+    "overlapped": {"overlap": "on"},
+    "without graphs": {"graphs": "off"},
+    "with graphs": {"graphs": "on"},
+}
+
+
+def family_cases(is_quick: bool, is_device: bool) -> list[Case]:
+    try:
+        families = import_module(ORACLE).FAMILIES
+    except ImportError as error:  # another transformers than the tests': it costs the families alone
+        return [Case("families", partial(_refuse, str(error)), LIMIT_S, TABLE)]
+    names = [name for name in families if name in QUICK_FAMILIES] if is_quick or not is_device else list(families)
+    return [Case(f"family {name}", partial(_check, name), LIMIT_S, TABLE) for name in names]
+
+
+def _refuse(why: str, context: Context) -> Iterator[Row]:
+    yield Row(TABLE, {"family": "all"}, FAILED, why)
+
+
+def _check(family: str, context: Context) -> Iterator[Row]:
+    context.drop()  # the last model of the part has all the device's memory
+    oracle_module = import_module(ORACLE)
+    is_short = context.is_quick or not context.is_device
+    prompts = [Random(length).choices(range(3, 300), k=length) for length in PROMPTS[: 2 if is_short else None]]
+    num_tokens = QUICK_TOKENS if is_short else NUM_TOKENS
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = oracle_module.save_random_model(family, Path(scratch) / family)
+        oracle = oracle_module.Oracle(directory)
+        wanted = [oracle.greedy(list(prompt), num_tokens) for prompt in prompts]
+        for mode, options in MODES.items():
+            if not options.keys() <= {field.name for field in fields(EngineConfig)}:
+                note = f"this tree has no --{next(iter(options))}"
+                yield Row(TABLE, {"family": family, "steps": mode}, SKIPPED, note)
+                continue
+            runner = _open(directory, context.device, options)
+            cells: dict[str, Cell] = {"family": family, "steps": mode, "device": str(runner.memory.device.device)}
+            if mode == "as it comes":
+                error = _logits_error(runner, oracle.logits(prompts[0]), prompts[0])
+                cells |= {"error of logits": error, "tolerance": LOGITS_TOLERANCE}
+                if not error <= LOGITS_TOLERANCE:
+                    yield Row(TABLE, cells, WRONG, "its logits differ")
+                    continue
+            found = _tokens(runner, prompts, num_tokens)
+            yield Row(TABLE, cells, OK if found == wanted else WRONG, difference(found, wanted))
+
+
+def _open(directory: Path, device: torch.device, options: dict[str, str]) -> ModelRunner:
+    engine = EngineConfig(device=device.type, dtype="float32", max_sequences=16, kv_memory_bytes=KV_BYTES, threads=1)
+    config = parse_model_config(json.loads((directory / "config.json").read_text(encoding="utf-8")))
+    changed = replace(engine, **options)  # type: ignore[arg-type]
+    return load_runner(directory, config, changed, lambda done, total: None)
+
+
+def _tokens(runner: ModelRunner, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+    """Greedy, all in one batch, the first one's prompt in chunks beside the others' decodes."""
+    streams = Streams(runner)
+    names = [streams.submit(tuple(prompt), num_tokens) for prompt in prompts]
+    streams.run_until(lambda: streams.num_open == 0)
+    return [streams.tokens[name] for name in names]
+
+
+def _logits_error(runner: ModelRunner, wanted: torch.Tensor, prompt: list[int]) -> float:
+    """The largest difference at any place of the prompt, of the largest logit."""
+    from tests.gpu.driver import make_plan
+
+    tables = [(0, index, index) for index in range(-(-len(prompt) // 16))]
+    greedy = SamplingParams(max_tokens=1, temperature=0.0)
+    start = SequenceStart(0, tuple(prompt), len(prompt), greedy, seed=0, stop_ids=())
+    plan = make_plan([(0, 0, prompt, True)], tables=tables, sequence_starts=[start])
+    found = runner.logits(plan).float().cpu()
+    return float((found - wanted).abs().max() / wanted.abs().max())
+
+
+def difference(found: list[list[int]], wanted: list[list[int]]) -> str:
+    if found == wanted:
+        return ""
+    places = [
+        next((place for place, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), len(ours))
+        for ours, theirs in zip(found, wanted, strict=True)
+    ]
+    return f"tokens are the same for {places} of {len(wanted[0])}"

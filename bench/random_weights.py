@@ -1,0 +1,66 @@
+"""A model with random weights, made where it is computed: no files of many gigabytes, and a runner over it.
+
+Numbers are drawn by the names of a checkpoint's tensors, so that who loads the same shapes otherwise (transformers, in
+bench/gpu_peers.py) has the same model on the same device. As bench/make_model.py's, but not the same numbers.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.make_model import SCALE, make_model_files, name_hash
+from bench.model_tokenizer import SPECIAL_TOKENS
+from core.config import EngineConfig, ModelConfig, parse_model_config
+from gpu.device import apply_threads, choose_device, free_memory_bytes
+from gpu.kernel_choice import find_operators
+from gpu.memory_plan import plan_memory
+from gpu.runner import ModelRunner
+from gpu.weights import EMBEDDING, HEAD, ModelWeights, empty_weights, targets
+
+
+def draw_tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, seed: int = 0) -> Tensor:
+    """Norms are ones, all else is normal; special tokens have zeros, so that no greedy answer ends by itself."""
+    if "norm" in name:
+        return torch.ones(shape, dtype=dtype, device=device)
+    source = torch.Generator(device).manual_seed(name_hash(name) ^ seed)
+    drawn = torch.empty(shape, dtype=dtype, device=device).normal_(0.0, SCALE, generator=source)
+    if name in (EMBEDDING, HEAD):
+        drawn[: len(SPECIAL_TOKENS)] = 0
+    return drawn
+
+
+def random_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int = 0) -> ModelWeights:
+    """All parameters of a model that is not packed."""
+    weights = empty_weights(config, dtype, device)
+    for name, target in targets(config, weights).items():
+        target.fill(draw_tensor(name, target.shape, dtype, device, seed))
+    return weights
+
+
+def random_runner(config: Mapping[str, Any], engine: EngineConfig) -> ModelRunner:
+    """A runner over a model of this config.json, ready to step. Sets torch's threads.
+
+    Raises:
+        StartupError: the device or its memory.
+    """
+    model, choice = parse_model_config(dict(config)), choose_device(engine)
+    apply_threads(choice)
+    size_bytes = model.num_parameters * choice.dtype.itemsize
+    memory = plan_memory(model, engine, choice, size_bytes, free_memory_bytes(choice.device))
+    operators = find_operators(model, choice)
+    with torch.inference_mode():
+        weights = random_weights(model, choice.dtype, choice.device)
+    runner = ModelRunner(model, engine, memory, weights, operators)
+    runner.warm_up()
+    return runner
+
+
+def write_model_files(config: Mapping[str, Any], directory: Path) -> Mapping[str, Any]:
+    """All that a server reads of a model beside its weights; returns the config.json."""
+    make_model_files(config, directory)
+    found: dict[str, Any] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    return found

@@ -1,0 +1,285 @@
+"""bench.gpu_check on a CPU, on tiny shapes: its parts run, and what is wrong is told and makes it fail."""
+
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench import gpu_check, gpu_families, gpu_http, gpu_kernels, gpu_model, gpu_peers
+from bench.device_clock import median_s, num_copies
+from bench.gpu_cases import KernelCase, kernel_cases
+from bench.gpu_kernels import relative_error
+from bench.gpu_parts import BELOW, FAILED, OK, SKIPPED, WRONG, Case, Context, Job, Row, last_line
+from bench.gpu_problems import LAYER_BUILDERS, Problem
+from bench.gpu_run import Results, Run, in_worker, run_all, run_part
+from bench.gpu_targets import target_of
+from bench.results import read_result
+from tests import deadly_cases
+
+CPU = torch.device("cpu")
+SPEED = {"read_bytes_per_s": 1e10, "flops": 1e12}
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
+
+
+@pytest.fixture(autouse=True)
+def _threads_kept() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def run_here(part: str, only: str, out: Path) -> tuple[int, list[dict[str, Any]]]:
+    """A part in this process: exit code, and the rows of its result file, by column."""
+    code = run_part(Run(part, True, "cpu", only, 300.0, out, is_here=True), ["--part", part])
+    result = read_result(out / f"gpu-{part}.json")
+    rows = [dict(zip(table.columns, row, strict=True)) for table in result.tables for row in table.rows]
+    return code, rows
+
+
+def verdicts(rows: Iterable[dict[str, Any]]) -> list[str]:
+    return [row["verdict"] for row in rows if row.get("verdict")]
+
+
+@pytest.fixture
+def known_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ceilings that nobody has measured: the probe has a test of its own."""
+
+    def ceilings(context: Context) -> Iterator[Row]:
+        context.state["speed"] = SPEED
+        yield Row("Ceilings", {"case": "ceilings"})
+
+    case = Case("ceilings", ceilings, 60.0, "Ceilings")
+    for module in (gpu_kernels, gpu_model, gpu_http, gpu_peers):
+        monkeypatch.setattr(module, "ceilings_case", lambda: case)
+
+
+@pytest.mark.parametrize("builder", ["add_norm", "product: matrix qkv", "gather", "sample", "decode_attention"])
+def test_kernels_are_held_against_their_references(builder: str, known_speed: None, tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="needs triton: pip install 'steploop[gpu]'")
+    code, rows = run_here("kernels", builder, tmp_path)
+    assert code == 0
+    assert verdicts(rows)
+    assert set(verdicts(rows)) <= {OK, SKIPPED}
+    for row in rows:
+        if row.get("verdict") == OK:
+            assert row["error"] <= row["tolerance"]
+            assert row["share of limit"] > 0
+    page = (tmp_path / "gpu-kernels.md").read_text()
+    assert builder in page
+
+
+@pytest.mark.slow
+def test_every_kernel_has_a_problem_and_solves_it(known_speed: None, tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="needs triton: pip install 'steploop[gpu]'")
+    code, rows = run_here("kernels", "", tmp_path)
+    assert code == 0
+    assert len(verdicts(rows)) == len(kernel_cases(True, False))
+
+
+@pytest.mark.parametrize(("is_quick", "is_device"), [(False, True), (True, True), (True, False)])
+def test_the_names_of_cases_are_their_own_and_each_has_a_builder(is_quick: bool, is_device: bool) -> None:
+    found = kernel_cases(is_quick, is_device)
+    assert len({case.name for case in found}) == len(found)
+    assert {case.builder for case in found} == set(gpu_kernels.BUILDERS)
+
+
+def planted(fault: Callable[[torch.Tensor], object]) -> Callable[..., Problem]:
+    """The norm's problem, of whose result one number is spoilt, or never written."""
+
+    def build(*args: Any, **shape: Any) -> Problem:
+        found = LAYER_BUILDERS["add_norm"](*args, **shape)
+
+        def launch() -> tuple[torch.Tensor, ...]:
+            total, normed = found.launch()
+            fault(normed)
+            return total, normed
+
+        return Problem(found.dtype, launch, found.reference, found.num_bytes)
+
+    return build
+
+
+def scaled(out: torch.Tensor) -> None:
+    out[-1, -1] *= 1.01
+
+
+def unwritten(out: torch.Tensor) -> None:
+    out[0] = torch.empty_like(out[0])
+
+
+@pytest.mark.parametrize("fault", [scaled, unwritten])
+def test_a_kernel_that_is_wrong_is_told_and_fails_the_check(
+    fault: Callable[[torch.Tensor], object], known_speed: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton", reason="needs triton: pip install 'steploop[gpu]'")
+    monkeypatch.setitem(gpu_kernels.BUILDERS, "planted", planted(fault))
+    case = KernelCase("planted", {"rows": 2, "width": 24}, "float32")
+    right = KernelCase("add_norm", {"rows": 2, "width": 24}, "float32")
+    monkeypatch.setattr(gpu_kernels, "kernel_cases", lambda is_quick, is_device: [case, right])
+    code, rows = run_here("kernels", "", tmp_path)
+    assert code == 1
+    assert verdicts(rows) == [WRONG, OK]
+
+
+def test_a_kernel_that_raises_costs_its_own_row(
+    known_speed: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build(*args: Any, **shape: Any) -> Problem:
+        raise RuntimeError("first\nCUDA error: what the last line says\n")
+
+    pytest.importorskip("triton", reason="needs triton: pip install 'steploop[gpu]'")
+    monkeypatch.setitem(gpu_kernels.BUILDERS, "planted", build)
+    cases = [KernelCase("planted"), KernelCase("gather", {"rows": 2, "slots": 5, "width": 8}, "float32")]
+    monkeypatch.setattr(gpu_kernels, "kernel_cases", lambda is_quick, is_device: cases)
+    code, rows = run_here("kernels", "", tmp_path)
+    assert code == 1
+    assert verdicts(rows) == [FAILED, OK]
+    assert "RuntimeError: CUDA error: what the last line says" in {row.get("note") for row in rows}
+
+
+@pytest.mark.slow
+def test_the_command_tells_the_environment_and_writes_it(tmp_path: Path) -> None:
+    code = gpu_check.main(["--part", "environment", "--device", "cpu", "--quick", "--out", str(tmp_path)])
+    assert code == 0
+    result = read_result(tmp_path / "gpu-environment.json")
+    assert result.command.startswith("python -m bench.gpu_check --part environment")
+    assert json.loads(json.dumps(result.config))["facts"]["device"] == "cpu"
+    assert {"Versions", "Parts", "Device"} <= {table.title for table in result.tables}
+
+
+def test_a_package_that_is_missing_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(gpu_check.NEEDED, "kernels", ("torch", "no_such_package", "nor_this"))
+    assert gpu_check.main(["--part", "kernels", "--device", "cpu"]) == 2
+    assert "needs no_such_package, nor_this: not installed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted", "error"),
+    [
+        ([3.0, 4.0], [3.0, 4.0], 0.0),
+        ([3.0, 9.0], [3.0, 4.0], 1.0),
+        ([0.0, 0.5], [0.0, 0.0], 0.5),
+        ([float("nan"), 4.0], [3.0, 4.0], float("inf")),
+        ([3.0], [3.0, 4.0], float("inf")),
+    ],
+)
+def test_errors_are_relative_to_the_reference(found: list[float], wanted: list[float], error: float) -> None:
+    assert relative_error(torch.tensor(found), torch.tensor(wanted)) == error
+
+
+def test_errors_are_told_by_their_last_line() -> None:
+    assert last_line(ValueError("first\n\n  last ")) == "ValueError: last"
+    assert last_line(ValueError()) == "ValueError"
+
+
+def test_a_target_is_judged_on_its_own_device_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    context = Context(torch.device("cuda"), False)
+    measure, share = "single stream, tokens/s", "single stream, share of limit"
+    monkeypatch.setattr(gpu_model, "_device_name", lambda context: "NVIDIA H200")
+    assert [gpu_model.judged(context, "llama-8b", measure, rate).verdict for rate in (239, 240)] == [BELOW, OK]
+    monkeypatch.setattr(gpu_model, "_device_name", lambda context: "NVIDIA L4")
+    assert gpu_model.judged(context, "llama-8b", measure, 17).verdict == ""
+    assert gpu_model.judged(context, "llama-8b", share, 0.5).verdict == BELOW
+    assert gpu_model.judged(Context(CPU, False), "llama-8b", share, 0.5).verdict == ""
+
+
+def test_inputs_rotate_beyond_a_cache_on_a_device_alone() -> None:
+    device = torch.device("cuda")
+    assert [num_copies(size, device) for size in (1, 2**25, 2**30)] == [32, 8, 1]
+    assert num_copies(1, CPU) == 1
+    calls: list[int] = []
+    seconds, how = median_s([lambda: calls.append(1), lambda: calls.append(2)], CPU)
+    assert how == "called"
+    assert seconds >= 0
+    assert calls == [1, 2]
+
+
+def test_what_is_kept_is_given_back_for_what_comes_next() -> None:
+    context = Context(CPU, True)
+    made: list[str] = []
+
+    def make(name: str) -> Callable[[], str]:
+        def found() -> str:
+            made.append(name)
+            return name
+
+        return found
+
+    assert [context.once(key, make(key)) for key in ("a", "a", "b", "a")] == ["a", "a", "b", "a"]
+    assert made == ["a", "b", "a"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["tiny"])
+def test_a_small_model_gives_every_figure_in_the_engine(model: str, known_speed: None, tmp_path: Path) -> None:
+    code, rows = run_here("model", model, tmp_path)
+    assert code == 0
+    measured = {row["measure"]: row["figure"] for row in rows if row.get("measure")}
+    for wanted in ("decode 4 x 32, tokens/s", "single stream, share of limit", "prefix of 96: again, ms"):
+        assert measured[wanted] > 0
+    assert measured["steps from cancel to the last news"] == 1
+    assert measured["inter-token p99 beside arriving prompts, ms"] > 0
+    assert not verdicts(rows)  # a CPU is held against no target
+
+
+@pytest.mark.slow
+def test_a_family_says_what_transformers_says(known_speed: None, tmp_path: Path) -> None:
+    code, rows = run_here("model", "family llama3", tmp_path)
+    assert code == 0
+    assert OK in verdicts(rows)
+    assert set(verdicts(rows)) <= {OK, SKIPPED}
+
+
+def test_where_answers_part_is_told() -> None:
+    answer = [[5, 6, 7], [8, 9, 9]]
+    assert gpu_families.difference(answer, answer) == ""
+    assert gpu_families.difference([[5, 6, 7], [8, 9, 1]], answer) == "tokens are the same for [3, 2] of 3"
+    assert gpu_families.difference([[5, 6]], [[5, 6, 7]]) == "tokens are the same for [2] of 3"
+
+
+@pytest.mark.slow
+def test_the_port_answers_all_that_is_asked(known_speed: None, tmp_path: Path) -> None:
+    code, rows = run_here("http", "tiny", tmp_path)
+    assert code == 0
+    measured = {row["measure"]: row["figure"] for row in rows if row.get("measure")}
+    assert measured["http 4 x 48/6, tokens/s"] > 0
+
+
+@pytest.mark.slow
+def test_transformers_has_the_same_weights(known_speed: None, tmp_path: Path) -> None:
+    code, rows = run_here("peers", "tiny", tmp_path)
+    assert code == 0
+    assert [row["agree"] for row in rows if row.get("agree") is not None] == [1.0, 1.0]
+
+
+def test_targets_are_ends_of_a_range() -> None:
+    found = target_of("llama-8b", "single stream, share of limit")
+    assert found is not None
+    assert [found.is_met(figure) for figure in (0.84, 0.85)] == [False, True]
+    assert target_of("tiny", "single stream, tokens/s") is None
+    most = target_of("tiny", "device idle between decode steps, share")
+    assert most is not None
+    assert (most.shown, most.is_met(0.05), most.is_met(0.06)) == ("<= 0.05", True, False)
+
+
+@pytest.mark.slow
+def test_a_case_that_takes_its_process_down_costs_itself_alone(tmp_path: Path) -> None:
+    """One dies, one never ends; those behind them run in other processes, with what those before have left."""
+    job = Job("tests.deadly_cases", "cpu", True)
+    results = Results("deadly", "", tmp_path / "deadly")
+    run_all(job, deadly_cases.cases(True, False), results, time.monotonic() + 300, in_worker)
+    told = [(row.cells["case"], row.verdict, row.note) for row in results.rows]
+    assert told == [
+        ("counts", OK, ""),
+        ("dies", FAILED, "its process ended with SIGKILL"),
+        ("never ends", FAILED, "given up: it took longer than it may"),
+        ("counts again", OK, ""),
+    ]
+    assert results.rows[-1].cells["seen"] == 2
+    assert len(read_result(tmp_path / "deadly.json").tables) == 2
