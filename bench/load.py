@@ -52,7 +52,10 @@ def main(argv: Sequence[str]) -> int:
         print("interrupted, nothing written", file=sys.stderr)
         raise
     tables = result_tables(config, result)
-    print_tables(tables)
+    if result.num_done:  # what nothing was measured of is no table of dashes
+        print_tables(tables)
+    else:
+        print(f"none of {result.num_failed} requests succeeded", file=sys.stderr)
     for kind, message in result.failure_examples.items():
         print(f"{kind}, for example: {message}", file=sys.stderr)
     if arguments.json is not None:
@@ -64,9 +67,13 @@ def main(argv: Sequence[str]) -> int:
     return ExitCode.UNREACHABLE if result.num_failed else ExitCode.OK
 
 
+def _clients(number: int) -> str:
+    return f"{number} client" if number == 1 else f"{number} clients"
+
+
 def result_tables(config: LoadConfig, result: LoadResult) -> list[Table]:
     """What is shown and written: one row of throughput, a row per latency, a row per kind of failure."""
-    load = f"{config.rate:g} requests/s, Poisson" if config.rate is not None else f"{config.concurrency or 1} clients"
+    load = f"{config.rate:g} requests/s, Poisson" if config.rate is not None else _clients(config.concurrency or 1)
     throughput = Table(
         "Throughput",
         ("load", "requests", "failed", "duration s", "requests/s", "tokens", "tokens/s", "prompt tokens", "client CPU"),

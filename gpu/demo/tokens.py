@@ -13,14 +13,17 @@ from gpu.demo.prompts import Conversation
 
 IM_START, IM_END, END_OF_TEXT = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 SPECIAL_TOKENS = (END_OF_TEXT, IM_START, IM_END)
-# The model reads the last question alone: behind earlier turns, a long text above all, it loses the thread.
+# The model reads the system message and the last question: behind earlier turns, a long text above all, it loses the
+# thread.
 CHAT_TEMPLATE = (
     "{% set question = namespace(at=0) %}"
     "{% for message in messages %}"
     "{% if message['role'] == 'user' %}{% set question.at = loop.index0 %}{% endif %}"
     "{% endfor %}"
-    "{% for message in messages[question.at:] %}"
+    "{% for message in messages %}"
+    "{% if message['role'] == 'system' or loop.index0 >= question.at %}"
     "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] | trim + '<|im_end|>' + '\\n' }}"
+    "{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )

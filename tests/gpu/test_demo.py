@@ -124,7 +124,9 @@ def test_long_texts_have_500_tokens(corpus: Corpus) -> None:
 @pytest.mark.parametrize(
     "before", [[], [("system", "Be brief."), ("user", "Walk me through a request"), ("assistant", "A request begins")]]
 )
-def test_template_renders_the_chatml_of_training_of_the_last_question_alone(before: list[tuple[str, str]]) -> None:
+def test_template_renders_the_chatml_of_training_of_the_system_message_and_the_last_question(
+    before: list[tuple[str, str]],
+) -> None:
     jinja2 = pytest.importorskip("jinja2", reason="needs the jinja2 package")
     from gpu.demo.tokens import render
 
@@ -132,7 +134,8 @@ def test_template_renders_the_chatml_of_training_of_the_last_question_alone(befo
     question = ("user", " What is a token? ")
     messages = [{"role": role, "content": content} for role, content in [*before, question]]
     rendered = jinja2.Template(template).render(messages=messages, add_generation_prompt=True)
-    assert rendered == render([question])
+    read = [(role, content) for role, content in before if role == "system"]
+    assert rendered == render([*read, question])
 
 
 def test_exported_weights_answer_a_question_verbatim(corpus: Corpus) -> None:
