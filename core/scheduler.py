@@ -9,6 +9,7 @@ TokenChunk, from the last of its sequences. Sequences end in one place (finish),
 import heapq
 import math
 from collections.abc import Callable, Iterable
+from itertools import groupby
 
 from core.blocks import num_blocks_for
 from core.charges import Charges
@@ -166,9 +167,10 @@ class Scheduler:
             return None
         if self._in_flight or len(decodes) <= self.pool.num_free:
             self._add_decodes(builder, decodes)
-        else:  # some may have to give way: one by one, so that they are not in the plan before those who need blocks
-            for sequence in sorted(decodes, key=victim_order(self.shares.least_s())):
-                self._add_decodes(builder, [sequence])
+        else:  # some may have to give way: in turn, so that they are not in the plan before those who need blocks
+            in_turn = sorted(decodes, key=victim_order(self.shares.least_s()))
+            for _, siblings in groupby(in_turn, key=lambda sequence: sequence.request_id):
+                self._add_decodes(builder, list(siblings))
         num_coming = len(behind) + min(len(self._waiting), len(self._free_slots))
         allowance = allow_prefill(self.step_cost, self._inter_token_target, builder.work, num_coming)
         num_reserved = len(builder.sequences)  # blocks, which the decodes need within 16 steps
@@ -518,7 +520,9 @@ class Scheduler:
     def _add_decodes(self, builder: PlanBuilder, sequences: list[Sequence]) -> None:
         """Add a row for each, in as few operations as can be where it only goes on within a block of its own.
 
-        Those go first, for the others may read what they fill now.
+        Those go first, for the others may read what they fill now. Of siblings that share a block, the last writes in
+        place what the others copied: the one that is furthest, so that it writes nothing that they have to copy again
+        if the step is restarted.
         """
         plain: list[Sequence] = []
         others: list[Sequence] = []
@@ -531,7 +535,7 @@ class Scheduler:
             else:
                 others.append(sequence)
         builder.add_decodes(plain)
-        for sequence in others:
+        for sequence in sorted(others, key=lambda sequence: sequence.num_computed_tokens):
             self._add_row(builder, sequence)
 
     def _add_row(self, builder: PlanBuilder, sequence: Sequence, allowance: PrefillAllowance | None = None) -> None:

@@ -101,10 +101,10 @@ def test_siblings_share_the_prompt_and_copy_its_last_block_on_write() -> None:
     assert first.num_rows == 1
     answer(scheduler, first)
     forks = plan(scheduler)
-    assert forks.starts.tolist() == [6, 5, 5]
-    assert forks.token_ids.tolist() == [500, 6, 6]
+    assert forks.starts.tolist() == [5, 5, 6]
+    assert forks.token_ids.tolist() == [6, 6, 500]
     prompt_blocks = first.table_blocks.tolist()
-    assert forks.copy_sources.tolist() == [prompt_blocks[1]] * 2  # the last holder writes in place
+    assert forks.copy_sources.tolist() == [prompt_blocks[1]] * 2  # the last holder, which is furthest, writes in place
     assert len({start.seed for start in forks.sequence_starts} | {first.sequence_starts[0].seed}) == 3
     heads = [block for position, block in zip(forks.table_positions, forks.table_blocks, strict=True) if position == 0]
     assert heads == [prompt_blocks[0]] * 2
@@ -237,7 +237,7 @@ def test_late_cut_of_an_ended_sequence_counts_until_the_terminal_chunk() -> None
     scheduler.submit(make_request(num_prompt_tokens=6, max_tokens=3, num_sequences=2))
     step(scheduler)
     made = plan(scheduler)
-    first = scheduler.apply(made, StepOutput(np.array([0, 1], np.int32), np.array([2, 500], np.int32)), 0.0)
+    first = scheduler.apply(made, StepOutput(np.array([0, 1], np.int32), np.array([500, 2], np.int32)), 0.0)
     assert [(chunk.index, chunk.is_terminal) for chunk in first.chunks] == [(0, False)]
     scheduler.cancel("a", FinishReason.STOP, index=0, num_tokens_kept=1)
     step(scheduler)
