@@ -65,7 +65,7 @@ class Charges:
         fixed_s, _, _, token_s, kv_s = self._model.coefficients_s
         fixed_s /= len(rows)
         block_s = (self._model.predict(work) if self._model.is_ready else step_s) / self._num_blocks
-        num_held = 0
+        num_held = num_running = 0
         parts_s: list[float] = []  # of the step, as predicted
         for sequence, start, length in zip(rows, plan.starts.tolist(), plan.lengths.tolist(), strict=True):
             owed_s = part_s = fixed_s + token_s + kv_s * start  # of a row that draws
@@ -75,10 +75,11 @@ class Charges:
             num_blocks = len(sequence.table.blocks)
             num_held += num_blocks
             if sequence.state is not SequenceState.FINISHED:
+                num_running += sequence.state is SequenceState.RUNNING
                 sequence.kv_block_s += num_blocks * step_s
             sequence.tenant.charge(owed_s + block_s * num_blocks)
         _attribute(rows, parts_s, step_s)
-        if len(running) > sum(sequence.state is SequenceState.RUNNING for sequence in rows):
+        if len(running) > num_running:
             num_held += self._charge_bystanders(running, set(rows), block_s, step_s)
         return num_held
 

@@ -100,7 +100,9 @@ class Engine:
 
     def _send(self) -> None:
         """Plan and start as many steps as may be in flight."""
-        while len(self._sent) < self._scheduler.limits.max_in_flight and not self._sent.has_failed:
+        for _ in range(self._scheduler.limits.max_in_flight - len(self._sent)):
+            if self._sent.has_failed:
+                return
             plan = self._scheduler.plan(self._clock())
             if plan is None:
                 return

@@ -56,7 +56,7 @@ class InFlight:
 
     def send(self, plan: StepPlan, builder: PlanBuilder, now: float) -> None:
         assert len(self._flights) < self._max_steps, "a step has to come back first"
-        has_suspects = any(sequence.is_suspect for sequence in builder.sequences)
+        has_suspects = True in [sequence.is_suspect for sequence in builder.sequences]
         self._flights.append(Flight(plan, builder.sequences, builder.work, now, has_suspects))
 
     def find(self, plan: StepPlan) -> Flight:

@@ -156,16 +156,17 @@ class Scheduler:
         With a step in flight, None too where it has to come back first: somebody may have to give way, and whoever it
         is may be in it.
         """
-        if self._in_flight and (self._is_short or self._in_flight.has_suspects):
+        is_behind = bool(self._in_flight)  # a step that has not come back
+        if is_behind and (self._is_short or self._in_flight.has_suspects):
             return None
         self._planned_s = now
         self._is_short = False
         builder = PlanBuilder(self.limits.max_batch_tokens)
         self._make_room(builder, now)
         decodes, behind = self._ready()
-        if self._in_flight and sum(s.num_computed_tokens >= s.plain_end for s in decodes) > self.pool.num_free:
+        if is_behind and len([s for s in decodes if s.num_computed_tokens >= s.plain_end]) > self.pool.num_free:
             return None
-        if self._in_flight or len(decodes) <= self.pool.num_free:
+        if is_behind or len(decodes) <= self.pool.num_free:
             self._add_decodes(builder, decodes)
         else:  # some may have to give way: in turn, so that they are not in the plan before those who need blocks
             in_turn = sorted(decodes, key=victim_order(self.shares.least_s()))
@@ -238,7 +239,7 @@ class Scheduler:
             misled, unwritten = rows_misled(plan, sequences, output.failed_rows, self.limits.block_size)
             bystanders = self._bystanders_misled(sequences, unwritten)
         lost = misled.union(output.failed_rows)
-        self.host.on_applied(len(output.failed_rows) < plan.num_rows, output.host_copy_s)
+        self.host.on_applied(len(output.failed_rows) < len(sequences), output.host_copy_s)
         self._account(flight, step_s - output.host_copy_s)
         self._advance(flight, lost, now)
         self._take_tokens(output, sequences, lost)

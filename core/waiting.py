@@ -91,9 +91,9 @@ class WaitingQueue:
 
     def head(self, now: float) -> tuple[Sequence, int] | None:
         """Who is next, and its aged class; None when nobody waits."""
-        levels = [(aged_class(c, now - queue.since_s), -c) for c, queue in self._classes.items() if queue.tenants]
-        if not levels:
+        if not self._num_waiting:
             return None
+        levels = [(aged_class(c, now - queue.since_s), -c) for c, queue in self._classes.items() if queue.tenants]
         level, priority = max(levels)
         return self._classes[-priority].head(now), level
 

@@ -48,10 +48,13 @@ def measure(num_rows: int) -> Work:
 
 
 def test_step_of_one_row_takes_so_many_calls() -> None:
-    """Before raising a bound: what is new may be done once for many steps, or only when somebody asks."""
+    """Before raising a bound: what is new may be done once for many steps, or only when somebody asks.
+
+    Some nine of the calls keep what is in flight, so that a step can be sent before the one before it comes back.
+    """
     work = measure(1)
-    assert work.num_calls <= 75
-    assert work.num_builtin_calls <= 90
+    assert work.num_calls <= 80
+    assert work.num_builtin_calls <= 92
 
 
 @pytest.mark.parametrize("num_rows", [64, 256])
