@@ -156,17 +156,17 @@ class Scheduler:
         With a step in flight, None too where it has to come back first: somebody may have to give way, and whoever it
         is may be in it.
         """
-        is_behind = bool(self._in_flight)  # a step that has not come back
-        if is_behind and (self._is_short or self._in_flight.has_suspects):
+        has_flights = bool(self._in_flight)  # a step that has not come back
+        if has_flights and (self._is_short or self._in_flight.has_suspects):
             return None
         self._planned_s = now
         self._is_short = False
         builder = PlanBuilder(self.limits.max_batch_tokens)
         self._make_room(builder, now)
         decodes, behind = self._ready()
-        if is_behind and len([s for s in decodes if s.num_computed_tokens >= s.plain_end]) > self.pool.num_free:
+        if has_flights and len([s for s in decodes if s.num_computed_tokens >= s.plain_end]) > self.pool.num_free:
             return None
-        if is_behind or len(decodes) <= self.pool.num_free:
+        if has_flights or len(decodes) <= self.pool.num_free:
             self._add_decodes(builder, decodes)
         else:  # some may have to give way: in turn, so that they are not in the plan before those who need blocks
             in_turn = sorted(decodes, key=victim_order(self.shares.least_s()))
