@@ -18,6 +18,7 @@ from core.gguf import SUFFIX as GGUF_SUFFIX
 from core.packed_config import PackedConfig
 from gpu.gguf import GgufReader
 from gpu.packed_weights import NEEDED_PARTS, PARTS, UnpackedWeight, matrix_shape, part_shapes, unpack
+from gpu.staged_copies import Fill
 from gpu.targets import Target
 
 SINGLE_FILE = "model.safetensors"
@@ -145,10 +146,14 @@ class TensorSource:
 
     Args:
         dtype: what numbers become that are not stored as floats.
+        fill: how a tensor gets into its target.
     """
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, progress: Progress) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, dtype: torch.dtype, progress: Progress, fill: Fill = Target.fill
+    ) -> None:
         self.checkpoint = checkpoint
+        self._fill = fill
         self._dtype = dtype
         self._progress = progress
         self._done_bytes = 0
@@ -167,7 +172,7 @@ class TensorSource:
         """Scales follow all that they multiply."""
         for name in sorted(wanted, key=lambda name: wanted[name].is_scale):
             header = self.checkpoint.tensors[name]
-            wanted[name].fill(self.unpacked(name).floats() if header.parts else self.tensor(name))
+            self._fill(wanted[name], self.unpacked(name).floats() if header.parts else self.tensor(name))
             self._advance(header)
 
     def fill_parts(self, wanted: Sequence[dict[str, Target]]) -> None:
@@ -175,7 +180,7 @@ class TensorSource:
         for name in wanted[0]:
             unpacked = self.unpacked(name)
             for part, targets in zip(("values", "scales", "zeros"), wanted, strict=True):
-                targets[name].fill(unpacked.part(part))
+                self._fill(targets[name], unpacked.part(part))
             self._advance(self.checkpoint.tensors[name])
 
     def tensor(self, name: str) -> torch.Tensor:

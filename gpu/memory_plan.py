@@ -21,6 +21,7 @@ from gpu.linear import can_pack
 from gpu.quantize import can_quantize, floats, operator_group_size, stored_bytes
 from gpu.quantized_linear import DEVICE_SLAB_BYTES, SLAB_BYTES
 from gpu.scores import MAX_SCORES
+from gpu.staged_copies import staged_bytes
 from gpu.tied_head import can_gather
 from gpu.weights import check_checkpoint, empty_weights, keeps_packed, matrices
 
@@ -95,6 +96,13 @@ def plan_memory(
             f"{_size(free_bytes)} free.",
             _ways_out(asked),
         )
+    loading_bytes = _loading_bytes(model, engine, device)
+    if weights_bytes + loading_bytes > free_bytes:
+        raise NotEnoughMemory(
+            f"Weights need {_size(weights_bytes)} as {device.dtype_name}, and {_size(loading_bytes)} more while they "
+            f"load, {_size(free_bytes)} free.",
+            _smaller(engine, device.dtype),
+        )
     num_blocks = _num_blocks(asked)
     return MemoryPlan(
         device=device,
@@ -132,6 +140,15 @@ def offload_slots(model: ModelConfig, engine: EngineConfig, dtype: torch.dtype, 
     return asked_bytes // block_bytes
 
 
+def _loading_bytes(model: ModelConfig, engine: EngineConfig, device: DeviceChoice) -> int:
+    """Beside the weights, until they are all there: slices on their way, and a layer that is not quantised yet."""
+    size_bytes = staged_bytes(device.device)
+    if engine.quantize is not None or keeps_packed(model, engine.quantize):
+        layers = empty_weights(model, device.dtype, torch.device("meta")).layers
+        size_bytes += max(sum(floats(getattr(*matrix)).nbytes for matrix in matrices(layer)) for layer in layers)
+    return size_bytes
+
+
 def _is_shared(device: DeviceChoice) -> bool:
     """Whether host memory and the device's are one."""
     return device.device.type == "cpu"
@@ -146,7 +163,8 @@ def memory_needed(model: ModelConfig, engine: EngineConfig, device: DeviceChoice
     kv_bytes = (num_blocks_for(max_model_len) + 1) * bytes_per_block(model, device.dtype)
     activation_bytes = _activation_bytes(model, engine, max_model_len, device)
     weights_bytes = weights_size_bytes(model, device.dtype, engine.quantize, device.device)
-    return weights_bytes + activation_bytes + kv_bytes + engine.kv_offload_bytes * _is_shared(device)
+    serving_bytes = activation_bytes + kv_bytes + engine.kv_offload_bytes * _is_shared(device)
+    return weights_bytes + max(serving_bytes, _loading_bytes(model, engine, device))
 
 
 def weights_size_bytes(model: ModelConfig, dtype: torch.dtype, quantize: str | None, device: torch.device) -> int:

@@ -33,6 +33,7 @@ from gpu.operators import Operators
 from gpu.quantize_cache import quantizing
 from gpu.sampler import RowLogprobs, Sampler
 from gpu.sampler_choice import find_sampler
+from gpu.staged_copies import fill_on
 from gpu.weights import MatrixForm, ModelWeights, keeps_packed, load_weights
 
 NOT_FINITE = "The model computed values that are not finite numbers."
@@ -220,7 +221,8 @@ def load_runner(directory: Path, config: ModelConfig, engine: EngineConfig, prog
     drop_code_pages()
     with torch.inference_mode(), quantizing(engine) as convert:
         form = MatrixForm(convert, keeps_packed(config, engine.quantize))
-        weights = load_weights(checkpoint, config, choice.dtype, choice.device, progress, form)
+        fill = fill_on(choice.device)
+        weights = load_weights(checkpoint, config, choice.dtype, choice.device, progress, form, fill)
     runner = ModelRunner(config, engine, memory, weights, operators)
     runner.warm_up()
     runner.open_offload(engine, checkpoint)

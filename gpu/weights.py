@@ -23,6 +23,7 @@ from gpu.checkpoint import (
 )
 from gpu.expert_weights import Empty, ExpertWeights, empty_experts, expert_targets
 from gpu.quantize import QuantizedWeight, Weight, floats, pack_nibbles, split_groups
+from gpu.staged_copies import Fill
 from gpu.targets import Target
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -262,8 +263,12 @@ def load_weights(
     device: torch.device,
     progress: Progress,
     form: MatrixForm = AS_THEY_ARE,
+    fill: Fill = Target.fill,
 ) -> ModelWeights:
     """Fill the model's parameters from the checkpoint, one layer at a time, converting to dtype.
+
+    Args:
+        fill: see TensorSource.
 
     Raises:
         BadCheckpoint: tensors are missing, unexpected or misshaped, told before any is read; or a stored head
@@ -272,7 +277,7 @@ def load_weights(
     expected = targets(config, empty_weights(config, dtype, torch.device("meta")))
     _check(checkpoint, expected, config)
     weights = _empty_ends(config, dtype, device)
-    with TensorSource(checkpoint, dtype, progress) as source:
+    with TensorSource(checkpoint, dtype, progress, fill) as source:
         for name in _extra_biases(checkpoint, expected):
             if source.tensor(name).any():
                 raise bad_checkpoint(f"{name} is not zero, and the architecture has no such parameter.")
