@@ -18,7 +18,7 @@ from core.config import EngineConfig, ModelConfig, parse_model_config
 from gpu.device import apply_threads, choose_device, free_memory_bytes
 from gpu.kernel_choice import find_operators
 from gpu.memory_plan import plan_memory
-from gpu.runner import ModelRunner
+from gpu.runner import ModelRunner, warm_up
 from gpu.weights import EMBEDDING, HEAD, ModelWeights, empty_weights, targets
 
 
@@ -55,7 +55,7 @@ def random_runner(config: Mapping[str, Any], engine: EngineConfig) -> ModelRunne
     with torch.inference_mode():
         weights = random_weights(model, choice.dtype, choice.device)
     runner = ModelRunner(model, engine, memory, weights, operators)
-    runner.warm_up()
+    warm_up(runner)
     return runner
 
 

@@ -37,6 +37,8 @@ NAMED_AT_MOST = 5  # tensors in one error message
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes total), as loading goes."""
+Cut = Callable[[str, torch.Tensor, tuple[int, ...]], torch.Tensor]
+"""See gpu.parallel.shards.Shard.cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,13 +149,20 @@ class TensorSource:
     Args:
         dtype: what numbers become that are not stored as floats.
         fill: how a tensor gets into its target.
+        cut: which part of one is wanted, by its name and the part's shape; None: all of each.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, dtype: torch.dtype, progress: Progress, fill: Fill = Target.fill
+        self,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        progress: Progress,
+        fill: Fill = Target.fill,
+        cut: Cut | None = None,
     ) -> None:
         self.checkpoint = checkpoint
         self._fill = fill
+        self._cut = cut
         self._dtype = dtype
         self._progress = progress
         self._done_bytes = 0
@@ -172,8 +181,12 @@ class TensorSource:
         """Scales follow all that they multiply."""
         for name in sorted(wanted, key=lambda name: wanted[name].is_scale):
             header = self.checkpoint.tensors[name]
-            self._fill(wanted[name], self.unpacked(name).floats() if header.parts else self.tensor(name))
+            self._fill(wanted[name], self._part(name, wanted[name].shape))  # no name for it: its pages are to go
             self._advance(header)
+
+    def _part(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        tensor = self.unpacked(name).floats() if self.checkpoint.tensors[name].parts else self.tensor(name)
+        return tensor if self._cut is None else self._cut(name, tensor, shape)
 
     def fill_parts(self, wanted: Sequence[dict[str, Target]]) -> None:
         """Of packed matrices: values, scales and zeros, each with targets of its own by the same names."""

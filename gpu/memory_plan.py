@@ -81,11 +81,21 @@ def estimate(directory: Path, model: ModelConfig, engine: EngineConfig) -> Memor
 
 
 def plan_memory(
-    model: ModelConfig, engine: EngineConfig, device: DeviceChoice, checkpoint_bytes: int, free_bytes: int
+    model: ModelConfig,
+    engine: EngineConfig,
+    device: DeviceChoice,
+    checkpoint_bytes: int,
+    free_bytes: int,
+    weights_bytes: int | None = None,
 ) -> MemoryPlan:
-    """Divide free_bytes: weights first, then the largest step, then as much KV as is useful; see estimate."""
+    """Divide free_bytes: weights first, then the largest step, then as much KV as is useful; see estimate.
+
+    Args:
+        weights_bytes: None: all of the model's.
+    """
     max_model_len = _max_model_len(model, engine)
-    weights_bytes = weights_size_bytes(model, device.dtype, engine.quantize, device.device)
+    if weights_bytes is None:
+        weights_bytes = weights_size_bytes(model, device.dtype, engine.quantize, device.device)
     activation_bytes = _activation_bytes(model, engine, max_model_len, device)
     shared_bytes = engine.kv_offload_bytes * _is_shared(device)
     asked = _Asked(model, engine, max_model_len, device, free_bytes, weights_bytes + shared_bytes)

@@ -83,7 +83,10 @@ class Model:
                     return x.new_empty((0, self.config.vocab_size), dtype=torch.float32)
                 x, added = x.index_select(0, batch.sampled_tokens), added.index_select(0, batch.sampled_tokens)
             x, normed = self._add(x, added, layer.attention_post_norm, layer.mlp_norm)
-            x, normed = self._add(x, layer.mlp(normed), layer.mlp_post_norm, next_norm)  # [tokens, hidden] each
+            added = layer.mlp(normed)
+            if self._operators.ranks is not None:
+                added = self._operators.ranks.sum(added)
+            x, normed = self._add(x, added, layer.mlp_post_norm, next_norm)  # [tokens, hidden] each
         return self._logits(x)
 
     def probes(self, size_bytes: int) -> list[tuple[Linear, int]]:
@@ -116,7 +119,8 @@ class Model:
         rotation = None if layer.rope is None else rotations[layer.rope]
         query = operators.rotate_and_store(qkv, layer.head_norms, rotation, kv, batch.kv_slots)
         attending = batch.attending[layer.window]
-        return layer.output(paged_attention(query, kv, attending, layer.scores, operators.attention))
+        added = layer.output(paged_attention(query, kv, attending, layer.scores, operators.attention))
+        return added if operators.ranks is None else operators.ranks.sum(added)
 
     def _add(
         self, x: Tensor, added: Tensor, post_norm: Tensor | None, next_norm: Tensor | None
@@ -127,13 +131,14 @@ class Model:
         return self._operators.add_norm(x, added, self._residual_scale, next_norm)
 
     def _logits(self, x: Tensor) -> Tensor:
-        """x: [sampled, hidden]; returns [sampled, vocab], float32."""
+        """x: [sampled, hidden]; returns [sampled, vocab], float32; but for the first of several ranks: see Ranks."""
         logits = self.lm_head(self._operators.norm(x, self.norm)).float()
         if self.config.logits_scale != 1:
             logits = logits.mul_(self.config.logits_scale)
         if self.config.logits_cap is not None:
             logits = logits.div_(self.config.logits_cap).tanh_().mul_(self.config.logits_cap)
-        return logits
+        ranks = self._operators.ranks
+        return logits if ranks is None else ranks.gather_columns(logits, self.config.vocab_size)
 
 
 def _ends(weights: ModelWeights, operators: Operators) -> tuple[Embed, Linear]:

@@ -169,12 +169,15 @@ def engine_loader(config: "ServerConfig") -> "LoadEngine":
         files = read_model_files(path, config.max_model_len, config.chat_template)
         model = parse_model_config(files.config)
         report_stage("importing torch")
-        from gpu.runner import load_runner
+        from gpu.parallel.runner import ParallelRunner, load_parallel_runner
+        from gpu.runner import ModelRunner, load_runner
 
         engine = config.to_engine_config()
         report_stage("loading weights")
+        runner: ModelRunner | ParallelRunner
         with byte_progress(sys.stderr, "loading weights", MIN_LOADED_BYTES) as report_bytes:
-            runner = load_runner(files.path, model, engine, report_bytes)
+            load_all = load_runner if engine.tensor_parallel == 1 else load_parallel_runner
+            runner = load_all(files.path, model, engine, report_bytes)
         scheduler = Scheduler(
             runner.limits,
             files.eos_ids,
@@ -195,7 +198,8 @@ def engine_loader(config: "ServerConfig") -> "LoadEngine":
             context_origin=config.context_origin,
             limits=runner.limits,
         )
-        loaded = Engine(scheduler, runner, time.monotonic, inbox, deliver, runner.offload)
+        check = runner.check if isinstance(runner, ParallelRunner) else None
+        loaded = Engine(scheduler, runner, time.monotonic, inbox, deliver, runner.offload, check)
         return LoadedEngine(loaded, files, facts, scheduler.stats())
 
     return load
