@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     import asyncio
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from core.errors import ExitCode
+    from core.plan import Runner
     from core.types import StepDelivery
     from server.config import ServerConfig
     from server.engine_thread import Inbox
@@ -199,7 +200,8 @@ def engine_loader(config: "ServerConfig") -> "LoadEngine":
             limits=runner.limits,
         )
         check = runner.check if isinstance(runner, ParallelRunner) else None
-        loaded = Engine(scheduler, runner, time.monotonic, inbox, deliver, runner.offload, check)
+        computing: Runner[Any] = runner
+        loaded = Engine(scheduler, computing, time.monotonic, inbox, deliver, runner.offload, check)
         return LoadedEngine(loaded, files, facts, scheduler.stats())
 
     return load

@@ -11,10 +11,10 @@ import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO, NoReturn
+from typing import IO, NoReturn
 
 from core.errors import ExitCode, StartupError
-from gpu.parallel.messages import Found, Job, Load, Loaded, Refused, Step, read_order, write_message
+from gpu.parallel.messages import Answer, Job, Load, Refusal, Step, read_message, write_message
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
 
@@ -32,10 +32,10 @@ def main() -> NoReturn:
         try:
             follow(orders, answers)
         except StartupError as error:
-            _refuse(answers, Refused(error.cause, error.fix, error.exit_code))
+            _refuse(answers, Refusal(error.cause, error.fix, error.exit_code))
         except Exception as error:
             logger.critical("a rank fails: %s", error, exc_info=error)
-            _refuse(answers, Refused(f"{type(error).__name__}: {error}", "see its log.", ExitCode.DEVICE))
+            _refuse(answers, Refusal(f"{type(error).__name__}: {error}", "see its log.", ExitCode.DEVICE))
     sys.stderr.flush()
     os._exit(ExitCode.OK)
 
@@ -46,30 +46,30 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def follow(orders: BinaryIO, answers: BinaryIO) -> None:
+def follow(orders: IO[bytes], answers: IO[bytes]) -> None:
     """One job, from its first order to its last."""
-    job = read_order(orders)
-    if not isinstance(job, Job):
+    job = read_message(orders, Job)
+    if job is None:
         return  # the parent has ended
     from gpu.parallel.loading import find_room, load_rank  # imports torch
 
     room = find_room(Path(job.path), job.model, job.engine, job.rank)
-    write_message(answers, Found(room.free_bytes))
-    load = read_order(orders)
-    if not isinstance(load, Load):
+    write_message(answers, Answer(room.free_bytes))
+    load = read_message(orders, Load)
+    if load is None:
         return
     runner = load_rank(room, load.free_bytes, job.meeting, lambda done, total: None)
-    write_message(answers, Loaded())
-    while isinstance(step := read_order(orders), Step):
+    write_message(answers, Answer())
+    while (step := read_message(orders, Step)) is not None:
         runner.make_finite(step.broken_slots)
         runner.forward(step.plan)
 
 
-def _refuse(answers: BinaryIO, refused: Refused) -> NoReturn:
+def _refuse(answers: IO[bytes], refusal: Refusal) -> NoReturn:
     with suppress(OSError):  # nobody asks any more
-        write_message(answers, refused)
+        write_message(answers, Answer(refusal=refusal))
     sys.stderr.flush()
-    os._exit(refused.exit_code)
+    os._exit(refusal.exit_code)
 
 
 if __name__ == "__main__":

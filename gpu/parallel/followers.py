@@ -9,16 +9,13 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
 
 from core.errors import ExitCode, StartupError
 from core.plan import DeviceError
-from gpu.parallel.messages import Answer, Order, Refused, read_answer, write_message
+from gpu.parallel.messages import Answer, Job, Load, Step, read_message, write_message
 
 ROOT = Path(__file__).parent.parent.parent
 END_S = 5.0  # for a process to end by itself
-
-A = TypeVar("A", bound=Answer)
 
 
 class Followers:
@@ -43,7 +40,7 @@ class Followers:
             for _ in range(1, num_ranks)
         ]
 
-    def tell(self, order_of: Callable[[int], Order]) -> None:
+    def tell(self, order_of: Callable[[int], Job | Load | Step]) -> None:
         """
         Args:
             order_of: rank -> what it is told.
@@ -58,7 +55,7 @@ class Followers:
             except OSError as error:
                 raise DeviceError(f"{self._end_of(rank, process)}") from error
 
-    def answers(self, kind: type[A]) -> list[A]:
+    def answers(self) -> list[Answer]:
         """What each has to say, in the order of ranks.
 
         Raises:
@@ -67,12 +64,13 @@ class Followers:
         found = []
         for rank, process in self._ranks():
             assert process.stdout is not None
-            answer = read_answer(process.stdout)
-            if isinstance(answer, Refused):
-                raise StartupError(f"Rank {rank}: {answer.cause}", answer.fix, answer.exit_code)
-            if not isinstance(answer, kind):
+            answer = read_message(process.stdout, Answer)
+            if answer is None:
                 cause = f"{self._end_of(rank, process)} while it was loading."
                 raise StartupError(cause, "see what it has logged above, or --tensor-parallel 1.", ExitCode.DEVICE)
+            if answer.refusal is not None:
+                refusal = answer.refusal
+                raise StartupError(f"Rank {rank}: {refusal.cause}", refusal.fix, refusal.exit_code)
             found.append(answer)
         return found
 

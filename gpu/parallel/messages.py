@@ -1,24 +1,26 @@
-"""What the first rank tells the others, and what they answer: msgpack with its length before it, never pickle. Pure."""
+"""What the first rank tells the others, and what they answer: core's encoding with its length before it. Pure.
+
+A rank is told a Job, then what to Load, then a Step after the other; it answers the first two.
+"""
 
 import struct
-from typing import Any, BinaryIO
-
-import msgspec
-import numpy as np
+from dataclasses import dataclass
+from typing import IO, TypeVar
 
 from core.config import EngineConfig, ModelConfig
+from core.encoding import decode, encode
 from core.plan import StepPlan
 
 _LENGTH = struct.Struct("<I")
 
 
-class Job(msgspec.Struct, frozen=True, tag=True):
+@dataclass(frozen=True, slots=True)
+class Job:
     """What a rank is to be.
 
     Args:
         path: of the checkpoint.
         model: all of it.
-        engine: with the compute threads of one rank.
         meeting: see Ranks.
     """
 
@@ -29,13 +31,15 @@ class Job(msgspec.Struct, frozen=True, tag=True):
     meeting: int
 
 
-class Load(msgspec.Struct, frozen=True, tag=True):
+@dataclass(frozen=True, slots=True)
+class Load:
     """Load, with so much free memory on each rank's device."""
 
     free_bytes: int
 
 
-class Step(msgspec.Struct, frozen=True, tag=True):
+@dataclass(frozen=True, slots=True)
+class Step:
     """Compute a step.
 
     Args:
@@ -46,17 +50,8 @@ class Step(msgspec.Struct, frozen=True, tag=True):
     broken_slots: tuple[int, ...] = ()
 
 
-class Found(msgspec.Struct, frozen=True, tag=True):
-    """What a rank's device has free."""
-
-    free_bytes: int
-
-
-class Loaded(msgspec.Struct, frozen=True, tag=True):
-    """A rank is ready to step."""
-
-
-class Refused(msgspec.Struct, frozen=True, tag=True):
+@dataclass(frozen=True, slots=True)
+class Refusal:
     """A StartupError, or what came instead."""
 
     cause: str
@@ -64,53 +59,36 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     exit_code: int
 
 
-Order = Job | Load | Step
-Answer = Found | Loaded | Refused
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """It is done, or refused.
+
+    Args:
+        free_bytes: of a Job: on the rank's device.
+    """
+
+    free_bytes: int = 0
+    refusal: Refusal | None = None
 
 
-def write_message(pipe: BinaryIO, message: Order | Answer) -> None:
+M = TypeVar("M", Job, Load, Step, Answer)
+
+
+def write_message(pipe: IO[bytes], message: Job | Load | Step | Answer) -> None:
     """
     Raises:
         OSError: nobody reads any more.
     """
-    body = _ENCODER.encode(message)
+    body = encode(message)
     pipe.write(_LENGTH.pack(len(body)) + body)
     pipe.flush()
 
 
-def read_order(pipe: BinaryIO) -> Order | None:
+def read_message(pipe: IO[bytes], kind: type[M]) -> M | None:
     """None: whoever wrote has ended."""
-    body = _read_body(pipe)
-    return None if body is None else _ORDERS.decode(body)
-
-
-def read_answer(pipe: BinaryIO) -> Answer | None:
-    """None: whoever wrote has ended."""
-    body = _read_body(pipe)
-    return None if body is None else _ANSWERS.decode(body)
-
-
-def _read_body(pipe: BinaryIO) -> bytes | None:
     head = pipe.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
         return None
     (length,) = _LENGTH.unpack(head)
     body = pipe.read(length)
-    return body if len(body) == length else None
-
-
-def _bytes_of(column: Any) -> bytes:
-    if isinstance(column, np.ndarray):
-        return column.tobytes()
-    raise NotImplementedError(f"{type(column).__name__} in a message")  # as msgspec asks for
-
-
-def _column(kind: Any, content: Any) -> Any:
-    """kind: NDArray of a number format, as StepPlan's fields say."""
-    return np.frombuffer(content, dtype=_FORMATS[kind])
-
-
-_FORMATS = {np.ndarray[tuple[Any, ...], np.dtype[kind]]: kind for kind in (np.int32, np.bool_)}
-_ENCODER = msgspec.msgpack.Encoder(enc_hook=_bytes_of)
-_ORDERS: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order, dec_hook=_column)
-_ANSWERS: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+    return decode(body, kind) if len(body) == length else None

@@ -38,7 +38,7 @@ class Ranks:
         self.rank, self.num_ranks = rank, num_ranks
         is_cuda = device.type == "cuda"
         os.environ["NCCL_SOCKET_IFNAME" if is_cuda else "GLOO_SOCKET_IFNAME"] = "lo"
-        store = dist.FileStore(f"/proc/self/fd/{meeting}", num_ranks)
+        store = dist.FileStore(f"/proc/self/fd/{meeting}", num_ranks)  # type: ignore[attr-defined]
         with _lost_ranks():
             dist.init_process_group(
                 "nccl" if is_cuda else "gloo", store=store, rank=rank, world_size=num_ranks, timeout=CALL_TIMEOUT

@@ -17,7 +17,7 @@ from core.plan import DeviceError, StepOutput, StepPlan
 from gpu.checkpoint import Progress
 from gpu.parallel.followers import Followers
 from gpu.parallel.loading import find_room, least_room, load_rank
-from gpu.parallel.messages import Found, Job, Load, Loaded, Step
+from gpu.parallel.messages import Job, Load, Step
 from gpu.runner import ModelRunner, StepTicket, warm_up
 
 
@@ -100,11 +100,11 @@ def load_parallel_runner(path: Path, model: ModelConfig, engine: EngineConfig, p
     followers = Followers(engine.tensor_parallel, meeting)
     try:
         followers.tell(lambda rank: Job(rank, str(path), model, room.engine, meeting))
-        found = [room.free_bytes, *(answer.free_bytes for answer in followers.answers(Found))]
+        found = [room.free_bytes, *(answer.free_bytes for answer in followers.answers())]
         free_bytes = least_room(room.choice, found)
         followers.tell(lambda rank: Load(free_bytes))
         own = load_rank(room, free_bytes, meeting, progress)
-        followers.answers(Loaded)
+        followers.answers()
         runner = ParallelRunner(own, followers)
         warm_up(runner)
     except BaseException:

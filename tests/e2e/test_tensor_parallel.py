@@ -15,6 +15,8 @@ from tests.e2e.server_process import ServerProcess
 Spawn = Callable[..., ServerProcess]
 
 COMPLETIONS = "/v1/completions"
+LISTEN = "0A"  # Linux, include/net/tcp_states.h
+LOOPBACK = "0100007F"  # 127.0.0.1, in the order of this machine's bytes
 ASKED = {"model": MODEL, "prompt": "A KV cache keeps", "temperature": 0, "max_tokens": 48, "ignore_eos": True}
 
 
@@ -37,12 +39,24 @@ def has_ended(pid: int) -> bool:
     return True
 
 
+def listening_addresses(pid: int) -> set[str]:
+    """In hexadecimal, as the kernel writes them (proc(5), /proc/net/tcp)."""
+    inodes = set()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):
+            inodes.add(os.readlink(descriptor).removeprefix("socket:[").removesuffix("]"))
+    lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
+    return {line[1].split(":")[0] for line in lines if line[3] == LISTEN and line[9] in inodes}
+
+
 def test_two_ranks_answer_as_one_and_a_rank_that_is_lost_ends_an_idle_server(
     spawn: Spawn, server_process: ServerProcess
 ) -> None:
     server = spawn("--tensor-parallel", "2")
     follower = follower_of(server)
     assert b"2 ranks" in server.stdout.read_bytes()
+    for pid in (server.process.pid, follower):
+        assert listening_addresses(pid) == {LOOPBACK}
     for content in (ASKED, ASKED | {"prompt": "def step(plan):" * 40}):
         got, want = (post(each.port, COMPLETIONS, content).json for each in (server, server_process))
         assert got["choices"] == want["choices"]

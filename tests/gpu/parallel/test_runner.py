@@ -9,13 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 
 from core.config import parse_model_config
 from core.errors import ExitCode, StartupError
 from core.plan import DeviceError, StepOutput
 from gpu.parallel.followers import Followers
-from gpu.parallel.messages import Found, Job, Step
-from gpu.parallel.ranks import close
+from gpu.parallel.messages import Job, Step
+from gpu.parallel.ranks import Ranks, close
 from gpu.parallel.runner import ParallelRunner, load_parallel_runner
 from tests.gpu.conftest import ENGINE, no_progress, open_runner
 from tests.gpu.driver import Driver, make_plan
@@ -80,7 +82,7 @@ def test_what_a_rank_cannot_load_is_told_as_its_own(tmp_path: Path, model_direct
     try:
         followers.tell(lambda rank: Job(rank, str(tmp_path), model, TWO, meeting))
         with pytest.raises(StartupError, match=r"Rank 1: .* has neither model\.safetensors") as caught:
-            followers.answers(Found)
+            followers.answers()
         assert caught.value.exit_code == ExitCode.MODEL
         (process,) = followers.processes
         assert process.wait() == ExitCode.MODEL
@@ -97,9 +99,29 @@ def test_a_rank_whose_orders_end_ends() -> None:
     process.stdin.close()
     assert process.wait() == ExitCode.OK
     with pytest.raises(StartupError, match=r"Rank 1 \(process \d+\) has ended by code 0 while it was loading"):
-        followers.answers(Found)
+        followers.answers()
     followers.end()
     os.close(meeting)
+
+
+def test_columns_are_whole_again_where_the_last_rank_has_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    columns = torch.arange(14.0).view(2, 7)  # of 3 ranks: 3, 3 and 1
+    sent: dict[int, torch.Tensor] = {}
+
+    def gather_on(rank: int) -> torch.Tensor:
+        def gather(part: torch.Tensor, parts: list[torch.Tensor] | None) -> None:
+            sent[rank] = part
+            for index, into in enumerate(parts or ()):
+                into.copy_(sent[index])
+
+        monkeypatch.setattr(dist, "gather", gather)
+        ranks = object.__new__(Ranks)  # without its group
+        ranks.rank, ranks.num_ranks = rank, 3
+        return ranks.gather_columns(columns[:, 3 * rank : 3 * rank + 3], 7)
+
+    others = [gather_on(rank) for rank in (1, 2)]
+    assert torch.equal(gather_on(0), columns)
+    assert all(found.shape == columns.shape and not found.any() for found in others)
 
 
 class OwnRank:
