@@ -1,15 +1,20 @@
 """Each rank's device, threads and memory."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from core.config import EngineConfig
+from core.config import EngineConfig, parse_model_config
 from core.errors import DeviceUnavailable
 from gpu.device import DeviceChoice
-from gpu.parallel.loading import least_room, rank_choice, rank_weights_bytes
+from gpu.memory_plan import estimate
+from gpu.parallel.loading import estimate_ranks, least_room, rank_choice, rank_weights_bytes
+from tests.gpu.conftest import ENGINE
 from tests.gpu.test_memory_plan import BF16, MODEL
+from tests.oracle import read_config
 
 TWO = EngineConfig(tensor_parallel=2)
 CUDA = DeviceChoice(torch.device("cuda", 0), "H200", torch.bfloat16, "", 8, "")
@@ -46,6 +51,17 @@ def test_a_rank_has_half_of_the_matrices_and_of_the_head() -> None:
     embedding, norms = 128_256 * 4096, 65 * 4096
     rest = MODEL.num_parameters - 2 * embedding - norms
     assert rank_weights_bytes(MODEL, TWO, CUDA) == 2 * (rest // 2 + embedding + embedding // 2 + norms)
+
+
+def test_an_estimate_is_of_each_rank(model_directory: Callable[[str], Path]) -> None:
+    directory = model_directory("llama3")
+    model, engine = parse_model_config(read_config(directory)), replace(ENGINE, tensor_parallel=2, kv_memory_bytes=None)
+    one, each = estimate(directory, model, replace(engine, tensor_parallel=1)), estimate_ranks(directory, model, engine)
+    assert each.device.device_reason == "asked for; 2 ranks, of which each has what is told here"
+    assert each.num_parameters == one.num_parameters
+    assert each.kv_bytes_per_token == one.kv_bytes_per_token // 2
+    assert each.weights_bytes < one.weights_bytes
+    assert each.free_bytes < 0.6 * one.free_bytes
 
 
 def test_of_a_tied_head_a_device_keeps_no_copy_and_a_packed_one_its_rows() -> None:
