@@ -46,10 +46,14 @@ def run_process() -> NoReturn:
 
 
 def end_process(exit_code: int) -> NoReturn:
-    """Leave, also when threads are still at work: the interpreter's own end under a thread in torch's C++ aborts."""
+    """Leave, also when threads are still at work: the interpreter's own end under a thread in torch's C++ aborts.
+
+    A group of ranks has such threads that are not Python's, and to leave it may mean to wait for one that is lost.
+    """
     import threading
 
-    if threading.active_count() == 1:
+    ranks = sys.modules.get("gpu.parallel.ranks")
+    if threading.active_count() == 1 and (ranks is None or not ranks.is_member()):
         sys.exit(exit_code)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -71,9 +71,14 @@ class Ranks:
         return torch.cat(parts, 1)[:, :num_columns]
 
 
+def is_member() -> bool:
+    """Whether this process is one of several ranks."""
+    return dist.is_initialized()
+
+
 def close() -> None:
     """Leave the group: its threads would abort the interpreter's own end."""
-    if dist.is_initialized():
+    if is_member():
         dist.destroy_process_group()
 
 
