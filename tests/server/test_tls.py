@@ -26,7 +26,7 @@ from server.wire.tls import REFUSED_ALERT, ClientAuth, ServerTls, TlsFiles, clie
 from tests.certificates import make_certificate, make_client_certificate, needs_openssl
 from tests.server.fakes import refuse
 from tests.server.http2_client import fields
-from tests.server.test_connection import answer
+from tests.server.memory_connection import answer
 
 pytestmark = needs_openssl
 
