@@ -13,7 +13,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 class Cache(NamedTuple):
-    """A layer's keys and values, and the model's heads.
+    """A layer's keys and values, and the model's heads. No field is `values`, which Triton's own tuples have.
 
     Args:
         key_cache, value_cache: [slots, KV_HEADS, HEAD_DIM].
