@@ -192,29 +192,22 @@ def expert_cases() -> list[Case]:
 def sampling_cases() -> list[Case]:
     """Each of its kernels in one of the formats of logits; of a vocabulary of 262,144."""
     shape, cases = SHAPES[0][1], []
-    of_splits = {"num_splits": "i32", "found": "*fp32", "found_tokens": "*i32"}
-    vectors = ("factors", "biases", "scratch", "maxima", "values", "logprobs")
+    floats = ("factors", "biases", "scratch", "maxima", "values", "logprobs", "found")
     arguments = (
-        dict.fromkeys(vectors, "*fp32")
+        dict.fromkeys(floats, "*fp32")
         | dict.fromkeys(("slots", "positions", "numbers", "token_ids", "last_tokens"), "*i64")
-        | dict.fromkeys(("bias_ids", "stop_ids", "seen", "listed", "tokens_kept"), "*i32")
-        | {"vocab_size": "i32", "range_size": "i32", "is_finite": "*i8"}
-        | of_splits
+        | dict.fromkeys(("bias_ids", "stop_ids", "seen", "listed", "tokens_kept", "found_tokens"), "*i32")
+        | dict.fromkeys(("vocab_size", "range_size", "num_splits"), "i32")
+        | {"is_finite": "*i8"}
     )
-    lists = {"MAX_BIASES": MAX_BIASES, "MAX_STOP_IDS": MAX_STOP_IDS}
-    ends = {"SEGMENTS": 2048}
+    lists, segments = {"MAX_BIASES": MAX_BIASES, "MAX_STOP_IDS": MAX_STOP_IDS}, {"SEGMENTS": 2048}
     for name, logits, constants in (
-        ("sample_rows", "*fp32", lists | ends),
+        ("sample_rows", "*fp32", lists | segments),
         ("scan_rows", "*bf16", lists),
-        ("end_rows", "*fp16", ends | {"SPLITS": shape.num_splits}),
+        ("end_rows", "*fp16", segments | {"SPLITS": shape.num_splits}),
     ):
-        cases.append(
-            Case(
-                f"gpu.kernels.sampling:{name}",
-                {"logits": logits} | arguments,
-                {"HAS_SEEN": True, "GROUP": shape.group} | constants,
-                num_warps=shape.num_warps,
-                enable_fp_fusion=False,
-            )
-        )
+        constants |= {"HAS_SEEN": True, "GROUP": shape.group}
+        types = {"logits": logits} | arguments
+        kernel = f"gpu.kernels.sampling:{name}"
+        cases.append(Case(kernel, types, constants, num_warps=shape.num_warps, enable_fp_fusion=False))
     return cases
