@@ -10,7 +10,7 @@ from collections.abc import Sequence as Seq
 
 from core.plan import StepPlan
 from core.sequence import Sequence, SequenceState
-from core.step_cost import StepCostModel, StepWork, row_cost_s
+from core.step_cost import StepCostModel, StepWork
 
 
 class Charges:
@@ -28,9 +28,7 @@ class Charges:
 
     def prefill_s(self, start: int, end: int, num_prompt_tokens: int) -> float:
         """What these positions of a sequence cost."""
-        work = StepWork()
-        work.add(start, end, num_prompt_tokens)
-        return row_cost_s(self._model.coefficients_s, work)
+        return self._model.prefill_s(start, end, num_prompt_tokens)
 
     def prepay(self, sequence: Sequence) -> None:
         """Charge for all that an admitted sequence, which has its slot, has to compute now."""

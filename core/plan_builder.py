@@ -6,7 +6,7 @@ import numpy as np
 
 from core.plan import PENDING, Int32Array, SequenceStart, StepPlan
 from core.sequence import Sequence
-from core.step_cost import StepWork
+from core.step_cost import PROMPT_TILE, StepWork
 
 
 class PlanBuilder:
@@ -14,11 +14,12 @@ class PlanBuilder:
 
     Args:
         budget: tokens that may still be added.
+        prompt_tile: see RunnerLimits.
     """
 
-    def __init__(self, budget: int) -> None:
+    def __init__(self, budget: int, prompt_tile: int = PROMPT_TILE) -> None:
         self.budget = budget
-        self.work = StepWork()
+        self.work = StepWork(tile=prompt_tile)
         self.sequences: list[Sequence] = []
         self.sources: set[int] = set()  # of copies
         self._copy_sources: list[int] = []

@@ -67,7 +67,7 @@ class Scheduler:
         self._free_slots = list(range(num_slots))  # a heap: low slots first keep the runner's rows dense
         self._occupants: list[Sequence | None] = [None] * num_slots
         self._groups: dict[str, SequenceGroup] = {}
-        self.step_cost = StepCostModel()
+        self.step_cost = StepCostModel(limits.prompt_tile)
         self.shares = TenantShares()
         self._charges = Charges(self.step_cost, limits.num_blocks)
         self._blocks = SequenceBlocks(limits, has_prefix_cache, self._charges.prefill_s, stored)
@@ -161,7 +161,7 @@ class Scheduler:
             return None
         self._planned_s = now
         self._is_short = False
-        builder = PlanBuilder(self.limits.max_batch_tokens)
+        builder = PlanBuilder(self.limits.max_batch_tokens, self.limits.prompt_tile)
         self._make_room(builder, now)
         decodes, behind = self._ready()
         if has_flights and len([s for s in decodes if s.num_computed_tokens >= s.plain_end]) > self.pool.num_free:
