@@ -10,6 +10,7 @@ import heapq
 import math
 from collections.abc import Callable, Iterable
 from itertools import groupby
+from operator import attrgetter
 
 from core.blocks import num_blocks_for
 from core.charges import Charges
@@ -38,6 +39,8 @@ from core.types import (
     Usage,
 )
 from core.waiting import Rank, WaitingQueue, aged_class, rank
+
+_NUM_COMPUTED_TOKENS: Callable[[Sequence], int] = attrgetter("num_computed_tokens")
 
 
 class Scheduler:
@@ -78,6 +81,8 @@ class Scheduler:
         self._num_paused = 0
         self._planned_s = 0.0
         self._in_flight = InFlight(limits.max_in_flight)
+        self._suspects: set[Sequence] = set()  # were in a step that raised, and not seen to be innocent since
+        self._unsettled: dict[Sequence, None] = {}  # cancelled, lost or ended in flight: a set in order
         self._is_short = False  # of blocks or slots that those in flight may have to give up
         self._last_work = StepWork()  # of the step that came back last
         self._counts = Counts()
@@ -124,6 +129,8 @@ class Scheduler:
                 self.finish(sequence, reason)
             elif sequence.cancel_reason is None:
                 sequence.cancel_reason = reason
+                sequence.plain_end = 0
+                self._unsettled[sequence] = None
 
     def pause(self, request_id: str) -> None:
         """Leave the request out of the next plans. It keeps its blocks as long as nobody else needs them."""
@@ -134,6 +141,7 @@ class Scheduler:
         self._num_paused += 1
         for sequence in group.sequences:
             sequence.is_paused = True
+            sequence.plain_end = 0
             self._waiting.remove(sequence)
 
     def resume(self, request_id: str) -> None:
@@ -163,15 +171,13 @@ class Scheduler:
         self._is_short = False
         builder = PlanBuilder(self.limits.max_batch_tokens, self.limits.prompt_tile)
         self._make_room(builder, now)
-        decodes, behind = self._ready()
-        if has_flights and len([s for s in decodes if s.num_computed_tokens >= s.plain_end]) > self.pool.num_free:
+        plain, others, behind = self._ready()
+        if len(others) <= self.pool.num_free:  # each needs a block at most
+            self._add_decodes(builder, plain, others)
+        elif has_flights:
             return None
-        if has_flights or len(decodes) <= self.pool.num_free:
-            self._add_decodes(builder, decodes)
         else:  # some may have to give way: in turn, so that they are not in the plan before those who need blocks
-            in_turn = sorted(decodes, key=victim_order(self.shares.least_s()))
-            for _, siblings in groupby(in_turn, key=lambda sequence: sequence.request_id):
-                self._add_decodes(builder, list(siblings))
+            self._add_decodes_in_turn(builder, [*plain, *others])
         num_coming = len(behind) + min(len(self._waiting), len(self._free_slots))
         allowance = allow_prefill(self.step_cost, self._inter_token_target, builder.work, num_coming)
         num_reserved = len(builder.sequences)  # blocks, which the decodes need within 16 steps
@@ -179,19 +185,21 @@ class Scheduler:
         plan = builder.build()
         if plan is not None:
             plan.host_copies = self.host.take_copies()
-            self._in_flight.send(plan, builder, now)
+            self._in_flight.send(plan, builder, now, self._suspects)
         return plan
 
-    def _ready(self) -> tuple[list[Sequence], list[Sequence]]:
-        """Who can compute something now: those that need their last token alone, and those that are behind."""
-        decodes: list[Sequence] = []
+    def _ready(self) -> tuple[list[Sequence], list[Sequence], list[Sequence]]:
+        """Who can compute something now: those that decode on, others that need one token alone, and those behind."""
+        plain: list[Sequence] = []
+        others: list[Sequence] = []
         behind: list[Sequence] = []
         for sequence in self._running:
-            if sequence.is_paused or (sequence.num_in_flight and self._has_to_land(sequence)):
-                continue
-            is_decode = len(sequence.token_ids) + sequence.num_pending == sequence.num_computed_tokens + 1
-            (decodes if is_decode else behind).append(sequence)
-        return decodes, behind
+            if sequence.num_computed_tokens < sequence.plain_end:
+                plain.append(sequence)
+            elif not (sequence.is_paused or (sequence.num_in_flight and self._has_to_land(sequence))):
+                is_decode = len(sequence.token_ids) + sequence.num_pending == sequence.num_computed_tokens + 1
+                (others if is_decode else behind).append(sequence)
+        return plain, others, behind
 
     def _has_to_land(self, sequence: Sequence) -> bool:
         """Whether a sequence in flight is not to be computed further yet.
@@ -248,9 +256,8 @@ class Scheduler:
         for bystander in bystanders:
             self._compute_again(bystander)
         if flight.has_suspects:
-            for row in set(output.rows.tolist()) - lost:
-                sequences[row].is_suspect = False
-        self._settle(sequences)
+            self._suspects.difference_update(sequences[row] for row in output.rows.tolist() if row not in lost)
+        self._settle()
         return self._outbox.take(self.stats())
 
     def lose_in_flight(self, now: float) -> StepDelivery:
@@ -264,18 +271,19 @@ class Scheduler:
             self.host.on_applied(is_computed=False, copy_s=0.0)
         lost = self._in_flight.abandon(now)
         for sequence in (*lost, *self._bystanders_misled(lost, unwritten)):
-            sequence.is_suspect = True
+            self._suspects.add(sequence)
             self._compute_again(sequence)
-        self._settle(lost)
+        self._settle()
         return self._outbox.take(self.stats())
 
-    def _settle(self, sequences: list[Sequence]) -> None:
+    def _settle(self) -> None:
         """After a step: end those who were cancelled meanwhile, and let go of what nothing in flight needs any more."""
-        for sequence in sequences:
+        for sequence in list(self._unsettled):
             if sequence.cancel_reason is not None:
                 self.finish(sequence, sequence.cancel_reason)
             if sequence.num_in_flight:
                 continue
+            del self._unsettled[sequence]
             if sequence.state is SequenceState.FINISHED:
                 self._give_back(sequence)
             elif sequence.is_lost:
@@ -352,7 +360,10 @@ class Scheduler:
         self._leave_siblings(group, sequence)
         self._waiting.remove(sequence)
         self._stop_running(sequence)
+        self._suspects.discard(sequence)
         sequence.state = SequenceState.FINISHED
+        if sequence.num_in_flight:
+            self._unsettled[sequence] = None
         self._give_back(sequence)
         group.num_live -= 1
         is_last = group.num_live == 0
@@ -374,6 +385,7 @@ class Scheduler:
         for group in list(self._groups.values()):
             for sequence in reversed(group.sequences):
                 self.finish(sequence, sequence.cancel_reason or reason, error)
+        self._unsettled.clear()
         for sequence in abandoned:  # some had ended before
             self._give_back(sequence)
 
@@ -518,26 +530,28 @@ class Scheduler:
             else:
                 return
 
-    def _add_decodes(self, builder: PlanBuilder, sequences: list[Sequence]) -> None:
-        """Add a row for each, in as few operations as can be where it only goes on within a block of its own.
+    def _add_decodes(self, builder: PlanBuilder, plain: list[Sequence], others: list[Sequence]) -> None:
+        """Add a row for each, in as few operations as can be for those that have nothing to be looked at.
 
         Those go first, for the others may read what they fill now. Of siblings that share a block, the last writes in
         place what the others copied: the one that is furthest, so that it writes nothing that they have to copy again
         if the step is restarted.
         """
-        plain: list[Sequence] = []
-        others: list[Sequence] = []
-        for sequence in sequences:
-            position = sequence.num_computed_tokens
-            if position < sequence.plain_end:
-                plain.append(sequence)
-                if position + 1 == sequence.plain_end:
-                    self._blocks.publish(sequence, min(sequence.plain_end, len(sequence.token_ids)))
-            else:
-                others.append(sequence)
         builder.add_decodes(plain)
-        for sequence in sorted(others, key=lambda sequence: sequence.num_computed_tokens):
+        if others:
+            others.sort(key=_NUM_COMPUTED_TOKENS)
+        for sequence in others:
             self._add_row(builder, sequence)
+
+    def _add_decodes_in_turn(self, builder: PlanBuilder, sequences: list[Sequence]) -> None:
+        """As _add_decodes, request by request, those that give way last first."""
+        in_turn = sorted(sequences, key=victim_order(self.shares.least_s()))
+        for _, siblings in groupby(in_turn, key=lambda sequence: sequence.request_id):
+            plain: list[Sequence] = []
+            others: list[Sequence] = []
+            for sequence in siblings:
+                (plain if sequence.num_computed_tokens < sequence.plain_end else others).append(sequence)
+            self._add_decodes(builder, plain, others)
 
     def _add_row(self, builder: PlanBuilder, sequence: Sequence, allowance: PrefillAllowance | None = None) -> None:
         """
@@ -547,8 +561,8 @@ class Scheduler:
         if sequence.state is not SequenceState.RUNNING:  # preempted while this plan was made
             return
         start, length = sequence.num_computed_tokens, 1
-        self._blocks.publish(sequence, start)  # a block that was filled with a token which nobody knew then
-        if allowance is not None or self._blocks.is_behind(sequence, start):
+        is_published = self._blocks.publish(sequence, start)  # the block that was filled since this was last asked
+        if allowance is not None or not is_published:
             start = self._blocks.skip_cached(sequence)
         if allowance is not None:
             length = allowance.chunk(start, len(sequence.token_ids), sequence.num_prompt_tokens, builder.budget)
@@ -558,8 +572,11 @@ class Scheduler:
         end = start + length
         if self._secure_blocks(builder, sequence, end):
             builder.add_row(sequence, start, length)
-            self._blocks.publish(sequence, min(end, len(sequence.token_ids)))
-            sequence.plain_end = num_blocks_for(end, self.limits.block_size) * self.limits.block_size
+            if allowance is not None:
+                self._blocks.publish(sequence, min(end, len(sequence.token_ids)))
+            elif end > sequence.num_prompt_tokens:
+                block_end = num_blocks_for(end, self.limits.block_size) * self.limits.block_size
+                sequence.plain_end = min(block_end, sequence.max_length - 1)
 
     def _secure_blocks(self, builder: PlanBuilder, sequence: Sequence, end: int) -> bool:
         """Let the sequence own all blocks it writes up to position `end`; False if it cannot yet or gave up its own."""
@@ -608,7 +625,7 @@ class Scheduler:
         """Learn from a step's duration, and charge for it."""
         self._last_work = flight.work
         self.step_cost.observe(flight.work, step_s)
-        num_held = self._charges.charge_step(flight.plan, flight.sequences, self._running, flight.work, step_s)
+        num_held = self._charges.charge_step(flight, self._running, step_s)
         self._counts.add_step(len(flight.sequences), step_s, num_held)
 
     def _advance(self, flight: Flight, lost: set[int], now: float) -> None:
@@ -617,8 +634,8 @@ class Scheduler:
         Args:
             lost: rows that computed nothing that can be used.
         """
-        starts = flight.plan.starts.tolist()
-        for row, (sequence, start) in enumerate(zip(flight.sequences, starts, strict=True)):
+        for row in flight.other_rows:
+            sequence, start = flight.sequences[row], int(flight.plan.starts[row])
             if start < sequence.num_prompt_tokens and row not in lost and not sequence.is_lost:
                 self._advance_prompt(sequence, start, start + int(flight.plan.lengths[row]), now)
 
@@ -651,12 +668,15 @@ class Scheduler:
         """All of it: what it has computed so far cannot be used."""
         self._forget(sequence)
         sequence.is_lost = sequence.state is SequenceState.RUNNING
-        if sequence.is_lost and not sequence.is_in_flight and sequence.cancel_reason is None:
+        if sequence.is_in_flight:
+            self._unsettled[sequence] = None
+        elif sequence.is_lost and sequence.cancel_reason is None:
             self._requeue(sequence)
 
     def _forget(self, sequence: Sequence) -> None:
         self.cache.forget(sequence.table.blocks)  # some may have been computed in chunks whose fault shows only now
         sequence.num_computed_tokens = 0  # a sibling that takes over goes on from nothing of this
+        sequence.plain_end = 0
 
     def _bystanders_misled(self, sequences: list[Sequence], unwritten: set[int]) -> list[Sequence]:
         """Who counts on these blocks without a row in the plan: admitted with it or after it.
@@ -674,7 +694,11 @@ class Scheduler:
         logprobs, finished = output.logprobs, SequenceState.FINISHED
         for i, (row, token_id) in enumerate(zip(output.rows.tolist(), output.token_ids.tolist(), strict=True)):
             sequence = sequences[row]
-            if sequence.cancel_reason is not None or sequence.state is finished or row in lost or sequence.is_lost:
+            if row in lost:
+                continue
+            if not sequence.plain_end and (
+                sequence.cancel_reason is not None or sequence.state is finished or sequence.is_lost
+            ):
                 continue
             token_ids = sequence.token_ids
             token_ids.append(token_id)

@@ -90,14 +90,9 @@ class SequenceBlocks:
         sequence.num_computed_tokens = max(sequence.num_computed_tokens, num_cached_tokens)
         return sequence.num_computed_tokens
 
-    def is_behind(self, sequence: Sequence, end: int) -> bool:
-        """Whether some block that is full with its first `end` tokens is not published."""
-        return self.cache.is_behind(sequence.table, end)
-
-    def publish(self, sequence: Sequence, end: int) -> None:
-        """Let others find what is full with its first `end` tokens."""
-        if self.cache.is_behind(sequence.table, end):
-            self.cache.publish(sequence.table, sequence.token_ids, end)
+    def publish(self, sequence: Sequence, end: int) -> bool:
+        """Let others find what is full with its first `end` tokens. False: of some of it they find somebody else's."""
+        return self.cache.publish(sequence.table, sequence.token_ids, end)
 
     def own(self, builder: PlanBuilder, sequence: Sequence, end: int) -> bool:
         """Let it own all blocks that it writes up to position `end`: the shared one copied, new ones for the rest.
