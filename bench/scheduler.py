@@ -1,8 +1,8 @@
 """The scheduler's own time: `python -m bench.scheduler`. Python per step, without a model and without HTTP.
 
-Steps in which every sequence decodes one token, by the number of sequences, with one step in flight and with two, and by
-the length of their prompts; and what a queue costs, by the number of tenants that wait in it. CPU time of the thread:
-others' work hardly counts.
+Steps in which every sequence decodes one token, by the number of sequences, with one step in flight and with two, and
+by the length of their prompts; and what a queue costs, by the number of tenants that wait in it. CPU time of the
+thread: others' work hardly counts.
 """
 
 import argparse
