@@ -573,7 +573,7 @@ class Scheduler:
         if self._secure_blocks(builder, sequence, end):
             builder.add_row(sequence, start, length)
             if allowance is not None:
-                self._blocks.publish(sequence, min(end, len(sequence.token_ids)))
+                self._blocks.publish(sequence, end)
             elif end > sequence.num_prompt_tokens:
                 block_end = num_blocks_for(end, self.limits.block_size) * self.limits.block_size
                 sequence.plain_end = min(block_end, sequence.max_length - 1)
