@@ -268,7 +268,7 @@ class Scheduler:
         """
         unwritten = self._in_flight.written_blocks(self.limits.block_size)
         for _ in self._in_flight:
-            self.host.on_applied(is_computed=False, copy_s=0.0)
+            self.host.on_lost()
         lost = self._in_flight.abandon(now)
         for sequence in (*lost, *self._bystanders_misled(lost, unwritten)):
             self._suspects.add(sequence)
