@@ -533,9 +533,8 @@ class Scheduler:
     def _add_decodes(self, builder: PlanBuilder, plain: list[Sequence], others: list[Sequence]) -> None:
         """Add a row for each, in as few operations as can be for those that have nothing to be looked at.
 
-        Those go first, for the others may read what they fill now. Of siblings that share a block, the last writes in
-        place what the others copied: the one that is furthest, so that it writes nothing that they have to copy again
-        if the step is restarted.
+        Of siblings that share a block, the last writes in place what the others copied: the one that is furthest, so
+        that it writes nothing that they have to copy again if the step is restarted.
         """
         builder.add_decodes(plain)
         if others:
