@@ -43,7 +43,7 @@ class WallLoad:
 
     num_light: int = 8
     requests_per_s: float = 1.0
-    duration_s: float = 30.0
+    duration_s: float = 20.0
     warm_up_s: float = 4.0
     num_flooding: int = 64
     max_sequences: int = 32
