@@ -23,7 +23,7 @@ from core.outbox import Outbox
 from core.plan import BlockCopies, BlockLabel, RunnerLimits, StepOutput, StepPlan
 from core.plan_builder import PlanBuilder, restart_rows, rows_misled
 from core.preemption import enough_of, outranked, victim_order
-from core.sequence import NO_SLOT, Sequence, SequenceGroup, SequenceState
+from core.sequence import ALL_SCORED, NO_SLOT, Sequence, SequenceGroup, SequenceState
 from core.sequence_blocks import SequenceBlocks
 from core.step_cost import PrefillAllowance, StepCostModel, StepWork, allow_prefill
 from core.types import (
@@ -201,6 +201,8 @@ class Scheduler:
         """
         if sequence.is_lost or sequence.cancel_reason is not None:
             return True
+        if sequence.num_computed_tokens < sequence.num_prompt_tokens:
+            return False
         if len(sequence.token_ids) + sequence.num_pending >= sequence.max_length:
             return True
         return sequence.num_computed_tokens == sequence.num_prompt_tokens and self._leads(sequence)
@@ -241,6 +243,7 @@ class Scheduler:
         lost = misled.union(output.failed_rows)
         self.host.on_applied(len(output.failed_rows) < len(sequences), output.host_copy_s)
         self._account(flight, step_s - output.host_copy_s)
+        self._take_prompt_logprobs(flight, output, lost)
         self._advance(flight, lost, now)
         self._take_tokens(output, sequences, lost)
         for row in sorted(lost):
@@ -341,7 +344,13 @@ class Scheduler:
 
     # Ends
 
-    def finish(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
+    def finish(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        error: str | None = None,
+        stop_logprobs: TokenLogprobs | None = None,
+    ) -> None:
         """End a sequence and give back all it holds; the last of its request brings the terminal chunk. Idempotent.
 
         Whoever is in a step that has not come back keeps slot and blocks until then.
@@ -360,6 +369,7 @@ class Scheduler:
             TokenChunk(
                 request_id=sequence.request_id,
                 index=sequence.index,
+                stop_logprobs=stop_logprobs,
                 finish_reason=reason,
                 num_sequence_tokens=sequence.num_billed_tokens,
                 usage=self._end_group(group) if is_last else None,
@@ -391,6 +401,7 @@ class Scheduler:
         """Before a sequence ends: the siblings that count on it get another leader."""
         if group.unforked.pop(sequence.index, None) is None and sequence is group.leader and group.unforked:
             group.leader = heir = group.unforked.pop(next(iter(group.unforked)))
+            heir.num_scored_tokens = sequence.num_scored_tokens
             if sequence.state is SequenceState.RUNNING:
                 self._fork(sequence, heir)
             elif not group.is_paused:
@@ -629,7 +640,8 @@ class Scheduler:
         group = self._groups.get(sequence.request_id)
         if group is None or group.sequences[sequence.index] is not sequence:
             return  # the request ended while this was computed
-        self._counts.add_prompt(group, before, num_computed, self.cache.is_enabled)
+        is_looked_up = self.cache.is_enabled and sequence.sampling.num_prompt_logprobs is None
+        self._counts.add_prompt(group, before, num_computed, is_looked_up)
         if sequence.state is SequenceState.FINISHED:
             return
         if not group.is_prefilled and (mark := mark_of_chunk(group, num_computed, now)) is not None:
@@ -638,6 +650,22 @@ class Scheduler:
             for sibling in group.unforked.values():
                 self._fork(sequence, sibling)
             group.unforked = {}
+
+    def _take_prompt_logprobs(self, flight: Flight, output: StepOutput, lost: set[int]) -> None:
+        """Tell what was asked of prompts: each position once, however often it is computed."""
+        for targets in flight.plan.prompt_targets:
+            row = targets.row
+            sequence = flight.sequences[row]
+            if row in lost or sequence.is_lost or sequence.state is SequenceState.FINISHED:
+                continue
+            end = sequence.end_of_scores(int(flight.plan.starts[row] + flight.plan.lengths[row]))
+            num_new = end - sequence.num_scored_tokens
+            if num_new <= 0:
+                continue
+            told = output.prompt_logprobs[row]
+            assert num_new <= len(told), "a position was left out"
+            self._outbox.add_prompt_logprobs(sequence, told[-num_new:])
+            sequence.num_scored_tokens = end if end < sequence.num_prompt_tokens - 1 else ALL_SCORED
 
     def _lose_row(self, sequence: Sequence, cause: str | None) -> None:
         """A row failed, or (None) read what a failed one should have written: then its sequence computes it itself."""
@@ -688,9 +716,13 @@ class Scheduler:
 
     def _take_notable_token(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
         """Tell a token that has logprobs, or may end its sequence, which it has been appended to."""
+        if len(sequence.token_ids) > sequence.max_length:  # max_tokens is 0
+            sequence.token_ids.pop()
+            self.finish(sequence, FinishReason.LENGTH)
+            return
         self._counts.num_generated_tokens += 1
         reason = sequence.end_after_last_token()
         if reason is not FinishReason.STOP:
             self._outbox.add_token(sequence, token_id, logprobs)
         if reason is not None:
-            self.finish(sequence, reason)
+            self.finish(sequence, reason, stop_logprobs=logprobs if reason is FinishReason.STOP else None)
