@@ -18,6 +18,7 @@ from gpu.checkpoint import open_checkpoint
 from gpu.device import DeviceChoice, choose_device, free_memory_bytes
 from gpu.kv_cache import bytes_per_block, bytes_per_token, num_blocks_for, num_blocks_within
 from gpu.linear import can_pack
+from gpu.prompt_logprobs import piece_rows
 from gpu.quantize import can_quantize, floats, operator_group_size, stored_bytes
 from gpu.quantized_linear import DEVICE_SLAB_BYTES, SLAB_BYTES
 from gpu.scores import MAX_SCORES
@@ -315,6 +316,7 @@ def _kv_memory(asked: _Asked) -> int:
 def _activation_bytes(model: ModelConfig, engine: EngineConfig, max_model_len: int, device: DeviceChoice) -> int:
     """An upper bound: one layer's tensors of a full batch, the widest gather of keys and values, logits and noise."""
     dtype = device.dtype
+    scored_rows = min(piece_rows(model.vocab_size), engine.max_batch_tokens)
     widths = 4 * model.hidden_size + 4 * model.query_size + 6 * model.kv_size + 3 * model.intermediate_size
     one_layer = engine.max_batch_tokens * widths * dtype.itemsize
     masks = len(model.windows) + (model.windows != (None,))  # one per window, and one while a windowed one is made
@@ -322,7 +324,8 @@ def _activation_bytes(model: ModelConfig, engine: EngineConfig, max_model_len: i
     longest = num_blocks_for(max_model_len) * BLOCK_SIZE
     gathered_tokens = min(engine.max_sequences * longest, max(longest, MAX_GATHERED_TOKENS))
     gathered = gathered_tokens * 2 * model.kv_size * dtype.itemsize
-    logits = engine.max_sequences * model.vocab_size * 4 * 4  # float32: raw, adjusted, scaled, noise
+    # Of rows that draw: raw, adjusted, scaled, noise; of a piece of prompts beside them: of the head, raw, logarithms
+    logits = 4 * model.vocab_size * max(4 * engine.max_sequences, engine.max_sequences + 3 * scored_rows)  # float32
     is_written_out = model.attention_cap is not None or model.has_sinks
     written_out = 3 * 4 * MAX_SCORES * is_written_out  # float32: products, and two steps on
     slab_bytes = SLAB_BYTES if device.device.type == "cpu" else DEVICE_SLAB_BYTES
