@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from core.types import TokenLogprobs
-from server.api.answers import finite
+from server.api.answers import LOWEST_LOGPROB, finite
 from server.api.surface import ReplyContext
 
 TokenLists = dict[str, list[Any]]
@@ -20,10 +20,11 @@ class OldLogprobs:
         prompt: number of the prompt that is echoed before them; None: none is.
     """
 
-    __slots__ = ("_context", "_lists", "_offsets", "_prompt", "_prompt_offsets")
+    __slots__ = ("_context", "_lists", "_offsets", "_prompt", "_prompt_offsets", "_texts")
 
     def __init__(self, context: ReplyContext, prompt: int | None) -> None:
         self._context = context
+        self._texts = _Texts(context)
         self._prompt = prompt
         text = "" if prompt is None else context.prompt_texts[prompt]
         self._prompt_offsets = _PromptOffsets(text)
@@ -60,13 +61,25 @@ class OldLogprobs:
         return self._prompt_offsets.next(context.token_bytes(token_id), token_id in context.special_ids)
 
     def _add_token(self, token: TokenLogprobs, offset: int) -> None:
-        self._add(token.token_id, finite(token.logprob), _top_by_text(token, self._context), offset)
+        self._add(token.token_id, finite(token.logprob), _top_by_text(token, self._texts), offset)
 
     def _add(self, token_id: int, logprob: float | None, top: dict[str, float] | None, offset: int) -> None:
-        self._lists["tokens"].append(self._context.token_str(token_id))
+        self._lists["tokens"].append(self._texts[token_id])
         self._lists["token_logprobs"].append(logprob)
         self._lists["top_logprobs"].append(top)
         self._lists["text_offset"].append(offset)
+
+
+class _Texts(dict[int, str]):
+    """Token id to text, each asked for once: a long prompt with the likeliest beside each token has many twice."""
+
+    def __init__(self, context: ReplyContext) -> None:
+        super().__init__()
+        self._token_str = context.token_str
+
+    def __missing__(self, token_id: int) -> str:
+        text = self[token_id] = self._token_str(token_id)
+        return text
 
 
 class _TextOffsets:
@@ -122,9 +135,10 @@ def _empty_lists() -> TokenLists:
     return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
 
 
-def _top_by_text(token: TokenLogprobs, context: ReplyContext) -> dict[str, float]:
+def _top_by_text(token: TokenLogprobs, texts: _Texts) -> dict[str, float]:
     """Text to logprob, likeliest first, the token itself always among them. Of ids with the same text the likeliest."""
     result: dict[str, float] = {}
-    for token_id, logprob in (*token.top, (token.token_id, token.logprob)):
-        result.setdefault(context.token_str(token_id), finite(logprob))
+    for token_id, logprob in token.top:
+        result.setdefault(texts[token_id], logprob if logprob > LOWEST_LOGPROB else LOWEST_LOGPROB)
+    result.setdefault(texts[token.token_id], finite(token.logprob))
     return result
