@@ -290,7 +290,7 @@ def _described(facts: "ModelFacts", engine: "EngineConfig", choice: "DeviceChoic
     from gpu.checkpoint import open_checkpoint
     from gpu.memory_plan import memory_needed
     from gpu.weights import check_checkpoint
-    from server.commands.model_files import read_model_config
+    from server.commands.model_files import check_tokenizer, read_model_config
     from server.values import format_size
 
     try:
@@ -302,6 +302,7 @@ def _described(facts: "ModelFacts", engine: "EngineConfig", choice: "DeviceChoic
         return replace(facts, reason=error.cause)
     fits = needed_bytes <= free_bytes
     return replace(
+        check_tokenizer(facts.path)
         facts,
         size_bytes=checkpoint.size_bytes,
         num_parameters=model.num_parameters,

@@ -15,6 +15,7 @@ from server.values import format_count, format_size
 
 MAX_DEPTH = 2  # below a directory: org/name
 
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")  # the pickles to say that they are not served
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
@@ -50,7 +51,7 @@ def _models_below(path: Path, depth: int) -> Iterator[Path]:
     if is_gguf(path):
         yield path
     elif path.is_dir():
-        if (path / "config.json").is_file() and any(path.glob("*.safetensors")):
+        if (path / "config.json").is_file() and any(any(path.glob(name)) for name in WEIGHTS):
             yield path
         if depth >= 0:
             for entry in sorted(path.iterdir()):
