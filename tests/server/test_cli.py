@@ -138,6 +138,21 @@ def test_estimate_prints_the_plan_without_loading(model_path: Path, capsys: pyte
     assert lines[3] == "context      128 tokens: --max-model-len"
     assert lines[6].endswith("512 tokens = 4.0 x 128")
 
+@pytest.mark.parametrize("words", [["models"], ["keys", "list"], ["serve", "--estimate"]])
+def test_a_reader_that_leaves_is_no_error_of_any_command(words: list[str], tmp_path: Path) -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    if words[0] == "keys":
+        words = [*words, "--keys-file", str(tmp_path / "keys.json")]
+        assert main(["keys", "create", *words[2:]]) == ExitCode.OK
+    process = subprocess.Popen(
+        [sys.executable, "-m", "server.cli", *words], cwd=ROOT, stdout=write_end, stderr=subprocess.PIPE
+    )
+    os.close(write_end)
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (BROKEN_PIPE, b"")
+
+
 
 def test_estimate_names_the_variable_that_cut_the_context(
     model_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
