@@ -167,7 +167,7 @@ class WholeBody:
         self._texts: list[list[str]] = [[] for _ in range(num_choices)]
         self._logprobs: list[list[TokenLogprobs]] = [[] for _ in range(num_choices)]
         self._stop_logprobs: list[TokenLogprobs | None] = [None] * num_choices
-        self._prompt_logprobs: list[list[TokenLogprobs]] = [[] for _ in range(num_choices)]
+        self._prompt_logprobs = [surface.prompt_logprobs(call, context, choice) for choice in range(num_choices)]
         self._reasons = [FinishReason.STOP] * num_choices
 
     def start(self) -> None:
@@ -183,7 +183,9 @@ class WholeBody:
         self._texts[choice].append(delta.text)
         if delta.logprobs:
             self._logprobs[choice].extend(delta.logprobs)
-        self._prompt_logprobs[choice].extend(delta.prompt_logprobs)
+        prompt_logprobs = self._prompt_logprobs[choice]
+        if prompt_logprobs is not None and delta.prompt_logprobs:
+            prompt_logprobs.add_prompt(delta.prompt_logprobs)
         if delta.finish_reason is not None:
             self._reasons[choice] = delta.finish_reason
             self._stop_logprobs[choice] = delta.stop_logprobs

@@ -74,6 +74,13 @@ class CompletionsSurface:
     def stream_reply(self, call: GenerationCall, context: ReplyContext) -> "CompletionStream":
         return CompletionStream(call, context)
 
+    def prompt_logprobs(self, call: GenerationCall, context: ReplyContext, choice: int) -> OldLogprobs | None:
+        if call.sampling.num_prompt_logprobs is None:
+            return None
+        logprobs = _logprobs(call, context, choice)
+        logprobs.begin_prompt()
+        return logprobs
+
     def whole_reply(
         self,
         call: GenerationCall,
@@ -217,10 +224,9 @@ def _logprobs(call: GenerationCall, context: ReplyContext, choice: int) -> OldLo
 def _whole_choice(call: GenerationCall, choice: Choice, context: ReplyContext) -> dict[str, Any]:
     lists = None
     if choice.logprobs is not None:
-        logprobs = _logprobs(call, context, choice.index)
-        if call.echo:
-            logprobs.begin_prompt()
-            logprobs.add_prompt(choice.prompt_logprobs)
+        logprobs = choice.prompt_logprobs
+        if not isinstance(logprobs, OldLogprobs):
+            logprobs = _logprobs(call, context, choice.index)
         logprobs.add(choice.logprobs, choice.stop_logprobs)
         lists = logprobs.take()
     prompt_text = _prompt_text(call, context, choice.index) if call.echo else ""

@@ -14,7 +14,7 @@ _new_utf8_decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class OldLogprobs:
-    """Of one choice, in the order in which its tokens come.
+    """Of one choice, in the order in which its tokens come. Implements surface.PromptLogprobs.
 
     Args:
         prompt: number of the prompt that is echoed before them; None: none is.

@@ -110,7 +110,15 @@ class Choice(msgspec.Struct):
     finish_reason: FinishReason
     logprobs: list[TokenLogprobs] | None = None
     stop_logprobs: TokenLogprobs | None = None
-    prompt_logprobs: Sequence[TokenLogprobs] = ()
+    prompt_logprobs: "PromptLogprobs | None" = None
+
+
+class PromptLogprobs(Protocol):
+    """What an answer that is not streamed says of its prompt, put into its form as it comes: a long one takes long."""
+
+    def add_prompt(self, logprobs: Sequence[TokenLogprobs]) -> None:
+        """The next of the prompt's tokens after its first."""
+        ...
 
 
 class StreamReply(Protocol):
@@ -156,6 +164,10 @@ class Surface(Protocol):
         ...
 
     def stream_reply(self, call: GenerationCall, context: ReplyContext) -> StreamReply: ...
+
+    def prompt_logprobs(self, call: GenerationCall, context: ReplyContext, choice: int) -> PromptLogprobs | None:
+        """Of a choice of an answer that is not streamed, where they are asked for."""
+        ...
 
     def whole_reply(
         self,

@@ -1,4 +1,5 @@
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -34,8 +35,22 @@ def reply(context: ReplyContext = CONTEXT, prompt: Any = "Hi", **fields: Any) ->
     return SURFACE.stream_reply(wire.parse(SURFACE, prompt=prompt, stream=True, **fields), context)
 
 
-def whole(*choices: Choice, context: ReplyContext = CONTEXT, prompt: Any = "Hi", **fields: Any) -> Any:
+def whole(
+    *choices: Choice,
+    context: ReplyContext = CONTEXT,
+    prompt: Any = "Hi",
+    told: Sequence[Sequence[TokenLogprobs]] = (),
+    **fields: Any,
+) -> Any:
+    """
+    Args:
+        told: of each choice's prompt.
+    """
     call = wire.parse(SURFACE, prompt=prompt, **fields)
+    for choice, logprobs in zip(choices, told, strict=bool(told)):
+        choice.prompt_logprobs = SURFACE.prompt_logprobs(call, context, choice.index)
+        if choice.prompt_logprobs is not None:
+            choice.prompt_logprobs.add_prompt(logprobs)
     return json.loads(
         SURFACE.whole_reply(
             call, context, choices, USAGE, wire.extras_of({"queue_ms": 0.5} if call.wants_timings else None)
@@ -177,8 +192,9 @@ def scored(token_id: int) -> TokenLogprobs:
 
 def test_an_echoed_prompt_stands_first_in_the_lists() -> None:
     """Its BOS is not in the text; what is drawn goes on where the prompt ends; the id that ends it says nothing."""
-    choice = Choice(0, "Hel", FinishReason.STOP, [scored(1)], scored(5), [scored(i) for i in (1, 2, 3, 4)])
-    data = whole(choice, context=PROMPT_CONTEXT, echo=True, logprobs=2)["choices"][0]
+    choice = Choice(0, "Hel", FinishReason.STOP, [scored(1)], scored(5))
+    told = [[scored(i) for i in (1, 2, 3, 4)]]
+    data = whole(choice, context=PROMPT_CONTEXT, told=told, echo=True, logprobs=2)["choices"][0]
     assert data["text"] == "Hello éHel"
     assert data["logprobs"] == {
         "tokens": ["<s>", "Hel", "lo", " \ufffd", "\ufffd", "Hel", "<end>"],
@@ -198,11 +214,12 @@ def test_an_echoed_prompt_stands_first_in_the_lists() -> None:
 
 def test_special_ids_take_the_room_that_the_text_gives_them() -> None:
     told = [scored(5), scored(2)]
-    choices = [Choice(i, "", FinishReason.LENGTH, [], None, told if i else []) for i in range(2)]
-    shown = whole(*choices, context=PROMPT_CONTEXT, prompt=["x", "y"], echo=True, logprobs=0, max_tokens=0)
+    choices = [Choice(i, "", FinishReason.LENGTH, []) for i in range(2)]
+    fields: dict[str, Any] = {"prompt": ["x", "y"], "echo": True, "logprobs": 0, "max_tokens": 0}
+    shown = whole(*choices, context=PROMPT_CONTEXT, told=[[], told], **fields)
     assert shown["choices"][1]["logprobs"]["text_offset"] == [0, 2, 7]
     hidden = msgspec.structs.replace(PROMPT_CONTEXT, prompt_texts=("", "lolo"))
-    shown = whole(*choices, context=hidden, prompt=["x", "y"], echo=True, logprobs=0, max_tokens=0)
+    shown = whole(*choices, context=hidden, told=[[], told], **fields)
     assert shown["choices"][1]["logprobs"]["text_offset"] == [0, 2, 2]
 
 
@@ -210,7 +227,7 @@ def test_special_ids_take_the_room_that_the_text_gives_them() -> None:
 def test_a_stream_says_of_the_prompt_what_the_whole_answer_says(cuts: tuple[int, ...]) -> None:
     told = [scored(i) for i in (1, 2, 3, 4)]
     drawn, last = [scored(1), scored(2)], scored(5)
-    choices = [Choice(i, "Hello", FinishReason.STOP, drawn, last, told) for i in range(2)]
+    choices = [Choice(i, "Hello", FinishReason.STOP, drawn, last) for i in range(2)]
     parts = [tuple(told[first:end]) for first, end in zip((0, *cuts), (*cuts, 4), strict=True)]
     deltas = [
         *(Delta(text="", num_tokens=0, prompt_logprobs=part) for part in parts),
@@ -219,7 +236,7 @@ def test_a_stream_says_of_the_prompt_what_the_whole_answer_says(cuts: tuple[int,
     ]
     fields: dict[str, Any] = {"echo": True, "logprobs": 2, "n": 2}
     events = read_events(wire.stream(reply(PROMPT_CONTEXT, **fields), *((i, d) for d in deltas for i in range(2))))
-    answer = whole(*choices, context=PROMPT_CONTEXT, **fields)
+    answer = whole(*choices, context=PROMPT_CONTEXT, told=[told, told], **fields)
     for choice in range(2):
         chunks = [event["choices"][0] for _, event in events[:-1] if event["choices"][0]["index"] == choice]
         assert "".join(chunk["text"] for chunk in chunks) == answer["choices"][choice]["text"]
