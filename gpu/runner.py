@@ -31,6 +31,7 @@ from gpu.measured import MIN_PARAMETERS, choose_measured
 from gpu.memory_plan import MemoryPlan, plan_memory
 from gpu.model import Model
 from gpu.operators import Operators
+from gpu.prompt_logprobs import PromptScores, score
 from gpu.quantize_cache import quantizing
 from gpu.sampler import RowLogprobs, Sampler
 from gpu.sampler_choice import find_sampler
@@ -50,6 +51,7 @@ class StepTicket:
     logits: Tensor  # [sampled, vocab], float32
     drawn: OnTheirWay | None = None
     host_copies: CopyTicket | None = None
+    prompt_scores: PromptScores | None = None
 
 
 class ModelRunner:
@@ -117,7 +119,7 @@ class ModelRunner:
             self.limits = replace(self.limits, num_host_blocks=num_slots, host_copy_s=copy_s)
 
     def forward(self, plan: StepPlan) -> StepTicket:
-        """Reset slots, copy and clear blocks, write KV, compute the logits of the rows that sample."""
+        """Reset slots, copy and clear blocks, write KV, compute the logits of the rows that sample and of targets."""
         threads = self.measured.threads.of(plan.num_tokens)
         if threads != torch.get_num_threads():  # not for nothing: torch forgets what it has prepared
             torch.set_num_threads(threads)
@@ -131,7 +133,13 @@ class ModelRunner:
             if batch.cleared_blocks is not None:
                 self._cache.clear_blocks(batch.cleared_blocks)
             self._drawn.fill_pending(batch)
-            return StepTicket(batch, self._model.forward(batch, self._cache), host_copies=host_copies)
+            hidden = self._model.forward(batch, self._cache)  # [sampled + scored, hidden]
+            num_sampled = len(batch.sampled_rows)
+            ticket = StepTicket(batch, self._model.logits(hidden[:num_sampled]), host_copies=host_copies)
+            if plan.prompt_targets:
+                scored = hidden[num_sampled:]
+                ticket.prompt_scores = score(scored, plan, self._model.logits, self.config.vocab_size)
+            return ticket
 
     def _start_host_copies(self, plan: StepPlan) -> CopyTicket | None:
         if plan.host_copies is None:
@@ -143,8 +151,8 @@ class ModelRunner:
         """Those of every token of a prompt, a plan's one row: [tokens, vocab], float32. Draws nothing."""
         with _device_errors(), torch.inference_mode():
             batch = self._builder.build(plan)
-            batch.sampled_tokens = torch.arange(len(plan.token_ids), device=batch.token_ids.device)
-            return self._model.forward(batch, self._cache)
+            batch.asked_tokens = torch.arange(len(plan.token_ids), device=batch.token_ids.device)
+            return self._model.logits(self._model.forward(batch, self._cache))
 
     def sample(self, ticket: StepTicket) -> None:
         """Draw a token per sampling row. They stay on the device for the next step, and start for the host."""
@@ -161,6 +169,8 @@ class ModelRunner:
             DeviceError: the device is lost.
         """
         output = self._collect_drawn(ticket)
+        if ticket.prompt_scores is not None:
+            self._collect_scores(ticket.prompt_scores, output)
         if ticket.host_copies is not None:
             assert self.offload is not None, "it has started them"
             with _device_errors():
@@ -185,6 +195,16 @@ class ModelRunner:
             logprobs={index: logprobs[row] for index, row in enumerate(order.tolist()) if row in logprobs},
             failed_rows={int(row): NOT_FINITE for row in np.sort(batch.sampled_rows[~is_finite])},
         )
+
+    def _collect_scores(self, scores: PromptScores, output: StepOutput) -> None:
+        with _device_errors(), torch.inference_mode():
+            scores.wait()
+            for targets, slot, told in scores.told():
+                if told is not None:
+                    output.prompt_logprobs[targets.row] = told
+                else:
+                    output.failed_rows[targets.row] = NOT_FINITE
+                    self._cache.make_finite(self._builder.blocks_of(slot))
 
     def warm_up(self) -> None:
         """Step once with a short prompt and once with one token: libraries load and compile what they need."""

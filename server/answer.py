@@ -181,7 +181,7 @@ class Answer:
             if self._allowance is not None:
                 self._allowance.drop(choice)
         # What ends a choice for no reason that the wire knows is told with the end of the request, as an error
-        if self._is_open and (delta.text or delta.logprobs or reason in WIRE_REASONS):
+        if self._is_open and (delta.text or delta.logprobs or delta.prompt_logprobs or reason in WIRE_REASONS):
             self._body.add(choice, delta, now_s)
 
     def _time_token(self, choice: int, now_s: float) -> None:

@@ -166,6 +166,8 @@ class WholeBody:
         num_choices = len(call.prompts) * call.num_sequences
         self._texts: list[list[str]] = [[] for _ in range(num_choices)]
         self._logprobs: list[list[TokenLogprobs]] = [[] for _ in range(num_choices)]
+        self._stop_logprobs: list[TokenLogprobs | None] = [None] * num_choices
+        self._prompt_logprobs = [surface.prompt_logprobs(call, context, choice) for choice in range(num_choices)]
         self._reasons = [FinishReason.STOP] * num_choices
 
     def start(self) -> None:
@@ -181,13 +183,24 @@ class WholeBody:
         self._texts[choice].append(delta.text)
         if delta.logprobs:
             self._logprobs[choice].extend(delta.logprobs)
+        prompt_logprobs = self._prompt_logprobs[choice]
+        if prompt_logprobs is not None and delta.prompt_logprobs:
+            prompt_logprobs.add_prompt(delta.prompt_logprobs)
         if delta.finish_reason is not None:
             self._reasons[choice] = delta.finish_reason
+            self._stop_logprobs[choice] = delta.stop_logprobs
 
     def complete(self, usage: Usage, extras: Extras) -> None:
         has_logprobs = self._call.sampling.num_logprobs is not None
         choices = [
-            Choice(i, "".join(texts), self._reasons[i], self._logprobs[i] if has_logprobs else None)
+            Choice(
+                i,
+                "".join(texts),
+                self._reasons[i],
+                self._logprobs[i] if has_logprobs else None,
+                self._stop_logprobs[i],
+                self._prompt_logprobs[i],
+            )
             for i, texts in enumerate(self._texts)
         ]
         extras = extras | _timings_of(self._call, self._timings)

@@ -87,7 +87,9 @@ class RequestSequence:
         self.leave_short_way()
         self.is_finished = True
 
-    def take_delta(self, text: str, reason: FinishReason | None = None) -> Delta:
+    def take_delta(
+        self, text: str, reason: FinishReason | None = None, stop_logprobs: TokenLogprobs | None = None
+    ) -> Delta:
         """The text, with the count and the logprobs of the tokens that no delta has told yet."""
         logprobs = None
         if self.logprobs is not None:
@@ -95,7 +97,9 @@ class RequestSequence:
             self.logprobs.clear()
         num_new = self.num_tokens - self.num_tokens_told
         self.num_tokens_told = self.num_tokens
-        return Delta(text=text, num_tokens=num_new, logprobs=logprobs, finish_reason=reason)
+        return Delta(
+            text=text, num_tokens=num_new, logprobs=logprobs, stop_logprobs=stop_logprobs, finish_reason=reason
+        )
 
 
 class RequestHandle:
@@ -164,6 +168,9 @@ class RequestHandle:
             self.break_off()
 
     def on_chunk(self, chunk: TokenChunk, now_s: float) -> None:
+        if chunk.prompt_logprobs:
+            self._tell_of_prompt(chunk.prompt_logprobs, now_s)
+            return
         sequence = self.sequences[chunk.index]
         if not sequence.is_finished:
             sequence.leave_short_way()
@@ -203,11 +210,22 @@ class RequestHandle:
             sequence.num_tokens = chunk.num_sequence_tokens  # an end by id counts, and has no text
             text += detokenizer.finish()  # a broken character that ends here may yet complete a stop string
             reason = detokenizer.stop_reason if detokenizer.is_stopped else chunk.finish_reason
-            self._sink.on_delta(sequence.choice, sequence.take_delta(text, reason), now_s)
+            stop_logprobs = None if detokenizer.is_stopped else chunk.stop_logprobs
+            self._sink.on_delta(sequence.choice, sequence.take_delta(text, reason, stop_logprobs), now_s)
         elif text or sequence.logprobs:
             self._sink.on_delta(sequence.choice, sequence.take_delta(text), now_s)
         if sequence.num_tokens >= sequence.mark:
             self.pass_mark(sequence)
+
+    def _tell_of_prompt(self, logprobs: tuple[TokenLogprobs, ...], now_s: float) -> None:
+        """To every sequence: they have one prompt."""
+        delta = Delta(text="", num_tokens=0, prompt_logprobs=logprobs)
+        try:
+            for sequence in self.sequences:
+                if not sequence.is_finished:
+                    self._sink.on_delta(sequence.choice, delta, now_s)
+        except Exception:
+            self.break_off()
 
     def pass_mark(self, sequence: RequestSequence) -> None:
         """It has as many tokens as the sink wanted to know of."""

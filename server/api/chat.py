@@ -64,6 +64,9 @@ class ChatSurface:
     def stream_reply(self, call: GenerationCall, context: ReplyContext) -> "ChatStream":
         return ChatStream(call, context)
 
+    def prompt_logprobs(self, call: GenerationCall, context: ReplyContext, choice: int) -> None:
+        """No prompt is echoed."""
+
     def whole_reply(
         self,
         call: GenerationCall,

@@ -286,6 +286,30 @@ def with_logprob(token_id: int) -> TokenChunk:
     return TokenChunk(request_id="r", index=0, token_ids=(token_id,), logprobs=(entry,))
 
 
+def test_what_is_told_of_a_prompt_goes_to_every_choice_that_goes_on() -> None:
+    bench = Bench()
+    bench.submit(num_sequences=3, first_choice=4, num_logprobs=0, num_prompt_logprobs=0)
+    parts = [(TokenLogprobs(2, -1.0),), (TokenLogprobs(3, -2.0),)]
+    bench.deliver(chunks=(TokenChunk(request_id="r", index=0, prompt_logprobs=parts[0]),))
+    gone = end(FinishReason.CANCELLED, index=0, is_last=False)
+    bench.deliver(chunks=(gone, TokenChunk(request_id="r", index=1, prompt_logprobs=parts[1])))
+    sink = bench.sinks["r"]
+    told = [(c, delta.prompt_logprobs) for c, delta in zip(sink.choices, sink.deltas, strict=True)]
+    assert told == [(4, parts[0]), (5, parts[0]), (6, parts[0]), (4, ()), (5, parts[1]), (6, parts[1])]
+    assert {delta.num_tokens for delta in sink.deltas} == {0}
+
+
+def test_an_id_that_ends_a_sequence_is_told_apart_unless_a_stop_string_ends_it() -> None:
+    for stop, last, wanted in (((), 0, 2), (("�",), 4, None)):
+        bench = Bench()
+        bench.submit(num_logprobs=0, stop=stop)
+        bench.deliver(chunks=(with_logprob(last),))
+        bench.deliver(chunks=(end(FinishReason.STOP, 2, stop_logprobs=TokenLogprobs(2, -1.0)),))
+        delta = bench.sinks["r"].deltas[-1]
+        assert delta.finish_reason is FinishReason.STOP
+        assert (delta.stop_logprobs and delta.stop_logprobs.token_id) == wanted
+
+
 def test_stop_string_tells_the_engine_what_was_kept_and_drops_the_rest() -> None:
     bench = Bench()
     bench.submit(stop=("bc",))
