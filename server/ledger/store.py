@@ -32,6 +32,7 @@ APPLICATION_ID = 0x53544C47  # "STLG", in the file's header: what `file` shows
 SCHEMA_VERSION = 1
 BUSY_MS = 250  # for who holds the file's lock for a moment, as a backup does
 PRUNED_ROWS = 500  # at once: 5 ms
+CHECKPOINT_WRITES = 1000  # between checkpoints: some 8 MiB of write-ahead log, and as much to read at a start
 
 SCHEMA = f"""
 CREATE TABLE requests (
@@ -111,6 +112,7 @@ class LedgerStore:
             StartupError: it is not a ledger of ours.
         """
         self._database = open_database(path)
+        self._num_unchecked = 0  # writes since the last checkpoint
         try:
             self._prepare(path)
         except BaseException:
@@ -126,6 +128,7 @@ class LedgerStore:
             raise StartupError(cause, "--ledger FILE, with a name of its own", ExitCode.CONFIGURATION)
         list(execute("PRAGMA journal_mode = WAL"))
         list(execute("PRAGMA synchronous = FULL"))
+        list(execute("PRAGMA wal_autocheckpoint = 0"))  # of SQLite's own, someone's commit would wait for: checkpoint()
         if is_new:
             with self._transaction():
                 for statement in SCHEMA.split(";\n"):
@@ -140,6 +143,17 @@ class LedgerStore:
         with self._transaction():
             for write in writes:
                 self._apply(write)
+                self._num_unchecked += 1
+
+    def checkpoint(self) -> None:
+        """Once there is enough of it, put the write-ahead log down in the database proper, and begin it anew.
+
+        Where that fails, the log goes on, and the next time tries again: it is as durable there.
+        """
+        if self._num_unchecked >= CHECKPOINT_WRITES:
+            self._num_unchecked = 0
+            with contextlib.suppress(sqlite3.Error):
+                list(self._database.execute("PRAGMA wal_checkpoint(PASSIVE)"))
 
     def close_orphans(self) -> int:
         """End what was in progress when the last process ended, at its last checkpoint. Returns how many."""
