@@ -74,7 +74,7 @@ def parse_jwks(data: bytes) -> Mapping[str | None, "Key"]:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # what it thinks of names and sizes is the issuer's matter
                 keys[one.get("kid")] = import_key(one)
-        except (JoseError, ValueError, TypeError) as error:
+        except (JoseError, ValueError, TypeError, KeyError) as error:  # KeyError: a curve that it does not know
             logger.warning("a key of the JWKS cannot be used: %s: %s", one.get("kid"), error)
     if len(keys) > 1:
         keys.pop(None, None)
@@ -146,6 +146,7 @@ class KeySource:
 
 def _fetch(url: str) -> bytes:
     """Thread: any but the loop's."""
+    import http.client
     import urllib.error
     import urllib.request
 
@@ -155,6 +156,8 @@ def _fetch(url: str) -> bytes:
     except urllib.error.HTTPError as error:
         with error:  # it holds the connection
             raise ValueError(str(error)) from None
+    except http.client.HTTPException as error:
+        raise ValueError(f"what answers speaks no HTTP: {error!r}") from error
     if len(data) > MAX_JWKS_BYTES:
         raise ValueError(f"they are more than {MAX_JWKS_BYTES} bytes")
     return data
