@@ -32,7 +32,7 @@ APPLICATION_ID = 0x53544C47  # "STLG", in the file's header: what `file` shows
 SCHEMA_VERSION = 1
 BUSY_MS = 250  # for who holds the file's lock for a moment, as a backup does
 PRUNED_ROWS = 500  # at once: 5 ms
-CHECKPOINT_WRITES = 1000  # between checkpoints: some 8 MiB of write-ahead log, and as much to read at a start
+CHECKPOINT_WRITES = 2000  # between checkpoints: at most 32 MiB of write-ahead log, to be read again after a crash
 
 SCHEMA = f"""
 CREATE TABLE requests (
