@@ -32,7 +32,8 @@ APPLICATION_ID = 0x53544C47  # "STLG", in the file's header: what `file` shows
 SCHEMA_VERSION = 1
 BUSY_MS = 250  # for who holds the file's lock for a moment, as a backup does
 PRUNED_ROWS = 500  # at once: 5 ms
-CHECKPOINT_WRITES = 2000  # between checkpoints: at most 32 MiB of write-ahead log, to be read again after a crash
+PAGE_BYTES = 4096  # SQLite's own choice
+CHECKPOINT_WRITES = 2000  # between checkpoints: some 32 MiB of write-ahead log, to be read again after a crash
 
 SCHEMA = f"""
 CREATE TABLE requests (
@@ -112,7 +113,7 @@ class LedgerStore:
             StartupError: it is not a ledger of ours.
         """
         self._database = open_database(path)
-        self._num_unchecked = 0  # writes since the last checkpoint
+        self._num_unchecked = 0  # writes since the last checkpoint, as _weight() has them
         try:
             self._prepare(path)
         except BaseException:
@@ -143,7 +144,7 @@ class LedgerStore:
         with self._transaction():
             for write in writes:
                 self._apply(write)
-                self._num_unchecked += 1
+                self._num_unchecked += _weight(write)
 
     def checkpoint(self) -> None:
         """Once there is enough of it, put the write-ahead log down in the database proper, and begin it anew.
@@ -234,6 +235,19 @@ class LedgerStore:
     def _roll_back(self) -> None:
         with contextlib.suppress(sqlite3.Error):  # SQLite has done so by itself, as it does when the disk is full
             self._database.execute("ROLLBACK")
+
+
+def _weight(write: Write) -> int:
+    """How many of a request's own writes take as much of the write-ahead log."""
+    match write:
+        case Keep(answer):
+            return 1 + answer.size_bytes // PAGE_BYTES
+        case Checkpoint(many) | Forget(many):
+            return len(many)
+        case Prune():
+            return PRUNED_ROWS // 8  # neighbours share pages, but for those of the index by id
+        case _:
+            return 1
 
 
 def _unpack_headers(packed: bytes) -> tuple[tuple[bytes, bytes], ...]:

@@ -10,7 +10,20 @@ import pytest
 
 from core.errors import StartupError
 from server.ledger.journal import Journal, open_journal
-from server.ledger.records import Amend, Checkpoint, LedgerRow, Probe, Progress, Prune, Reserve, Settle, State, Write
+from server.ledger.records import (
+    Amend,
+    Checkpoint,
+    Keep,
+    LedgerRow,
+    Probe,
+    Progress,
+    Prune,
+    Reserve,
+    Settle,
+    State,
+    StoredAnswer,
+    Write,
+)
 from server.ledger.spill import RECORD_BYTES, Spill, SpillFull
 from server.ledger.store import CHECKPOINT_WRITES, PRUNED_ROWS, LedgerStore
 
@@ -86,6 +99,17 @@ def test_commits_leave_the_log_to_the_tidying_after_them(path: Path, journal: Jo
     journal.write([settled("a0-0")])
     write_many("b")
     assert log.stat().st_size < 1.5 * log_bytes  # it has begun anew
+
+
+def test_log_of_large_answers_is_bounded(path: Path, journal: Journal) -> None:
+    for i in range(CHECKPOINT_WRITES // 50):
+        answer = StoredAnswer(
+            tenant="acme", key=f"k{i}", request_id=f"r{i}", digest=b"d", stored_us=1, status=200, headers=(),
+            body=b"x" * 2**20,
+        )  # fmt: skip
+        journal.write([Keep(answer)])
+        journal.tidy()
+    assert path.with_name(path.name + "-wal").stat().st_size < 16 * 2**20
 
 
 def test_orphan_closes_at_its_last_checkpoint_and_not_at_its_reservation(path: Path) -> None:
