@@ -10,7 +10,7 @@ import urllib.parse
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
@@ -150,8 +150,15 @@ def _fetch(url: str) -> bytes:
     import urllib.error
     import urllib.request
 
+    class SameScheme(urllib.request.HTTPRedirectHandler):
+        def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
+            if urllib.parse.urlsplit(newurl).scheme != req.type:
+                told = f"it redirects to {newurl}: keys come encrypted, or not at all"
+                raise urllib.error.HTTPError(newurl, code, told, headers, fp)
+            return super().redirect_request(req, fp, code, msg, headers, newurl)
+
     try:
-        with urllib.request.urlopen(url, timeout=FETCH_TIMEOUT_S) as answer:
+        with urllib.request.build_opener(SameScheme).open(url, timeout=FETCH_TIMEOUT_S) as answer:
             data: bytes = answer.read(MAX_JWKS_BYTES + 1)
     except urllib.error.HTTPError as error:
         with error:  # it holds the connection

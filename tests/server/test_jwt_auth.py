@@ -260,6 +260,7 @@ class Issuer:
     def __init__(self) -> None:
         self.body = json.dumps(JWKS).encode()
         self.status = 200
+        self.location: str | None = None
         self.num_asked = 0
         issuer = self
 
@@ -269,7 +270,9 @@ class Issuer:
                 if issuer.status == 0:  # no HTTP
                     self.wfile.write(b"220 ready\r\n")
                     return
-                self.send_response(issuer.status)
+                self.send_response(issuer.status if self.path == "/keys" else 200)
+                if self.path == "/keys" and issuer.location:
+                    self.send_header("location", issuer.location)
                 self.end_headers()
                 self.wfile.write(issuer.body)
 
@@ -327,6 +330,27 @@ def test_the_keys_of_a_url_come_in_the_background_and_are_kept_for_a_day(caplog:
         now[0] += MAX_AGE_S
         assert source.find("new") is None
         await wait_fetched(source)
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        issuer.close()
+
+
+@pytest.mark.parametrize(("location", "is_followed"), [("/moved", True), ("https://127.0.0.1:1/keys", False)])
+def test_a_redirect_is_followed_where_it_keeps_the_scheme(
+    location: str, is_followed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    issuer = Issuer()
+    issuer.location = location
+    issuer.status = 302
+
+    async def scenario() -> None:
+        source = KeySource(issuer.url, lambda: 0.0)
+        source.find("ec")
+        await wait_fetched(source)
+        assert (source.find("ec") is not None) is is_followed
+        assert ("redirects to https://127.0.0.1:1/keys" in caplog.text) is not is_followed
 
     try:
         asyncio.run(scenario())
