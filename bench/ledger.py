@@ -12,6 +12,7 @@ late.
 
 import argparse
 import asyncio
+import gc
 import os
 import sys
 import tempfile
@@ -29,7 +30,7 @@ from server.ledger.ledger import End, Ledger, Subject
 from server.ledger.prices import ModelPrice, Prices
 from server.ledger.records import Write
 from server.ledger.thread import DURABLE_S, LedgerThread, Tell, Writer
-from server.process import SWITCH_INTERVAL_S
+from server.process import GC_THRESHOLDS, SWITCH_INTERVAL_S
 
 AT_ONCE = (1, 16, 64, 256)
 SYNCED_BYTES = 6 * 4096  # pages of the write-ahead log that a lone settlement takes
@@ -178,7 +179,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--directory", type=Path, help="whose disk is written to (default: a temporary one)")
     parser.add_argument("--json", type=Path, metavar="FILE", default=RESULTS_DIR / "ledger.json")
     arguments = parser.parse_args(argv)
-    sys.setswitchinterval(SWITCH_INTERVAL_S)  # as the server does
+    sys.setswitchinterval(SWITCH_INTERVAL_S)  # this and what follows as the server does
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*GC_THRESHOLDS)
     rows = []
     with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
         for num_at_once in AT_ONCE:

@@ -1,5 +1,6 @@
 """bench.ledger for a few requests: every one is durable, and every load has its figures."""
 
+import gc
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,13 +12,15 @@ from bench.results import read_result
 
 
 @pytest.fixture
-def _switch_interval_restored() -> Iterator[None]:
-    interval_s = sys.getswitchinterval()
+def _interpreter_restored() -> Iterator[None]:
+    interval_s, thresholds = sys.getswitchinterval(), gc.get_threshold()
     yield
     sys.setswitchinterval(interval_s)
+    gc.unfreeze()
+    gc.set_threshold(*thresholds)
 
 
-@pytest.mark.usefixtures("_switch_interval_restored")
+@pytest.mark.usefixtures("_interpreter_restored")
 def test_each_load_has_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger, "NUM_SYNCS", 5)
     out = tmp_path / "ledger.json"
