@@ -1,7 +1,7 @@
 """One submitted request as the loop holds it: its tokens in, deltas to its sink, and one end. Thread: loop.
 
 Most tokens say whole characters that no stop string begins with, and nothing is to be told of them but that text: they
-take the short way, one call of what the sink has prepared (DeltaSink.text_teller), and this file sees only the others.
+take the short way, one call of what the sink has prepared (DeltaSink.short_way), and this file sees only the others.
 """
 
 import logging
@@ -24,7 +24,7 @@ from core.types import (
     TokenLogprobs,
     Usage,
 )
-from server.backend import DeltaSink, TextTeller
+from server.backend import ChoiceClock, DeltaSink, ShortWay, TextTeller
 from server.gate.text_screen import ScreenedDetokenizer
 
 logger = logging.getLogger(__name__)
@@ -35,8 +35,9 @@ class RequestSequence:
 
     __slots__ = (
         "_plain",
-        "_teller",
+        "_short_way",
         "choice",
+        "clock",
         "detokenizer",
         "index",
         "is_finished",
@@ -59,8 +60,10 @@ class RequestSequence:
         self.num_tokens_told = 0  # of these, in deltas
         self.is_finished = False
         self.logprobs: list[TokenLogprobs] | None = [] if has_logprobs else None
-        self.tell: TextTeller | None = None  # while its tokens take the short way, of EngineClient._deliver_rows
-        self._teller: TextTeller | None = None  # the same, once there is one
+        # While its tokens take the short way, of EngineClient._deliver_rows
+        self.tell: TextTeller | None = None
+        self.clock = ChoiceClock()
+        self._short_way: ShortWay | None = None  # these two, once there is one
         self._plain = detokenizer if isinstance(detokenizer, Detokenizer) else None
         self.plain_texts: PlainTexts = () if self._plain is None else self._plain.plain_texts
 
@@ -70,11 +73,12 @@ class RequestSequence:
         return 0 if self.tell is not None else self.num_tokens - self.num_tokens_told
 
     def take_short_way(self, sink: DeltaSink) -> None:
-        """From the next token on, if nothing is held back: the sink's teller and plain_texts know all that it takes."""
+        """From the next token on, if nothing is held back: the sink's way and plain_texts know all that it takes."""
         if self._plain is not None and self._plain.is_plain and not self.is_finished:
-            if self._teller is None:
-                self._teller = sink.text_teller(self.choice)
-            self.tell = self._teller
+            if self._short_way is None:
+                self._short_way = sink.short_way(self.choice)
+            if self._short_way is not None:
+                self.tell, self.clock = self._short_way
 
     def leave_short_way(self) -> None:
         """The detokenizer goes on, and learns what was told without it."""

@@ -23,6 +23,7 @@ from server.api.surface import (
     TextPrompt,
 )
 from server.wire import sse
+from server.wire.messages import TextFrame
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
@@ -122,8 +123,8 @@ class CompletionStream:
     def text(self, choice: int, text: str) -> bytes:
         return self._heads[choice] + sse.json_strings[text] + self._tail
 
-    def text_frame(self, choice: int) -> tuple[bytes, bytes]:
-        return self._heads[choice], self._tail
+    def text_frame(self, choice: int) -> TextFrame:
+        return TextFrame(self._heads[choice], sse.json_strings, self._tail)
 
     def delta(self, choice: int, delta: Delta) -> bytes:
         reason = wire_reason(delta.finish_reason)

@@ -12,6 +12,7 @@ import msgspec
 from core.errors import ServiceError
 from core.types import Delta, FinishReason, SamplingParams, TokenLogprobs, Usage
 from server.gate.deadlines import ANY_TIME, Deadlines
+from server.wire.messages import TextFrame
 
 UNLIMITED_TOKENS = 2**31 - 1  # max_tokens when the request names none: the lifecycle cuts it to the context
 
@@ -132,8 +133,8 @@ class StreamReply(Protocol):
         """Of newly drawn tokens, with nothing else to tell of them; not empty."""
         ...
 
-    def text_frame(self, choice: int) -> tuple[bytes, bytes] | None:
-        """The hot path: head and tail that text() puts around the text's JSON string; None: they change."""
+    def text_frame(self, choice: int) -> TextFrame | None:
+        """The hot path: what text() puts around the text's JSON string; None: that changes."""
         ...
 
     def delta(self, choice: int, delta: Delta) -> bytes:
