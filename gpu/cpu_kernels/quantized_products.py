@@ -270,7 +270,7 @@ def _multiply_groups(x, x_stride, values, scales, group_pairs, num_groups, x_sum
             _widen_int4(at + pair * INT4_PAIR_BYTES, widened + pair * PAIR_BYTES)
         clear_sums(group_sums, num_rows)
         some_x = x + 4 * group * group_pairs
-        multiply_part(some_x, x_stride, widened, group_pairs, num_rows, group_sums, shapes, False)
+        multiply_part(some_x, x_stride, widened, group_pairs, num_rows, group_sums, shapes, 0)
         _add_scaled(group_sums, num_rows, scales + group * GROUP_BYTES, x_sums, group, sums)
 
 
@@ -281,7 +281,7 @@ def _multiply_widened(x, x_stride, values, scales, num_pairs, num_rows, sums, wi
         some = min(PART_PAIRS, num_pairs - first)
         for pair in range(some):
             _widen_int8(values + (first + pair) * INT8_PAIR_BYTES, widened + pair * PAIR_BYTES)
-        multiply_part(x + 4 * first, x_stride, widened, some, num_rows, sums, shapes, False)
+        multiply_part(x + 4 * first, x_stride, widened, some, num_rows, sums, shapes, 0)
     for index in range(0, BLOCK_OUTPUTS, LANES):
         scale = load_widened(scales + 2 * index)
         for row in range(num_rows):
