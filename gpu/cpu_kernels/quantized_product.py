@@ -11,6 +11,7 @@ from torch import Tensor
 from gpu.cpu_kernels.layout import BLOCK_OUTPUTS
 from gpu.cpu_kernels.quantized_products import Arguments, multiply_quantized
 from gpu.cpu_kernels.team import Kernel
+from gpu.huge_pages import use_huge_pages
 from gpu.quantize import FP8, QuantizedWeight, unpack_nibbles
 
 PANEL_ROWS = 512  # at a time: their sums stay in a second-level cache
@@ -44,6 +45,7 @@ class QuantizedProduct:
         values = _int8_blocks(weight.values) if weight.zeros is None else _int4_blocks(weight.values)
         scales = _scale_blocks(weight)
         self._kept = (values, scales, bias)  # own the memory
+        use_huge_pages(values.data_ptr(), values.nbytes)
         self._arguments = Arguments(
             values=values.data_ptr(),
             scales=scales.data_ptr(),
