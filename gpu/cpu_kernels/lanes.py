@@ -21,26 +21,29 @@ NEAR_PAIRS, NEAR_ROWS = 64, 48
 SHAPES_BYTES = 0
 GROUP_ROWS = ATTENTION_ROWS = 96  # what is kept of them lies in a second-level cache
 STREAM_AHEAD = 4096  # bytes: how far ahead the one tile of few rows asks for weights
-FETCH_PAIRS = 4  # of inputs: lines are asked for once in so many
-FETCH_LINES = FETCH_PAIRS * PAIR_BYTES // REGISTER_BYTES  # that so many pairs are
+PAIR_LINES = PAIR_BYTES // REGISTER_BYTES
+SHARED_LINES = 2  # that each pair asks for where several tiles share that: of at least two tiles, enough
 
 
-def _make_tile(num_rows):
-    """Add the products of so many rows with a part of a block to their sums."""
+def _make_tile(num_rows, most_lines):
+    """Add the products of so many rows with a part of a block to their sums.
+
+    Args:
+        most_lines: that are asked for while a pair of inputs is multiplied.
+    """
 
     @intrinsic
-    def tile(typing_context, x, x_stride, weights, num_pairs, sums, wanted, num_lines):
+    def tile(typing_context, x, x_stride, weights, num_pairs, sums, wanted, num_quarters):
         """
         Args:
             x: address of bf16 [num_rows, 2 * num_pairs], rows x_stride bytes apart.
             weights: address of bf16 [num_pairs, 64, 2].
-            num_pairs: a multiple of FETCH_PAIRS.
             sums: address of float32 [num_rows, 64].
-            wanted: address of lines that are asked for meanwhile, num_lines for every FETCH_PAIRS.
+            wanted: address of lines that are asked for meanwhile; num_quarters: so many by four pairs.
         """
 
         def generate(context, builder, signature, arguments):
-            x, x_stride, weights, num_pairs, sums, wanted, num_lines = arguments
+            x, x_stride, weights, num_pairs, sums, wanted, num_quarters = arguments
             number = ir.IntType(64)
 
             def constant(value):
@@ -55,26 +58,23 @@ def _make_tile(num_rows):
             for room, (place, _, _) in zip(kept, places, strict=True):
                 builder.store(emit.load(builder, place, emit.FLOATS), room)
             rows = [builder.add(x, builder.mul(x_stride, constant(row))) for row in range(num_rows)]
-            with cgutils.for_range(builder, builder.udiv(num_pairs, constant(FETCH_PAIRS))) as steps:
-                first_line = builder.add(
-                    wanted, builder.mul(steps.index, builder.mul(num_lines, constant(REGISTER_BYTES)))
-                )
-                with cgutils.for_range(builder, num_lines) as lines:
-                    emit.prefetch(builder, builder.add(first_line, builder.mul(lines.index, constant(REGISTER_BYTES))))
-                for place_in_step in range(FETCH_PAIRS):
-                    pair_index = builder.add(builder.mul(steps.index, constant(FETCH_PAIRS)), constant(place_in_step))
-                    at = builder.add(weights, builder.mul(pair_index, constant(PAIR_BYTES)))
-                    columns = [
-                        emit.load(builder, builder.add(at, constant(column * REGISTER_BYTES)), emit.PAIRS)
-                        for column in range(BLOCK_REGISTERS)
-                    ]
-                    offset = builder.mul(pair_index, constant(4))
-                    for row in range(num_rows):
-                        pair = emit.spread_pair(builder, builder.add(rows[row], offset))
-                        for column in range(BLOCK_REGISTERS):
-                            room = kept[row * BLOCK_REGISTERS + column]
-                            added = emit.add_products(builder, builder.load(room), columns[column], pair)
-                            builder.store(added, room)
+            with cgutils.for_range(builder, num_pairs) as loop:
+                at = builder.add(weights, builder.mul(loop.index, constant(PAIR_BYTES)))
+                line = builder.lshr(builder.mul(loop.index, num_quarters), constant(2))
+                asked = builder.add(wanted, builder.mul(line, constant(REGISTER_BYTES)))
+                for index in range(most_lines):
+                    emit.prefetch(builder, builder.add(asked, constant(index * REGISTER_BYTES)))
+                columns = [
+                    emit.load(builder, builder.add(at, constant(column * REGISTER_BYTES)), emit.PAIRS)
+                    for column in range(BLOCK_REGISTERS)
+                ]
+                offset = builder.mul(loop.index, constant(4))
+                for row in range(num_rows):
+                    pair = emit.spread_pair(builder, builder.add(rows[row], offset))
+                    for column in range(BLOCK_REGISTERS):
+                        room = kept[row * BLOCK_REGISTERS + column]
+                        added = emit.add_products(builder, builder.load(room), columns[column], pair)
+                        builder.store(added, room)
             for room, (place, _, _) in zip(kept, places, strict=True):
                 emit.store(builder, place, builder.load(room))
             return context.get_dummy_value()
@@ -84,7 +84,12 @@ def _make_tile(num_rows):
     return tile
 
 
-_tile_1, _tile_2, _tile_3, _tile_4, _tile_5, _tile_6 = (_make_tile(rows) for rows in range(1, MOST_TILE_ROWS + 1))
+_tile_1, _tile_2, _tile_3, _tile_4, _tile_5, _tile_6 = (
+    _make_tile(rows, SHARED_LINES) for rows in range(1, MOST_TILE_ROWS + 1)
+)
+_stream_1, _stream_2, _stream_3, _stream_4, _stream_5, _stream_6 = (
+    _make_tile(rows, PAIR_LINES) for rows in range(1, MOST_TILE_ROWS + 1)
+)
 
 
 @njit(cache=True)
@@ -94,29 +99,45 @@ def part_pairs(num_rows):
 
 
 @njit(cache=True)
-def _multiply_tile(num_rows, x, x_stride, weights, num_pairs, sums, wanted, num_lines):
+def _multiply_tile(num_rows, x, x_stride, weights, num_pairs, sums, wanted, num_quarters):
     if num_rows == 1:
-        _tile_1(x, x_stride, weights, num_pairs, sums, wanted, num_lines)
+        _tile_1(x, x_stride, weights, num_pairs, sums, wanted, num_quarters)
     elif num_rows == 2:
-        _tile_2(x, x_stride, weights, num_pairs, sums, wanted, num_lines)
+        _tile_2(x, x_stride, weights, num_pairs, sums, wanted, num_quarters)
     elif num_rows == 3:
-        _tile_3(x, x_stride, weights, num_pairs, sums, wanted, num_lines)
+        _tile_3(x, x_stride, weights, num_pairs, sums, wanted, num_quarters)
     elif num_rows == 4:
-        _tile_4(x, x_stride, weights, num_pairs, sums, wanted, num_lines)
+        _tile_4(x, x_stride, weights, num_pairs, sums, wanted, num_quarters)
     elif num_rows == 5:
-        _tile_5(x, x_stride, weights, num_pairs, sums, wanted, num_lines)
+        _tile_5(x, x_stride, weights, num_pairs, sums, wanted, num_quarters)
     else:
-        _tile_6(x, x_stride, weights, num_pairs, sums, wanted, num_lines)
+        _tile_6(x, x_stride, weights, num_pairs, sums, wanted, num_quarters)
 
 
 @njit(cache=True)
-def _stream_tile(x, x_stride, weights, num_pairs, num_rows, sums, following):
+def _stream_tile(num_rows, x, x_stride, weights, num_pairs, sums, wanted):
+    """Asks for as much as it reads."""
+    if num_rows == 1:
+        _stream_1(x, x_stride, weights, num_pairs, sums, wanted, 4 * PAIR_LINES)
+    elif num_rows == 2:
+        _stream_2(x, x_stride, weights, num_pairs, sums, wanted, 4 * PAIR_LINES)
+    elif num_rows == 3:
+        _stream_3(x, x_stride, weights, num_pairs, sums, wanted, 4 * PAIR_LINES)
+    elif num_rows == 4:
+        _stream_4(x, x_stride, weights, num_pairs, sums, wanted, 4 * PAIR_LINES)
+    elif num_rows == 5:
+        _stream_5(x, x_stride, weights, num_pairs, sums, wanted, 4 * PAIR_LINES)
+    else:
+        _stream_6(x, x_stride, weights, num_pairs, sums, wanted, 4 * PAIR_LINES)
+
+
+@njit(cache=True)
+def _stream_part(x, x_stride, weights, num_pairs, num_rows, sums, following):
     """Few rows: lines are asked for a little ahead of their use, at the end those of what follows."""
     num_last = min(num_pairs, STREAM_AHEAD // PAIR_BYTES)
     num_first = num_pairs - num_last
-    _multiply_tile(num_rows, x, x_stride, weights, num_first, sums, weights + STREAM_AHEAD, FETCH_LINES)
-    x, weights = x + 4 * num_first, weights + num_first * PAIR_BYTES
-    _multiply_tile(num_rows, x, x_stride, weights, num_last, sums, following, FETCH_LINES)
+    _stream_tile(num_rows, x, x_stride, weights, num_first, sums, weights + STREAM_AHEAD)
+    _stream_tile(num_rows, x + 4 * num_first, x_stride, weights + num_first * PAIR_BYTES, num_last, sums, following)
 
 
 @njit(cache=True)
@@ -132,16 +153,17 @@ def multiply_part(x, x_stride, weights, num_pairs, num_rows, sums, shapes, follo
     """
     num_tiles = (num_rows + MOST_TILE_ROWS - 1) // MOST_TILE_ROWS
     if following and num_tiles == 1:
-        _stream_tile(x, x_stride, weights, num_pairs, num_rows, sums, following)
+        _stream_part(x, x_stride, weights, num_pairs, num_rows, sums, following)
         return
-    first, num_lines, wanted = 0, 0, following
+    first, num_quarters = 0, 0
+    wanted = following if following else x  # which lies in a cache
     for tile in range(num_tiles):
         end = (tile + 1) * num_rows // num_tiles
         if following:
-            num_lines = (tile + 1) * FETCH_LINES // num_tiles - tile * FETCH_LINES // num_tiles
+            num_quarters = (tile + 1) * 4 * PAIR_LINES // num_tiles - tile * 4 * PAIR_LINES // num_tiles
         into, of_rows = sums + first * SUM_ROW_BYTES, x + first * x_stride
-        _multiply_tile(end - first, of_rows, x_stride, weights, num_pairs, into, wanted, num_lines)
-        wanted += num_lines * REGISTER_BYTES * (num_pairs // FETCH_PAIRS)
+        _multiply_tile(end - first, of_rows, x_stride, weights, num_pairs, into, wanted, num_quarters)
+        wanted += num_quarters * num_pairs // 4 * REGISTER_BYTES
         first = end
 
 
