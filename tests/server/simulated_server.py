@@ -7,6 +7,7 @@ The engine is stepped from outside the loop, and while a step is computed the lo
 model says, connections are served, and what they post is found by the step's second look into the inbox.
 """
 
+import functools
 import itertools
 import json
 from collections import Counter, deque
@@ -458,5 +459,10 @@ async def _inline(work: Callable[[], Any]) -> Any:
 
 def _reader(limits: RunnerLimits, clock: Clock) -> PromptReader:
     card = ServedModel(id=MODEL, created_s=int(UNIX_S), max_model_len=limits.max_model_len)
-    template = ChatTemplate({"default": CHATML}, {}, limits.max_model_len)
-    return PromptReader((card,), TOKENIZER, template, limits.max_model_len, clock.unix)
+    return PromptReader((card,), TOKENIZER, _template(limits.max_model_len), limits.max_model_len, clock.unix)
+
+
+@functools.cache
+def _template(context_limit: int) -> ChatTemplate:
+    """Compiled once: it keeps nothing of what it renders."""
+    return ChatTemplate({"default": CHATML}, {}, context_limit)
