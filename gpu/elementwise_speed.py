@@ -6,6 +6,7 @@ Norms, RoPE with the writing of keys and values, gates: by kernels or by torch, 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -37,13 +38,13 @@ class ElementwiseProbe:
 
     def _layer(self, num_rows: int) -> Callable[[], None]:
         config, operators = self.config, self.operators
-        like = {"dtype": torch.bfloat16}
-        x, weight = torch.ones(num_rows, config.hidden_size, **like), torch.ones(config.hidden_size, **like)
-        qkv = torch.ones(num_rows, config.num_heads + 2 * config.num_kv_heads, config.head_dim, **like)
-        both = torch.zeros(2, num_rows, config.num_kv_heads, config.head_dim, **like)
+        ones = partial(torch.ones, dtype=torch.bfloat16)
+        x, weight = ones(num_rows, config.hidden_size), ones(config.hidden_size)
+        qkv = ones(num_rows, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
+        both = ones(2, num_rows, config.num_kv_heads, config.head_dim)
         kv, slots = LayerKV(both, both[0], both[1]), torch.arange(num_rows)
         rotation = torch.ones(num_rows, 1, config.head_dim // 2, dtype=torch.complex64)
-        gated, gate_up = operators.gated(config.activation), torch.ones(num_rows, 2 * config.intermediate_size, **like)
+        gated, gate_up = operators.gated(config.activation), ones(num_rows, 2 * config.intermediate_size)
 
         def run() -> None:
             operators.rotate_and_store(qkv, None, rotation, kv, slots)
