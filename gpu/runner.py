@@ -24,6 +24,7 @@ from gpu.code_pages import drop_code_pages
 from gpu.device import apply_threads, choose_device, free_memory_bytes, last_level_cache_bytes
 from gpu.device_attention import DeviceAttention
 from gpu.drawn_tokens import DrawnTokens, OnTheirWay
+from gpu.elementwise_speed import find_elementwise
 from gpu.kernel_choice import find_operators
 from gpu.kv_cache import KVCache, bytes_per_block
 from gpu.kv_offload import CopyTicket, KVOffload, open_offload
@@ -82,7 +83,9 @@ class ModelRunner:
             sampler = find_sampler(config, memory.device)  # compiles or loads a kernel
             self._sampler = Sampler(engine.max_sequences, config.vocab_size, device, sampler)
             probes = self._model.probes(min(max(MIN_PROBE_BYTES, 2 * last_level_cache_bytes()), MAX_PROBE_BYTES))
-            self.measured = choose_measured(config, memory.device, probes, operators.product_choice, sampler)
+            elementwise = find_elementwise(config, operators)
+            product = operators.product_choice
+            self.measured = choose_measured(config, memory.device, probes, product, sampler, elementwise)
             if isinstance(operators.attention, DeviceAttention) and config.num_parameters >= MIN_PARAMETERS:
                 operators.attention.choose(self._cache.layers[0], config.num_heads)
         self.limits = RunnerLimits(
