@@ -69,7 +69,7 @@ class Model:
         self._residual_scale = float(torch.tensor(config.residual_scale, dtype=dtype))
 
     def forward(self, batch: DeviceBatch, cache: KVCache) -> Tensor:
-        """Compute the batch's tokens, and the logits of the rows that sample: [sampled, vocab], float32."""
+        """Compute the batch's tokens; returns what logits() wants of those that are asked for: [asked, hidden]."""
         x = self._embed(batch.token_ids)  # [tokens, hidden]
         if self._embedding_scale != 1:
             x = x.mul_(self._embedding_scale)
@@ -79,15 +79,27 @@ class Model:
         for layer, next_norm, kv in zip(self.layers, self._next_norms, cache.layers, strict=True):
             added = self._attention(layer, normed, rotations, batch, kv)
             if layer is self.layers[-1]:  # nobody asks for the others' output from here on
-                if not len(batch.sampled_rows):
-                    return x.new_empty((0, self.config.vocab_size), dtype=torch.float32)
-                x, added = x.index_select(0, batch.sampled_tokens), added.index_select(0, batch.sampled_tokens)
+                x, added = x.index_select(0, batch.asked_tokens), added.index_select(0, batch.asked_tokens)
+                if not len(x):
+                    return x
             x, normed = self._add(x, added, layer.attention_post_norm, layer.mlp_norm)
             added = layer.mlp(normed)
             if self._operators.ranks is not None:
                 added = self._operators.ranks.sum(added)
             x, normed = self._add(x, added, layer.mlp_post_norm, next_norm)  # [tokens, hidden] each
-        return self._logits(x)
+        return x
+
+    def logits(self, x: Tensor) -> Tensor:
+        """x: [some, hidden], of forward(); returns [some, vocab], float32: of several ranks, for the first alone."""
+        if not len(x):
+            return x.new_empty((0, self.config.vocab_size), dtype=torch.float32)
+        logits = self.lm_head(self._operators.norm(x, self.norm)).float()
+        if self.config.logits_scale != 1:
+            logits = logits.mul_(self.config.logits_scale)
+        if self.config.logits_cap is not None:
+            logits = logits.div_(self.config.logits_cap).tanh_().mul_(self.config.logits_cap)
+        ranks = self._operators.ranks
+        return logits if ranks is None else ranks.gather_columns(logits, self.config.vocab_size)
 
     def probes(self, size_bytes: int) -> list[tuple[Linear, int]]:
         """Products of the first layers with the width of what goes in: at least so many bytes of weights, if it has."""
@@ -129,16 +141,6 @@ class Model:
         if post_norm is not None:
             added = self._operators.norm(added, post_norm)
         return self._operators.add_norm(x, added, self._residual_scale, next_norm)
-
-    def _logits(self, x: Tensor) -> Tensor:
-        """x: [sampled, hidden]; returns [sampled, vocab], float32; but for the first of several ranks: see Ranks."""
-        logits = self.lm_head(self._operators.norm(x, self.norm)).float()
-        if self.config.logits_scale != 1:
-            logits = logits.mul_(self.config.logits_scale)
-        if self.config.logits_cap is not None:
-            logits = logits.div_(self.config.logits_cap).tanh_().mul_(self.config.logits_cap)
-        ranks = self._operators.ranks
-        return logits if ranks is None else ranks.gather_columns(logits, self.config.vocab_size)
 
 
 def _ends(weights: ModelWeights, operators: Operators) -> tuple[Embed, Linear]:

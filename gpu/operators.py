@@ -4,6 +4,7 @@ They serve on every device, and are what the kernels of cpu_kernels/ and kernels
 them one by one. Norms and RoPE are computed in float32.
 """
 
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -27,6 +28,13 @@ HeadNorms = tuple[Tensor, Tensor]
 """Weights of the norms of queries and keys: [head_dim] each, or [heads, head_dim] and [kv_heads, head_dim]"""
 
 
+@dataclass(slots=True)
+class ElementwiseChoice:
+    """Whether kernels compute what lies between a model's products: norms, RoPE with the cache's writing, gates."""
+
+    uses_kernel: bool = True
+
+
 class Operators:
     """Torch's.
 
@@ -37,6 +45,7 @@ class Operators:
 
     attention: AttentionKernels | None = None  # None: torch attends
     product_choice: ProductChoice | DeviceProducts | None = None  # None: there is no kernel for products
+    elementwise_choice: ElementwiseChoice | None = None  # None: there is nothing to choose
     ranks: Ranks | None = None  # None: this process computes the whole model
 
     def __init__(self, dtype: torch.dtype, device: torch.device, eps: float) -> None:

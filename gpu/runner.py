@@ -24,6 +24,7 @@ from gpu.code_pages import drop_code_pages
 from gpu.device import apply_threads, choose_device, free_memory_bytes, last_level_cache_bytes
 from gpu.device_attention import DeviceAttention
 from gpu.drawn_tokens import DrawnTokens, OnTheirWay
+from gpu.elementwise_speed import find_elementwise
 from gpu.kernel_choice import find_operators
 from gpu.kv_cache import KVCache, bytes_per_block
 from gpu.kv_offload import CopyTicket, KVOffload, open_offload
@@ -33,6 +34,7 @@ from gpu.model import Model
 from gpu.operators import Operators
 from gpu.parallel.ranks import Ranks
 from gpu.parallel.shards import Shard
+from gpu.prompt_logprobs import PromptScores, score
 from gpu.quantize_cache import quantizing
 from gpu.sampler import RowLogprobs, Sampler
 from gpu.sampler_choice import find_sampler
@@ -53,6 +55,7 @@ class StepTicket:
     logits: Tensor  # [sampled, vocab], float32
     drawn: OnTheirWay | None = None
     host_copies: CopyTicket | None = None
+    prompt_scores: PromptScores | None = None
 
 
 class ModelRunner:
@@ -83,8 +86,10 @@ class ModelRunner:
             sampler = find_sampler(config, memory.device)  # compiles or loads a kernel
             self._sampler = Sampler(engine.max_sequences, config.vocab_size, device, sampler)
             probes = self._model.probes(min(max(MIN_PROBE_BYTES, 2 * last_level_cache_bytes()), MAX_PROBE_BYTES))
+            elementwise = find_elementwise(config, operators)
+            product = operators.product_choice
             self.measured = (
-                choose_measured(config, memory.device, probes, operators.product_choice, sampler)
+                choose_measured(config, memory.device, probes, product, sampler, elementwise)
                 if operators.ranks is None
                 else usual(memory.device)  # each rank's own choice would round otherwise what all compute alike
             )
@@ -124,7 +129,7 @@ class ModelRunner:
             self.limits = replace(self.limits, num_host_blocks=num_slots, host_copy_s=copy_s)
 
     def forward(self, plan: StepPlan) -> StepTicket:
-        """Reset slots, copy and clear blocks, write KV, compute the logits of the rows that sample."""
+        """Reset slots, copy and clear blocks, write KV, compute the logits of the rows that sample and of targets."""
         threads = self.measured.threads.of(plan.num_tokens)
         if threads != torch.get_num_threads():  # not for nothing: torch forgets what it has prepared
             torch.set_num_threads(threads)
@@ -138,7 +143,13 @@ class ModelRunner:
             if batch.cleared_blocks is not None:
                 self._cache.clear_blocks(batch.cleared_blocks)
             self._drawn.fill_pending(batch)
-            return StepTicket(batch, self._model.forward(batch, self._cache), host_copies=host_copies)
+            hidden = self._model.forward(batch, self._cache)  # [sampled + scored, hidden]
+            num_sampled = len(batch.sampled_rows)
+            ticket = StepTicket(batch, self._model.logits(hidden[:num_sampled]), host_copies=host_copies)
+            if plan.prompt_targets:
+                scored = hidden[num_sampled:]
+                ticket.prompt_scores = score(scored, plan, self._model.logits, self.config.vocab_size)
+            return ticket
 
     def _start_host_copies(self, plan: StepPlan) -> CopyTicket | None:
         if plan.host_copies is None:
@@ -150,8 +161,8 @@ class ModelRunner:
         """Those of every token of a prompt, a plan's one row: [tokens, vocab], float32. Draws nothing."""
         with _device_errors(), torch.inference_mode():
             batch = self._builder.build(plan)
-            batch.sampled_tokens = torch.arange(len(plan.token_ids), device=batch.token_ids.device)
-            return self._model.forward(batch, self._cache)
+            batch.asked_tokens = torch.arange(len(plan.token_ids), device=batch.token_ids.device)
+            return self._model.logits(self._model.forward(batch, self._cache))
 
     def sample(self, ticket: StepTicket) -> None:
         """Draw a token per sampling row. They stay on the device for the next step, and start for the host."""
@@ -168,6 +179,8 @@ class ModelRunner:
             DeviceError: the device is lost.
         """
         output = self._collect_drawn(ticket)
+        if ticket.prompt_scores is not None:
+            self._collect_scores(ticket.prompt_scores, output)
         if ticket.host_copies is not None:
             assert self.offload is not None, "it has started them"
             with _device_errors():
@@ -191,6 +204,16 @@ class ModelRunner:
             logprobs={index: logprobs[row] for index, row in enumerate(order.tolist()) if row in logprobs},
             failed_rows={int(row): NOT_FINITE for row in np.sort(batch.sampled_rows[~is_finite])},
         )
+
+    def _collect_scores(self, scores: PromptScores, output: StepOutput) -> None:
+        with _device_errors(), torch.inference_mode():
+            scores.wait()
+            for targets, slot, told in scores.told():
+                if told is not None:
+                    output.prompt_logprobs[targets.row] = told
+                else:
+                    output.failed_rows[targets.row] = NOT_FINITE
+                    self.make_finite([slot])
 
     def make_finite(self, slots: Iterable[int]) -> None:
         """Zero what is not finite in the blocks of these: others may come to share them."""

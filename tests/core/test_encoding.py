@@ -9,7 +9,7 @@ import pytest
 
 from core.config import EngineConfig
 from core.encoding import decode, encode
-from core.plan import BlockCopies, BlockLabel, SequenceStart, StepPlan
+from core.plan import BlockCopies, BlockLabel, PromptTargets, SequenceStart, StepPlan
 from core.types import SamplingParams
 
 
@@ -30,6 +30,7 @@ PLAN = StepPlan(
     copy_sources=int32(4),
     copy_targets=int32(5),
     sequence_starts=[SequenceStart(3, (5, 6, 7), 2, SAMPLING, 2**64 - 1, (2,))],
+    prompt_targets=[PromptTargets(row=0, first=1, token_ids=(6, 7), num_top=2)],
     host_copies=BlockCopies({1: 2}, {1: BlockLabel(7, (("tenant", "salt"), b"\0\xff"))}, {3: 4}, {4: None}),
 )
 

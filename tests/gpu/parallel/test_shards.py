@@ -10,6 +10,7 @@ import torch
 from core.config import EngineConfig, ExpertsConfig, parse_model_config
 from core.errors import StartupError
 from core.packed_config import PackedConfig
+from core.plan import PromptTargets
 from gpu.checkpoint import open_checkpoint
 from gpu.memory_plan import MemoryPlan
 from gpu.parallel.loading import find_room, plan_rank
@@ -42,6 +43,19 @@ def test_two_ranks_say_what_one_says(family: str, model_directory: Callable[[str
     assert tokens_of(two) == tokens_of(open_runner(directory))
     config = two.runners[0].config
     assert two.meeting.num_sums == 2 * config.num_layers * NUM_TOKENS  # the first step computes the prompts
+
+
+def test_two_ranks_say_how_likely_a_prompt_is_as_one_does(model_directory: Callable[[str], Path]) -> None:
+    directory, told = model_directory("llama3"), []
+    targets = [PromptTargets(row=0, first=3, token_ids=tuple(PROMPTS[0][4:]), num_top=2)]
+    for runner in (open_runner(directory), Lockstep(directory, 2)):
+        tables = [(0, index, index) for index in range(3)]
+        plan = make_plan([(0, 0, PROMPTS[0], True)], tables=tables, prompt_targets=targets)
+        told.append(runner.collect(runner.forward(plan)).prompt_logprobs[0])
+    one, two = told
+    assert [entry.token_id for entry in two] == PROMPTS[0][4:]
+    assert [[name for name, _ in entry.top] for entry in two] == [[name for name, _ in entry.top] for entry in one]
+    assert [entry.logprob for entry in two] == pytest.approx([entry.logprob for entry in one], abs=1e-4)
 
 
 @pytest.mark.parametrize("family", ["llama2", "gemma3"])
