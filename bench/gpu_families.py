@@ -11,6 +11,7 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
 
@@ -18,8 +19,11 @@ from bench.gpu_parts import FAILED, OK, SKIPPED, WRONG, Case, Context, Row
 from bench.gpu_streams import Streams
 from bench.results import Cell
 from core.config import EngineConfig, parse_model_config
-from core.plan import SequenceStart
+from core.errors import StartupError
+from core.plan import Runner, SequenceStart
 from core.types import SamplingParams
+from gpu.parallel.ranks import close
+from gpu.parallel.runner import load_parallel_runner
 from gpu.runner import ModelRunner, load_runner
 
 ORACLE = "tests.oracle"  # it imports transformers, which only those who check families need
@@ -78,16 +82,40 @@ def _check(family: str, context: Context) -> Iterator[Row]:
                     continue
             found = _tokens(runner, prompts, num_tokens)
             yield Row(TABLE, cells, OK if found == wanted else WRONG, difference(found, wanted))
+        yield _of_two_ranks(directory, context, {"family": family, "steps": "of two ranks"}, prompts, wanted)
+
+
+def _of_two_ranks(
+    directory: Path, context: Context, cells: dict[str, Cell], prompts: list[list[int]], wanted: list[list[int]]
+) -> Row:
+    """Over NCCL where there are two GPUs, over gloo where there is none."""
+    if context.is_device and torch.cuda.device_count() < 2:
+        return Row(TABLE, cells, SKIPPED, "there is one GPU")
+    config = parse_model_config(json.loads((directory / "config.json").read_text(encoding="utf-8")))
+    engine = replace(_engine(context.device), tensor_parallel=2)
+    try:
+        runner = load_parallel_runner(directory, config, engine, lambda done, total: None)
+    except StartupError as error:
+        return Row(TABLE, cells, SKIPPED, error.cause)
+    try:
+        found = _tokens(runner, prompts, len(wanted[0]))
+    finally:
+        close()
+        runner.end()
+    return Row(TABLE, cells, OK if found == wanted else WRONG, difference(found, wanted))
 
 
 def _open(directory: Path, device: torch.device, options: dict[str, str]) -> ModelRunner:
-    engine = EngineConfig(device=device.type, dtype="float32", max_sequences=16, kv_memory_bytes=KV_BYTES, threads=1)
     config = parse_model_config(json.loads((directory / "config.json").read_text(encoding="utf-8")))
-    changed = replace(engine, **options)  # type: ignore[arg-type]
+    changed = replace(_engine(device), **options)  # type: ignore[arg-type]
     return load_runner(directory, config, changed, lambda done, total: None)
 
 
-def _tokens(runner: ModelRunner, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+def _engine(device: torch.device) -> EngineConfig:
+    return EngineConfig(device=device.type, dtype="float32", max_sequences=16, kv_memory_bytes=KV_BYTES, threads=1)
+
+
+def _tokens(runner: Runner[Any], prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
     """Greedy, all in one batch, the first one's prompt in chunks beside the others' decodes."""
     streams = Streams(runner)
     names = [streams.submit(tuple(prompt), num_tokens) for prompt in prompts]

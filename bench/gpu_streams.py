@@ -10,16 +10,15 @@ from random import Random
 from typing import Any
 
 from core.engine import Engine
-from core.plan import RunnerLimits, StepOutput, StepPlan
+from core.plan import Runner, RunnerLimits, StepOutput, StepPlan
 from core.scheduler import Scheduler
 from core.types import Cancel, FinishReason, Message, Request, SamplingParams, StepDelivery, Submit
-from gpu.runner import ModelRunner
 
 
 class ClockedRunner:
     """A runner, and the seconds that its calls take: forward and sample send, collect waits."""
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: Runner[Any]) -> None:
         self._runner = runner
         self.limits: RunnerLimits = runner.limits
         self.send_s = 0.0
@@ -50,7 +49,7 @@ class Streams:
         runner: stepped by this engine alone, until close.
     """
 
-    def __init__(self, runner: ModelRunner, seed: int = 0) -> None:
+    def __init__(self, runner: Runner[Any], seed: int = 0) -> None:
         self.clocked = ClockedRunner(runner)
         self.tokens: dict[str, list[int]] = defaultdict(list)
         self.times_s: dict[str, list[float]] = defaultdict(list)

@@ -18,8 +18,9 @@ from core.config import EngineConfig, ModelConfig, parse_model_config
 from gpu.device import apply_threads, choose_device, free_memory_bytes
 from gpu.kernel_choice import find_operators
 from gpu.memory_plan import plan_memory
-from gpu.runner import ModelRunner
-from gpu.weights import EMBEDDING, HEAD, ModelWeights, empty_weights, targets
+from gpu.parallel.shards import HEAD
+from gpu.runner import ModelRunner, warm_up
+from gpu.weights import EMBEDDING, ModelWeights, empty_weights, targets
 
 
 def draw_tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, seed: int = 0) -> Tensor:
@@ -55,7 +56,7 @@ def random_runner(config: Mapping[str, Any], engine: EngineConfig) -> ModelRunne
     with torch.inference_mode():
         weights = random_weights(model, choice.dtype, choice.device)
     runner = ModelRunner(model, engine, memory, weights, operators)
-    runner.warm_up()
+    warm_up(runner)
     return runner
 
 

@@ -53,6 +53,7 @@ class EngineConfig:
         inter_token_target: how many times what its decodes alone would take a step with prompts in it may take, by
             the step-cost model; None: as long as max_batch_tokens makes it.
         overlap: "on": the next step is sent before the tokens of this one are read; "off"; "auto": on a GPU.
+        tensor_parallel: devices of this machine that compute the model together.
         kv_offload_bytes: of host memory for KV blocks that give way to others; 0: they are forgotten.
         kv_offload_dir: where these are kept for the next process; None: nowhere.
         kv_offload_dir_bytes: of files in it; None: all that lies in kv_offload_bytes.
@@ -70,6 +71,7 @@ class EngineConfig:
     has_prefix_cache: bool = True
     inter_token_target: float | None = INTER_TOKEN_TARGET
     overlap: str = "auto"
+    tensor_parallel: int = 1
     kv_offload_bytes: int = 0
     kv_offload_dir: str | None = None
     kv_offload_dir_bytes: int | None = None

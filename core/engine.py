@@ -52,6 +52,7 @@ class Engine:
         inbox: messages of the loop, oldest first. Only popped here, from the left.
         deliver: takes each step's news. Called once a step, and for news without a step.
         store: is given the cached blocks when no more steps come; None: they are forgotten.
+        check: called where there is nothing to compute, raises DeviceError if the device is lost; None: a step will.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Engine:
         inbox: deque[Message],
         deliver: Callable[[StepDelivery], None],
         store: BlockStore | None = None,
+        check: Callable[[], None] | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._sent: SentSteps[Any] = SentSteps(runner, scheduler.restart)
@@ -69,6 +71,7 @@ class Engine:
         self._inbox = inbox
         self._deliver = deliver
         self._store = store
+        self._check = check
         self._broken: str | None = None  # what its clients are told
         self._inspect: Inspect | None = None  # still to be answered
 
@@ -87,6 +90,8 @@ class Engine:
             if not self._sent:
                 self._flush()
                 self._check_books()
+                if self._check is not None:
+                    self._check()
                 return False
             landed = self._sent.collect()
         except DeviceError as error:

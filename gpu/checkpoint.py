@@ -18,6 +18,7 @@ from core.gguf import SUFFIX as GGUF_SUFFIX
 from core.packed_config import PackedConfig
 from gpu.gguf import GgufReader
 from gpu.packed_weights import NEEDED_PARTS, PARTS, UnpackedWeight, matrix_shape, part_shapes, unpack
+from gpu.staged_copies import Fill
 from gpu.targets import Target
 
 PICKLES = (".bin", ".pt", ".pth")  # checkpoints of these are not read: they can run code
@@ -37,6 +38,8 @@ NAMED_AT_MOST = 5  # tensors in one error message
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes total), as loading goes."""
+Cut = Callable[[str, torch.Tensor, tuple[int, ...]], torch.Tensor]
+"""See gpu.parallel.shards.Shard.cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,10 +149,21 @@ class TensorSource:
 
     Args:
         dtype: what numbers become that are not stored as floats.
+        fill: how a tensor gets into its target.
+        cut: which part of one is wanted, by its name and the part's shape; None: all of each.
     """
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, progress: Progress) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        progress: Progress,
+        fill: Fill = Target.fill,
+        cut: Cut | None = None,
+    ) -> None:
         self.checkpoint = checkpoint
+        self._fill = fill
+        self._cut = cut
         self._dtype = dtype
         self._progress = progress
         self._done_bytes = 0
@@ -168,15 +182,19 @@ class TensorSource:
         """Scales follow all that they multiply."""
         for name in sorted(wanted, key=lambda name: wanted[name].is_scale):
             header = self.checkpoint.tensors[name]
-            wanted[name].fill(self.unpacked(name).floats() if header.parts else self.tensor(name))
+            self._fill(wanted[name], self._part(name, wanted[name].shape))  # no name for it: its pages are to go
             self._advance(header)
+
+    def _part(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        tensor = self.unpacked(name).floats() if self.checkpoint.tensors[name].parts else self.tensor(name)
+        return tensor if self._cut is None else self._cut(name, tensor, shape)
 
     def fill_parts(self, wanted: Sequence[dict[str, Target]]) -> None:
         """Of packed matrices: values, scales and zeros, each with targets of its own by the same names."""
         for name in wanted[0]:
             unpacked = self.unpacked(name)
             for part, targets in zip(("values", "scales", "zeros"), wanted, strict=True):
-                targets[name].fill(unpacked.part(part))
+                self._fill(targets[name], unpacked.part(part))
             self._advance(self.checkpoint.tensors[name])
 
     def tensor(self, name: str) -> torch.Tensor:

@@ -106,6 +106,11 @@ def choose_measured(
     return found
 
 
+def usual(choice: DeviceChoice) -> Measured:
+    """What serves where nothing is measured; products and sampling stay as they are set."""
+    return Measured(_unmeasured(choice))
+
+
 def _unmeasured(choice: DeviceChoice) -> StepThreads:
     if choice.are_threads_asked or choice.threads == 1:
         return StepThreads(((1, choice.threads),))

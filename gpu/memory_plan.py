@@ -22,6 +22,7 @@ from gpu.prompt_logprobs import piece_rows
 from gpu.quantize import can_quantize, floats, operator_group_size, stored_bytes
 from gpu.quantized_linear import DEVICE_SLAB_BYTES, SLAB_BYTES
 from gpu.scores import MAX_SCORES
+from gpu.staged_copies import staged_bytes
 from gpu.tied_head import can_gather
 from gpu.weights import check_checkpoint, empty_weights, keeps_packed, matrices
 
@@ -81,11 +82,21 @@ def estimate(directory: Path, model: ModelConfig, engine: EngineConfig) -> Memor
 
 
 def plan_memory(
-    model: ModelConfig, engine: EngineConfig, device: DeviceChoice, checkpoint_bytes: int, free_bytes: int
+    model: ModelConfig,
+    engine: EngineConfig,
+    device: DeviceChoice,
+    checkpoint_bytes: int,
+    free_bytes: int,
+    weights_bytes: int | None = None,
 ) -> MemoryPlan:
-    """Divide free_bytes: weights first, then the largest step, then as much KV as is useful; see estimate."""
+    """Divide free_bytes: weights first, then the largest step, then as much KV as is useful; see estimate.
+
+    Args:
+        weights_bytes: None: all of the model's.
+    """
     max_model_len = _max_model_len(model, engine)
-    weights_bytes = weights_size_bytes(model, device.dtype, engine.quantize, device.device)
+    if weights_bytes is None:
+        weights_bytes = weights_size_bytes(model, device.dtype, engine.quantize, device.device)
     activation_bytes = _activation_bytes(model, engine, max_model_len, device)
     shared_bytes = engine.kv_offload_bytes * _is_shared(device)
     asked = _Asked(model, engine, max_model_len, device, free_bytes, weights_bytes + shared_bytes)
@@ -95,6 +106,14 @@ def plan_memory(
         needed = unit.show(weights_bytes + activation_bytes)
         cause = f"Weights and activations need {needed} as {device.dtype_name}{beside}, {unit.show(free_bytes)} free."
         raise NotEnoughMemory(cause, _ways_out(asked, unit))
+    loading_bytes = _loading_bytes(model, engine, device)
+    if weights_bytes + loading_bytes > free_bytes:
+        unit = _unit_of(weights_bytes, loading_bytes, free_bytes)
+        cause = (
+            f"Weights need {unit.show(weights_bytes)} as {device.dtype_name}, and {unit.show(loading_bytes)} more "
+            f"while they load, {unit.show(free_bytes)} free."
+        )
+        raise NotEnoughMemory(cause, _smaller(engine, device.dtype))
     num_blocks = _num_blocks(asked)
     return MemoryPlan(
         device=device,
@@ -133,6 +152,15 @@ def offload_slots(model: ModelConfig, engine: EngineConfig, dtype: torch.dtype, 
     return asked_bytes // block_bytes
 
 
+def _loading_bytes(model: ModelConfig, engine: EngineConfig, device: DeviceChoice) -> int:
+    """Beside the weights, until they are all there: slices on their way, and a layer that is not quantised yet."""
+    size_bytes = staged_bytes(device.device)
+    if engine.quantize is not None or keeps_packed(model, engine.quantize):
+        layers = empty_weights(model, device.dtype, torch.device("meta")).layers
+        size_bytes += max(sum(floats(getattr(*matrix)).nbytes for matrix in matrices(layer)) for layer in layers)
+    return size_bytes
+
+
 def _is_shared(device: DeviceChoice) -> bool:
     """Whether host memory and the device's are one."""
     return device.device.type == "cpu"
@@ -147,7 +175,8 @@ def memory_needed(model: ModelConfig, engine: EngineConfig, device: DeviceChoice
     kv_bytes = (num_blocks_for(max_model_len) + 1) * bytes_per_block(model, device.dtype)
     activation_bytes = _activation_bytes(model, engine, max_model_len, device)
     weights_bytes = weights_size_bytes(model, device.dtype, engine.quantize, device.device)
-    return weights_bytes + activation_bytes + kv_bytes + engine.kv_offload_bytes * _is_shared(device)
+    serving_bytes = activation_bytes + kv_bytes + engine.kv_offload_bytes * _is_shared(device)
+    return weights_bytes + max(serving_bytes, _loading_bytes(model, engine, device))
 
 
 def weights_size_bytes(model: ModelConfig, dtype: torch.dtype, quantize: str | None, device: torch.device) -> int:

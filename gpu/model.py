@@ -83,11 +83,14 @@ class Model:
                 if not len(x):
                     return x
             x, normed = self._add(x, added, layer.attention_post_norm, layer.mlp_norm)
-            x, normed = self._add(x, layer.mlp(normed), layer.mlp_post_norm, next_norm)  # [tokens, hidden] each
+            added = layer.mlp(normed)
+            if self._operators.ranks is not None:
+                added = self._operators.ranks.sum(added)
+            x, normed = self._add(x, added, layer.mlp_post_norm, next_norm)  # [tokens, hidden] each
         return x
 
     def logits(self, x: Tensor) -> Tensor:
-        """x: [some, hidden], of forward(); returns [some, vocab], float32."""
+        """x: [some, hidden], of forward(); returns [some, vocab], float32: of several ranks, for the first alone."""
         if not len(x):
             return x.new_empty((0, self.config.vocab_size), dtype=torch.float32)
         logits = self.lm_head(self._operators.norm(x, self.norm)).float()
@@ -95,7 +98,8 @@ class Model:
             logits = logits.mul_(self.config.logits_scale)
         if self.config.logits_cap is not None:
             logits = logits.div_(self.config.logits_cap).tanh_().mul_(self.config.logits_cap)
-        return logits
+        ranks = self._operators.ranks
+        return logits if ranks is None else ranks.gather_columns(logits, self.config.vocab_size)
 
     def probes(self, size_bytes: int) -> list[tuple[Linear, int]]:
         """Products of the first layers with the width of what goes in: at least so many bytes of weights, if it has."""
@@ -127,7 +131,8 @@ class Model:
         rotation = None if layer.rope is None else rotations[layer.rope]
         query = operators.rotate_and_store(qkv, layer.head_norms, rotation, kv, batch.kv_slots)
         attending = batch.attending[layer.window]
-        return layer.output(paged_attention(query, kv, attending, layer.scores, operators.attention))
+        added = layer.output(paged_attention(query, kv, attending, layer.scores, operators.attention))
+        return added if operators.ranks is None else operators.ranks.sum(added)
 
     def _add(
         self, x: Tensor, added: Tensor, post_norm: Tensor | None, next_norm: Tensor | None

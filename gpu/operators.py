@@ -18,6 +18,7 @@ from gpu.expert_weights import ExpertWeights
 from gpu.kv_cache import LayerKV
 from gpu.linear import Linear, ProductChoice, can_pack, make_linear, packed_linear
 from gpu.mlp import GATED, Block, Experts, Gated
+from gpu.parallel.ranks import Ranks
 from gpu.quantize import QuantizedWeight, Weight
 from gpu.quantized_linear import make_quantized_linear
 from gpu.rope import apply_rope
@@ -45,6 +46,7 @@ class Operators:
     attention: AttentionKernels | None = None  # None: torch attends
     product_choice: ProductChoice | DeviceProducts | None = None  # None: there is no kernel for products
     elementwise_choice: ElementwiseChoice | None = None  # None: there is nothing to choose
+    ranks: Ranks | None = None  # None: this process computes the whole model
 
     def __init__(self, dtype: torch.dtype, device: torch.device, eps: float) -> None:
         self._is_packed = can_pack(dtype, device)

@@ -39,11 +39,16 @@ class QuantizeCache:
         self._is_writable = True
 
     def quantize(self, weight: Tensor, scheme: str) -> QuantizedWeight:
-        """The weight quantised, from the cache where it is there; on the weight's device."""
+        """The weight quantised, from the cache where it is there; on the weight's device.
+
+        On a GPU it is made: that reads it once at the memory's speed, and its hash would bring it back to the host.
+        """
+        if weight.device.type != "cpu":
+            return quantize(weight, scheme)
         file = self._directory / f"{digest(weight, scheme)}{SUFFIX}"
         found = _read(file)
         if found is not None:
-            return QuantizedWeight(weight.dtype, *(tensor.to(weight.device) for tensor in found))
+            return QuantizedWeight(weight.dtype, *found)
         quantized = quantize(weight, scheme)
         if self._is_writable:
             self._write(file, quantized)

@@ -1,10 +1,10 @@
-"""Computes steps: the Runner of core.plan, on one CPU or one GPU. Thread: engine, all of it.
+"""Computes steps: the Runner of core.plan, on one CPU or one GPU; or a rank's part of them. Thread: engine, all of it.
 
 Owns the model, its KV cache and the sampling state. Decides nothing: which rows, which blocks, and when a sequence
 ends are the scheduler's. A row whose logits are not finite fails alone, and its blocks are made finite again.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from core.config import BLOCK_SIZE, EngineConfig, ModelConfig
-from core.plan import DeviceError, RunnerLimits, SequenceStart, StepOutput, StepPlan
+from core.plan import DeviceError, Runner, RunnerLimits, SequenceStart, StepOutput, StepPlan, Ticket
 from core.types import SamplingParams, TokenLogprobs
 from gpu.attention import TILE_TOKENS
 from gpu.batch import BatchBuilder, DeviceBatch
@@ -28,14 +28,17 @@ from gpu.elementwise_speed import find_elementwise
 from gpu.kernel_choice import find_operators
 from gpu.kv_cache import KVCache, bytes_per_block
 from gpu.kv_offload import CopyTicket, KVOffload, open_offload
-from gpu.measured import MIN_PARAMETERS, choose_measured
+from gpu.measured import MIN_PARAMETERS, choose_measured, usual
 from gpu.memory_plan import MemoryPlan, plan_memory
 from gpu.model import Model
 from gpu.operators import Operators
+from gpu.parallel.ranks import Ranks
+from gpu.parallel.shards import Shard
 from gpu.prompt_logprobs import PromptScores, score
 from gpu.quantize_cache import quantizing
 from gpu.sampler import RowLogprobs, Sampler
 from gpu.sampler_choice import find_sampler
+from gpu.staged_copies import fill_on
 from gpu.weights import MatrixForm, ModelWeights, keeps_packed, load_weights
 
 NOT_FINITE = "The model computed values that are not finite numbers."
@@ -85,7 +88,11 @@ class ModelRunner:
             probes = self._model.probes(min(max(MIN_PROBE_BYTES, 2 * last_level_cache_bytes()), MAX_PROBE_BYTES))
             elementwise = find_elementwise(config, operators)
             product = operators.product_choice
-            self.measured = choose_measured(config, memory.device, probes, product, sampler, elementwise)
+            self.measured = (
+                choose_measured(config, memory.device, probes, product, sampler, elementwise)
+                if operators.ranks is None
+                else usual(memory.device)  # each rank's own choice would round otherwise what all compute alike
+            )
             if isinstance(operators.attention, DeviceAttention) and config.num_parameters >= MIN_PARAMETERS:
                 operators.attention.choose(self._cache.layers[0], config.num_heads)
         self.limits = RunnerLimits(
@@ -188,8 +195,7 @@ class ModelRunner:
             drawn.wait()
             is_finite, token_ids = drawn.is_finite.numpy(), drawn.token_ids.numpy()
             logprobs = _logprobs_by_row(drawn.logprobs, token_ids) if drawn.logprobs is not None else {}
-            for slot in batch.sampled_slots[~is_finite].tolist():
-                self._cache.make_finite(self._builder.blocks_of(slot))
+            self.make_finite(batch.sampled_slots[~is_finite].tolist())
         order = np.argsort(batch.sampled_rows, kind="stable")  # back to the plan's
         order = order[is_finite[order]]
         return StepOutput(
@@ -207,17 +213,24 @@ class ModelRunner:
                     output.prompt_logprobs[targets.row] = told
                 else:
                     output.failed_rows[targets.row] = NOT_FINITE
-                    self._cache.make_finite(self._builder.blocks_of(slot))
+                    self.make_finite([slot])
 
-    def warm_up(self) -> None:
-        """Step once with a short prompt and once with one token: libraries load and compile what they need."""
-        params = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9)
-        prompt = (0,) * max(1, min(WARM_UP_TOKENS, self.limits.max_model_len - 1))
-        start = SequenceStart(0, prompt, len(prompt), params, seed=0, stop_ids=())
-        for plan in (_one_row_plan(0, len(prompt), [start]), _one_row_plan(len(prompt), 1, [])):
-            ticket = self.forward(plan)
-            self.sample(ticket)
-            self.collect(ticket)
+    def make_finite(self, slots: Iterable[int]) -> None:
+        """Zero what is not finite in the blocks of these: others may come to share them."""
+        with torch.inference_mode():
+            for slot in slots:
+                self._cache.make_finite(self._builder.blocks_of(slot))
+
+
+def warm_up(runner: Runner[Ticket]) -> None:
+    """Step once with a short prompt and once with one token: libraries load and compile what they need."""
+    params = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9)
+    prompt = (0,) * max(1, min(WARM_UP_TOKENS, runner.limits.max_model_len - 1))
+    start = SequenceStart(0, prompt, len(prompt), params, seed=0, stop_ids=())
+    for plan in (_one_row_plan(0, len(prompt), [start]), _one_row_plan(len(prompt), 1, [])):
+        ticket = runner.forward(plan)
+        runner.sample(ticket)
+        runner.collect(ticket)
 
 
 def steps_in_flight(overlap: str, device: torch.device) -> int:
@@ -241,15 +254,35 @@ def load_runner(directory: Path, config: ModelConfig, engine: EngineConfig, prog
     apply_threads(choice)
     checkpoint = open_checkpoint(directory, config.packed)
     memory = plan_memory(config, engine, choice, checkpoint.size_bytes, free_memory_bytes(choice.device))
-    operators = find_operators(config, choice)  # compiles or loads kernels
+    runner = load_planned(checkpoint, config, engine, memory, progress)
+    warm_up(runner)
+    runner.open_offload(engine, checkpoint)
+    return runner
+
+
+def load_planned(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    engine: EngineConfig,
+    memory: MemoryPlan,
+    progress: Progress,
+    shard: Shard | None = None,
+    ranks: Ranks | None = None,
+) -> ModelRunner:
+    """As load_runner, once it is known where to; not warm yet.
+
+    Args:
+        shard: of the model, with whom it is computed together; None: all of it, alone.
+    """
+    choice, part = memory.device, config if shard is None else shard.config
+    operators = find_operators(part, choice)  # compiles or loads kernels
+    operators.ranks = ranks
     drop_code_pages()
     with torch.inference_mode(), quantizing(engine) as convert:
         form = MatrixForm(convert, keeps_packed(config, engine.quantize))
-        weights = load_weights(checkpoint, config, choice.dtype, choice.device, progress, form)
-    runner = ModelRunner(config, engine, memory, weights, operators)
-    runner.warm_up()
-    runner.open_offload(engine, checkpoint)
-    return runner
+        fill = fill_on(choice.device)
+        weights = load_weights(checkpoint, config, choice.dtype, choice.device, progress, form, fill, shard)
+    return ModelRunner(part, engine, memory, weights, operators)
 
 
 def _one_row_plan(start: int, length: int, sequence_starts: list[SequenceStart]) -> StepPlan:

@@ -22,7 +22,8 @@ class Target:
         rotary_dim: of each head, so many are reordered; None: all.
         num_reordered: of the rows, so many are; None: all.
         offset: what is added to each number.
-        write: how a tensor of another shape or format goes into `into`; None: by copying.
+        write: how a tensor of another shape or format goes into `into`, or some of its first dimension into the same
+            of `into`; None: by copying.
         stored_shape: of the checkpoint's tensor; None: as `into`.
         is_packed: it is stored as bytes, not as floats.
         is_scale: it multiplies what another tensor has written: read last.
@@ -44,10 +45,19 @@ class Target:
 
     def fill(self, tensor: Tensor) -> None:
         """tensor: of the shape above, in any float format, or bytes."""
+        self.write_rows(0, tensor)
+        self.finish()
+
+    def write_rows(self, first: int, rows: Tensor) -> None:
+        """Some of the tensor's rows, from this one on; finish() is for once all are there."""
+        into = self.into[first : first + len(rows)]
         if self.write is not None:
-            self.write(self.into, tensor)
-            return
-        self.into.copy_(tensor)
+            self.write(into, rows)
+        else:
+            into.copy_(rows)
+
+    def finish(self) -> None:
+        """What is done to all rows together."""
         if self.offset:
             self.into.add_(self.offset)
         if self.head_dim is not None:

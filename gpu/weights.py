@@ -22,11 +22,12 @@ from gpu.checkpoint import (
     open_safetensors,
 )
 from gpu.expert_weights import Empty, ExpertWeights, empty_experts, expert_targets
+from gpu.parallel.shards import HEAD, Shard
 from gpu.quantize import QuantizedWeight, Weight, floats, pack_nibbles, split_groups
+from gpu.staged_copies import Fill
 from gpu.targets import Target
 
 EMBEDDING = "model.embed_tokens.weight"
-HEAD = "lm_head.weight"
 
 
 @dataclass(slots=True)
@@ -88,16 +89,16 @@ AS_THEY_ARE = MatrixForm()
 
 def empty_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> ModelWeights:
     """Allocate all parameters."""
-    weights = _empty_ends(config, dtype, device)
+    weights = _empty_ends(config, dtype, device, config.vocab_size)
     weights.layers.extend(_empty_layer(config, index, dtype, device) for index in range(config.num_layers))
     return weights
 
 
-def _empty_ends(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> ModelWeights:
+def _empty_ends(config: ModelConfig, dtype: torch.dtype, device: torch.device, num_head_rows: int) -> ModelWeights:
     """All but the layers."""
     empty = partial(torch.empty, dtype=dtype, device=device)
     embedding = empty((config.vocab_size, config.hidden_size))
-    lm_head = embedding if config.tie_embeddings else empty((config.vocab_size, config.hidden_size))
+    lm_head = embedding if config.tie_embeddings else empty((num_head_rows, config.hidden_size))
     norm = empty((config.hidden_size,), dtype=_norm_dtype(config, dtype))
     return ModelWeights(embedding, [], norm, lm_head)
 
@@ -262,8 +263,15 @@ def load_weights(
     device: torch.device,
     progress: Progress,
     form: MatrixForm = AS_THEY_ARE,
+    fill: Fill = Target.fill,
+    shard: Shard | None = None,
 ) -> ModelWeights:
     """Fill the model's parameters from the checkpoint, one layer at a time, converting to dtype.
+
+    Args:
+        config: of all that the checkpoint holds.
+        fill: see TensorSource.
+        shard: load this part only; None: all.
 
     Raises:
         BadCheckpoint: tensors are missing, unexpected or misshaped, told before any is read; or a stored head
@@ -271,18 +279,22 @@ def load_weights(
     """
     expected = targets(config, empty_weights(config, dtype, torch.device("meta")))
     _check(checkpoint, expected, config)
-    weights = _empty_ends(config, dtype, device)
-    with TensorSource(checkpoint, dtype, progress) as source:
+    part = config if shard is None else shard.config
+    head_rows = slice(0, config.vocab_size) if shard is None else shard.head_rows
+    weights = _empty_ends(part, dtype, device, head_rows.stop - head_rows.start)
+    with TensorSource(checkpoint, dtype, progress, fill, None if shard is None else shard.cut) as source:
         for name in _extra_biases(checkpoint, expected):
             if source.tensor(name).any():
                 raise bad_checkpoint(f"{name} is not zero, and the architecture has no such parameter.")
-        source.fill(_end_targets(config, weights))
-        for index in range(config.num_layers):
-            layer = _empty_layer(config, index, dtype, device)
-            _load_layer(config, index, layer, source, form)
+        source.fill(_end_targets(part, weights))
+        for index in range(part.num_layers):
+            layer = _empty_layer(part, index, dtype, device)
+            _load_layer(part, index, layer, source, form)
             weights.layers.append(layer)
         source.finish()
     _check_tied(checkpoint, config)
+    if shard is not None and config.tie_embeddings:
+        weights.lm_head = weights.embedding[head_rows]
     return weights
 
 

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     import asyncio
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from core.errors import ExitCode
+    from core.plan import Runner
     from core.types import StepDelivery
     from server.config import ServerConfig
     from server.engine_thread import Inbox
@@ -45,10 +46,14 @@ def run_process() -> NoReturn:
 
 
 def end_process(exit_code: int) -> NoReturn:
-    """Leave, also when threads are still at work: the interpreter's own end under a thread in torch's C++ aborts."""
+    """Leave, also when threads are still at work: the interpreter's own end under a thread in torch's C++ aborts.
+
+    A group of ranks has such threads that are not Python's, and to leave it may mean to wait for one that is lost.
+    """
     import threading
 
-    if threading.active_count() == 1:
+    ranks = sys.modules.get("gpu.parallel.ranks")
+    if threading.active_count() == 1 and (ranks is None or not ranks.is_member()):
         sys.exit(exit_code)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -169,12 +174,15 @@ def engine_loader(config: "ServerConfig") -> "LoadEngine":
         files = read_model_files(path, config.max_model_len, config.chat_template)
         model = parse_model_config(files.config)
         report_stage("importing torch")
-        from gpu.runner import load_runner
+        from gpu.parallel.runner import ParallelRunner, load_parallel_runner
+        from gpu.runner import ModelRunner, load_runner
 
         engine = config.to_engine_config()
         report_stage("loading weights")
+        runner: ModelRunner | ParallelRunner
         with byte_progress(sys.stderr, "loading weights", MIN_LOADED_BYTES) as report_bytes:
-            runner = load_runner(files.path, model, engine, report_bytes)
+            load_all = load_runner if engine.tensor_parallel == 1 else load_parallel_runner
+            runner = load_all(files.path, model, engine, report_bytes)
         scheduler = Scheduler(
             runner.limits,
             files.eos_ids,
@@ -195,7 +203,9 @@ def engine_loader(config: "ServerConfig") -> "LoadEngine":
             context_origin=config.context_origin,
             limits=runner.limits,
         )
-        loaded = Engine(scheduler, runner, time.monotonic, inbox, deliver, runner.offload)
+        check = runner.check if isinstance(runner, ParallelRunner) else None
+        computing: Runner[Any] = runner
+        loaded = Engine(scheduler, computing, time.monotonic, inbox, deliver, runner.offload, check)
         return LoadedEngine(loaded, files, facts, scheduler.stats())
 
     return load

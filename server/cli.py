@@ -338,7 +338,7 @@ def measure_quality(config: "ServerConfig") -> "list[QualityFacts]":
     tokens = held_tokens(files.tokenizer.encode(HELD_TEXT.read_text(encoding="utf-8")), context)
     if len(tokens) < 2:
         raise StartupError(f"A context of {context} tokens leaves nothing to predict", "--max-model-len 2048")
-    engine = replace(config.to_engine_config(), max_model_len=len(tokens) + 1, max_sequences=1)
+    engine = replace(config.to_engine_config(), max_model_len=len(tokens) + 1, max_sequences=1, tensor_parallel=1)
     plain: Predictions | None = None
     found = []
     for scheme in (None, config.quantize) if config.quantize is not None else (None, *QUANTIZE_SCHEMES):
@@ -363,13 +363,17 @@ def find_plan(config: "ServerConfig") -> "PlanFacts":
     from core.config import parse_model_config
     from gpu.kernel_choice import describe_attention, describe_products
     from gpu.memory_plan import estimate
+    from gpu.parallel.loading import estimate_ranks
+    from gpu.parallel.shards import part_of
     from server.__main__ import model_path, served_name
     from server.commands.doctor import PlanFacts
     from server.commands.model_files import read_model_files
 
     files = read_model_files(model_path(config, is_offline=True), config.max_model_len, config.chat_template)
     model = parse_model_config(files.config)
-    plan = estimate(files.path, model, config.to_engine_config())
+    engine = config.to_engine_config()
+    plan = (estimate if engine.tensor_parallel == 1 else estimate_ranks)(files.path, model, engine)
+    part = part_of(model, engine.tensor_parallel)
     return PlanFacts(
         model_name=served_name(config),
         architecture=model.architecture,
@@ -386,8 +390,8 @@ def find_plan(config: "ServerConfig") -> "PlanFacts":
         num_kv_tokens=plan.kv_tokens,
         max_model_len=plan.max_model_len,
         context_origin=config.context_origin,
-        attention=describe_attention(model, plan.device),
-        products=describe_products(model, plan.device),
+        attention=describe_attention(part, plan.device),
+        products=describe_products(part, plan.device),
         total_bytes=plan.total_bytes,
         free_bytes=plan.free_bytes,
         offload_bytes=plan.offload_bytes,

@@ -119,6 +119,8 @@ class ServerConfig(
         if self.kv_offload_dir is not None and not self.kv_offload_bytes:
             cause = "--kv-offload-dir keeps what lies in --kv-offload-memory, and there is none"
             raise StartupError(cause, "--kv-offload-memory 1GiB, or as much as is to be kept", ExitCode.CONFIGURATION)
+        if self.tensor_parallel > 1:
+            self._check_parallel()
         return EngineConfig(
             device=self.device,
             dtype=self.dtype,
@@ -135,7 +137,21 @@ class ServerConfig(
             has_prefix_cache=not self.no_prefix_cache,
             inter_token_target=self.inter_token_target or None,
             overlap=self.overlap,
+            tensor_parallel=self.tensor_parallel,
         )
+
+    def _check_parallel(self) -> None:
+        """
+        Raises:
+            StartupError: a setting that several ranks do not have.
+        """
+        asked = f"--tensor-parallel {self.tensor_parallel}"
+        if self.overlap == "on":
+            cause = f"--overlap on and {asked}: each rank gets a step's tokens with the next plan, not before"
+            raise StartupError(cause, "leave --overlap out", ExitCode.CONFIGURATION)
+        if self.kv_offload_bytes:
+            cause = f"--kv-offload-memory and {asked}: the ranks keep no keys and values on the host"
+            raise StartupError(cause, "leave one of them out", ExitCode.CONFIGURATION)
 
 
 def _kinds(address: AnyAddress, passed: Sequence[PassedSocket]) -> set[bool]:

@@ -234,6 +234,7 @@ def test_a_family_says_what_transformers_says(known_speed: None, tmp_path: Path)
     assert code == 0
     assert OK in verdicts(rows)
     assert set(verdicts(rows)) <= {OK, SKIPPED}
+    assert [row["verdict"] for row in rows if row.get("steps") == "of two ranks"] == [OK]
 
 
 def test_where_answers_part_is_told() -> None:

@@ -125,6 +125,16 @@ class EngineSettings:
             group="engine",
         ),
     )
+    tensor_parallel: int = field(
+        default=1,
+        metadata=Setting(
+            name="tensor-parallel",
+            parse=count_between(1, 64),
+            metavar="COUNT",
+            help="GPUs of this machine that share the model, a process for each (with --device cpu: processes)",
+            group="engine",
+        ),
+    )
     threads: int | None = field(
         default=None,
         metadata=Setting(

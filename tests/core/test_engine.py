@@ -1,6 +1,6 @@
 import pytest
 
-from core.engine import EngineBroken
+from core.engine import Engine, EngineBroken
 from core.plan import DeviceError, RunnerLimits, StepOutput, StepPlan
 from core.simulation import SimulatedRunner
 from core.types import Cancel, ClearCache, FinishReason, Inspect, Message, Pause, Request, Resume, Submit, Usage
@@ -174,6 +174,29 @@ def test_lost_device_answers_every_request_and_breaks_the_engine() -> None:
         assert terminal.finish_reason is FinishReason.ERROR
         assert terminal.error
     assert under_test.scheduler.pool.num_used == 0
+
+
+def test_a_device_that_is_lost_while_nothing_is_computed_breaks_the_engine() -> None:
+    """It is looked for only then: while there are steps, they tell."""
+    under_test = EngineUnderTest(small_limits())
+    checks: list[int] = []
+
+    def check() -> None:
+        checks.append(len(under_test.log.tokens("a")))
+        if len(checks) > 1:
+            raise DeviceError("gone")
+
+    scheduler, clock = under_test.scheduler, under_test.clock
+    under_test.engine = Engine(scheduler, under_test.runner, clock, under_test.inbox, under_test.log, check=check)
+    under_test.send(Submit(make_request("a", max_tokens=4)))
+    under_test.run()
+    assert checks == [4]
+    with pytest.raises(EngineBroken):
+        under_test.step()
+    under_test.send(Submit(make_request("late")))
+    with pytest.raises(EngineBroken):
+        under_test.step()
+    assert under_test.log.terminal("late").finish_reason is FinishReason.ERROR
 
 
 def test_broken_engine_still_answers_what_is_submitted_and_computes_nothing() -> None:

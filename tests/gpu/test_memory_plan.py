@@ -9,7 +9,7 @@ import torch
 from core.config import EngineConfig, ModelConfig, RopeConfig
 from core.errors import NotEnoughMemory, StartupError
 from gpu.device import DeviceChoice
-from gpu.memory_plan import FIX_MARGIN, GIB, MIB, MemoryPlan, offload_slots, plan_memory
+from gpu.memory_plan import FIX_MARGIN, GIB, MIB, MemoryPlan, memory_needed, offload_slots, plan_memory
 
 # Llama 3.1 8B
 MODEL = ModelConfig(
@@ -128,6 +128,25 @@ def test_more_host_memory_than_is_free_is_refused_with_what_fits() -> None:
 def test_weights_that_do_not_fit_are_told_before_loading() -> None:
     with pytest.raises(NotEnoughMemory, match=r"as float32, 20\.0 GiB free.*--dtype bfloat16"):
         plan(20, dataclasses.replace(BF16, dtype=torch.float32))
+
+
+def test_what_weights_take_while_they_load_is_told_before() -> None:
+    """Two slices on their way to a device, and a layer in its own format before it is quantised."""
+    device = DeviceChoice(torch.device("cuda"), "", torch.bfloat16, "", 1, "")
+    small = dataclasses.replace(MODEL, vocab_size=128, hidden_size=64, num_layers=1)
+    asked = EngineConfig(max_model_len=16, max_sequences=1, max_batch_tokens=16)
+    with pytest.raises(NotEnoughMemory) as caught:
+        plan_memory(small, asked, device, 0, 130 * MIB)
+    made = plan_memory(small, asked, BF16, 0, 130 * MIB)
+    assert caught.value.cause == (
+        f"Weights need {made.weights_bytes / MIB:.1f} MiB as bfloat16, and 128.0 MiB more while they load, "
+        "130.0 MiB free."
+    )
+    assert memory_needed(small, asked, device) == made.weights_bytes + 128 * MIB
+    quantized = dataclasses.replace(asked, quantize="int4")
+    one_layer_bytes = 2 * 4096 * (2 * 32 * 128 + 2 * 8 * 128 + 3 * 14_336)
+    weights_bytes = plan_memory(MODEL, quantized, BF16, 0, 100 * GIB).weights_bytes
+    assert memory_needed(MODEL, quantized, BF16) == weights_bytes + one_layer_bytes
 
 
 def test_a_step_does_not_take_the_memory_of_all_sequences_at_full_length() -> None:

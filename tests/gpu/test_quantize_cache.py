@@ -57,6 +57,14 @@ def test_a_weight_is_quantised_once(scheme: str, tmp_path: Path, made: list[str]
     assert second.dtype == torch.bfloat16
 
 
+def test_on_a_device_it_is_made_and_nothing_is_hashed_or_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = QuantizedWeight(torch.bfloat16, torch.empty(0), torch.empty(0))
+    monkeypatch.setattr(quantize_cache, "quantize", lambda weight, scheme: made)
+    cache = QuantizeCache(tmp_path / "new", LIMIT)
+    assert cache.quantize(torch.empty(8, 64, device="meta"), "fp8") is made  # whose numbers cannot be read
+    assert not (tmp_path / "new").exists()
+
+
 def test_other_numbers_formats_shapes_and_schemes_are_other_files(tmp_path: Path, made: list[str]) -> None:
     cache = QuantizeCache(tmp_path, LIMIT)
     for weight in (weight_of(0), weight_of(1), weight_of(0).float(), weight_of(0).view(4, 128)):

@@ -99,6 +99,7 @@ SAMPLES = {
     "no-prefix-cache": "true",
     "inter-token-target": "2.5",
     "overlap": "on",
+    "tensor-parallel": "2",
     "handshake-timeout": "1s",
     "max-head": "8KiB",
     "max-unsent": "8KiB",
@@ -360,6 +361,7 @@ def test_engine_config_carries_what_the_operator_asked() -> None:
         "kv_offload_dir": "/var/cache/kv",
         "kv_offload_dir_bytes": "9GiB",
     }
+    assert load_config({"tensor_parallel": "2"}, {}).to_engine_config().tensor_parallel == 2
     want = EngineConfig(
         *("cpu", "float32", 1024, 64 * 2**20, 256, 8, 2, "int4", 2**30),
         kv_offload_bytes=2**33,
@@ -380,6 +382,21 @@ def test_offload_that_could_hold_nothing_is_refused(flags: dict[str, str | list[
     with pytest.raises(StartupError) as refused:
         load_config(flags, {}).to_engine_config()
     assert fix in refused.value.fix
+
+
+@pytest.mark.parametrize(
+    ("flags", "cause"),
+    [
+        ({"overlap": "on"}, "--overlap on and --tensor-parallel 2: each rank gets"),
+        ({"kv_offload_bytes": "1GiB"}, "--kv-offload-memory and --tensor-parallel 2: the ranks keep no"),
+    ],
+)
+def test_what_several_ranks_do_not_have_is_refused(flags: dict[str, str | list[str]], cause: str) -> None:
+    with pytest.raises(StartupError) as refused:
+        load_config(flags | {"tensor_parallel": "2"}, {}).to_engine_config()
+    assert refused.value.cause.startswith(cause)
+    assert refused.value.exit_code == ExitCode.CONFIGURATION
+    load_config(flags | {"tensor_parallel": "1"}, {}).to_engine_config()
 
 
 def test_model_is_a_directory_a_gguf_file_or_a_hubs_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

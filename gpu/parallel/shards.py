@@ -1,0 +1,150 @@
+"""Which part of a model's tensors each of several ranks has: tensor parallelism. Pure. Thread: engine (at start).
+
+Each rank has some of the heads, with their keys and values, and some of the numbers between an MLP's matrices, of every
+expert. What leaves attention and MLPs are parts of a sum over the ranks. Fewer KV heads than ranks: those that share
+one have a copy each. The head's rows are split, because a decode step reads all of them; the embedding is not, because
+a step reads few, and splitting it would cost one more sum. Norms and routers are every rank's, and computed alike.
+
+Source: Megatron-LM (arXiv:1909.08053), section 3.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from core.config import ModelConfig
+from core.errors import StartupError
+from gpu.targets import MXFP4_BLOCK
+
+HEAD = "lm_head.weight"
+# Added once, not once a rank: to what the first one computes.
+_ADDED_TO_SUMS = ("self_attn.o_proj.bias", "mlp.down_proj.bias", "mlp.experts.down_proj_bias")
+_OF_KV_HEADS = ("k_proj.weight", "v_proj.weight", "k_proj.bias", "v_proj.bias")
+MAX_RANKS = 64
+
+Span = tuple[int, int]
+"""(first, how many)"""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One rank's part.
+
+    Args:
+        whole: a model that check_shards has let pass.
+    """
+
+    whole: ModelConfig
+    rank: int
+    num_ranks: int
+
+    @property
+    def config(self) -> ModelConfig:
+        return part_of(self.whole, self.num_ranks)
+
+    @property
+    def head_rows(self) -> slice:
+        """Of the head: as many for each rank, but the last, which may have fewer."""
+        num_rows = head_rows_of(self.whole, self.num_ranks)
+        return slice(self.rank * num_rows, min((self.rank + 1) * num_rows, self.whole.vocab_size))
+
+    def cut(self, name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """This rank's part of a tensor of the checkpoint, a view where it lies in one piece.
+
+        Args:
+            shape: of the part.
+        """
+        if self.rank and name.endswith(_ADDED_TO_SUMS):
+            return torch.zeros(shape, dtype=tensor.dtype)
+        for dim, (num_whole, num_part) in enumerate(zip(tensor.shape, shape, strict=True)):
+            if num_whole != num_part:
+                pieces = [tensor.narrow(dim, *span) for span in self._spans(name, num_part)]
+                return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+        return tensor
+
+    def _spans(self, name: str, num_part: int) -> list[Span]:
+        """Of the dimension that is split, what is this rank's."""
+        whole, part = self.whole, self.config
+        query, first_key = (self.rank * part.query_size, part.query_size), self._first_kv_head * part.head_dim
+        if "self_attn.qkv_proj." in name:
+            return [
+                query,
+                (whole.query_size + first_key, part.kv_size),
+                (whole.query_size + whole.kv_size + first_key, part.kv_size),
+            ]
+        if name.endswith(_OF_KV_HEADS):
+            return [(first_key, part.kv_size)]
+        if "mlp.gate_up_proj." in name:
+            first = self.rank * part.intermediate_size
+            return [(first, part.intermediate_size), (whole.intermediate_size + first, part.intermediate_size)]
+        if name == HEAD:
+            return [(self.head_rows.start, num_part)]
+        return [(self.rank * num_part, num_part)]
+
+    @property
+    def _first_kv_head(self) -> int:
+        return self.rank * self.whole.num_kv_heads // self.num_ranks
+
+
+def part_of(whole: ModelConfig, num_ranks: int) -> ModelConfig:
+    """What one of so many ranks computes, as a model of its own."""
+    experts = whole.experts
+    if experts is not None:
+        experts = replace(experts, intermediate_size=experts.intermediate_size // num_ranks)
+    return replace(
+        whole,
+        num_heads=whole.num_heads // num_ranks,
+        num_kv_heads=max(1, whole.num_kv_heads // num_ranks),
+        intermediate_size=max(1, whole.intermediate_size // num_ranks),
+        experts=experts,
+    )
+
+
+def head_rows_of(whole: ModelConfig, num_ranks: int) -> int:
+    """Rows of the head that a rank has, at most."""
+    return -(-whole.vocab_size // num_ranks)
+
+
+def check_shards(whole: ModelConfig, num_ranks: int, is_kept_packed: bool) -> None:
+    """
+    Args:
+        is_kept_packed: see gpu.weights.keeps_packed.
+
+    Raises:
+        StartupError: so many ranks cannot share the model.
+    """
+    if num_ranks == 1:
+        return
+    if whole.qk_norm == "all":
+        raise _refused(num_ranks, "this family's norms run over all heads at once, which several ranks do not see", "1")
+    if is_kept_packed:
+        cause = "the matrices are served as they are packed (GPTQ, AWQ), and those are not split"
+        raise _refused(num_ranks, cause, "1, or --quantize int8: that unpacks them")
+    why = _why_not(whole, num_ranks)
+    if why is not None:
+        others = [str(count) for count in range(1, MAX_RANKS + 1) if _why_not(whole, count) is None]
+        raise _refused(num_ranks, why, ", or ".join(others))
+
+
+def _why_not(whole: ModelConfig, num_ranks: int) -> str | None:
+    """What cannot be split evenly; None: nothing."""
+    if whole.num_heads % num_ranks:
+        return f"{whole.num_heads} heads do not split into {num_ranks} parts"
+    if whole.num_kv_heads % num_ranks and num_ranks % whole.num_kv_heads:
+        return f"{whole.num_kv_heads} KV heads neither split into {num_ranks} parts nor is each for as many ranks"
+    has_dense = any(not whole.layer(index).is_sparse for index in range(whole.num_layers))
+    if has_dense and whole.intermediate_size % num_ranks:
+        return f"an MLP of {whole.intermediate_size} does not split into {num_ranks} parts"
+    if whole.experts is None:
+        return None
+    width = whole.experts.intermediate_size
+    if width % num_ranks:
+        return f"experts of {width} do not split into {num_ranks} parts"
+    if whole.experts.is_mxfp4 and width // num_ranks % MXFP4_BLOCK:
+        return f"experts of {width} do not split into {num_ranks} parts of whole blocks of {MXFP4_BLOCK} (mxfp4)"
+    return None
+
+
+def _refused(num_ranks: int, why: str, fix: str) -> StartupError:
+    return StartupError(f"--tensor-parallel {num_ranks}: {why}.", f"--tensor-parallel {fix}.")

@@ -1,0 +1,107 @@
+"""Weights through two pinned buffers in turn: the same parameters, few bytes held, and nothing read too soon."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from core.config import parse_model_config
+from gpu.checkpoint import open_checkpoint
+from gpu.staged_copies import BUFFER_BYTES, StagedCopies, fill_on, staged_bytes
+from gpu.targets import Target
+from gpu.weights import ModelWeights, load_weights
+from tests.gpu.conftest import no_progress
+from tests.gpu.late_streams import LateStreams
+from tests.gpu.test_weights import every_tensor
+from tests.oracle import read_config
+
+CPU = torch.device("cpu")
+BUFFER = 4096
+
+
+def load(directory: Path, dtype: torch.dtype, streams: LateStreams | None) -> ModelWeights:
+    fill = Target.fill if streams is None else StagedCopies(streams, BUFFER).fill
+    config = parse_model_config(read_config(directory))
+    weights = load_weights(open_checkpoint(directory), config, dtype, CPU, no_progress, fill=fill)
+    if streams is not None:
+        streams.finish()
+    return weights
+
+
+def staged(streams: LateStreams, tensor: Tensor, **target: object) -> Tensor:
+    into = torch.zeros(tensor.shape, dtype=torch.bfloat16)
+    StagedCopies(streams, BUFFER).fill(Target(into, **target), tensor)
+    return into
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_every_family_has_the_parameters_that_it_has_without(
+    family: str, dtype: torch.dtype, model_directory: Callable[[str], Path]
+) -> None:
+    streams = LateStreams()
+    got = load(model_directory(family), dtype, streams)
+    want = load(model_directory(family), dtype, None)
+    for one, other in zip(every_tensor(got), every_tensor(want), strict=True):
+        assert torch.equal(one, other)
+        assert one.dtype == other.dtype
+    assert streams.current.num_late == streams.side.num_late == 0
+
+
+def test_each_row_is_copied_once_and_never_more_than_two_buffers_are_held() -> None:
+    streams, tensor = LateStreams(), torch.randn(33, 256)  # 4 rows at once
+    into = staged(streams, tensor)
+    assert streams.side.num_started == 9
+    assert streams.current.num_started == 9 + 1  # and what is done to all rows together
+    assert streams.pinned_bytes == streams.device_bytes == [BUFFER, BUFFER]
+    streams.finish()
+    assert torch.equal(into, tensor.bfloat16())
+
+
+def test_the_host_reads_ahead_of_the_device_by_as_many_slices_as_there_are_buffers() -> None:
+    streams = LateStreams()
+    staged(streams, torch.randn(33, 256))
+    copies_late = (streams.side.num_late + 1) // 2  # but for the first two, each after a wait
+    assert copies_late == 2
+
+
+def test_what_a_row_needs_of_others_is_done_once_all_are_there() -> None:
+    streams, tensor = LateStreams(), torch.arange(64.0).unsqueeze(1).expand(64, 256).contiguous()
+    into = staged(streams, tensor, head_dim=32, num_reordered=32, offset=1.0)
+    streams.finish()
+    want = torch.empty(64, 256, dtype=torch.bfloat16)
+    Target(want, head_dim=32, num_reordered=32, offset=1.0).fill(tensor)
+    assert torch.equal(into, want)
+
+
+def test_a_row_that_is_larger_than_a_buffer_makes_both_larger() -> None:
+    streams, tensor = LateStreams(), torch.randn(5, BUFFER)
+    copies = StagedCopies(streams, BUFFER)
+    first, last = torch.zeros(4, 4), torch.zeros_like(tensor)
+    copies.fill(Target(first), torch.ones(4, 4))
+    copies.fill(Target(last), tensor)
+    streams.finish()
+    assert torch.equal(first, torch.ones(4, 4))
+    assert torch.equal(last, tensor)
+    assert streams.pinned_bytes == [BUFFER, BUFFER, 4 * BUFFER, 4 * BUFFER]
+
+
+def test_bytes_are_written_by_the_targets_own_way_a_slice_at_a_time() -> None:
+    seen: list[tuple[int, ...]] = []
+
+    def write(into: Tensor, rows: Tensor) -> None:
+        seen.append(tuple(rows.shape))
+        into.copy_(rows.flip(1))
+
+    streams, tensor = LateStreams(), torch.randint(0, 255, (10, 1000), dtype=torch.uint8)
+    into = staged(streams, tensor, write=write)
+    streams.finish()
+    assert seen == [(4, 1000), (4, 1000), (2, 1000)]
+    assert torch.equal(into, tensor.flip(1).bfloat16())
+
+
+def test_a_cpu_is_filled_from_the_files_themselves() -> None:
+    assert fill_on(CPU) is Target.fill
+    assert staged_bytes(CPU) == 0
+    assert staged_bytes(torch.device("cuda")) == 2 * BUFFER_BYTES
