@@ -53,6 +53,8 @@ class EngineConfig:
         inter_token_target: how many times what its decodes alone would take a step with prompts in it may take, by
             the step-cost model; None: as long as max_batch_tokens makes it.
         overlap: "on": the next step is sent before the tokens of this one are read; "off"; "auto": on a GPU.
+        graphs: "on": steps of decodes are captured as CUDA graphs, at start; "lazy": when one is needed; "off"; "auto":
+            at start, on a GPU. Where they cannot be, steps are sent without.
         kv_offload_bytes: of host memory for KV blocks that give way to others; 0: they are forgotten.
         kv_offload_dir: where these are kept for the next process; None: nowhere.
         kv_offload_dir_bytes: of files in it; None: all that lies in kv_offload_bytes.
@@ -70,6 +72,7 @@ class EngineConfig:
     has_prefix_cache: bool = True
     inter_token_target: float | None = INTER_TOKEN_TARGET
     overlap: str = "auto"
+    graphs: str = "auto"
     kv_offload_bytes: int = 0
     kv_offload_dir: str | None = None
     kv_offload_dir_bytes: int | None = None

@@ -20,6 +20,7 @@ from gpu.mlp import GATED, Block, Experts, Gated
 from gpu.quantize import QuantizedWeight, Weight
 from gpu.quantized_linear import make_quantized_linear
 from gpu.rope import apply_rope
+from gpu.sampler import SamplerChoice
 from gpu.tied_head import Embed, make_tied
 
 HeadNorms = tuple[Tensor, Tensor]
@@ -36,6 +37,8 @@ class Operators:
 
     attention: AttentionKernels | None = None  # None: torch attends
     product_choice: ProductChoice | DeviceProducts | None = None  # None: there is no kernel for products
+    sampler: SamplerChoice | None = None  # None: torch draws
+    has_device_rows = False  # whether steps of decodes may go by decode_steps.py
 
     def __init__(self, dtype: torch.dtype, device: torch.device, eps: float) -> None:
         self._is_packed = can_pack(dtype, device)

@@ -4,11 +4,11 @@ Owns the model, its KV cache and the sampling state. Decides nothing: which rows
 ends are the scheduler's. A row whose logits are not finite fails alone, and its blocks are made finite again.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,13 +17,16 @@ from torch import Tensor
 from core.config import BLOCK_SIZE, EngineConfig, ModelConfig
 from core.plan import DeviceError, RunnerLimits, SequenceStart, StepOutput, StepPlan
 from core.types import SamplingParams, TokenLogprobs
-from gpu.batch import BatchBuilder, DeviceBatch
+from gpu.batch import BatchBuilder, SampledRows
 from gpu.checkpoint import Checkpoint, Progress, open_checkpoint
 from gpu.code_pages import drop_code_pages
-from gpu.device import apply_threads, choose_device, free_memory_bytes, last_level_cache_bytes
+from gpu.decode_graphs import max_decodes
+from gpu.device import DeviceChoice, apply_threads, choose_device, free_memory_bytes, last_level_cache_bytes
 from gpu.device_attention import DeviceAttention
 from gpu.drawn_tokens import DrawnTokens, OnTheirWay
-from gpu.kernel_choice import find_operators
+from gpu.graphs import GraphRecorder
+from gpu.host_streams import open_streams
+from gpu.kernel_choice import find_operators, find_recorder
 from gpu.kv_cache import KVCache, bytes_per_block
 from gpu.kv_offload import CopyTicket, KVOffload, open_offload
 from gpu.measured import MIN_PARAMETERS, choose_measured
@@ -31,22 +34,32 @@ from gpu.memory_plan import MemoryPlan, plan_memory
 from gpu.model import Model
 from gpu.operators import Operators
 from gpu.quantize_cache import quantizing
-from gpu.sampler import RowLogprobs, Sampler
-from gpu.sampler_choice import find_sampler
+from gpu.sampler import Drawn, RowLogprobs, Sampler
+from gpu.streams import Streams
 from gpu.weights import MatrixForm, ModelWeights, keeps_packed, load_weights
+
+if TYPE_CHECKING:
+    from gpu.decode_steps import DecodeStep, DecodeSteps
 
 NOT_FINITE = "The model computed values that are not finite numbers."
 WARM_UP_TOKENS = 8
+FindOperators = Callable[[ModelConfig, DeviceChoice], Operators]
 # Of weights: what a last-level cache does not keep from one round to the next, but not more than is read in 0.1 s.
 MIN_PROBE_BYTES, MAX_PROBE_BYTES = 80 * 1024**2, 512 * 1024**2
 
 
 @dataclass(slots=True)
 class StepTicket:
-    """A step on its way."""
+    """A step on its way.
 
-    batch: DeviceBatch
-    logits: Tensor  # [sampled, vocab], float32
+    Args:
+        logits: [sampled, vocab], float32; not beyond the next step's forward(), where all rows decode.
+        decode: what it is, where all rows do.
+    """
+
+    sampled: SampledRows
+    logits: Tensor
+    decode: "DecodeStep | None" = None
     drawn: OnTheirWay | None = None
     host_copies: CopyTicket | None = None
 
@@ -74,10 +87,12 @@ class ModelRunner:
         self.offload: KVOffload | None = None
         with torch.inference_mode():
             self._model = Model(config, weights, operators)
-            self._cache = KVCache(config, memory.num_blocks, dtype, device)
-            self._drawn = DrawnTokens(engine.max_sequences, device)
-            sampler = find_sampler(config, memory.device)  # compiles or loads a kernel
+            recorder = find_recorder(engine, memory.device, operators)
+            self._cache = KVCache(config, memory.num_blocks, dtype, device, has_padding=recorder is not None)
+            sampler = operators.sampler
             self._sampler = Sampler(engine.max_sequences, config.vocab_size, device, sampler)
+            streams = open_streams(device)
+            self._drawn = DrawnTokens(engine.max_sequences, streams, self._sampler.last_tokens)
             probes = self._model.probes(min(max(MIN_PROBE_BYTES, 2 * last_level_cache_bytes()), MAX_PROBE_BYTES))
             self.measured = choose_measured(config, memory.device, probes, operators.product_choice, sampler)
             if isinstance(operators.attention, DeviceAttention) and config.num_parameters >= MIN_PARAMETERS:
@@ -101,6 +116,20 @@ class ModelRunner:
             config.windows,
             operators.attention,
         )
+        self._decodes = self._open_decodes(streams, recorder, engine) if operators.has_device_rows else None
+
+    def _open_decodes(self, streams: Streams, recorder: GraphRecorder | None, engine: EngineConfig) -> "DecodeSteps":
+        from gpu.decode_steps import DecodeSteps  # imports triton
+
+        parts = (self._model, self._cache, self._sampler, self._builder.tables)
+        with torch.inference_mode():
+            return DecodeSteps(*parts, streams, max_decodes(engine), recorder)
+
+    def capture_graphs(self, progress: Progress) -> None:
+        """Those of decodes, unless there are none. progress: called with (graphs captured, of how many)."""
+        if self._decodes is not None:
+            with torch.inference_mode():
+                self._decodes.capture(progress)
 
     def open_offload(self, engine: EngineConfig, checkpoint: Checkpoint) -> None:
         """Get the host memory that the operator asks for, filled with what is kept of the checkpoint's blocks.
@@ -123,13 +152,16 @@ class ModelRunner:
             for start in plan.sequence_starts:
                 self._sampler.start(start)
             host_copies = self._start_host_copies(plan)
+            if self._decodes is not None and self._decodes.knows(plan):
+                step = self._decodes.forward(plan)
+                return StepTicket(step.sampled, step.logits, step, host_copies=host_copies)
             batch = self._builder.build(plan)
             if batch.copy_sources is not None and batch.copy_targets is not None:
                 self._cache.copy_blocks(batch.copy_sources, batch.copy_targets)
             if batch.cleared_blocks is not None:
                 self._cache.clear_blocks(batch.cleared_blocks)
             self._drawn.fill_pending(batch)
-            return StepTicket(batch, self._model.forward(batch, self._cache), host_copies=host_copies)
+            return StepTicket(batch.sampled, self._model.forward(batch, self._cache), host_copies=host_copies)
 
     def _start_host_copies(self, plan: StepPlan) -> CopyTicket | None:
         if plan.host_copies is None:
@@ -146,11 +178,15 @@ class ModelRunner:
 
     def sample(self, ticket: StepTicket) -> None:
         """Draw a token per sampling row. They stay on the device for the next step, and start for the host."""
-        batch = ticket.batch
-        if len(batch.sampled_rows):
+        if len(ticket.sampled.rows):
             with _device_errors(), torch.inference_mode():
-                drawn = self._sampler.sample(ticket.logits, batch.sampled_slots, batch.sampled_positions)
-                ticket.drawn = self._drawn.send(drawn, batch.sampled_slots)
+                ticket.drawn = self._drawn.send(self._draw(ticket))
+
+    def _draw(self, ticket: StepTicket) -> Drawn:
+        if ticket.decode is None:
+            return self._sampler.sample(ticket.logits, ticket.sampled.slots, ticket.sampled.positions)
+        assert self._decodes is not None, "it has sent the step"
+        return self._decodes.draw(ticket.decode)
 
     def collect(self, ticket: StepTicket) -> StepOutput:
         """Wait for the drawn tokens; they come in the order of the plan's rows.
@@ -166,22 +202,22 @@ class ModelRunner:
         return output
 
     def _collect_drawn(self, ticket: StepTicket) -> StepOutput:
-        batch, drawn = ticket.batch, ticket.drawn
+        sampled, drawn = ticket.sampled, ticket.drawn
         if drawn is None:
             return StepOutput(np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int32))
         with _device_errors(), torch.inference_mode():
             drawn.wait()
             is_finite, token_ids = drawn.is_finite.numpy(), drawn.token_ids.numpy()
             logprobs = _logprobs_by_row(drawn.logprobs, token_ids) if drawn.logprobs is not None else {}
-            for slot in batch.sampled_slots[~is_finite].tolist():
+            for slot in sampled.slots[~is_finite].tolist():
                 self._cache.make_finite(self._builder.blocks_of(slot))
-        order = np.argsort(batch.sampled_rows, kind="stable")  # back to the plan's
+        order = np.argsort(sampled.rows, kind="stable")  # back to the plan's
         order = order[is_finite[order]]
         return StepOutput(
-            rows=batch.sampled_rows[order].astype(np.int32),
+            rows=sampled.rows[order].astype(np.int32),
             token_ids=token_ids[order].astype(np.int32),
             logprobs={index: logprobs[row] for index, row in enumerate(order.tolist()) if row in logprobs},
-            failed_rows={int(row): NOT_FINITE for row in np.sort(batch.sampled_rows[~is_finite])},
+            failed_rows={int(row): NOT_FINITE for row in np.sort(sampled.rows[~is_finite])},
         )
 
     def warm_up(self) -> None:
@@ -203,11 +239,20 @@ def steps_in_flight(overlap: str, device: torch.device) -> int:
     return 2 if overlap == "on" or (overlap == "auto" and device.type == "cuda") else 1
 
 
-def load_runner(directory: Path, config: ModelConfig, engine: EngineConfig, progress: Progress) -> ModelRunner:
+def load_runner(
+    directory: Path,
+    config: ModelConfig,
+    engine: EngineConfig,
+    progress: Progress,
+    graph_progress: Progress = lambda done, total: None,
+    find: FindOperators = find_operators,
+) -> ModelRunner:
     """Load a Hugging Face directory's weights and get ready to step. Sets torch's threads.
 
     Args:
         progress: called with (bytes done, bytes total) while weights load.
+        graph_progress: called with (graphs done, graphs total) while they are captured.
+        find: what it computes with.
 
     Raises:
         StartupError: the device, the files or the memory; before the weights are read where that can be known.
@@ -216,13 +261,15 @@ def load_runner(directory: Path, config: ModelConfig, engine: EngineConfig, prog
     apply_threads(choice)
     checkpoint = open_checkpoint(directory, config.packed)
     memory = plan_memory(config, engine, choice, checkpoint.size_bytes, free_memory_bytes(choice.device))
-    operators = find_operators(config, choice)  # compiles or loads kernels
+    operators = find(config, choice)  # compiles or loads kernels
     drop_code_pages()
     with torch.inference_mode(), quantizing(engine) as convert:
         form = MatrixForm(convert, keeps_packed(config, engine.quantize))
         weights = load_weights(checkpoint, config, choice.dtype, choice.device, progress, form)
     runner = ModelRunner(config, engine, memory, weights, operators)
     runner.warm_up()
+    if engine.graphs != "lazy":
+        runner.capture_graphs(graph_progress)
     runner.open_offload(engine, checkpoint)
     return runner
 

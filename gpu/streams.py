@@ -1,0 +1,90 @@
+"""Streams, events and pinned memory of a device: what code that overlaps copies with work asks for. Thread: engine.
+
+A seam, so that such code runs without a device as well: there a twin stands in that does late what a device may do late
+(tests/gpu/late_streams.py).
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Event(Protocol):
+    """A point in the work of a stream."""
+
+    def synchronize(self) -> None:
+        """Have the host wait for it."""
+        ...
+
+
+class Stream(Protocol):
+    """Work of a device, in order; that of two streams is in no order but by events."""
+
+    def run(self, work: Callable[[], object]) -> None:
+        """Start what this starts on the device: operators, and copies to and from pinned memory that do not block."""
+        ...
+
+    def record(self) -> Event:
+        """After all that was started so far."""
+        ...
+
+    def wait(self, event: Event) -> None:
+        """Have what is started from now on wait for it; the host does not."""
+        ...
+
+
+class Streams(Protocol):
+    """
+    Args:
+        current: where operators of torch run.
+        side: where copies run beside them.
+    """
+
+    current: Stream
+    side: Stream
+
+    def pinned(self, size_bytes: int) -> Tensor:
+        """Memory of the host that a device copies from and to by itself: bytes."""
+        ...
+
+    def on_device(self, size_bytes: int) -> Tensor:
+        """Memory of the device: bytes."""
+        ...
+
+
+class CudaStream:
+    """Implements Stream."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+
+    def run(self, work: Callable[[], object]) -> None:
+        with torch.cuda.stream(self._stream):
+            work()
+
+    def record(self) -> Event:
+        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's stubs leave it out
+        event.record(self._stream)
+        found: Event = event
+        return found
+
+    def wait(self, event: Event) -> None:
+        found: Any = event
+        self._stream.wait_event(found)
+
+
+class CudaStreams:
+    """Implements Streams."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.current: Stream = CudaStream(torch.cuda.current_stream(device))
+        self.side: Stream = CudaStream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+
+    def pinned(self, size_bytes: int) -> Tensor:
+        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def on_device(self, size_bytes: int) -> Tensor:
+        return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)

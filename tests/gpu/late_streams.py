@@ -1,0 +1,73 @@
+"""A twin of a device's streams that does everything as late as a device may: when the host waits for it.
+
+What nobody has waited for has not happened yet, and reads what its sources hold by the time it does. The device's
+memory is the host's.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LateEvent:
+    stream: "LateStream"
+    number: int  # of the stream's work, how much comes before it
+
+    def synchronize(self) -> None:
+        self.stream.run_until(self.number)
+
+
+class LateStream:
+    """Implements gpu.streams.Stream."""
+
+    def __init__(self) -> None:
+        self._late: deque[Callable[[], object]] = deque()
+        self._num_done = 0
+        self.num_started = 0  # not waits
+        self.most_late = 0
+
+    def run(self, work: Callable[[], object]) -> None:
+        self._late.append(work)
+        self.num_started += 1
+
+    def record(self) -> LateEvent:
+        return LateEvent(self, self._num_done + len(self._late))
+
+    def wait(self, event: LateEvent) -> None:
+        self._late.append(event.synchronize)
+
+    def run_until(self, number: int) -> None:
+        self.most_late = max(self.most_late, self.num_late)
+        while self._num_done < number:
+            self._num_done += 1
+            self._late.popleft()()
+
+    @property
+    def num_late(self) -> int:
+        return len(self._late)
+
+
+@dataclass
+class LateStreams:
+    """Implements gpu.streams.Streams; lists the sizes of what was allocated."""
+
+    current: LateStream = field(default_factory=LateStream)
+    side: LateStream = field(default_factory=LateStream)
+    pinned_bytes: list[int] = field(default_factory=list)
+    device_bytes: list[int] = field(default_factory=list)
+
+    def pinned(self, size_bytes: int) -> Tensor:
+        self.pinned_bytes.append(size_bytes)
+        return torch.full((size_bytes,), 0xFF, dtype=torch.uint8)
+
+    def on_device(self, size_bytes: int) -> Tensor:
+        self.device_bytes.append(size_bytes)
+        return torch.full((size_bytes,), 0xFF, dtype=torch.uint8)
+
+    def finish(self) -> None:
+        """Have all of the current stream's work done, and what it waits for."""
+        self.current.record().synchronize()
