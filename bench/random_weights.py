@@ -56,8 +56,7 @@ def random_runner(config: Mapping[str, Any], engine: EngineConfig) -> ModelRunne
         weights = random_weights(model, choice.dtype, choice.device)
     runner = ModelRunner(model, engine, memory, weights, operators)
     runner.warm_up()
-    if engine.graphs != "lazy":
-        runner.capture_graphs(lambda done, total: None)
+    runner.open_graphs(lambda done, total: None)
     return runner
 
 

@@ -47,14 +47,13 @@ class DecodeGraphs:
         compute: what graphs hold; it is called whenever there is none.
         pad: fills all rows with padding: what is captured may be computed.
         sizes: see graph_sizes.
-        recorder: None: nothing is captured.
+
+    recorder: None, as it is at first: nothing is captured.
     """
 
-    def __init__(
-        self, compute: Compute, pad: Callable[[], None], sizes: Sequence[int], recorder: GraphRecorder | None
-    ) -> None:
+    def __init__(self, compute: Compute, pad: Callable[[], None], sizes: Sequence[int]) -> None:
         self._compute, self._pad, self._sizes = compute, pad, sizes
-        self._recorder = recorder
+        self.recorder: GraphRecorder | None = None
         self._graphs: dict[tuple[Part, int], Graph] = {}
 
     @property
@@ -63,25 +62,25 @@ class DecodeGraphs:
 
     def size_for(self, num_rows: int) -> int:
         """Rows that a step of so many is computed with."""
-        return num_rows if self._recorder is None else self._sizes[bisect_left(self._sizes, num_rows)]
+        return num_rows if self.recorder is None else self._sizes[bisect_left(self._sizes, num_rows)]
 
     def capture_all(self, part: Part, progress: Progress) -> None:
         for number, size in enumerate(reversed(self._sizes)):
             self.prepare(part, size)
-            if self._recorder is None:
+            if self.recorder is None:
                 return
             progress(number + 1, len(self._sizes))
 
     def prepare(self, part: Part, size: int) -> None:
         """Have a graph, if there may be any. Rows that were filled in before are padding afterwards."""
-        if self._recorder is None or (part, size) in self._graphs:
+        if self.recorder is None or (part, size) in self._graphs:
             return
         self._pad()
         try:
-            self._graphs[part, size] = self._recorder.capture(lambda: self._compute(part, size))
+            self._graphs[part, size] = self.recorder.capture(lambda: self._compute(part, size))
         except CaptureError as error:
             logger.warning("no CUDA graphs: a %s of %d rows cannot be captured: %s", part.value, size, error)
-            self._recorder = None
+            self.recorder = None
             self._graphs.clear()
 
     def run(self, part: Part, size: int) -> None:

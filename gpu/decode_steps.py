@@ -56,7 +56,6 @@ class DecodeSteps:
     """
     Args:
         max_rows: of a step.
-        recorder: None: there are no graphs.
     """
 
     def __init__(
@@ -67,7 +66,6 @@ class DecodeSteps:
         tables: BlockTables,
         streams: Streams,
         max_rows: int,
-        recorder: GraphRecorder | None,
     ) -> None:
         device, num_slots = cache.tensor.device, len(tables.blocks)
         self._model, self._cache, self._sampler = model, cache, sampler
@@ -82,7 +80,7 @@ class DecodeSteps:
         self._offsets = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
         self._logits = torch.empty((max_rows, model.config.vocab_size), device=device)
         self._uploads = Uploads(streams, (3 + 2 * CHANGES_PER_ROW + 1 + 2) * max_rows)
-        self.graphs = DecodeGraphs(self._compute, self._pad, graph_sizes(max_rows), recorder)
+        self.graphs = DecodeGraphs(self._compute, self._pad, graph_sizes(max_rows))
 
     def knows(self, plan: StepPlan) -> bool:
         """Whether each row computes the one token that its sequence drew last, and draws the next."""
@@ -90,9 +88,15 @@ class DecodeSteps:
             return False
         return bool((plan.starts >= self._tables.num_prompt_tokens[plan.slots]).all())
 
-    def capture(self, progress: Progress) -> None:
-        """All graphs that steps will need, if all goes well."""
-        self.graphs.capture_all(Part.FORWARD if self._kernel is None else Part.STEP, progress)
+    def open_graphs(self, recorder: GraphRecorder, progress: Progress | None) -> None:
+        """Send steps by graphs from now on.
+
+        Args:
+            progress: all that steps will need are captured now; None: each when it is needed.
+        """
+        self.graphs.recorder = recorder
+        if progress is not None:
+            self.graphs.capture_all(Part.FORWARD if self._kernel is None else Part.STEP, progress)
 
     def forward(self, plan: StepPlan) -> DecodeStep:
         """Compute a plan that it knows, and draw unless draw() must."""
@@ -188,3 +192,4 @@ class DecodeSteps:
 
     def _pad(self) -> None:
         self._step.fill_(NO_SLOT)
+        self._rows.drawn.fill_(NO_SLOT)  # where the draw is captured alone

@@ -4,6 +4,8 @@ Owns the model, its KV cache and the sampling state. Decides nothing: which rows
 ends are the scheduler's. A row whose logits are not finite fails alone, and its blocks are made finite again.
 """
 
+import logging
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -24,7 +26,6 @@ from gpu.decode_graphs import max_decodes
 from gpu.device import DeviceChoice, apply_threads, choose_device, free_memory_bytes, last_level_cache_bytes
 from gpu.device_attention import DeviceAttention
 from gpu.drawn_tokens import DrawnTokens, OnTheirWay
-from gpu.graphs import GraphRecorder
 from gpu.host_streams import open_streams
 from gpu.kernel_choice import find_operators, find_recorder
 from gpu.kv_cache import KVCache, bytes_per_block
@@ -40,6 +41,8 @@ from gpu.weights import MatrixForm, ModelWeights, keeps_packed, load_weights
 
 if TYPE_CHECKING:
     from gpu.decode_steps import DecodeStep, DecodeSteps
+
+logger = logging.getLogger(__name__)
 
 NOT_FINITE = "The model computed values that are not finite numbers."
 WARM_UP_TOKENS = 8
@@ -64,6 +67,15 @@ class StepTicket:
     host_copies: CopyTicket | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """CUDA graphs that were captured at start. size_bytes: of the device's memory, where that can be told."""
+
+    num_graphs: int = 0
+    took_s: float = 0.0
+    size_bytes: int = 0
+
+
 class ModelRunner:
     """A loaded model, ready to step.
 
@@ -84,19 +96,25 @@ class ModelRunner:
         device, dtype = memory.device.device, memory.device.dtype
         self.config = config
         self.memory = memory
+        self._are_graphs_lazy = engine.graphs == "lazy"
+        self._recorder = find_recorder(engine, memory.device, operators)
+        self.captured = Captured()
         self.offload: KVOffload | None = None
         with torch.inference_mode():
             self._model = Model(config, weights, operators)
-            recorder = find_recorder(engine, memory.device, operators)
-            self._cache = KVCache(config, memory.num_blocks, dtype, device, has_padding=recorder is not None)
+            has_padding = self._recorder is not None
+            self._cache = KVCache(config, memory.num_blocks, dtype, device, has_padding)
             sampler = operators.sampler
             self._sampler = Sampler(engine.max_sequences, config.vocab_size, device, sampler)
             streams = open_streams(device)
             self._drawn = DrawnTokens(engine.max_sequences, streams, self._sampler.last_tokens)
             probes = self._model.probes(min(max(MIN_PROBE_BYTES, 2 * last_level_cache_bytes()), MAX_PROBE_BYTES))
             self.measured = choose_measured(config, memory.device, probes, operators.product_choice, sampler)
-            if isinstance(operators.attention, DeviceAttention) and config.num_parameters >= MIN_PARAMETERS:
-                operators.attention.choose(self._cache.layers[0], config.num_heads)
+            if isinstance(operators.attention, DeviceAttention):
+                rows, layer = max_decodes(engine), self._cache.layers[0]
+                operators.attention.reserve(rows, memory.max_model_len, config.num_heads, layer)
+                if config.num_parameters >= MIN_PARAMETERS:
+                    operators.attention.choose(layer, config.num_heads)
         self.limits = RunnerLimits(
             num_blocks=memory.num_blocks,
             block_size=BLOCK_SIZE,
@@ -116,20 +134,35 @@ class ModelRunner:
             config.windows,
             operators.attention,
         )
-        self._decodes = self._open_decodes(streams, recorder, engine) if operators.has_device_rows else None
+        self._decodes = self._open_decodes(streams, max_decodes(engine)) if operators.has_device_rows else None
 
-    def _open_decodes(self, streams: Streams, recorder: GraphRecorder | None, engine: EngineConfig) -> "DecodeSteps":
+    def _open_decodes(self, streams: Streams, max_rows: int) -> "DecodeSteps":
         from gpu.decode_steps import DecodeSteps  # imports triton
 
         parts = (self._model, self._cache, self._sampler, self._builder.tables)
         with torch.inference_mode():
-            return DecodeSteps(*parts, streams, max_decodes(engine), recorder)
+            return DecodeSteps(*parts, streams, max_rows)
 
-    def capture_graphs(self, progress: Progress) -> None:
-        """Those of decodes, unless there are none. progress: called with (graphs captured, of how many)."""
-        if self._decodes is not None:
-            with torch.inference_mode():
-                self._decodes.capture(progress)
+    def open_graphs(self, progress: Progress) -> None:
+        """Send steps of decodes by CUDA graphs from now on, where there are any.
+
+        Args:
+            progress: called with (graphs captured, of how many), where they are captured now.
+
+        Raises:
+            DeviceError: the device is lost.
+        """
+        if self._decodes is None or self._recorder is None:
+            return
+        device = self.memory.device.device
+        free_bytes, started_s = free_memory_bytes(device), time.perf_counter()
+        with _device_errors(), torch.inference_mode():
+            self._decodes.open_graphs(self._recorder, None if self._are_graphs_lazy else progress)
+        taken_bytes = max(0, free_bytes - free_memory_bytes(device)) if device.type == "cuda" else 0
+        self.captured = Captured(self._decodes.graphs.num_captured, time.perf_counter() - started_s, taken_bytes)
+        if taken_bytes > self.memory.graph_bytes:
+            found, counted = (f"{size_bytes / 2**20:.0f} MiB" for size_bytes in (taken_bytes, self.memory.graph_bytes))
+            logger.warning("CUDA graphs have taken %s of memory, %s were counted for them", found, counted)
 
     def open_offload(self, engine: EngineConfig, checkpoint: Checkpoint) -> None:
         """Get the host memory that the operator asks for, filled with what is kept of the checkpoint's blocks.
@@ -268,8 +301,7 @@ def load_runner(
         weights = load_weights(checkpoint, config, choice.dtype, choice.device, progress, form)
     runner = ModelRunner(config, engine, memory, weights, operators)
     runner.warm_up()
-    if engine.graphs != "lazy":
-        runner.capture_graphs(graph_progress)
+    runner.open_graphs(graph_progress)
     runner.open_offload(engine, checkpoint)
     return runner
 

@@ -1,7 +1,7 @@
 """Graphs of a CPU, for what is to be proven without a device: they do what CUDA's do, and are stricter. Thread: engine.
 
 A graph is the list of torch's operators and of Triton's interpreted kernels that the work has called, with the very
-tensors and numbers of then: Python does not run again. What the work has allocated is NaN before each replay. It is
+tensors and numbers of then: Python does not run again. What any graph has allocated is NaN before each replay. It is
 refused what a capture on CUDA refuses or silently gets wrong: results that the host reads, shapes that depend on
 numbers, tensors made of the host's numbers, random numbers of torch's own, and memory that nobody keeps.
 """
@@ -34,13 +34,17 @@ _NO_NUMBER = -(1 << 30)
 class TwinRecorder:
     """Implements GraphRecorder."""
 
+    def __init__(self) -> None:
+        self._pool: list[Tensor] = []  # what all its graphs have allocated
+
     def capture(self, work: Callable[[], None]) -> Graph:
         work()
         recording = _Recording()
         with recording.hears_kernels(), _NoHost(recording), recording:
             work()
-        graph = TwinGraph(recording.calls, recording.made)
+        graph = TwinGraph(recording.calls, recording.made, self._pool)
         graph.check()
+        self._pool += recording.made
         return graph
 
 
@@ -62,12 +66,13 @@ class TwinGraph:
     """See Graph.
 
     Args:
-        made: what the work has allocated: between replays it is other graphs'.
+        made: what the work has allocated.
+        pool: what all graphs have: of these, each may be another's.
     """
 
-    def __init__(self, calls: list[Call], made: list[Tensor]) -> None:
+    def __init__(self, calls: list[Call], made: list[Tensor], pool: list[Tensor]) -> None:
         self._calls = calls
-        self._made = made
+        self._pool = pool
         made_storages = {_storage(tensor) for tensor in made}
         self._num_ours: dict[int, int] = {}  # by storage that is others': tensors of ours on it
         for tensor in {id(tensor): tensor for call in calls for tensor in _tensors((call.args, call.kwargs))}.values():
@@ -89,7 +94,7 @@ class TwinGraph:
             CaptureError: see check.
         """
         self.check()
-        for tensor in self._made:
+        for tensor in self._pool:
             poison(tensor)
         for call in self._calls:
             found = _tensors(call.function(*call.args, **call.kwargs))

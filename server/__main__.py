@@ -157,7 +157,7 @@ def engine_loader(config: "ServerConfig") -> "LoadEngine":
     from core.engine import Engine
     from core.scheduler import Scheduler
     from server.commands.model_files import read_model_files
-    from server.commands.progress import MIN_LOADED_BYTES, byte_progress
+    from server.commands.progress import MIN_LOADED_BYTES, byte_progress, count_progress
     from server.process import EngineFacts, LoadedEngine
 
     def load(
@@ -173,8 +173,11 @@ def engine_loader(config: "ServerConfig") -> "LoadEngine":
 
         engine = config.to_engine_config()
         report_stage("loading weights")
-        with byte_progress(sys.stderr, "loading weights", MIN_LOADED_BYTES) as report_bytes:
-            runner = load_runner(files.path, model, engine, report_bytes)
+        with (
+            byte_progress(sys.stderr, "loading weights", MIN_LOADED_BYTES) as report_bytes,
+            count_progress(sys.stderr, "capturing CUDA graphs") as report_graphs,
+        ):
+            runner = load_runner(files.path, model, engine, report_bytes, report_graphs)
         scheduler = Scheduler(
             runner.limits,
             files.eos_ids,

@@ -355,7 +355,7 @@ def find_plan(config: "ServerConfig") -> "PlanFacts":
         StartupError: the model is missing or not understood, or it does not fit.
     """
     from core.config import parse_model_config
-    from gpu.kernel_choice import describe_attention, describe_products
+    from gpu.kernel_choice import describe_attention, describe_graphs, describe_products
     from gpu.memory_plan import estimate
     from server.__main__ import model_path, served_name
     from server.commands.doctor import PlanFacts
@@ -363,7 +363,8 @@ def find_plan(config: "ServerConfig") -> "PlanFacts":
 
     files = read_model_files(model_path(config, is_offline=True), config.max_model_len, config.chat_template)
     model = parse_model_config(files.config)
-    plan = estimate(files.path, model, config.to_engine_config())
+    engine = config.to_engine_config()
+    plan = estimate(files.path, model, engine)
     return PlanFacts(
         model_name=served_name(config),
         architecture=model.architecture,
@@ -382,9 +383,11 @@ def find_plan(config: "ServerConfig") -> "PlanFacts":
         context_origin=config.context_origin,
         attention=describe_attention(model, plan.device),
         products=describe_products(model, plan.device),
+        graphs=describe_graphs(model, plan.device, engine),
         total_bytes=plan.total_bytes,
         free_bytes=plan.free_bytes,
         offload_bytes=plan.offload_bytes,
+        graph_bytes=plan.graph_bytes,
     )
 
 

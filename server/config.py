@@ -134,8 +134,22 @@ class ServerConfig(
             quantize_cache_bytes=self.quantize_cache_bytes,
             has_prefix_cache=not self.no_prefix_cache,
             inter_token_target=self.inter_token_target or None,
-            overlap=self.overlap,
+            overlap=_mode("overlap", self.overlap, "no-overlap", "off" if self.no_overlap else None),
+            graphs=_mode("graphs", self.graphs, "lazy-graphs", "lazy" if self.lazy_graphs else None),
         )
+
+
+def _mode(name: str, mode: str, switch: str, switched: str | None) -> str:
+    """What a setting and a switch that stands for one of its values say together; "auto" is no word against it.
+
+    Raises:
+        StartupError: they contradict each other.
+    """
+    if switched is None or mode == switched:
+        return mode
+    if mode != "auto":
+        raise StartupError(f"--{name} {mode} and --{switch} say two things", "leave one out", ExitCode.CONFIGURATION)
+    return switched
 
 
 def _kinds(address: AnyAddress, passed: Sequence[PassedSocket]) -> set[bool]:
