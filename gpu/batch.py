@@ -47,11 +47,17 @@ class DeviceBatch:
     positions: Tensor  # [tokens], float32: what RoPE multiplies
     kv_slots: Tensor  # [tokens]: block * 16 + offset, where each token's keys and values go
     attending: dict[int | None, Attending]  # by the window of a layer
-    sampled_tokens: Tensor | None  # [sampled]: index of each sampling row's last token; None: all, in order
-    sampled: SampledRows
+    asked_tokens: Tensor | None  # [sampled]: whose logits are wanted: each sampling row's last; None: all, in order
+    sampled_rows: IntArray  # [sampled]: the plan's row
+    sampled_slots: IntArray  # [sampled]
+    sampled_positions: IntArray  # [sampled]: position of the token that is drawn
     cleared_blocks: Tensor | None  # [cleared]: get their first token, and not their last
     copy_sources: Tensor | None  # [copies]
     copy_targets: Tensor | None  # [copies]
+
+    @property
+    def sampled(self) -> SampledRows:
+        return SampledRows(self.sampled_rows, self.sampled_slots, self.sampled_positions)
 
 
 class BatchBuilder:
@@ -111,8 +117,10 @@ class BatchBuilder:
             positions=self._to_device(positions.astype(np.float32)),
             kv_slots=self._to_device(blocks * BLOCK_SIZE + positions % BLOCK_SIZE),
             attending=self._attending((slots[:num_own], positions[:num_own] + 1), others, int(ends.max(initial=0))),
-            sampled_tokens=self._to_device(place[(tokens_before + plan.lengths - 1)[sampled]]),
-            sampled=SampledRows(sampled, plan.slots[sampled], ends[sampled]),
+            asked_tokens=self._to_device(place[(tokens_before + plan.lengths - 1)[sampled]]),
+            sampled_rows=sampled,
+            sampled_slots=plan.slots[sampled],
+            sampled_positions=ends[sampled],
             cleared_blocks=self._cleared_blocks(plan),
             copy_sources=self._to_device(plan.copy_sources.astype(np.int64)) if has_copies else None,
             copy_targets=self._to_device(plan.copy_targets.astype(np.int64)) if has_copies else None,

@@ -5,7 +5,7 @@ blocks that tables have grown by. All else is read on the device: tables, the to
 ask of sampling. A step is therefore the same kernels on the same buffers, whatever its rows, and it is sent by Python
 or by a graph of so many rows. The way of a step, in either case:
 
-    forward: copy up (uploads.py) -> _bring_up -> graphs.run -> compute: fill_rows, Model.forward, DeviceSampler.launch
+    forward: _bring_up (one copy: uploads.py) -> graphs.run -> _compute: fill_rows, Model.forward, DeviceSampler.launch
     draw:    what the step has not drawn itself
 
 Rows that a graph has too many see nothing, draw nothing, and write to a block of their own.
@@ -141,7 +141,7 @@ class DecodeSteps:
                 self._sampler.last_tokens,
                 self._spare,
             )
-            self._model.forward(self._batch(size), self._cache, logits)
+            self._model.logits(self._model.forward(self._batch(size), self._cache), logits)
         if part is not Part.FORWARD:
             assert self._kernel is not None
             self._kernel.launch(logits)
@@ -156,8 +156,10 @@ class DecodeSteps:
             positions=filled.positions,
             kv_slots=filled.kv_slots,
             attending=rows_by_window(rows, self._model.config.windows, self._tables.width * BLOCK_SIZE),
-            sampled_tokens=None,
-            sampled=SampledRows(all_rows, all_rows, all_rows),
+            asked_tokens=None,
+            sampled_rows=all_rows,
+            sampled_slots=all_rows,
+            sampled_positions=all_rows,
             cleared_blocks=None,
             copy_sources=None,
             copy_targets=None,

@@ -68,12 +68,8 @@ class Model:
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=dtype))
         self._residual_scale = float(torch.tensor(config.residual_scale, dtype=dtype))
 
-    def forward(self, batch: DeviceBatch, cache: KVCache, out: Tensor | None = None) -> Tensor:
-        """Compute the batch's tokens, and the logits of the rows that sample: [sampled, vocab], float32.
-
-        Args:
-            out: where to put them; None: wherever they come to lie.
-        """
+    def forward(self, batch: DeviceBatch, cache: KVCache) -> Tensor:
+        """Compute the batch's tokens; returns what logits() wants of those that are asked for: [asked, hidden]."""
         x = self._embed(batch.token_ids)  # [tokens, hidden]
         if self._embedding_scale != 1:
             x = x.mul_(self._embedding_scale)
@@ -83,13 +79,25 @@ class Model:
         for layer, next_norm, kv in zip(self.layers, self._next_norms, cache.layers, strict=True):
             added = self._attention(layer, normed, rotations, batch, kv)
             if layer is self.layers[-1]:  # nobody asks for the others' output from here on
-                if not len(batch.sampled.rows):
-                    return x.new_empty((0, self.config.vocab_size), dtype=torch.float32)
-                if batch.sampled_tokens is not None:
-                    x, added = (each.index_select(0, batch.sampled_tokens) for each in (x, added))
+                if batch.asked_tokens is not None:
+                    x, added = x.index_select(0, batch.asked_tokens), added.index_select(0, batch.asked_tokens)
+                if not len(x):
+                    return x
             x, normed = self._add(x, added, layer.attention_post_norm, layer.mlp_norm)
             x, normed = self._add(x, layer.mlp(normed), layer.mlp_post_norm, next_norm)  # [tokens, hidden] each
-        return self._logits(x, out)
+        return x
+
+    def logits(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """x: [some, hidden], of forward(); returns [some, vocab], float32: out, where that is given."""
+        if not len(x):
+            return x.new_empty((0, self.config.vocab_size), dtype=torch.float32)
+        found = self.lm_head(self._operators.norm(x, self.norm))
+        logits = found.float() if out is None else out.copy_(found)
+        if self.config.logits_scale != 1:
+            logits = logits.mul_(self.config.logits_scale)
+        if self.config.logits_cap is not None:
+            logits = logits.div_(self.config.logits_cap).tanh_().mul_(self.config.logits_cap)
+        return logits
 
     def probes(self, size_bytes: int) -> list[tuple[Linear, int]]:
         """Products of the first layers with the width of what goes in: at least so many bytes of weights, if it has."""
@@ -130,16 +138,6 @@ class Model:
         if post_norm is not None:
             added = self._operators.norm(added, post_norm)
         return self._operators.add_norm(x, added, self._residual_scale, next_norm)
-
-    def _logits(self, x: Tensor, out: Tensor | None) -> Tensor:
-        """x: [sampled, hidden]; returns [sampled, vocab], float32."""
-        logits = self.lm_head(self._operators.norm(x, self.norm))
-        logits = logits.float() if out is None else out.copy_(logits)
-        if self.config.logits_scale != 1:
-            logits = logits.mul_(self.config.logits_scale)
-        if self.config.logits_cap is not None:
-            logits = logits.div_(self.config.logits_cap).tanh_().mul_(self.config.logits_cap)
-        return logits
 
 
 def _ends(weights: ModelWeights, operators: Operators) -> tuple[Embed, Linear]:

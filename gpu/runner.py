@@ -194,7 +194,8 @@ class ModelRunner:
             if batch.cleared_blocks is not None:
                 self._cache.clear_blocks(batch.cleared_blocks)
             self._drawn.fill_pending(batch)
-            return StepTicket(batch.sampled, self._model.forward(batch, self._cache), host_copies=host_copies)
+            logits = self._model.logits(self._model.forward(batch, self._cache))
+            return StepTicket(batch.sampled, logits, host_copies=host_copies)
 
     def _start_host_copies(self, plan: StepPlan) -> CopyTicket | None:
         if plan.host_copies is None:
@@ -206,8 +207,8 @@ class ModelRunner:
         """Those of every token of a prompt, a plan's one row: [tokens, vocab], float32. Draws nothing."""
         with _device_errors(), torch.inference_mode():
             batch = self._builder.build(plan)
-            batch.sampled_tokens = torch.arange(len(plan.token_ids), device=batch.token_ids.device)
-            return self._model.forward(batch, self._cache)
+            batch.asked_tokens = torch.arange(len(plan.token_ids), device=batch.token_ids.device)
+            return self._model.logits(self._model.forward(batch, self._cache))
 
     def sample(self, ticket: StepTicket) -> None:
         """Draw a token per sampling row. They stay on the device for the next step, and start for the host."""

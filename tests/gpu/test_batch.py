@@ -41,11 +41,11 @@ def test_own_tokens_stand_first_longest_first_and_lead_back_to_the_plans_rows() 
     batch = make_builder().build(make_plan(rows, tables=tables, sequence_starts=starts))
     assert batch.token_ids.tolist() == [7, 10, 9, 4, 1, 2, 3, 5, 6, 8]
     assert batch.positions.tolist() == [40, 12, 11, 5, 0, 1, 2, 0, 1, 10]
-    assert batch.sampled.rows.tolist() == [0, 1, 3, 4]
-    assert batch.sampled.slots.tolist() == [0, 1, 3, 4]
-    assert batch.sampled.positions.tolist() == [3, 6, 41, 13]
-    assert batch.sampled_tokens is not None
-    assert batch.sampled_tokens.tolist() == [6, 3, 0, 1]
+    assert batch.sampled_rows.tolist() == [0, 1, 3, 4]
+    assert batch.sampled_slots.tolist() == [0, 1, 3, 4]
+    assert batch.sampled_positions.tolist() == [3, 6, 41, 13]
+    assert batch.asked_tokens is not None
+    assert batch.asked_tokens.tolist() == [6, 3, 0, 1]
     groups = batch.attending[None]
     assert [(type(group), group.first_token, group.end_token) for group in groups] == [
         (DecodeGroup, 0, 4),
