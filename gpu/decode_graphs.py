@@ -19,7 +19,7 @@ Progress = Callable[[int, int], None]
 
 
 class Part(enum.Enum):
-    """Of a step, what a graph holds."""
+    """Of a step, what a graph holds: all of it, or one of two parts."""
 
     STEP = "step"  # from the rows to the drawn tokens
     FORWARD = "forward"  # from the rows to their logits

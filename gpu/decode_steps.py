@@ -9,6 +9,10 @@ or by a graph of so many rows. The way of a step, in either case:
     draw:    what the step has not drawn itself
 
 Rows that a graph has too many see nothing, draw nothing, and write to a block of their own.
+
+Where something has to come between a step's logits and its draw, they are two graphs: rows with penalties, whose table
+of tokens seen is made with the first of them, long after steps were captured; the same is to serve rows of which the
+host decides what may be drawn. What the sampling kernel does not know is drawn by torch, behind the first of the two.
 """
 
 from dataclasses import dataclass
