@@ -269,6 +269,17 @@ def test_where_capture_fails_steps_go_on_by_python(
     assert steps_of(runner).graphs.num_captured == 0
 
 
+def test_what_moves_after_its_capture_is_told(model_directory: Directory) -> None:
+    """On a device a graph would go on with what lies there now."""
+    runner = open_runner(model_directory("llama3"), "lazy")
+    driver = Driver(runner)
+    sequences = started(driver, PROMPTS[:1])
+    driver.step(None, *sequences)
+    runner._model.norm = runner._model.norm.clone()
+    with pytest.raises(CaptureError, match="nobody keeps"):
+        driver.step(None, *sequences)
+
+
 def test_a_model_that_the_kernels_do_not_know_has_no_graphs(
     model_directory: Directory, caplog: pytest.LogCaptureFixture
 ) -> None:
