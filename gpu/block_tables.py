@@ -37,8 +37,9 @@ class BlockTables:
 
     def of(self, slot: int) -> IntArray:
         """The blocks of a slot, in order."""
-        table: IntArray = self.blocks[slot]
-        return table[table != self.scratch_block]
+        table = self.blocks[slot]
+        found: IntArray = table[table != self.scratch_block]
+        return found
 
     def keep_changes(self) -> None:
         """From now on, for who asks for them: a copy of the tables."""

@@ -40,8 +40,9 @@ class Uploads:
     def __init__(self, streams: Streams, room: int) -> None:
         self.room = room
         self._streams = streams
+        size_bytes = room * INT_BYTES
         self._buffers = [
-            _Buffer(*(make(room * INT_BYTES).view(torch.int32) for make in (streams.pinned, streams.on_device)))
+            _Buffer(streams.pinned(size_bytes).view(torch.int32), streams.on_device(size_bytes).view(torch.int32))
             for _ in range(NUM_BUFFERS)
         ]
 
