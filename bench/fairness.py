@@ -1,19 +1,21 @@
-"""One tenant floods, eight light ones ask now and then: `python -m bench.fairness`. Real scheduler, modelled time.
+"""One tenant floods, eight light ones ask now and then: `python -m bench.fairness`. Simulated, and over real sockets.
 
 What the light ones wait for their first tokens, with the flood and without it: in engine steps, the service that each
-running sequence gets one of, and in simulated seconds. And the service that two tenants who both wanted more have had,
-at its furthest apart, against the bound of "Fairness in Serving Large Language Models" (arXiv:2401.00588, theorem 4.4).
+running sequence gets one of, and in simulated seconds, by the real scheduler; in seconds of the wall, by the whole
+server (fairness_wall.py). And the service that two tenants who both wanted more have had, at its furthest apart,
+against the bound of "Fairness in Serving Large Language Models" (arXiv:2401.00588, theorem 4.4).
 """
 
 import argparse
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
+from bench.fairness_wall import WallLoad, measure_wall
 from bench.results import RESULTS_DIR, Table, command_line, print_tables, write_result
 from core.plan import RunnerLimits
 from core.scheduler import Scheduler
@@ -124,21 +126,31 @@ def measure_gap(load: Load, cost: CostModel) -> Table:
 
 
 QUICK = Load(duration_s=10.0, flood=20, greedy=20)
+QUICK_WALL = WallLoad(duration_s=2.0, warm_up_s=1.0, num_flooding=8, max_sequences=4)
+PARTS = ("flood", "gap", "wall")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, show, write. Returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(prog="python -m bench.fairness", description=__doc__)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="default: all of them")
+    parser.add_argument("--model", type=Path, metavar="DIR", help="of the wall's part (default: the embedded one)")
     parser.add_argument("--quick", action="store_true", help="see that it works; writes nothing unless --json")
     parser.add_argument("--json", type=Path, metavar="FILE", help="default: bench/results/fairness.json")
     arguments = parser.parse_args(argv)
-    load, cost = QUICK if arguments.quick else Load(), CostModel()
-    tables = [measure_flood(load, cost), measure_gap(load, cost)]
+    load, wall = (QUICK, QUICK_WALL) if arguments.quick else (Load(), WallLoad())
+    cost = CostModel()
+    measures: dict[str, Callable[[], Table]] = {
+        "flood": lambda: measure_flood(load, cost),
+        "gap": lambda: measure_gap(load, cost),
+        "wall": lambda: measure_wall(wall, arguments.model),
+    }
+    tables = [measures[part]() for part in arguments.parts]
     print_tables(tables)
     path = arguments.json or (None if arguments.quick else RESULTS_DIR / "fairness.json")
     if path is not None:
-        shown = {"cost": asdict(cost), "load": asdict(load)}
+        shown = {"cost": asdict(cost), "load": asdict(load), "wall": asdict(wall)}
         write_result(path, "fairness", command_line("python -m bench.fairness", argv), tables, shown)
         print(f"written: {path}")
     return 0

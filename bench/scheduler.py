@@ -1,13 +1,15 @@
 """The scheduler's own time: `python -m bench.scheduler`. Python per step, without a model and without HTTP.
 
-Steps in which every sequence decodes one token, by the number of sequences and by the length of their prompts; and
-what a queue costs, by the number of tenants that wait in it. CPU time of the thread: others' work hardly counts.
+Steps in which every sequence decodes one token, by the number of sequences, with one step in flight and with two, and
+by the length of their prompts; and what a queue costs, by the number of tenants that wait in it. CPU time of the
+thread: others' work hardly counts.
 """
 
 import argparse
 import statistics
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.results import RESULTS_DIR, Plot, Table, command_line, print_tables, write_result
-from core.plan import RunnerLimits, StepOutput
+from core.plan import RunnerLimits, StepOutput, StepPlan
 from core.scheduler import Scheduler
 from core.types import Request, SamplingParams
 
@@ -56,37 +58,59 @@ class StepTime:
     p95_ms: float
 
 
-def measure(num_running: int, prompt: int, num_steps: int, num_waiting_tenants: int = 0) -> StepTime:
+def measure(
+    num_running: int, prompt: int, num_steps: int, num_waiting_tenants: int = 0, max_in_flight: int = 1
+) -> StepTime:
     """Decode steps of `num_running` sequences, each of a tenant of its own, that have the engine to themselves."""
     length = prompt + WARM_STEPS + num_steps + 3 * BLOCK_SIZE
     num_blocks = num_running * (length // BLOCK_SIZE + 2)
     limits = RunnerLimits(
-        num_blocks, BLOCK_SIZE, num_running, num_running * (prompt + BLOCK_SIZE), 2 * length, VOCAB_SIZE
+        num_blocks,
+        BLOCK_SIZE,
+        num_running,
+        num_running * (prompt + BLOCK_SIZE),
+        2 * length,
+        VOCAB_SIZE,
+        max_in_flight=max_in_flight,
     )
-    scheduler = Scheduler(limits, (), lambda: 0)
+    scheduler, in_flight = Scheduler(limits, (), lambda: 0), deque[StepPlan]()
     for number in range(num_running):
         # of different lengths, so that not all need a block in the same step
         scheduler.submit(_request(number, prompt + number % BLOCK_SIZE, 2 * length))
-    _step(scheduler, 0)  # all prompts
+    _plan(scheduler, in_flight, 0)  # all prompts
+    for number in range(1, max_in_flight):
+        _plan(scheduler, in_flight, number)
+    _apply(scheduler, in_flight, 0)
     for number in range(num_waiting_tenants):
         scheduler.submit(_request(num_running + number, prompt, 1))
-    times = [_step(scheduler, number) for number in range(1, WARM_STEPS + num_steps)][WARM_STEPS - 1 :]
+    times = []
+    for number in range(1, WARM_STEPS + num_steps):
+        plan_s = _plan(scheduler, in_flight, number)
+        times.append((plan_s, _apply(scheduler, in_flight, number)))
+    times = times[WARM_STEPS - 1 :]
     both = [plan_s + apply_s for plan_s, apply_s in times]
     plan_s, apply_s = (statistics.median(pair[i] for pair in times) for i in (0, 1))
     return StepTime(1e3 * plan_s, 1e3 * apply_s, 1e3 * statistics.mean(both), 1e3 * float(np.percentile(both, 95)))
 
 
-def _step(scheduler: Scheduler, number: int) -> tuple[float, float]:
-    """Plan and apply a step: seconds of each."""
+def _plan(scheduler: Scheduler, in_flight: deque[StepPlan], number: int) -> float:
+    """Plan a step: seconds."""
     started_s = time.thread_time()
     plan = scheduler.plan(number * STEP_S)
-    planned_s = time.thread_time()
+    taken_s = time.thread_time() - started_s
     assert plan is not None, "somebody must decode"
+    in_flight.append(plan)
+    return taken_s
+
+
+def _apply(scheduler: Scheduler, in_flight: deque[StepPlan], number: int) -> float:
+    """Apply the oldest step in flight: seconds."""
+    plan = in_flight.popleft()
     rows = np.flatnonzero(plan.samples).astype(np.int32)
     output = StepOutput(rows, np.full(len(rows), number % VOCAB_SIZE, np.int32))
-    output_s = time.thread_time()
+    started_s = time.thread_time()
     scheduler.apply(plan, output, (number + 1) * STEP_S)
-    return planned_s - started_s, time.thread_time() - output_s
+    return time.thread_time() - started_s
 
 
 def _request(number: int, prompt: int, max_tokens: int) -> Request:
@@ -109,10 +133,12 @@ def measure_all(cases: Cases) -> list[Table]:
         return Table(title, columns, rows, Plot(name, "both, mean ms"))
 
     by_batch = [measure(batch, cases.prompt, cases.num_steps) for batch in cases.batches]
+    overlapped = [measure(batch, cases.prompt, cases.num_steps, max_in_flight=2) for batch in cases.batches]
     by_prompt = [measure(cases.batch, prompt, cases.num_steps) for prompt in cases.prompts]
     by_queue = [measure(cases.batch, cases.prompt, cases.num_steps, tenants) for tenants in cases.tenants]
     return [
         table(f"By sequences, prompts of {cases.prompt}", "sequences", cases.batches, by_batch, cases.batches),
+        table("The same with two steps in flight", "sequences", cases.batches, overlapped, cases.batches),
         table(
             f"By prompt, {cases.batch} sequences",
             "prompt tokens",

@@ -2,6 +2,7 @@
 
 import asyncio
 import collections
+import heapq
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -34,6 +35,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
 
     _ready: collections.deque[asyncio.Handle]  # BaseEventLoop's own
     _scheduled: list[asyncio.TimerHandle]
+    _timer_cancelled_count: int
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +47,11 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
 
     def next_timer(self) -> float | None:
         """When the next timer fires."""
-        return min((timer.when() for timer in self._scheduled if not timer.cancelled()), default=None)
+        timers = self._scheduled
+        while timers and timers[0].cancelled():  # a heap, as BaseEventLoop keeps it
+            heapq.heappop(timers)._scheduled = False
+            self._timer_cancelled_count -= 1
+        return timers[0].when() if timers else None
 
     def jump(self) -> None:
         """Go to the next timer."""
@@ -55,8 +61,8 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
 
     def settle(self) -> None:
         """Run until nothing is ready; time stands still."""
-        while self._ready:
-            self._run_once_now()
+        if self._ready:
+            self._run_while_ready()
 
     def advance(self, seconds: float) -> None:
         """Let time pass, and everything happen that it brings."""
@@ -64,16 +70,22 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         self.settle()
         while (when := self.next_timer()) is not None and when <= target:
             self._now = max(self._now, when)
-            self._run_once_now()
-            self.settle()
+            self._run_while_ready()
         self._now = target
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return self.run_until_complete(coroutine)
 
-    def _run_once_now(self) -> None:
-        self.call_soon(self.stop)
-        self.run_forever()
+    def _run_while_ready(self) -> None:
+        """At least once. As run_forever, which prepares and clears up as much as most of these turns take."""
+        assert asyncio._get_running_loop() is None, "driven from within itself"
+        asyncio._set_running_loop(self)
+        try:
+            self._run_once()
+            while self._ready:
+                self._run_once()
+        finally:
+            asyncio._set_running_loop(None)
 
     def _process_events(self, event_list: list[Any]) -> None:
         pass

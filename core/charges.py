@@ -8,9 +8,9 @@ are: to hold all of it for a second costs a second.
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
 
-from core.plan import StepPlan
+from core.in_flight import Flight
 from core.sequence import Sequence, SequenceState
-from core.step_cost import StepCostModel, StepWork, row_cost_s
+from core.step_cost import StepCostModel
 
 
 class Charges:
@@ -28,9 +28,7 @@ class Charges:
 
     def prefill_s(self, start: int, end: int, num_prompt_tokens: int) -> float:
         """What these positions of a sequence cost."""
-        work = StepWork()
-        work.add(start, end, num_prompt_tokens)
-        return row_cost_s(self._model.coefficients_s, work)
+        return self._model.prefill_s(start, end, num_prompt_tokens)
 
     def prepay(self, sequence: Sequence) -> None:
         """Charge for all that an admitted sequence, which has its slot, has to compute now."""
@@ -48,37 +46,42 @@ class Charges:
         sequence.tenant.refund(sequence.prepaid_s)
         sequence.prepaid_s = 0.0
 
-    def charge_step(
-        self, plan: StepPlan, rows: Seq[Sequence], running: Collection[Sequence], work: StepWork, step_s: float
-    ) -> int:
+    def charge_step(self, flight: Flight, running: Collection[Sequence], step_s: float) -> int:
         """Charge a step that took step_s, and attribute it to the sequences that were in it.
 
         Rows that were computed for nothing, because their sequences had ended one step earlier, are charged to their
         tenants all the same, as the device has computed them. No request's Cost has them.
 
         Args:
-            rows: the plan's sequences.
             running: all that may be computed: some of the rows, and those that only hold blocks.
 
         Returns: how many blocks they hold; a shared one counts for each.
         """
+        rows = flight.sequences
         fixed_s, _, _, token_s, kv_s = self._model.coefficients_s
         fixed_s /= len(rows)
-        block_s = (self._model.predict(work) if self._model.is_ready else step_s) / self._num_blocks
-        num_held = num_running = 0
+        drawn_s = fixed_s + token_s
+        block_s = (self._model.predict(flight.work) if self._model.is_ready else step_s) / self._num_blocks
         parts_s: list[float] = []  # of the step, as predicted
-        for sequence, start, length in zip(rows, plan.starts.tolist(), plan.lengths.tolist(), strict=True):
-            owed_s = part_s = fixed_s + token_s + kv_s * start  # of a row that draws
+        held: list[int] = []  # blocks
+        for sequence, start, length in zip(
+            rows, flight.plan.starts.tolist(), flight.plan.lengths.tolist(), strict=True
+        ):
+            owed_s = part_s = drawn_s + kv_s * start
             if start < sequence.prepaid_end:
                 owed_s, part_s = fixed_s, fixed_s + self._use_prepaid(sequence, start, length)
-            parts_s.append(part_s)
             num_blocks = len(sequence.table.blocks)
-            num_held += num_blocks
-            if sequence.state is not SequenceState.FINISHED:
-                num_running += sequence.state is SequenceState.RUNNING
-                sequence.kv_block_s += num_blocks * step_s
-            sequence.tenant.charge(owed_s + block_s * num_blocks)
-        _attribute(rows, parts_s, step_s)
+            parts_s.append(part_s)
+            held.append(num_blocks)
+            tenant = sequence.tenant
+            owed_s += block_s * num_blocks
+            if tenant.credit_s or tenant.share != 1:
+                tenant.charge(owed_s)
+            else:  # what charge() comes to for most rows of most steps
+                tenant.served_s += owed_s
+                tenant.counter_s += owed_s
+        num_held = sum(held)
+        num_running = _attribute(rows, parts_s, held, step_s)
         if len(running) > num_running:
             num_held += self._charge_bystanders(running, set(rows), block_s, step_s)
         return num_held
@@ -107,15 +110,26 @@ class Charges:
         return num_held
 
 
-def _attribute(rows: Seq[Sequence], parts_s: Seq[float], step_s: float) -> None:
+def _attribute(rows: Seq[Sequence], parts_s: Seq[float], held: Seq[int], step_s: float) -> int:
     """Divide what the step took among its sequences: by the parts, equally where these are nothing.
 
     The part of one that had ended before is nobody's.
+
+    Args:
+        held: blocks of each.
+
+    Returns: how many of them run.
     """
+    running, finished, num_running = SequenceState.RUNNING, SequenceState.FINISHED, 0
     predicted_s = sum(parts_s)
     if predicted_s <= 0.0:
         parts_s, predicted_s = [1.0] * len(rows), len(rows)
     scale = step_s / predicted_s
-    for sequence, part_s in zip(rows, parts_s, strict=True):
-        if sequence.state is not SequenceState.FINISHED:
-            sequence.device_s += part_s * scale
+    for sequence, part_s, num_blocks in zip(rows, parts_s, held, strict=True):
+        if sequence.state is running:
+            num_running += 1
+        elif sequence.state is finished:
+            continue
+        sequence.device_s += part_s * scale
+        sequence.kv_block_s += num_blocks * step_s
+    return num_running

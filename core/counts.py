@@ -15,7 +15,6 @@ class Counts:
     num_prefill_rows: int = 0
     num_prompt_tokens: int = 0
     num_generated_tokens: int = 0
-    num_preemptions: int = 0
     num_cache_queries: int = 0
     num_cache_hits: int = 0
     step_s: float = 0.0

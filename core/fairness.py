@@ -7,6 +7,7 @@ a share of two, each counts half (there: weighted VTC).
 """
 
 import heapq
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 # Of engine time that one tenant has had more than another, before it gives way though it runs no more than one sequence
@@ -65,6 +66,15 @@ class Tenant:
         if self.num_running > other.num_running + 1:
             return self.counter_s > other.counter_s
         return self.had_s > other.counter_s + OVER_SHARE_S
+
+    def those_giving_way(self, others: "Iterable[Tenant]") -> "set[Tenant]":
+        """Those of them that give way to a waiting sequence of this tenant's."""
+        over_s, num_running = self.counter_s + OVER_SHARE_S, self.num_running + 1  # few have more of either
+        return {
+            other
+            for other in others
+            if (other.counter_s > over_s or other.num_running > num_running) and other.gives_way_to(self)
+        }
 
 
 class TenantShares:

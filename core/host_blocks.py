@@ -129,13 +129,21 @@ class HostBlocks:
         What was to be copied out may be overwritten by now; it is lost. Copying back twice does no harm.
         """
         failed = self._in_flight[-1]
+        self._lose_offloads(failed)
+        return BlockCopies(restores=failed.restores) if failed.restores else None
+
+    def on_lost(self) -> None:
+        """The oldest plan will not come back: whether it had copied is not known, and it is not computed again."""
+        self._lose_offloads(self._in_flight[0])
+        self.on_applied(is_computed=False, copy_s=0.0)
+
+    def _lose_offloads(self, failed: BlockCopies) -> None:
         for slot, label in failed.labels.items():
             if self._coming.get(label.key) == slot:
                 del self._coming[label.key]
                 self._leaving.add(slot)
                 self._dropped.append(slot)  # what a store has of the block before it there
         failed.offloads, failed.labels = {}, {}
-        return BlockCopies(restores=failed.restores) if failed.restores else None
 
     def on_applied(self, is_computed: bool, copy_s: float) -> None:
         """The oldest plan has come back.

@@ -6,6 +6,7 @@ plan goes on after them, before anybody knows them. What it holds it keeps until
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from core.plan import StepPlan
@@ -20,6 +21,7 @@ class Flight:
 
     Args:
         sequences: of the plan's rows, in order.
+        other_rows: those that are no plain decodes (PlanBuilder).
         planned_s: monotonic.
         has_suspects: some of them were lost with a step that raised: nothing is sent behind this one, so that its rows
             can be computed again one by one.
@@ -27,6 +29,7 @@ class Flight:
 
     plan: StepPlan
     sequences: list[Sequence]
+    other_rows: list[int]
     work: StepWork
     planned_s: float
     has_suspects: bool
@@ -54,10 +57,14 @@ class InFlight:
     def has_suspects(self) -> bool:
         return any(flight.has_suspects for flight in self._flights)
 
-    def send(self, plan: StepPlan, builder: PlanBuilder, now: float) -> None:
+    def send(self, plan: StepPlan, builder: PlanBuilder, now: float, suspects: AbstractSet[Sequence]) -> None:
+        """
+        Args:
+            suspects: those that were in a step that raised, and were not seen to be innocent since.
+        """
         assert len(self._flights) < self._max_steps, "a step has to come back first"
-        has_suspects = True in [sequence.is_suspect for sequence in builder.sequences]
-        self._flights.append(Flight(plan, builder.sequences, builder.work, now, has_suspects))
+        has_suspects = bool(suspects) and not suspects.isdisjoint(builder.sequences)
+        self._flights.append(Flight(plan, builder.sequences, builder.other_rows, builder.work, now, has_suspects))
 
     def find(self, plan: StepPlan) -> Flight:
         return next(flight for flight in self._flights if flight.plan is plan)

@@ -5,14 +5,10 @@ from core.types import EngineMark, EngineStats, StepDelivery, TokenChunk, TokenL
 
 
 class Outbox:
-    """News for the loop, until the next delivery.
+    """News for the loop, until the next delivery."""
 
-    Args:
-        stats: what the loop knows already.
-    """
-
-    def __init__(self, stats: EngineStats) -> None:
-        self._told = stats
+    def __init__(self) -> None:
+        self._told: EngineStats | None = None
         self._request_ids: list[str] = []
         self._indexes: list[int] = []
         self._token_ids: list[int] = []

@@ -135,6 +135,7 @@ class RunnerLimits:
     block_bytes: int = 0
     host_copy_s: float = 0.0  # of one block to the host or back, as measured at start
     max_in_flight: int = 1  # steps; with 2 the next one is sent before this one's tokens are read
+    prompt_tile: int = 64  # tokens of a prompt that attend together: for any of them all are computed
 
 
 class DeviceError(Exception):

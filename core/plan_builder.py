@@ -6,7 +6,7 @@ import numpy as np
 
 from core.plan import PENDING, Int32Array, SequenceStart, StepPlan
 from core.sequence import Sequence
-from core.step_cost import StepWork
+from core.step_cost import PROMPT_TILE, StepWork
 
 
 class PlanBuilder:
@@ -14,12 +14,15 @@ class PlanBuilder:
 
     Args:
         budget: tokens that may still be added.
+        prompt_tile: see RunnerLimits.
+        other_rows: those that are no plain decodes (Sequence.plain_end).
     """
 
-    def __init__(self, budget: int) -> None:
+    def __init__(self, budget: int, prompt_tile: int = PROMPT_TILE) -> None:
         self.budget = budget
-        self.work = StepWork()
+        self.work = StepWork(tile=prompt_tile)
         self.sequences: list[Sequence] = []
+        self.other_rows: list[int] = []
         self.sources: set[int] = set()  # of copies
         self._copy_sources: list[int] = []
         self._copy_targets: list[int] = []
@@ -47,6 +50,7 @@ class PlanBuilder:
 
     def _add(self, sequence: Sequence, start: int, length: int, samples: bool) -> None:
         token_ids = sequence.token_ids[start : start + length]
+        self.other_rows.append(len(self.sequences))
         self.sequences.append(sequence)
         self._starts.append(start)
         self._lengths.append(length)
@@ -102,11 +106,11 @@ class PlanBuilder:
             lengths=_int32(self._lengths),
             samples=np.fromiter(self._samples, np.bool_, len(self._samples)),
             token_ids=_int32(self._token_ids),
-            table_slots=_int32(self._table_slots),
-            table_positions=_int32(self._table_positions),
-            table_blocks=_int32(self._table_blocks),
-            copy_sources=_int32(self._copy_sources),
-            copy_targets=_int32(self._copy_targets),
+            table_slots=_int32(self._table_slots) if self._table_slots else _NONE,
+            table_positions=_int32(self._table_positions) if self._table_positions else _NONE,
+            table_blocks=_int32(self._table_blocks) if self._table_blocks else _NONE,
+            copy_sources=_int32(self._copy_sources) if self._copy_sources else _NONE,
+            copy_targets=_int32(self._copy_targets) if self._copy_targets else _NONE,
             sequence_starts=self._sequence_starts,
         )
 
@@ -126,8 +130,10 @@ class PlanBuilder:
 
     def _send_table(self, sequence: Sequence) -> None:
         table = sequence.table
-        for position in range(table.num_sent, len(table.blocks)):
-            self._send_block(sequence.slot, position, table.blocks[position])
+        new = table.blocks[table.num_sent :]
+        self._table_slots += [sequence.slot] * len(new)
+        self._table_positions += range(table.num_sent, len(table.blocks))
+        self._table_blocks += new
         table.num_sent = len(table.blocks)
 
     def _send_block(self, slot: int, position: int, block: int) -> None:
@@ -138,6 +144,10 @@ class PlanBuilder:
 
 def _int32(values: list[int]) -> Int32Array:
     return np.fromiter(values, np.int32, len(values))  # np.array takes twice as long: it looks for the shape first
+
+
+_NONE = _int32([])
+_NONE.flags.writeable = False
 
 
 def restart_rows(plan: StepPlan, rows: range, sequences: list[Sequence]) -> StepPlan:

@@ -37,7 +37,7 @@ def outranked(running: Iterable[Sequence], head: Sequence, level: int, least_s: 
         level: the class of the one that waits, aged.
     """
     tenants = {sequence.tenant for sequence in running if sequence.level <= level}
-    giving_way = {tenant for tenant in tenants if tenant.gives_way_to(head.tenant)}
+    giving_way = head.tenant.those_giving_way(tenants)
     lower = [
         s
         for s in running

@@ -53,10 +53,6 @@ class PrefixCache:
         """How many of these can be found."""
         return sum(self._keys[block] is not None for block in blocks)
 
-    def is_behind(self, table: BlockTable, num_tokens: int) -> bool:
-        """Whether some of the table's blocks that are full with its first num_tokens are not published."""
-        return self.is_enabled and table.num_published < num_tokens // self._block_size
-
     def extend(self, table: BlockTable, token_ids: Seq[int]) -> int:
         """Let a table go on, from its last published block, with as many blocks as others have published.
 
@@ -81,21 +77,25 @@ class PrefixCache:
             table.num_published += 1
         return table.num_published * size
 
-    def publish(self, table: BlockTable, token_ids: Seq[int], num_tokens: int) -> None:
-        """Let others find the table's blocks that are full with its first num_tokens.
+    def publish(self, table: BlockTable, token_ids: Seq[int], num_tokens: int) -> bool:
+        """Let others find the table's blocks that are full with its first num_tokens. Returns whether they can now.
 
-        It stops at a block whose content another one is published for: extend() puts that one in its place.
+        It stops at a block whose content another one is published for: extend() puts that one in its place. (And at
+        one that comes after a forgotten one: nobody can find it.)
         """
+        if not self.is_enabled:
+            return True
         while table.num_published < num_tokens // self._block_size:
             if table.num_published and self._serials[table.blocks[table.num_published - 1]] == _UNPUBLISHED:
-                return  # forgotten
+                return False
             key = self._key(table, token_ids)
             if key in self._blocks:
-                return
+                return False
             serial = self._host.serial_of(key)
             if serial is None:
                 serial = self._last_serial = self._last_serial + 1
             self._publish(table, table.blocks[table.num_published], key, serial)
+        return True
 
     def find_on_host(self, table: BlockTable, token_ids: Seq[int]) -> list[BlockKey]:
         """Keys of the chain that lies on the host and goes on where extend() has stopped."""

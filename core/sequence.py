@@ -44,12 +44,12 @@ class Sequence:
         token_ids: the prompt's, then its own.
         max_length: tokens, prompt included, at which it ends.
         is_started: the runner has this sequence in its slot.
-        plain_end: up to this position its tokens fill a block that is its own and that the runner knows.
+        plain_end: before this position it decodes on with nothing to look at: in a block that is its own and that the
+            runner knows, not yet at its last token, and nobody has paused, cancelled or lost it. 0: look.
         num_computed_tokens: of its keys and values, those that are computed or that a plan with it computes.
         num_in_flight: plans with it that were made and not yet applied.
         num_pending: tokens that these draw: they follow token_ids, and nobody has read them yet.
         is_lost: what it computed cannot be used. It computes all again once it is no longer in flight.
-        is_suspect: it was in a step that raised, and was not seen to be innocent since.
         cancel_reason: set while in flight: what to finish it with when the step comes back.
         num_tokens_kept: of its own tokens, those the loop has used; None: all.
         num_free_blocks_needed: while it waits: with fewer free it cannot be admitted, as far as was seen.
@@ -83,7 +83,6 @@ class Sequence:
     num_in_flight: int = 0
     num_pending: int = 0
     is_lost: bool = False
-    is_suspect: bool = False
     cancel_reason: FinishReason | None = None
     num_tokens_kept: int | None = None
     num_free_blocks_needed: int = 0

@@ -75,6 +75,7 @@ class SequenceBlocks:
         They share the parent's blocks; whoever writes into a shared one first, copies it. Into a full one nobody
         writes: where the last token fills a block, the child computes that block's tokens.
         """
+        assert not parent.plain_end, "it would go on in a block that is no longer its own"
         child.num_computed_tokens = min(parent.num_computed_tokens, len(child.token_ids) - 1)
         if len(child.token_ids) % self._block_size == 0:
             child.num_computed_tokens -= child.num_computed_tokens % self._block_size
@@ -82,7 +83,6 @@ class SequenceBlocks:
         child.table.blocks = parent.table.blocks[:num_blocks]
         child.table.num_published = min(parent.table.num_published, num_blocks)
         self.pool.share(child.table.blocks)
-        parent.plain_end = 0
 
     def skip_cached(self, sequence: Sequence) -> int:
         """Let it go on after what others have computed of it by now. Returns its first position to compute."""
@@ -90,14 +90,9 @@ class SequenceBlocks:
         sequence.num_computed_tokens = max(sequence.num_computed_tokens, num_cached_tokens)
         return sequence.num_computed_tokens
 
-    def is_behind(self, sequence: Sequence, end: int) -> bool:
-        """Whether some block that is full with its first `end` tokens is not published."""
-        return self.cache.is_behind(sequence.table, end)
-
-    def publish(self, sequence: Sequence, end: int) -> None:
-        """Let others find what is full with its first `end` tokens."""
-        if self.cache.is_behind(sequence.table, end):
-            self.cache.publish(sequence.table, sequence.token_ids, end)
+    def publish(self, sequence: Sequence, end: int) -> bool:
+        """Let others find what is full with its first `end` tokens. False: of some of it they find somebody else's."""
+        return self.cache.publish(sequence.table, sequence.token_ids, end)
 
     def own(self, builder: PlanBuilder, sequence: Sequence, end: int) -> bool:
         """Let it own all blocks that it writes up to position `end`: the shared one copied, new ones for the rest.

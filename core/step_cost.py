@@ -14,9 +14,10 @@ import numpy.typing as npt
 from core.config import BLOCK_SIZE
 
 # Prompts attend in tiles of so many query tokens, each of which reads its context once and is computed whole
-# (gpu/attention.py): chunks that end with a tile cost no tile twice.
+# (gpu/attention.py): chunks that end with a tile cost no tile twice. Some kernels compute no more than what is new:
+# RunnerLimits.prompt_tile.
 PROMPT_TILE = 64
-LEAST_TOKENS = 8  # of a chunk that ends within a block: a tile is read and computed for fewer, too
+LEAST_TOKENS = 8  # of a chunk that ends within a block: each has a row of its own in every product
 # Before anything was measured, for the tenants' shares alone: a drawn token at twice a prompt's (arXiv:2401.00588 §5).
 NOMINAL_S = (0.0, 1e-3, 0.0, 2e-3, 0.0)
 MEMORY_STEPS = 512  # of each kind, with prompts and without: older ones fade
@@ -37,23 +38,26 @@ class StepWork:
     """What a step computes.
 
     Args:
-        prompt_kv: KV tokens that tiles of prompts read.
+        prompt_kv: KV tokens that prompts read, PROMPT_TILE query tokens at a time: smaller tiles count as a part.
         own_tokens: those that sequences have drawn themselves: each attends alone.
         own_kv: KV tokens that these read.
+        tile: see RunnerLimits.prompt_tile.
     """
 
     prompt_tokens: int = 0
-    prompt_kv: int = 0
+    prompt_kv: float = 0.0
     own_tokens: int = 0
     own_kv: int = 0
+    tile: int = PROMPT_TILE
 
     def add(self, start: int, end: int, num_prompt_tokens: int) -> None:
         """A row that computes positions `start` to `end` - 1 of a sequence with so long a prompt."""
         border = min(max(start, num_prompt_tokens), end)
         if start < border:
-            first, last = start // PROMPT_TILE, (border - 1) // PROMPT_TILE
+            first, last = start // self.tile, (border - 1) // self.tile
+            num_tiles_read = ((last + 1) * (last + 2) - first * (first + 1)) / 2
             self.prompt_tokens += border - start
-            self.prompt_kv += PROMPT_TILE * ((last + 1) * (last + 2) - first * (first + 1)) // 2
+            self.prompt_kv += self.tile * self.tile / PROMPT_TILE * num_tiles_read
         self.own_tokens += end - border
         self.own_kv += (end * (end + 1) - border * (border + 1)) // 2
 
@@ -74,9 +78,13 @@ class StepCostModel:
     at once, and later ones, each of which moves the fit by a part in hundreds, cost next to nothing. Not by whoever
     asks for a prediction: every plan and every charge does. And not in closed form: with one stream the fixed part and
     the part of its one token cannot be told apart, where a descent stays with what it has.
+
+    Args:
+        prompt_tile: see RunnerLimits.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, prompt_tile: int = PROMPT_TILE) -> None:
+        self.prompt_tile = prompt_tile
         self.coefficients_s: Features = NOMINAL_S
         self.is_ready = False  # enough steps of both kinds were measured to predict one
         self.error_p50 = 0.0  # of the last steps: |predicted - measured| / measured
@@ -107,6 +115,12 @@ class StepCostModel:
         """Seconds; meaningless before is_ready."""
         fixed, a, b, c, d = self._fit
         return fixed + a * work.prompt_tokens + b * work.prompt_kv + c * work.own_tokens + d * work.own_kv
+
+    def prefill_s(self, start: int, end: int, num_prompt_tokens: int) -> float:
+        """What positions `start` to `end` - 1 of a sequence with so long a prompt add to a step."""
+        work = StepWork(tile=self.prompt_tile)
+        work.add(start, end, num_prompt_tokens)
+        return row_cost_s(self.coefficients_s, work)
 
     def observe(self, work: StepWork, seconds: float) -> None:
         """Learn from a step. One that took no time says nothing."""
@@ -220,8 +234,8 @@ class PrefillAllowance:
         """How many tokens from `start` on, of those up to `end`, may be computed now.
 
         Chunks that do not reach the end stop at a tile's end, or at a block's where that is much further, or anywhere
-        where that is again much further. The step's first chunk has at least what is left of a block, so that nobody
-        starves; a later one may be 0.
+        where that is again much further. The step's first chunk has at least LEAST_TOKENS, so that nobody starves, and
+        what is left of a block where a whole tile is computed for fewer too; a later one may be 0.
         """
         limit = min(end, start + max_tokens)
         if not (limit == end and self._fits(start, end, num_prompt_tokens)):
@@ -240,7 +254,9 @@ class PrefillAllowance:
         )
         if token - start < LEAST_TOKENS:
             token = start
-        if self._is_due:
+        if self._is_due and self._model.prompt_tile < LEAST_TOKENS:
+            token = max(token, min(limit, start + LEAST_TOKENS))
+        elif self._is_due:
             block = max(block, min(limit, start // BLOCK_SIZE * BLOCK_SIZE + BLOCK_SIZE))
         if 4 * (tile - start) >= 3 * (max(block, token) - start):
             return tile
@@ -256,11 +272,7 @@ class PrefillAllowance:
         return self._cost_s(start, end, num_prompt_tokens) <= self._seconds
 
     def _cost_s(self, start: int, end: int, num_prompt_tokens: int) -> float:
-        if math.isinf(self._seconds):
-            return 0.0
-        work = StepWork()
-        work.add(start, end, num_prompt_tokens)
-        return row_cost_s(self._model.coefficients_s, work)
+        return 0.0 if math.isinf(self._seconds) else self._model.prefill_s(start, end, num_prompt_tokens)
 
 
 def allow_prefill(

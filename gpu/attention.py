@@ -44,10 +44,12 @@ class AttentionKernels(Protocol):
         index_dtype: of a RaggedRows' tensors.
         are_own_tokens_alone: several tokens of a row that the sequence has drawn itself are rows of one token each, so
             that they are rounded as they were when they were drawn. False: they are one row, and share its keys.
+        prompt_tile: see RunnerLimits.
     """
 
     index_dtype: torch.dtype
     are_own_tokens_alone: bool
+    prompt_tile: int
 
     def attend(self, query: Tensor, kv: LayerKV, rows: RaggedRows, scores: Scores) -> Tensor:
         """query: [tokens, heads, head_dim], rotated; returns [tokens, heads * head_dim]."""

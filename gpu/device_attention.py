@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from core.config import BLOCK_SIZE
-from gpu.attention import AttentionKernels, RaggedRows
+from gpu.attention import TILE_TOKENS, AttentionKernels, RaggedRows
 from gpu.device_products import Timer, graph_seconds, machine_name
 from gpu.kv_cache import LayerKV
 from gpu.measured_file import measured_file, read_kept, write_kept
@@ -60,6 +60,7 @@ class DeviceAttention:
 
     index_dtype = torch.int32
     are_own_tokens_alone = False
+    prompt_tile = TILE_TOKENS
 
     def __init__(
         self, kernels: DeviceKernels, varlen: VarlenAttention | None = None, clock: Timer = graph_seconds

@@ -19,6 +19,7 @@ from torch import Tensor
 from core.config import BLOCK_SIZE, EngineConfig, ModelConfig
 from core.plan import DeviceError, RunnerLimits, SequenceStart, StepOutput, StepPlan
 from core.types import SamplingParams, TokenLogprobs
+from gpu.attention import TILE_TOKENS
 from gpu.batch import BatchBuilder, SampledRows
 from gpu.checkpoint import Checkpoint, Progress, open_checkpoint
 from gpu.code_pages import drop_code_pages
@@ -124,6 +125,7 @@ class ModelRunner:
             vocab_size=config.vocab_size,
             block_bytes=bytes_per_block(config, dtype),
             max_in_flight=steps_in_flight(engine.overlap, device),
+            prompt_tile=TILE_TOKENS if operators.attention is None else operators.attention.prompt_tile,
         )
         self._builder = BatchBuilder(
             engine.max_sequences,

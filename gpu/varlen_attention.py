@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from core.config import BLOCK_SIZE
-from gpu.attention import RaggedRows
+from gpu.attention import TILE_TOKENS, RaggedRows
 from gpu.attention_groups import MAX_GATHERED_TOKENS
 from gpu.kv_cache import LayerKV
 from gpu.scores import Scores
@@ -59,6 +59,7 @@ class VarlenAttention:
 
     index_dtype = torch.int32
     are_own_tokens_alone = False
+    prompt_tile = TILE_TOKENS
 
     def __init__(self, varlen: Varlen, reads_tables: bool) -> None:
         self._varlen = varlen

@@ -20,6 +20,7 @@ class PagedAttention:
 
     index_dtype = torch.int64
     are_own_tokens_alone = True
+    prompt_tile = 1  # it computes the new tokens alone
 
     def __init__(self) -> None:
         self._decode, self._decode_arguments = Kernel(decode.attend), decode.Arguments()

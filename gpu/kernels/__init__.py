@@ -1,7 +1,7 @@
 """Kernels in Triton for CUDA devices, beside torch's operators (gpu/operators.py), which they are held against.
 
 Whether they serve is gpu/kernel_choice.py's to decide; `import gpu.kernels` does not import triton. Files whose
-functions are @triton.jit hold nothing else; what launches them is beside them, typed.
+functions are @triton.jit hold nothing else but tuples of what they are told; what launches them is beside them, typed.
 """
 
 import os

@@ -3,14 +3,32 @@
 A program keeps the query heads of one KV head and reads their keys and values once; a long context is shared among
 programs, and merge() adds what they have found. Where splits begin depends on a row's own length and on constants
 alone, and they are added in order: a row's sums are the same to the last bit whoever shares the step.
-Sums are float32; scores are kept as they leave the product and scaled in the exponent, so that masked and unmasked
-passes round alike. Source: Flash-Decoding (Dao et al., 2023); online softmax: arXiv:1805.02867.
+Source: Flash-Decoding (Dao et al., 2023).
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-LOG2_E = tl.constexpr(1.4426950408889634)
+from gpu.kernels.attention_walk import Cache, Scoring, shares_of, starting_sums, walk
+
+
+class Splits(NamedTuple):
+    """How contexts are cut, and what was found in the parts of those that are cut in several.
+
+    Args:
+        items: [splits]: row | index of the split << 16.
+        offsets: [rows + 1]: where a row's splits begin.
+        outs: [splits, heads, HEAD_DIM], float32: sums of values, as walk() leaves them.
+        tops, totals: [splits, heads], float32: likewise.
+    """
+
+    items: Any
+    offsets: Any
+    outs: Any
+    tops: Any
+    totals: Any
 
 
 @triton.jit
@@ -30,184 +48,77 @@ def first_seen(end, window, BLOCK: tl.constexpr, HAS_WINDOW: tl.constexpr):
 
 
 @triton.jit
-def attend_range(
-    query,  # [M, D_PAD], of the cache's type
-    top,  # [M]: the highest score so far, unscaled
-    total,  # [M]: sum of the shares so far, as multiples of the top's
-    out,  # [M, D_PAD]: sum of the values so far, by their shares
-    keys,  # of one KV head in the cache's first slot
-    values,
-    token_stride,  # numbers from slot to slot
-    table,  # [blocks] of the row
-    positions,  # [M]: of the queries' tokens; read where MASKED
-    begin,  # of the positions that are passed over: a multiple of BLOCK
-    first,  # no query sees anything before
-    end,  # nor from here on; unmasked passes end where a tile does
-    window,
-    scale,  # of the scores, before a cap
-    factor,  # of the scores, in the exponent of 2
-    cap,
-    HEAD_DIM: tl.constexpr,
-    D_PAD: tl.constexpr,
-    KV_TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    MASKED: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """(top, total, out) after the keys at positions from begin to end, KV_TOKENS at a time.
-
-    Masked: each query sees what its position and the window let it; otherwise every one sees them all.
-    """
-    dims = tl.arange(0, D_PAD)
-    places = tl.arange(0, KV_TOKENS)
-    for tile in tl.range(begin, end, KV_TOKENS):
-        seen = tile + places
-        if MASKED:
-            is_known = (seen >= first) & (seen < end)
-            block = tl.load(table + seen // BLOCK, mask=is_known, other=0)
-        else:
-            block = tl.load(table + seen // BLOCK)
-        slot = block.to(tl.int64) * BLOCK + seen % BLOCK
-        address = slot[:, None] * token_stride + dims[None, :]
-        if MASKED:
-            is_read = is_known[:, None] & (dims[None, :] < HEAD_DIM)
-            key = tl.load(keys + address, mask=is_read, other=0.0)
-            value = tl.load(values + address, mask=is_read, other=0.0)
-        elif D_PAD != HEAD_DIM:
-            is_read = (dims < HEAD_DIM)[None, :]
-            key = tl.load(keys + address, mask=is_read, other=0.0)
-            value = tl.load(values + address, mask=is_read, other=0.0)
-        else:
-            key = tl.load(keys + address)
-            value = tl.load(values + address)
-        score = tl.dot(query, tl.trans(key), input_precision=PRECISION)  # [M, KV_TOKENS]
-        if HAS_CAP:  # cap * tanh(score * scale / cap)
-            score = cap * (2.0 * tl.sigmoid(score * (2.0 * scale / cap)) - 1.0)
-        if MASKED:
-            is_seen = is_known[None, :] & (seen[None, :] <= positions[:, None])
-            if HAS_WINDOW:
-                is_seen &= seen[None, :] > positions[:, None] - window
-            score = tl.where(is_seen, score, float("-inf"))
-        highest = tl.maximum(top, tl.max(score, 1))
-        # nothing seen yet: any finite top gives shares of 0, and no NaN
-        base = tl.where(highest == float("-inf"), 0.0, highest)
-        share = tl.exp2((score - base[:, None]) * factor)
-        shrink = tl.exp2((top - base) * factor)
-        total = total * shrink + tl.sum(share, 1)
-        out = tl.dot(share.to(value.dtype), value, out * shrink[:, None], input_precision=PRECISION)
-        top = highest
-    return top, total, out
-
-
-@triton.jit
-def starting_sums(
-    sinks,  # [heads]; read where HAS_SINKS
-    heads,  # [M]
-    is_real,  # [M]
-    has_sink,  # whether this range counts them in
-    factor,
-    D_PAD: tl.constexpr,
-    M: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-):
-    """(top, total, out) before any key: nothing, or a sink's share, which brings no value."""
-    top = tl.full([M], float("-inf"), tl.float32)
-    total = tl.zeros([M], tl.float32)
-    if HAS_SINKS:
-        sink = tl.load(sinks + heads, mask=is_real, other=0.0).to(tl.float32) * LOG2_E / factor
-        top = tl.where(has_sink, sink, top)
-        total = tl.where(has_sink, total + 1.0, total)
-    return top, total, tl.zeros([M, D_PAD], tl.float32)
-
-
-@triton.jit
-def decode_split(
+def _decode_split(
     item,  # of the splits
     kv_head,
-    query,  # [tokens, heads, HEAD_DIM]
-    query_stride,  # numbers from token to token
-    keys,  # [slots, kv_heads, HEAD_DIM]
-    values,
-    tables,  # [rows, blocks]
-    table_stride,
-    ends,  # [rows]: one past the row's token; 0: it sees nothing, and gets zeros
-    splits,  # [splits]: row | index of the split << 16
-    split_offsets,  # [rows + 1]: where a row's splits begin
-    sinks,
-    part_outs,  # [splits, heads, HEAD_DIM], float32: of rows of several splits
-    part_tops,  # [splits, heads]
-    part_totals,  # [splits, heads]
-    out,  # [tokens, heads, HEAD_DIM]: of rows of one split
-    window,
-    scale,
-    factor,
-    cap,
-    KV_HEADS: tl.constexpr,
-    PER_KV: tl.constexpr,  # query heads of a KV head
-    HEAD_DIM: tl.constexpr,
-    D_PAD: tl.constexpr,
-    M: tl.constexpr,  # >= PER_KV
+    query,
+    query_stride,
+    cache,
+    ends,
+    splits,
+    out,
+    scoring,
+    M: tl.constexpr,
     KV_TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr,
     LEAST: tl.constexpr,
     MOST_SPLITS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """One KV head's query heads over one split of a row."""
-    packed = tl.load(splits + item)
+    packed = tl.load(splits.items + item)
     row, index = packed & 0xFFFF, packed >> 16
-    num_splits = tl.load(split_offsets + row + 1) - tl.load(split_offsets + row)
+    num_splits = tl.load(splits.offsets + row + 1) - tl.load(splits.offsets + row)
     end = tl.load(ends + row).to(tl.int32)
-    first, begin = first_seen(end, window, BLOCK, HAS_WINDOW)
+    first, begin = first_seen(end, scoring.window, cache.BLOCK, scoring.HAS_WINDOW)
     size = split_tokens(end - begin, KV_TOKENS, LEAST, MOST_SPLITS)
     begin += index * size
 
-    members, dims = tl.arange(0, M), tl.arange(0, D_PAD)
-    heads, is_real = kv_head * PER_KV + members, members < PER_KV
-    is_read = is_real[:, None] & (dims[None, :] < HEAD_DIM)
-    address = row.to(tl.int64) * query_stride + heads[:, None] * HEAD_DIM + dims[None, :]
+    num_heads: tl.constexpr = cache.KV_HEADS * cache.PER_KV
+    members, dims = tl.arange(0, M), tl.arange(0, cache.D_PAD)
+    heads, is_real = kv_head * cache.PER_KV + members, members < cache.PER_KV
+    is_read = is_real[:, None] & (dims[None, :] < cache.HEAD_DIM)
+    address = row.to(tl.int64) * query_stride + heads[:, None] * cache.HEAD_DIM + dims[None, :]
     vectors = tl.load(query + address, mask=is_read, other=0.0)
-    top, total, summed = starting_sums(sinks, heads, is_real, index == 0, factor, D_PAD, M, HAS_SINKS)
-    top, total, summed = attend_range(
-        vectors,
-        top,
-        total,
-        summed,
-        keys + kv_head * HEAD_DIM,
-        values + kv_head * HEAD_DIM,
-        KV_HEADS * HEAD_DIM,
-        tables + row.to(tl.int64) * table_stride,
-        tl.zeros([M], tl.int32) + (end - 1),
-        begin,
-        first,
-        tl.minimum(begin + size, end),
-        window,
-        scale,
-        factor,
-        cap,
-        HEAD_DIM,
-        D_PAD,
-        KV_TOKENS,
-        BLOCK,
-        True,
-        False,  # `first` says it of the only token
-        HAS_CAP,
-        PRECISION,
-    )
+    top, total, summed = starting_sums(scoring, heads, is_real, index == 0, M, cache.D_PAD)
+    positions = tl.zeros([M], tl.int32) + (end - 1)  # `first` says what the window lets the only token see
+    top, total, summed = walk(
+        vectors, top, total, summed, cache, row, kv_head, scoring, positions, begin, first,
+        tl.minimum(begin + size, end), KV_TOKENS, True, False,
+    )  # fmt: skip
     if num_splits == 1:
-        result = summed / tl.where(total == 0.0, 1.0, total)[:, None]
-        address = (row * KV_HEADS * PER_KV + heads)[:, None].to(tl.int64) * HEAD_DIM + dims[None, :]
-        tl.store(out + address, result.to(out.dtype.element_ty), mask=is_read)
+        address = (row * num_heads + heads)[:, None].to(tl.int64) * cache.HEAD_DIM + dims[None, :]
+        tl.store(out + address, shares_of(total, summed).to(out.dtype.element_ty), mask=is_read)
     else:
-        place = item * KV_HEADS * PER_KV + heads
-        tl.store(part_tops + place, top, mask=is_real)
-        tl.store(part_totals + place, total, mask=is_real)
-        tl.store(part_outs + place[:, None].to(tl.int64) * HEAD_DIM + dims[None, :], summed, mask=is_read)
+        place = item * num_heads + heads
+        tl.store(splits.tops + place, top, mask=is_real)
+        tl.store(splits.totals + place, total, mask=is_real)
+        address = place[:, None].to(tl.int64) * cache.HEAD_DIM + dims[None, :]
+        tl.store(splits.outs + address, summed, mask=is_read)
+
+
+@triton.jit
+def decode_share(
+    first,  # of the programs that decode
+    num_rows,
+    num_programs,
+    query,  # [tokens, heads, HEAD_DIM]
+    query_stride,  # numbers from token to token
+    cache,
+    ends,  # [rows]: one past the row's token; 0: it sees nothing, and gets zeros
+    splits,
+    out,  # [tokens, heads, HEAD_DIM]: of rows of one split
+    scoring,
+    M: tl.constexpr,  # >= PER_KV
+    KV_TOKENS: tl.constexpr,
+    LEAST: tl.constexpr,
+    MOST_SPLITS: tl.constexpr,
+):
+    """One program's share of all splits of all rows: every num_programs-th."""
+    num_items = tl.load(splits.offsets + num_rows) * cache.KV_HEADS
+    for item in range(first, num_items, num_programs):
+        _decode_split(
+            item // cache.KV_HEADS, item % cache.KV_HEADS, query, query_stride, cache, ends, splits, out, scoring,
+            M, KV_TOKENS, LEAST, MOST_SPLITS,
+        )  # fmt: skip
 
 
 @triton.jit(
@@ -215,78 +126,20 @@ def decode_split(
     do_not_specialize_on_alignment=["tables", "ends"],
 )
 def decode(
-    num_rows,
-    num_programs,
-    query,
-    query_stride,
-    keys,
-    values,
-    tables,
-    table_stride,
-    ends,
-    splits,
-    split_offsets,
-    sinks,
-    part_outs,
-    part_tops,
-    part_totals,
-    out,
-    window,
-    scale,
-    factor,
-    cap,
-    KV_HEADS: tl.constexpr,
-    PER_KV: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    D_PAD: tl.constexpr,
-    M: tl.constexpr,
-    KV_TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LEAST: tl.constexpr,
-    MOST_SPLITS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """All splits of all rows. Program: one of num_programs, takes every num_programs-th; see decode_split."""
-    num_items = tl.load(split_offsets + num_rows) * KV_HEADS
-    for item in range(tl.program_id(0), num_items, num_programs):
-        decode_split(
-            item // KV_HEADS,
-            item % KV_HEADS,
-            query,
-            query_stride,
-            keys,
-            values,
-            tables,
-            table_stride,
-            ends,
-            splits,
-            split_offsets,
-            sinks,
-            part_outs,
-            part_tops,
-            part_totals,
-            out,
-            window,
-            scale,
-            factor,
-            cap,
-            KV_HEADS,
-            PER_KV,
-            HEAD_DIM,
-            D_PAD,
-            M,
-            KV_TOKENS,
-            BLOCK,
-            LEAST,
-            MOST_SPLITS,
-            HAS_WINDOW,
-            HAS_CAP,
-            HAS_SINKS,
-            PRECISION,
-        )
+    num_rows, num_programs, query, query_stride, keys, values, tables, table_stride, ends, splits, split_offsets,
+    sinks, part_outs, part_tops, part_totals, out, window, scale, factor, cap,
+    KV_HEADS: tl.constexpr, PER_KV: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
+    M: tl.constexpr, KV_TOKENS: tl.constexpr, BLOCK: tl.constexpr, LEAST: tl.constexpr, MOST_SPLITS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """All splits of all rows. Program: one of num_programs; see decode_share, Cache, Scoring and Splits."""
+    decode_share(
+        tl.program_id(0), num_rows, num_programs, query, query_stride,
+        Cache(keys, values, tables, table_stride, KV_HEADS, PER_KV, HEAD_DIM, D_PAD, BLOCK),
+        ends, Splits(splits, split_offsets, part_outs, part_tops, part_totals), out,
+        Scoring(window, scale, factor, cap, sinks, HAS_WINDOW, HAS_CAP, HAS_SINKS, PRECISION),
+        M, KV_TOKENS, LEAST, MOST_SPLITS,
+    )  # fmt: skip
 
 
 @triton.jit

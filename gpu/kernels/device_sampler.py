@@ -12,8 +12,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gpu.kernels.sampling import SEGMENT as _SEGMENT
 from gpu.kernels.sampling import end_rows, sample_rows, scan_rows
+from gpu.kernels.sampling_layout import SEGMENT as _SEGMENT
 from gpu.sampling_slots import Factor, Number, SamplingSlots
 
 IntArray = npt.NDArray[np.integer]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from core.config import BLOCK_SIZE
-from gpu.attention import RaggedRows
+from gpu.attention import TILE_TOKENS, RaggedRows
 from gpu.kernels.attention_schedule import lay_out_step
 from gpu.kernels.attention_tiles import KernelShape, Tiles, kernel_shape
 from gpu.kernels.decode_attention import decode, merge
@@ -61,6 +61,7 @@ class PagedAttention:
 
     index_dtype = torch.int32
     are_own_tokens_alone = False  # several of a row share its keys
+    prompt_tile = TILE_TOKENS
 
     def __init__(self, num_programs: int | None = None, tiles: Tiles | None = None) -> None:
         self._num_programs = num_programs

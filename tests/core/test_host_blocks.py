@@ -149,6 +149,16 @@ def test_slot_whose_copy_was_lost_is_dropped_for_it_had_held_another() -> None:
     assert host.num_used == 0
 
 
+def test_what_a_lost_step_was_to_copy_out_is_not_found() -> None:
+    """It may never have begun: the slot holds what was there before, which may be another tenant's."""
+    host = HostBlocks(1)
+    host.offload(5, BlockLabel(1, KEY))
+    host.take_copies()
+    host.on_lost()
+    assert (host.serial_of(KEY), host.take_dropped(), host.num_used) == (None, [0], 0)
+    assert_slots_are_conserved(host)
+
+
 def test_block_forgotten_before_its_copy_was_planned_is_not_copied() -> None:
     host = HostBlocks(1)
     host.offload(0, BlockLabel(1, KEY))

@@ -70,19 +70,19 @@ def leak_a_block(scheduler: Scheduler) -> None:
 
 
 def lose_a_slot(scheduler: Scheduler) -> None:
-    scheduler._free_slots.append(2)
+    scheduler._states.free_slots.append(2)
 
 
 def lose_who_waits(scheduler: Scheduler) -> None:
-    scheduler._waiting.remove(scheduler._groups["d"].sequences[0])
+    scheduler._states.waiting.remove(scheduler._states.groups["d"].sequences[0])
 
 
 def lose_who_runs(scheduler: Scheduler) -> None:
-    del scheduler._running[scheduler._groups["b"].sequences[0]]
+    del scheduler._states.running[scheduler._states.groups["b"].sequences[0]]
 
 
 def pause_twice(scheduler: Scheduler) -> None:
-    scheduler._num_paused += 1
+    scheduler._states.num_paused += 1
 
 
 def let_a_tenant_leave(scheduler: Scheduler) -> None:

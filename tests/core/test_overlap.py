@@ -4,6 +4,7 @@ import random
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from core.engine import EngineBroken
@@ -136,13 +137,14 @@ class TestTwoInFlight:
         assert (second.starts.tolist(), second.token_ids.tolist()) == ([3], [PENDING])
         assert second.samples.tolist() == [True]
 
-    def test_sequence_is_never_planned_past_its_last_token(self) -> None:
-        under_test = EngineUnderTest(small_limits())
-        request = make_request(num_prompt_tokens=3, max_tokens=2)
+    @pytest.mark.parametrize("num_prompt_tokens", [3, 4])  # its last token in a block of its own, or not
+    def test_sequence_is_never_planned_past_its_last_token(self, num_prompt_tokens: int) -> None:
+        under_test = EngineUnderTest(small_limits(block_size=4))
+        request = make_request(num_prompt_tokens=num_prompt_tokens, max_tokens=2)
         under_test.send(Submit(request))
         under_test.run()
         assert under_test.scheduler.stats().num_rows == 2
-        assert under_test.log.terminal("a").usage == Usage(3, 2)
+        assert under_test.log.terminal("a").usage == Usage(num_prompt_tokens, 2)
 
     def test_row_past_a_stop_id_is_neither_told_nor_billed_and_its_tenant_pays_for_it(self) -> None:
         request = make_request(num_prompt_tokens=3, max_tokens=30)
@@ -185,6 +187,89 @@ class TestTwoInFlight:
         assert under_test.scheduler.pool.num_used == 0
         with pytest.raises(EngineBroken):
             under_test.step()
+
+
+def two_in_flight(**limits: int) -> Scheduler:
+    return Scheduler(replace(small_limits(**limits), max_in_flight=2), (), lambda: 0)
+
+
+def planned(scheduler: Scheduler) -> StepPlan:
+    plan = scheduler.plan(0.0)
+    assert plan is not None
+    return plan
+
+
+def drew(*token_ids: int | None, failed: dict[int, str] | None = None) -> StepOutput:
+    """What each row drew; None: nothing."""
+    rows = [row for row, token_id in enumerate(token_ids) if token_id is not None]
+    told = [token_id for token_id in token_ids if token_id is not None]
+    return StepOutput(np.array(rows, np.int32), np.array(told, np.int32), failed_rows=failed or {})
+
+
+def test_token_drawn_behind_a_row_that_was_misled_is_not_told() -> None:
+    """b has read a block that a should have written: what b draws in the step behind it is worth as little."""
+    scheduler = two_in_flight()
+    for name, last in (("a", 20), ("b", 21)):
+        scheduler.submit(make_request(name, prompt_ids=(*range(10, 14), last)))
+    first, second = planned(scheduler), planned(scheduler)
+    assert (first.starts.tolist(), second.token_ids.tolist()) == ([0, 4], [PENDING, PENDING])
+    assert scheduler.apply(first, drew(None, 7, failed={0: "no logits"}), 0.0).token_ids == []
+    assert scheduler.apply(second, drew(8, 9), 0.0).token_ids == []
+    again = planned(scheduler)
+    assert (again.starts.tolist(), again.token_ids.tolist()) == ([0], [10, 11, 12, 13, 21])
+
+
+def test_block_that_ends_with_a_token_nobody_was_told_is_not_published() -> None:
+    scheduler = two_in_flight(block_size=4)
+    scheduler.submit(make_request("a", prompt_ids=(10, 11, 12)))
+    first, second = planned(scheduler), planned(scheduler)  # the second fills the block
+    scheduler.cancel("a", FinishReason.CANCELLED)
+    scheduler.apply(first, drew(7), 0.0)
+    scheduler.apply(second, drew(8), 0.0)
+    assert (scheduler.pool.num_used, scheduler.pool.num_kept) == (0, 0)
+
+
+def test_leader_of_siblings_waits_for_the_last_token_of_its_prompt_though_it_was_one_alone() -> None:
+    scheduler = two_in_flight(block_size=4, max_batch_tokens=8)
+    scheduler.submit(make_request("a", prompt_ids=tuple(range(10, 19)), num_sequences=2))
+    first, second = planned(scheduler), planned(scheduler)
+    assert (first.lengths.tolist(), second.lengths.tolist()) == ([8], [1])
+    scheduler.apply(first, drew(None), 0.0)
+    assert scheduler.plan(0.0) is None
+    scheduler.apply(second, drew(7), 0.0)
+    assert planned(scheduler).starts.tolist() == [8, 9]  # the sibling draws from the prompt's last token itself
+
+
+def test_nothing_is_sent_behind_a_step_with_one_that_was_in_a_step_that_raised_until_it_has_drawn() -> None:
+    scheduler = two_in_flight(max_batch_tokens=4)
+    for name in "ab":
+        scheduler.submit(make_request(name, num_prompt_tokens=4, max_tokens=9))
+    assert [planned(scheduler).num_rows for _ in range(2)] == [1, 2]
+    scheduler.lose_in_flight(0.0)
+    alone = planned(scheduler)
+    assert (alone.starts.tolist(), scheduler.plan(0.0)) == ([0], None)
+    assert scheduler.apply(alone, drew(7), 0.0).token_ids == [7]
+    both = planned(scheduler)  # a, which is innocent, and some of b, of which that is not known yet
+    assert (both.starts.tolist(), scheduler.plan(0.0)) == ([4, 0], None)
+    scheduler.apply(both, drew(8, None), 0.0)
+    rest = planned(scheduler)
+    scheduler.apply(rest, drew(9, 10), 0.0)
+    assert planned(scheduler).num_rows == planned(scheduler).num_rows == 2
+
+
+def test_sibling_that_copied_a_block_which_was_never_written_computes_all_again() -> None:
+    """It forked from a leader that was cancelled in mid-prompt, and whose last chunk, still under way then, failed."""
+    scheduler = two_in_flight(block_size=4, max_batch_tokens=8)
+    scheduler.submit(make_request("a", prompt_ids=tuple(range(10, 20)), num_sequences=2))
+    first, second = planned(scheduler), planned(scheduler)
+    scheduler.cancel("a", FinishReason.CANCELLED, index=0)
+    scheduler.apply(first, drew(None), 0.0)
+    third = planned(scheduler)
+    assert (second.starts.tolist(), third.starts.tolist()) == ([8], [9])
+    assert len(third.copy_sources) == 1  # of the block that the second is to write
+    scheduler.apply(second, drew(None, failed={0: "no logits"}), 0.0)
+    assert scheduler.apply(third, drew(7), 0.0).token_ids == []
+    assert planned(scheduler).starts.tolist() == [0]
 
 
 def test_device_never_waits_for_a_host_that_is_faster_than_it() -> None:

@@ -242,7 +242,7 @@ def test_queue_head_that_needs_blocks_is_looked_up_once() -> None:
     run(under_test, ask("a", PROMPT))
     under_test.send(ask("long", tuple(range(30)), max_tokens=9), ask("waits", arrival_s=1.0))
     under_test.step()
-    waiting, _ = under_test.scheduler._waiting.head(under_test.clock()) or pytest.fail("nobody waits")
+    waiting, _ = under_test.scheduler._states.waiting.head(under_test.clock()) or pytest.fail("nobody waits")
     assert waiting.num_free_blocks_needed > under_test.scheduler.pool.num_free
     lookups = count_lines(lambda: under_test.step(), "extend")
     assert lookups == 0

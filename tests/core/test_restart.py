@@ -36,7 +36,7 @@ def test_no_sibling_reads_what_another_wrote_in_a_step_that_raised(num_blocks: i
     first = compute(scheduler, runner)
     scheduler.apply(first, runner.collect(first), 0.0)
     if num_blocks == 5:
-        assert scheduler.pool.num_free < len(scheduler._running)
+        assert scheduler.pool.num_free < len(scheduler._states.running)
     made = compute(scheduler, runner)
     assert made.num_rows == 3
     assert len(set(made.copy_sources.tolist())) == 1  # they fork in the middle of a block

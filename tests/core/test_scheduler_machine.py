@@ -119,7 +119,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         self.requests[request.request_id] = request
         self.scheduler.submit(request)
-        group = self.scheduler._groups.get(request.request_id)
+        group = self.scheduler._states.groups.get(request.request_id)
         self.sequences[request.request_id] = [] if group is None else list(group.sequences)
         for sequence in self.sequences[request.request_id]:
             self.remember(sequence)
@@ -260,19 +260,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "scheduler"):
             return
         occupied = [sequence.slot for sequence in self.all_sequences() if sequence.slot >= 0]
-        assert sorted(occupied + self.scheduler._free_slots) == list(range(len(self.scheduler._occupants)))
+        assert sorted(occupied + self.scheduler._states.free_slots) == list(
+            range(len(self.scheduler._states.occupants))
+        )
 
     @invariant()
     def everyone_is_in_one_place(self) -> None:
         if not hasattr(self, "scheduler"):
             return
         live = [s for s in self.all_sequences() if s.state is not SequenceState.FINISHED]
-        assert set(self.scheduler._running) == {s for s in live if s.state is SequenceState.RUNNING}
-        unforked = {s for group in self.scheduler._groups.values() for s in group.unforked.values()}
+        assert set(self.scheduler._states.running) == {s for s in live if s.state is SequenceState.RUNNING}
+        unforked = {s for group in self.scheduler._states.groups.values() for s in group.unforked.values()}
         waiting = {s for s in live if s.state is SequenceState.WAITING and not s.is_paused} - unforked
-        queues = self.scheduler._waiting._classes
+        queues = self.scheduler._states.waiting._classes
         assert waiting == {s for queue in queues.values() for line in queue.tenants.values() for s in line}
-        assert len(self.scheduler._waiting) == len(waiting)
+        assert len(self.scheduler._states.waiting) == len(waiting)
         for queue in queues.values():
             due = {s for line in queue._due.values() for s in line}
             assert due == {s for line in queue.tenants.values() for s in line if s.has_deadline}
@@ -282,9 +284,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "scheduler"):
             return
         for tenant in self.scheduler.shares.tenants():
-            requests = [g.request for g in self.scheduler._groups.values() if g.tenant is tenant]
+            requests = [g.request for g in self.scheduler._states.groups.values() if g.tenant is tenant]
             assert tenant.num_live == len(requests)
-            running = [s for s in self.scheduler._running if s.tenant is tenant]
+            running = [s for s in self.scheduler._states.running if s.tenant is tenant]
             assert tenant.num_running == len(running)
             assert abs(tenant.prepaid_s - sum(s.prepaid_s for s in running)) < 1e-9
             assert tenant.credit_s >= 0

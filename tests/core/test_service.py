@@ -83,7 +83,7 @@ def test_a_tenant_with_a_larger_share_gets_so_many_times_as_much(share: int) -> 
     served: list[tuple[float, ...]] = []
 
     def measure(scheduler: Scheduler) -> None:
-        if all(scheduler._waiting.is_waiting(name) for name in "ab"):
+        if all(scheduler._states.waiting.is_waiting(name) for name in "ab"):
             by_name = {tenant.name: tenant.served_s for tenant in scheduler.shares.tenants()}
             served.append((by_name["a"], by_name["b"]))
 
@@ -161,7 +161,7 @@ def test_out_of_blocks_the_paused_go_first_then_the_lower_class_then_those_over_
     gone: list[str] = []
     while len(gone) < 3:
         under_test.step()
-        held = {sequence.request_id for sequence in under_test.scheduler._running}
+        held = {sequence.request_id for sequence in under_test.scheduler._states.running}
         gone += [r.request_id for r in requests if r.request_id not in held and r.request_id not in gone]
     assert gone == ["paused", "low", "over"]
 

@@ -3,7 +3,17 @@ import random
 
 import pytest
 
-from core.step_cost import LEAST_STEPS, NOMINAL_S, SOLVE_EVERY, Features, PrefillAllowance, StepCostModel, StepWork
+from core.step_cost import (
+    LEAST_STEPS,
+    LEAST_TOKENS,
+    NOMINAL_S,
+    PROMPT_TILE,
+    SOLVE_EVERY,
+    Features,
+    PrefillAllowance,
+    StepCostModel,
+    StepWork,
+)
 from tests.call_counter import CallCounter
 
 TRUE_S: Features = (0.02, 7e-4, 2e-6, 6e-4, 1.5e-6)
@@ -25,9 +35,9 @@ def random_step(rng: random.Random) -> StepWork:
     return work
 
 
-def trained(num_steps: int, disturbed: float = 0.0, noise: float = 0.0) -> StepCostModel:
+def trained(num_steps: int, disturbed: float = 0.0, noise: float = 0.0, tile: int = PROMPT_TILE) -> StepCostModel:
     """A model that has seen steps of the true costs; a share of them was held up, 2 to 10 times as long."""
-    rng, model = random.Random(1), StepCostModel()
+    rng, model = random.Random(1), StepCostModel(tile)
     for _ in range(num_steps):
         work = random_step(rng)
         held_up = rng.uniform(2, 10) if rng.random() < disturbed else 1.0
@@ -46,6 +56,15 @@ def test_work_parts_a_row_at_the_end_of_its_prompt() -> None:
     work.add(start=60, end=72, num_prompt_tokens=70)
     assert (work.prompt_tokens, work.prompt_kv) == (10, 64 + 128)  # of the tiles that end at 64 and at 128
     assert (work.own_tokens, work.own_kv) == (2, 71 + 72)
+
+
+def test_where_only_new_tokens_are_computed_each_counts_for_itself_however_a_prompt_is_cut() -> None:
+    whole, cut = StepWork(tile=1), StepWork(tile=1)
+    whole.add(0, 256, 256)
+    for start, end in ((0, 80), (80, 83), (83, 256)):
+        cut.add(start, end, 256)
+    assert cut == whole
+    assert whole.prompt_kv == sum(range(1, 257)) / PROMPT_TILE
 
 
 def test_chunks_that_end_with_tiles_read_no_context_twice() -> None:
@@ -156,6 +175,15 @@ def test_first_chunk_of_a_step_has_at_least_a_block_and_later_ones_what_is_left(
     assert spent.chunk(32, 4096, 4096, max_tokens=512) == 16
     assert spent.chunk(0, 10, 10, max_tokens=496) == 0
     assert spent.is_spent
+
+
+def test_first_chunk_may_be_half_a_block_where_only_new_tokens_are_computed() -> None:
+    """On a long context a block's worth may take twice what the target leaves: of its attention, all is its own."""
+    spent = PrefillAllowance(trained(2000, tile=1), 0.0)
+    assert spent.chunk(4032, 8192, 8192, max_tokens=512) == LEAST_TOKENS
+    assert spent.chunk(0, 10, 10, max_tokens=504) == 0
+    some = PrefillAllowance(trained(2000, tile=1), 0.009)
+    assert some.chunk(4032, 8192, 8192, max_tokens=512) == 10
 
 
 def test_block_that_was_begun_is_ended_first() -> None:

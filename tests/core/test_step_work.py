@@ -31,9 +31,13 @@ class Work:
     num_builtin_calls: float
 
 
-def measure(num_rows: int) -> Work:
+class OverlapUnderTest(EngineUnderTest):
+    max_in_flight = 2
+
+
+def measure(num_rows: int, engine: type[EngineUnderTest] = EngineUnderTest) -> Work:
     """Of steps in which each of so many sequences, all of tenants of their own, decodes a token."""
-    under_test = EngineUnderTest(LIMITS)
+    under_test = engine(LIMITS)
     for number in range(num_rows):  # prompts of different lengths: not all need a block in the same step
         under_test.send(Submit(make_request(str(number), 20 + number % LIMITS.block_size, 200, tenant=str(number))))
     deliveries = under_test.log.deliveries
@@ -53,12 +57,14 @@ def test_step_of_one_row_takes_so_many_calls() -> None:
     Some nine of the calls keep what is in flight, so that a step can be sent before the one before it comes back.
     """
     work = measure(1)
-    assert work.num_calls <= 80
-    assert work.num_builtin_calls <= 92
+    assert work.num_calls <= 76
+    assert work.num_builtin_calls <= 84
 
 
+@pytest.mark.parametrize("engine", [EngineUnderTest, OverlapUnderTest])
 @pytest.mark.parametrize("num_rows", [64, 256])
-def test_each_further_row_takes_so_many_calls(num_rows: int) -> None:
-    one, many = measure(1), measure(num_rows)
-    assert (many.num_calls - one.num_calls) / (num_rows - 1) <= 3.5
-    assert (many.num_builtin_calls - one.num_builtin_calls) / (num_rows - 1) <= 12
+def test_each_further_row_takes_so_many_calls(engine: type[EngineUnderTest], num_rows: int) -> None:
+    """In one step of sixteen a row needs a block, which takes some twenty; in the others, no call of its own."""
+    one, many = measure(1, engine), measure(num_rows, engine)
+    assert (many.num_calls - one.num_calls) / (num_rows - 1) <= 1.6
+    assert (many.num_builtin_calls - one.num_builtin_calls) / (num_rows - 1) <= 10.5

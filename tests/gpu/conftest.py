@@ -58,7 +58,8 @@ def open_runner(directory: Path, engine: EngineConfig = ENGINE) -> ModelRunner:
 
 @pytest.fixture(autouse=True)
 def threads_kept() -> object:
-    """A runner sets torch's threads for its process: give them back."""
+    """One, as small models are the slower by more; a runner sets them for its process: they are given back."""
     before = torch.get_num_threads()
+    torch.set_num_threads(1)
     yield None
     torch.set_num_threads(before)

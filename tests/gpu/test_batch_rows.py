@@ -21,6 +21,7 @@ class Kernels:
     def __init__(self, index_dtype: torch.dtype, are_own_tokens_alone: bool) -> None:
         self.index_dtype = index_dtype
         self.are_own_tokens_alone = are_own_tokens_alone
+        self.prompt_tile = 64
 
     def attend(self, query: Tensor, kv: LayerKV, rows: RaggedRows, scores: Scores) -> Tensor:
         raise AssertionError("a builder computes nothing")

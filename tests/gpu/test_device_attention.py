@@ -111,6 +111,7 @@ class Kernels:
 
     index_dtype = torch.int32
     are_own_tokens_alone = False
+    prompt_tile = 64
 
     def __init__(self) -> None:
         self.num_steps = 0

@@ -395,6 +395,8 @@ class _Life:
             self._check_tokens(request, tokens)
         for call in self._calls:
             answer = call.answer
+            if call.is_slow and not call.has_left and (answer is None or not answer.is_complete):
+                self._tally.events["stalled"] += 1
             if answer is None:
                 assert call.has_left or call.is_slow or self.server.is_broken, f"no answer to {call}"
                 continue

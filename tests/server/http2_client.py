@@ -21,6 +21,9 @@ def fields(**changes: str | None) -> list[tuple[str, str]]:
     return [(name, value) for name, value in pairs if value is not None]
 
 
+POST = fields(method="POST")
+
+
 @dataclass
 class Response:
     """One stream, as the client has seen it."""

@@ -6,8 +6,8 @@ from core.errors import ServiceError
 from server.wire.messages import ResponseHead
 from server.wire.stream import HttpStream
 from tests.server.fakes import MemoryServer, MemoryTransport
+from tests.server.memory_connection import answer
 from tests.server.raw_http2 import START, Seen, ping
-from tests.server.test_connection import answer
 
 
 async def respond(stream: HttpStream) -> None:

@@ -100,6 +100,7 @@ class Http1Caller:
     def __init__(self, transport: MemoryTransport) -> None:
         self.transport = transport
         self.calls: list[Call] = []
+        self._num_bytes_read = 0
 
     @property
     def is_over(self) -> bool:
@@ -124,8 +125,12 @@ class Http1Caller:
             self.finish()
 
     def finish(self) -> None:
-        """Read what has come."""
-        for call, answer in zip(self.calls, answers(bytes(self.transport.received)), strict=False):
+        """Read what has come, from the beginning; nothing if that was done."""
+        received = bytes(self.transport.received)
+        if len(received) == self._num_bytes_read:
+            return
+        self._num_bytes_read = len(received)
+        for call, answer in zip(self.calls, answers(received), strict=False):
             call.answer = answer
             call.is_over = answer.is_complete
 

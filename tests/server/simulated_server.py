@@ -7,11 +7,12 @@ The engine is stepped from outside the loop, and while a step is computed the lo
 model says, connections are served, and what they post is found by the step's second look into the inbox.
 """
 
+import functools
 import itertools
 import json
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,8 @@ class Answer:
     headers: dict[str, str]
     body: bytes
     is_complete: bool
+    _events: list[Any] = field(default_factory=list, repr=False)
+    _num_bytes_read: int = field(default=0, repr=False)  # of the body, that are in the events
 
     @property
     def json(self) -> Any:
@@ -128,8 +131,11 @@ class Answer:
 
     @property
     def events(self) -> list[Any]:
-        """The data of each event; comments and [DONE] as texts."""
-        return [_event(block) for block in self.body.decode().split("\n\n")[:-1]]
+        """The data of each event; comments and [DONE] as texts. What has been read once is not read again."""
+        blocks = self.body[self._num_bytes_read :].split(b"\n\n")[:-1]
+        self._events += [_event(block.decode()) for block in blocks]
+        self._num_bytes_read += sum(len(block) + 2 for block in blocks)
+        return self._events
 
     def text(self, choice: int = 0) -> str:
         """What a chat or completion choice says, streamed or not."""
@@ -458,5 +464,10 @@ async def _inline(work: Callable[[], Any]) -> Any:
 
 def _reader(limits: RunnerLimits, clock: Clock) -> PromptReader:
     card = ServedModel(id=MODEL, created_s=int(UNIX_S), max_model_len=limits.max_model_len)
-    template = ChatTemplate({"default": CHATML}, {}, limits.max_model_len)
-    return PromptReader((card,), TOKENIZER, template, limits.max_model_len, clock.unix)
+    return PromptReader((card,), TOKENIZER, _template(limits.max_model_len), limits.max_model_len, clock.unix)
+
+
+@functools.cache
+def _template(context_limit: int) -> ChatTemplate:
+    """Compiled once: it keeps nothing of what it renders."""
+    return ChatTemplate({"default": CHATML}, {}, context_limit)

@@ -1,7 +1,8 @@
 """A reader that stops, in virtual time: it stops its own decode and nobody else's, and loses nothing but its turn.
 
 The same over each way in which a peer can stop: a socket that is not read, and HTTP/2 windows that are shut. Real
-sockets are in test_backpressure_sockets.py, uploads nobody reads in test_connection.py and test_http2_exchanges.py.
+sockets are in test_backpressure_sockets.py, uploads nobody reads in test_connection_peers.py and
+test_http2_exchanges.py.
 """
 
 import json

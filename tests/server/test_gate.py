@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from core.errors import StartupError
 from core.types import Submit
@@ -23,6 +24,7 @@ from server.routes import PREFIXES, ROUTES, Route
 from tests.server.simulated_server import MODEL, STREAM, SimulatedServer, chat, completion, request
 
 ACME = Tenant(name="acme", key_sha256=(sha256(b"a").hexdigest(),), tenant_class="batch", share=2, models=(MODEL,))
+ALONE = Tenant(name="alone", key_sha256=(sha256(b"l").hexdigest(),))
 OTHER = Tenant(name="other", key_sha256=(sha256(b"o").hexdigest(),), models=("large",))
 THIRD = Tenant(name="third", key_sha256=(sha256(b"t").hexdigest(),))
 CLOCK = Clock(lambda: 0.0, lambda: 0.0)
@@ -81,6 +83,17 @@ def test_a_prompt_is_cached_for_its_own_tenant_alone() -> None:
         cached.append(answer.usage["prompt_tokens_details"]["cached_tokens"])
     assert cached[:2] == [0, 0]
     assert cached[2] > 0
+    server.close()
+
+
+def test_what_tenants_of_one_domain_send_is_cached_for_all_of_them_but_for_what_is_salted() -> None:
+    public = [structs.replace(tenant, cache_domain="public") for tenant in (ACME, THIRD)]
+    server = SimulatedServer(tenants=(*public, ALONE))
+    cached = []
+    for key, salt in (("a", None), ("t", None), ("l", None), ("t", "mine"), ("a", "mine"), ("a", "another")):
+        answer = server.ask(as_caller(completion(prompt=[7] * 40, cache_salt=salt), key))
+        cached.append(answer.usage["prompt_tokens_details"]["cached_tokens"] > 0)
+    assert cached == [False, True, False, False, True, False]
     server.close()
 
 

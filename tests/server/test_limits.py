@@ -23,6 +23,7 @@ from server.wire.frame_limits import FrameLimits, Rate
 from tests.server.fakes import MemoryServer
 from tests.server.http2_client import Http2Client
 from tests.server.http2_client import fields as pseudo_fields
+from tests.server.memory_connection import GET, Hold, answer, echo, responses
 from tests.server.raw_http2 import (
     END_STREAM,
     INITIAL_WINDOW,
@@ -44,7 +45,6 @@ from tests.server.raw_http2 import (
 )
 from tests.server.raw_peer import MemoryPeer, respond
 from tests.server.simulated_server import SimulatedServer, completion, request
-from tests.server.test_connection import GET, Hold, answer, echo, responses
 
 KiB, MiB = 1024, 1024 * 1024
 CONNECTION = ConnectionLimits()

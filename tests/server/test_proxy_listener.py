@@ -18,7 +18,7 @@ from server.wire.stream import HttpStream
 from server.wire.tls import ServerTls, TlsFiles
 from tests.certificates import make_certificate, needs_openssl
 from tests.server.fakes import refuse
-from tests.server.test_connection import answer
+from tests.server.memory_connection import answer
 from tests.server.test_listener import run
 from tests.server.test_proxy_protocol import HEADERS
 from tests.server.test_tls import trusting, wait_until

@@ -6,8 +6,8 @@ import logging
 import pytest
 
 from core.types import Admitted
+from tests.server.simulated_app import MortalRunner
 from tests.server.simulated_server import STREAM, SimulatedServer, answers, chat, request
-from tests.server.test_app import MortalRunner
 from tests.server.test_gate import ACME, THIRD, as_caller
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"

@@ -26,7 +26,7 @@ from server.wire.tls import REFUSED_ALERT, ClientAuth, ServerTls, TlsFiles, clie
 from tests.certificates import make_certificate, make_client_certificate, needs_openssl
 from tests.server.fakes import refuse
 from tests.server.http2_client import fields
-from tests.server.test_connection import answer
+from tests.server.memory_connection import answer
 
 pytestmark = needs_openssl
 
@@ -441,16 +441,19 @@ def test_drain_at_any_moment_of_a_handshake_leaves_no_connection(tmp_path: Path)
     certificate, key = make_certificate(tmp_path)
     context = trusting(certificate, "http/1.1")
 
+    async def drain_after(num_turns: int) -> None:
+        async with serving(ServerTls(TlsFiles(certificate, key))) as listener:
+            clients = [asyncio.create_task(connect(listener.port, context)) for _ in range(3)]
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            await listener.drain(5)
+            assert listener.num_open == 0
+            for found in await asyncio.gather(*clients, return_exceptions=True):
+                if not isinstance(found, BaseException):
+                    found[1].close()
+
     async def main() -> None:
-        for num_turns in range(0, 40, 2):
-            async with serving(ServerTls(TlsFiles(certificate, key))) as listener:
-                clients = [asyncio.create_task(connect(listener.port, context)) for _ in range(3)]
-                for _ in range(num_turns):
-                    await asyncio.sleep(0)
-                await listener.drain(5)
-                assert listener.num_open == 0
-                for found in await asyncio.gather(*clients, return_exceptions=True):
-                    if not isinstance(found, BaseException):
-                        found[1].close()
+        """At once: drains wait for the clients' farewell."""
+        await asyncio.gather(*map(drain_after, range(40)))
 
     uvloop.run(main())

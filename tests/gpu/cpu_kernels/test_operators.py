@@ -3,12 +3,11 @@
 import pytest
 import torch
 
-from core.config import ModelConfig, RopeConfig
 from gpu.device import cpu_flags
-from gpu.kv_cache import LayerKV
 from gpu.mlp import GATED
 from gpu.operators import Operators
-from gpu.rope import Rope
+from tests.gpu import operator_cases
+from tests.gpu.operator_cases import CONFIG, EPS, NORMS, kv_of, norms_of, rotation_of
 
 pytest.importorskip("numba", reason="needs numba: pip install 'steploop[cpu]'")
 if "avx512_bf16" not in cpu_flags():
@@ -17,20 +16,6 @@ if "avx512_bf16" not in cpu_flags():
 from gpu.cpu_kernels.operators import KernelOperators
 
 CPU = torch.device("cpu")
-EPS = 1e-6
-CONFIG = ModelConfig(
-    architecture="Qwen2ForCausalLM",
-    vocab_size=300,
-    hidden_size=64,
-    intermediate_size=96,
-    num_layers=1,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=32,
-    max_position=512,
-    rms_norm_eps=EPS,
-    rope=RopeConfig(10_000.0),
-)
 ONE_STEP = 2.0**-7  # of bf16, relative
 
 
@@ -51,7 +36,7 @@ def num_threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 
 def noise(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape) + seed)).bfloat16()
+    return operator_cases.noise(*shape, seed=seed).bfloat16()
 
 
 def assert_same(got: torch.Tensor, want: torch.Tensor) -> None:
@@ -75,14 +60,9 @@ def test_norms_are_torchs(
     assert torch.equal(kernels.add_norm(x, added, 1.0, None)[1], x + added)
 
 
-def make_kv(num_kv_heads: int, head_dim: int) -> LayerKV:
-    both = noise(2, 8, 16, num_kv_heads, head_dim)
-    return LayerKV(both, both[0].flatten(0, 1), both[1].flatten(0, 1))
-
-
 @pytest.mark.parametrize("num_tokens", [1, 19])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(2, 2, 16), (3, 1, 64), (14, 2, 64), (7, 1, 24)])
-@pytest.mark.parametrize("norm", [None, "head", "all", "head float32"])
+@pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("rotary", [None, 1.0, 0.5])
 def test_queries_keys_and_values_are_torchs(
     kernels: KernelOperators,
@@ -95,17 +75,10 @@ def test_queries_keys_and_values_are_torchs(
     rotary: float | None,
 ) -> None:
     qkv = noise(num_tokens, num_heads + 2 * num_kv_heads, head_dim)
-    norms = None
-    if norm is not None:
-        shapes = ((num_heads,), (num_kv_heads,)) if norm == "all" else ((), ())
-        query_norm, key_norm = (noise(*shape, head_dim, seed=index) for index, shape in enumerate(shapes))
-        norms = (query_norm.float(), key_norm.float()) if norm == "head float32" else (query_norm, key_norm)
-    rotation = None
-    if rotary is not None:
-        rope = Rope(RopeConfig(10_000.0, partial=rotary), head_dim, CPU)
-        rotation = rope.rotation(torch.arange(num_tokens).float() * 7)
+    norms = norms_of(norm, num_heads, num_kv_heads, head_dim, qkv)
+    rotation = rotation_of(rotary, num_tokens, head_dim, CPU)
     slots = torch.randperm(8 * 16, generator=torch.Generator().manual_seed(1))[:num_tokens]
-    got_kv, want_kv = make_kv(num_kv_heads, head_dim), make_kv(num_kv_heads, head_dim)
+    got_kv, want_kv = (kv_of(noise(2, 8, 16, num_kv_heads, head_dim)) for _ in range(2))
     got = kernels.rotate_and_store(qkv, norms, rotation, got_kv, slots)
     want = torchs.rotate_and_store(qkv, norms, rotation, want_kv, slots)
     assert torch.allclose(got.float(), want.float(), rtol=ONE_STEP, atol=0.03)  # differences of products

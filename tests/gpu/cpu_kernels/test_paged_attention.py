@@ -83,10 +83,10 @@ def test_rows_attend_as_the_textbook_says(
     window: int | None,
     num_threads: int,
 ) -> None:
-    torch.set_num_threads(num_threads)
     query, kv, rows = make_case(lengths, num_kv_heads, per_kv, head_dim, window)
-    got = kernel.attend(query, kv, rows, PLAIN)
     want = textbook(query, kv, rows, head_dim**-0.5)
+    torch.set_num_threads(num_threads)
+    got = kernel.attend(query, kv, rows, PLAIN)
     assert got.dtype == torch.bfloat16
     assert torch.allclose(got.float(), want, atol=0.02, rtol=0.01)
 
@@ -134,14 +134,14 @@ def test_new_tokens_attend_as_the_textbook_says(
     num_threads: int,
 ) -> None:
     """Each as a row of its own, which sees what lies before it."""
-    torch.set_num_threads(num_threads)
     end = start + num_tokens
     _, kv, of_one = make_case([end], num_kv_heads, per_kv, head_dim, None)
     ends = torch.arange(start, end) + 1
     query = noise(num_tokens, num_kv_heads * (per_kv + 1), head_dim)[:, : num_kv_heads * per_kv]
-    got = kernel.attend(query, kv, prompt(of_one.tables, start, end, window), PLAIN)
     of_each = RaggedRows(of_one.tables.expand(num_tokens, -1), ends, torch.arange(num_tokens + 1), num_tokens, window)
     want = textbook(query, kv, of_each, head_dim**-0.5)
+    torch.set_num_threads(num_threads)
+    got = kernel.attend(query, kv, prompt(of_one.tables, start, end, window), PLAIN)
     assert torch.allclose(got.float(), want, atol=0.02, rtol=0.01)
 
 

@@ -56,13 +56,14 @@ def draw(sampler: Sampler, logits: torch.Tensor, num_steps: int) -> list[list[in
 
 @pytest.mark.parametrize("vocab", [50, 5_003])  # less than a segment; segments and a rest
 @pytest.mark.parametrize("spread", [0.0, 1.0, 8.0])
-@pytest.mark.parametrize("threads", [1, 2])
-def test_a_sampler_draws_the_same_tokens_with_it(vocab: int, spread: float, threads: int) -> None:
-    torch.set_num_threads(threads)
+def test_a_sampler_draws_the_same_tokens_with_it(vocab: int, spread: float) -> None:
+    """However many threads share the rows."""
     logits = torch.randn(len(ASKED), vocab, generator=torch.Generator().manual_seed(2)) * spread
     before = logits.clone()
-    by_torch, by_kernel = (draw(make_sampler(ASKED, vocab, uses_kernel), logits, 25) for uses_kernel in (False, True))
-    assert by_kernel == by_torch
+    by_torch = draw(make_sampler(ASKED, vocab, False), logits, 25)
+    for num_threads in (1, 2):
+        torch.set_num_threads(num_threads)
+        assert draw(make_sampler(ASKED, vocab, True), logits, 25) == by_torch
     assert torch.equal(logits, before)
     assert spread > 1 or len({row[0] for row in by_torch}) > 10
 

@@ -1,8 +1,9 @@
 """Kernels on a CPU, interpreted; on a device where TRITON_INTERPRET=0 is set. What nobody has written is NaN."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,6 +32,36 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.filterwarnings("ignore:.*deterministic:UserWarning"))
+
+
+class _Patched:
+    """Stays until all tests here have run."""
+
+    def restore(self) -> None:
+        pass
+
+
+@pytest.fixture(scope="package", autouse=True)
+def patched_once() -> Iterator[None]:
+    """The interpreter puts its operators in place of triton.language's anew at each call of a function in a kernel.
+
+    That is most of its time: here it does so once for each module that has such functions.
+    """
+    from triton.runtime import interpreter
+
+    patch: Callable[[Any], Any] = interpreter._patch_lang
+    scopes: dict[int, Any] = {}
+
+    def patch_once(fn: Any) -> _Patched:
+        if id(fn.__globals__) not in scopes:
+            scopes[id(fn.__globals__)] = patch(fn)
+        return _Patched()
+
+    interpreter._patch_lang = patch_once
+    yield
+    interpreter._patch_lang = patch
+    for scope in reversed(scopes.values()):
+        scope.restore()
 
 
 @pytest.fixture(autouse=True)

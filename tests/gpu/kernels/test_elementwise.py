@@ -3,31 +3,15 @@
 import pytest
 import torch
 
-from core.config import ModelConfig, RopeConfig
-from gpu.kernels.block_sizes import heads_at_once, next_power_of_two, row_warps
+from gpu.kernels.block_sizes import heads_at_once
 from gpu.kernels.operators import ACTIVATIONS, TritonOperators
 from gpu.kv_cache import LayerKV
 from gpu.mlp import GATED
 from gpu.operators import Operators
-from gpu.rope import Rope
-from tests.gpu.kernels.ahead import Case, Compiled, assert_fits, compile_ahead, pointer
+from tests.gpu import operator_cases
+from tests.gpu.operator_cases import CONFIG, EPS, NORMS, kv_of, norms_of, rotation_of
 
-EPS = 1e-6
-CONFIG = ModelConfig(
-    architecture="Qwen2ForCausalLM",
-    vocab_size=300,
-    hidden_size=64,
-    intermediate_size=96,
-    num_layers=1,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=32,
-    max_position=512,
-    rms_norm_eps=EPS,
-    rope=RopeConfig(10_000.0),
-)
 ONE_STEP = {torch.float32: 2.0**-21, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}  # relative
-SERVED = (torch.bfloat16, torch.float16, torch.float32)
 # As on a device: exp of what is large is infinite, and its inverse 0.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
 
@@ -42,8 +26,7 @@ class Pair:
         self.step = ONE_STEP[dtype]
 
     def noise(self, *shape: int, seed: int = 0) -> torch.Tensor:
-        made = torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape) + seed))
-        return made.to(self.device, self._dtype)
+        return operator_cases.noise(*shape, seed=seed).to(self.device, self._dtype)
 
     def assert_same(self, got: torch.Tensor, want: torch.Tensor, atol: float = 1e-6) -> None:
         assert got.shape == want.shape
@@ -105,11 +88,10 @@ def test_rows_that_are_not_contiguous_are_left_to_torch(exact: Pair) -> None:
 
 
 def empty_kv(pair: Pair, num_kv_heads: int, head_dim: int) -> LayerKV:
-    both = torch.full_like(pair.noise(2, 4, 16, num_kv_heads, head_dim), float("nan"))
-    return LayerKV(both, both[0].flatten(0, 1), both[1].flatten(0, 1))
+    return kv_of(torch.full_like(pair.noise(2, 4, 16, num_kv_heads, head_dim), float("nan")))
 
 
-@pytest.mark.parametrize("norm", [None, "head", "all", "head float32"])
+@pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("rotary", [None, 1.0, 0.5])
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim"), [(3, 1, 64), (2, 2, 80), (5, 1, 96), (14, 2, 128), (7, 1, 24), (1, 1, 2)]
@@ -120,15 +102,8 @@ def test_queries_keys_and_values_are_torchs(
     """What lies beside the slots is as it was."""
     num_tokens = 3
     qkv = pair.noise(num_tokens, num_heads + 2 * num_kv_heads, head_dim)
-    norms = None
-    if norm is not None:
-        shapes = ((num_heads,), (num_kv_heads,)) if norm == "all" else ((), ())
-        query_norm, key_norm = (pair.noise(*shape, head_dim, seed=index) for index, shape in enumerate(shapes))
-        norms = (query_norm.float(), key_norm.float()) if norm == "head float32" else (query_norm, key_norm)
-    rotation = None
-    if rotary is not None and head_dim > 2:
-        rope = Rope(RopeConfig(10_000.0, partial=rotary), head_dim, pair.device)
-        rotation = rope.rotation(torch.arange(num_tokens, device=pair.device).float() * 7)
+    norms = norms_of(norm, num_heads, num_kv_heads, head_dim, qkv)
+    rotation = rotation_of(rotary if head_dim > 2 else None, num_tokens, head_dim, pair.device)
     slots = torch.tensor([63, 0, 21], device=pair.device)
     got_kv, want_kv = (empty_kv(pair, num_kv_heads, head_dim) for _ in range(2))
     got = pair.kernels.rotate_and_store(qkv, norms, rotation, got_kv, slots)
@@ -159,55 +134,6 @@ def test_a_gate_that_is_not_a_number_stays_so(exact: Pair, activation: str) -> N
     assert torch.equal(got.isnan(), want.isnan())
     assert got[0, :2].isnan().all()
     assert torch.allclose(got[0, 2:], want[0, 2:])
-
-
-def ahead_cases() -> list[Case]:
-    """As operators.py launches them: the widest model, and each form."""
-    module = "gpu.kernels.elementwise"
-    cases = []
-    for dtype in SERVED:
-        rows = pointer(dtype)
-        norm = dict.fromkeys(("x", "added", "weight", "total", "normed"), rows) | {
-            "width": "i32",
-            "scale": "fp32",
-            "eps": "fp32",
-        }
-        for width in (64, 8192):
-            constants = {"HAS_ADDED": True, "HAS_NORM": True, "BLOCK": width}
-            cases.append(Case(f"{module}:add_and_norm", norm, constants, row_warps(width), multiples_of_16=("width",)))
-        stored = dict.fromkeys(("qkv", "query", "keys", "values", "query_norm", "key_norm"), rows) | {
-            "slots": "*i64",
-            "rotation": "*fp32",
-            "num_heads": "i32",
-            "num_kv_heads": "i32",
-            "head_dim": "i32",
-            "eps": "fp32",
-        }
-        for kind in (0, 1, 2):
-            constants = {
-                "NORM": kind,
-                "HAS_ROTATION": True,
-                "HEADS": heads_at_once(32, 8, 128, kind == 2),
-                "BLOCK": next_power_of_two(128),
-            }
-            cases.append(Case(f"{module}:rotate_and_store", stored, constants, 4, multiples_of_16=("head_dim",)))
-        gated = {"gate_up": rows, "out": rows, "width": "i32", "slope": "fp32", "limit": "fp32"}
-        for number in ACTIVATIONS.values():
-            constants = {"ACTIVATION": number, "BLOCK": 1024}
-            cases.append(Case(f"{module}:gate", gated, constants, multiples_of_16=("width",)))
-    return cases
-
-
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Compiled]:
-    return {str(found.case): found for found in compile_ahead(ahead_cases(), tmp_path_factory.mktemp("ahead"))}
-
-
-@pytest.mark.parametrize("case", ahead_cases(), ids=str)
-def test_they_compile_for_a_device_and_keep_their_numbers_in_registers(
-    case: Case, compiled: dict[str, Compiled]
-) -> None:
-    assert_fits(compiled[str(case)])
 
 
 @pytest.mark.parametrize(

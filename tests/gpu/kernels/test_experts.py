@@ -5,17 +5,14 @@ import torch
 
 from core.config import ExpertsConfig
 from gpu.expert_weights import ExpertWeights
-from gpu.kernels.block_sizes import LARGE_TILES, SMALL_ROWS, SMALL_TILES
+from gpu.kernels.block_sizes import SMALL_ROWS
 from gpu.kernels.experts import GroupedExperts, can_group, most_tiles
 from gpu.kernels.operators import TritonOperators
-from gpu.kernels.product import PLAIN
 from gpu.linear import make_linear
 from gpu.mlp import GATED, Experts
 from gpu.operators import Operators
 from gpu.quantize import QuantizedWeight, Weight, dequantize, quantize
-from tests.gpu.kernels.ahead import Case, Compiled, assert_fits, compile_ahead, pointer
-from tests.gpu.kernels.test_elementwise import CONFIG
-from tests.gpu.kernels.test_product import FORMATS, constants_of
+from tests.gpu.operator_cases import CONFIG
 
 HIDDEN, WIDTH = 64, 32
 EXPERTS = ExpertsConfig(num_experts=5, num_active=2, intermediate_size=WIDTH, layout="mixtral")
@@ -130,37 +127,3 @@ def test_the_operators_group_what_they_know(device: torch.device) -> None:
     weights.down = weights.down.transpose(1, 2)
     assert not can_group(weights)
     assert isinstance(operators.experts(EXPERTS, weights, GATED["silu"]), Experts)
-
-
-def ahead_cases() -> list[Case]:
-    """128 experts, of which 8 are active: Qwen3's."""
-    module, cases = "gpu.kernels.products", []
-    for bits, form, stored in FORMATS:
-        rows = torch.float32 if bits == 32 else torch.bfloat16
-        values = pointer(stored or rows)
-        scales = pointer(rows if form == PLAIN else torch.bfloat16)
-        pointers = {"x": pointer(rows), "weights": values, "scales": scales, "zeros": scales, "bias": pointer(rows)}
-        integers = dict.fromkeys(("num_out", "num_in", "row_stride", "num_experts"), "i32")
-        for tiles, share in ((SMALL_TILES, 8), (LARGE_TILES, 1)):
-            tile = tiles[bits]
-            arguments = pointers | {"out": pointer(rows), "pairs": "*i64", "ends": "*i64"} | integers
-            constants = constants_of(form, tile, SHARE=share, BLOCK_E=128)
-            name = f"{module}:multiply_by_expert"
-            cases.append(
-                Case(name, arguments, constants, tile.num_warps, tile.num_stages, ("num_out", "num_in", "row_stride"))
-            )
-    added = {"found": "*bf16", "shares": "*fp32", "out": "*bf16", "width": "i32"}
-    cases.append(Case(f"{module}:add_experts", added, {"ACTIVE": 8, "BLOCK": 1024}, multiples_of_16=("width",)))
-    return cases
-
-
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Compiled]:
-    return {str(found.case): found for found in compile_ahead(ahead_cases(), tmp_path_factory.mktemp("ahead"))}
-
-
-@pytest.mark.parametrize("case", ahead_cases(), ids=str)
-def test_they_compile_for_a_device_and_keep_their_numbers_in_registers(
-    case: Case, compiled: dict[str, Compiled]
-) -> None:
-    assert_fits(compiled[str(case)])

@@ -1,7 +1,7 @@
 """Triton's attention against the textbook's: random block tables, lengths, group sizes, windows, caps and sinks.
 
-Tiles are small, so that short contexts have many; what nobody may see is NaN. test_attention_ahead.py compiles what
-is launched on a device.
+Tiles are small, so that short contexts have many; what nobody may see is NaN. test_ahead.py compiles what is
+launched on a device.
 """
 
 import random
@@ -17,7 +17,7 @@ from core.config import parse_model_config
 from gpu.attention import RaggedRows
 from gpu.checkpoint import open_checkpoint
 from gpu.device import DeviceChoice
-from gpu.kernels.attention_tiles import Tiles
+from gpu.kernels.attention_tiles import Tiles, tiles_for
 from gpu.kernels.paged_attention import PagedAttention
 from gpu.kv_cache import LayerKV
 from gpu.memory_plan import plan_memory
@@ -228,6 +228,12 @@ def test_layers_that_share_rows_share_what_is_laid_out(device: torch.device) -> 
     assert_near(kernels.attend(larger.query, larger.kv, larger.rows, PLAIN), larger.want())
     assert torch.equal(kernels.attend(case.query, case.kv, case.rows, PLAIN), first)
     assert case.rows.layout is laid_out
+
+
+def test_heads_that_shared_memory_does_not_hold_are_refused() -> None:
+    assert tiles_for(256, torch.float32).decode_tokens == 16
+    with pytest.raises(ValueError, match="heads of 300: at most 256"):
+        tiles_for(300, torch.float32)
 
 
 FAMILIES = ("llama3", "gemma2", "gpt_oss")  # between them: windows on some layers, caps, sinks, scales of their own

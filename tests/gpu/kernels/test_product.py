@@ -5,18 +5,15 @@ import torch
 import torch.nn.functional as F
 
 from gpu.kernels.block_sizes import (
-    LARGE_TILES,
     MAX_SPLITS,
     MIN_SPLIT_INPUTS,
     SMALL_ROWS,
     SMALL_TILES,
-    ProductTile,
     split_inputs,
     splits_for,
 )
-from gpu.kernels.product import INT4, PLAIN, SCALED, Product, can_multiply
+from gpu.kernels.product import Product, can_multiply
 from gpu.quantize import QuantizedWeight, Weight, dequantize, quantize
-from tests.gpu.kernels.ahead import Case, Compiled, assert_fits, compile_ahead, pointer
 
 FORMS = ("plain", "int8", "fp8", "int4")
 SHAPES = ((70, 96), (33, 544), (64, 2048))  # odd outputs; odd inputs in several parts; whole tiles in several parts
@@ -123,64 +120,3 @@ def test_parts_cover_the_inputs_once(shape: tuple[int, int]) -> None:
 def test_a_matrix_of_many_outputs_is_not_cut() -> None:
     assert splits_for(28_672, 4096, SMALL_TILES[16]) == 1
     assert splits_for(4096, 4096, SMALL_TILES[16]) == 4
-
-
-def product_arguments(rows: torch.dtype, values: torch.dtype, scales: torch.dtype, out: torch.dtype) -> dict[str, str]:
-    integers = dict.fromkeys(("num_rows", "num_out", "num_in", "row_stride", "x_stride", "split_inputs"), "i32")
-    return {"x": pointer(rows), "weights": pointer(values), "scales": pointer(scales), "zeros": pointer(scales)} | {
-        "bias": pointer(rows),
-        "out": pointer(out),
-        **integers,
-    }
-
-
-def constants_of(form: int, tile: ProductTile, **others: object) -> dict[str, object]:
-    blocks = {"BLOCK_M": tile.rows, "BLOCK_N": tile.outputs, "BLOCK_K": tile.inputs}
-    group = 128 if form == INT4 else 1
-    return {"FORM": form, "HAS_BIAS": True, "GROUP": group, "IS_WHOLE": True, "PRECISION": "ieee", **blocks, **others}
-
-
-# Bits of a weight, form, and format; None: the rows'
-FORMATS = (
-    (32, PLAIN, torch.float32),
-    (16, PLAIN, None),
-    (8, SCALED, torch.int8),
-    (8, SCALED, torch.float8_e4m3fn),
-    (4, INT4, torch.uint8),
-)
-
-
-def ahead_cases() -> list[Case]:
-    module, cases = "gpu.kernels.products", []
-    wide = ("num_out", "num_in", "row_stride", "x_stride", "split_inputs")
-    for dtype in (torch.bfloat16, torch.float16):
-        for bits, form, stored in FORMATS:
-            if bits == 32 and dtype != torch.bfloat16:
-                continue
-            rows = torch.float32 if bits == 32 else dtype
-            values = stored or dtype
-            for tiles, splits in ((SMALL_TILES, 4), (SMALL_TILES, 1), (LARGE_TILES, 1)):
-                if dtype == torch.float16 and splits == 4:
-                    continue  # what it writes is float32 either way
-                tile = tiles[bits]
-                arguments = product_arguments(
-                    rows, values, rows if form == PLAIN else torch.bfloat16, torch.float32 if splits > 1 else rows
-                )
-                constants = constants_of(form, tile, SPLITS=splits)
-                cases.append(Case(f"{module}:multiply", arguments, constants, tile.num_warps, tile.num_stages, wide))
-    added = {"parts": "*fp32", "bias": "*bf16", "out": "*bf16", "num_rows": "i32", "num_out": "i32"}
-    constants = {"HAS_BIAS": True, "SPLITS": MAX_SPLITS, "BLOCK": 1024}
-    cases.append(Case(f"{module}:add_splits", added, constants, multiples_of_16=("num_out",)))
-    return cases
-
-
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Compiled]:
-    return {str(found.case): found for found in compile_ahead(ahead_cases(), tmp_path_factory.mktemp("ahead"))}
-
-
-@pytest.mark.parametrize("case", ahead_cases(), ids=str)
-def test_they_compile_for_a_device_and_keep_their_numbers_in_registers(
-    case: Case, compiled: dict[str, Compiled]
-) -> None:
-    assert_fits(compiled[str(case)])

@@ -1,0 +1,213 @@
+"""Kernels in the forms that serve, as operators launch them: what test_ahead.py has compiled."""
+
+from typing import Any
+
+import torch
+
+from gpu.kernels.attention_tiles import KernelShape, kernel_shape
+from gpu.kernels.block_sizes import (
+    LARGE_TILES,
+    MAX_SPLITS,
+    SMALL_TILES,
+    ProductTile,
+    heads_at_once,
+    next_power_of_two,
+    row_warps,
+)
+from gpu.kernels.device_sampler import MAX_BIASES, MAX_STOP_IDS, SHAPES
+from gpu.kernels.operators import ACTIVATIONS
+from gpu.kernels.product import INT4, PLAIN, SCALED
+from gpu.scores import PLAIN as PLAIN_SCORES
+from gpu.scores import Scores
+from tests.gpu.kernels.ahead import Case, pointer
+
+SINKS = Scores(sinks=torch.zeros(1))
+CAPPED = Scores(cap=50.0)
+# (heads, KV heads, head_dim), format, windowed, scores
+HEADS: list[tuple[tuple[int, int, int], torch.dtype, bool, Scores]] = [
+    ((32, 8, 128), torch.bfloat16, False, PLAIN_SCORES),  # Llama 3 8B
+    ((32, 8, 128), torch.float32, False, PLAIN_SCORES),
+    ((28, 4, 128), torch.bfloat16, True, PLAIN_SCORES),  # Qwen 2.5 7B
+    ((64, 8, 64), torch.bfloat16, True, SINKS),  # gpt-oss
+    ((8, 4, 256), torch.bfloat16, True, CAPPED),  # Gemma 2 2B
+    ((32, 32, 80), torch.float16, False, PLAIN_SCORES),  # Phi 2's heads
+]
+# Bits of a weight, form, and format; None: the rows'
+FORMATS = (
+    (32, PLAIN, torch.float32),
+    (16, PLAIN, None),
+    (8, SCALED, torch.int8),
+    (8, SCALED, torch.float8_e4m3fn),
+    (4, INT4, torch.uint8),
+)
+ATTENTION_INTEGERS = ("num_rows", "num_decodes", "num_programs", "query_stride", "table_stride", "window")
+TABLES = ("tables", "ends", "offsets", "tiles", "num_tiles", "splits", "split_offsets")
+
+
+def _attention_arguments(dtype: torch.dtype) -> dict[str, str]:
+    """Of all its kernels: types by name."""
+    rows = dict.fromkeys(("query", "keys", "values", "sinks", "out"), pointer(dtype))
+    parts = dict.fromkeys(("part_outs", "part_tops", "part_totals"), "*fp32")
+    tables = dict.fromkeys(TABLES, "*i32")
+    return (
+        rows
+        | parts
+        | tables
+        | dict.fromkeys(ATTENTION_INTEGERS, "i32")
+        | dict.fromkeys(("scale", "factor", "cap"), "fp32")
+    )
+
+
+def attention_cases() -> list[Case]:
+    return [
+        case
+        for heads, dtype, is_windowed, scores in HEADS
+        for case in _attention_cases_of(kernel_shape(*heads, dtype), is_windowed, scores)
+    ]
+
+
+def _attention_cases_of(shape: KernelShape, is_windowed: bool, scores: Scores) -> list[Case]:
+    constants = shape.constants(is_windowed, scores)
+    if scores.sinks is None:
+        constants["sinks"] = None
+
+    def case(kernel: str, constants: dict[str, Any], launch: dict[str, int]) -> Case:
+        return Case(
+            f"gpu.kernels.{kernel}",
+            _attention_arguments(shape.dtype),
+            constants,
+            **launch,
+            multiples_of_16=("query_stride",),
+        )
+
+    found = [
+        case("decode_attention:decode", constants | shape.decode_constants, shape.launch),
+        case("extend_attention:extend_and_decode", constants | shape.extend_constants, shape.launch),
+    ]
+    if shape.head_dim == 128 and shape.dtype == torch.bfloat16:  # they depend on little
+        schedule = shape.schedule_constants | {"HAS_WINDOW": is_windowed}
+        found.append(case("decode_attention:merge", shape.merge_constants, {}))
+        found.append(case("attention_schedule:lay_out_step", schedule, {}))
+    return found
+
+
+def elementwise_cases() -> list[Case]:
+    """As operators.py launches them: the widest model, and each form."""
+    module = "gpu.kernels.elementwise"
+    cases = []
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        rows = pointer(dtype)
+        norm = dict.fromkeys(("x", "added", "weight", "total", "normed"), rows) | {
+            "width": "i32",
+            "scale": "fp32",
+            "eps": "fp32",
+        }
+        for width in (64, 8192):
+            constants = {"HAS_ADDED": True, "HAS_NORM": True, "BLOCK": width}
+            cases.append(Case(f"{module}:add_and_norm", norm, constants, row_warps(width), multiples_of_16=("width",)))
+        stored = dict.fromkeys(("qkv", "query", "keys", "values", "query_norm", "key_norm"), rows) | {
+            "slots": "*i64",
+            "rotation": "*fp32",
+            "num_heads": "i32",
+            "num_kv_heads": "i32",
+            "head_dim": "i32",
+            "eps": "fp32",
+        }
+        for kind in (0, 1, 2):
+            constants = {
+                "NORM": kind,
+                "HAS_ROTATION": True,
+                "HEADS": heads_at_once(32, 8, 128, kind == 2),
+                "BLOCK": next_power_of_two(128),
+            }
+            cases.append(Case(f"{module}:rotate_and_store", stored, constants, 4, multiples_of_16=("head_dim",)))
+        gated = {"gate_up": rows, "out": rows, "width": "i32", "slope": "fp32", "limit": "fp32"}
+        for number in ACTIVATIONS.values():
+            constants = {"ACTIVATION": number, "BLOCK": 1024}
+            cases.append(Case(f"{module}:gate", gated, constants, multiples_of_16=("width",)))
+    return cases
+
+
+def _product_arguments(rows: torch.dtype, values: torch.dtype, scales: torch.dtype, out: torch.dtype) -> dict[str, str]:
+    integers = dict.fromkeys(("num_rows", "num_out", "num_in", "row_stride", "x_stride", "split_inputs"), "i32")
+    return {"x": pointer(rows), "weights": pointer(values), "scales": pointer(scales), "zeros": pointer(scales)} | {
+        "bias": pointer(rows),
+        "out": pointer(out),
+        **integers,
+    }
+
+
+def _tile_constants(form: int, tile: ProductTile, **others: object) -> dict[str, object]:
+    blocks = {"BLOCK_M": tile.rows, "BLOCK_N": tile.outputs, "BLOCK_K": tile.inputs}
+    group = 128 if form == INT4 else 1
+    return {"FORM": form, "HAS_BIAS": True, "GROUP": group, "IS_WHOLE": True, "PRECISION": "ieee", **blocks, **others}
+
+
+def product_cases() -> list[Case]:
+    module, cases = "gpu.kernels.products", []
+    wide = ("num_out", "num_in", "row_stride", "x_stride", "split_inputs")
+    for dtype in (torch.bfloat16, torch.float16):
+        for bits, form, stored in FORMATS:
+            if bits == 32 and dtype != torch.bfloat16:
+                continue
+            rows = torch.float32 if bits == 32 else dtype
+            values = stored or dtype
+            for tiles, splits in ((SMALL_TILES, 4), (SMALL_TILES, 1), (LARGE_TILES, 1)):
+                if dtype == torch.float16 and splits == 4:
+                    continue  # what it writes is float32 either way
+                tile = tiles[bits]
+                arguments = _product_arguments(
+                    rows, values, rows if form == PLAIN else torch.bfloat16, torch.float32 if splits > 1 else rows
+                )
+                constants = _tile_constants(form, tile, SPLITS=splits)
+                cases.append(Case(f"{module}:multiply", arguments, constants, tile.num_warps, tile.num_stages, wide))
+    added = {"parts": "*fp32", "bias": "*bf16", "out": "*bf16", "num_rows": "i32", "num_out": "i32"}
+    constants = {"HAS_BIAS": True, "SPLITS": MAX_SPLITS, "BLOCK": 1024}
+    cases.append(Case(f"{module}:add_splits", added, constants, multiples_of_16=("num_out",)))
+    return cases
+
+
+def expert_cases() -> list[Case]:
+    """128 experts, of which 8 are active: Qwen3's."""
+    module, cases = "gpu.kernels.products", []
+    for bits, form, stored in FORMATS:
+        rows = torch.float32 if bits == 32 else torch.bfloat16
+        values = pointer(stored or rows)
+        scales = pointer(rows if form == PLAIN else torch.bfloat16)
+        pointers = {"x": pointer(rows), "weights": values, "scales": scales, "zeros": scales, "bias": pointer(rows)}
+        integers = dict.fromkeys(("num_out", "num_in", "row_stride", "num_experts"), "i32")
+        for tiles, share in ((SMALL_TILES, 8), (LARGE_TILES, 1)):
+            tile = tiles[bits]
+            arguments = pointers | {"out": pointer(rows), "pairs": "*i64", "ends": "*i64"} | integers
+            constants = _tile_constants(form, tile, SHARE=share, BLOCK_E=128)
+            name = f"{module}:multiply_by_expert"
+            cases.append(
+                Case(name, arguments, constants, tile.num_warps, tile.num_stages, ("num_out", "num_in", "row_stride"))
+            )
+    added = {"found": "*bf16", "shares": "*fp32", "out": "*bf16", "width": "i32"}
+    cases.append(Case(f"{module}:add_experts", added, {"ACTIVE": 8, "BLOCK": 1024}, multiples_of_16=("width",)))
+    return cases
+
+
+def sampling_cases() -> list[Case]:
+    """Each of its kernels in one of the formats of logits; of a vocabulary of 262,144."""
+    shape, cases = SHAPES[0][1], []
+    floats = ("factors", "biases", "scratch", "maxima", "values", "logprobs", "found")
+    arguments = (
+        dict.fromkeys(floats, "*fp32")
+        | dict.fromkeys(("slots", "positions", "numbers", "token_ids", "last_tokens"), "*i64")
+        | dict.fromkeys(("bias_ids", "stop_ids", "seen", "listed", "tokens_kept", "found_tokens"), "*i32")
+        | dict.fromkeys(("vocab_size", "range_size", "num_splits"), "i32")
+        | {"is_finite": "*i8"}
+    )
+    lists, segments = {"MAX_BIASES": MAX_BIASES, "MAX_STOP_IDS": MAX_STOP_IDS}, {"SEGMENTS": 2048}
+    for name, logits, constants in (
+        ("sample_rows", "*fp32", lists | segments),
+        ("scan_rows", "*bf16", lists),
+        ("end_rows", "*fp16", segments | {"SPLITS": shape.num_splits}),
+    ):
+        constants |= {"HAS_SEEN": True, "GROUP": shape.group}
+        types = {"logits": logits} | arguments
+        kernel = f"gpu.kernels.sampling:{name}"
+        cases.append(Case(kernel, types, constants, num_warps=shape.num_warps, enable_fp_fusion=False))
+    return cases

@@ -1,0 +1,57 @@
+"""The app on a simulated engine that fails: what its clients are told."""
+
+from typing import Any
+
+import pytest
+
+from core.errors import ErrorKind, ServiceError
+from tests.server.simulated_app import MortalRunner, SickRunner, ask, refusal_of
+from tests.server.simulated_server import (
+    STREAM,
+    SimulatedServer,
+    answers,
+    chat,
+    completion,
+)
+
+
+def test_lost_device_ends_every_request_with_an_error_and_refuses_more() -> None:
+    server = SimulatedServer(runner=MortalRunner)
+    begun = server.send(chat(**STREAM))
+    whole = server.send(chat())
+    server.step()
+    server.step()
+    server.step()
+    waiting = server.send(completion(prompt=[7] * 100, **STREAM))
+    server.run()
+    last = answers(bytes(begun.received))[0].events[-1]
+    assert last["error"]["code"] == "engine_error"
+    assert refusal_of(answers(bytes(whole.received))[0]) == (500, "engine_error")
+    assert refusal_of(answers(bytes(waiting.received))[0]) == (500, "engine_error")
+    later = server.send(chat(**STREAM))
+    server.loop.settle()
+    assert refusal_of(answers(bytes(later.received))[0]) == (500, "engine_error")
+    server.loop.advance(100)  # no timer of the refused stream may be left
+    assert server.metrics.responses == {200: 1, 500: 3}
+    server.close()
+
+
+@pytest.mark.parametrize("fields", [{}, STREAM, {"n": 3}])
+def test_failed_row_is_a_500_while_no_token_has_been_sent(fields: dict[str, Any]) -> None:
+    answer = ask(chat(**fields), runner=SickRunner)
+    assert refusal_of(answer) == (500, "engine_error")
+    assert answer.json["error"]["message"] == "The logits are not finite."
+
+
+def test_fail_all_ends_streams_with_an_event_and_others_with_a_status() -> None:
+    server = SimulatedServer()
+    streamed, whole = server.send(chat(**STREAM)), server.send(chat())
+    for _ in range(4):
+        server.step()
+    server.lifecycle.fail_all(ServiceError(ErrorKind.UNAVAILABLE, "Going.", "draining", retry_after_s=5))
+    server.run()
+    assert answers(bytes(streamed.received))[0].events[-1]["error"]["code"] == "draining"
+    (answer,) = answers(bytes(whole.received))
+    assert (refusal_of(answer), answer.headers["retry-after"]) == ((503, "draining"), "5")
+    server.check_idle()
+    server.close()
