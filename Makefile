@@ -8,7 +8,7 @@
 #                   C++ compiler), from the source that llama-cpp-python brings
 # make simulate     random histories of every fault against the simulated server, and 10 million steps of the scheduler's
 #                   machine (over an hour); ARGS="--seed N" one again, --steps and --histories for other numbers
-# make crash        kill a server under load ten thousand times (an hour) and read its ledger each time
+# make crash        kill a server under load ten thousand times (half an hour) and read its ledger each time
 # make storm        a million random cancels against the simulated server (10 minutes); nothing may be left of them
 #
 # TORCH_INDEX=URL   where torch comes from, when not from your default index: for the CPU build

@@ -6,6 +6,7 @@ it was idle is replaced, and the request repeated once (counted), as any HTTP cl
 """
 
 import asyncio
+import ssl
 import time
 from array import array
 from collections import Counter
@@ -19,6 +20,7 @@ from bench.wire import BadResponse, ResponseParser, SseParser
 MAX_ERROR_BODY_BYTES = 65_536
 
 CONNECT_FAILED = "connect"
+CERTIFICATE_REFUSED = "certificate"
 CONNECTION_CLOSED = "connection_closed"
 TIMEOUT = "timeout"
 BAD_RESPONSE = "bad_response"
@@ -267,6 +269,8 @@ class ConnectionPool:
     port: int
     recorder: Recorder
     timeout_s: float
+    tls: ssl.SSLContext | None = None
+    server_name: str | None = None  # with tls: whom the certificate must be for
     idle: list[Connection] = field(default_factory=list)
     open: set[Connection] = field(default_factory=set)
 
@@ -299,7 +303,13 @@ class ConnectionPool:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self.timeout_s):
-                _, connection = await loop.create_connection(self._new_connection, self.host, self.port)
+                _, connection = await loop.create_connection(
+                    self._new_connection, self.host, self.port, ssl=self.tls, server_hostname=self.server_name
+                )
+        except ssl.SSLCertVerificationError as error:
+            exchange.fail(CERTIFICATE_REFUSED, error.verify_message)
+            exchange.end_s = time.monotonic()
+            return None
         except (OSError, TimeoutError) as error:
             exchange.fail(CONNECT_FAILED, str(error) or "timed out")
             exchange.end_s = time.monotonic()

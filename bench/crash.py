@@ -1,26 +1,34 @@
 """Does the ledger keep its word? `python -m bench.crash --kills 10000`: kill -9 at random moments under load.
 
-A real server on the null runner, forked from this process so that a restart costs milliseconds, is asked by several
-clients at once and killed. Then its ledger is opened as the next server would. What must hold:
+A real server on the null runner, forked from a process that has imported everything so that a restart costs
+milliseconds, is asked by several clients at once and killed. Then its ledger is opened as the next server would.
+What must hold:
 
 - every request whose end a client has seen is settled, once, with the tokens that the client was told;
 - every request whose first byte a client has seen is there;
 - none is in progress, and none said more than was asked for.
 
 In every third life someone else holds the database's lock from a random moment on: what is settled is spilled then.
+Several ledgers are filled at once, each by one server after the other, in processes of their own.
 """
 
 import argparse
 import asyncio
+import gc
 import json
+import multiprocessing
 import os
 import random
 import signal
+import socket
 import sqlite3
 import sys
 import tempfile
 import time
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import uvloop
@@ -49,6 +57,7 @@ POLL_S = 0.001
 SPILL_RECORDS = 64
 LOCKED_EVERY = 3  # lives
 LIVES = 5  # of one ledger
+NUM_AT_ONCE = 2 * (os.cpu_count() or 1)  # half of a life is waiting: for the disk, for steps, for the moment
 
 
 @dataclass(slots=True)
@@ -189,44 +198,67 @@ def check(path: Path, seen: Seen) -> list[LedgerRow]:
     return rows
 
 
-def run(num_kills: int, seed: int, directory: Path) -> str:
-    """Kill so often, check each time, and say what was seen.
+def live_on_one_ledger(directory: Path, seed: int, num_kills: int, number: int) -> Counter[str]:
+    """The lives of one ledger, checked after each. Returns what was seen in them.
+
+    Args:
+        num_kills: of all ledgers together.
+        number: of this one.
 
     Raises:
         Broken: see check().
     """
-    rng = random.Random(seed)
-    totals = {"requests": 0, "acknowledged": 0, "aborted": 0}
-    seen, path = Seen(), directory
-    for i in range(num_kills):
-        if i % LIVES == 0:
-            path, seen = directory / f"ledger-{i}.db", Seen()
-        live_and_die(path, rng, seen, is_locked=i % LOCKED_EVERY == 0)
+    rng = random.Random(f"{seed} {number}")
+    path, seen, rows = directory / f"ledger-{number}.db", Seen(), []
+    lives = range(num_kills)[number * LIVES : (number + 1) * LIVES]
+    for life in lives:
+        live_and_die(path, rng, seen, is_locked=life % LOCKED_EVERY == 0)
         recover(path)
         rows = check(path, seen)
-        if i % LIVES == LIVES - 1 or i == num_kills - 1:
-            totals["requests"] += len(rows)
-            totals["acknowledged"] += len(seen.acknowledged)
-            totals["aborted"] += sum(row.state == State.ABORTED for row in rows)
-            for old in directory.iterdir():
-                old.unlink()
-    return ", ".join(f"{count:,} {name}" for name, count in totals.items())
+    for old in directory.glob(f"{path.name}*"):
+        old.unlink()
+    num_aborted = sum(row.state == State.ABORTED for row in rows)
+    return Counter(kills=len(lives), requests=len(rows), acknowledged=len(seen.acknowledged), aborted=num_aborted)
+
+
+def run(num_kills: int, seed: int, num_at_once: int, directory: Path) -> Counter[str]:
+    """Kill so often, check each time, and count what was seen.
+
+    Raises:
+        Broken: see check().
+    """
+    socket.getaddrinfo("127.0.0.1", 0)  # imports what each server would
+    gc.collect()
+    gc.freeze()  # a server's own collection at its start would copy every page of what it has inherited
+    live = partial(live_on_one_ledger, directory, seed, num_kills)
+    numbers = range(-(-num_kills // LIVES))
+    totals = Counter[str]()
+    with ProcessPoolExecutor(num_at_once, multiprocessing.get_context("fork")) as pool:
+        try:
+            for found in pool.map(live, numbers):
+                totals += found
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return totals
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100, metavar="COUNT", help="how often [100]")
     parser.add_argument("--seed", type=int, default=1, help="of the moments [1]; the machine's timing is not drawn")
+    parser.add_argument("--at-once", type=int, default=NUM_AT_ONCE, metavar="COUNT", help=f"servers [{NUM_AT_ONCE}]")
     arguments = parser.parse_args()
     configure_logging("critical", "text")
     begin_s = time.monotonic()
     with tempfile.TemporaryDirectory() as directory:
         try:
-            seen = run(arguments.kills, arguments.seed, Path(directory))
+            found = run(arguments.kills, arguments.seed, arguments.at_once, Path(directory))
         except Broken as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
-    print(f"{arguments.kills} kills in {time.monotonic() - begin_s:.0f} s: {seen}; none lost, none doubled, no orphan")
+    seen = ", ".join(f"{count:,} {name}" for name, count in found.items())
+    print(f"{time.monotonic() - begin_s:.0f} s: {seen}; none lost, none doubled, no orphan")
     return 0
 
 

@@ -3,6 +3,7 @@
 Requests go through core.engine.Engine and the model's runner, in this process, one thread. The machine's ceilings are
 measured in the same run, after the engine: its peak memory is then its own. A share of 1 would be a step in which
 nothing is done but reading each weight, key and value once, or multiplying at the ceiling, whichever takes longer.
+What can be read changes by the minute where neighbours share the memory: it is measured beside each decode.
 """
 
 import argparse
@@ -22,20 +23,20 @@ import msgspec
 import torch
 
 import bench.no_spin  # noqa: F401
+from bench.engine_runs import DecodeRun, EngineRuns, MemoryRun, PrefillRun, result_tables
 from bench.limits import Limits, limit_tables, measure_limits
-from bench.results import RESULTS_DIR, Plot, Table, command_line, print_tables, write_result
-from bench.work import ModelWork, Speed, decode_limit_s, prefill_limit_s, work_of
+from bench.results import RESULTS_DIR, command_line, print_tables, write_result
+from bench.work import ModelWork, Speed, work_of
 from core.config import BLOCK_SIZE, QUANTIZE_SCHEMES, EngineConfig, ModelConfig, parse_model_config
 from core.engine import Engine
 from core.errors import StartupError
 from core.scheduler import Scheduler
 from core.types import Cancel, FinishReason, Message, Pause, Request, Resume, SamplingParams, StepDelivery, Submit
-from gpu.device import DTYPES, choose_device
+from gpu.device import DTYPES, MIN_PROBE_BYTES, choose_device, num_physical_cores
 from gpu.kv_cache import bytes_per_token
 from gpu.memory_plan import MemoryPlan, weights_size_bytes
 from gpu.runner import ModelRunner, load_runner
 
-MIB = 1024**2
 CPU = torch.device("cpu")
 PROMPTS = (128, 512, 4096)  # tokens
 BATCHES = (1, 4, 8, 16, 32)
@@ -80,53 +81,25 @@ class Cases:
         return longest + self.num_steps + WARM_STEPS + 2
 
 
-class PrefillRun(msgspec.Struct, frozen=True):
-    """One prompt alone, from its submission to its first token; the median of the repeats."""
+class ReadProbe:
+    """How fast memory can be read just now: by all cores, in the form that bench/limits.py mostly finds the fastest."""
 
-    num_tokens: int
-    seconds: float
+    ROUNDS = 4
 
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes  # resident from here on
+        self._numbers = torch.ones(size_bytes // 4)
+        self._num_threads = num_physical_cores()
 
-class DecodeRun(msgspec.Struct, frozen=True):
-    """Steps in which each row got one token, and nothing else happened.
-
-    Args:
-        context: tokens that each row attended to, the mean of the steps.
-        step_s: the median.
-    """
-
-    num_rows: int
-    context: float
-    step_s: float
-
-
-class MemoryRun(msgspec.Struct, frozen=True):
-    """Bytes: what the plan said, and what the process had.
-
-    Args:
-        peak: resident at most; Linux counts the files that were mapped while loading, too.
-        anonymous: after all steps, without any file's pages.
-    """
-
-    weights: int
-    kv: int
-    activations: int
-    before: int  # the process with torch imported, nothing loaded
-    peak: int
-    anonymous: int
-
-
-class EngineRuns(msgspec.Struct, frozen=True):
-    """All that was measured of one engine.
-
-    Args:
-        cost_errors: p50 and p90, over the last steps, of what the step-cost model was off by: shares.
-    """
-
-    prefills: tuple[PrefillRun, ...]
-    decodes: tuple[DecodeRun, ...]
-    memory: MemoryRun
-    cost_errors: tuple[float, float] = (0.0, 0.0)
+    def bytes_per_s(self) -> float:
+        """The best round. Torch's threads are changed: each step sets its own."""
+        torch.set_num_threads(self._num_threads)
+        best_s = float("inf")
+        for _ in range(self.ROUNDS):
+            started_s = time.perf_counter()
+            torch.dot(self._numbers, self._numbers)
+            best_s = min(best_s, time.perf_counter() - started_s)
+        return self.size_bytes / best_s
 
 
 class EngineBench:
@@ -238,52 +211,6 @@ def memory_bytes(line: str) -> int:
     raise OSError(f"/proc/self/status has no {line}")
 
 
-def result_tables(
-    runs: EngineRuns, work: ModelWork, speed: Speed, number_bytes: int, layer_bytes: float | None = None
-) -> list[Table]:
-    """Speeds beside their limits, and memory beside its plan.
-
-    Args:
-        number_bytes: of a weight, as it is computed with.
-        layer_bytes: see ModelWork.bytes_read.
-    """
-    prefills = []
-    for prefill in runs.prefills:
-        limit_s = prefill_limit_s(work, speed, prefill.num_tokens, number_bytes)
-        tokens = prefill.num_tokens
-        prefills.append((tokens, tokens / prefill.seconds, tokens / limit_s, limit_s / prefill.seconds))
-    decodes = []
-    for run in runs.decodes:
-        limit_s = decode_limit_s(work, speed, run.num_rows, run.context, number_bytes, layer_bytes)
-        speeds = (run.num_rows / run.step_s, run.num_rows / limit_s, limit_s / run.step_s)
-        decodes.append((run.num_rows, round(run.context), run.step_s * 1e3, *speeds))
-    columns = ("batch", "context", "step ms", "tokens/s", "limit tokens/s", "share of limit")
-    return [
-        Table("Prefill of one prompt", ("tokens", "tokens/s", "limit tokens/s", "share of limit"), tuple(prefills)),
-        Table("Decode", columns, tuple(decodes), Plot("context", "share of limit", "batch")),
-        Table("Step cost, predicted against measured", ("p50 off %", "p90 off %"), (_percent(runs.cost_errors),)),
-        _memory_table(runs.memory),
-    ]
-
-
-def _percent(shares: tuple[float, float]) -> tuple[float, float]:
-    return 100 * shares[0], 100 * shares[1]
-
-
-def _memory_table(memory: MemoryRun) -> Table:
-    planned = memory.weights + memory.kv
-    sizes = {
-        "weights": memory.weights,
-        "KV": memory.kv,
-        "activations at most": memory.activations,
-        "before loading": memory.before,
-        "peak": memory.peak,
-        "peak - weights - KV": memory.peak - planned,
-        "end, no files, - both": memory.anonymous - planned,
-    }
-    return Table("Memory, MiB", tuple(sizes), (tuple(size / MIB for size in sizes.values()),))
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench.engine", description=__doc__)
     parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="e.g. of bench.make_model")
@@ -309,10 +236,10 @@ def _cases_of(arguments: argparse.Namespace) -> Cases:
     )
 
 
-def _measure(runner: ModelRunner, cases: Cases, before: int) -> EngineRuns:
+def _measure(runner: ModelRunner, cases: Cases, probe: ReadProbe, before: int) -> EngineRuns:
     """
     Args:
-        before: bytes that the process had before anything was loaded.
+        before: bytes that the process had before anything but the probe was loaded.
     """
     bench = EngineBench(runner)
     prefills = []
@@ -322,14 +249,18 @@ def _measure(runner: ModelRunner, cases: Cases, before: int) -> EngineRuns:
         print(f"prefill {num_tokens}: {num_tokens / seconds:,.0f} tokens/s", file=sys.stderr)
     decodes = []
     for num_rows, context in cases.decodes:
+        read_before = probe.bytes_per_s()
         run = bench.decode(num_rows, context, cases.num_steps)
+        run = msgspec.structs.replace(run, read_bytes_per_s=max(read_before, probe.bytes_per_s()))
         decodes.append(run)
         print(f"decode {num_rows} x {context}: {num_rows / run.step_s:,.1f} tokens/s", file=sys.stderr)
-    return EngineRuns(tuple(prefills), tuple(decodes), _memory_of(runner.memory, before), bench.cost_errors)
+    memory = _memory_of(runner.memory, before, probe.size_bytes)
+    return EngineRuns(tuple(prefills), tuple(decodes), memory, bench.cost_errors)
 
 
-def _memory_of(plan: MemoryPlan, before: int) -> MemoryRun:
-    peak, anonymous = memory_bytes("VmHWM"), memory_bytes("RssAnon")
+def _memory_of(plan: MemoryPlan, before: int, probe_bytes: int) -> MemoryRun:
+    """The process's memory, without the probe's."""
+    peak, anonymous = memory_bytes("VmHWM") - probe_bytes, memory_bytes("RssAnon") - probe_bytes
     return MemoryRun(plan.weights_bytes, plan.kv_bytes, plan.activation_bytes, before, peak, anonymous)
 
 
@@ -340,6 +271,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     directory: Path = arguments.model
     cases = _cases_of(arguments)
     before = memory_bytes("VmRSS")
+    probe = ReadProbe(MIN_PROBE_BYTES)
     try:
         config = parse_model_config(json.loads((directory / "config.json").read_text(encoding="utf-8")))
         work = work_of(directory)
@@ -353,7 +285,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return 2
     device = runner.memory.device
-    runs = _measure(runner, cases, before)
+    runs = _measure(runner, cases, probe, before)
     limits = measure_limits(dtype=device.dtype, is_quick=arguments.quick)
     speed = Speed(limits.read_bytes_per_s, limits.flops)
     layer_bytes = _layer_bytes(config, work, device.dtype, arguments.quantize)

@@ -13,26 +13,43 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import msgspec
 import orjson
 from joserfc import jwt
 from joserfc.jwk import ECKey, OKPKey, RSAKey
 
 from bench.results import RESULTS_DIR, Table, command_line, print_tables, write_result
 from core.errors import ServiceError
-from core.types import Request, SamplingParams, Usage
+from core.types import EngineStats, Request, SamplingParams, Usage
+from core.wait_estimate import EngineRoom
+from server.gate.admission import Admission, Asker, Place
 from server.gate.auth import Authenticator, Caller, make_directory
 from server.gate.jwks import KeySource
 from server.gate.jwt_auth import JwtRules, JwtVerifier
+from server.gate.queue_limits import QueueLimits
 from server.gate.quota import S_NS, Moment, Quotas
 from server.gate.tenants import Limits, Tenant
+from server.gate.text_rules import RuleBook, TextRule
+from server.gate.text_screen import TextScreen
 from server.wire.messages import Headers, HttpRequest
 from server.wire.peer import ClientCertificate
 
 NUM_KEYS = 10_000
 TURN_S = 0.05
 PLENTY = 10**9
+NUM_TENANTS = 16
+NUM_WAITING = 256
+NUM_PHRASES = 16
+PROMPT_CHARS = 4_000
 EVERY_LIMIT = Limits(
     requests_per_minute=PLENTY, tokens_per_minute=PLENTY, tokens_per_day=PLENTY, concurrent_requests=PLENTY
+)
+NO_LIMITS = QueueLimits(max_requests=PLENTY, max_tokens=PLENTY, max_bytes=PLENTY)
+ROOM = EngineRoom(max_sequences=64, max_batch_tokens=2_048, num_kv_tokens=2**20, inter_token_target=0.05)
+STATS = EngineStats(num_steps=1_000, step_cost_s=(5e-3, 1e-4, 0.0, 0.0, 0.0))  # steps of 5 ms, 0.1 ms a token
+RULES = (
+    *(TextRule(phrase=f"project nightingale {i}", ignore_case=True) for i in range(NUM_PHRASES)),
+    TextRule(pattern=r"sk-[A-Za-z0-9]{20,}"),
 )
 REQUEST = Request(request_id="r", prompt_ids=(7,) * 100, sampling=SamplingParams(max_tokens=200), arrival_s=0.0)
 
@@ -110,6 +127,54 @@ def quota_checks() -> dict[str, Check]:
     }
 
 
+def admission_checks() -> dict[str, Check]:
+    """From the parsed head to the end of the answer, with others before it in the queue."""
+
+    def way(num_waiting: int) -> Check:
+        admission = Admission(NO_LIMITS, ROOM, lambda: STATS, time.monotonic)
+
+        def admit(tenant: str) -> Place:
+            place = admission.enter(1_000)
+            place.admit([msgspec.structs.replace(REQUEST, tenant=tenant)], float("inf"), time.monotonic())
+            return place
+
+        for i in range(num_waiting):
+            admit(f"tenant {i % NUM_TENANTS}")
+
+        def go() -> None:
+            admission.check_hope(Asker(0, "acme", 1, is_due=True), PLENTY)
+            admission.check(1_000)
+            place = admit("acme")
+            place.on_first_token(0, time.monotonic())
+            place.on_choice_end(0)
+            place.leave(Usage(100, 50), time.monotonic())
+
+        return go
+
+    behind = f"admission, behind {NUM_WAITING} of {NUM_TENANTS} tenants"
+    return {"admission, an idle server": way(0), behind: way(NUM_WAITING)}
+
+
+def text_rule_checks() -> dict[str, Check]:
+    """What comes by is like any text: now and then something may be the beginning of a phrase."""
+    book, prompt, words = (
+        RuleBook(RULES),
+        "What does a project plan say? " * (PROMPT_CHARS // 30),
+        [" project", " plan"],
+    )
+    screen = TextScreen(book.on_answer)
+
+    def say() -> None:
+        for word in words * 5:
+            screen.push(word)
+
+    named = f"{NUM_PHRASES} phrases and a pattern"
+    return {
+        f"{named} in {PROMPT_CHARS:,} characters": lambda: book.check_prompt((prompt,), "prompt"),
+        f"{named} in 10 tokens' text": say,
+    }
+
+
 def measure(checks: dict[str, Check], num_turns: int) -> dict[str, float]:
     """Microseconds a call, of the fastest turn."""
     best = dict.fromkeys(checks, float("inf"))
@@ -124,6 +189,10 @@ def measure(checks: dict[str, Check], num_turns: int) -> dict[str, float]:
     return best
 
 
+def _all_checks(directory: Path) -> dict[str, Check]:
+    return identity_checks(directory) | quota_checks() | admission_checks() | text_rule_checks()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(prog="python -m bench.gate", description=__doc__)
@@ -131,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", default=RESULTS_DIR / "gate.json")
     arguments = parser.parse_args(argv)
     with TemporaryDirectory() as directory:
-        found = measure(identity_checks(Path(directory)) | quota_checks(), arguments.turns)
+        found = measure(_all_checks(Path(directory)), arguments.turns)
     rows = tuple((name, round(us, 1)) for name, us in found.items())
     tables = [Table("Event loop, us a call, by the gate's check", ("check", "us"), rows)]
     print_tables(tables)

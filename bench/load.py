@@ -19,18 +19,21 @@ import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
-from bench.load_run import ENDPOINTS, CannotRun, LoadConfig, LoadResult, run_load
+from bench.load_run import ENDPOINTS, CannotRun, LoadConfig, LoadResult, TlsTrust, run_load
 from bench.measures import Distribution
 from bench.prompts import DEFAULT_PROMPT
 from bench.results import RESULTS_DIR, Table, command_line, print_tables, write_result
 from core.errors import ExitCode
 from server.commands.command_names import CommandParser
+from server.commands.tls_trust import add_trust_flags, check_trust_flags
+from server.values import with_scheme
 
 DEFAULT_URL = "http://127.0.0.1:8000"
+_DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -115,16 +118,10 @@ def loopback_address(url: str, is_remote_allowed: bool) -> tuple[str, int]:
     """The address and port to connect to.
 
     Raises:
-        CannotRun: not an http:// URL, no such host, or one that is not this machine and was not allowed.
+        CannotRun: not a server's URL, no such host, or one that is not this machine and was not allowed.
     """
-    try:
-        parts = urlsplit(url)
-        host, port = parts.hostname, parts.port or 80
-    except ValueError as error:
-        raise CannotRun(f"{url}: {error}.", f"give --url like {DEFAULT_URL}", ExitCode.USAGE) from error
-    if parts.scheme != "http" or host is None or parts.path.strip("/") not in ("", "v1") or parts.query:
-        fix = f"give --url like {DEFAULT_URL}, of a server without TLS"
-        raise CannotRun(f"{url} is not http://HOST:PORT.", fix, ExitCode.USAGE)
+    parts = _parts_of(url)
+    host, port = parts.hostname or "", parts.port or _DEFAULT_PORTS[parts.scheme]
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -138,6 +135,30 @@ def loopback_address(url: str, is_remote_allowed: bool) -> tuple[str, int]:
             ExitCode.USAGE,
         )
     return address, port
+
+
+def _parts_of(url: str) -> SplitResult:
+    """
+    Raises:
+        CannotRun: not a server's URL.
+    """
+    try:
+        parts = urlsplit(with_scheme(url))
+        is_port = parts.port is None or parts.port > 0  # reading it is what raises
+    except ValueError as error:
+        raise CannotRun(f"{url}: {error}.", f"give --url like {DEFAULT_URL}", ExitCode.USAGE) from error
+    is_host = parts.scheme in _DEFAULT_PORTS and bool(parts.hostname) and is_port
+    if not is_host or parts.path.strip("/") not in ("", "v1") or parts.query:
+        raise CannotRun(f"{url} is not http(s)://HOST:PORT.", f"give --url like {DEFAULT_URL}", ExitCode.USAGE)
+    return parts
+
+
+def _tls_of(arguments: argparse.Namespace) -> TlsTrust | None:
+    parts = _parts_of(arguments.url)
+    check_trust_flags(arguments)
+    if parts.scheme != "https":
+        return None
+    return TlsTrust(server_name=parts.hostname or "", ca_file=arguments.ca_file, is_verified=not arguments.takes_any)
 
 
 def check_result_file(path: Path) -> None:
@@ -168,6 +189,7 @@ def _config_of(arguments: argparse.Namespace) -> LoadConfig:
     return LoadConfig(
         host=host,
         port=port,
+        tls=_tls_of(arguments),
         endpoint=arguments.endpoint,
         model=arguments.model,
         api_key=arguments.api_key or os.environ.get("STEPLOOP_API_KEY"),
@@ -195,6 +217,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", help="default: the first of /v1/models")
     parser.add_argument("--api-key", help="default: $STEPLOOP_API_KEY")
     parser.add_argument("--allow-remote", action="store_true", help="ask a server that is not on this machine")
+    add_trust_flags(parser)
     load = parser.add_mutually_exclusive_group()
     load.add_argument("--concurrency", type=_whole, metavar="N", help="closed loop of N clients (default: 1)")
     load.add_argument("--rate", type=_positive, metavar="R", help="open loop: R requests/s, Poisson")

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from bench.client import CONNECT_FAILED, Connection, ConnectionPool, Exchange, Recorder
+from bench.client import CERTIFICATE_REFUSED, CONNECT_FAILED, Connection, ConnectionPool, Exchange, Recorder
 from bench.measures import Distribution, summarize
 from bench.prompts import (
     CALIBRATION_WORDS,
@@ -27,6 +27,7 @@ from bench.prompts import (
 )
 from bench.wire import encode_request
 from core.errors import ExitCode, StartupError
+from server.commands.tls_trust import client_context, refused_certificate
 
 ENDPOINTS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 MAX_OPEN_REQUESTS = 4_096  # of an open loop; later arrivals wait, and their clock runs
@@ -41,6 +42,21 @@ class CannotRun(StartupError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TlsTrust:
+    """Which certificate a server must have.
+
+    Args:
+        server_name: that it must be for.
+        ca_file: of who may have signed it, PEM; None: those that the system trusts.
+        is_verified: False: any will do.
+    """
+
+    server_name: str
+    ca_file: Path | None = None
+    is_verified: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoadConfig:
     """One run. Exactly one of `concurrency` and `rate` is set.
 
@@ -49,10 +65,12 @@ class LoadConfig:
         num_requests, duration_s: the run ends with whichever comes first; what was sent is waited for.
         prompt_tokens: about so many per prompt, by the server's own count; wins over prompt and prompt_file.
         timeout_s: of one request, first to last byte.
+        tls: None: in the clear.
     """
 
     host: str
     port: int
+    tls: TlsTrust | None = None
     endpoint: str = "chat"
     model: str | None = None
     api_key: str | None = None
@@ -74,6 +92,7 @@ class LoadConfig:
         fields = asdict(self)
         del fields["api_key"]
         fields["prompt_file"] = None if self.prompt_file is None else self.prompt_file.name
+        fields["tls"] = None if self.tls is None else "verified" if self.tls.is_verified else "not verified"
         return fields
 
 
@@ -137,12 +156,16 @@ class LoadRun:
     def __init__(self, config: LoadConfig) -> None:
         self._config = config
         self._recorder = Recorder()
-        self._pool = ConnectionPool(config.host, config.port, self._recorder, config.timeout_s)
+        trust = config.tls
+        self._tls = None if trust is None else client_context(trust.ca_file, trust.is_verified)
+        self._pool = self._new_pool(self._recorder)
         self._headers = {"content-type": "application/json"}
         if config.api_key:
             self._headers["authorization"] = f"Bearer {config.api_key}"
-        host = f"[{config.host}]" if ":" in config.host else config.host
+        host = config.host if config.tls is None else config.tls.server_name
+        host = f"[{host}]" if ":" in host else host
         self._host = f"{host}:{config.port}"
+        self._url = f"{'http' if config.tls is None else 'https'}://{self._host}"
         self._model = config.model or ""
         self._num_started = 0
 
@@ -258,28 +281,35 @@ class LoadRun:
 
     async def _ask_once(self, request: bytes) -> tuple[Connection, Exchange]:
         """A request outside the measurement. What a pool's recorder gathers of its gaps is thrown away."""
-        pool = ConnectionPool(self._config.host, self._config.port, Recorder(), self._config.timeout_s)
+        pool = self._new_pool(Recorder())
         exchange = Exchange(time.monotonic())
         try:
             connection = await pool.perform(request, exchange)
         finally:
             await pool.close()
         if connection is None or exchange.failure is not None:
-            raise _why_not(exchange, self._host)
+            raise _why_not(exchange, self._url)
         return connection, exchange
 
+    def _new_pool(self, recorder: Recorder) -> ConnectionPool:
+        config = self._config
+        server_name = None if config.tls is None else config.tls.server_name
+        return ConnectionPool(config.host, config.port, recorder, config.timeout_s, self._tls, server_name)
 
-def _why_not(exchange: Exchange, host: str) -> CannotRun:
+
+def _why_not(exchange: Exchange, url: str) -> StartupError:
+    if exchange.failure == CERTIFICATE_REFUSED:
+        return refused_certificate(url, exchange.message)
     if exchange.failure == CONNECT_FAILED:
         return CannotRun(
-            f"No server at http://{host}: {exchange.message}.", "start one with `steploop serve`, or name it with --url"
+            f"No server at {url}: {exchange.message}.", "start one with `steploop serve`, or name it with --url"
         )
     if exchange.failure == "http_401":
-        return CannotRun(f"http://{host} wants a key.", "give it with --api-key or STEPLOOP_API_KEY")
+        return CannotRun(f"{url} wants a key.", "give it with --api-key or STEPLOOP_API_KEY")
     if exchange.failure == "http_503":
-        return CannotRun(f"http://{host} is not ready: {exchange.message}", "wait until /ready answers 200")
+        return CannotRun(f"{url} is not ready: {exchange.message}", "wait until /ready answers 200")
     return CannotRun(
-        f"http://{host} answered a first request with {exchange.failure}: {exchange.message}",
+        f"{url} answered a first request with {exchange.failure}: {exchange.message}",
         "check --url, --endpoint and --model",
     )
 

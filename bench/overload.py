@@ -16,6 +16,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ from server.gate.queue_limits import QueueLimits
 from server.ledger.idempotency import Idempotency
 from server.lifecycle import Lifecycle, PromptReader
 from server.observing.metrics import Metrics
-from server.wire.messages import Headers, HttpRequest, ResponseHead
+from server.wire.messages import Headers, HttpRequest, ResponseHead, TextFrame, TextWriter
 from server.wire.peer import Peer
 from server.wire.stream import HttpStream
 from server.wire.write_batch import WriteBatch
@@ -141,8 +142,8 @@ class Client:
         if self.first_text_s is None and b'"text":' in data:
             self.first_text_s = self._clock() - self._began_s
 
-    def writer(self, stream: HttpStream) -> Callable[[bytes], None]:
-        return stream.send
+    def text_writer(self, stream: HttpStream, frame: TextFrame) -> TextWriter:
+        return partial(stream.send_text, frame)
 
     def write_end(self, stream: HttpStream, trailers: Headers) -> None:
         self.end_s = self._clock() - self._began_s
@@ -182,10 +183,16 @@ class Server:
         scheduler = Scheduler(LIMITS, (), lambda: 0)
         self._engine = Engine(scheduler, SimulatedRunner(LIMITS, cost, time), time, self._inbox, self._deliver)
         tokenizer = null_tokenizer()
-        self._client = EngineClient(
-            self._inbox.append, tokenizer.table, WriteBatch(self.loop), self.loop.call_soon, time, lambda: None
-        )
         config, clock, metrics = ServerConfig(), Clock(time, time), Metrics()
+        self._client = EngineClient(
+            self._inbox.append,
+            tokenizer.table,
+            WriteBatch(self.loop),
+            self.loop.call_soon,
+            time,
+            lambda: None,
+            metrics.inter_token,
+        )
         numbers = itertools.count(1)
         self._app = App(Readiness(is_ready=True), Gate(config, clock), metrics, clock, lambda: f"r{next(numbers)}")
         card = ServedModel(id=MODEL, created_s=0, max_model_len=LIMITS.max_model_len)

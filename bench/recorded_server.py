@@ -67,6 +67,8 @@ class RecordingScheduler(Scheduler):
         super().__init__(limits, eos_ids, seeds=lambda: 0)
         self._record = record
         self._seeds_by_id: dict[str, int] = {}
+        self._finish = self._states.finish
+        self._states.finish = self._finish_noted  # type: ignore[method-assign]  # whoever ends a sequence calls it
 
     def submit(self, request: Request) -> None:
         seed = request.sampling.seed
@@ -91,8 +93,8 @@ class RecordingScheduler(Scheduler):
         self._record.steps[-1].end_s = time.monotonic()
         return super().apply(plan, output, now)
 
-    def finish(self, sequence: ScheduledSequence, reason: FinishReason, error: str | None = None) -> None:
-        super().finish(sequence, reason, error)
+    def _finish_noted(self, sequence: ScheduledSequence, reason: FinishReason, *others: Any, **named: Any) -> None:
+        self._finish(sequence, reason, *others, **named)
         seed = self._seeds_by_id.get(sequence.request_id)
         if seed is not None and not self._record.requests[seed].end_s:
             request = self._record.requests[seed]

@@ -9,13 +9,14 @@ import os
 import platform
 import shlex
 import subprocess
-import sys
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import msgspec
+
+from server.commands.console import new_console
 
 RESULTS_DIR = Path(__file__).parent / "results"
 
@@ -183,10 +184,9 @@ def _git_commit() -> str:
 
 def print_tables(tables: Sequence[Table]) -> None:
     """Show tables on the terminal."""
-    from rich.console import Console
     from rich.table import Table as RichTable
 
-    console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
+    console = new_console(plain_width=PLAIN_WIDTH)
     for table in tables:
         shown = RichTable(title=table.title, title_justify="left")
         for i, column in enumerate(table.columns):

@@ -2,8 +2,7 @@
 
 import asyncio
 import collections
-import heapq
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -35,7 +34,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
 
     _ready: collections.deque[asyncio.Handle]  # BaseEventLoop's own
     _scheduled: list[asyncio.TimerHandle]
-    _timer_cancelled_count: int
+    _run_once: Callable[[], None]
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,10 +46,9 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
 
     def next_timer(self) -> float | None:
         """When the next timer fires."""
-        timers = self._scheduled
-        while timers and timers[0].cancelled():  # a heap, as BaseEventLoop keeps it
-            heapq.heappop(timers)._scheduled = False
-            self._timer_cancelled_count -= 1
+        timers = self._scheduled  # a heap
+        if timers and timers[0].cancelled():  # until the loop's next turn takes it away
+            return min((timer.when() for timer in timers if not timer.cancelled()), default=None)
         return timers[0].when() if timers else None
 
     def jump(self) -> None:

@@ -136,7 +136,7 @@ def _last_step(view: SchedulerView) -> StepComposition:
     work = view.last_work
     return StepComposition(
         num_prompt_tokens=work.prompt_tokens,
-        num_prompt_kv_tokens=work.prompt_kv,
+        num_prompt_kv_tokens=round(work.prompt_kv),
         num_decoded_tokens=work.own_tokens,
         num_decoded_kv_tokens=work.own_kv,
         predicted_s=view.step_cost.predict(work) if view.step_cost.is_ready else None,

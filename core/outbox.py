@@ -31,6 +31,12 @@ class Outbox:
                 )
             )
 
+    def add_prompt_logprobs(self, sequence: Sequence, logprobs: list[TokenLogprobs]) -> None:
+        """The next of its request's prompt."""
+        self.chunks.append(
+            TokenChunk(request_id=sequence.request_id, index=sequence.index, prompt_logprobs=tuple(logprobs))
+        )
+
     def has_news(self, stats: EngineStats) -> bool:
         """Whether anything is to be told that no step is needed for: an end, or a change of what the stats count."""
         return bool(self.chunks) or stats != self._told

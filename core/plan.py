@@ -76,6 +76,23 @@ class BlockCopies:
         return not (self.offloads or self.restores or self.used)
 
 
+@dataclass(frozen=True, slots=True)
+class PromptTargets:
+    """What a row of a prompt is asked beside its keys and values: how likely the tokens are that follow its own.
+
+    Args:
+        row: of the plan.
+        first: index among the row's tokens of the first one whose next is asked about.
+        token_ids: what follows that one and those after it, all of the prompt.
+        num_top: so many of the likeliest are told beside each.
+    """
+
+    row: int
+    first: int
+    token_ids: tuple[int, ...]
+    num_top: int
+
+
 @dataclass(slots=True)
 class StepPlan:
     """What to compute in one step.
@@ -100,6 +117,7 @@ class StepPlan:
     copy_targets: Int32Array  # [copies]: ... is copied to this block first (copy on write)
     sequence_starts: list[SequenceStart] = field(default_factory=list)
     host_copies: BlockCopies | None = None
+    prompt_targets: list[PromptTargets] = field(default_factory=list)  # at most one of a row, in the rows' order
 
     @property
     def num_rows(self) -> int:
@@ -117,6 +135,7 @@ class StepOutput:
     rows: Int32Array  # [tokens]: row of the plan
     token_ids: Int32Array  # [tokens]
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # index into token_ids -> its logprobs
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # row -> of its PromptTargets
     failed_rows: dict[int, str] = field(default_factory=dict)  # row -> cause (e.g. logits not finite); draws nothing
     host_copy_s: float = 0.0  # of the step's time, what its copies from and to the host took
 
@@ -168,7 +187,7 @@ class Runner(Protocol[Ticket]):
     limits: RunnerLimits
 
     def forward(self, plan: StepPlan) -> Ticket:
-        """Start the step: reset slots, copy blocks, write KV, compute logits of the rows that sample."""
+        """Start the step: reset slots, copy blocks, write KV, compute logits of rows that sample and of targets."""
         ...
 
     def sample(self, ticket: Ticket) -> None:

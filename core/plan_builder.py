@@ -4,8 +4,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from core.plan import PENDING, Int32Array, SequenceStart, StepPlan
-from core.sequence import Sequence
+from core.plan import PENDING, Int32Array, PromptTargets, SequenceStart, StepPlan
+from core.sequence import ALL_SCORED, Sequence
 from core.step_cost import PROMPT_TILE, StepWork
 
 
@@ -34,6 +34,7 @@ class PlanBuilder:
         self._table_positions: list[int] = []
         self._table_blocks: list[int] = []
         self._sequence_starts: list[SequenceStart] = []
+        self._prompt_targets: list[PromptTargets] = []
 
     def add_row(self, sequence: Sequence, start: int, length: int) -> None:
         """Compute `length` tokens from position `start` on; tell the runner what it does not know of the sequence."""
@@ -51,6 +52,8 @@ class PlanBuilder:
     def _add(self, sequence: Sequence, start: int, length: int, samples: bool) -> None:
         token_ids = sequence.token_ids[start : start + length]
         self.other_rows.append(len(self.sequences))
+        if sequence.num_scored_tokens != ALL_SCORED:
+            self._ask_of_prompt(sequence, start, start + length)
         self.sequences.append(sequence)
         self._starts.append(start)
         self._lengths.append(length)
@@ -112,7 +115,16 @@ class PlanBuilder:
             copy_sources=_int32(self._copy_sources) if self._copy_sources else _NONE,
             copy_targets=_int32(self._copy_targets) if self._copy_targets else _NONE,
             sequence_starts=self._sequence_starts,
+            prompt_targets=self._prompt_targets,
         )
+
+    def _ask_of_prompt(self, sequence: Sequence, start: int, end: int) -> None:
+        """The row that is added next: what it is to tell of the tokens that follow its own."""
+        first, last = max(start, sequence.num_scored_tokens), sequence.end_of_scores(end)
+        if first < last:
+            num_top = sequence.sampling.num_prompt_logprobs or 0
+            token_ids = tuple(sequence.token_ids[first + 1 : last + 1])
+            self._prompt_targets.append(PromptTargets(len(self.sequences), first - start, token_ids, num_top))
 
     def _start(self, sequence: Sequence) -> None:
         sequence.is_started = True

@@ -96,6 +96,8 @@ class Planner:
         """
         if sequence.is_lost or sequence.cancel_reason is not None:
             return True
+        if sequence.num_computed_tokens < sequence.num_prompt_tokens:
+            return False
         if len(sequence.token_ids) + sequence.num_pending >= sequence.max_length:
             return True
         return sequence.num_computed_tokens == sequence.num_prompt_tokens and self._states.leads(sequence)

@@ -120,6 +120,7 @@ class SentSteps(Generic[Ticket]):
             rows=output.rows + np.int32(rows.start),
             token_ids=output.token_ids,
             logprobs=output.logprobs,
+            prompt_logprobs={row + rows.start: told for row, told in output.prompt_logprobs.items()},
             failed_rows={row + rows.start: cause for row, cause in output.failed_rows.items()},
         )
 
@@ -137,15 +138,18 @@ class SentSteps(Generic[Ticket]):
 def _joined(outputs: list[StepOutput]) -> StepOutput:
     """Outputs over the same plan's rows as one."""
     logprobs: dict[int, TokenLogprobs] = {}
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
     failed_rows: dict[int, str] = {}
     offset = 0
     for output in outputs:
         logprobs |= {offset + i: entry for i, entry in output.logprobs.items()}
+        prompt_logprobs |= output.prompt_logprobs
         failed_rows |= output.failed_rows
         offset += len(output.token_ids)
     return StepOutput(
         rows=np.concatenate([output.rows for output in outputs]),
         token_ids=np.concatenate([output.token_ids for output in outputs]),
         logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
         failed_rows=failed_rows,
     )

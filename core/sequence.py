@@ -5,6 +5,7 @@ State only: who may change it, and when, is the scheduler's.
 
 import enum
 import math
+import sys
 from dataclasses import dataclass, field
 
 from core.blocks import BlockTable
@@ -12,6 +13,7 @@ from core.fairness import Tenant
 from core.types import Cost, FinishReason, Request, SamplingParams
 
 NO_SLOT = -1
+ALL_SCORED = sys.maxsize
 _MASK_64 = (1 << 64) - 1
 _GOLDEN_64 = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, SplitMix64's increment (Steele et al., OOPSLA 2014)
 
@@ -47,6 +49,8 @@ class Sequence:
         plain_end: before this position it decodes on with nothing to look at: in a block that is its own and that the
             runner knows, not yet at its last token, and nobody has paused, cancelled or lost it. 0: look.
         num_computed_tokens: of its keys and values, those that are computed or that a plan with it computes.
+        num_scored_tokens: the logits after its first so many tokens have been told, where its prompt's logprobs are
+            asked for: no more than these may come from the cache. ALL_SCORED: nothing is left to tell.
         num_in_flight: plans with it that were made and not yet applied.
         num_pending: tokens that these draw: they follow token_ids, and nobody has read them yet.
         is_lost: what it computed cannot be used. It computes all again once it is no longer in flight.
@@ -74,6 +78,7 @@ class Sequence:
     num_prompt_tokens: int
     max_length: int
     num_computed_tokens: int = 0
+    num_scored_tokens: int = ALL_SCORED
     state: SequenceState = SequenceState.WAITING
     slot: int = NO_SLOT
     table: BlockTable = field(default_factory=BlockTable)
@@ -118,6 +123,10 @@ class Sequence:
         if self.num_tokens_kept is None:
             return self.num_own_tokens
         return min(self.num_own_tokens, self.num_tokens_kept)
+
+    def end_of_scores(self, end: int) -> int:
+        """Of its first `end` tokens, the position after the last one whose logits its prompt's logprobs come from."""
+        return min(end, self.num_prompt_tokens - 1)
 
     def keep(self, num_tokens: int | None) -> None:
         """Cut what is billed to the loop's count. Of several cuts the smallest holds."""
@@ -176,6 +185,7 @@ class SequenceGroup:
     def add(self, stop_ids: tuple[int, ...], max_length: int) -> Sequence:
         """A new sequence with the next index and its own seed."""
         index = len(self.sequences)
+        asks = self.request.sampling.num_prompt_logprobs is not None
         sequence = Sequence(
             request_id=self.request.request_id,
             index=index,
@@ -189,6 +199,7 @@ class SequenceGroup:
             token_ids=list(self.request.prompt_ids),
             num_prompt_tokens=len(self.request.prompt_ids),
             max_length=max_length,
+            num_scored_tokens=0 if asks and len(self.request.prompt_ids) > 1 else ALL_SCORED,
             table=BlockTable((self.request.cache_domain, self.request.cache_salt)),
             is_paused=self.is_paused,
         )

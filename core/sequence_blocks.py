@@ -11,7 +11,7 @@ from core.host_blocks import HostBlocks
 from core.plan import BlockLabel, RunnerLimits
 from core.plan_builder import PlanBuilder
 from core.prefix_cache import PrefixCache
-from core.sequence import Sequence
+from core.sequence import ALL_SCORED, Sequence
 
 
 class SequenceBlocks:
@@ -50,20 +50,20 @@ class SequenceBlocks:
         table, num_free = sequence.table, self.pool.num_free
         if num_free - num_reserved < sequence.num_free_blocks_needed:  # a long prompt is not looked up in each step
             return False
-        self.cache.extend(table, sequence.token_ids)
+        self.cache.extend(table, _cacheable(sequence))
         num_new = self.num_to_admit(sequence) - len(table)
         if num_new > self.pool.num_free - num_reserved:
             sequence.num_free_blocks_needed = num_new + num_free - self.pool.num_free
             self.pool.release(table.take())
             return False
         self._restore(sequence)
-        sequence.num_computed_tokens = self.cache.extend(table, sequence.token_ids)
+        sequence.num_computed_tokens = self.cache.extend(table, _cacheable(sequence))
         table.blocks += self.cache.allocate(self.num_to_admit(sequence) - len(table))
         sequence.num_free_blocks_needed = 0
         return True
 
     def _restore(self, sequence: Sequence) -> None:
-        keys = self.cache.find_on_host(sequence.table, sequence.token_ids)
+        keys = self.cache.find_on_host(sequence.table, _cacheable(sequence))
         start = len(sequence.table) * self._block_size
         end = start + len(keys) * self._block_size
         if keys and self.host.is_cheaper(len(keys), self._prefill_s(start, end, sequence.num_prompt_tokens)):
@@ -73,11 +73,13 @@ class SequenceBlocks:
         """Let a child start where its parent is, but for its last token: that one it computes itself.
 
         They share the parent's blocks; whoever writes into a shared one first, copies it. Into a full one nobody
-        writes: where the last token fills a block, the child computes that block's tokens.
+        writes: where the last token fills a block, the child computes that block's tokens. What of the prompt's
+        logprobs has not been told is the child's to compute.
         """
         assert not parent.plain_end, "it would go on in a block that is no longer its own"
-        child.num_computed_tokens = min(parent.num_computed_tokens, len(child.token_ids) - 1)
-        if len(child.token_ids) % self._block_size == 0:
+        child.num_scored_tokens = parent.num_scored_tokens
+        child.num_computed_tokens = min(parent.num_computed_tokens, len(child.token_ids) - 1, child.num_scored_tokens)
+        if len(child.token_ids) % self._block_size == 0 or child.num_scored_tokens != ALL_SCORED:
             child.num_computed_tokens -= child.num_computed_tokens % self._block_size
         num_blocks = num_blocks_for(child.num_computed_tokens, self._block_size)
         child.table.blocks = parent.table.blocks[:num_blocks]
@@ -86,7 +88,7 @@ class SequenceBlocks:
 
     def skip_cached(self, sequence: Sequence) -> int:
         """Let it go on after what others have computed of it by now. Returns its first position to compute."""
-        num_cached_tokens = self.cache.extend(sequence.table, sequence.token_ids)
+        num_cached_tokens = self.cache.extend(sequence.table, _cacheable(sequence))
         sequence.num_computed_tokens = max(sequence.num_computed_tokens, num_cached_tokens)
         return sequence.num_computed_tokens
 
@@ -110,3 +112,10 @@ class SequenceBlocks:
         if num_new:
             blocks += self.cache.allocate(num_new)
         return True
+
+
+def _cacheable(sequence: Sequence) -> list[int]:
+    """Its tokens as far as the cache may give them, and one more: logits that are asked for are not in there."""
+    if sequence.num_scored_tokens == ALL_SCORED:
+        return sequence.token_ids
+    return sequence.token_ids[: sequence.num_scored_tokens + 1]

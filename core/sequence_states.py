@@ -11,7 +11,7 @@ from core.fairness import TenantShares
 from core.outbox import Outbox
 from core.sequence import NO_SLOT, Sequence, SequenceGroup, SequenceState
 from core.sequence_blocks import SequenceBlocks
-from core.types import Cost, FinishReason, TokenChunk, Usage
+from core.types import Cost, FinishReason, TokenChunk, TokenLogprobs, Usage
 from core.waiting import WaitingQueue
 
 
@@ -44,7 +44,13 @@ class SequenceStates:
         self.suspects: set[Sequence] = set()
         self.now_s = 0.0
 
-    def finish(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
+    def finish(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        error: str | None = None,
+        stop_logprobs: TokenLogprobs | None = None,
+    ) -> None:
         """End a sequence and give back all it holds; the last of its request brings the terminal chunk. Idempotent.
 
         Whoever is in a step that has not come back keeps slot and blocks until then.
@@ -66,6 +72,7 @@ class SequenceStates:
             TokenChunk(
                 request_id=sequence.request_id,
                 index=sequence.index,
+                stop_logprobs=stop_logprobs,
                 finish_reason=reason,
                 num_sequence_tokens=sequence.num_billed_tokens,
                 usage=self._end_group(group) if is_last else None,
@@ -88,6 +95,7 @@ class SequenceStates:
         """Before a sequence ends: the siblings that count on it get another leader."""
         if group.unforked.pop(sequence.index, None) is None and sequence is group.leader and group.unforked:
             group.leader = heir = group.unforked.pop(next(iter(group.unforked)))
+            heir.num_scored_tokens = sequence.num_scored_tokens
             if sequence.state is SequenceState.RUNNING:
                 self.fork(sequence, heir)
             elif not group.is_paused:

@@ -18,9 +18,19 @@ import numpy.typing as npt
 
 from core.config import INTER_TOKEN_TARGET
 from core.engine import Engine
-from core.plan import PENDING, BlockCopies, Int32Array, Runner, RunnerLimits, SequenceStart, StepOutput, StepPlan
+from core.plan import (
+    PENDING,
+    BlockCopies,
+    Int32Array,
+    PromptTargets,
+    Runner,
+    RunnerLimits,
+    SequenceStart,
+    StepOutput,
+    StepPlan,
+)
 from core.scheduler import Scheduler
-from core.types import Message, Request, StepDelivery, Submit, Usage
+from core.types import Message, Request, StepDelivery, Submit, TokenLogprobs, Usage
 
 _NOTHING = -1  # in the KV: never written
 
@@ -98,6 +108,15 @@ def draw_allowed(prefix: npt.NDArray[np.int32], seed: int, vocab_size: int, bann
     while token_id in banned:
         token_id = (token_id + 1) % vocab_size
     return token_id
+
+
+def logprobs_after(prefix: npt.NDArray[np.int32], token_id: int, num_top: int) -> TokenLogprobs:
+    """How likely a token is after a prefix, and so many others beside it: hashes of all of it."""
+
+    def logprob(other: int) -> float:
+        return -(zlib.crc32(other.to_bytes(4, "little"), zlib.crc32(prefix.tobytes())) % 4096) / 256
+
+    return TokenLogprobs(token_id, logprob(token_id), tuple((other, logprob(other)) for other in range(num_top)))
 
 
 def continuation(start: SequenceStart, limits: RunnerLimits) -> list[int]:
@@ -201,7 +220,8 @@ class SimulatedRunner:
         drawn = [self._draw(slot, length) for slot, length in zip(slots.tolist(), lengths, strict=True)]
         token_ids = np.array(drawn, np.int32)
         self._last_drawn[slots] = token_ids
-        self._device.draw(ticket, StepOutput(rows=rows, token_ids=token_ids))
+        told = {targets.row: self._follow(ticket, targets) for targets in ticket.prompt_targets}
+        self._device.draw(ticket, StepOutput(rows=rows, token_ids=token_ids, prompt_logprobs=told))
 
     def collect(self, ticket: StepPlan) -> StepOutput:
         return self._device.wait(ticket)
@@ -216,6 +236,15 @@ class SimulatedRunner:
         is_free = length - start.num_prompt_tokens >= start.sampling.min_tokens
         prefix = self._prefix(slot, length)
         return draw_allowed(prefix, start.seed, self.limits.vocab_size, () if is_free else start.stop_ids)
+
+    def _follow(self, plan: StepPlan, targets: PromptTargets) -> list[TokenLogprobs]:
+        """How likely the prompt's tokens are after what lies in the blocks."""
+        slot, first = int(plan.slots[targets.row]), int(plan.starts[targets.row]) + targets.first
+        prefix = self._prefix(slot, first + len(targets.token_ids))
+        return [
+            logprobs_after(prefix[: first + i + 1], token_id, targets.num_top)
+            for i, token_id in enumerate(targets.token_ids)
+        ]
 
     def _prefix(self, slot: int, length: int) -> Int32Array:
         """The sequence's tokens, read from its blocks."""

@@ -4,7 +4,7 @@ from core.counts import Counts, mark_of_chunk
 from core.in_flight import Flight, InFlight, blocks_reached
 from core.plan import StepOutput, StepPlan
 from core.plan_builder import rows_misled
-from core.sequence import Sequence, SequenceState
+from core.sequence import ALL_SCORED, Sequence, SequenceState
 from core.sequence_states import SequenceStates
 from core.step_cost import StepCostModel, StepWork
 from core.types import FinishReason, TokenLogprobs
@@ -38,6 +38,7 @@ class StepResults:
         lost = misled.union(output.failed_rows)
         self._states.blocks.host.on_applied(len(output.failed_rows) < len(sequences), output.host_copy_s)
         self._account(flight, step_s - output.host_copy_s)
+        self._take_prompt_logprobs(flight, output, lost)
         self._advance(flight, lost, now)
         self._take_tokens(output, sequences, lost)
         for row in sorted(lost):
@@ -84,7 +85,8 @@ class StepResults:
         group = self._states.groups.get(sequence.request_id)
         if group is None or group.sequences[sequence.index] is not sequence:
             return  # the request ended while this was computed
-        self.counts.add_prompt(group, before, num_computed, self._states.blocks.cache.is_enabled)
+        is_looked_up = self._states.blocks.cache.is_enabled and sequence.sampling.num_prompt_logprobs is None
+        self.counts.add_prompt(group, before, num_computed, is_looked_up)
         if sequence.state is SequenceState.FINISHED:
             return
         if not group.is_prefilled and (mark := mark_of_chunk(group, num_computed, now)) is not None:
@@ -93,6 +95,22 @@ class StepResults:
             for sibling in group.unforked.values():
                 self._states.fork(sequence, sibling)
             group.unforked = {}
+
+    def _take_prompt_logprobs(self, flight: Flight, output: StepOutput, lost: set[int]) -> None:
+        """Tell what was asked of prompts: each position once, however often it is computed."""
+        for targets in flight.plan.prompt_targets:
+            row = targets.row
+            sequence = flight.sequences[row]
+            if row in lost or sequence.is_lost or sequence.state is SequenceState.FINISHED:
+                continue
+            end = sequence.end_of_scores(int(flight.plan.starts[row] + flight.plan.lengths[row]))
+            num_new = end - sequence.num_scored_tokens
+            if num_new <= 0:
+                continue
+            told = output.prompt_logprobs[row]
+            assert num_new <= len(told), "a position was left out"
+            self._states.outbox.add_prompt_logprobs(sequence, told[-num_new:])
+            sequence.num_scored_tokens = end if end < sequence.num_prompt_tokens - 1 else ALL_SCORED
 
     def _lose_row(self, sequence: Sequence, cause: str | None) -> None:
         """A row failed, or (None) read what a failed one should have written: then its sequence computes it itself."""
@@ -136,9 +154,13 @@ class StepResults:
 
     def _take_notable_token(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
         """Tell a token that has logprobs, or may end its sequence, which it has been appended to."""
+        if len(sequence.token_ids) > sequence.max_length:  # max_tokens is 0
+            sequence.token_ids.pop()
+            self._states.finish(sequence, FinishReason.LENGTH)
+            return
         self.counts.num_generated_tokens += 1
         reason = sequence.end_after_last_token()
         if reason is not FinishReason.STOP:
             self._states.outbox.add_token(sequence, token_id, logprobs)
         if reason is not None:
-            self._states.finish(sequence, reason)
+            self._states.finish(sequence, reason, stop_logprobs=logprobs if reason is FinishReason.STOP else None)

@@ -30,6 +30,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         seed: of the noise, which depends on nothing else but the position; None: the engine draws one. The
             same seed and request give the same tokens whatever runs beside them, where the runner's sums are rounded
             the same way in any company: in bfloat16 on a CPU. In float32 they may differ in the seventh digit.
+        max_tokens: 0: the prompt is computed, and nothing is said.
     """
 
     max_tokens: int
@@ -47,6 +48,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...] = ()  # beside the model's own
     ignore_eos: bool = False
     num_logprobs: int | None = None  # None: none; k: the drawn token's and the k likeliest
+    num_prompt_logprobs: int | None = None  # as much of the prompt's tokens but the first; beside num_logprobs only
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -154,7 +156,7 @@ class Cost(msgspec.Struct, frozen=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
-    """Natural logarithms of the model's own probabilities, for one drawn token.
+    """Natural logarithms of the model's own probabilities, for one token, drawn or of a prompt.
 
     Of the raw logits: before penalties, logit_bias, temperature and what cuts the distribution.
     """
@@ -170,12 +172,19 @@ class TokenChunk(msgspec.Struct, frozen=True, kw_only=True):
     A chunk's tokens are not repeated in the columns of its StepDelivery. Exactly one chunk per request has `usage`: the
     terminal one, which is also the last news of that request. A stop id that ends a sequence is no text: it counts in
     the usage, but stands neither in the columns nor in token_ids; the sequence's end then has FinishReason.STOP.
+
+    Args:
+        stop_logprobs: with finish_reason: of the stop id that ends it, where logprobs are asked for.
+        prompt_logprobs: the next of the request's prompt, whatever the index: all its tokens but the first come once
+            and in order, in chunks that tell nothing else, before any token.
     """
 
     request_id: str
     index: int
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    stop_logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
     num_sequence_tokens: int = 0  # with finish_reason: what this sequence counts in the usage
     usage: Usage | None = None
@@ -276,10 +285,14 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         logprobs: of the tokens whose text this is, when asked for.
+        stop_logprobs: with finish_reason: of the id that ended it and has no text, when asked for.
+        prompt_logprobs: the next of the prompt's tokens after its first, when asked for; before any text.
         finish_reason: set on the sequence's last delta.
     """
 
     text: str
     num_tokens: int
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    stop_logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None

@@ -19,6 +19,7 @@ from gpu.attention import Attending, AttentionKernels, RaggedRows
 from gpu.attention_groups import GroupBuilder, IntArray, TokenRanges, to_device
 from gpu.block_tables import BlockTables
 from gpu.kv_cache import num_blocks_for
+from gpu.prompt_logprobs import scored_tokens
 
 
 @dataclass(slots=True)
@@ -47,7 +48,8 @@ class DeviceBatch:
     positions: Tensor  # [tokens], float32: what RoPE multiplies
     kv_slots: Tensor  # [tokens]: block * 16 + offset, where each token's keys and values go
     attending: dict[int | None, Attending]  # by the window of a layer
-    asked_tokens: Tensor | None  # [sampled]: whose logits are wanted: each sampling row's last; None: all, in order
+    # [sampled + scored]: whose logits are wanted: each sampling row's last, then those of targets; None: all, in order
+    asked_tokens: Tensor | None
     sampled_rows: IntArray  # [sampled]: the plan's row
     sampled_slots: IntArray  # [sampled]
     sampled_positions: IntArray  # [sampled]: position of the token that is drawn
@@ -110,6 +112,7 @@ class BatchBuilder:
         token_ids = plan.token_ids[order]
         blocks = self._tables[slots, positions // BLOCK_SIZE]  # [tokens]
         sampled = np.flatnonzero(plan.samples)
+        last_tokens = tokens_before + plan.lengths - 1  # [rows]
         has_copies = len(plan.copy_sources) > 0
         return DeviceBatch(
             token_ids=self._to_device(token_ids),
@@ -117,7 +120,9 @@ class BatchBuilder:
             positions=self._to_device(positions.astype(np.float32)),
             kv_slots=self._to_device(blocks * BLOCK_SIZE + positions % BLOCK_SIZE),
             attending=self._attending((slots[:num_own], positions[:num_own] + 1), others, int(ends.max(initial=0))),
-            asked_tokens=self._to_device(place[(tokens_before + plan.lengths - 1)[sampled]]),
+            asked_tokens=self._to_device(
+                place[np.concatenate([last_tokens[sampled], scored_tokens(plan, tokens_before)])]
+            ),
             sampled_rows=sampled,
             sampled_slots=plan.slots[sampled],
             sampled_positions=ends[sampled],

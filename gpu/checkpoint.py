@@ -20,6 +20,7 @@ from gpu.gguf import GgufReader
 from gpu.packed_weights import NEEDED_PARTS, PARTS, UnpackedWeight, matrix_shape, part_shapes, unpack
 from gpu.targets import Target
 
+PICKLES = (".bin", ".pt", ".pth")  # checkpoints of these are not read: they can run code
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 # safetensors' names of the formats that convert to ours without loss of meaning
@@ -242,9 +243,12 @@ def _listed_tensors(directory: Path) -> dict[str, Path]:
 
 
 def _no_weights(directory: Path) -> BadCheckpoint:
-    safetensors, pickles = (sorted(path.name for path in directory.glob(name)) for name in ("*.safetensors", "*.bin"))
+    names = sorted(path.name for path in directory.iterdir())
+    safetensors = [name for name in names if name.endswith(".safetensors")]
+    pickles = [name for name in names if name.endswith(PICKLES)]
     held = f"; it holds {named_tensors(safetensors + pickles)}" if safetensors or pickles else ""
-    cause = f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}{held}."
+    pickled = ", and pickled weights, which can run code, are not read" if pickles and not safetensors else ""
+    cause = f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}{held}{pickled}."
     if safetensors or not any(name.startswith("pytorch_model") for name in pickles):
         return bad_checkpoint(cause)
     fix = (

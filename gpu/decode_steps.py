@@ -88,7 +88,7 @@ class DecodeSteps:
 
     def knows(self, plan: StepPlan) -> bool:
         """Whether each row computes the one token that its sequence drew last, and draws the next."""
-        if plan.sequence_starts or plan.num_tokens != plan.num_rows or not plan.samples.all():
+        if plan.sequence_starts or plan.prompt_targets or plan.num_tokens != plan.num_rows or not plan.samples.all():
             return False
         return bool((plan.starts >= self._tables.num_prompt_tokens[plan.slots]).all())
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpu.device import cpu_flags
+from gpu.huge_pages import use_huge_pages
 
 Linear = Callable[[Tensor], Tensor]
 """[tokens, in] -> [tokens, out]"""
@@ -58,6 +59,7 @@ def make_linear(weight: Tensor, bias: Tensor | None, product: MakeProduct | None
 def pack(weight: Tensor) -> Tensor:
     """A weight [out, in] as oneDNN's kernels read it: an opaque tensor."""
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
+    use_huge_pages(torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed))
     return packed
 
 

@@ -1,4 +1,4 @@
-"""What was measured of this machine for a model's shape: threads by a step's tokens, who multiplies, and who draws.
+"""What was measured of this machine for a model's shape: threads by a step's tokens, and who computes its parts.
 
 Kept in a file of the user's cache, per machine and shape, unless others computed at the same time; a file that cannot
 be read is as none, one that cannot be written is done without. Thread: engine (at start).
@@ -15,8 +15,10 @@ import torch
 from core.config import ModelConfig
 from gpu.device import DeviceChoice, cpu_model
 from gpu.device_products import DeviceProducts, Served, products_here
+from gpu.elementwise_speed import ElementwiseProbe
 from gpu.linear import ProductChoice
 from gpu.measured_file import measured_file, read_kept, write_kept
+from gpu.operators import ElementwiseChoice
 from gpu.sampler import SamplerChoice
 from gpu.sampling_speed import seconds_of_drawing
 from gpu.threads import Probe, StepThreads, measure_threads, seconds_of
@@ -27,24 +29,32 @@ SMALL_MODEL_TOKENS = 128
 MEASURED_ROWS = (1, 8, 32, 256)  # of products
 TURNS = 3
 DRAWN_ROWS = (1, 8)
+ELEMENTWISE_ROWS = (1, 8, 32, 256)
 NAMES = {True: "by numba's kernel", False: "by oneDNN"}
-DRAWERS = {True: "by numba's kernel", False: "by torch"}
+OR_TORCH = {True: "by numba's kernel", False: "by torch"}
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Args: uses_kernel, draws_by_kernel: for products, and for sampling; None: there is none."""
+    """
+    Args:
+        uses_kernel, draws_by_kernel, norms_by_kernel: for products, for sampling, and for norms, RoPE and gates; None:
+            there is none.
+    """
 
     threads: StepThreads
     uses_kernel: bool | None = None
     draws_by_kernel: bool | None = None
+    norms_by_kernel: bool | None = None
 
     def __str__(self) -> str:
         told = [f"threads {self.threads}"]
         if self.uses_kernel is not None:
             told.append(f"products {NAMES[self.uses_kernel]}")
         if self.draws_by_kernel is not None:
-            told.append(f"sampling {DRAWERS[self.draws_by_kernel]}")
+            told.append(f"sampling {OR_TORCH[self.draws_by_kernel]}")
+        if self.norms_by_kernel is not None:
+            told.append(f"norms, RoPE, gates {OR_TORCH[self.norms_by_kernel]}")
         return "; ".join(told)
 
 
@@ -54,12 +64,14 @@ def choose_measured(
     probes: Sequence[Probe],
     product: ProductChoice | DeviceProducts | None = None,
     sampler: SamplerChoice | None = None,
+    elementwise: ElementwiseProbe | None = None,
 ) -> Measured:
     """As asked; for a large model as measured, now or earlier; or as is usual.
 
     Args:
         product: is set, where it is open; None: there is no kernel for products.
         sampler: is set; None: there is no kernel that draws.
+        elementwise: its choice is set; None: there are no kernels for norms, RoPE and gates.
     """
     if isinstance(product, DeviceProducts):
         if config.num_parameters >= MIN_PARAMETERS:
@@ -69,8 +81,10 @@ def choose_measured(
         return Measured(StepThreads(((1, choice.threads),)))
     if config.num_parameters < MIN_PARAMETERS:
         uses_kernel = None if product is None else product.uses_kernel
-        return Measured(_unmeasured(choice), uses_kernel, None if sampler is None else sampler.uses_kernel)
-    machine, shape = _machine(choice), _shape(config, choice, product, sampler is not None)
+        draws_by_kernel = None if sampler is None else sampler.uses_kernel
+        norms_by_kernel = None if elementwise is None else elementwise.choice.uses_kernel
+        return Measured(_unmeasured(choice), uses_kernel, draws_by_kernel, norms_by_kernel)
+    machine, shape = _machine(choice), _shape(config, choice, product, sampler, elementwise)
     known = read_measured(cache_file())
     found = known.get(machine, {}).get(shape)
     if found is None:
@@ -78,6 +92,8 @@ def choose_measured(
         if sampler is not None:
             draws_by_kernel = measure_drawing(sampler, config.vocab_size, choice.threads)
             found = replace(found, draws_by_kernel=draws_by_kernel)
+        if elementwise is not None:
+            found = replace(found, norms_by_kernel=measure_elementwise(elementwise, choice.threads))
         known.setdefault(machine, {})[shape] = found
         if load_average() <= choice.threads:
             _write_measured(cache_file(), known)
@@ -85,6 +101,8 @@ def choose_measured(
         product.uses_kernel = found.uses_kernel
     if sampler is not None and found.draws_by_kernel is not None:
         sampler.uses_kernel = found.draws_by_kernel
+    if elementwise is not None and found.norms_by_kernel is not None:
+        elementwise.choice.uses_kernel = found.norms_by_kernel
     return found
 
 
@@ -122,8 +140,13 @@ def measure_drawing(sampler: SamplerChoice, vocab_size: int, threads: int) -> bo
     )
 
 
+def measure_elementwise(elementwise: ElementwiseProbe, threads: int) -> bool:
+    """As measure_products, of a layer's norms, RoPE and gate, and ELEMENTWISE_ROWS."""
+    return _choose_faster(elementwise.choice, ELEMENTWISE_ROWS, threads, elementwise.seconds)
+
+
 def _choose_faster(
-    choice: ProductChoice | SamplerChoice,
+    choice: ProductChoice | SamplerChoice | ElementwiseChoice,
     row_counts: Sequence[int],
     threads: int,
     seconds: Callable[[int], float],
@@ -178,10 +201,10 @@ def _checked(found: Any) -> Measured:
         raise ValueError("not from 1 token on, ascending")
     if any(threads < 1 for _, threads in by_tokens):
         raise ValueError("no threads")
-    uses_kernel, draws_by_kernel = found["uses_kernel"], found.get("draws_by_kernel")
-    if not {uses_kernel, draws_by_kernel} <= {True, False, None}:
+    by_kernel = (found["uses_kernel"], found.get("draws_by_kernel"), found.get("norms_by_kernel"))
+    if not set(by_kernel) <= {True, False, None}:
         raise ValueError("neither the kernel nor torch")
-    return Measured(StepThreads(by_tokens), uses_kernel, draws_by_kernel)
+    return Measured(StepThreads(by_tokens), *by_kernel)
 
 
 def _write_measured(path: Path, known: dict[str, dict[str, Measured]]) -> None:
@@ -191,6 +214,7 @@ def _write_measured(path: Path, known: dict[str, dict[str, Measured]]) -> None:
                 "threads": found.threads.by_tokens,
                 "uses_kernel": found.uses_kernel,
                 "draws_by_kernel": found.draws_by_kernel,
+                "norms_by_kernel": found.norms_by_kernel,
             }
             for shape, found in shapes.items()
         }
@@ -204,8 +228,16 @@ def _machine(choice: DeviceChoice) -> str:
     return f"{cpu_model()}, {threads}, torch {torch.__version__}"
 
 
-def _shape(config: ModelConfig, choice: DeviceChoice, product: ProductChoice | None, has_sampler: bool) -> str:
+def _shape(
+    config: ModelConfig,
+    choice: DeviceChoice,
+    product: ProductChoice | None,
+    sampler: SamplerChoice | None,
+    elementwise: ElementwiseProbe | None,
+) -> str:
     mlp = f"{config.intermediate_size}" if config.experts is None else f"{config.experts.num_experts} experts"
     kernel = "" if product is None else ", numba" if product.is_open else ", numba alone"
-    drawn = f", of {config.vocab_size:,} tokens" if has_sampler else ""
-    return f"{config.hidden_size} x {mlp}, {config.query_size} + {config.kv_size}, {choice.dtype_name}{kernel}{drawn}"
+    drawn = "" if sampler is None else f", of {config.vocab_size:,} tokens"
+    between = "" if elementwise is None else ", norms"
+    sizes = f"{config.hidden_size} x {mlp}, {config.query_size} + {config.kv_size}"
+    return f"{sizes}, {choice.dtype_name}{kernel}{between}{drawn}"

@@ -21,6 +21,7 @@ from gpu.kernels.attention_tiles import kernel_shape
 from gpu.kernels.support import why_no_attention
 from gpu.kv_cache import bytes_per_block, bytes_per_token, num_blocks_for, num_blocks_within
 from gpu.linear import can_pack
+from gpu.prompt_logprobs import piece_rows
 from gpu.quantize import can_quantize, floats, operator_group_size, stored_bytes
 from gpu.quantized_linear import DEVICE_SLAB_BYTES, SLAB_BYTES
 from gpu.scores import MAX_SCORES
@@ -97,13 +98,12 @@ def plan_memory(
     shared_bytes = engine.kv_offload_bytes * _is_shared(device)
     asked = _Asked(model, engine, max_model_len, device, free_bytes, weights_bytes + shared_bytes)
     if asked.kv_room_bytes <= 0:
-        beside = f" beside --kv-offload-memory of {_size(shared_bytes)}" if shared_bytes else ""
-        raise NotEnoughMemory(
-            f"Weights and activations need {_size(weights_bytes + activation_bytes + graph_bytes)} as "
-            f"{device.dtype_name}{beside}, "
-            f"{_size(free_bytes)} free.",
-            _ways_out(asked),
-        )
+        needed_bytes = weights_bytes + activation_bytes + graph_bytes
+        unit = _unit_of(needed_bytes, shared_bytes, free_bytes)
+        beside = f" beside --kv-offload-memory of {unit.show(shared_bytes)}" if shared_bytes else ""
+        needed = unit.show(needed_bytes)
+        cause = f"Weights and activations need {needed} as {device.dtype_name}{beside}, {unit.show(free_bytes)} free."
+        raise NotEnoughMemory(cause, _ways_out(asked, unit))
     num_blocks = _num_blocks(asked)
     return MemoryPlan(
         device=device,
@@ -135,9 +135,10 @@ def offload_slots(model: ModelConfig, engine: EngineConfig, dtype: torch.dtype, 
         least = f"--kv-offload-memory of at least {-(-block_bytes // MIB)}MiB."
         raise StartupError("--kv-offload-memory has no room for a block of keys and values.", least)
     if asked_bytes > free_bytes:
+        unit = _unit_of(asked_bytes, free_bytes)
         raise NotEnoughMemory(
-            f"--kv-offload-memory asks for {_size(asked_bytes)}, {_size(free_bytes)} free.",
-            f"--kv-offload-memory {max(1, free_bytes // 2 // MIB)}MiB, or less.",
+            f"--kv-offload-memory asks for {unit.show(asked_bytes)}, {unit.show(free_bytes)} free.",
+            f"--kv-offload-memory {unit.setting_between(1, free_bytes // 2, free_bytes)}, or less.",
         )
     return asked_bytes // block_bytes
 
@@ -258,31 +259,31 @@ def _num_blocks(asked: _Asked) -> int:
 
 def _kv_does_not_fit(asked: _Asked) -> NotEnoughMemory:
     given, room, need = asked.engine.kv_memory_bytes, asked.kv_room_bytes, asked.least_kv_bytes
-    cause = f"KV cache: need {_size(need)} for {asked.max_model_len} tokens, {_size(room)} free."
     if given is not None and given > room:
-        cause = f"KV cache: --kv-memory asks for {_size(given)}, {_size(room)} free beside the weights."
-    elif given is not None:
-        short = f", {need - given} bytes too few" if _size(given) == _size(need) else ""
-        cause = (
-            f"KV cache: need {_size(need)} for {asked.max_model_len} tokens, --kv-memory gives {_size(given)}{short}."
-        )
-    return NotEnoughMemory(cause, _ways_out(asked))
+        unit = _unit_of(given, room)
+        cause = f"KV cache: --kv-memory asks for {unit.show(given)}, {unit.show(room)} free beside the weights."
+        return NotEnoughMemory(cause, _ways_out(asked, unit))
+    has, gives = (room, "{} free") if given is None else (given, "--kv-memory gives {}")
+    unit = _unit_of(need, has)
+    short = f", {need - has} bytes too few" if unit.show(need) == unit.show(has) else ""
+    cause = f"KV cache: need {unit.show(need)} for {asked.max_model_len} tokens, {gives.format(unit.show(has))}{short}."
+    return NotEnoughMemory(cause, _ways_out(asked, unit))
 
 
-def _ways_out(asked: _Asked) -> str:
+def _ways_out(asked: _Asked, unit: "_Unit") -> str:
     """Settings that fit, each tried: with a margin, unless only what needs all that is free now fits at all."""
-    ways = _settings_that_fit(asked.with_margin()) or _settings_that_fit(asked)
+    ways = _settings_that_fit(asked.with_margin(), unit) or _settings_that_fit(asked, unit)
     return ", or ".join(ways) or _smaller(asked.engine, asked.device.dtype)
 
 
-def _settings_that_fit(asked: _Asked) -> list[str]:
+def _settings_that_fit(asked: _Asked, unit: "_Unit") -> list[str]:
     ways = []
     if longest := _longest(asked):
         ways.append(f"--max-model-len {longest}")
     if most := _most_sequences(asked):
         ways.append(f"--max-sequences {most}")
-    if kv_memory := _kv_memory(asked):
-        ways.append(f"--kv-memory {kv_memory // MIB}MiB")
+    if kv_memory := _kv_memory(asked, unit):
+        ways.append(f"--kv-memory {kv_memory}")
     if not ways and (longest := _longest(asked.with_sequences(1))):
         ways.append(f"--max-sequences 1 --max-model-len {longest}")
     if not ways and (longest := _longest(asked.without_kv_memory())):
@@ -314,25 +315,24 @@ def _most_sequences(asked: _Asked) -> int:
     return bisect_left(counts, True, key=lambda count: not asked.with_sequences(count).fits)
 
 
-def _kv_memory(asked: _Asked) -> int:
-    """Whole MiB near what was asked for; 0: none was, or nothing fits at this length."""
+def _kv_memory(asked: _Asked, unit: "_Unit") -> str | None:
+    """A size near what was asked for; None: none was, or nothing fits at this length."""
     given = asked.engine.kv_memory_bytes
-    if given is None:
-        return 0
-    least, most = -(-asked.least_kv_bytes // MIB) * MIB, asked.kv_room_bytes // MIB * MIB
-    return min(max(given, least), most) if least <= most else 0
+    return None if given is None else unit.setting_between(asked.least_kv_bytes, given, asked.kv_room_bytes)
 
 
 def _activation_bytes(model: ModelConfig, engine: EngineConfig, max_model_len: int, device: DeviceChoice) -> int:
     """An upper bound: one layer's tensors of a full batch, the widest gather of keys and values, logits and noise."""
     dtype = device.dtype
+    scored_rows = min(piece_rows(model.vocab_size), engine.max_batch_tokens)
     one_layer = engine.max_batch_tokens * _layer_width(model) * dtype.itemsize
     masks = len(model.windows) + (model.windows != (None,))  # one per window, and one while a windowed one is made
     mask = masks * engine.max_batch_tokens * max_model_len * dtype.itemsize
     longest = num_blocks_for(max_model_len) * BLOCK_SIZE
     gathered_tokens = min(engine.max_sequences * longest, max(longest, MAX_GATHERED_TOKENS))
     gathered = gathered_tokens * 2 * model.kv_size * dtype.itemsize
-    logits = engine.max_sequences * model.vocab_size * 4 * 4  # float32: raw, adjusted, scaled, noise
+    # Of rows that draw: raw, adjusted, scaled, noise; of a piece of prompts beside them: of the head, raw, logarithms
+    logits = 4 * model.vocab_size * max(4 * engine.max_sequences, engine.max_sequences + 3 * scored_rows)  # float32
     is_written_out = model.attention_cap is not None or model.has_sinks
     written_out = 3 * 4 * MAX_SCORES * is_written_out  # float32: products, and two steps on
     slab_bytes = SLAB_BYTES if device.device.type == "cpu" else DEVICE_SLAB_BYTES
@@ -384,5 +384,34 @@ def _expert_activation_bytes(model: ModelConfig, num_tokens: int, dtype: torch.d
     )
 
 
-def _size(size_bytes: int) -> str:
-    return f"{size_bytes / GIB:.1f} GiB" if size_bytes >= GIB else f"{size_bytes / MIB:.1f} MiB"
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """That all sizes of a message are told in.
+
+    Args:
+        steps: of the sizes that are proposed, within one unit.
+    """
+
+    name: str
+    num_bytes: int
+    steps: int
+
+    def show(self, size_bytes: int) -> str:
+        size = size_bytes / self.num_bytes
+        return f"{size:.1f} {self.name}" if size >= 1 or size_bytes <= 0 else f"{size:.2g} {self.name}"
+
+    def setting_between(self, least: int, wanted: int, most: int) -> str | None:
+        """The value of a flag, of so many bytes as wanted, or of the nearest that fit; None: none do."""
+        step = self.num_bytes / self.steps
+        first, last = math.ceil(least / step), math.floor(most / step)
+        if first > last:
+            return None if self is _MIB else _MIB.setting_between(least, wanted, most)
+        return f"{min(max(round(wanted / step), first), last) / self.steps:g}{self.name}"
+
+
+_MIB, _GIB = _Unit("MiB", MIB, 1), _Unit("GiB", GIB, 100)
+
+
+def _unit_of(*sizes: int) -> _Unit:
+    """The one that fits the largest."""
+    return _GIB if max(sizes) >= GIB else _MIB

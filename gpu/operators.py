@@ -4,6 +4,7 @@ They serve on every device, and are what the kernels of cpu_kernels/ and kernels
 them one by one. Norms and RoPE are computed in float32.
 """
 
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -27,6 +28,13 @@ HeadNorms = tuple[Tensor, Tensor]
 """Weights of the norms of queries and keys: [head_dim] each, or [heads, head_dim] and [kv_heads, head_dim]"""
 
 
+@dataclass(slots=True)
+class ElementwiseChoice:
+    """Whether kernels compute what lies between a model's products: norms, RoPE with the cache's writing, gates."""
+
+    uses_kernel: bool = True
+
+
 class Operators:
     """Torch's.
 
@@ -39,6 +47,7 @@ class Operators:
     product_choice: ProductChoice | DeviceProducts | None = None  # None: there is no kernel for products
     sampler: SamplerChoice | None = None  # None: torch draws
     has_device_rows = False  # whether steps of decodes may go by decode_steps.py
+    elementwise_choice: ElementwiseChoice | None = None  # None: there is nothing to choose
 
     def __init__(self, dtype: torch.dtype, device: torch.device, eps: float) -> None:
         self._is_packed = can_pack(dtype, device)

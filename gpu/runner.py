@@ -27,6 +27,7 @@ from gpu.decode_graphs import max_decodes
 from gpu.device import DeviceChoice, apply_threads, choose_device, free_memory_bytes, last_level_cache_bytes
 from gpu.device_attention import DeviceAttention
 from gpu.drawn_tokens import DrawnTokens, OnTheirWay
+from gpu.elementwise_speed import find_elementwise
 from gpu.host_streams import open_streams
 from gpu.kernel_choice import find_operators, find_recorder
 from gpu.kv_cache import KVCache, bytes_per_block
@@ -35,6 +36,7 @@ from gpu.measured import MIN_PARAMETERS, choose_measured
 from gpu.memory_plan import MemoryPlan, plan_memory
 from gpu.model import Model
 from gpu.operators import Operators
+from gpu.prompt_logprobs import PromptScores, score
 from gpu.quantize_cache import quantizing
 from gpu.sampler import Drawn, RowLogprobs, Sampler
 from gpu.streams import Streams
@@ -66,6 +68,7 @@ class StepTicket:
     decode: "DecodeStep | None" = None
     drawn: OnTheirWay | None = None
     host_copies: CopyTicket | None = None
+    prompt_scores: PromptScores | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +113,9 @@ class ModelRunner:
             streams = open_streams(device)
             self._drawn = DrawnTokens(engine.max_sequences, streams, self._sampler.last_tokens)
             probes = self._model.probes(min(max(MIN_PROBE_BYTES, 2 * last_level_cache_bytes()), MAX_PROBE_BYTES))
-            self.measured = choose_measured(config, memory.device, probes, operators.product_choice, sampler)
+            elementwise = find_elementwise(config, operators)
+            product = operators.product_choice
+            self.measured = choose_measured(config, memory.device, probes, product, sampler, elementwise)
             if isinstance(operators.attention, DeviceAttention):
                 rows, layer = max_decodes(engine), self._cache.layers[0]
                 operators.attention.reserve(rows, memory.max_model_len, config.num_heads, layer)
@@ -179,7 +184,7 @@ class ModelRunner:
             self.limits = replace(self.limits, num_host_blocks=num_slots, host_copy_s=copy_s)
 
     def forward(self, plan: StepPlan) -> StepTicket:
-        """Reset slots, copy and clear blocks, write KV, compute the logits of the rows that sample."""
+        """Reset slots, copy and clear blocks, write KV, compute the logits of the rows that sample and of targets."""
         threads = self.measured.threads.of(plan.num_tokens)
         if threads != torch.get_num_threads():  # not for nothing: torch forgets what it has prepared
             torch.set_num_threads(threads)
@@ -196,8 +201,13 @@ class ModelRunner:
             if batch.cleared_blocks is not None:
                 self._cache.clear_blocks(batch.cleared_blocks)
             self._drawn.fill_pending(batch)
-            logits = self._model.logits(self._model.forward(batch, self._cache))
-            return StepTicket(batch.sampled, logits, host_copies=host_copies)
+            hidden = self._model.forward(batch, self._cache)  # [sampled + scored, hidden]
+            num_sampled = len(batch.sampled_rows)
+            ticket = StepTicket(batch.sampled, self._model.logits(hidden[:num_sampled]), host_copies=host_copies)
+            if plan.prompt_targets:
+                scored = hidden[num_sampled:]
+                ticket.prompt_scores = score(scored, plan, self._model.logits, self.config.vocab_size)
+            return ticket
 
     def _start_host_copies(self, plan: StepPlan) -> CopyTicket | None:
         if plan.host_copies is None:
@@ -231,6 +241,8 @@ class ModelRunner:
             DeviceError: the device is lost.
         """
         output = self._collect_drawn(ticket)
+        if ticket.prompt_scores is not None:
+            self._collect_scores(ticket.prompt_scores, output)
         if ticket.host_copies is not None:
             assert self.offload is not None, "it has started them"
             with _device_errors():
@@ -255,6 +267,16 @@ class ModelRunner:
             logprobs={index: logprobs[row] for index, row in enumerate(order.tolist()) if row in logprobs},
             failed_rows={int(row): NOT_FINITE for row in np.sort(sampled.rows[~is_finite])},
         )
+
+    def _collect_scores(self, scores: PromptScores, output: StepOutput) -> None:
+        with _device_errors(), torch.inference_mode():
+            scores.wait()
+            for targets, slot, told in scores.told():
+                if told is not None:
+                    output.prompt_logprobs[targets.row] = told
+                else:
+                    output.failed_rows[targets.row] = NOT_FINITE
+                    self._cache.make_finite(self._builder.blocks_of(slot))
 
     def warm_up(self) -> None:
         """Step once with a short prompt and once with one token: libraries load and compile what they need."""

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import msgspec
 
@@ -10,7 +9,7 @@ from core.errors import ErrorKind, ServiceError
 from core.types import Cost, Delta, EngineMark, FinishReason, Prefilling, Request, Usage
 from server.answer_body import AnswerBody, StreamedBody
 from server.api.envelope import WIRE_REASONS, cut_short, status_of
-from server.backend import NEVER, Backend, GenerationHandle, TextTeller
+from server.backend import NEVER, Backend, ChoiceClock, GenerationHandle, ShortWay
 from server.gate.admission import Place
 from server.gate.allowance import Allowance
 from server.gate.deadline_watch import DeadlineWatch
@@ -71,7 +70,6 @@ class Answer:
         self._clock = clock
         self._metrics = metrics
         self._place = place
-        self._gaps = metrics.inter_token
         self._entry: Entry | None = None  # in the ledger, until it is settled
         self._held: HeldBody | None = None  # until it is reserved there
         self._is_unreserved = False  # it could not be: whatever was computed meanwhile is nobody's to pay
@@ -84,9 +82,9 @@ class Answer:
         self._usages: list[Usage] = []  # of the handles whose terminal news has come
         self._error: ServiceError | None = None
         self._is_open = True
-        self._last_token_s: list[float | None] = []  # by choice
+        self._clocks: list[ChoiceClock] = []  # by choice
         self._watch = DeadlineWatch(
-            deadlines, timings, self._last_token_s, self._num_untold, lambda: self._held is not None, self.fail
+            deadlines, timings, self._clocks, self._num_untold, lambda: self._held is not None, self.fail
         )
         self._reasons: dict[FinishReason, None] = {}  # a set in order
         self._num_holds = 0  # by a slow reader, by an empty quota
@@ -131,8 +129,8 @@ class Answer:
             self._entry = entry
         for request in requests:
             self._prompt_lengths.append(len(request.prompt_ids))
-            first_choice = len(self._last_token_s)
-            self._last_token_s += [None] * request.num_sequences
+            first_choice = len(self._clocks)
+            self._clocks += [ChoiceClock() for _ in range(request.num_sequences)]
             handle = backend.submit(request, self, continues_text, first_choice, self.forbidden)
             self._handles.append(handle)
             self._owners += [handle] * request.num_sequences
@@ -154,19 +152,15 @@ class Answer:
                 self._write_end(self._entry, usage)
 
     def on_text(self, choice: int, text: str, now_s: float) -> None:
-        last_s, gaps = self._last_token_s[choice], self._gaps
-        if last_s is not None and now_s - last_s == gaps.run_value:  # as of most that came with it: no call for each
-            self._last_token_s[choice] = now_s
-            gaps.num_in_run += 1
-        else:
-            self._time_token(choice, now_s)
+        self._time_token(choice, now_s)
         if self._is_open:
             self._body.add_text(choice, text, now_s)
 
-    def text_teller(self, choice: int) -> TextTeller | None:
+    def short_way(self, choice: int) -> ShortWay | None:
         if not self._is_open or self._held is not None:
             return None
-        return self._body.text_teller(choice, self._last_token_s, self._gaps) or partial(self.on_text, choice)
+        clock = self._clocks[choice]
+        return ShortWay(self._body.text_teller(choice, clock), clock)
 
     def on_delta(self, choice: int, delta: Delta, now_s: float) -> None:
         if delta.num_tokens:
@@ -176,19 +170,19 @@ class Answer:
             self._reasons[reason] = None
             self._metrics.finished[reason] += 1
             self._watch.drop(choice)
-            if self._last_token_s[choice] is not None:
+            if self._clocks[choice].last_s is not None:
                 self._place.on_choice_end(choice)
             if self._allowance is not None:
                 self._allowance.drop(choice)
         # What ends a choice for no reason that the wire knows is told with the end of the request, as an error
-        if self._is_open and (delta.text or delta.logprobs or reason in WIRE_REASONS):
+        if self._is_open and (delta.text or delta.logprobs or delta.prompt_logprobs or reason in WIRE_REASONS):
             self._body.add(choice, delta, now_s)
 
     def _time_token(self, choice: int, now_s: float) -> None:
-        last_s = self._last_token_s[choice]
-        self._last_token_s[choice] = now_s
+        clock = self._clocks[choice]
+        last_s, clock.last_s = clock.last_s, now_s
         if last_s is not None:
-            self._gaps.observe(now_s - last_s)
+            self._metrics.inter_token.observe(now_s - last_s)
         else:
             self._begin_choice(choice, now_s)
 

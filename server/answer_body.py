@@ -6,12 +6,11 @@ from typing import Protocol
 from core.errors import ServiceError
 from core.types import Delta, FinishReason, TokenLogprobs, Usage
 from server.api.surface import Choice, Extras, GenerationCall, ReplyContext, Surface
-from server.backend import TextTeller
+from server.backend import ChoiceClock, TextTeller
 from server.deadline import DeadlineTimer
-from server.observing.exposition import Histogram
 from server.observing.timing import MS_NS, Stage, StageClock
 from server.wire.messages import Headers, ResponseHead
-from server.wire.sse import KEEP_ALIVE, json_strings
+from server.wire.sse import KEEP_ALIVE
 from server.wire.stream import HttpStream
 
 KEEP_ALIVE_S = 15.0  # of silence on a stream before a comment goes out (DESIGN, Answers)
@@ -34,12 +33,11 @@ class AnswerBody(Protocol):
 
     def add_text(self, choice: int, text: str, now_s: float) -> None: ...
 
-    def text_teller(self, choice: int, last_token_s: list[float | None], gaps: Histogram) -> TextTeller | None:
-        """add_text in fewer calls, for a choice that has begun. None: there is no such way.
+    def text_teller(self, choice: int, clock: ChoiceClock) -> TextTeller:
+        """add_text in one call, for a choice that has begun.
 
         Args:
-            last_token_s: by choice; it writes there when each of its texts came.
-            gaps: it observes those between them.
+            clock: of the choice; tells when each of its texts came.
         """
         ...
 
@@ -70,7 +68,8 @@ class StreamedBody:
         self._stream = stream
         self._timings = timings
         self._loop = asyncio.get_running_loop()
-        self._last_sent_s = self._loop.time()
+        self._last_sent_s = self._loop.time()  # but for what the choices' tellers have sent
+        self._clocks: list[ChoiceClock] = []  # of these
         self._keep_alive = DeadlineTimer(self._loop, self._next_keep_alive, self._on_keep_alive)
 
     def start(self) -> None:
@@ -82,22 +81,10 @@ class StreamedBody:
             self._open()
         self._stream.send(self._reply.text(choice, text))
 
-    def text_teller(self, choice: int, last_token_s: list[float | None], gaps: Histogram) -> TextTeller | None:
-        frame = self._reply.text_frame(choice)
-        if frame is None:
-            return None
-        (head, tail), encoded, write = frame, json_strings, self._stream.writer()
-
-        def tell(text: str, now_s: float) -> None:
-            last_s = last_token_s[choice]
-            if last_s is not None and now_s - last_s == gaps.run_value:  # as of most that came with it: no call
-                gaps.num_in_run += 1
-            elif last_s is not None:
-                gaps.observe(now_s - last_s)
-            last_token_s[choice] = self._last_sent_s = now_s
-            write(head + encoded[text] + tail)
-
-        return tell
+    def text_teller(self, choice: int, clock: ChoiceClock) -> TextTeller:
+        self._clocks.append(clock)
+        frame, reply, stream = self._reply.text_frame(choice), self._reply, self._stream
+        return stream.text_writer(frame) if frame is not None else lambda text: stream.send(reply.text(choice, text))
 
     def add(self, choice: int, delta: Delta, now_s: float) -> None:
         self._last_sent_s = now_s
@@ -135,7 +122,8 @@ class StreamedBody:
         self._timings.go_on(Stage.FIRST_FLUSH, Stage.DECODE, now_s)
 
     def _next_keep_alive(self) -> float:
-        return self._last_sent_s + KEEP_ALIVE_S
+        last_s = max((clock.last_s or 0.0 for clock in self._clocks), default=0.0)
+        return max(last_s, self._last_sent_s) + KEEP_ALIVE_S
 
     def _on_keep_alive(self) -> None:
         self.say(KEEP_ALIVE)
@@ -166,6 +154,8 @@ class WholeBody:
         num_choices = len(call.prompts) * call.num_sequences
         self._texts: list[list[str]] = [[] for _ in range(num_choices)]
         self._logprobs: list[list[TokenLogprobs]] = [[] for _ in range(num_choices)]
+        self._stop_logprobs: list[TokenLogprobs | None] = [None] * num_choices
+        self._prompt_logprobs = [surface.prompt_logprobs(call, context, choice) for choice in range(num_choices)]
         self._reasons = [FinishReason.STOP] * num_choices
 
     def start(self) -> None:
@@ -174,20 +164,31 @@ class WholeBody:
     def add_text(self, choice: int, text: str, now_s: float) -> None:
         self._texts[choice].append(text)
 
-    def text_teller(self, choice: int, last_token_s: list[float | None], gaps: Histogram) -> None:
-        """There is no way shorter than add_text."""
+    def text_teller(self, choice: int, clock: ChoiceClock) -> TextTeller:
+        return self._texts[choice].append
 
     def add(self, choice: int, delta: Delta, now_s: float) -> None:
         self._texts[choice].append(delta.text)
         if delta.logprobs:
             self._logprobs[choice].extend(delta.logprobs)
+        prompt_logprobs = self._prompt_logprobs[choice]
+        if prompt_logprobs is not None and delta.prompt_logprobs:
+            prompt_logprobs.add_prompt(delta.prompt_logprobs)
         if delta.finish_reason is not None:
             self._reasons[choice] = delta.finish_reason
+            self._stop_logprobs[choice] = delta.stop_logprobs
 
     def complete(self, usage: Usage, extras: Extras) -> None:
         has_logprobs = self._call.sampling.num_logprobs is not None
         choices = [
-            Choice(i, "".join(texts), self._reasons[i], self._logprobs[i] if has_logprobs else None)
+            Choice(
+                i,
+                "".join(texts),
+                self._reasons[i],
+                self._logprobs[i] if has_logprobs else None,
+                self._stop_logprobs[i],
+                self._prompt_logprobs[i],
+            )
             for i, texts in enumerate(self._texts)
         ]
         extras = extras | _timings_of(self._call, self._timings)

@@ -2,14 +2,31 @@
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from core.snapshot import EngineSnapshot
 from core.types import Cost, Delta, EngineMark, EngineStats, FinishReason, Request, Usage
 from server.gate.text_rules import Matcher
 
 NEVER = 2**63  # tokens: a mark that no sequence reaches
-TextTeller = Callable[[str, float], None]  # DeltaSink.on_text of one choice: text, now_s
+TextTeller = Callable[[str], None]  # DeltaSink.on_text of one choice, as for its time: ShortWay
+
+
+@dataclass(slots=True)
+class ChoiceClock:
+    """
+    Attributes:
+        last_s: when the choice's last text came; None before its first.
+    """
+
+    last_s: float | None = None
+
+
+class ShortWay(NamedTuple):
+    """How a text is told in one call: whoever tells it by `tell` sets the clock, and observes the gap, by itself."""
+
+    tell: TextTeller
+    clock: ChoiceClock
 
 
 @dataclass(slots=True)
@@ -35,7 +52,7 @@ class DeltaSink(Protocol):
         """Newly drawn tokens say this, and there is nothing else to tell of them."""
         ...
 
-    def text_teller(self, choice: int) -> TextTeller | None:
+    def short_way(self, choice: int) -> ShortWay | None:
         """The hot path: what does as on_text(choice, ...) in one call, for a choice that has said something before.
 
         Good until the choice has ended or been cancelled. None: not yet; ask again after the next on_text.

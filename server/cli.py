@@ -179,13 +179,18 @@ def _chat(arguments: argparse.Namespace, config: "ServerConfig") -> int:
     from server.__main__ import start_in_thread
     from server.banner import configured_url
     from server.commands.chat_client import HttpChatBackend, serve_and_chat
+    from server.commands.tls_trust import check_trust_flags, client_context
 
     if arguments.url is not None and arguments.model is not None:
         raise StartupError("--url and --model are two different models", "give one of them", ExitCode.USAGE)
     question = _question(arguments.question)
     if arguments.model is None:
         url = arguments.url or configured_url(config)
-        backend = None if url is None else HttpChatBackend(url, config.api_keys[0] if config.api_keys else None)
+        check_trust_flags(arguments)
+        is_asked = arguments.ca_file is not None or arguments.takes_any
+        tls = client_context(arguments.ca_file, not arguments.takes_any) if is_asked else None
+        key = config.api_keys[0] if config.api_keys else None
+        backend = None if url is None else HttpChatBackend(url, key, tls=tls)
         if backend is not None and (arguments.url is not None or backend.is_up()):
             backend.wait_ready(_report)
             return _converse(backend, question)
@@ -290,13 +295,14 @@ def _described(facts: "ModelFacts", engine: "EngineConfig", choice: "DeviceChoic
     from gpu.checkpoint import open_checkpoint
     from gpu.memory_plan import memory_needed
     from gpu.weights import check_checkpoint
-    from server.commands.model_files import read_model_config
+    from server.commands.model_files import check_tokenizer, read_model_config
     from server.values import format_size
 
     try:
         model = parse_model_config(read_model_config(facts.path))
         checkpoint = open_checkpoint(facts.path, model.packed)
         check_checkpoint(checkpoint, model)
+        check_tokenizer(facts.path)
         needed_bytes = memory_needed(model, engine, choice)
     except StartupError as error:
         return replace(facts, reason=error.cause)

@@ -22,10 +22,12 @@ from core.types import (
     Request,
     StepDelivery,
     Submit,
+    TokenChunk,
 )
 from server.backend import DeltaSink, LoopWork
 from server.gate.text_rules import Matcher
 from server.gate.text_screen import ScreenedDetokenizer, TextScreen
+from server.observing.exposition import Histogram
 from server.request_handle import RequestHandle, RequestSequence
 
 # What is handled before other callbacks of the loop, and the engine thread, get their turn: so many rows, or as many as
@@ -44,6 +46,10 @@ class Output(Protocol):
         """Connections that wait to be flushed."""
         ...
 
+    def expect_flush(self) -> None:
+        """flush_all is going to be called."""
+        ...
+
     def flush_all(self) -> None:
         """Write what there is."""
         ...
@@ -59,6 +65,7 @@ class EngineClient:
         call_soon: the loop's.
         clock: monotonic seconds; read twice a slice.
         on_delivered: called for each delivery once it has been told in full.
+        gaps: observes the seconds between texts that take the short way; the sinks observe the others.
     """
 
     def __init__(
@@ -69,6 +76,7 @@ class EngineClient:
         call_soon: Callable[[Callable[[], None]], object],
         clock: Callable[[], float],
         on_delivered: Callable[[], None],
+        gaps: Histogram,
     ) -> None:
         self.stats = EngineStats()
         self.work = LoopWork()
@@ -78,6 +86,7 @@ class EngineClient:
         self._call_soon = call_soon
         self._clock = clock
         self._on_delivered = on_delivered
+        self._gaps = gaps
         self._handles: dict[str, RequestHandle] = {}
         self._deliveries: deque[StepDelivery] = deque()
         self._next_row = 0  # of the first delivery
@@ -156,33 +165,44 @@ class EngineClient:
     def _deliver_slice(self) -> None:
         if not self._deliveries:
             return
-        delivery = self._deliveries[0]
-        start = self._next_row
         now_s = self._clock()
+        self._output.expect_flush()
+        try:
+            self._take_slice(self._deliveries[0], now_s)
+            self.work.busy_s += self._clock() - now_s
+        finally:
+            self._output.flush_all()
+        if self._deliveries:
+            self._call_soon(self._deliver_slice)
+
+    def _take_slice(self, delivery: StepDelivery, now_s: float) -> None:
+        start = self._next_row
         if delivery.marks and start == 0:
             for mark in delivery.marks:
                 self._handles[mark.request_id].on_engine_mark(mark)
-        end = self._deliver_rows(delivery, start, now_s)
-        self.work.num_tokens += end - start
-        if end == len(delivery.request_ids):
-            self._deliver_chunks(delivery, now_s)
-            self.work.num_tokens += len(delivery.chunks)
+        end = num_rows = len(delivery.token_ids)
+        if start < num_rows:
+            end = self._deliver_rows(delivery, start, now_s)
+            self.work.num_tokens += end - start
+        if end == num_rows:
+            if delivery.chunks:
+                self._deliver_chunks(delivery.chunks, now_s)
+            self.stats = delivery.stats
+            if delivery.snapshot is not None:
+                self._answer_inspections(delivery.snapshot)
             self._deliveries.popleft()
             self._on_delivered()
             end = 0
         self._next_row = end
-        self.work.busy_s += self._clock() - now_s
-        self._output.flush_all()
-        if self._deliveries:
-            self._call_soon(self._deliver_slice)
 
     def _deliver_rows(self, delivery: StepDelivery, row: int, now_s: float) -> int:
         """A slice of them, from this one on; returns which is next."""
         handles, output = self._handles, self._output
-        last = min(row + SLICE_ROWS, len(delivery.request_ids))
+        last = min(row + SLICE_ROWS, len(delivery.token_ids))
         most_dirty = output.num_dirty + SLICE_CONNECTIONS
         columns = delivery.request_ids[row:last], delivery.indexes[row:last], delivery.token_ids[row:last]
         rows = zip(*columns, strict=True)
+        before_s, num_alike = 0.0, 0  # neighbours' last texts mostly came at one time: so many at this one
         # One row makes one connection dirty at most: so many can be handled before it is worth a look
         while row < last and (num_rows := most_dirty - output.num_dirty) > 0:
             num_rows = min(num_rows, last - row)
@@ -200,25 +220,33 @@ class EngineClient:
                 if not text:
                     handle.on_token(sequence, token_id, now_s)
                     continue
+                clock = sequence.clock
+                if clock.last_s != before_s:
+                    assert clock.last_s is not None, "who takes the short way has said something"
+                    if num_alike:
+                        self._gaps.observe(now_s - before_s, num_alike)
+                    before_s, num_alike = clock.last_s, 0
+                num_alike += 1
+                clock.last_s = now_s
                 sequence.num_tokens = num_tokens = sequence.num_tokens + 1
                 try:
-                    tell(text, now_s)
+                    tell(text)
                     if num_tokens >= sequence.mark:
                         handle.pass_mark(sequence)
                 except Exception:  # whatever a writer of answers can raise
                     handle.break_off()
             row += num_rows
+        if num_alike:
+            self._gaps.observe(now_s - before_s, num_alike)
         return row
 
-    def _deliver_chunks(self, delivery: StepDelivery, now_s: float) -> None:
-        for chunk in delivery.chunks:
+    def _deliver_chunks(self, chunks: Sequence[TokenChunk], now_s: float) -> None:
+        for chunk in chunks:
             handle = self._handles[chunk.request_id]
             if chunk.is_terminal:
                 del self._handles[chunk.request_id]
             handle.on_chunk(chunk, now_s)
-        self.stats = delivery.stats
-        if delivery.snapshot is not None:
-            self._answer_inspections(delivery.snapshot)
+        self.work.num_tokens += len(chunks)
 
     def _answer_inspections(self, snapshot: EngineSnapshot) -> None:
         while self._inspections and self._inspections[0][0] <= snapshot.serial:

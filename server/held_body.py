@@ -6,7 +6,7 @@ from core.errors import ServiceError
 from core.types import Delta, Usage
 from server.answer_body import AnswerBody
 from server.api.surface import Extras
-from server.observing.exposition import Histogram
+from server.backend import ChoiceClock, TextTeller
 
 
 class HeldBody:
@@ -34,7 +34,7 @@ class HeldBody:
     def add_text(self, choice: int, text: str, now_s: float) -> None:
         self._writes.append(lambda: self._body.add_text(choice, text, now_s))
 
-    def text_teller(self, choice: int, last_token_s: list[float | None], gaps: Histogram) -> None:
+    def text_teller(self, choice: int, clock: ChoiceClock) -> TextTeller:
         raise AssertionError("nothing can be told past what is held")
 
     def add(self, choice: int, delta: Delta, now_s: float) -> None:

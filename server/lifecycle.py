@@ -243,7 +243,7 @@ class Lifecycle:
         self._check_open()  # again: the end may have come meanwhile
         deadlines = self.deadlines.replaced_by(tenant.deadlines).narrowed_by(call.deadlines)
         self.metrics.count_unknown_fields(call.unknown_fields)
-        context = self._reply_context(call, request_id)
+        context = self._reply_context(call, prompts, request_id)
         body_type = StreamedBody if call.is_stream else WholeBody
         answer = Answer(
             stream,
@@ -381,7 +381,7 @@ class Lifecycle:
             for i, ids in enumerate(prompts)
         ]
 
-    def _reply_context(self, call: GenerationCall, request_id: str) -> ReplyContext:
+    def _reply_context(self, call: GenerationCall, prompts: list[tuple[int, ...]], request_id: str) -> ReplyContext:
         tokenizer = self.reader.tokenizer
         return ReplyContext(
             reply_id=request_id,
@@ -390,6 +390,8 @@ class Lifecycle:
             token_str=tokenizer.text_of,
             token_bytes=tokenizer.bytes_of,
             prompt_texts=tuple(map(self.reader.text_of, call.prompts)) if call.echo else (),
+            prompt_ids=tuple(prompts) if call.echo else (),
+            special_ids=tokenizer.special_ids,
         )
 
 

@@ -264,6 +264,7 @@ class Server:
             self._loop.call_soon,
             self._clock.monotonic,
             self._engine_thread.on_delivered,
+            self._metrics.inter_token,
         )
         client.stats = loaded.stats  # until the first delivery
         self._client = client

@@ -1,7 +1,7 @@
 """One submitted request as the loop holds it: its tokens in, deltas to its sink, and one end. Thread: loop.
 
 Most tokens say whole characters that no stop string begins with, and nothing is to be told of them but that text: they
-take the short way, one call of what the sink has prepared (DeltaSink.text_teller), and this file sees only the others.
+take the short way, one call of what the sink has prepared (DeltaSink.short_way), and this file sees only the others.
 """
 
 import logging
@@ -24,7 +24,7 @@ from core.types import (
     TokenLogprobs,
     Usage,
 )
-from server.backend import DeltaSink, TextTeller
+from server.backend import ChoiceClock, DeltaSink, ShortWay, TextTeller
 from server.gate.text_screen import ScreenedDetokenizer
 
 logger = logging.getLogger(__name__)
@@ -35,8 +35,9 @@ class RequestSequence:
 
     __slots__ = (
         "_plain",
-        "_teller",
+        "_short_way",
         "choice",
+        "clock",
         "detokenizer",
         "index",
         "is_finished",
@@ -59,8 +60,10 @@ class RequestSequence:
         self.num_tokens_told = 0  # of these, in deltas
         self.is_finished = False
         self.logprobs: list[TokenLogprobs] | None = [] if has_logprobs else None
-        self.tell: TextTeller | None = None  # while its tokens take the short way, of EngineClient._deliver_rows
-        self._teller: TextTeller | None = None  # the same, once there is one
+        # While its tokens take the short way, of EngineClient._deliver_rows
+        self.tell: TextTeller | None = None
+        self.clock = ChoiceClock()
+        self._short_way: ShortWay | None = None  # these two, once there is one
         self._plain = detokenizer if isinstance(detokenizer, Detokenizer) else None
         self.plain_texts: PlainTexts = () if self._plain is None else self._plain.plain_texts
 
@@ -70,11 +73,12 @@ class RequestSequence:
         return 0 if self.tell is not None else self.num_tokens - self.num_tokens_told
 
     def take_short_way(self, sink: DeltaSink) -> None:
-        """From the next token on, if nothing is held back: the sink's teller and plain_texts know all that it takes."""
+        """From the next token on, if nothing is held back: the sink's way and plain_texts know all that it takes."""
         if self._plain is not None and self._plain.is_plain and not self.is_finished:
-            if self._teller is None:
-                self._teller = sink.text_teller(self.choice)
-            self.tell = self._teller
+            if self._short_way is None:
+                self._short_way = sink.short_way(self.choice)
+            if self._short_way is not None:
+                self.tell, self.clock = self._short_way
 
     def leave_short_way(self) -> None:
         """The detokenizer goes on, and learns what was told without it."""
@@ -87,7 +91,9 @@ class RequestSequence:
         self.leave_short_way()
         self.is_finished = True
 
-    def take_delta(self, text: str, reason: FinishReason | None = None) -> Delta:
+    def take_delta(
+        self, text: str, reason: FinishReason | None = None, stop_logprobs: TokenLogprobs | None = None
+    ) -> Delta:
         """The text, with the count and the logprobs of the tokens that no delta has told yet."""
         logprobs = None
         if self.logprobs is not None:
@@ -95,7 +101,9 @@ class RequestSequence:
             self.logprobs.clear()
         num_new = self.num_tokens - self.num_tokens_told
         self.num_tokens_told = self.num_tokens
-        return Delta(text=text, num_tokens=num_new, logprobs=logprobs, finish_reason=reason)
+        return Delta(
+            text=text, num_tokens=num_new, logprobs=logprobs, stop_logprobs=stop_logprobs, finish_reason=reason
+        )
 
 
 class RequestHandle:
@@ -164,6 +172,9 @@ class RequestHandle:
             self.break_off()
 
     def on_chunk(self, chunk: TokenChunk, now_s: float) -> None:
+        if chunk.prompt_logprobs:
+            self._tell_of_prompt(chunk.prompt_logprobs, now_s)
+            return
         sequence = self.sequences[chunk.index]
         if not sequence.is_finished:
             sequence.leave_short_way()
@@ -203,11 +214,22 @@ class RequestHandle:
             sequence.num_tokens = chunk.num_sequence_tokens  # an end by id counts, and has no text
             text += detokenizer.finish()  # a broken character that ends here may yet complete a stop string
             reason = detokenizer.stop_reason if detokenizer.is_stopped else chunk.finish_reason
-            self._sink.on_delta(sequence.choice, sequence.take_delta(text, reason), now_s)
+            stop_logprobs = None if detokenizer.is_stopped else chunk.stop_logprobs
+            self._sink.on_delta(sequence.choice, sequence.take_delta(text, reason, stop_logprobs), now_s)
         elif text or sequence.logprobs:
             self._sink.on_delta(sequence.choice, sequence.take_delta(text), now_s)
         if sequence.num_tokens >= sequence.mark:
             self.pass_mark(sequence)
+
+    def _tell_of_prompt(self, logprobs: tuple[TokenLogprobs, ...], now_s: float) -> None:
+        """To every sequence: they have one prompt."""
+        delta = Delta(text="", num_tokens=0, prompt_logprobs=logprobs)
+        try:
+            for sequence in self.sequences:
+                if not sequence.is_finished:
+                    self._sink.on_delta(sequence.choice, delta, now_s)
+        except Exception:
+            self.break_off()
 
     def pass_mark(self, sequence: RequestSequence) -> None:
         """It has as many tokens as the sink wanted to know of."""

@@ -24,6 +24,8 @@ SIZE_UNITS = {
     "TiB": 2**40,
 }
 LEAST_SIMILARITY = 0.65  # of a path's name to the one that may have been meant: of four letters, three are the same
+LEAST_BEGINNING = 4  # letters of a name that stand for it
+LEAST_OF_FEW = 0.2  # of a word to one of a few: who has mistyped one of these has most letters of none
 SHOWN_MODELS = 5
 DURATION_UNITS = {"ms": 0.001, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
 _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
@@ -92,12 +94,25 @@ def otlp_endpoint(text: str) -> str:
     return text if parts.path.strip("/") else f"{parts.scheme}://{parts.netloc}{_OTLP_PATH}"
 
 
-def choice_of(*names: str) -> Callable[[str], str]:
-    """One of the names, exactly."""
+def with_scheme(url: str) -> str:
+    """A server's URL as it may be typed: HOST:PORT is http://HOST:PORT."""
+    return url if "://" in url else f"http://{url}"
+
+
+def choice_of(*names: str, **meant: str) -> Callable[[str], str]:
+    """One of the names, exactly.
+
+    Args:
+        meant: words that are none of them, with the name that is proposed to who writes them.
+    """
+    words = {name: name for name in names} | meant
 
     def parse(text: str) -> str:
         if text not in names:
-            raise BadValueError(f"one of {', '.join(names)}{did_you_mean(text, names)}")
+            word = nearest(text, words, LEAST_OF_FEW)
+            near = nearest(text, words)
+            hint = f"; did you mean {words[near]}?" if near else ""
+            raise BadValueError(f"one of {', '.join(names)}{hint}", words[word] if word else None)
         return text
 
     return parse
@@ -188,6 +203,11 @@ def model_source(text: str) -> Path | HubId:
     return HubId(match[1], match[2])
 
 
+def near_models(path: Path) -> list[Path]:
+    """What --model could name here and has a name like this one, which leads nowhere."""
+    return names_near(path, _may_be_model)
+
+
 def _may_be_model(path: Path) -> bool:
     return os.path.isfile(path / "config.json") or (path.suffix == GGUF_SUFFIX and os.path.isfile(path))
 
@@ -252,7 +272,7 @@ def _missing(kind: str, path: Path, near: list[Path]) -> MissingPathError:
 
 
 def _missing_model(path: Path) -> MissingPathError:
-    error = _missing(f"org/name, a {GGUF_SUFFIX} file or a directory", path, names_near(path, _may_be_model))
+    error = _missing(f"org/name, a {GGUF_SUFFIX} file or a directory", path, near_models(path))
     if error.proposal is not None:
         return error
     return MissingPathError(f"{error.expected}; {show_models(_where_it_ends(path).parent)}")
@@ -266,7 +286,7 @@ def _where_it_ends(path: Path) -> Path:
 
 
 def names_near(path: Path, is_wanted: Callable[[Path], bool]) -> list[Path]:
-    """The wanted paths that are this missing one with another name where it ends, the likeliest first.
+    """The wanted paths that are this missing one with other names for its parts, the likeliest first.
 
     Args:
         is_wanted: never raises (os.path's functions rather than Path's).
@@ -274,17 +294,35 @@ def names_near(path: Path, is_wanted: Callable[[Path], bool]) -> list[Path]:
     missing = _where_it_ends(path)
     rest = path.relative_to(missing)
     try:
-        names = sorted(child.name for child in missing.parent.iterdir() if is_wanted(child / rest))
+        names = sorted(child.name for child in missing.parent.iterdir())
     except OSError:
         return []
-    close = difflib.get_close_matches(missing.name, names, n=3, cutoff=LEAST_SIMILARITY)
-    return [missing.parent / name / rest for name in close]
+    found: list[Path] = []
+    for name in _names_like(missing.name, names):
+        near = missing.parent / name / rest
+        if is_wanted(near):
+            found.append(near)
+        elif rest.parts and (missing.parent / name).is_dir():
+            found += names_near(near, is_wanted)
+    return found[:3]
 
 
-def nearest(word: str, known: Iterable[str]) -> str | None:
+def _names_like(word: str, names: Iterable[str]) -> list[str]:
+    """Those that look like it, or begin with it, whatever the case; the likeliest first."""
+    folded = word.casefold()
+    scores = {name: difflib.SequenceMatcher(None, name.casefold(), folded).ratio() for name in names}
+    near = [
+        name
+        for name, score in scores.items()
+        if score >= LEAST_SIMILARITY or (len(folded) >= LEAST_BEGINNING and name.casefold().startswith(folded))
+    ]
+    return sorted(near, key=scores.__getitem__, reverse=True)
+
+
+def nearest(word: str, known: Iterable[str], least_similarity: float = 0.5) -> str | None:
     """The known word that looks most like this one, or None when none does."""
     by_folded = {name.casefold().replace("_", "-"): name for name in known}
-    matches = difflib.get_close_matches(word.casefold().replace("_", "-"), by_folded, n=1, cutoff=0.5)
+    matches = difflib.get_close_matches(word.casefold().replace("_", "-"), by_folded, n=1, cutoff=least_similarity)
     return by_folded[matches[0]] if matches else None
 
 

@@ -9,7 +9,7 @@ from core.plan import RunnerLimits, SequenceStart, StepOutput, StepPlan
 from core.scheduler import Scheduler
 from core.sequence import sequence_seed
 from core.simulation import CostModel, SimulatedClock, SimulatedRunner, continuation
-from core.types import FinishReason, Message, Request, SamplingParams, StepDelivery, TokenChunk
+from core.types import FinishReason, Message, Request, SamplingParams, StepDelivery, TokenChunk, TokenLogprobs
 
 
 class FakeClock(SimulatedClock):
@@ -35,6 +35,9 @@ class DeliveryLog:
 
     def tokens(self, request_id: str, index: int = 0) -> list[int]:
         return self._tokens.get((request_id, index), [])
+
+    def prompt_logprobs(self, request_id: str) -> list[TokenLogprobs]:
+        return [told for chunk in self.chunks if chunk.request_id == request_id for told in chunk.prompt_logprobs]
 
     def terminals(self, request_id: str) -> list[TokenChunk]:
         return [chunk for chunk in self.chunks if chunk.request_id == request_id and chunk.is_terminal]

@@ -13,5 +13,5 @@ def test_each_check_has_its_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     out = tmp_path / "gate.json"
     assert gate.main(["--turns", "1", "--json", str(out)]) == 0
     (table,) = read_result(out).tables
-    assert len(table.rows) == 9
+    assert len(table.rows) == 13
     assert all(isinstance(us, float) and us > 0 for _, us in table.rows)

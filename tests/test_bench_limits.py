@@ -9,15 +9,12 @@ import torch
 
 from bench.engine import (
     Cases,
-    DecodeRun,
     EngineBench,
-    EngineRuns,
-    MemoryRun,
-    PrefillRun,
+    ReadProbe,
     main,
     open_engine,
-    result_tables,
 )
+from bench.engine_runs import DecodeRun, EngineRuns, MemoryRun, PrefillRun, result_tables
 from bench.limits import Limits, Probe, best_of, limit_tables
 from bench.make_model import make_model
 from bench.model_presets import MOE_1B, QWEN2_05B, num_parameters, tensor_shapes
@@ -32,6 +29,7 @@ from bench.work import (
     work_of,
 )
 from core.config import parse_model_config
+from gpu.device import num_physical_cores
 from tests.test_bench_models import TINY
 
 PROBES = (
@@ -136,12 +134,23 @@ def test_the_engine_bench_decodes_all_rows_in_each_step_it_times(tiny_directory:
 def test_shares_are_of_the_limits_given() -> None:
     memory = MemoryRun(weights=2**20, kv=2**20, activations=0, before=0, peak=5 * 2**20, anonymous=4 * 2**20)
     speed = Speed(1000.0, 1e9)
-    runs = EngineRuns((PrefillRun(3, 4.0),), (DecodeRun(5, 50, 8.0),), memory, (0.02, 0.1))
+    runs = EngineRuns((PrefillRun(3, 4.0),), (DecodeRun(5, 50, 8.0), DecodeRun(5, 50, 8.0, 500.0)), memory, (0.02, 0.1))
     prefill, decode, cost, sizes = result_tables(runs, DENSE, speed, number_bytes=2)
     assert prefill.rows == ((3, 0.75, 1.5, 0.5),)
-    assert decode.rows == ((5, 50, 8000.0, 0.625, 1.25, 0.5),)
+    assert decode.rows == ((5, 50, 8000.0, 1e-6, 0.625, 1.25, 0.5), (5, 50, 8000.0, 5e-7, 0.625, 0.625, 1.0))
     assert cost.rows == ((2.0, 10.0),)
     assert sizes.rows[0][-2:] == (3.0, 2.0)
+
+
+def test_a_probe_reads_with_all_cores_what_it_says_it_holds() -> None:
+    before = torch.get_num_threads()
+    try:
+        probe = ReadProbe(2**20)
+        assert probe.size_bytes == 2**20
+        assert probe.bytes_per_s() > 0
+        assert torch.get_num_threads() == num_physical_cores()
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_the_work_of_a_directory_is_that_of_its_shape(tiny_directory: Path) -> None:

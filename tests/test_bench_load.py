@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from bench.results import command_line, read_result, write_result
 from bench.wire import BadResponse, ResponseParser, SseParser
 from core.errors import ExitCode
 from server.cli import main
+from tests.certificates import make_certificate, needs_openssl
 
 CHUNKED = (
     b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -218,9 +220,11 @@ def write_chunk(writer: asyncio.StreamWriter, data: bytes) -> None:
 
 
 @asynccontextmanager
-async def fake_server(behave: Callable[[int], str] = lambda number: "answer") -> AsyncIterator[FakeServer]:
+async def fake_server(
+    behave: Callable[[int], str] = lambda number: "answer", tls: ssl.SSLContext | None = None
+) -> AsyncIterator[FakeServer]:
     fake = FakeServer(behave)
-    server = await asyncio.start_server(fake.serve, "127.0.0.1", 0)
+    server = await asyncio.start_server(fake.serve, "127.0.0.1", 0, ssl=tls)
     fake.port = server.sockets[0].getsockname()[1]
     try:
         yield fake
@@ -346,7 +350,9 @@ def test_no_server_is_a_cause_and_a_fix(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     ("words", "code"),
     [
-        (["--url", "https://127.0.0.1"], ExitCode.USAGE),
+        (["--url", "ftp://127.0.0.1"], ExitCode.USAGE),
+        (["--insecure"], ExitCode.USAGE),
+        (["--url", "https://127.0.0.1:1", "--cacert", "/nowhere/at/all"], ExitCode.USAGE),
         (["--url", "http://192.0.2.1"], ExitCode.USAGE),
         (["--concurency", "2"], ExitCode.USAGE),
         (["--requests", "0"], ExitCode.USAGE),
@@ -392,8 +398,33 @@ def test_other_machines_are_refused_unless_allowed() -> None:
         loopback_address("http://192.0.2.1:8000", is_remote_allowed=False)
     assert "--allow-remote" in caught.value.fix
     assert loopback_address("http://192.0.2.1:8000", is_remote_allowed=True) == ("192.0.2.1", 8000)
-    with pytest.raises(CannotRun, match="not http://HOST:PORT"):
-        loopback_address("https://127.0.0.1", is_remote_allowed=False)
+    assert loopback_address("https://127.0.0.1", is_remote_allowed=False) == ("127.0.0.1", 443)
+    assert loopback_address("127.0.0.1:9", is_remote_allowed=False) == ("127.0.0.1", 9)
+    with pytest.raises(CannotRun, match="not http"):
+        loopback_address("ftp://127.0.0.1", is_remote_allowed=False)
+
+
+@needs_openssl
+def test_over_tls_a_certificate_is_trusted_that_was_named_or_any_when_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    certificate, key = make_certificate(tmp_path)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificate, key)
+
+    async def bench_over_tls(*words: str) -> int:
+        async with fake_server(tls=context) as fake:
+            words = ("--url", f"https://localhost:{fake.port}", "--requests", "2", "--concurrency", "2", *words)
+            return await asyncio.to_thread(bench_serve, *words)
+
+    assert asyncio.run(bench_over_tls("--cacert", str(certificate))) == ExitCode.OK
+    assert asyncio.run(bench_over_tls("--insecure")) == ExitCode.OK
+    capsys.readouterr()
+    assert asyncio.run(bench_over_tls()) == ExitCode.UNREACHABLE
+    error, fix = capsys.readouterr().err.splitlines()
+    assert "a certificate that is not trusted: self-signed certificate" in error
+    assert "--cacert" in fix
+    assert "--insecure" in fix
 
 
 def test_a_result_file_reads_back_and_bears_no_key(tmp_path: Path) -> None:

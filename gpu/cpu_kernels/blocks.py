@@ -3,6 +3,9 @@
 Which of the two is decided as it is compiled: their sums are added up in another order each.
 """
 
+from importlib import import_module
+from typing import Any
+
 from numba import njit
 
 from gpu.cpu_kernels.emit import LANES
@@ -11,46 +14,14 @@ from gpu.cpu_kernels.support import may_use_tiles
 from gpu.cpu_kernels.vectors import add, load_floats, load_widened, store_floats, store_rounded, zeros
 
 ARE_TILES = may_use_tiles()
+_form: Any = import_module(f"gpu.cpu_kernels.{'tiles' if ARE_TILES else 'lanes'}")  # the other is not compiled
 
-if ARE_TILES:
-    from gpu.cpu_kernels.tiles import (
-        ATTENTION_ROWS,
-        GROUP_ROWS,
-        PART_PAIRS,
-        SHAPES_BYTES,
-        choose_shape,
-        multiply_group,
-        multiply_part,
-        release_tiles,
-        shape_tiles,
-    )
-else:
-    from gpu.cpu_kernels.lanes import (
-        ATTENTION_ROWS,
-        GROUP_ROWS,
-        PART_PAIRS,
-        SHAPES_BYTES,
-        choose_shape,
-        multiply_group,
-        multiply_part,
-        release_tiles,
-        shape_tiles,
-    )
-
-__all__ = [
-    "ARE_TILES",
-    "ATTENTION_ROWS",
-    "GROUP_ROWS",
-    "PART_PAIRS",
-    "SHAPES_BYTES",
-    "choose_shape",
-    "clear_sums",
-    "multiply_group",
-    "multiply_part",
-    "release_tiles",
-    "shape_tiles",
-    "write_block",
-]
+ATTENTION_ROWS: int = _form.ATTENTION_ROWS
+GROUP_ROWS: int = _form.GROUP_ROWS
+PART_PAIRS: int = _form.PART_PAIRS
+SHAPES_BYTES: int = _form.SHAPES_BYTES
+choose_shape, shape_tiles, release_tiles = _form.choose_shape, _form.shape_tiles, _form.release_tiles
+multiply_group, multiply_part, part_pairs = _form.multiply_group, _form.multiply_part, _form.part_pairs
 
 
 @njit(cache=True)

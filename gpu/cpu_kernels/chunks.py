@@ -13,13 +13,12 @@ from gpu.cpu_kernels.blocks import GROUP_ROWS, choose_shape, multiply_group
 from gpu.cpu_kernels.emit import LANES, REGISTER_BYTES
 from gpu.cpu_kernels.exponent import exp2_to_126
 from gpu.cpu_kernels.layout import BLOCK_OUTPUTS, PAIR_BYTES, SUM_ROW_BYTES
+from gpu.cpu_kernels.shuffles import interleave_high, interleave_low, spread_largest, transpose_pairs
 from gpu.cpu_kernels.vectors import (
     add,
     clear_outside,
     first_lane,
     hide_outside,
-    interleave_high,
-    interleave_low,
     larger,
     load_floats,
     load_integer,
@@ -28,13 +27,11 @@ from gpu.cpu_kernels.vectors import (
     multiply_subtract,
     prefetch,
     spread,
-    spread_largest,
     store_floats,
     store_pairs,
     store_rounded,
     subtract,
     total,
-    transpose_pairs,
     zeros,
 )
 

@@ -11,22 +11,20 @@ from numba import cfunc, njit, types
 
 from gpu.cpu_kernels.emit import LANES
 from gpu.cpu_kernels.exponent import exp2
+from gpu.cpu_kernels.shuffles import first_of_pairs, second_of_pairs, turned_pairs
 from gpu.cpu_kernels.vectors import (
     add,
     divide,
-    first_of_pairs,
     load_float,
     load_floats,
     load_integer,
     load_widened,
     multiply,
     multiply_add,
-    second_of_pairs,
     spread,
     store_rounded,
     take_next,
     total,
-    turned_pairs,
     zeros,
 )
 

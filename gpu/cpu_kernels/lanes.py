@@ -15,26 +15,35 @@ from gpu.cpu_kernels.vectors import store_floats, zeros
 
 MOST_TILE_ROWS = 6  # with 4 registers of sums each, and 4 of weights: of 32 registers
 PART_PAIRS = 512  # of inputs: 128 KiB of weights, an eighth of a second-level cache
+# Of a few tiles of rows: weights stay in half of a first-level cache from tile to tile, so that what is asked for
+# meanwhile has the buffers of that cache's misses for itself.
+NEAR_PAIRS, NEAR_ROWS = 64, 48
 SHAPES_BYTES = 0
 GROUP_ROWS = ATTENTION_ROWS = 96  # what is kept of them lies in a second-level cache
 STREAM_AHEAD = 4096  # bytes: how far ahead the one tile of few rows asks for weights
+PAIR_LINES = PAIR_BYTES // REGISTER_BYTES
+SHARED_LINES = 2  # that each pair asks for where several tiles share that: of at least two tiles, enough
 
 
-def _make_tile(num_rows):
-    """Add the products of so many rows with a part of a block to their sums."""
+def _make_tile(num_rows, most_lines):
+    """Add the products of so many rows with a part of a block to their sums.
+
+    Args:
+        most_lines: that are asked for while a pair of inputs is multiplied.
+    """
 
     @intrinsic
-    def tile(typing_context, x, x_stride, weights, num_pairs, sums, ahead):
+    def tile(typing_context, x, x_stride, weights, num_pairs, sums, wanted, num_quarters):
         """
         Args:
             x: address of bf16 [num_rows, 2 * num_pairs], rows x_stride bytes apart.
             weights: address of bf16 [num_pairs, 64, 2].
             sums: address of float32 [num_rows, 64].
-            ahead: bytes before which lines are asked for.
+            wanted: address of lines that are asked for meanwhile; num_quarters: so many by four pairs.
         """
 
         def generate(context, builder, signature, arguments):
-            x, x_stride, weights, num_pairs, sums, ahead = arguments
+            x, x_stride, weights, num_pairs, sums, wanted, num_quarters = arguments
             number = ir.IntType(64)
 
             def constant(value):
@@ -51,11 +60,14 @@ def _make_tile(num_rows):
             rows = [builder.add(x, builder.mul(x_stride, constant(row))) for row in range(num_rows)]
             with cgutils.for_range(builder, num_pairs) as loop:
                 at = builder.add(weights, builder.mul(loop.index, constant(PAIR_BYTES)))
-                columns = []
-                for column in range(BLOCK_REGISTERS):
-                    place = builder.add(at, constant(column * REGISTER_BYTES))
-                    emit.prefetch(builder, builder.add(place, ahead))
-                    columns.append(emit.load(builder, place, emit.PAIRS))
+                line = builder.lshr(builder.mul(loop.index, num_quarters), constant(2))
+                asked = builder.add(wanted, builder.mul(line, constant(REGISTER_BYTES)))
+                for index in range(most_lines):
+                    emit.prefetch(builder, builder.add(asked, constant(index * REGISTER_BYTES)))
+                columns = [
+                    emit.load(builder, builder.add(at, constant(column * REGISTER_BYTES)), emit.PAIRS)
+                    for column in range(BLOCK_REGISTERS)
+                ]
                 offset = builder.mul(loop.index, constant(4))
                 for row in range(num_rows):
                     pair = emit.spread_pair(builder, builder.add(rows[row], offset))
@@ -67,49 +79,91 @@ def _make_tile(num_rows):
                 emit.store(builder, place, builder.load(room))
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 6), generate
+        return types.void(*[types.int64] * 7), generate
 
     return tile
 
 
-_tile_1, _tile_2, _tile_3, _tile_4, _tile_5, _tile_6 = (_make_tile(rows) for rows in range(1, MOST_TILE_ROWS + 1))
+_tile_1, _tile_2, _tile_3, _tile_4, _tile_5, _tile_6 = (
+    _make_tile(rows, SHARED_LINES) for rows in range(1, MOST_TILE_ROWS + 1)
+)
+_stream_1, _stream_2, _stream_3, _stream_4, _stream_5, _stream_6 = (
+    _make_tile(rows, PAIR_LINES) for rows in range(1, MOST_TILE_ROWS + 1)
+)
 
 
 @njit(cache=True)
-def _multiply_tile(num_rows, x, x_stride, weights, num_pairs, sums, ahead):
+def part_pairs(num_rows):
+    """Of the parts that so many rows are multiplied with: sums are the same to the last bit whatever they are."""
+    return NEAR_PAIRS if MOST_TILE_ROWS < num_rows <= NEAR_ROWS else PART_PAIRS
+
+
+@njit(cache=True)
+def _multiply_tile(num_rows, x, x_stride, weights, num_pairs, sums, wanted, num_quarters):
     if num_rows == 1:
-        _tile_1(x, x_stride, weights, num_pairs, sums, ahead)
+        _tile_1(x, x_stride, weights, num_pairs, sums, wanted, num_quarters)
     elif num_rows == 2:
-        _tile_2(x, x_stride, weights, num_pairs, sums, ahead)
+        _tile_2(x, x_stride, weights, num_pairs, sums, wanted, num_quarters)
     elif num_rows == 3:
-        _tile_3(x, x_stride, weights, num_pairs, sums, ahead)
+        _tile_3(x, x_stride, weights, num_pairs, sums, wanted, num_quarters)
     elif num_rows == 4:
-        _tile_4(x, x_stride, weights, num_pairs, sums, ahead)
+        _tile_4(x, x_stride, weights, num_pairs, sums, wanted, num_quarters)
     elif num_rows == 5:
-        _tile_5(x, x_stride, weights, num_pairs, sums, ahead)
+        _tile_5(x, x_stride, weights, num_pairs, sums, wanted, num_quarters)
     else:
-        _tile_6(x, x_stride, weights, num_pairs, sums, ahead)
+        _tile_6(x, x_stride, weights, num_pairs, sums, wanted, num_quarters)
 
 
 @njit(cache=True)
-def multiply_part(x, x_stride, weights, num_pairs, num_rows, sums, shapes, is_streamed):
-    """All rows with a part of a block: tiles of about equally many rows, each of which fetches some of the next part.
+def _stream_tile(num_rows, x, x_stride, weights, num_pairs, sums, wanted):
+    """Asks for as much as it reads."""
+    if num_rows == 1:
+        _stream_1(x, x_stride, weights, num_pairs, sums, wanted, 4 * PAIR_LINES)
+    elif num_rows == 2:
+        _stream_2(x, x_stride, weights, num_pairs, sums, wanted, 4 * PAIR_LINES)
+    elif num_rows == 3:
+        _stream_3(x, x_stride, weights, num_pairs, sums, wanted, 4 * PAIR_LINES)
+    elif num_rows == 4:
+        _stream_4(x, x_stride, weights, num_pairs, sums, wanted, 4 * PAIR_LINES)
+    elif num_rows == 5:
+        _stream_5(x, x_stride, weights, num_pairs, sums, wanted, 4 * PAIR_LINES)
+    else:
+        _stream_6(x, x_stride, weights, num_pairs, sums, wanted, 4 * PAIR_LINES)
 
-    What follows a part in memory is the next: of this block, or of the next block, which is as good a guess.
+
+@njit(cache=True)
+def _stream_part(x, x_stride, weights, num_pairs, num_rows, sums, following):
+    """Few rows: lines are asked for a little ahead of their use, at the end those of what follows."""
+    num_last = min(num_pairs, STREAM_AHEAD // PAIR_BYTES)
+    num_first = num_pairs - num_last
+    _stream_tile(num_rows, x, x_stride, weights, num_first, sums, weights + STREAM_AHEAD)
+    _stream_tile(num_rows, x + 4 * num_first, x_stride, weights + num_first * PAIR_BYTES, num_last, sums, following)
+
+
+@njit(cache=True)
+def multiply_part(x, x_stride, weights, num_pairs, num_rows, sums, shapes, following):
+    """All rows with a part of a block: tiles of about equally many rows, each of which asks for a share of the next.
+
+    So memory is read all the while, and not in the first tile's time alone.
 
     Args:
+        num_pairs: a multiple of STEP_PAIRS.
         shapes: of no use here; see tiles.py.
-        is_streamed: whether weights come from memory.
+        following: address of the part that comes next from memory, supposed to be as long; 0: nothing is asked for.
     """
     num_tiles = (num_rows + MOST_TILE_ROWS - 1) // MOST_TILE_ROWS
-    part_bytes = num_pairs * PAIR_BYTES
-    first = 0
+    if following and num_tiles == 1:
+        _stream_part(x, x_stride, weights, num_pairs, num_rows, sums, following)
+        return
+    first, num_quarters = 0, 0
+    wanted = following if following else x  # which lies in a cache
     for tile in range(num_tiles):
         end = (tile + 1) * num_rows // num_tiles
-        ahead = STREAM_AHEAD if num_tiles == 1 else part_bytes
-        _multiply_tile(
-            end - first, x + first * x_stride, x_stride, weights, num_pairs, sums + first * SUM_ROW_BYTES, ahead
-        )
+        if following:
+            num_quarters = (tile + 1) * 4 * PAIR_LINES // num_tiles - tile * 4 * PAIR_LINES // num_tiles
+        into, of_rows = sums + first * SUM_ROW_BYTES, x + first * x_stride
+        _multiply_tile(end - first, of_rows, x_stride, weights, num_pairs, into, wanted, num_quarters)
+        wanted += num_quarters * num_pairs // 4 * REGISTER_BYTES
         first = end
 
 
@@ -119,7 +173,7 @@ def multiply_group(x, x_stride, weights, num_pairs, num_rows, sums, is_new):
     if is_new:
         for index in range(0, num_rows * SUM_ROW_BYTES, REGISTER_BYTES):
             store_floats(sums + index, zeros())
-    multiply_part(x, x_stride, weights, num_pairs, num_rows, sums, 0, False)
+    multiply_part(x, x_stride, weights, num_pairs, num_rows, sums, 0, 0)
 
 
 @njit(cache=True)

@@ -21,7 +21,7 @@ from gpu.cpu_kernels.team import Kernel
 from gpu.kv_cache import LayerKV
 from gpu.linear import Linear, ProductChoice, keeps_rows
 from gpu.mlp import Gated
-from gpu.operators import HeadNorms, Operators
+from gpu.operators import ElementwiseChoice, HeadNorms, Operators
 from gpu.quantize import QuantizedWeight
 
 GATES = {"silu": 0, "gelu_pytorch_tanh": 1}  # is_gelu
@@ -40,6 +40,7 @@ class KernelOperators(Operators):
         super().__init__(torch.bfloat16, torch.device("cpu"), config.rms_norm_eps)
         self.attention = PagedAttention() if has_attention else None
         self.product_choice = ProductChoice(uses_kernel=True, is_open=keeps_rows())
+        self.elementwise_choice: ElementwiseChoice = ElementwiseChoice()
         self._products = PackedProducts(self.product_choice)
         self._norm, self._norm_arguments = Kernel(add_and_norm), NormArguments(eps=config.rms_norm_eps)
         self._rotate, self._rotate_arguments = Kernel(rotate_and_store), RotateArguments(eps=config.rms_norm_eps)
@@ -59,12 +60,12 @@ class KernelOperators(Operators):
         return partial(self._gated, activation)
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        if x.dim() != 2 or not _is_known(x, weight):
+        if x.dim() != 2 or not self._is_known(x, weight):
             return super().norm(x, weight)
         return self._add_norm(x, None, 1.0, weight)[1]
 
     def add_norm(self, x: Tensor, added: Tensor, scale: float, weight: Tensor | None) -> tuple[Tensor, Tensor]:
-        if weight is None or not _is_known(x, weight) or not added.is_contiguous():
+        if weight is None or not self._is_known(x, weight) or not added.is_contiguous():
             return super().add_norm(x, added, scale, weight)
         return self._add_norm(x, added, scale, weight)
 
@@ -72,7 +73,8 @@ class KernelOperators(Operators):
         self, qkv: Tensor, norms: HeadNorms | None, rotation: Tensor | None, kv: LayerKV, slots: Tensor
     ) -> Tensor:
         num_tokens, num_all, head_dim = qkv.shape
-        if head_dim % LANES or not qkv.is_contiguous() or (norms is not None and norms[0].dim() != 1):
+        is_known = self.elementwise_choice.uses_kernel and head_dim % LANES == 0 and qkv.is_contiguous()
+        if not is_known or (norms is not None and norms[0].dim() != 1):
             return super().rotate_and_store(qkv, norms, rotation, kv, slots)
         num_kv_heads = kv.keys.shape[1]
         num_heads = num_all - 2 * num_kv_heads
@@ -92,7 +94,7 @@ class KernelOperators(Operators):
 
     def _gated(self, activation: str, gate_up: Tensor) -> Tensor:
         num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
-        if width % LANES or not gate_up.is_contiguous():
+        if not self.elementwise_choice.uses_kernel or width % LANES or not gate_up.is_contiguous():
             return super().gated(activation)(gate_up)
         out = gate_up.new_empty((num_tokens, width))
         told = self._gate_arguments
@@ -113,9 +115,9 @@ class KernelOperators(Operators):
         self._norm(told, _threads_for(x.numel()))
         return total, normed
 
-
-def _is_known(x: Tensor, weight: Tensor) -> bool:
-    return x.is_contiguous() and weight.dim() == 1 and x.shape[-1] % LANES == 0
+    def _is_known(self, x: Tensor, weight: Tensor) -> bool:
+        is_chosen = self.elementwise_choice.uses_kernel
+        return is_chosen and x.is_contiguous() and weight.dim() == 1 and x.shape[-1] % LANES == 0
 
 
 def _threads_for(num_numbers: int) -> int:

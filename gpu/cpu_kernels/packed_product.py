@@ -51,6 +51,7 @@ class PackedProduct:
         out = x.new_empty((x.shape[0], self._num_out))
         told, x_stride, out_stride = self._arguments, x.stride(0) * x.element_size(), self._num_out * x.element_size()
         told.x_stride, num_threads = x_stride, torch.get_num_threads()
+        told.num_threads = num_threads
         for first in range(0, x.shape[0], PANEL_ROWS):
             told.next_piece, told.num_rows = 0, min(PANEL_ROWS, x.shape[0] - first)
             told.piece_blocks = self._piece_blocks(told.num_rows, num_threads)

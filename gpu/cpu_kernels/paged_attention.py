@@ -1,6 +1,7 @@
 """Attention over block tables by kernels: what gpu/attention.py calls. Thread: engine."""
 
 import math
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from gpu.scores import Scores
 
 LOG2_E = math.log2(math.e)
 NO_WINDOW = 1 << 62
+PIECE_BYTES = 256  # of a token's keys that are read together: what lies beside a line is fetched with it
+SHARED_ROWS = 4  # for each thread: with so many, one that is left over keeps the others waiting for little
 
 
 class PagedAttention:
@@ -48,8 +51,9 @@ class PagedAttention:
         told.ends, told.window = rows.ends.data_ptr(), NO_WINDOW if rows.window is None else rows.window
         told.out, told.num_rows = out.data_ptr(), rows.num_decodes
         told.num_kv_heads, told.per_kv, told.head_dim = num_kv_heads, num_heads // num_kv_heads, head_dim
-        told.scale = scale
-        self._decode(told, torch.get_num_threads())
+        told.scale, num_threads = scale, torch.get_num_threads()
+        told.piece_heads = piece_heads(rows.num_decodes, num_kv_heads, head_dim, num_threads)
+        self._decode(told, num_threads)
 
     def _attend_prompts(self, query: Tensor, kv: LayerKV, rows: RaggedRows, scale: float, out: Tensor) -> None:
         """Row by row: threads share each."""
@@ -70,3 +74,12 @@ class PagedAttention:
             told.start, told.num_tokens = ends[row] - num_tokens, num_tokens
             told.out = out.data_ptr() + first * out.stride(0) * out.element_size()
             self._prefill(told, torch.get_num_threads())
+
+
+@cache
+def piece_heads(num_rows: int, num_kv_heads: int, head_dim: int, num_threads: int) -> int:
+    """KV heads of a row that a thread attends to together: of PIECE_BYTES, where rows divide among the threads."""
+    if num_rows % num_threads and num_rows < SHARED_ROWS * num_threads:
+        return 1
+    wanted = min(num_kv_heads, max(1, PIECE_BYTES // (2 * head_dim)))
+    return next(count for count in range(wanted, 0, -1) if num_kv_heads % count == 0)

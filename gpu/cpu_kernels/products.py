@@ -11,10 +11,10 @@ import numpy as np
 from numba import cfunc, njit, types
 
 from gpu.cpu_kernels.blocks import (
-    PART_PAIRS,
     SHAPES_BYTES,
     clear_sums,
     multiply_part,
+    part_pairs,
     release_tiles,
     shape_tiles,
     write_block,
@@ -38,18 +38,31 @@ class Arguments(ctypes.Structure):
         ("num_pairs", ctypes.c_int64),
         ("num_blocks", ctypes.c_int64),
         ("piece_blocks", ctypes.c_int64),  # blocks that are computed together: a part of x is read once for all
+        ("num_threads", ctypes.c_int64),  # that take pieces: they mostly do so in turn
     )
 
 
 @njit(cache=True)
-def _multiply_blocks(x, x_stride, weights, num_blocks, num_pairs, num_rows, sums, shapes):
-    """Sums of some blocks. sums: float32 [blocks, rows, 64], zeros."""
-    for first in range(0, num_pairs, PART_PAIRS):
-        some = min(PART_PAIRS, num_pairs - first)
+def _multiply_blocks(x, x_stride, weights, num_blocks, num_pairs, num_rows, sums, shapes, next_piece):
+    """Sums of some blocks.
+
+    Args:
+        sums: float32 [blocks, rows, 64], zeros.
+        next_piece: address of the weights that this thread will probably read next.
+    """
+    most = part_pairs(num_rows)
+    for first in range(0, num_pairs, most):
+        some = min(most, num_pairs - first)
         for block in range(num_blocks):
             at = weights + (block * num_pairs + first) * PAIR_BYTES
+            if block + 1 < num_blocks:
+                following = at + num_pairs * PAIR_BYTES
+            elif first + some < num_pairs:
+                following = weights + (first + some) * PAIR_BYTES
+            else:
+                following = next_piece
             into = sums + block * num_rows * SUM_ROW_BYTES
-            multiply_part(x + 4 * first, x_stride, at, some, num_rows, into, shapes, True)
+            multiply_part(x + 4 * first, x_stride, at, some, num_rows, into, shapes, following)
 
 
 @cfunc(types.void(types.int64), cache=True)
@@ -59,6 +72,7 @@ def multiply_rows(arguments):
     weights, bias, out = load_integer(arguments + 24), load_integer(arguments + 32), load_integer(arguments + 40)
     num_rows, num_pairs = load_integer(arguments + 48), load_integer(arguments + 56)
     num_blocks, piece_blocks = load_integer(arguments + 64), load_integer(arguments + 72)
+    num_threads = load_integer(arguments + 80)
     of_block = num_rows * SUM_ROW_BYTES
     memory = np.empty(piece_blocks * of_block + SHAPES_BYTES + REGISTER_BYTES, dtype=np.uint8)
     sums = (memory.ctypes.data + REGISTER_BYTES - 1) // REGISTER_BYTES * REGISTER_BYTES
@@ -68,8 +82,9 @@ def multiply_rows(arguments):
     while first < num_blocks:
         some = min(piece_blocks, num_blocks - first)
         clear_sums(sums, some * num_rows)
-        at = weights + first * num_pairs * PAIR_BYTES
-        _multiply_blocks(x, x_stride, at, some, num_pairs, num_rows, sums, shapes)
+        at, block_bytes = weights + first * num_pairs * PAIR_BYTES, num_pairs * PAIR_BYTES
+        next_piece = at + num_threads * piece_blocks * block_bytes
+        _multiply_blocks(x, x_stride, at, some, num_pairs, num_rows, sums, shapes, next_piece)
         for block in range(some):
             offset = 2 * (first + block) * BLOCK_OUTPUTS
             into = out + offset

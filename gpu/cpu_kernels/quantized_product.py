@@ -11,10 +11,13 @@ from torch import Tensor
 from gpu.cpu_kernels.layout import BLOCK_OUTPUTS
 from gpu.cpu_kernels.quantized_products import Arguments, multiply_quantized
 from gpu.cpu_kernels.team import Kernel
+from gpu.huge_pages import use_huge_pages
 from gpu.quantize import FP8, QuantizedWeight, unpack_nibbles
 
 PANEL_ROWS = 512  # at a time: their sums stay in a second-level cache
 GROUP_STEP = 32  # inputs: groups are whole registers
+# At a block's end the next one is asked for: of short blocks a thread takes several, where there are many.
+SHORT_BLOCK_BYTES, SHORT_BLOCKS, SHORT_PIECES = 64 * 1024, 4, 8
 
 
 def can_multiply(weight: QuantizedWeight) -> bool:
@@ -44,6 +47,7 @@ class QuantizedProduct:
         values = _int8_blocks(weight.values) if weight.zeros is None else _int4_blocks(weight.values)
         scales = _scale_blocks(weight)
         self._kept = (values, scales, bias)  # own the memory
+        use_huge_pages(values.data_ptr(), values.nbytes)
         self._arguments = Arguments(
             values=values.data_ptr(),
             scales=scales.data_ptr(),
@@ -53,17 +57,24 @@ class QuantizedProduct:
             num_groups=weight.scales.shape[1],
             is_int4=weight.zeros is not None,
         )
+        self._block_bytes = values.nbytes // max(1, num_blocks)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [tokens, in]; returns [tokens, out]."""
         out = x.new_empty((x.shape[0], self._num_out))
         told, x_stride, out_stride = self._arguments, x.stride(0) * x.element_size(), self._num_out * x.element_size()
-        told.x_stride = x_stride
+        told.x_stride, num_threads = x_stride, torch.get_num_threads()
+        told.piece_blocks = self._piece_blocks(num_threads)
         for first in range(0, x.shape[0], PANEL_ROWS):
             told.next_piece, told.num_rows = 0, min(PANEL_ROWS, x.shape[0] - first)
             told.x, told.out = x.data_ptr() + first * x_stride, out.data_ptr() + first * out_stride
-            self._kernel(told, torch.get_num_threads())
+            self._kernel(told, num_threads)
         return out
+
+    def _piece_blocks(self, num_threads: int) -> int:
+        num_blocks = self._num_out // BLOCK_OUTPUTS
+        has_many = num_blocks >= SHORT_BLOCKS * SHORT_PIECES * num_threads
+        return SHORT_BLOCKS if has_many and self._block_bytes <= SHORT_BLOCK_BYTES else 1
 
 
 @cache

@@ -1,8 +1,8 @@
 """Products with int4 and int8 weights, of any number of rows: the kernel. Thread: any, without the GIL.
 
 Integers become bf16 in registers, exactly, and are multiplied so; scales and zeros come in once a group of inputs, on
-float32 sums: sum(x * ((v - 8) * scale + zero)) = scale * sum(x * (v - 8)) + zero * sum(x). A piece of work is a block
-of 64 outputs, read from memory once: its tiles of rows find it in the second-level cache.
+float32 sums: sum(x * ((v - 8) * scale + zero)) = scale * sum(x * (v - 8)) + zero * sum(x). A piece of work is some
+blocks of 64 outputs, read from memory once: tiles of rows find a block in the second-level cache.
 """
 
 import ctypes
@@ -62,6 +62,7 @@ class Arguments(ctypes.Structure):
         ("num_blocks", ctypes.c_int64),
         ("num_groups", ctypes.c_int64),
         ("is_int4", ctypes.c_int64),  # or int8
+        ("piece_blocks", ctypes.c_int64),  # that a thread reads one after the other
     )
 
 
@@ -270,7 +271,7 @@ def _multiply_groups(x, x_stride, values, scales, group_pairs, num_groups, x_sum
             _widen_int4(at + pair * INT4_PAIR_BYTES, widened + pair * PAIR_BYTES)
         clear_sums(group_sums, num_rows)
         some_x = x + 4 * group * group_pairs
-        multiply_part(some_x, x_stride, widened, group_pairs, num_rows, group_sums, shapes, False)
+        multiply_part(some_x, x_stride, widened, group_pairs, num_rows, group_sums, shapes, 0)
         _add_scaled(group_sums, num_rows, scales + group * GROUP_BYTES, x_sums, group, sums)
 
 
@@ -281,7 +282,7 @@ def _multiply_widened(x, x_stride, values, scales, num_pairs, num_rows, sums, wi
         some = min(PART_PAIRS, num_pairs - first)
         for pair in range(some):
             _widen_int8(values + (first + pair) * INT8_PAIR_BYTES, widened + pair * PAIR_BYTES)
-        multiply_part(x + 4 * first, x_stride, widened, some, num_rows, sums, shapes, False)
+        multiply_part(x + 4 * first, x_stride, widened, some, num_rows, sums, shapes, 0)
     for index in range(0, BLOCK_OUTPUTS, LANES):
         scale = load_widened(scales + 2 * index)
         for row in range(num_rows):
@@ -296,7 +297,7 @@ def multiply_quantized(arguments):
     scales, bias, out = load_integer(arguments + 32), load_integer(arguments + 40), load_integer(arguments + 48)
     num_rows, num_pairs = load_integer(arguments + 56), load_integer(arguments + 64)
     num_blocks, num_groups = load_integer(arguments + 72), load_integer(arguments + 80)
-    is_int4 = load_integer(arguments + 88)
+    is_int4, piece_blocks = load_integer(arguments + 88), load_integer(arguments + 96)
     num_tiles = (num_rows + MOST_TILE_ROWS - 1) // MOST_TILE_ROWS
     group_pairs = num_pairs // num_groups
     is_widened = ARE_TILES or (not is_int4 and num_tiles > 1)  # by lanes few rows' sums are the same without
@@ -313,7 +314,7 @@ def multiply_quantized(arguments):
     if is_int4:
         _sum_groups(x, x_stride, num_rows, num_groups, 2 * group_pairs, x_sums)
     block_bytes = num_pairs * (INT4_PAIR_BYTES if is_int4 else INT8_PAIR_BYTES)
-    block = take_next(arguments)
+    block = take_next(arguments) * piece_blocks
     while block < num_blocks:
         clear_sums(sums, num_rows)
         if is_widened:
@@ -336,7 +337,9 @@ def multiply_quantized(arguments):
             first = end
         block_bias = bias + 2 * block * BLOCK_OUTPUTS if bias else 0
         write_block(sums, num_rows, block_bias, out + 2 * block * BLOCK_OUTPUTS, 2 * num_blocks * BLOCK_OUTPUTS)
-        block = take_next(arguments)
+        block += 1
+        if block % piece_blocks == 0:
+            block = take_next(arguments) * piece_blocks
     release_tiles()
     keep(memory)
     keep(x_sums)

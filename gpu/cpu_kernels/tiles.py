@@ -241,7 +241,13 @@ def multiply_group(x, x_stride, weights, num_pairs, num_rows, sums, is_new):
 
 
 @njit(cache=True)
-def multiply_part(x, x_stride, weights, num_pairs, num_rows, sums, shapes, is_streamed):
+def part_pairs(num_rows):
+    """Of the parts that so many rows are multiplied with."""
+    return PART_PAIRS
+
+
+@njit(cache=True)
+def multiply_part(x, x_stride, weights, num_pairs, num_rows, sums, shapes, following):
     """All rows with a part of a block, after shape_tiles.
 
     The first rows ask for what comes next: few rows a little ahead, many the next part.
@@ -249,14 +255,14 @@ def multiply_part(x, x_stride, weights, num_pairs, num_rows, sums, shapes, is_st
     Args:
         num_pairs: a multiple of STEP_PAIRS.
         shapes: as shape_tiles wrote them, for as many rows.
-        is_streamed: whether weights come from memory; what follows a part there is the next.
+        following: address of the part that comes next from memory, supposed to be as long; 0: nothing is asked for.
     """
     num_steps = num_pairs // STEP_PAIRS
     end = num_rows // (GROUP_ROWS) * (GROUP_ROWS)
     has_both = 0 < end < num_rows
     ahead = 0
-    if is_streamed:
-        ahead = STREAM_AHEAD if num_rows <= TILE_ROWS else num_pairs * PAIR_BYTES
+    if following:
+        ahead = STREAM_AHEAD if num_rows <= TILE_ROWS else following - weights
     if has_both:
         _load_shape(shapes)
     for first in range(0, end, GROUP_ROWS):

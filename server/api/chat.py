@@ -12,6 +12,7 @@ from server.api.decoding import decode
 from server.api.envelope import error_event
 from server.api.surface import Choice, Extras, GenerationCall, GenerationDefaults, ReplyContext
 from server.wire import sse
+from server.wire.messages import TextFrame
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = fields.UNSUPPORTED | {
     "functions": ([],),
@@ -64,6 +65,9 @@ class ChatSurface:
     def stream_reply(self, call: GenerationCall, context: ReplyContext) -> "ChatStream":
         return ChatStream(call, context)
 
+    def prompt_logprobs(self, call: GenerationCall, context: ReplyContext, choice: int) -> None:
+        """No prompt is echoed."""
+
     def whole_reply(
         self,
         call: GenerationCall,
@@ -107,8 +111,8 @@ class ChatStream:
     def text(self, choice: int, text: str) -> bytes:
         return self._heads[choice] + sse.json_strings[text] + self._tail
 
-    def text_frame(self, choice: int) -> tuple[bytes, bytes]:
-        return self._heads[choice], self._tail
+    def text_frame(self, choice: int) -> TextFrame:
+        return TextFrame(self._heads[choice], sse.json_strings, self._tail)
 
     def delta(self, choice: int, delta: Delta) -> bytes:
         events = b""

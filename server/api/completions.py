@@ -1,15 +1,17 @@
 """/v1/completions: prompts in, text out, in the older form that evaluation tools still use. Wire only. Thread: loop."""
 
-import codecs
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from core.errors import InvalidRequest, ServiceError
-from core.types import Delta, TokenLogprobs, Usage
+from core.types import Delta, Usage
 from server.api import fields
-from server.api.answers import finite, refuse_broken, usage_object, wire_reason
+from server.api.answers import refuse_broken, usage_object, wire_reason
 from server.api.decoding import decode
 from server.api.envelope import error_event
+from server.api.old_logprobs import OldLogprobs, TokenLists
 from server.api.surface import (
     Choice,
     Extras,
@@ -21,10 +23,9 @@ from server.api.surface import (
     TextPrompt,
 )
 from server.wire import sse
+from server.wire.messages import TextFrame
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
-
-_new_utf8_decoder = codecs.getincrementaldecoder("utf-8")
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = fields.UNSUPPORTED | {
     "suffix": ("",),
@@ -48,13 +49,13 @@ class CompletionsSurface:
 
     def parse(self, body: bytes, defaults: GenerationDefaults) -> GenerationCall:
         wire, unknown_fields = decode(body, CompletionBody, UNSUPPORTED, fields.WITHOUT_EFFECT)
-        max_tokens = fields.checked_max_tokens(wire.max_tokens, "max_tokens", DEFAULT_MAX_TOKENS)
+        max_tokens = _max_tokens(wire)
         num_logprobs = None
         if wire.logprobs is not None:
             num_logprobs = fields.checked_top_logprobs(wire.logprobs, "logprobs", defaults.limits)
-        if wire.echo and num_logprobs is not None:
-            raise InvalidRequest("logprobs of the prompt are not supported: leave out echo or logprobs.", "logprobs")
         sampling = fields.sampling_params(wire, defaults, max_tokens, num_logprobs)
+        if wire.echo:
+            sampling = msgspec.structs.replace(sampling, num_prompt_logprobs=num_logprobs)
         return GenerationCall(
             model=fields.checked_model(wire.model),
             prompts=_prompts(wire.prompt, defaults),
@@ -73,6 +74,13 @@ class CompletionsSurface:
 
     def stream_reply(self, call: GenerationCall, context: ReplyContext) -> "CompletionStream":
         return CompletionStream(call, context)
+
+    def prompt_logprobs(self, call: GenerationCall, context: ReplyContext, choice: int) -> OldLogprobs | None:
+        if call.sampling.num_prompt_logprobs is None:
+            return None
+        logprobs = _logprobs(call, context, choice)
+        logprobs.begin_prompt()
+        return logprobs
 
     def whole_reply(
         self,
@@ -97,7 +105,7 @@ class CompletionsSurface:
 class CompletionStream:
     """Implements surface.StreamReply: chunks, [DONE]. Choice p * num_sequences + i is sequence i of prompt p."""
 
-    __slots__ = ("_call", "_context", "_end", "_head", "_heads", "_offsets", "_tail")
+    __slots__ = ("_call", "_context", "_end", "_head", "_heads", "_logprobs", "_tail")
 
     def __init__(self, call: GenerationCall, context: ReplyContext) -> None:
         self._call = call
@@ -107,31 +115,28 @@ class CompletionStream:
         self._end = (b'],"usage":null}' if call.includes_usage else b"]}") + sse.EVENT_END
         self._heads = tuple(self._head + b'{"index":%d,"text":' % i for i in range(num_choices))
         self._tail = b',"logprobs":null,"finish_reason":null}' + self._end
-        self._offsets = [_TextOffsets() for _ in range(num_choices)]
+        self._logprobs = [_logprobs(call, context, choice) for choice in range(num_choices)]
 
     def start(self) -> bytes:
-        if not self._call.echo:
-            return b""
-        return b"".join(
-            self._heads[choice] + sse.json_string(_prompt_text(self._call, self._context, choice)) + self._tail
-            for choice in range(len(self._heads))
-        )
+        return b"".join(map(self._echo, range(len(self._heads)))) if self._call.echo else b""
 
     def text(self, choice: int, text: str) -> bytes:
         return self._heads[choice] + sse.json_strings[text] + self._tail
 
-    def text_frame(self, choice: int) -> tuple[bytes, bytes]:
-        return self._heads[choice], self._tail
+    def text_frame(self, choice: int) -> TextFrame:
+        return TextFrame(self._heads[choice], sse.json_strings, self._tail)
 
     def delta(self, choice: int, delta: Delta) -> bytes:
         reason = wire_reason(delta.finish_reason)
-        if not (delta.text or delta.logprobs or reason):
+        if not (delta.text or delta.logprobs or delta.prompt_logprobs or reason):
             return b""
-        logprobs = None
-        if delta.logprobs is not None:
-            logprobs = _old_logprobs(delta.logprobs, self._context, self._offsets[choice])
-        line = {"index": choice, "text": delta.text, "logprobs": logprobs, "finish_reason": reason}
-        return self._head + sse.json_line(line) + self._end
+        lists = None
+        if delta.logprobs is not None or delta.prompt_logprobs:
+            logprobs = self._logprobs[choice]
+            logprobs.add_prompt(delta.prompt_logprobs)
+            logprobs.add(delta.logprobs or (), delta.stop_logprobs)
+            lists = logprobs.take()
+        return self._line(choice, delta.text, lists, reason)
 
     def end(self, usage: Usage, extras: Extras) -> bytes:
         last = {"usage": usage_object(usage)} | extras if self._call.includes_usage else extras
@@ -142,6 +147,18 @@ class CompletionStream:
     def error(self, error: ServiceError) -> bytes:
         return error_event(error)
 
+    def _echo(self, choice: int) -> bytes:
+        lists = None
+        if self._call.sampling.num_prompt_logprobs is not None:
+            logprobs = self._logprobs[choice]
+            logprobs.begin_prompt()
+            lists = logprobs.take()
+        return self._line(choice, _prompt_text(self._call, self._context, choice), lists, None)
+
+    def _line(self, choice: int, text: str, lists: TokenLists | None, reason: str | None) -> bytes:
+        line = {"index": choice, "text": text, "logprobs": lists, "finish_reason": reason}
+        return self._head + sse.json_line(line) + self._end
+
 
 def _envelope(context: ReplyContext) -> dict[str, Any]:
     return {
@@ -150,6 +167,14 @@ def _envelope(context: ReplyContext) -> dict[str, Any]:
         "created": context.created_s,
         "model": context.model,
     }
+
+
+def _max_tokens(wire: CompletionBody) -> int:
+    if wire.max_tokens == 0 and wire.echo:
+        return 0
+    if wire.max_tokens == 0:
+        raise InvalidRequest("max_tokens must be at least 1, or 0 with echo: true for the prompt alone.", "max_tokens")
+    return fields.checked_max_tokens(wire.max_tokens, "max_tokens", DEFAULT_MAX_TOKENS)
 
 
 def _num_sequences(wire: CompletionBody) -> int:
@@ -192,46 +217,23 @@ def _prompt_text(call: GenerationCall, context: ReplyContext, choice: int) -> st
     return context.prompt_texts[choice // call.num_sequences]
 
 
-class _TextOffsets:
-    """Where the tokens of one choice begin, in characters of its text; one amid a character, where that begins."""
-
-    __slots__ = ("_decoder", "_num_characters")
-
-    def __init__(self) -> None:
-        self._decoder = _new_utf8_decoder(errors="replace")
-        self._num_characters = 0  # whole ones, of the tokens so far
-
-    def next(self, token_bytes: bytes) -> int:
-        """Of the next token."""
-        offset = self._num_characters
-        self._num_characters += len(self._decoder.decode(token_bytes))
-        return offset
-
-
-def _old_logprobs(logprobs: Sequence[TokenLogprobs], context: ReplyContext, offsets: _TextOffsets) -> dict[str, Any]:
-    """The form with parallel lists."""
-    result: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-    for token in logprobs:
-        result["tokens"].append(context.token_str(token.token_id))
-        result["token_logprobs"].append(finite(token.logprob))
-        result["top_logprobs"].append(_top_by_text(token, context))
-        result["text_offset"].append(offsets.next(context.token_bytes(token.token_id)))
-    return result
-
-
-def _top_by_text(token: TokenLogprobs, context: ReplyContext) -> dict[str, float]:
-    """Text to logprob, likeliest first, the drawn token always among them. Of ids with the same text the likeliest."""
-    result: dict[str, float] = {}
-    for token_id, logprob in (*token.top, (token.token_id, token.logprob)):
-        result.setdefault(context.token_str(token_id), finite(logprob))
-    return result
+def _logprobs(call: GenerationCall, context: ReplyContext, choice: int) -> OldLogprobs:
+    prompt = choice // call.num_sequences
+    return OldLogprobs(context, prompt if call.echo else None)
 
 
 def _whole_choice(call: GenerationCall, choice: Choice, context: ReplyContext) -> dict[str, Any]:
+    lists = None
+    if choice.logprobs is not None:
+        logprobs = choice.prompt_logprobs
+        if not isinstance(logprobs, OldLogprobs):
+            logprobs = _logprobs(call, context, choice.index)
+        logprobs.add(choice.logprobs, choice.stop_logprobs)
+        lists = logprobs.take()
     prompt_text = _prompt_text(call, context, choice.index) if call.echo else ""
     return {
         "index": choice.index,
         "text": prompt_text + choice.text,
-        "logprobs": None if choice.logprobs is None else _old_logprobs(choice.logprobs, context, _TextOffsets()),
+        "logprobs": lists,
         "finish_reason": wire_reason(choice.finish_reason),
     }

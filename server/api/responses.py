@@ -89,6 +89,9 @@ class ResponsesSurface:
     def stream_reply(self, call: GenerationCall, context: ReplyContext) -> "ResponseStream":
         return ResponseStream(call, context)
 
+    def prompt_logprobs(self, call: GenerationCall, context: ReplyContext, choice: int) -> None:
+        """No prompt is echoed."""
+
     def whole_reply(
         self,
         call: GenerationCall,

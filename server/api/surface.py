@@ -4,7 +4,7 @@ A surface knows JSON and nothing else: no sockets, no engine, no clock. Parsing 
 output and lenient where the field is unknown (API.md, Parameters). Thread: loop.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any, Protocol
 
 import msgspec
@@ -12,6 +12,7 @@ import msgspec
 from core.errors import ServiceError
 from core.types import Delta, FinishReason, SamplingParams, TokenLogprobs, Usage
 from server.gate.deadlines import ANY_TIME, Deadlines
+from server.wire.messages import TextFrame
 
 UNLIMITED_TOKENS = 2**31 - 1  # max_tokens when the request names none: the lifecycle cuts it to the context
 
@@ -88,7 +89,8 @@ class ReplyContext(msgspec.Struct, frozen=True):
         reply_id: unique; the surface puts its own prefix before it ("chatcmpl-").
         created_s: unix time.
         token_str: id to text, and to its bytes, for logprobs.
-        prompt_texts: of completions with echo, one per prompt.
+        prompt_texts: of completions with echo, one per prompt; prompt_ids: likewise, as they were computed.
+        special_ids: of the tokens that no text shows.
     """
 
     reply_id: str
@@ -97,15 +99,27 @@ class ReplyContext(msgspec.Struct, frozen=True):
     token_str: Callable[[int], str]
     token_bytes: Callable[[int], bytes]
     prompt_texts: tuple[str, ...] = ()
+    prompt_ids: tuple[tuple[int, ...], ...] = ()
+    special_ids: Set[int] = frozenset()
 
 
 class Choice(msgspec.Struct):
-    """One finished choice of an answer that is not streamed."""
+    """One finished choice of an answer that is not streamed. Logprobs are as Delta has them."""
 
     index: int
     text: str
     finish_reason: FinishReason
     logprobs: list[TokenLogprobs] | None = None
+    stop_logprobs: TokenLogprobs | None = None
+    prompt_logprobs: "PromptLogprobs | None" = None
+
+
+class PromptLogprobs(Protocol):
+    """What an answer that is not streamed says of its prompt, put into its form as it comes: a long one takes long."""
+
+    def add_prompt(self, logprobs: Sequence[TokenLogprobs]) -> None:
+        """The next of the prompt's tokens after its first."""
+        ...
 
 
 class StreamReply(Protocol):
@@ -119,8 +133,8 @@ class StreamReply(Protocol):
         """Of newly drawn tokens, with nothing else to tell of them; not empty."""
         ...
 
-    def text_frame(self, choice: int) -> tuple[bytes, bytes] | None:
-        """The hot path: head and tail that text() puts around the text's JSON string; None: they change."""
+    def text_frame(self, choice: int) -> TextFrame | None:
+        """The hot path: what text() puts around the text's JSON string; None: that changes."""
         ...
 
     def delta(self, choice: int, delta: Delta) -> bytes:
@@ -151,6 +165,10 @@ class Surface(Protocol):
         ...
 
     def stream_reply(self, call: GenerationCall, context: ReplyContext) -> StreamReply: ...
+
+    def prompt_logprobs(self, call: GenerationCall, context: ReplyContext, choice: int) -> PromptLogprobs | None:
+        """Of a choice of an answer that is not streamed, where they are asked for."""
+        ...
 
     def whole_reply(
         self,

@@ -8,6 +8,7 @@ import dataclasses
 import http.client
 import json
 import secrets
+import ssl
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +16,10 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from core.errors import ExitCode, StartupError
+from server.commands.tls_trust import client_context, refused_certificate
 from server.config import ServerConfig
 from server.gate.auth import WAYS
+from server.values import with_scheme
 
 Message = dict[str, str]
 StartInThread = Callable[[ServerConfig], tuple[str, Callable[[], None]]]  # -> (url, stop)
@@ -85,7 +88,11 @@ class ChatBackend(Protocol):
 
 
 class HttpChatBackend:
-    """A server at a URL. One connection per answer: leaving it is how an answer is stopped."""
+    """A server at a URL. One connection per answer: leaving it is how an answer is stopped.
+
+    Args:
+        tls: for https; None: what the system trusts.
+    """
 
     def __init__(
         self,
@@ -93,11 +100,13 @@ class HttpChatBackend:
         api_key: str | None = None,
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
-        self.url = url.rstrip("/").removesuffix("/v1")
+        self.url = with_scheme(url).rstrip("/").removesuffix("/v1")
         self.stats: ChatStats | None = None
         self._host, self._port, self._base_path, self._is_tls = _split_url(self.url)
         self._api_key = api_key
+        self._tls = (tls or client_context()) if self._is_tls else None
         self._clock = clock
         self._sleep = sleep
         self._model: str | None = None
@@ -192,19 +201,25 @@ class HttpChatBackend:
         self, method: str, path: str, body: Any, timeout_s: float
     ) -> Generator[http.client.HTTPResponse, None, None]:
         """One request on a connection of its own, which is closed at the end, whatever that is."""
-        kind = http.client.HTTPSConnection if self._is_tls else http.client.HTTPConnection
         headers = {"content-type": "application/json"} if body is not None else {}
         if self._api_key is not None:
             headers["authorization"] = f"Bearer {self._api_key}"
         content = None if body is None else json.dumps(body).encode()
-        with contextlib.closing(kind(self._host, self._port, timeout=timeout_s)) as connection:
+        with contextlib.closing(self._connection(timeout_s)) as connection:
             try:
                 connection.request(method, self._base_path + path, content, headers)
                 response = connection.getresponse()
+            except ssl.SSLCertVerificationError as error:
+                raise refused_certificate(self.url, error) from error
             except (OSError, http.client.HTTPException) as error:
                 raise self._unreachable(f"does not answer ({error})") from error
             with response:  # holds the socket too, when the server will close
                 yield response
+
+    def _connection(self, timeout_s: float) -> http.client.HTTPConnection:
+        if self._tls is None:
+            return http.client.HTTPConnection(self._host, self._port, timeout=timeout_s)
+        return http.client.HTTPSConnection(self._host, self._port, timeout=timeout_s, context=self._tls)
 
     def _unreachable(self, what: str) -> StartupError:
         fix = "start a server (steploop serve), name another with --url, or chat in this process with --model DIR"

@@ -1,11 +1,13 @@
 """What may be typed after a command's name: flags out of the settings' table, and help. Thread: main."""
 
 import argparse
+import shlex
 from collections.abc import Sequence
 from typing import NoReturn
 
-from core.errors import ExitCode
+from core.errors import ExitCode, StartupError
 from server.commands.command_names import CommandParser, name_commands
+from server.commands.tls_trust import add_trust_flags
 from server.config import OPTIONS
 from server.gate.tenants import LOCAL_NAME
 from server.ledger.records import Grouping
@@ -156,6 +158,7 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
         help="server to talk to (default: the one that these settings would start, if it is up; otherwise the model"
         " is served in this process)",
     )
+    add_trust_flags(parser)
     _add_options(parser, [option for option in OPTIONS if option.field_name in CHAT_FIELDS])
 
 
@@ -189,6 +192,8 @@ def _epilog(command: str, examples: str) -> str:
 
 
 def refuse_unknown(parser: CommandParser, word: str) -> NoReturn:
+    if parser.prog.endswith(" chat") and not word.startswith("-"):
+        raise StartupError(f"unknown argument: {word}", f"steploop chat -q {shlex.quote(word)}", ExitCode.USAGE)
     name = word.partition("=")[0]
     flags = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
     parser.error(f"unknown argument: {name}{did_you_mean(name, flags) if name.startswith('-') else ''}")

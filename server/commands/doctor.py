@@ -10,6 +10,7 @@ from functools import partial
 from typing import TextIO
 
 from core.errors import ExitCode, StartupError
+from server.commands.console import new_console
 from server.commands.versions import LISTED, VersionOf, check_floors, installed_version, versions
 from server.listening.binds import Bind, PassedAddress, TcpAddress
 from server.listening.listening_sockets import open_binds
@@ -232,11 +233,10 @@ def exit_code(sections: Sequence[Section]) -> int:
 
 def print_report(sections: Sequence[Section], stream: TextIO) -> None:
     """A table a section, then every error with its fix, once where several facts have it, then the verdict."""
-    from rich.console import Console  # 60 ms, which other commands need not pay
     from rich.table import Table
     from rich.text import Text
 
-    console = Console(file=stream, highlight=False, width=None if stream.isatty() else 120)
+    console = new_console(stream)
     for section in sections:
         table = Table(title=section.title, title_justify="left", show_header=False, min_width=60)
         table.add_column(style="bold", no_wrap=True)

@@ -21,7 +21,7 @@ from typing import IO, Any
 
 from core.errors import ExitCode, StartupError
 from server.commands.progress import ReportBytes
-from server.values import HubId, format_size
+from server.values import HubId, format_size, near_models
 
 DEFAULT_REVISION = "main"
 TIMEOUT_S = 20.0  # for the hub's next byte
@@ -359,6 +359,7 @@ def _not_found(hub: Hub, model: HubId, reason: str) -> StartupError:
     wanted = model.repo.rpartition("/")[2].lower()
     near = difflib.get_close_matches(str(model), known, 3, 0.6)
     near += [by_end[end] for end in difflib.get_close_matches(wanted, by_end, 3, 0.6)]
+    near += map(str, near_models(Path(model.repo)))  # it may have been meant as a path
     cause = f"model {model} is not here: looked for it in {hub.cache} and at {hub.endpoint}: {reason}"
     if near:
         return StartupError(cause, f"did you mean {', '.join(dict.fromkeys(near))}?", ExitCode.MODEL)

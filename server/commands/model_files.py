@@ -22,6 +22,7 @@ from core.gguf_tokenizer import end_ids, tokenizer_files
 from core.tokenizer import Tokenizer, UnsupportedTokenizer
 from server.values import show_models
 
+TOKENIZER_FILE = "tokenizer.json"
 MAX_FILE_BYTES = 256 * 2**20  # the largest tokenizer.json known is 35 MB
 
 
@@ -112,6 +113,16 @@ def read_model_config(path: Path) -> dict[str, Any]:
     content = _mapped(path)
     header = parse_gguf(content, str(path))
     return config_of(header, _rope_factors(header, content))
+
+
+def check_tokenizer(path: Path) -> None:
+    """
+    Raises:
+        StartupError: a model directory has none.
+    """
+    file = path / TOKENIZER_FILE
+    if not is_gguf(path) and not file.is_file():
+        raise StartupError(f"{file} is missing", _fix_missing(file), ExitCode.MODEL)
 
 
 def _directory_contents(directory: Path, has_template: bool) -> _Contents:

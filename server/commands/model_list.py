@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
+from server.commands.console import new_console
 from server.commands.hub import Hub, cached_models
 from server.commands.model_files import is_gguf
 from server.values import format_count, format_size
 
 MAX_DEPTH = 2  # below a directory: org/name
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")  # the pickles to say that they are not served
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,7 @@ def _models_below(path: Path, depth: int) -> Iterator[Path]:
     if is_gguf(path):
         yield path
     elif path.is_dir():
-        if (path / "config.json").is_file() and any(path.glob("*.safetensors")):
+        if (path / "config.json").is_file() and any(any(path.glob(name)) for name in WEIGHTS):
             yield path
         if depth >= 0:
             for entry in sorted(path.iterdir()):
@@ -67,11 +69,10 @@ def print_json(models: Sequence[ModelFacts], stream: TextIO) -> None:
 
 def print_table(models: Sequence[ModelFacts], stream: TextIO) -> None:
     """A row a model, then why some do not fit."""
-    from rich.console import Console  # 60 ms, which other commands need not pay
     from rich.table import Table
     from rich.text import Text
 
-    console = Console(file=stream, highlight=False, width=None if stream.isatty() else 140)
+    console = new_console(stream, 140)
     table = Table()
     table.add_column("Model", style="bold", overflow="fold")
     for title in ("Parameters", "Context", "Stored as", "Size", "Needs"):

@@ -9,6 +9,7 @@ from datetime import datetime
 import msgspec
 
 from core.errors import ExitCode, StartupError
+from server.commands.console import new_console
 from server.config import ServerConfig
 from server.ledger.records import Grouping
 from server.ledger.usage_report import MICRO, UsageLine, UsageQuery, read_usage, since_value, total
@@ -56,7 +57,6 @@ def _print_csv(by: Grouping, lines: Sequence[UsageLine]) -> None:
 
 
 def _print_table(by: Grouping, lines: Sequence[UsageLine]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, show_footer=len(lines) > 1)
@@ -67,7 +67,7 @@ def _print_table(by: Grouping, lines: Sequence[UsageLine]) -> None:
         table.add_column(head, foot, justify="left" if i == 0 else "right", no_wrap=True)
     for row in cells:
         table.add_row(*row)
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    new_console(plain_width=160).print(table)
 
 
 def _cells(line: UsageLine) -> tuple[str, ...]:

@@ -5,9 +5,10 @@ What passes its deadline is ended as everything else that is called off: its blo
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from core.errors import ErrorKind, ServiceError
+from server.backend import ChoiceClock
 from server.deadline import RESOLUTION_S, DeadlineTimer
 from server.gate.deadlines import Deadlines
 from server.observing.timing import StageClock
@@ -17,7 +18,7 @@ class DeadlineWatch:
     """Ends an answer that is late. One timer, which is looked at when it fires: nothing is done per token.
 
     Args:
-        last_token_s: by choice, when its last text came; None before its first.
+        clocks: of the choices.
         num_untold: by choice, how many tokens have come since that say nothing yet: half a character, or what may
             become a stop string. When they came is not known: while they grow, the choice gets its time anew.
         is_withheld: nothing may be said yet: what has been drawn is no first token to who waits for it.
@@ -28,14 +29,14 @@ class DeadlineWatch:
         self,
         deadlines: Deadlines,
         timings: StageClock,
-        last_token_s: list[float | None],
+        clocks: Sequence[ChoiceClock],
         num_untold: Callable[[int], int],
         is_withheld: Callable[[], bool],
         fail: Callable[[ServiceError], None],
     ) -> None:
         self._deadlines = deadlines
         self._timings = timings
-        self._last_token_s = last_token_s
+        self._clocks = clocks
         self._num_untold = num_untold
         self._is_withheld = is_withheld
         self._fail = fail
@@ -74,7 +75,7 @@ class DeadlineWatch:
 
     def _talking(self) -> list[tuple[int, float]]:
         """The choices that have begun and not ended, each with when its last text came."""
-        last = enumerate(self._last_token_s)
+        last = ((choice, clock.last_s) for choice, clock in enumerate(self._clocks))
         return [(choice, at_s) for choice, at_s in last if at_s is not None and choice not in self._ended]
 
     def _excused_s(self, choice: int, last_s: float) -> float:

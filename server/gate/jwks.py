@@ -10,7 +10,7 @@ import urllib.parse
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
@@ -74,7 +74,7 @@ def parse_jwks(data: bytes) -> Mapping[str | None, "Key"]:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # what it thinks of names and sizes is the issuer's matter
                 keys[one.get("kid")] = import_key(one)
-        except (JoseError, ValueError, TypeError) as error:
+        except (JoseError, ValueError, TypeError, KeyError) as error:  # KeyError: a curve that it does not know
             logger.warning("a key of the JWKS cannot be used: %s: %s", one.get("kid"), error)
     if len(keys) > 1:
         keys.pop(None, None)
@@ -146,15 +146,25 @@ class KeySource:
 
 def _fetch(url: str) -> bytes:
     """Thread: any but the loop's."""
+    import http.client
     import urllib.error
     import urllib.request
 
+    class SameScheme(urllib.request.HTTPRedirectHandler):
+        def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
+            if urllib.parse.urlsplit(newurl).scheme != req.type:
+                told = f"it redirects to {newurl}: keys come encrypted, or not at all"
+                raise urllib.error.HTTPError(newurl, code, told, headers, fp)
+            return super().redirect_request(req, fp, code, msg, headers, newurl)
+
     try:
-        with urllib.request.urlopen(url, timeout=FETCH_TIMEOUT_S) as answer:
+        with urllib.request.build_opener(SameScheme).open(url, timeout=FETCH_TIMEOUT_S) as answer:
             data: bytes = answer.read(MAX_JWKS_BYTES + 1)
     except urllib.error.HTTPError as error:
         with error:  # it holds the connection
             raise ValueError(str(error)) from None
+    except http.client.HTTPException as error:
+        raise ValueError(f"what answers speaks no HTTP: {error!r}") from error
     if len(data) > MAX_JWKS_BYTES:
         raise ValueError(f"they are more than {MAX_JWKS_BYTES} bytes")
     return data

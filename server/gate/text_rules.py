@@ -53,20 +53,35 @@ class Matcher(Protocol):
         ...
 
 
-class PhraseMatcher:
-    def __init__(self, phrase: str, ignores_case: bool) -> None:
+class PhrasesMatcher:
+    """All phrases of a tenant that are looked for alike: a token's text is folded and walked once, not for each."""
+
+    def __init__(self, phrases: Iterable[str], ignores_case: bool) -> None:
         self._ignores_case = ignores_case
-        self._phrase = _folded(phrase) if ignores_case else phrase
+        self._phrases = [_folded(one) if ignores_case else one for one in phrases]
+        self._longest = max(map(len, self._phrases))
+        self._by_first: dict[str, list[str]] = {}
+        for phrase in self._phrases:
+            self._by_first.setdefault(phrase[0], []).append(phrase)
 
     def find(self, text: str, start: int) -> tuple[int, int] | None:
-        at = (_folded(text) if self._ignores_case else text).find(self._phrase, start)
-        return None if at < 0 else (at, at + len(self._phrase))
+        text = _folded(text) if self._ignores_case else text
+        found = None
+        for phrase in self._phrases:
+            at = text.find(phrase, start)
+            if at >= 0 and (found is None or (at, at + len(phrase)) < found):
+                found = at, at + len(phrase)
+        return found
 
     def num_begun(self, text: str, start: int) -> int:
-        phrase = self._phrase
-        start = max(start, len(text) - len(phrase) + 1)
+        start = max(start, len(text) - self._longest + 1)
         tail = _folded(text[start:]) if self._ignores_case else text[start:]
-        return next((len(tail) - i for i in range(len(tail)) if phrase.startswith(tail[i:])), 0)
+        for i, first in enumerate(tail):
+            num = len(tail) - i
+            for phrase in self._by_first.get(first, ()):
+                if len(phrase) > num and phrase.startswith(tail[i:]):
+                    return num
+        return 0
 
 
 class PatternMatcher:
@@ -97,6 +112,7 @@ class PatternMatcher:
         except re2.error:
             low = high = b""
         self._range = (low, high) if high else None  # None: it may begin with anything
+        self._ascii_firsts = frozenset(map(chr, range(low[0] if low else 0, min(high[0], 127) + 1) if high else ()))
 
     def find(self, text: str, start: int) -> tuple[int, int] | None:
         match = self._regexp.search(text, start)
@@ -107,6 +123,8 @@ class PatternMatcher:
             return len(text) - start
         low, high = self._range
         for i in range(start, len(text)):
+            if text[i] not in self._ascii_firsts and text[i].isascii():
+                continue
             tail = text[i : i + RANGE_BYTES].encode("utf-8", "replace")[:RANGE_BYTES]
             if low.startswith(tail) or low <= tail <= high:
                 return len(text) - i
@@ -121,9 +139,8 @@ class RuleBook:
     """
 
     def __init__(self, rules: Sequence[TextRule]) -> None:
-        matchers = [(rule.on, _matcher(rule)) for rule in rules]
-        self.on_prompt = tuple(matcher for on, matcher in matchers if on != "answer")
-        self.on_answer = tuple(matcher for on, matcher in matchers if on != "prompt")
+        self.on_prompt = _matchers([rule for rule in rules if rule.on != "answer"])
+        self.on_answer = _matchers([rule for rule in rules if rule.on != "prompt"])
 
     def check_prompt(self, texts: Iterable[str], param: str, is_echoed: bool = False) -> None:
         """
@@ -163,7 +180,7 @@ def check_rules(rules: tuple[TextRule, ...], owner: str) -> None:
         raise StartupError(cause, "python -m pip install 'steploop[rules]', or use phrases", ExitCode.VERSION)
     for rule in patterns:
         try:
-            _matcher(rule)
+            _matchers([rule])
         except ValueError as error:
             cause = f"{owner} has a text rule whose pattern {rule.pattern!r} is not fit: {error}"
             fix = "write it as https://github.com/google/re2/wiki/Syntax says"
@@ -171,11 +188,19 @@ def check_rules(rules: tuple[TextRule, ...], owner: str) -> None:
     rule_book(rules)
 
 
-def _matcher(rule: TextRule) -> Matcher:
-    if rule.phrase is not None:
-        return PhraseMatcher(rule.phrase, rule.ignore_case)
-    assert rule.pattern is not None
-    return PatternMatcher(rule.pattern, rule.ignore_case)
+def _matchers(rules: Sequence[TextRule]) -> tuple[Matcher, ...]:
+    """
+    Raises:
+        ValueError: RE2 does not take a pattern.
+    """
+    found: list[Matcher] = [
+        PatternMatcher(rule.pattern, rule.ignore_case) for rule in rules if rule.pattern is not None
+    ]
+    for ignores_case in (False, True):
+        phrases = [one.phrase for one in rules if one.phrase is not None and one.ignore_case is ignores_case]
+        if phrases:
+            found.append(PhrasesMatcher(phrases, ignores_case))
+    return tuple(found)
 
 
 def _without_boundary(token: re.Match[str]) -> str:

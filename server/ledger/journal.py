@@ -72,6 +72,11 @@ class Journal:
         has_spilled = self._try_spill([write for write in writes if isinstance(write, Settle | Amend)])
         return Written([has_spilled and isinstance(write, Settle | Amend) for write in writes], self._fault)
 
+    def tidy(self) -> None:
+        """What may wait until those are told whose writes are durable. Never raises."""
+        if self._fault is None:
+            self._store.checkpoint()
+
     def close(self) -> None:
         self._store.close()
         self._spill.close()

@@ -1,6 +1,8 @@
 """An answer's bytes as they pass, to be said again. Thread: loop."""
 
-from server.wire.messages import Headers, ResponseHead, Writer
+from functools import partial
+
+from server.wire.messages import Headers, ResponseHead, TextFrame, TextWriter
 from server.wire.peer import Peer
 from server.wire.stream import HttpStream, StreamCarrier, WrittenCallback
 
@@ -46,8 +48,8 @@ class Recording:
             self.body += data
         self._carrier.write_data(stream, data)
 
-    def writer(self, stream: HttpStream) -> Writer:
-        return stream.send
+    def text_writer(self, stream: HttpStream, frame: TextFrame) -> TextWriter:
+        return partial(stream.send_text, frame)
 
     def write_end(self, stream: HttpStream, trailers: Headers) -> None:
         self.is_whole = not self._is_too_long

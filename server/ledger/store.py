@@ -32,6 +32,8 @@ APPLICATION_ID = 0x53544C47  # "STLG", in the file's header: what `file` shows
 SCHEMA_VERSION = 1
 BUSY_MS = 250  # for who holds the file's lock for a moment, as a backup does
 PRUNED_ROWS = 500  # at once: 5 ms
+PAGE_BYTES = 4096  # SQLite's own choice
+CHECKPOINT_WRITES = 2000  # between checkpoints: some 32 MiB of write-ahead log, to be read again after a crash
 
 SCHEMA = f"""
 CREATE TABLE requests (
@@ -111,6 +113,7 @@ class LedgerStore:
             StartupError: it is not a ledger of ours.
         """
         self._database = open_database(path)
+        self._num_unchecked = 0  # writes since the last checkpoint, as _weight() has them
         try:
             self._prepare(path)
         except BaseException:
@@ -126,6 +129,7 @@ class LedgerStore:
             raise StartupError(cause, "--ledger FILE, with a name of its own", ExitCode.CONFIGURATION)
         list(execute("PRAGMA journal_mode = WAL"))
         list(execute("PRAGMA synchronous = FULL"))
+        list(execute("PRAGMA wal_autocheckpoint = 0"))  # of SQLite's own, someone's commit would wait for: checkpoint()
         if is_new:
             with self._transaction():
                 for statement in SCHEMA.split(";\n"):
@@ -140,6 +144,17 @@ class LedgerStore:
         with self._transaction():
             for write in writes:
                 self._apply(write)
+                self._num_unchecked += _weight(write)
+
+    def checkpoint(self) -> None:
+        """Once there is enough of it, put the write-ahead log down in the database proper, and begin it anew.
+
+        Where that fails, the log goes on, and the next time tries again: it is as durable there.
+        """
+        if self._num_unchecked >= CHECKPOINT_WRITES:
+            self._num_unchecked = 0
+            with contextlib.suppress(sqlite3.Error):
+                list(self._database.execute("PRAGMA wal_checkpoint(PASSIVE)"))
 
     def close_orphans(self) -> int:
         """End what was in progress when the last process ended, at its last checkpoint. Returns how many."""
@@ -220,6 +235,19 @@ class LedgerStore:
     def _roll_back(self) -> None:
         with contextlib.suppress(sqlite3.Error):  # SQLite has done so by itself, as it does when the disk is full
             self._database.execute("ROLLBACK")
+
+
+def _weight(write: Write) -> int:
+    """How many of a request's own writes take as much of the write-ahead log."""
+    match write:
+        case Keep(answer):
+            return 1 + answer.size_bytes // PAGE_BYTES
+        case Checkpoint(many) | Forget(many):
+            return len(many)
+        case Prune():
+            return PRUNED_ROWS // 8  # neighbours share pages, but for those of the index by id
+        case _:
+            return 1
 
 
 def _unpack_headers(packed: bytes) -> tuple[tuple[bytes, bytes], ...]:

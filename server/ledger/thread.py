@@ -18,7 +18,7 @@ from server.ledger.records import Write
 
 logger = logging.getLogger(__name__)
 
-GATHER_S = 0.005  # transactions begin so far apart at least: a lone one at once, 200 a second at most
+DURABLE_S = 0.005  # after it came a write is durable, where the disk can: a lone one sooner, others are gathered
 CLOSE_S = 5.0
 
 Tell = Callable[[bool, Written], None]
@@ -60,19 +60,21 @@ class LedgerThread:
 
     def _run(self) -> None:
         """Thread: ledger."""
-        next_s, is_open = 0.0, True
+        began_s, took_s, is_open = -DURABLE_S, 0.0, True
         while is_open:
             items = [self._queue.get()]
-            time.sleep(max(0.0, next_s - time.monotonic()))
-            next_s = time.monotonic() + GATHER_S
+            time.sleep(max(0.0, began_s + DURABLE_S - took_s - time.monotonic()))
+            began_s = time.monotonic()
             while not self._queue.empty():
                 items.append(self._queue.get())
             is_open = None not in items
             batch = [item for item in items if item is not None]
             if batch:
                 written = write_batch(self._journal, batch)
+                took_s = time.monotonic() - began_s
                 with contextlib.suppress(RuntimeError):  # the loop has closed: nobody is left to be told
                     self._loop.call_soon_threadsafe(tell_batch, batch, written)
+                self._journal.tidy()
         self._journal.close()
 
 

@@ -7,27 +7,22 @@ CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
 
 class Histogram:
-    """Counts per bucket, their sum and number. Neighbours of a step often have one value: a run is counted at once.
+    """Counts per bucket, their sum and number. Neighbours of a step often have one value: a run is counted at once."""
 
-    Attributes:
-        run_value: what was observed last.
-        num_in_run: times in a row, not yet among the counts. Who observes once per token may add to it by itself.
-    """
-
-    __slots__ = ("_counts", "_total", "bounds", "num_in_run", "run_value")
+    __slots__ = ("_counts", "_num_in_run", "_run_value", "_total", "bounds")
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
         self._total = 0.0
-        self.run_value = 0.0
-        self.num_in_run = 0
+        self._run_value = 0.0
+        self._num_in_run = 0
 
-    def observe(self, value: float) -> None:
-        if value != self.run_value:
+    def observe(self, value: float, times: int = 1) -> None:
+        if value != self._run_value:
             self._end_run()
-            self.run_value = value
-        self.num_in_run += 1
+            self._run_value = value
+        self._num_in_run += times
 
     @property
     def counts(self) -> list[int]:
@@ -42,10 +37,10 @@ class Histogram:
         return self._total
 
     def _end_run(self) -> None:
-        if self.num_in_run:
-            self._counts[bisect_left(self.bounds, self.run_value)] += self.num_in_run
-            self._total += self.run_value * self.num_in_run
-            self.num_in_run = 0
+        if self._num_in_run:
+            self._counts[bisect_left(self.bounds, self._run_value)] += self._num_in_run
+            self._total += self._run_value * self._num_in_run
+            self._num_in_run = 0
 
 
 class Page:

@@ -24,7 +24,7 @@ class EngineSettings:
         default="auto",
         metadata=Setting(
             name="device",
-            parse=choice_of("auto", "cpu", "cuda"),
+            parse=choice_of("auto", "cpu", "cuda", gpu="cuda", nvidia="cuda"),
             metavar="NAME",
             help="auto, cpu or cuda",
             group="engine",
@@ -34,7 +34,7 @@ class EngineSettings:
         default="auto",
         metadata=Setting(
             name="dtype",
-            parse=choice_of("auto", "bfloat16", "float16", "float32"),
+            parse=choice_of("auto", "bfloat16", "float16", "float32", bf16="bfloat16", fp16="float16", half="float16"),
             metavar="TYPE",
             help="of weights and KV cache: auto, bfloat16, float16 or float32",
             group="engine",

@@ -26,7 +26,7 @@ class ProcessSettings:
         default="info",
         metadata=Setting(
             name="log-level",
-            parse=choice_of("debug", "info", "warning", "error"),
+            parse=choice_of("debug", "info", "warning", "error", loud="debug", verbose="debug", quiet="error"),
             metavar="LEVEL",
             help="debug, info, warning or error",
             group="server",

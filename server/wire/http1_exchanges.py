@@ -8,13 +8,14 @@ while a peer that has its answers does not read them.
 
 import asyncio
 import math
+from functools import partial
 from typing import TYPE_CHECKING
 
 from core.errors import ErrorKind, ServiceError
 from server.wire.body_clock import BodyClock
 from server.wire.body_room import HeldBody
 from server.wire.exchanges import SERVER_FAULT, SLOW_BODY, ConnectionContext, slow_head
-from server.wire.http1 import CONTINUE, Http1Protocol
+from server.wire.http1 import CONTINUE, ChunkHeads, Http1Protocol
 from server.wire.http2_head import upgrade_settings
 from server.wire.messages import (
     BodyChunk,
@@ -25,7 +26,8 @@ from server.wire.messages import (
     HttpRequest,
     ProtocolViolation,
     ResponseHead,
-    Writer,
+    TextFrame,
+    TextWriter,
 )
 from server.wire.peer import Peer
 from server.wire.stream import HttpStream, WrittenCallback
@@ -224,15 +226,20 @@ class Http1Exchanges:
             self._is_dirty = True
             self._batch.add(self)
 
-    def writer(self, stream: HttpStream) -> Writer:
-        out, frame = self._out, self._protocol.send_data
+    def text_writer(self, stream: HttpStream, frame: TextFrame) -> TextWriter:
+        if not self._protocol.is_sending_chunks:
+            return partial(stream.send_text, frame)
+        out, add, encoded = self._out, self._batch.add, frame.encoded
+        heads, tail = ChunkHeads(frame.head), frame.tail + b"\r\n"
+        num_more = len(frame.tail)
 
-        def write(data: bytes) -> None:
+        def write(text: str) -> None:
             if stream.is_open:
-                out.append(frame(data))
+                said = encoded[text]
+                out.append(heads[len(said) + num_more] + said + tail)
                 if not self._is_dirty:
                     self._is_dirty = True
-                    self._batch.add(self)
+                    add(self)
 
         return write
 

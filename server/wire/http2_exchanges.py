@@ -32,7 +32,8 @@ from server.wire.messages import (
     ProtocolViolation,
     ResponseHead,
     StreamReset,
-    Writer,
+    TextFrame,
+    TextWriter,
 )
 from server.wire.peer import Peer
 from server.wire.stream import HttpStream, WrittenCallback
@@ -334,8 +335,8 @@ class Http2Exchanges:
             self._over.add(stream_id)
         self._call_flush()
 
-    def writer(self, stream: HttpStream) -> Writer:
-        return self._responses.writer(stream.request.stream_id, stream.send, self._call_flush)
+    def text_writer(self, stream: HttpStream, frame: TextFrame) -> TextWriter:
+        return self._responses.text_writer(stream.request.stream_id, frame, stream.send, self._call_flush)
 
     def write_end(self, stream: HttpStream, trailers: Headers) -> None:
         if trailers and (stream.request.header(b"te") or b"").lower() != b"trailers":

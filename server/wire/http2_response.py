@@ -20,7 +20,7 @@ from server.wire.http2_data import (
     h2_is_as_known,
     last_frame,
 )
-from server.wire.messages import Headers, ResponseHead, Writer
+from server.wire.messages import Headers, ResponseHead, TextFrame, TextWriter
 from server.wire.response_fields import ResponseError, check_fields
 
 _STATUS = {status.value: (b":status", b"%d" % status.value) for status in HTTPStatus}
@@ -195,16 +195,19 @@ class Responses:
             self._ready[stream_id] = stream
         return stream.num_unsent
 
-    def writer(self, stream_id: int, send: Writer, call_flush: Callable[[], None]) -> Writer:
-        """send_data of one stream for small pieces, one call each; its head has been sent.
+    def text_writer(
+        self, stream_id: int, frame: TextFrame, send: Callable[[bytes], None], call_flush: Callable[[], None]
+    ) -> TextWriter:
+        """send_data of one stream for texts, which are small pieces, one call each; its head has been sent.
 
         Args:
             send: takes what is more: a long piece, one that comes while another is unsent, or after the body's end.
             call_flush: makes that take_data is called.
         """
-        stream, pieces = self.streams[stream_id], self._pieces
+        stream, pieces, (head, encoded, tail) = self.streams[stream_id], self._pieces, frame
 
-        def write(data: bytes) -> None:
+        def write(text: str) -> None:
+            data = head + encoded[text] + tail
             size = len(data)
             if stream.num_unsent or size > PIECE_BYTES or not stream.takes_pieces:
                 send(data)

@@ -3,12 +3,24 @@
 `stream_id` is 1, 2, 3... on HTTP/1.1 (the n-th request of the connection), the stream's own on HTTP/2.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import msgspec
 
 Headers = tuple[tuple[bytes, bytes], ...]  # names in lower case, in order of arrival
-Writer = Callable[[bytes], None]  # of a body's next piece, which is not empty
+TextWriter = Callable[[str], None]  # of what a body says next, see TextFrame
+
+
+class TextFrame(NamedTuple):
+    """What a body says of each of many texts: `head + encoded[text] + tail`, which is not empty."""
+
+    head: bytes
+    encoded: Mapping[str, bytes]
+    tail: bytes
+
+    def around(self, text: str) -> bytes:
+        return self.head + self.encoded[text] + self.tail
 
 
 class HttpRequest(msgspec.Struct, frozen=True):

@@ -6,10 +6,11 @@ read; whoever produces is told by on_blocked to stop, and by on_unblocked to go 
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 from core.errors import ErrorKind, ServiceError
-from server.wire.messages import Headers, HttpRequest, ResponseHead, Writer
+from server.wire.messages import Headers, HttpRequest, ResponseHead, TextFrame, TextWriter
 from server.wire.peer import Peer
 
 
@@ -38,8 +39,8 @@ class StreamCarrier(Protocol):
 
     def write_data(self, stream: "HttpStream", data: bytes) -> None: ...
 
-    def writer(self, stream: "HttpStream") -> Writer:
-        """The stream's `send` in fewer calls, once its head is sent; where there is none such, `send` itself."""
+    def text_writer(self, stream: "HttpStream", frame: TextFrame) -> TextWriter:
+        """The stream's `send_text` in one call, once its head is sent."""
         ...
 
     def write_end(self, stream: "HttpStream", trailers: Headers) -> None: ...
@@ -174,10 +175,13 @@ class HttpStream:
         if self.is_open:
             self._carrier.write_data(self, data)
 
-    def writer(self) -> Writer:
-        """The hot path: `send`, for many small pieces. The head has been sent: who carries the stream stays."""
+    def send_text(self, frame: TextFrame, text: str) -> None:
+        self.send(frame.around(text))
+
+    def text_writer(self, frame: TextFrame) -> TextWriter:
+        """The hot path: `send_text` of many texts. The head has been sent: who carries the stream stays."""
         assert self.head_sent
-        return self._carrier.writer(self) if self.is_open else self.send
+        return self._carrier.text_writer(self, frame) if self.is_open else partial(self.send_text, frame)
 
     def end(self, trailers: Headers = ()) -> None:
         """The response is complete.

@@ -17,6 +17,8 @@ from server.wire.peer import ClientCertificate
 ALPN = ("h2", "http/1.1")
 REFUSED_ALERT = bytes((21, 3, 3, 0, 2, 2, 80))  # RFC 8446 §5.1, §6: fatal internal_error, to who gets no handshake
 
+CLIENT_HELLO_BYTES = 11  # from the record's type to what the client takes for its latest version: RFC 5246 §6.2.1, §7.4
+
 _CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"  # of TLS 1.2; those of 1.3 are all fit
 
 
@@ -100,6 +102,21 @@ class ServerTls:
         if self.files.client_ca is not None:
             _ask_for_certificates(context, self.files.client_ca, self.files.client_auth)
         return context
+
+
+def version_alert(hello: bytes) -> bytes:
+    """What tells a client that all the versions it knows are too old for us (RFC 8446 §6.2); b"": it knows others.
+
+    Neither asyncio nor uvloop sends the alert that a handshake has failed with: what OpenSSL has written of it is
+    thrown away with the connection.
+
+    Args:
+        hello: the first CLIENT_HELLO_BYTES that have come, or fewer.
+    """
+    is_hello = len(hello) == CLIENT_HELLO_BYTES and (hello[0], hello[5]) == (22, 1)
+    if not is_hello or not (3, 0) <= (hello[9], hello[10]) < (3, 3):  # RFC 8446 §4.1.2: clients of 1.3 say 3.3, too
+        return b""
+    return bytes((21, hello[9], hello[10], 0, 2, 2, 70))  # fatal protocol_version, in a record that it can read
 
 
 def _ask_for_certificates(context: ssl.SSLContext, client_ca: Path, client_auth: ClientAuth) -> None:

@@ -11,12 +11,13 @@ class Flushable(Protocol):
 class WriteBatch:
     """The connections with bytes to write. Whoever delivers a step calls flush_all; otherwise the loop soon does."""
 
-    __slots__ = ("_dirty", "_is_scheduled", "_loop")
+    __slots__ = ("_dirty", "_is_expected", "_is_scheduled", "_loop")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._dirty: list[Flushable] = []
         self._is_scheduled = False
+        self._is_expected = False
 
     @property
     def num_dirty(self) -> int:
@@ -26,12 +27,17 @@ class WriteBatch:
     def add(self, connection: Flushable) -> None:
         """Flush it in the next flush_all. The connection sees to it that it is added once."""
         self._dirty.append(connection)
-        if not self._is_scheduled:
+        if not (self._is_expected or self._is_scheduled):
             self._is_scheduled = True
             self._loop.call_soon(self._flush_scheduled)
 
+    def expect_flush(self) -> None:
+        """Whoever says so calls flush_all before the loop goes on, whatever happens: the loop need not."""
+        self._is_expected = True
+
     def flush_all(self) -> None:
         """Write now what has been sent so far."""
+        self._is_expected = False
         dirty = self._dirty
         if dirty:
             self._dirty = []

@@ -3,17 +3,20 @@
 import numpy as np
 import numpy.typing as npt
 
-from core.plan import RunnerLimits, StepPlan
+from core.plan import RunnerLimits, StepOutput, StepPlan
 from core.simulation import CostModel, SimulatedClock, SimulatedRunner
+from core.types import TokenLogprobs
 
 _SPOILED = -1
+_WRONG_LOGPROB = 1.0
 
 
 class ChainCheckingRunner(SimulatedRunner):
     """Raises AssertionError when a row would read keys and values that were computed after other tokens than its own.
 
     A position's keys and values depend on its token and on all before it: so much is kept of each position, as a hash.
-    A row that reads what was spoiled is misled: it spoils what it writes, and draws another token than it should.
+    A row that reads what was spoiled is misled: it spoils what it writes, and draws another token than it should, and
+    what it tells of its prompt is wrong.
     """
 
     def __init__(self, limits: RunnerLimits, cost: CostModel, clock: SimulatedClock) -> None:
@@ -57,13 +60,18 @@ class ChainCheckingRunner(SimulatedRunner):
             if ticket.samples[row]:
                 self._last_drawn[ticket.slots[row]] += 1
                 self.drawn_of(ticket)[int(ticket.samples[:row].sum())] += 1
+            told = self.output_of(ticket).prompt_logprobs
+            told[row] = [TokenLogprobs(one.token_id, _WRONG_LOGPROB) for one in told.get(row, [])]
 
     def drawn_of(self, plan: StepPlan) -> npt.NDArray[np.int32]:
+        token_ids: npt.NDArray[np.int32] = self.output_of(plan).token_ids
+        return token_ids
+
+    def output_of(self, plan: StepPlan) -> StepOutput:
         step = self._device._steps[-1]
         assert step.plan is plan
         assert step.output is not None
-        token_ids: npt.NDArray[np.int32] = step.output.token_ids
-        return token_ids
+        return step.output
 
     def spoil(self, plan: StepPlan, row: int) -> None:
         """Whatever the row has written is lost."""

@@ -23,8 +23,8 @@ from core.blocks import Domain
 from core.plan import SequenceStart, StepOutput, StepPlan
 from core.scheduler import Scheduler
 from core.sequence import Sequence, SequenceState
-from core.simulation import CostModel, SimulatedClock, continuation
-from core.types import FinishReason, Request, Usage
+from core.simulation import CostModel, SimulatedClock, continuation, logprobs_after
+from core.types import FinishReason, Request, TokenLogprobs, Usage
 from tests.core.kv_oracle import ChainCheckingRunner
 from tests.fakes import DeliveryLog, make_request, small_limits
 
@@ -83,7 +83,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(
         num_prompt_tokens=st.integers(1, 20),
-        max_tokens=st.integers(1, 12),
+        max_tokens=st.integers(0, 12),
         num_sequences=st.sampled_from((1, 1, 2, 3)),
         priority=st.sampled_from((0, 0, 1, -2)),
         tenant=st.sampled_from(("", "a", "b")),
@@ -91,6 +91,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         min_tokens=st.sampled_from((0, 3)),
         prompt=st.sampled_from(PROMPTS),
         salt=st.sampled_from(("", "", "s")),
+        num_prompt_logprobs=st.sampled_from((None, None, 0, 2)),
     )
     def submit(
         self,
@@ -103,6 +104,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         min_tokens: int,
         prompt: tuple[int, ...],
         salt: str,
+        num_prompt_logprobs: int | None = None,
     ) -> None:
         request = make_request(
             f"r{len(self.requests)}",
@@ -114,6 +116,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             tenant=tenant,
             deadline_s=None if due_in_s is None else self.clock() + due_in_s,
             min_tokens=min_tokens,
+            num_prompt_logprobs=num_prompt_logprobs,
             seed=len(self.requests) % 2,  # the same prompt and seed: the same tokens
             cache_salt=salt,
         )
@@ -310,7 +313,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert sequence.num_in_flight == len(rows)
             assert sequence.num_pending == sum(bool(plan.samples[row]) for plan, row in rows)
             if sequence.state is not SequenceState.FINISHED:
-                assert len(sequence.token_ids) + sequence.num_pending <= sequence.max_length
+                most = max(sequence.max_length, sequence.num_prompt_tokens + 1)  # max_tokens may be 0
+                assert len(sequence.token_ids) + sequence.num_pending <= most
 
     @invariant()
     def no_parent_is_evicted_before_its_children(self) -> None:
@@ -381,6 +385,22 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert num_prompt_tokens <= len(request.prompt_ids)
         if any(sequence.num_own_tokens for sequence in sequences):
             assert num_prompt_tokens == len(request.prompt_ids)
+        self.check_prompt_logprobs(request)
+
+    def check_prompt_logprobs(self, request: Request) -> None:
+        """Each position once, in order, and none of what was lost; all of them before any token."""
+        told = self.log.prompt_logprobs(request.request_id)
+        num_top = request.sampling.num_prompt_logprobs
+        prompt = np.array(request.prompt_ids, np.int32)
+        wanted = (
+            []
+            if num_top is None
+            else [logprobs_after(prompt[:i], token_id, num_top) for i, token_id in enumerate(request.prompt_ids) if i]
+        )
+        assert told == wanted[: len(told)]
+        ends = {c.finish_reason for c in self.log.chunks if c.request_id == request.request_id}
+        if any(s.num_own_tokens for s in self.sequences[request.request_id]) or FinishReason.LENGTH in ends:
+            assert len(told) == len(wanted)
 
     # Means
 
@@ -409,7 +429,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def compute_row_by_row(self, made: StepPlan) -> StepOutput:
         """As the engine does after a fault."""
         unread = self.unread_rows(made)
-        rows, token_ids = list[int](), list[int]()
+        rows, token_ids, prompt_logprobs = list[int](), list[int](), dict[int, list[TokenLogprobs]]()
         for row in range(made.num_rows):
             restarted = self.scheduler.restart(made, range(row, row + 1))
             self.compute(restarted)
@@ -417,7 +437,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             output = self.runner.collect(restarted)
             rows += [row] * len(output.rows)
             token_ids += output.token_ids.tolist()
-        return StepOutput(np.array(rows, np.int32), np.array(token_ids, np.int32))
+            if 0 in output.prompt_logprobs:
+                prompt_logprobs[row] = output.prompt_logprobs[0]
+        return StepOutput(np.array(rows, np.int32), np.array(token_ids, np.int32), prompt_logprobs=prompt_logprobs)
 
     def unread_rows(self, made: StepPlan) -> set[int]:
         """Those of sequences that take nothing from it any more."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,16 +10,19 @@ import torch
 from core.config import ModelConfig, RopeConfig
 from gpu import measured as measuring
 from gpu.device import DeviceChoice
+from gpu.elementwise_speed import ElementwiseProbe, find_elementwise
 from gpu.linear import ProductChoice, make_linear
 from gpu.measured import (
     Measured,
     cache_file,
     choose_measured,
     measure_drawing,
+    measure_elementwise,
     measure_products,
     measured_here,
     read_measured,
 )
+from gpu.operators import ElementwiseChoice, Operators
 from gpu.sampler import SamplerChoice
 from gpu.threads import PREFILL_TOKENS, StepThreads, fewest, measure_threads
 
@@ -128,6 +132,69 @@ def test_drawing_is_measured_once_and_set_at_every_start(monkeypatch: pytest.Mon
     assert calls == [32_000, 64_000]
 
 
+@pytest.mark.parametrize("is_faster", [True, False])
+def test_kernels_norm_turn_and_gate_where_their_best_rounds_are_the_faster(
+    monkeypatch: pytest.MonkeyPatch, is_faster: bool
+) -> None:
+    probe, tried = elementwise_probe(), []
+
+    def seconds(probe: ElementwiseProbe, num_rows: int) -> float:
+        is_disturbed = len(tried) < 4
+        tried.append((num_rows, probe.choice.uses_kernel))
+        return (1.0 if probe.choice.uses_kernel != is_faster else 0.9) + is_disturbed
+
+    monkeypatch.setattr(ElementwiseProbe, "seconds", seconds)
+    assert measure_elementwise(probe, 2) is is_faster
+    assert probe.choice.uses_kernel is is_faster
+    assert tried == [(rows, form) for rows in measuring.ELEMENTWISE_ROWS for _ in range(3) for form in (True, False)]
+
+
+@pytest.mark.usefixtures("measured")
+def test_norms_are_measured_once_and_set_at_every_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def measure(elementwise: ElementwiseProbe, threads: int) -> bool:
+        calls.append(threads)
+        return False
+
+    monkeypatch.setattr(measuring, "measure_elementwise", measure)
+    for _ in range(2):
+        probe = elementwise_probe()
+        found = choose_measured(LARGE, TWO_CORES, PROBES, elementwise=probe)
+        assert found == Measured(FEW_THEN_ALL, norms_by_kernel=False)
+        assert not probe.choice.uses_kernel
+    assert str(found) == "threads 1; 2 from 8 tokens a step; norms, RoPE, gates by torch"
+    assert calls == [2]
+
+
+def test_a_layers_norms_turns_and_gates_are_timed_by_what_is_chosen() -> None:
+    calls: list[str] = []
+
+    class Counting(Operators):
+        elementwise_choice = ElementwiseChoice()
+
+        def add_norm(self, *arguments: Any) -> Any:
+            calls.append("norm")
+            return super().add_norm(*arguments)
+
+        def rotate_and_store(self, *arguments: Any) -> Any:
+            calls.append("rotate")
+            return super().rotate_and_store(*arguments)
+
+    operators = Counting(torch.bfloat16, torch.device("cpu"), 1e-6)
+    probe = find_elementwise(SMALL, operators)
+    assert probe is not None
+    assert probe.seconds(3) > 0
+    assert sorted(set(calls)) == ["norm", "rotate"]
+    assert calls.count("norm") == 2 * calls.count("rotate")
+    assert find_elementwise(SMALL, Operators(torch.bfloat16, torch.device("cpu"), 1e-6)) is None
+
+
+def elementwise_probe() -> ElementwiseProbe:
+    operators = Operators(torch.bfloat16, torch.device("cpu"), 1e-6)
+    return ElementwiseProbe(ElementwiseChoice(), operators, LARGE)
+
+
 def never_called(*arguments: object) -> tuple[torch.Tensor, torch.Tensor]:
     raise AssertionError("nothing is drawn here")
 
@@ -210,6 +277,7 @@ def test_a_large_model_is_measured_once_per_machine_and_shape(measured: list[int
         b'{"machine": {"shape": {"threads": [[1, 2], [1]], "uses_kernel": true}}}',
         b'{"machine": {"shape": {"threads": [[1, 2]], "uses_kernel": "few"}}}',
         b'{"machine": {"shape": {"threads": [[1, 2]], "uses_kernel": true, "draws_by_kernel": []}}}',
+        b'{"machine": {"shape": {"threads": [[1, 2]], "uses_kernel": true, "norms_by_kernel": 3}}}',
     ],
 )
 def test_a_broken_file_is_as_none_and_is_replaced(content: bytes, measured: list[int], cache: Path) -> None:

@@ -77,13 +77,24 @@ def test_a_context_that_does_not_fit_is_told_with_one_that_does() -> None:
     with pytest.raises(NotEnoughMemory) as caught:
         plan(100, max_model_len=32_768, kv_memory_bytes=int(2.1 * GIB))
     assert caught.value.cause == "KV cache: need 4.0 GiB for 32768 tokens, --kv-memory gives 2.1 GiB."
-    assert caught.value.fix == "--max-model-len 17100, or --kv-memory 4098MiB"
+    assert caught.value.fix == "--max-model-len 17100, or --kv-memory 4.01GiB"
     assert plan(100, max_model_len=17_100, kv_memory_bytes=int(2.1 * GIB)).kv_tokens >= 17_100
 
 
 def test_what_is_short_by_less_than_is_shown_is_told_in_bytes() -> None:
     with pytest.raises(NotEnoughMemory, match=r"--kv-memory gives 4\.0 GiB, 2097152 bytes too few\. Fix"):
         plan(100, max_model_len=32_768, kv_memory_bytes=4 * GIB)
+
+
+def test_one_message_has_one_unit() -> None:
+    with pytest.raises(NotEnoughMemory) as caught:
+        plan(100, max_model_len=32_768, kv_memory_bytes=64 * MIB)
+    assert caught.value.cause == "KV cache: need 4.0 GiB for 32768 tokens, --kv-memory gives 0.062 GiB."
+    assert caught.value.fix.endswith("--kv-memory 4.01GiB")
+    with pytest.raises(NotEnoughMemory) as caught:
+        plan(100, max_model_len=512, kv_memory_bytes=32 * MIB)
+    assert caught.value.cause == "KV cache: need 66.0 MiB for 512 tokens, --kv-memory gives 32.0 MiB."
+    assert caught.value.fix.endswith("--kv-memory 66MiB")
 
 
 def test_kv_memory_beyond_what_is_free_is_refused() -> None:
@@ -135,7 +146,7 @@ def test_more_host_memory_than_is_free_is_refused_with_what_fits() -> None:
     with pytest.raises(NotEnoughMemory) as caught:
         offload_slots(MODEL, EngineConfig(kv_offload_bytes=9 * GIB), torch.bfloat16, 8 * GIB)
     assert caught.value.cause == "--kv-offload-memory asks for 9.0 GiB, 8.0 GiB free."
-    assert caught.value.fix == "--kv-offload-memory 4096MiB, or less."
+    assert caught.value.fix == "--kv-offload-memory 4GiB, or less."
 
 
 def test_weights_that_do_not_fit_are_told_before_loading() -> None:
@@ -160,13 +171,18 @@ def refused(free_gib: float, **engine: int) -> str:
     return caught.value.fix
 
 
+def value_of(word: str) -> int:
+    units = {"MiB": MIB, "GiB": GIB}
+    return int(float(word[:-3]) * units[word[-3:]]) if word[-3:] in units else int(word)
+
+
 def options_in(fix: str) -> list[dict[str, int]]:
     """Each alternative of a fix as EngineConfig's fields."""
     names = {"--max-model-len": "max_model_len", "--max-sequences": "max_sequences", "--kv-memory": "kv_memory_bytes"}
     found = []
     for way in fix.split(", or "):
         words = way.split()
-        values = [int(word.removesuffix("MiB")) * (MIB if word.endswith("MiB") else 1) for word in words[1::2]]
+        values = [value_of(word) for word in words[1::2]]
         found.append({names[word]: value for word, value in zip(words[::2], values, strict=True)})
     return found
 

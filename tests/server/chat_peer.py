@@ -1,6 +1,7 @@
 """A model server on a real socket that plays prepared answers: the other end for what talks to servers."""
 
 import json
+import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,8 +32,11 @@ class Peer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self) -> None:
+    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
         super().__init__(("127.0.0.1", 0), PeerHandler)
+        self._scheme = "http" if tls is None else "https"
+        if tls is not None:
+            self.socket = tls.wrap_socket(self.socket, server_side=True)
         self.chunks: list[bytes] = ANSWER
         self.refusal: tuple[int, bytes] | None = None
         self.stages: list[str] = []  # what /ready still answers 503 with
@@ -43,7 +47,7 @@ class Peer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
+        return f"{self._scheme}://127.0.0.1:{self.server_address[1]}"
 
 
 class PeerHandler(BaseHTTPRequestHandler):
@@ -88,8 +92,8 @@ class PeerHandler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def running_peer() -> Iterator[Peer]:
-    with Peer() as server:
+def running_peer(tls: ssl.SSLContext | None = None) -> Iterator[Peer]:
+    with Peer(tls) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:

@@ -12,10 +12,18 @@ from server.wire.connection_limits import Http2Limits
 from server.wire.frame_limits import FrameLimits, Rate
 from server.wire.http1_prefilter import HeadLimits
 from server.wire.http2 import Http2Protocol
-from server.wire.messages import ResponseHead, Writer
+from server.wire.messages import ResponseHead, TextFrame, TextWriter
 from tests.server.http2_client import fields
 
 HEAD = ResponseHead(200, ())
+
+
+class _Utf8(dict[str, bytes]):
+    def __missing__(self, text: str) -> bytes:
+        return text.encode()
+
+
+PLAIN = TextFrame(b"", _Utf8(), b"")  # texts as they are
 NO_LIMITS = Http2Limits(frames=FrameLimits(settings=Rate(10**6, 0), resets=Rate(10**6, 0), num_overhead_frames=10**6))
 
 
@@ -30,7 +38,7 @@ class Pair:
         self.sent: dict[int, bytes] = {}
         self.received: dict[int, bytes] = {}
         self.ended: set[int] = set()
-        self._writers: dict[int, Writer] = {}
+        self._writers: dict[int, TextWriter] = {}
         self.exchange()
 
     def open(self) -> int:
@@ -48,10 +56,10 @@ class Pair:
     def say(self, stream_id: int, data: bytes) -> None:
         """As send, by the stream's writer."""
         if stream_id not in self._writers:
-            self._writers[stream_id] = self.server.responses.writer(
-                stream_id, partial(self._send_data, stream_id), lambda: None
+            self._writers[stream_id] = self.server.responses.text_writer(
+                stream_id, PLAIN, partial(self._send_data, stream_id), lambda: None
             )
-        self._writers[stream_id](data)
+        self._writers[stream_id](data.decode())
         self.sent[stream_id] += data
 
     def _send_data(self, stream_id: int, data: bytes) -> None:

@@ -289,6 +289,7 @@ class SimulatedServer:
             self.loop.call_soon,
             time,
             lambda: None,
+            self.metrics.inter_token,
         )
         self.lifecycle = Lifecycle(
             reader=_reader(limits, clock),

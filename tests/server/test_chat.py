@@ -208,7 +208,11 @@ def test_nobody_there_is_not_up_and_says_how_to_get_one() -> None:
     assert "steploop serve" in caught.value.fix
 
 
-@pytest.mark.parametrize("url", ["localhost:8000", "ftp://a", "http://", "http://[::1", "http://a:port", ""])
+def test_host_and_port_are_enough() -> None:
+    assert HttpChatBackend("localhost:8000").url == "http://localhost:8000"
+
+
+@pytest.mark.parametrize("url", ["ftp://a", "http://", "http://[::1", "http://a:port", ""])
 def test_what_is_no_url_is_refused(url: str) -> None:
     with pytest.raises(StartupError) as caught:
         HttpChatBackend(url)

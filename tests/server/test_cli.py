@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import ssl
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from server import __version__
 from server.cli import BROKEN_PIPE, main
 from server.commands.versions import FLOORS
 from server.config import OPTIONS, ServerConfig
+from tests.certificates import make_certificate, needs_openssl
 from tests.core.small_tokenizers import byte_level
 from tests.gguf_files import byte_level_metadata, write_gguf
 from tests.server.chat_peer import running_peer
@@ -93,6 +95,7 @@ def test_serve_help_lists_every_option_and_every_exit_code(capsys: pytest.Captur
         (["serve", "--model", "/nowhere/at/all"], ExitCode.MODEL, "'/nowhere/at/all'"),
         (["serve", "--estimate", "--model", str(ROOT / "tests")], ExitCode.MODEL, "config.json is missing"),
         (["chat", "--url", "http://127.0.0.1:9", "-q", "hi"], ExitCode.UNREACHABLE, "does not answer"),
+        (["chat", "--url", "127.0.0.1:9", "-q", "hi"], ExitCode.UNREACHABLE, "http://127.0.0.1:9 does not answer"),
     ],
 )
 def test_a_refusal_is_one_cause_and_one_fix(
@@ -105,6 +108,11 @@ def test_a_refusal_is_one_cause_and_one_fix(
     assert cause in error
     assert fix.startswith("fix: ")
     assert captured.out == ""
+
+
+def test_a_question_without_its_flag_is_told_which(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "what is it?"]) == ExitCode.USAGE
+    assert capsys.readouterr().err.endswith("fix: steploop chat -q 'what is it?'\n")
 
 
 def test_debug_adds_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,6 +135,21 @@ def test_a_reader_that_leaves_is_no_error() -> None:
         process = subprocess.Popen(words, cwd=ROOT, stdout=write_end, stderr=subprocess.PIPE)
         os.close(write_end)
         _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (BROKEN_PIPE, b"")
+
+
+@pytest.mark.parametrize("words", [["models"], ["keys", "list"], ["serve", "--estimate"]])
+def test_a_reader_that_leaves_is_no_error_of_any_command(words: list[str], tmp_path: Path) -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    if words[0] == "keys":
+        words = [*words, "--keys-file", str(tmp_path / "keys.json")]
+        assert main(["keys", "create", *words[2:]]) == ExitCode.OK
+    process = subprocess.Popen(
+        [sys.executable, "-m", "server.cli", *words], cwd=ROOT, stdout=write_end, stderr=subprocess.PIPE
+    )
+    os.close(write_end)
+    _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (BROKEN_PIPE, b"")
 
 
@@ -203,6 +226,22 @@ def test_one_question_in_a_pipe_gives_the_answer_alone_on_stdout() -> None:
     assert done.stderr.startswith("3 tokens after a prompt of 7: the first in ")
     assert "\x1b" not in done.stderr
     assert peer.keys == ["Bearer secret"]
+
+
+@needs_openssl
+def test_over_tls_chat_takes_a_certificate_that_was_named_or_any_when_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    certificate, key = make_certificate(tmp_path)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificate, key)
+    with running_peer(context) as peer:
+        for words in (["--cacert", str(certificate)], ["--insecure"]):
+            assert main(["chat", "--url", peer.url, "-q", "hi", *words]) == ExitCode.OK
+            assert capsys.readouterr().out == "KV cache\n"
+        assert main(["chat", "--url", peer.url, "-q", "hi"]) == ExitCode.UNREACHABLE
+    assert "--cacert FILE" in capsys.readouterr().err
+    assert main(["chat", "--url", "http://127.0.0.1:9", "-q", "hi", "--insecure"]) == ExitCode.USAGE
 
 
 def test_chat_finds_the_server_that_the_settings_name() -> None:

@@ -1,9 +1,8 @@
 """The engine client alone: slices, order, usage, ends, failures. The loop and the engine are lists."""
 
 import itertools
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 from hypothesis import given
@@ -28,8 +27,9 @@ from core.types import (
     TokenLogprobs,
     Usage,
 )
-from server.backend import NEVER, TextTeller
+from server.backend import NEVER, ChoiceClock, ShortWay, TextTeller
 from server.engine_client import SLICE_CONNECTIONS, SLICE_ROWS, EngineClient
+from server.observing.exposition import Histogram
 from server.request_handle import RequestHandle
 
 LETTERS = TokenTable([b"a", b"b", b"c", b"d", b"\xc3", b"\xa9"])
@@ -45,6 +45,9 @@ class Connections:
     @property
     def num_dirty(self) -> int:
         return len(self.dirty)
+
+    def expect_flush(self) -> None:
+        """Nothing is flushed but by flush_all."""
 
     def flush_all(self) -> None:
         self.dirty.clear()
@@ -66,6 +69,7 @@ class Sink:
         self.engine_marks: list[EngineMark] = []
         self.ends: list[tuple[Usage, str | None]] = []
         self.marked: list[tuple[int, int]] = []  # choices, and how many tokens they had
+        self.clocks: defaultdict[int, ChoiceClock] = defaultdict(ChoiceClock)
         self._marks = marks or {}  # at how many to be asked again
         self._connections = connections or Connections()
         self._connection = connection
@@ -74,14 +78,18 @@ class Sink:
         assert text
         self.on_delta(choice, Delta(text=text, num_tokens=1), now_s)
 
-    def text_teller(self, choice: int) -> TextTeller:
-        return partial(self.on_text, choice)
+    def teller(self, choice: int) -> TextTeller:
+        return lambda text: self.on_text(choice, text, self.clocks[choice].last_s or 0.0)
+
+    def short_way(self, choice: int) -> ShortWay:
+        return ShortWay(self.teller(choice), self.clocks[choice])
 
     def on_delta(self, choice: int, delta: Delta, now_s: float) -> None:
         assert not self.ends
         self.deltas.append(delta)
         self.choices.append(choice)
         self.times_s.append(now_s)
+        self.clocks[choice].last_s = now_s
         self._connections.journal.append(delta.text)
         self._connections.dirty.add(self._connection)
 
@@ -108,6 +116,7 @@ class Bench:
         self.connections = Connections()
         self.soon: deque[Callable[[], None]] = deque()
         self.clock = itertools.count(1)
+        self.gaps = Histogram(())
         self.told: list[int] = []  # the journal's length when a delivery had been told in full
         self.client = EngineClient(
             self.posted.append,
@@ -116,6 +125,7 @@ class Bench:
             self.soon.append,
             lambda: float(next(self.clock)),
             lambda: self.told.append(len(self.journal)),
+            self.gaps,
         )
         self.sinks: dict[str, Sink] = {}
 
@@ -286,6 +296,30 @@ def with_logprob(token_id: int) -> TokenChunk:
     return TokenChunk(request_id="r", index=0, token_ids=(token_id,), logprobs=(entry,))
 
 
+def test_what_is_told_of_a_prompt_goes_to_every_choice_that_goes_on() -> None:
+    bench = Bench()
+    bench.submit(num_sequences=3, first_choice=4, num_logprobs=0, num_prompt_logprobs=0)
+    parts = [(TokenLogprobs(2, -1.0),), (TokenLogprobs(3, -2.0),)]
+    bench.deliver(chunks=(TokenChunk(request_id="r", index=0, prompt_logprobs=parts[0]),))
+    gone = end(FinishReason.CANCELLED, index=0, is_last=False)
+    bench.deliver(chunks=(gone, TokenChunk(request_id="r", index=1, prompt_logprobs=parts[1])))
+    sink = bench.sinks["r"]
+    told = [(c, delta.prompt_logprobs) for c, delta in zip(sink.choices, sink.deltas, strict=True)]
+    assert told == [(4, parts[0]), (5, parts[0]), (6, parts[0]), (4, ()), (5, parts[1]), (6, parts[1])]
+    assert {delta.num_tokens for delta in sink.deltas} == {0}
+
+
+def test_an_id_that_ends_a_sequence_is_told_apart_unless_a_stop_string_ends_it() -> None:
+    for stop, last, wanted in (((), 0, 2), (("�",), 4, None)):
+        bench = Bench()
+        bench.submit(num_logprobs=0, stop=stop)
+        bench.deliver(chunks=(with_logprob(last),))
+        bench.deliver(chunks=(end(FinishReason.STOP, 2, stop_logprobs=TokenLogprobs(2, -1.0)),))
+        delta = bench.sinks["r"].deltas[-1]
+        assert delta.finish_reason is FinishReason.STOP
+        assert (delta.stop_logprobs and delta.stop_logprobs.token_id) == wanted
+
+
 def test_stop_string_tells_the_engine_what_was_kept_and_drops_the_rest() -> None:
     bench = Bench()
     bench.submit(stop=("bc",))
@@ -439,10 +473,10 @@ def test_teller_that_raises_ends_its_request_alone(caplog: pytest.LogCaptureFixt
     bench.submit("r")
     bench.submit("s")
 
-    def fail(text: str, now_s: float) -> None:
+    def fail(text: str) -> None:
         raise ZeroDivisionError
 
-    bench.sinks["r"].text_teller = lambda choice: fail  # type: ignore[method-assign]
+    bench.sinks["r"].teller = lambda choice: fail  # type: ignore[method-assign]
     bench.deliver(("r", 0, 0), ("s", 0, 0), ("r", 0, 1), ("s", 0, 1), ("r", 0, 2))
     assert [sink.text for sink in bench.sinks.values()] == ["a", "ab"]
     assert bench.cancels == [Cancel("r", FinishReason.ERROR, 0, 2)]
@@ -454,11 +488,13 @@ def test_teller_tells_what_stands_alone_and_the_detokenizer_the_rest() -> None:
     handle = bench.submit(stop=("cd",))
     sink, told = bench.sinks["r"], []
 
-    def tell(text: str, now_s: float) -> None:
-        told.append(text)
-        sink.on_text(0, text, now_s)
+    tell_on = sink.teller(0)
 
-    sink.text_teller = lambda choice: tell  # type: ignore[method-assign]
+    def tell(text: str) -> None:
+        told.append(text)
+        tell_on(text)
+
+    sink.teller = lambda choice: tell  # type: ignore[method-assign]
     for token_id in (0, 1, 4, 5, 0, 9, 2):  # a, b, half an é, the other half, a, an id that no token has, c
         bench.deliver(("r", 0, token_id))
     assert (sink.text, told) == ("abéa", ["b", "a"])
@@ -466,6 +502,29 @@ def test_teller_tells_what_stands_alone_and_the_detokenizer_the_rest() -> None:
     bench.deliver(("r", 0, 1), ("r", 0, 1), ("r", 0, 2), ("r", 0, 3), ("r", 0, 0))
     assert (sink.text, told) == ("abéacbb", ["b", "a", "b"])
     assert bench.cancels == [Cancel("r", FinishReason.STOP, 0, 11)]
+
+
+def test_gaps_are_those_between_the_texts_of_each_sequence() -> None:
+    """On the short way; of a sequence that has just begun there is none, and the sink tells of all others itself."""
+    bench = Bench()
+    for request_id in "rst":
+        bench.submit(request_id)
+    bench.deliver(("r", 0, 0), ("s", 0, 0))
+    bench.deliver(("s", 0, 0))
+    bench.deliver(("s", 0, 0), ("r", 0, 0), ("t", 0, 0))
+    bench.deliver(*[(request_id, 0, 0) for request_id in "rst"])
+    times = {request_id: sink.times_s for request_id, sink in bench.sinks.items()}
+    gaps = [after - before for come in times.values() for before, after in itertools.pairwise(come)]
+    assert (bench.gaps.counts, bench.gaps.total) == ([len(gaps)], sum(gaps))
+    assert len(gaps) == 6
+
+
+def test_fault_in_a_slice_leaves_nothing_unwritten() -> None:
+    bench = Bench()
+    bench.submit("r")
+    with pytest.raises(KeyError):
+        bench.deliver(("r", 0, 0), ("nobody", 0, 0))
+    assert bench.journal == ["a", "/"]
 
 
 def test_text_that_leaves_something_held_is_not_followed_by_the_short_way() -> None:

@@ -10,7 +10,7 @@ from server.wire.http2_data import PIECE_BYTES
 from server.wire.messages import HttpRequest, ResponseHead
 from server.wire.response_fields import ResponseError
 from tests.server.http2_client import fields
-from tests.server.http2_pair import HEAD, Pair, take_step
+from tests.server.http2_pair import HEAD, PLAIN, Pair, take_step
 
 STEPS = st.one_of(
     st.tuples(st.just("open")),
@@ -84,13 +84,13 @@ def test_writer_leaves_to_send_what_is_no_piece() -> None:
     pair.server.responses.send_head(counted, ResponseHead(200, ((b"content-length", b"9"),)))
     left: list[bytes] = []
     plain, ended, reset, of_counted = (
-        pair.server.responses.writer(stream_id, left.append, lambda: None) for stream_id in (*ids, counted)
+        pair.server.responses.text_writer(stream_id, PLAIN, left.append, lambda: None) for stream_id in (*ids, counted)
     )
     pair.server.responses.send_end(ids[1])
     pair.server.reset(ids[2], ErrorCodes.CANCEL)
-    for write, data in ((ended, b"1"), (reset, b"2"), (of_counted, b"3"), (plain, b"4"), (plain, b"5")):
-        write(data)
-    plain(b"6" * (PIECE_BYTES + 1))
+    for write, text in ((ended, "1"), (reset, "2"), (of_counted, "3"), (plain, "4"), (plain, "5")):
+        write(text)
+    plain("6" * (PIECE_BYTES + 1))
     assert left == [b"1", b"2", b"3", b"5", b"6" * (PIECE_BYTES + 1)]
 
 

@@ -163,7 +163,9 @@ def test_a_set_keeps_the_keys_that_can_check_signatures() -> None:
     secret = OctKey.generate_key(256, {"kid": "oct"}).as_dict()
     for_encryption = ECKey.generate_key("P-256", {"kid": "enc", "use": "enc"}).as_dict(private=False)
     broken = {"kty": "RSA", "kid": "broken", "n": "?"}
-    keys = parse_jwks(json.dumps({"keys": [*JWKS["keys"], secret, for_encryption, broken, "text"]}).encode())
+    unknown = [{"kty": "EC", "kid": "new", "crv": "P-1", "x": "AA", "y": "AA"}, {"kty": "OKP", "crv": "Ed1", "x": "AA"}]
+    published = [*unknown, *JWKS["keys"], secret, for_encryption, broken, "text"]
+    keys = parse_jwks(json.dumps({"keys": published}).encode())
     assert keys.keys() == {"rsa", "ec", "okp"}
     only = parse_jwks(json.dumps({"keys": [EC.as_dict(private=False)]}).encode())
     assert only[None] is only["ec"]
@@ -258,13 +260,19 @@ class Issuer:
     def __init__(self) -> None:
         self.body = json.dumps(JWKS).encode()
         self.status = 200
+        self.location: str | None = None
         self.num_asked = 0
         issuer = self
 
         class Answer(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 issuer.num_asked += 1
-                self.send_response(issuer.status)
+                if issuer.status == 0:  # no HTTP
+                    self.wfile.write(b"220 ready\r\n")
+                    return
+                self.send_response(issuer.status if self.path == "/keys" else 200)
+                if self.path == "/keys" and issuer.location:
+                    self.send_header("location", issuer.location)
                 self.end_headers()
                 self.wfile.write(issuer.body)
 
@@ -313,12 +321,36 @@ def test_the_keys_of_a_url_come_in_the_background_and_are_kept_for_a_day(caplog:
         await wait_fetched(source)
         assert "those of before go on to count" in caplog.text
         now[0] += RETRY_S
+        issuer.status = 0
+        caplog.clear()
         assert source.find("new") is not None
         await wait_fetched(source)
+        assert "those of before go on to count" in caplog.text
         assert issuer.num_asked == 4
         now[0] += MAX_AGE_S
         assert source.find("new") is None
         await wait_fetched(source)
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        issuer.close()
+
+
+@pytest.mark.parametrize(("location", "is_followed"), [("/moved", True), ("https://127.0.0.1:1/keys", False)])
+def test_a_redirect_is_followed_where_it_keeps_the_scheme(
+    location: str, is_followed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    issuer = Issuer()
+    issuer.location = location
+    issuer.status = 302
+
+    async def scenario() -> None:
+        source = KeySource(issuer.url, lambda: 0.0)
+        source.find("ec")
+        await wait_fetched(source)
+        assert (source.find("ec") is not None) is is_followed
+        assert ("redirects to https://127.0.0.1:1/keys" in caplog.text) is not is_followed
 
     try:
         asyncio.run(scenario())

@@ -10,9 +10,22 @@ import pytest
 
 from core.errors import StartupError
 from server.ledger.journal import Journal, open_journal
-from server.ledger.records import Amend, Checkpoint, LedgerRow, Probe, Progress, Prune, Reserve, Settle, State, Write
+from server.ledger.records import (
+    Amend,
+    Checkpoint,
+    Keep,
+    LedgerRow,
+    Probe,
+    Progress,
+    Prune,
+    Reserve,
+    Settle,
+    State,
+    StoredAnswer,
+    Write,
+)
 from server.ledger.spill import RECORD_BYTES, Spill, SpillFull
-from server.ledger.store import PRUNED_ROWS, LedgerStore
+from server.ledger.store import CHECKPOINT_WRITES, PRUNED_ROWS, LedgerStore
 
 NUM_RECORDS = 8
 
@@ -68,6 +81,35 @@ def lock(path: Path, journal: Journal) -> Iterator[sqlite3.Connection]:
     connection.execute("BEGIN IMMEDIATE")
     yield connection
     connection.close()
+
+
+def test_commits_leave_the_log_to_the_tidying_after_them(path: Path, journal: Journal) -> None:
+    def write_many(prefix: str) -> None:
+        for i in range(CHECKPOINT_WRITES // 4):
+            journal.write([Reserve(row(f"{prefix}{i}-{part}", path="x" * 400)) for part in range(4)])
+
+    journal.tidy()
+    size_bytes, log = path.stat().st_size, path.with_name(path.name + "-wal")
+    write_many("a")
+    log_bytes = log.stat().st_size
+    assert path.stat().st_size == size_bytes
+    assert log_bytes > 2**20
+    journal.tidy()
+    assert path.stat().st_size > size_bytes
+    journal.write([settled("a0-0")])
+    write_many("b")
+    assert log.stat().st_size < 1.5 * log_bytes  # it has begun anew
+
+
+def test_log_of_large_answers_is_bounded(path: Path, journal: Journal) -> None:
+    for i in range(CHECKPOINT_WRITES // 50):
+        answer = StoredAnswer(
+            tenant="acme", key=f"k{i}", request_id=f"r{i}", digest=b"d", stored_us=1, status=200, headers=(),
+            body=b"x" * 2**20,
+        )  # fmt: skip
+        journal.write([Keep(answer)])
+        journal.tidy()
+    assert path.with_name(path.name + "-wal").stat().st_size < 16 * 2**20
 
 
 def test_orphan_closes_at_its_last_checkpoint_and_not_at_its_reservation(path: Path) -> None:

@@ -77,6 +77,9 @@ class FaultyJournal:
             raise ZeroDivisionError
         return self._journal.write(writes)
 
+    def tidy(self) -> None:
+        self._journal.tidy()
+
     def close(self) -> None:
         self._journal.close()
 
@@ -98,6 +101,38 @@ def test_fault_of_ours_is_told_and_the_thread_goes_on(tmp_path: Path) -> None:
 
     asyncio.run(run())
     assert states(path).keys() == {"b"}
+
+
+class SlowlyTidied:
+    """Does not come back from its tidying before it may."""
+
+    def __init__(self, journal: Journal) -> None:
+        self.may_end = threading.Event()
+        self._journal = journal
+
+    def write(self, writes: list[Write]) -> Written:
+        return self._journal.write(writes)
+
+    def tidy(self) -> None:
+        assert self.may_end.wait(30)
+
+    def close(self) -> None:
+        self._journal.close()
+
+
+def test_nobody_waits_for_the_tidying_after_a_commit(tmp_path: Path) -> None:
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        told: asyncio.Future[bool] = loop.create_future()
+        journal = SlowlyTidied(open_journal(tmp_path / "ledger.db", 10))
+        writer = LedgerThread(journal, loop)  # type: ignore[arg-type]
+        writer.submit(settled("a"), lambda is_durable, written: told.set_result(is_durable))
+        assert await asyncio.wait_for(told, 30)
+        assert not journal.may_end.is_set()
+        journal.may_end.set()
+        writer.close()
+
+    asyncio.run(run())
 
 
 def test_without_a_ledger_limits_of_days_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:

@@ -75,6 +75,22 @@ def test_what_cannot_be_served_or_does_not_fit_says_why(
     assert not quantised["fits"]
 
 
+def test_what_is_missing_or_stored_as_a_pickle_is_listed_with_the_reason(
+    models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (models / "org" / "tiny" / "tokenizer.json").unlink()
+    for name, file in (("old", "pytorch_model.bin"), ("older", "consolidated.00.pth")):
+        (models / name).mkdir()
+        (models / name / "config.json").write_text((models / "org" / "tiny" / "config.json").read_text())
+        (models / name / file).write_bytes(b"")
+    found = listed(capsys, "--dir", str(models))
+    reasons = {Path(name).name: str(found[name]["reason"]) for name in found if not found[name]["fits"]}
+    assert reasons.keys() == {"old", "older", "tiny"}
+    assert reasons["tiny"].endswith("tokenizer.json is missing")
+    for name, file in (("old", "pytorch_model.bin"), ("older", "consolidated.00.pth")):
+        assert f"it holds {file}, and pickled weights, which can run code, are not read" in reasons[name]
+
+
 def test_table_has_a_row_a_model(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models", "--dir", str(models), "--device", "cpu"]) == ExitCode.OK
     text = capsys.readouterr().out

@@ -2,12 +2,13 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 
 from core.errors import ErrorKind, ServiceError
-from server.wire.messages import Headers, HttpRequest, ResponseHead
+from server.wire.messages import Headers, HttpRequest, ResponseHead, TextFrame, TextWriter
 from server.wire.stream import ClientDisconnected, HttpStream
 from tests.server.virtual_loop import VirtualTimeLoop
 
@@ -31,8 +32,8 @@ class Recorder:
     def write_data(self, stream: HttpStream, data: bytes) -> None:
         self.calls.append(data)
 
-    def writer(self, stream: HttpStream) -> Callable[[bytes], None]:
-        return stream.send
+    def text_writer(self, stream: HttpStream, frame: TextFrame) -> TextWriter:
+        return partial(stream.send_text, frame)
 
     def write_end(self, stream: HttpStream, trailers: Headers) -> None:
         self.calls.append(("end", trailers))

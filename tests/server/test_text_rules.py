@@ -1,6 +1,7 @@
 """Text rules: what they find, what they hold back, and what becomes of prompts and answers that break them."""
 
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from hashlib import sha256
@@ -18,6 +19,7 @@ from server.config import ServerConfig
 from server.gate.tenants import Tenant, parse_tenants
 from server.gate.text_rules import TextRule, rule_book
 from server.gate.text_screen import HELD_CHARS, TextScreen
+from tests.call_counter import CallCounter
 from tests.server.simulated_server import (
     STREAM,
     TOKENIZER,
@@ -75,6 +77,27 @@ def said_until_a_match(texts: Sequence[str], *patterns: str) -> str:
         if any(end < len(text) for _, end in spans):  # one at the very end may yet be none
             return text[: min(spans)[0]]
     return text[: min(spans)[0]] if texts and spans else text
+
+
+@given(texts=pieces, phrases=st.lists(st.text(alphabet="abX ", min_size=1, max_size=4), min_size=1, max_size=6))
+def test_phrases_hold_and_end_as_their_patterns_would(texts: list[str], phrases: list[str]) -> None:
+    rules = [TextRule(phrase=one, ignore_case=i % 2 == 1) for i, one in enumerate(phrases)]
+    patterns = [f"(?i){one}" if rule.ignore_case else one for one, rule in zip(phrases, rules, strict=True)]
+    shown, _ = screen(texts, *rules)
+    assert "".join(shown) == said_until_a_match(texts, *patterns)
+
+
+def test_a_token_costs_no_more_calls_for_many_phrases_than_for_one() -> None:
+    def calls(num_phrases: int) -> Counter[str]:
+        rules = tuple(TextRule(phrase=f"zq {i:02}", ignore_case=True) for i in range(num_phrases))
+        tested = TextScreen(rule_book(rules).on_answer)
+        with CallCounter(lambda path: path.endswith(("text_rules.py", "text_screen.py"))) as counter:
+            for word in (" a", " plain", " text"):
+                tested.push(word)
+        return counter.calls
+
+    assert calls(64) == calls(1)
+    assert calls(1)["TextScreen.push"] == 3
 
 
 ODD_PATTERNS = (

@@ -22,7 +22,15 @@ from server.listening.refusals import HANDSHAKE, MAX_CONNECTIONS
 from server.wire.exchanges import Handler
 from server.wire.peer import ClientCertificate
 from server.wire.stream import HttpStream
-from server.wire.tls import REFUSED_ALERT, ClientAuth, ServerTls, TlsFiles, client_certificate, server_tls
+from server.wire.tls import (
+    REFUSED_ALERT,
+    ClientAuth,
+    ServerTls,
+    TlsFiles,
+    client_certificate,
+    server_tls,
+    version_alert,
+)
 from tests.certificates import make_certificate, make_client_certificate, needs_openssl
 from tests.server.fakes import refuse
 from tests.server.http2_client import fields
@@ -269,6 +277,32 @@ def test_who_is_one_too_many_gets_an_alert(tmp_path: Path) -> None:
             first.close()
 
     uvloop.run(main())
+
+
+OLD_HELLO = bytes((22, 3, 1, 0, 41, 1, 0, 0, 37, 3, 2)) + bytes(32) + bytes((0, 0, 2, 0xC0, 0x13, 1, 0))
+NEW_HELLO = OLD_HELLO[:10] + b"\3" + OLD_HELLO[11:]
+
+
+@pytest.mark.parametrize("version", [0, 1, 2], ids=["SSL 3.0", "TLS 1.0", "TLS 1.1"])
+def test_who_knows_only_old_versions_is_told_so(tmp_path: Path, version: int) -> None:
+    """RFC 8446 §6.2: the handshake would fail without a word, for no loop sends what OpenSSL says last."""
+    certificate, key = make_certificate(tmp_path)
+
+    async def main() -> None:
+        async with serving(ServerTls(TlsFiles(certificate, key))) as listener:
+            reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
+            writer.write(OLD_HELLO[:10] + bytes((version,)) + OLD_HELLO[11:])
+            assert await reader.read() == bytes((21, 3, version, 0, 2, 2, 70))
+            writer.close()
+            await wait_until(lambda: listener.num_open == 0)
+            assert listener.refusals.counts[HANDSHAKE] == 1
+
+    uvloop.run(main())
+
+
+@pytest.mark.parametrize("hello", [b"", b"\x16", OLD_HELLO[:10], NEW_HELLO[:11], b"\x17" + OLD_HELLO[1:11]])
+def test_what_is_no_old_hello_is_left_to_openssl(hello: bytes) -> None:
+    assert version_alert(hello) == b""
 
 
 def test_connections_in_their_handshake_count_towards_the_cap(tmp_path: Path) -> None:

@@ -102,10 +102,10 @@ CHAT = {"messages": [{"role": "user", "content": "step"}]}
 @pytest.mark.parametrize(
     ("start", "surface", "calls_per_token", "writes_per_step", "slices_per_step"),
     [
-        pytest.param(over_http1, CHAT, 6.7, 64, 4, id="HTTP/1.1"),
-        pytest.param(over_http2(1), CHAT, 2.6, 1, 1, id="HTTP/2"),
-        pytest.param(over_http2(1), CHAT | {"stop": ["xx", "\n"]}, 2.6, 1, 1, id="HTTP/2, stop strings"),
-        pytest.param(over_http2(8), CHAT, 4.1, 8, 1, id="HTTP/2, 8 connections"),
+        pytest.param(over_http1, CHAT, 4.7, 64, 4, id="HTTP/1.1"),
+        pytest.param(over_http2(1), CHAT, 1.6, 1, 1, id="HTTP/2"),
+        pytest.param(over_http2(1), CHAT | {"stop": ["xx", "\n"]}, 1.6, 1, 1, id="HTTP/2, stop strings"),
+        pytest.param(over_http2(8), CHAT, 3.1, 8, 1, id="HTTP/2, 8 connections"),
     ],
 )
 def test_token_costs_so_many_calls_and_a_step_so_many_writes_and_slices(

@@ -8,6 +8,7 @@ import pytest
 
 from server.values import (
     BadValueError,
+    choice_of,
     count_between,
     duration_between,
     existing_directory,
@@ -130,6 +131,28 @@ def test_near_a_path_that_goes_wrong_early_lies_the_same_path_with_one_name_chan
     assert names_near(missing, os.path.isfile) == []
     (tmp_path / "templates" / "chat.jinja").touch()
     assert names_near(missing, os.path.isfile) == [tmp_path / "templates" / "chat.jinja"]
+
+
+def test_a_path_may_go_wrong_in_several_names_and_be_cut_short(tmp_path: Path) -> None:
+    wanted = tmp_path / "models" / "Qwen3-0.6B"
+    wanted.mkdir(parents=True)
+    for missing in ("models/qwen3", "modls/Qwen3-0.6", "MODELS/qwen"):
+        assert names_near(tmp_path / missing, os.path.isdir) == [wanted]
+
+
+def test_of_a_few_names_the_nearest_is_proposed() -> None:
+    with pytest.raises(BadValueError, match=r"one of debug, info, warning, error$") as caught:
+        choice_of("debug", "info", "warning", "error")("lound")
+    assert caught.value.proposal == "info"
+    with pytest.raises(BadValueError) as caught:
+        choice_of("debug", "info", "warning", "error")("xyz")
+    assert caught.value.proposal is None
+
+
+def test_a_word_that_stands_for_a_name_is_taken_for_it_and_nothing_like_it() -> None:
+    with pytest.raises(BadValueError, match=r"one of auto, cpu, cuda; did you mean cuda\?$") as caught:
+        choice_of("auto", "cpu", "cuda", gpu="cuda")("gpu")
+    assert caught.value.proposal == "cuda"
 
 
 @pytest.mark.parametrize(("parse", "is_directory"), [(existing_file, True), (existing_directory, False)])

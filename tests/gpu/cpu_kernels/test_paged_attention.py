@@ -14,7 +14,7 @@ pytest.importorskip("numba", reason="needs numba: pip install 'steploop[cpu]'")
 if "avx512_bf16" not in cpu_flags():
     pytest.skip("needs a CPU with avx512_bf16", allow_module_level=True)
 
-from gpu.cpu_kernels.paged_attention import PagedAttention
+from gpu.cpu_kernels.paged_attention import PagedAttention, piece_heads
 
 NUM_BLOCKS = 220
 
@@ -176,3 +176,41 @@ def test_rows_of_one_token_and_prompts_attend_beside_each_other(kernel: PagedAtt
         if row < 2:
             alone.num_decodes = 1
         assert torch.equal(got[tokens], kernel.attend(query[tokens], kv, alone, PLAIN))
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize(("num_kv_heads", "per_kv", "head_dim"), [(2, 7, 64), (8, 3, 32)])
+def test_a_row_attends_the_same_alone_and_in_company(
+    kernel: PagedAttention,
+    monkeypatch: pytest.MonkeyPatch,
+    num_kv_heads: int,
+    per_kv: int,
+    head_dim: int,
+    window: int | None,
+) -> None:
+    """Alone its heads are divided among threads, with others they are not."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    query, kv, rows = make_case([300, 251, 17, 64], num_kv_heads, per_kv, head_dim, window)
+    together = kernel.attend(query, kv, rows, PLAIN)
+    for row in range(4):
+        alone = RaggedRows(rows.tables[row : row + 1], rows.ends[row : row + 1], torch.tensor([0, 1]), 1, window)
+        assert torch.equal(kernel.attend(query[row : row + 1], kv, alone, PLAIN)[0], together[row])
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_kv_heads", "head_dim", "count"),
+    [
+        (1, 2, 64, 1),  # two threads share the row
+        (2, 2, 64, 2),
+        (3, 2, 64, 1),  # one thread would wait for a whole row
+        (9, 2, 64, 2),
+        (8, 8, 128, 1),  # a head is as many bytes as are read together
+        (8, 8, 32, 4),
+        (8, 6, 32, 3),
+        (8, 5, 32, 1),
+    ],
+)
+def test_heads_are_read_together_where_rows_suffice(
+    num_rows: int, num_kv_heads: int, head_dim: int, count: int
+) -> None:
+    assert piece_heads(num_rows, num_kv_heads, head_dim, 2) == count

@@ -21,7 +21,7 @@ def noise(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("scheme", ["int4", "int8"])
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 3, 4, 5, 6, 7, 13, 40])
-@pytest.mark.parametrize(("num_out", "num_in"), [(64, 32), (64, 64), (192, 1120)])
+@pytest.mark.parametrize(("num_out", "num_in"), [(64, 32), (64, 64), (192, 1120), (66 * 64, 64)])
 def test_products_are_the_dequantised_matrixs(
     monkeypatch: pytest.MonkeyPatch,
     num_threads: int,

@@ -1,6 +1,8 @@
 import json
+from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 from openai.types import Completion
@@ -33,8 +35,22 @@ def reply(context: ReplyContext = CONTEXT, prompt: Any = "Hi", **fields: Any) ->
     return SURFACE.stream_reply(wire.parse(SURFACE, prompt=prompt, stream=True, **fields), context)
 
 
-def whole(*choices: Choice, context: ReplyContext = CONTEXT, prompt: Any = "Hi", **fields: Any) -> Any:
+def whole(
+    *choices: Choice,
+    context: ReplyContext = CONTEXT,
+    prompt: Any = "Hi",
+    told: Sequence[Sequence[TokenLogprobs]] = (),
+    **fields: Any,
+) -> Any:
+    """
+    Args:
+        told: of each choice's prompt.
+    """
     call = wire.parse(SURFACE, prompt=prompt, **fields)
+    for choice, logprobs in zip(choices, told, strict=bool(told)):
+        choice.prompt_logprobs = SURFACE.prompt_logprobs(call, context, choice.index)
+        if choice.prompt_logprobs is not None:
+            choice.prompt_logprobs.add_prompt(logprobs)
     return json.loads(
         SURFACE.whole_reply(
             call, context, choices, USAGE, wire.extras_of({"queue_ms": 0.5} if call.wants_timings else None)
@@ -75,7 +91,10 @@ def test_a_prompt_has_four_forms(prompt: Any, prompts: Any) -> None:
         ({"prompt": [True]}, "prompt[0]"),
         ({"prompt": [[1.5]]}, "prompt[0][0]"),
         ({"prompt": "a", "logprobs": 21}, "logprobs"),
-        ({"prompt": "a", "logprobs": 1, "echo": True}, "logprobs"),
+        ({"prompt": "a", "logprobs": 21, "echo": True}, "logprobs"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
+        ({"prompt": "a", "max_tokens": 0, "echo": False}, "max_tokens"),
+        ({"prompt": "a", "max_tokens": -1, "echo": True}, "max_tokens"),
         ({"prompt": "a", "best_of": 2}, "best_of"),
         ({"prompt": "a", "suffix": "b"}, "suffix"),
     ],
@@ -145,6 +164,84 @@ def test_an_echo_comes_before_the_text_of_each_choice() -> None:
     choices = [Choice(i, f" {i}", FinishReason.STOP) for i in range(4)]
     data = whole(*choices, context=ECHO_CONTEXT, prompt=["x", "y"], n=2, echo=True)
     assert [choice["text"] for choice in data["choices"]] == ["First 0", "First 1", "Second 2", "Second 3"]
+
+
+def test_an_echo_asks_for_the_logprobs_of_the_prompt_and_may_be_all() -> None:
+    sampling = wire.parse(SURFACE, prompt="Hi", echo=True, logprobs=3, max_tokens=0).sampling
+    assert (sampling.max_tokens, sampling.num_logprobs, sampling.num_prompt_logprobs) == (0, 3, 3)
+    assert wire.parse(SURFACE, prompt="Hi", echo=True).sampling.num_prompt_logprobs is None
+    assert wire.parse(SURFACE, prompt="Hi", logprobs=3).sampling.num_prompt_logprobs is None
+
+
+PIECES = {0: b"<s>", 1: b"Hel", 2: b"lo", 3: b" \xc3", 4: b"\xa9", 5: b"<end>"}
+PROMPT_CONTEXT = ReplyContext(
+    reply_id="abc123",
+    created_s=1_700_000_000,
+    model="tiny",
+    token_str=lambda token_id: PIECES[token_id].decode("utf-8", "replace"),
+    token_bytes=PIECES.__getitem__,
+    prompt_texts=("Hello é", "lo<end>lo"),
+    prompt_ids=((0, 1, 2, 3, 4), (2, 5, 2)),
+    special_ids={0, 5},
+)
+
+
+def scored(token_id: int) -> TokenLogprobs:
+    return TokenLogprobs(token_id, -float(token_id), ((1, -1.0), (2, -2.0)))
+
+
+def test_an_echoed_prompt_stands_first_in_the_lists() -> None:
+    """Its BOS is not in the text; what is drawn goes on where the prompt ends; the id that ends it says nothing."""
+    choice = Choice(0, "Hel", FinishReason.STOP, [scored(1)], scored(5))
+    told = [[scored(i) for i in (1, 2, 3, 4)]]
+    data = whole(choice, context=PROMPT_CONTEXT, told=told, echo=True, logprobs=2)["choices"][0]
+    assert data["text"] == "Hello éHel"
+    assert data["logprobs"] == {
+        "tokens": ["<s>", "Hel", "lo", " \ufffd", "\ufffd", "Hel", "<end>"],
+        "token_logprobs": [None, -1.0, -2.0, -3.0, -4.0, -1.0, -5.0],
+        "top_logprobs": [
+            None,
+            {"Hel": -1.0, "lo": -2.0},
+            {"Hel": -1.0, "lo": -2.0},
+            {"Hel": -1.0, "lo": -2.0, " \ufffd": -3.0},
+            {"Hel": -1.0, "lo": -2.0, "\ufffd": -4.0},
+            {"Hel": -1.0, "lo": -2.0},
+            {"Hel": -1.0, "lo": -2.0, "<end>": -5.0},
+        ],
+        "text_offset": [0, 0, 3, 5, 6, 7, 10],
+    }
+
+
+def test_special_ids_take_the_room_that_the_text_gives_them() -> None:
+    told = [scored(5), scored(2)]
+    choices = [Choice(i, "", FinishReason.LENGTH, []) for i in range(2)]
+    fields: dict[str, Any] = {"prompt": ["x", "y"], "echo": True, "logprobs": 0, "max_tokens": 0}
+    shown = whole(*choices, context=PROMPT_CONTEXT, told=[[], told], **fields)
+    assert shown["choices"][1]["logprobs"]["text_offset"] == [0, 2, 7]
+    hidden = msgspec.structs.replace(PROMPT_CONTEXT, prompt_texts=("", "lolo"))
+    shown = whole(*choices, context=hidden, told=[[], told], **fields)
+    assert shown["choices"][1]["logprobs"]["text_offset"] == [0, 2, 2]
+
+
+@pytest.mark.parametrize("cuts", [(), (1,), (1, 2, 3)])
+def test_a_stream_says_of_the_prompt_what_the_whole_answer_says(cuts: tuple[int, ...]) -> None:
+    told = [scored(i) for i in (1, 2, 3, 4)]
+    drawn, last = [scored(1), scored(2)], scored(5)
+    choices = [Choice(i, "Hello", FinishReason.STOP, drawn, last) for i in range(2)]
+    parts = [tuple(told[first:end]) for first, end in zip((0, *cuts), (*cuts, 4), strict=True)]
+    deltas = [
+        *(Delta(text="", num_tokens=0, prompt_logprobs=part) for part in parts),
+        Delta(text="Hel", num_tokens=1, logprobs=(drawn[0],)),
+        Delta(text="lo", num_tokens=2, logprobs=(drawn[1],), stop_logprobs=last, finish_reason=FinishReason.STOP),
+    ]
+    fields: dict[str, Any] = {"echo": True, "logprobs": 2, "n": 2}
+    events = read_events(wire.stream(reply(PROMPT_CONTEXT, **fields), *((i, d) for d in deltas for i in range(2))))
+    answer = whole(*choices, context=PROMPT_CONTEXT, told=[told, told], **fields)
+    for choice in range(2):
+        chunks = [event["choices"][0] for _, event in events[:-1] if event["choices"][0]["index"] == choice]
+        assert "".join(chunk["text"] for chunk in chunks) == answer["choices"][choice]["text"]
+        lists = {name: [item for c in chunks for item in c["logprobs"][name]] for name in OLD_LOGPROBS}
+        assert lists == answer["choices"][choice]["logprobs"]
 
 
 def test_old_logprobs_are_parallel_lists() -> None:

@@ -1,0 +1,58 @@
+"""Which certificates a client of a server takes: steploop chat, steploop bench serve. Thread: main."""
+
+import argparse
+import ssl
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from core.errors import ExitCode, StartupError
+from server.values import with_scheme
+
+
+def add_trust_flags(parser: argparse.ArgumentParser) -> None:
+    trust = parser.add_mutually_exclusive_group()
+    trust.add_argument(
+        "--cacert", dest="ca_file", type=Path, metavar="FILE", help="of https: who may have signed the certificate"
+    )
+    trust.add_argument("--insecure", dest="takes_any", action="store_true", help="of https: take any certificate")
+
+
+def check_trust_flags(arguments: argparse.Namespace) -> None:
+    """
+    Raises:
+        StartupError: they are given for a URL without TLS.
+    """
+    is_tls = arguments.url is not None and urlsplit(with_scheme(arguments.url)).scheme == "https"
+    if not is_tls and (arguments.ca_file is not None or arguments.takes_any):
+        flag = "--insecure" if arguments.takes_any else "--cacert"
+        raise StartupError(
+            f"{flag} is about TLS, which --url does not ask for", "--url https://HOST:PORT", ExitCode.USAGE
+        )
+
+
+def client_context(ca_file: Path | None = None, is_verified: bool = True) -> ssl.SSLContext:
+    """
+    Args:
+        ca_file: certificates of who may have signed the server's, PEM; None: those that the system trusts.
+        is_verified: False: any certificate will do.
+
+    Raises:
+        StartupError: the file holds no certificate.
+    """
+    try:
+        context = ssl.create_default_context(cafile=ca_file)
+    except OSError as error:
+        cause = f"--cacert {ca_file} cannot be used: {error}"
+        raise StartupError(cause, "give a file of certificates in PEM", ExitCode.USAGE) from error
+    context.set_alpn_protocols(["http/1.1"])
+    if not is_verified:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+def refused_certificate(url: str, error: ssl.SSLCertVerificationError | str) -> StartupError:
+    """What to say where the server's certificate is not one of these."""
+    reason = error if isinstance(error, str) else error.verify_message
+    fix = "--cacert FILE, with the certificate of who signed it, or --insecure to take any"
+    return StartupError(f"{url} has a certificate that is not trusted: {reason}", fix, ExitCode.UNREACHABLE)
