@@ -7,7 +7,7 @@ weight, key and value once, or multiply at the ceiling. Figures beside their tar
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -226,10 +226,26 @@ def _prefix(model: str, context: Context) -> Iterator[Row]:
 
 
 def _split(model: str, context: Context) -> Iterator[Row]:
+    captured = runner_of(model, context).captured
+    yield Row(table_of(model), {"measure": "graphs captured", "figure": captured.num_graphs})
+    yield Row(table_of(model), {"measure": "to capture them, s", "figure": captured.took_s})
+    counted = runner_of(model, context).memory.graph_bytes / 2**20
+    cells: dict[str, Cell] = {"measure": "they take, MiB", "figure": captured.size_bytes / 2**20, "limit": counted}
+    yield Row(table_of(model), cells, "", "limit: what was counted for them")
+    yield from _split_of(model, context, runner_of(model, context))
+
+
+def _split_by_python(model: str, context: Context) -> Iterator[Row]:
+    config = replace(engine_config(context), graphs="off")
+    runner = context.once(f"{model} without graphs", lambda: random_runner(config_of(model), config))
+    yield from _split_of(model, context, runner, "without graphs: ")
+
+
+def _split_of(model: str, context: Context, runner: ModelRunner, what: str = "") -> Iterator[Row]:
     """Where the time of a decode step goes, on the host and on the device."""
     sizes = sizes_of(context)
     for num_streams in sorted({1, min(64, sizes.max_sequences)}):
-        streams = Streams(runner_of(model, context))
+        streams = Streams(runner)
         names = [streams.submit(streams.prompt(32), 1 << 13 if context.is_device else 64) for _ in range(num_streams)]
         streams.run_until(lambda streams=streams, names=names: streams.have_all(names, 4))  # type: ignore[misc]
         streams.clocked.send_s = streams.clocked.wait_s = 0.0
@@ -239,17 +255,19 @@ def _split(model: str, context: Context) -> Iterator[Row]:
         total_s = (time.perf_counter() - started_s) / sizes.num_steps
         send_s, wait_s = (part / sizes.num_steps for part in (streams.clocked.send_s, streams.clocked.wait_s))
         of = f"of a step of {num_streams}, µs"
-        yield judged(context, model, f"whole {of}", total_s * 1e6)
-        yield judged(context, model, f"planning and telling {of}", (total_s - send_s - wait_s) * 1e6)
-        yield judged(context, model, f"sending {of}", send_s * 1e6)
-        yield judged(context, model, f"waiting {of}", wait_s * 1e6)
+        yield judged(context, model, f"{what}whole {of}", total_s * 1e6)
+        yield judged(context, model, f"{what}planning and telling {of}", (total_s - send_s - wait_s) * 1e6)
+        yield judged(context, model, f"{what}sending {of}", send_s * 1e6)
+        yield judged(context, model, f"{what}waiting {of}", wait_s * 1e6)
         if context.is_device:
             busy_s, span_s, num_kernels = _device_time(streams.step, sizes.num_steps)
-            yield judged(context, model, f"device busy {of}", busy_s / sizes.num_steps * 1e6)
-            yield judged(context, model, f"device operations in a step of {num_streams}", num_kernels / sizes.num_steps)
+            yield judged(context, model, f"{what}device busy {of}", busy_s / sizes.num_steps * 1e6)
+            yield judged(
+                context, model, f"{what}device operations in a step of {num_streams}", num_kernels / sizes.num_steps
+            )
             note = f"{num_streams} streams, under a profiler"
             idle = 1 - busy_s / span_s
-            yield judged(context, model, "device idle between decode steps, share", idle, note=note)
+            yield judged(context, model, f"{what}device idle between decode steps, share", idle, note=note)
         streams.cancel_all()
 
 
@@ -316,4 +334,5 @@ MEASURES: dict[str, Callable[[str, Context], Iterator[Row]]] = {
     "arriving prompts": _arrivals,
     "prefix cache": _prefix,
     "cancel": _cancel,
+    "step split without graphs": _split_by_python,  # last: it has a runner of its own
 }

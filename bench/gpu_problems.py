@@ -145,38 +145,49 @@ def gate(generator: Generator, dtype: torch.dtype, rows: int, width: int, activa
 
 
 def embed(generator: Generator, dtype: torch.dtype, rows: int, vocab: int, width: int) -> Problem:
-    """Some of the tokens are still on the device: what their slots drew last."""
-    from gpu.kernels.device_rows import LastTokens, embed_rows
+    from gpu.kernels.device_rows import embed_rows
 
-    device = generator.device
     table = noise(generator, dtype, vocab, width)
-    drawn = torch.randint(0, vocab, (rows,), generator=generator, device=device)
-    slots = torch.randperm(rows, generator=generator, device=device)
-    is_pending = torch.arange(rows, device=device) % 2 == 0
-    token_ids = torch.where(is_pending, -1, drawn)
-    last = LastTokens(slots, torch.empty_like(drawn).index_copy_(0, slots, drawn))
+    token_ids = torch.randint(0, vocab, (rows,), generator=generator, device=generator.device)
     return Problem(
         dtype,
-        lambda: embed_rows(table, token_ids, last),
-        lambda: (table[drawn].float(),),
+        lambda: embed_rows(table, token_ids),
+        lambda: (table[token_ids].float(),),
         2 * rows * width * dtype.itemsize,
-        peer=lambda: F.embedding(drawn, table),
+        peer=lambda: F.embedding(token_ids, table),
         tolerance=0.0,
     )
 
 
-def gather(generator: Generator, dtype: torch.dtype, rows: int, slots: int, width: int) -> Problem:
-    from gpu.kernels.device_rows import gather_rows
+def decoding_rows(generator: Generator, dtype: torch.dtype, rows: int, slots: int, width: int) -> Problem:
+    """What a step of decodes reads; the last row is padding, every other token is what its slot drew last."""
+    from gpu.kernels.device_rows import SpareBlocks, empty_rows, fill_rows
 
-    table = noise(generator, dtype, slots, width)
-    wanted = torch.randperm(slots, generator=generator, device=generator.device)[:rows]
-    size = 2 * rows * width * dtype.itemsize
+    def draw(most: int, *shape: int) -> Tensor:
+        return torch.randint(0, most, shape, generator=generator, device=generator.device)
+
+    tables, last = draw(1000, slots, width).int(), draw(1000, slots)
+    step = torch.stack([torch.randperm(slots, generator=generator, device=generator.device)[:rows]] * 3).int()
+    step[1], step[2] = draw(width * BLOCK, rows), draw(1000, rows)
+    step[2, ::2] = -1
+    step[:, -1] = -1
+    filled = empty_rows(rows, width, step.new_zeros((2, rows)).long())
+    real, positions, spare = step[0, :-1].long(), step[1, :-1].long(), SpareBlocks(1000, 1001)
+
+    def reference() -> tuple[Tensor, ...]:
+        is_used = torch.arange(width, device=step.device) <= (positions // BLOCK)[:, None]
+        blocks = torch.where(is_used, tables[real], spare.scratch)
+        first = tables[real, positions // BLOCK].long() * BLOCK + positions % BLOCK
+        tokens = torch.where(step[2, :-1] < 0, last[real], step[2, :-1])
+        wanted = (tokens, first, positions + 1, F.pad(blocks, (0, 0, 0, 1), value=spare.scratch))
+        return tuple(part.float() for part in wanted)
+
     return Problem(
         dtype,
-        lambda: gather_rows(table, wanted),
-        lambda: (table[wanted].float(),),
-        size,
-        peer=lambda: table.index_select(0, wanted),
+        lambda: fill_rows(filled, step, tables, last, spare),
+        reference,
+        2 * filled.tables.nbytes,
+        outputs=lambda _: (filled.token_ids[:-1], filled.kv_slots[:-1], filled.ends[:-1], filled.tables),
         tolerance=0.0,
     )
 
@@ -264,7 +275,7 @@ LAYER_BUILDERS: Mapping[str, Callable[..., Problem]] = {
     "rotate_and_store": rotate_and_store,
     "gate": gate,
     "embed": embed,
-    "gather": gather,
+    "decoding_rows": decoding_rows,
     "scatter": scatter,
     "product": product,
     "experts": experts,

@@ -57,6 +57,7 @@ def random_runner(config: Mapping[str, Any], engine: EngineConfig) -> ModelRunne
         weights = random_weights(model, choice.dtype, choice.device)
     runner = ModelRunner(model, engine, memory, weights, operators)
     warm_up(runner)
+    runner.open_graphs(lambda done, total: None)
     return runner
 
 

@@ -1,8 +1,8 @@
 """A plan's columns to the tensors of one step: all indexes and masks, computed once, on the host. Thread: engine.
 
-Keeps the block table of every slot. Tokens are put in an order of their own: first those that a sequence has drawn
-itself, longest context first, each attending alone; then prompts, row by row, in tiles. A token's products have the
-same shapes whoever shares the step and however its prompt was cut into chunks, so that it is rounded the same way.
+Tokens are put in an order of their own: first those that a sequence has drawn itself, longest context first, each
+attending alone; then prompts, row by row, in tiles. A token's products have the same shapes whoever shares the step and
+however its prompt was cut into chunks, so that it is rounded the same way.
 """
 
 from dataclasses import dataclass, replace
@@ -17,6 +17,7 @@ from core.config import BLOCK_SIZE
 from core.plan import PENDING, StepPlan
 from gpu.attention import Attending, AttentionKernels, RaggedRows
 from gpu.attention_groups import GroupBuilder, IntArray, TokenRanges, to_device
+from gpu.block_tables import BlockTables
 from gpu.kv_cache import num_blocks_for
 from gpu.prompt_logprobs import scored_tokens
 
@@ -29,6 +30,15 @@ class PendingTokens:
     slots: Tensor  # [pending]: whose last drawn token it is
 
 
+@dataclass(frozen=True, slots=True)
+class SampledRows:
+    """Rows of a step that draw, in the order of their logits."""
+
+    rows: IntArray  # [sampled]: the plan's row
+    slots: IntArray  # [sampled]
+    positions: IntArray  # [sampled]: of the token that is drawn
+
+
 @dataclass(slots=True)
 class DeviceBatch:
     """One step's inputs. Tokens and rows are in the batch's order."""
@@ -38,13 +48,18 @@ class DeviceBatch:
     positions: Tensor  # [tokens], float32: what RoPE multiplies
     kv_slots: Tensor  # [tokens]: block * 16 + offset, where each token's keys and values go
     attending: dict[int | None, Attending]  # by the window of a layer
-    asked_tokens: Tensor  # [sampled + scored]: whose logits are wanted: each sampling row's last, then those of targets
+    # [sampled + scored]: whose logits are wanted: each sampling row's last, then those of targets; None: all, in order
+    asked_tokens: Tensor | None
     sampled_rows: IntArray  # [sampled]: the plan's row
     sampled_slots: IntArray  # [sampled]
     sampled_positions: IntArray  # [sampled]: position of the token that is drawn
     cleared_blocks: Tensor | None  # [cleared]: get their first token, and not their last
     copy_sources: Tensor | None  # [copies]
     copy_targets: Tensor | None  # [copies]
+
+    @property
+    def sampled(self) -> SampledRows:
+        return SampledRows(self.sampled_rows, self.sampled_slots, self.sampled_positions)
 
 
 class BatchBuilder:
@@ -70,24 +85,19 @@ class BatchBuilder:
         self._kernels = kernels
         self._windows = windows
         self._max_model_len = max_model_len
-        self._scratch_block = scratch_block
         self._device = device
-        shape = (max_sequences, num_blocks_for(max_model_len))
-        self._tables = np.full(shape, scratch_block, dtype=np.int64)  # [slots, blocks of a sequence]
-        self._num_prompt_tokens = np.zeros(max_sequences, dtype=np.int64)  # [slots]
+        self.tables = BlockTables(max_sequences, max_model_len, scratch_block)
+        self._tables = self.tables.blocks  # [slots, blocks of a sequence]
+        self._num_prompt_tokens = self.tables.num_prompt_tokens  # [slots]
         self._groups = GroupBuilder(self._tables, scratch_block, dtype, device)
 
     def blocks_of(self, slot: int) -> Tensor:
         """The blocks in a slot's table, in order."""
-        table = self._tables[slot]
-        return self._to_device(table[table != self._scratch_block])
+        return self._to_device(self.tables.of(slot))
 
     def build(self, plan: StepPlan) -> DeviceBatch:
         """Reset the slots that start, let tables grow, and lay out the step."""
-        for start in plan.sequence_starts:
-            self._tables[start.slot] = self._scratch_block
-            self._num_prompt_tokens[start.slot] = start.num_prompt_tokens
-        self._tables[plan.table_slots, plan.table_positions] = plan.table_blocks
+        self.tables.grow(plan)
         ends = plan.starts + plan.lengths  # [rows]: context after this step
         row_of = np.repeat(np.arange(plan.num_rows), plan.lengths)  # [tokens]
         tokens_before = np.cumsum(plan.lengths) - plan.lengths  # [rows]
@@ -116,7 +126,7 @@ class BatchBuilder:
             sampled_rows=sampled,
             sampled_slots=plan.slots[sampled],
             sampled_positions=ends[sampled],
-            cleared_blocks=self._cleared_blocks(plan.slots, plan.starts, ends),
+            cleared_blocks=self._cleared_blocks(plan),
             copy_sources=self._to_device(plan.copy_sources.astype(np.int64)) if has_copies else None,
             copy_targets=self._to_device(plan.copy_targets.astype(np.int64)) if has_copies else None,
         )
@@ -151,9 +161,7 @@ class BatchBuilder:
         if self._kernels is None:
             return self._groups.build(own, others, self._windows, longest)
         rows = self._rows(own, others, self._kernels.index_dtype)
-        hiding = {window: window if window and window < self._max_model_len else None for window in self._windows}
-        found: dict[int | None, Attending] = {window: replace(rows, window=window) for window in set(hiding.values())}
-        return {window: found[hidden] for window, hidden in hiding.items()}
+        return rows_by_window(rows, self._windows, self._max_model_len)
 
     def _rows(self, own: tuple[IntArray, IntArray], others: TokenRanges, dtype: torch.dtype) -> RaggedRows:
         """See _attending."""
@@ -169,13 +177,27 @@ class BatchBuilder:
             window=None,
         )
 
-    def _cleared_blocks(self, slots: IntArray, starts: IntArray, ends: IntArray) -> Tensor | None:
-        """Blocks whose first token is written now but whose last is not: the rest still has another's content."""
-        last_block = (ends - 1) // BLOCK_SIZE
-        fresh = (last_block * BLOCK_SIZE >= starts) & (ends % BLOCK_SIZE != 0)
-        if not fresh.any():
-            return None
-        return self._to_device(self._tables[slots[fresh], last_block[fresh]])
+    def _cleared_blocks(self, plan: StepPlan) -> Tensor | None:
+        blocks = fresh_blocks(plan, self.tables)
+        return self._to_device(blocks) if len(blocks) else None
 
     def _to_device(self, array: npt.NDArray[Any]) -> Tensor:
         return to_device(array, self._device)
+
+
+def fresh_blocks(plan: StepPlan, tables: BlockTables) -> IntArray:
+    """Blocks whose first token is written now but whose last is not: the rest still has another's content."""
+    ends = plan.starts + plan.lengths
+    last_block = (ends - 1) // BLOCK_SIZE
+    is_fresh = (last_block * BLOCK_SIZE >= plan.starts) & (ends % BLOCK_SIZE != 0)
+    found: IntArray = tables.blocks[plan.slots[is_fresh], last_block[is_fresh]]
+    return found
+
+
+def rows_by_window(
+    rows: RaggedRows, windows: tuple[int | None, ...], max_model_len: int
+) -> dict[int | None, Attending]:
+    """By the window of a layer: those that hide nothing share their rows."""
+    hiding = {window: window if window and window < max_model_len else None for window in windows}
+    found: dict[int | None, Attending] = {window: replace(rows, window=window) for window in set(hiding.values())}
+    return {window: found[hidden] for window, hidden in hiding.items()}

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -41,6 +41,14 @@ class Attends:
         return f"decodes by {names[self.varlen_decodes]}, prompts by {names[self.varlen_extends]}"
 
 
+class DeviceKernels(AttentionKernels, Protocol):
+    """AttentionKernels that keep what splits of a context have found."""
+
+    def reserve(self, num_decodes: int, context: int, num_heads: int, kv: LayerKV) -> None:
+        """Have room for so many rows of such a context, so that it never grows. kv: a layer's."""
+        ...
+
+
 class DeviceAttention:
     """AttentionKernels: of two, whichever is chosen for a step's kind.
 
@@ -55,7 +63,7 @@ class DeviceAttention:
     prompt_tile = TILE_TOKENS
 
     def __init__(
-        self, kernels: AttentionKernels, varlen: VarlenAttention | None = None, clock: Timer = graph_seconds
+        self, kernels: DeviceKernels, varlen: VarlenAttention | None = None, clock: Timer = graph_seconds
     ) -> None:
         self.kernels = kernels
         self.attends = Attends()
@@ -67,6 +75,10 @@ class DeviceAttention:
         if is_varlen and self._varlen is not None and self._varlen.can_attend(query, rows, scores):
             return self._varlen.attend(query, kv, rows, scores)
         return self.kernels.attend(query, kv, rows, scores)
+
+    def reserve(self, num_decodes: int, context: int, num_heads: int, kv: LayerKV) -> None:
+        """See DeviceKernels."""
+        self.kernels.reserve(num_decodes, context, num_heads, kv)
 
     def choose(self, kv: LayerKV, num_heads: int) -> Attends:
         """As measured at an earlier start, or now. kv: a layer's, of any content: it is read alone."""

@@ -6,17 +6,13 @@ it. On a CPU all is done when it is asked for, and there is nothing to wait for.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from gpu.batch import DeviceBatch
 from gpu.sampler import Drawn, RowLogprobs
-
-IntArray = npt.NDArray[np.signedinteger[Any]]
+from gpu.streams import Event, Streams
 
 NUM_BUFFERS = 2  # steps whose tokens may be on their way
 
@@ -28,23 +24,22 @@ class OnTheirWay:
     token_ids: Tensor  # [rows], int64
     is_finite: Tensor  # [rows]
     logprobs: RowLogprobs | None
-    event: torch.cuda.Event | None
+    event: Event
 
     def wait(self) -> None:
-        if self.event is not None:
-            self.event.synchronize()
+        self.event.synchronize()
 
 
 class DrawnTokens:
     """
     Args:
         num_slots: rows of a step, at most.
+        last_tokens: what each slot drew last, on the device: int64 [slots].
     """
 
-    def __init__(self, num_slots: int, device: torch.device) -> None:
-        self._device = device
-        self._is_cuda = device.type == "cuda"
-        self._last = torch.zeros(num_slots, dtype=torch.int64, device=device)  # [slots]
+    def __init__(self, num_slots: int, streams: Streams, last_tokens: Tensor) -> None:
+        self._streams = streams
+        self._last_tokens = last_tokens
         self._buffers = [
             (self._host(num_slots, torch.int64), self._host(num_slots, torch.bool)) for _ in range(NUM_BUFFERS)
         ]
@@ -52,34 +47,27 @@ class DrawnTokens:
     def fill_pending(self, batch: DeviceBatch) -> None:
         """Put the tokens that slots drew last where the plan asked for them."""
         if batch.pending is not None:
-            last = self._last[batch.pending.slots].to(batch.token_ids.dtype)
+            last = self._last_tokens[batch.pending.slots].to(batch.token_ids.dtype)
             batch.token_ids.index_copy_(0, batch.pending.tokens, last)
 
-    def send(self, drawn: Drawn, slots: IntArray) -> OnTheirWay:
-        """Keep what these slots have drawn, and start its way to the host.
-
-        Args:
-            slots: [rows], each once.
-        """
-        index = torch.from_numpy(slots.astype(np.int64)).to(self._device, non_blocking=True)
-        self._last.index_copy_(0, index, drawn.token_ids)
+    def send(self, drawn: Drawn) -> OnTheirWay:
+        """Start the way of what was drawn to the host."""
         self._buffers.reverse()
-        token_ids, is_finite = (buffer[: len(slots)] for buffer in self._buffers[0])
-        token_ids.copy_(drawn.token_ids, non_blocking=True)
-        is_finite.copy_(drawn.is_finite, non_blocking=True)
+        token_ids, is_finite = (buffer[: len(drawn.token_ids)] for buffer in self._buffers[0])
+        self._send(drawn.token_ids, token_ids)
+        self._send(drawn.is_finite, is_finite)
         logprobs = None if drawn.logprobs is None else self._sent(drawn.logprobs)
-        event = None
-        if self._is_cuda:
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's stubs leave it out
-            event.record()
-        return OnTheirWay(token_ids, is_finite, logprobs, event)
+        return OnTheirWay(token_ids, is_finite, logprobs, self._streams.current.record())
 
     def _sent(self, logprobs: RowLogprobs) -> RowLogprobs:
-        drawn, top, top_ids = (
-            self._host(tuple(found.shape), found.dtype).copy_(found, non_blocking=True)
-            for found in (logprobs.drawn, logprobs.top, logprobs.top_ids)
-        )
-        return RowLogprobs(logprobs.rows, logprobs.num_top, drawn, top, top_ids)
+        kept = []
+        for found in (logprobs.drawn, logprobs.top, logprobs.top_ids):
+            kept.append(self._host(found.numel(), found.dtype).view(found.shape))
+            self._send(found, kept[-1])
+        return RowLogprobs(logprobs.rows, logprobs.num_top, *kept)
 
-    def _host(self, shape: int | tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, pin_memory=self._is_cuda)
+    def _send(self, source: Tensor, target: Tensor) -> None:
+        self._streams.current.run(lambda: target.copy_(source, non_blocking=True))
+
+    def _host(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        return self._streams.pinned(num_elements * dtype.itemsize).view(dtype)

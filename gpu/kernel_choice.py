@@ -3,17 +3,30 @@
 Neither numba nor triton is imported in vain.
 """
 
-from core.config import ModelConfig
+import logging
+
+from core.config import EngineConfig, ModelConfig
 from gpu.cpu_kernels import support as cpu
+from gpu.decode_graphs import graph_sizes, max_decodes
 from gpu.device import DeviceChoice
 from gpu.device_attention import Attends, DeviceAttention, attention_here, heads_name
+from gpu.graphs import GraphRecorder, open_recorder
 from gpu.kernels import support as cuda
 from gpu.operators import Operators
+from gpu.sampler_choice import find_sampler
 from gpu.varlen_attention import find_attention
+
+logger = logging.getLogger(__name__)
 
 
 def find_operators(config: ModelConfig, choice: DeviceChoice) -> Operators:
     """What the model computes with: its device's kernels, or torch's operators."""
+    found = _operators(config, choice)
+    found.sampler = find_sampler(config, choice)  # compiles or loads a kernel
+    return found
+
+
+def _operators(config: ModelConfig, choice: DeviceChoice) -> Operators:
     if why_no_kernels(config, choice) is not None:
         return Operators(choice.dtype, choice.device, config.rms_norm_eps)
     if choice.device.type == "cuda":
@@ -23,6 +36,17 @@ def find_operators(config: ModelConfig, choice: DeviceChoice) -> Operators:
     from gpu.cpu_kernels.operators import KernelOperators
 
     return KernelOperators(config, has_attention=cpu.why_no_attention(config) is None)
+
+
+def find_recorder(engine: EngineConfig, choice: DeviceChoice, operators: Operators) -> GraphRecorder | None:
+    """What captures steps of decodes; None: they are sent by Python."""
+    if engine.graphs == "off" or (engine.graphs == "auto" and choice.device.type != "cuda"):
+        return None
+    if operators.has_device_rows:
+        return open_recorder(choice.device)
+    if engine.graphs != "auto":
+        logger.warning("no CUDA graphs: the model is not computed by kernels that read their rows on the device")
+    return None
 
 
 def _device_attention(config: ModelConfig, choice: DeviceChoice) -> DeviceAttention | None:
@@ -50,6 +74,22 @@ def describe_attention(config: ModelConfig, choice: DeviceChoice) -> str:
         heads = heads_name(config.num_heads, config.num_kv_heads, config.head_dim, choice.dtype)
         return str(attention_here(choice.device).get(heads, Attends()))
     return cpu.describe_attention(config, choice)
+
+
+def describe_graphs(config: ModelConfig, choice: DeviceChoice, engine: EngineConfig) -> str:
+    """What decodes are sent by."""
+    why = "asked for" if engine.graphs == "off" else why_no_graphs(config, choice)
+    if why is not None:
+        return f"none: {why}"
+    when = "as they are needed" if engine.graphs == "lazy" else "at start"
+    return f"{len(graph_sizes(max_decodes(engine)))} sizes of decodes, captured {when}"
+
+
+def why_no_graphs(config: ModelConfig, choice: DeviceChoice) -> str | None:
+    """What speaks against them, as a phrase; None: nothing."""
+    if choice.device.type != "cuda":
+        return f"on {choice.device.type} there is nothing to gain"
+    return why_no_kernels(config, choice) or cuda.why_no_attention(config, choice.dtype)
 
 
 def describe_products(config: ModelConfig, choice: DeviceChoice) -> str:

@@ -1,7 +1,8 @@
 """Keys and values of all sequences, in blocks of 16 tokens. Thread: engine.
 
 Which block belongs to whom is the scheduler's to decide (core/blocks.py); here is only their content. One block more
-than there is room for stays zero for ever: SCRATCH pads block tables in a batch of rows of different lengths.
+than there is room for stays zero for ever: SCRATCH pads block tables in a batch of rows of different lengths. Where
+batches are padded with rows, another one takes what these write, and is never read.
 """
 
 from dataclasses import dataclass
@@ -17,9 +18,9 @@ from core.config import BLOCK_SIZE, ModelConfig
 class LayerKV:
     """One layer's views of the cache."""
 
-    both: Tensor  # [2, blocks + 1, 16, kv_heads, head_dim]
-    keys: Tensor  # [(blocks + 1) * 16, kv_heads, head_dim]
-    values: Tensor  # [(blocks + 1) * 16, kv_heads, head_dim]
+    both: Tensor  # [2, blocks + 1 or 2, 16, kv_heads, head_dim]
+    keys: Tensor  # [(blocks + 1 or 2) * 16, kv_heads, head_dim]
+    values: Tensor  # [(blocks + 1 or 2) * 16, kv_heads, head_dim]
 
 
 class KVCache:
@@ -27,13 +28,21 @@ class KVCache:
 
     Args:
         num_blocks: blocks the scheduler may use, 0..num_blocks-1.
+        has_padding: of rows.
     """
 
-    def __init__(self, config: ModelConfig, num_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        has_padding: bool = False,
+    ) -> None:
         self.num_blocks = num_blocks
-        self.scratch_block = num_blocks
-        shape = (config.num_layers, 2, num_blocks + 1, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
-        self.tensor = zeros(shape, dtype, device)  # [layers, 2, blocks + 1, 16, kv_heads, head_dim]
+        self.scratch_block, self.padding_block = num_blocks, num_blocks + 1
+        shape = (config.num_layers, 2, num_blocks + 1 + has_padding, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
+        self.tensor = zeros(shape, dtype, device)  # [layers, 2, blocks + 1 or 2, 16, kv_heads, head_dim]
         self.layers = [
             LayerKV(layer, layer[0].flatten(0, 1), layer[1].flatten(0, 1)) for layer in self.tensor.unbind(0)
         ]

@@ -15,7 +15,10 @@ from core.config import BLOCK_SIZE, EngineConfig, ModelConfig
 from core.errors import NotEnoughMemory, StartupError
 from gpu.attention_groups import MAX_GATHERED_TOKENS
 from gpu.checkpoint import open_checkpoint
+from gpu.decode_graphs import graph_sizes, max_decodes
 from gpu.device import DeviceChoice, choose_device, free_memory_bytes
+from gpu.kernels.attention_tiles import kernel_shape
+from gpu.kernels.support import why_no_attention
 from gpu.kv_cache import bytes_per_block, bytes_per_token, num_blocks_for, num_blocks_within
 from gpu.linear import can_pack
 from gpu.prompt_logprobs import piece_rows
@@ -28,6 +31,8 @@ from gpu.weights import check_checkpoint, empty_weights, keeps_packed, matrices
 
 MIB, GIB = 1024**2, 1024**3
 ROUNDING_TOKENS = 100  # of a proposed --max-model-len
+# Of a graph: a generous guess at what the driver keeps of a kernel that it will launch. Not measured yet.
+GRAPH_NODE_BYTES, GRAPH_NODES_A_LAYER, GRAPH_NODES = 8 * 1024, 16, 32
 FIX_MARGIN = 0.02  # of the free memory, which what is proposed leaves: a minute later there may be less
 
 
@@ -38,6 +43,7 @@ class MemoryPlan:
     Args:
         checkpoint_bytes: of the files' tensors; weights_bytes: of the same in memory, as dtype or quantised.
         activation_bytes: of the largest step: an upper bound.
+        graph_bytes: of CUDA graphs of decodes: an estimate.
         num_blocks: for sequences; the cache holds one more.
         free_bytes: on the device, before anything is loaded.
         offload_bytes: of host memory; on a CPU from the same memory as all else, on a GPU beside it.
@@ -54,6 +60,7 @@ class MemoryPlan:
     max_model_len: int
     free_bytes: int
     offload_bytes: int = 0
+    graph_bytes: int = 0
 
     @property
     def kv_tokens(self) -> int:
@@ -62,7 +69,7 @@ class MemoryPlan:
     @property
     def total_bytes(self) -> int:
         """On the device."""
-        on_device = self.weights_bytes + self.activation_bytes + self.kv_bytes
+        on_device = self.weights_bytes + self.activation_bytes + self.graph_bytes + self.kv_bytes
         return on_device + self.offload_bytes * _is_shared(self.device)
 
 
@@ -98,12 +105,14 @@ def plan_memory(
     if weights_bytes is None:
         weights_bytes = weights_size_bytes(model, device.dtype, engine.quantize, device.device)
     activation_bytes = _activation_bytes(model, engine, max_model_len, device)
+    graph_bytes = _graph_bytes(model, engine, device)
     shared_bytes = engine.kv_offload_bytes * _is_shared(device)
     asked = _Asked(model, engine, max_model_len, device, free_bytes, weights_bytes + shared_bytes)
     if asked.kv_room_bytes <= 0:
-        unit = _unit_of(weights_bytes + activation_bytes, shared_bytes, free_bytes)
+        needed_bytes = weights_bytes + activation_bytes + graph_bytes
+        unit = _unit_of(needed_bytes, shared_bytes, free_bytes)
         beside = f" beside --kv-offload-memory of {unit.show(shared_bytes)}" if shared_bytes else ""
-        needed = unit.show(weights_bytes + activation_bytes)
+        needed = unit.show(needed_bytes)
         cause = f"Weights and activations need {needed} as {device.dtype_name}{beside}, {unit.show(free_bytes)} free."
         raise NotEnoughMemory(cause, _ways_out(asked, unit))
     loading_bytes = _loading_bytes(model, engine, device)
@@ -127,6 +136,7 @@ def plan_memory(
         max_model_len=max_model_len,
         free_bytes=free_bytes,
         offload_bytes=engine.kv_offload_bytes,
+        graph_bytes=graph_bytes,
     )
 
 
@@ -173,7 +183,7 @@ def memory_needed(model: ModelConfig, engine: EngineConfig, device: DeviceChoice
     """
     max_model_len = _max_model_len(model, engine)
     kv_bytes = (num_blocks_for(max_model_len) + 1) * bytes_per_block(model, device.dtype)
-    activation_bytes = _activation_bytes(model, engine, max_model_len, device)
+    activation_bytes = _activation_bytes(model, engine, max_model_len, device) + _graph_bytes(model, engine, device)
     weights_bytes = weights_size_bytes(model, device.dtype, engine.quantize, device.device)
     serving_bytes = activation_bytes + kv_bytes + engine.kv_offload_bytes * _is_shared(device)
     return weights_bytes + max(serving_bytes, _loading_bytes(model, engine, device))
@@ -236,9 +246,10 @@ class _Asked:
 
     @property
     def kv_room_bytes(self) -> int:
-        """Beside what is taken and the largest step; may be negative."""
+        """Beside what is taken, the largest step and graphs; may be negative."""
         activation_bytes = _activation_bytes(self.model, self.engine, self.max_model_len, self.device)
-        return self.free_bytes - self.taken_bytes - activation_bytes
+        graph_bytes = _graph_bytes(self.model, self.engine, self.device)
+        return self.free_bytes - self.taken_bytes - activation_bytes - graph_bytes
 
     @property
     def least_kv_bytes(self) -> int:
@@ -343,8 +354,7 @@ def _activation_bytes(model: ModelConfig, engine: EngineConfig, max_model_len: i
     """An upper bound: one layer's tensors of a full batch, the widest gather of keys and values, logits and noise."""
     dtype = device.dtype
     scored_rows = min(piece_rows(model.vocab_size), engine.max_batch_tokens)
-    widths = 4 * model.hidden_size + 4 * model.query_size + 6 * model.kv_size + 3 * model.intermediate_size
-    one_layer = engine.max_batch_tokens * widths * dtype.itemsize
+    one_layer = engine.max_batch_tokens * _layer_width(model) * dtype.itemsize
     masks = len(model.windows) + (model.windows != (None,))  # one per window, and one while a windowed one is made
     mask = masks * engine.max_batch_tokens * max_model_len * dtype.itemsize
     longest = num_blocks_for(max_model_len) * BLOCK_SIZE
@@ -356,14 +366,48 @@ def _activation_bytes(model: ModelConfig, engine: EngineConfig, max_model_len: i
     written_out = 3 * 4 * MAX_SCORES * is_written_out  # float32: products, and two steps on
     slab_bytes = SLAB_BYTES if device.device.type == "cpu" else DEVICE_SLAB_BYTES
     slabs = 4 * slab_bytes if engine.quantize or model.packed else 0  # a part of a weight: bits, integers, floats
-    return one_layer + mask + gathered + logits + written_out + slabs + _expert_activation_bytes(model, engine, dtype)
+    experts = _expert_activation_bytes(model, engine.max_batch_tokens, dtype)
+    decoding = _decoding_bytes(model, engine, max_model_len, device)
+    return one_layer + mask + gathered + logits + written_out + slabs + experts + decoding
 
 
-def _expert_activation_bytes(model: ModelConfig, engine: EngineConfig, dtype: torch.dtype) -> int:
+def _layer_width(model: ModelConfig) -> int:
+    """Numbers of one token, of all tensors of a layer."""
+    return 4 * model.hidden_size + 4 * model.query_size + 6 * model.kv_size + 3 * model.intermediate_size
+
+
+def _decoding_bytes(model: ModelConfig, engine: EngineConfig, max_model_len: int, device: DeviceChoice) -> int:
+    """Where rows stay on the device: what splits of a context have found, until they are merged; tables; logits."""
+    if not _may_have_device_rows(model, device):
+        return 0
+    rows, width = max_decodes(engine), num_blocks_for(max_model_len)
+    shape = kernel_shape(model.num_heads, model.num_kv_heads, model.head_dim, device.dtype)
+    splits = rows * shape.splits_of(width * BLOCK_SIZE) * model.num_heads * (model.head_dim + 2) * 4  # float32
+    tables = (engine.max_sequences + rows) * width * 4  # of slots and of rows, int32
+    return splits + tables + rows * model.vocab_size * 4
+
+
+def _may_have_device_rows(model: ModelConfig, device: DeviceChoice) -> bool:
+    """Whether the model's decodes may go by decode_steps.py; an old device without kernels has room to spare."""
+    return device.device.type == "cuda" and why_no_attention(model, device.dtype) is None
+
+
+def _graph_bytes(model: ModelConfig, engine: EngineConfig, device: DeviceChoice) -> int:
+    """What graphs of decodes share, a block for their padding, and the driver's part of each."""
+    if engine.graphs == "off" or not _may_have_device_rows(model, device):
+        return 0
+    rows, dtype = max_decodes(engine), device.dtype
+    pool = rows * (_layer_width(model) + model.vocab_size) * dtype.itemsize
+    nodes = GRAPH_NODES + GRAPH_NODES_A_LAYER * model.num_layers
+    driver = len(graph_sizes(rows)) * nodes * GRAPH_NODE_BYTES
+    return pool + _expert_activation_bytes(model, rows, dtype) + bytes_per_block(model, dtype) + driver
+
+
+def _expert_activation_bytes(model: ModelConfig, num_tokens: int, dtype: torch.dtype) -> int:
     """Each token once for each of its experts: in, out of all, in order again, and once as float32."""
     if model.experts is None:
         return 0
-    copies = engine.max_batch_tokens * model.experts.num_active
+    copies = num_tokens * model.experts.num_active
     return copies * (
         model.hidden_size * (3 * dtype.itemsize + 4) + 3 * model.experts.intermediate_size * dtype.itemsize
     )

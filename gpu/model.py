@@ -79,7 +79,8 @@ class Model:
         for layer, next_norm, kv in zip(self.layers, self._next_norms, cache.layers, strict=True):
             added = self._attention(layer, normed, rotations, batch, kv)
             if layer is self.layers[-1]:  # nobody asks for the others' output from here on
-                x, added = x.index_select(0, batch.asked_tokens), added.index_select(0, batch.asked_tokens)
+                if batch.asked_tokens is not None:
+                    x, added = x.index_select(0, batch.asked_tokens), added.index_select(0, batch.asked_tokens)
                 if not len(x):
                     return x
             x, normed = self._add(x, added, layer.attention_post_norm, layer.mlp_norm)
@@ -89,11 +90,20 @@ class Model:
             x, normed = self._add(x, added, layer.mlp_post_norm, next_norm)  # [tokens, hidden] each
         return x
 
-    def logits(self, x: Tensor) -> Tensor:
-        """x: [some, hidden], of forward(); returns [some, vocab], float32: of several ranks, for the first alone."""
+    def logits(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """What comes of forward()'s rows.
+
+        Args:
+            x: [some, hidden].
+            out: [some, vocab], float32: where they are to lie; not with several ranks.
+
+        Returns:
+            [some, vocab], float32: of several ranks, for the first alone.
+        """
         if not len(x):
             return x.new_empty((0, self.config.vocab_size), dtype=torch.float32)
-        logits = self.lm_head(self._operators.norm(x, self.norm)).float()
+        found = self.lm_head(self._operators.norm(x, self.norm))
+        logits = found.float() if out is None else out.copy_(found)
         if self.config.logits_scale != 1:
             logits = logits.mul_(self.config.logits_scale)
         if self.config.logits_cap is not None:

@@ -22,6 +22,7 @@ from gpu.parallel.ranks import Ranks
 from gpu.quantize import QuantizedWeight, Weight
 from gpu.quantized_linear import make_quantized_linear
 from gpu.rope import apply_rope
+from gpu.sampler import SamplerChoice
 from gpu.tied_head import Embed, make_tied
 
 HeadNorms = tuple[Tensor, Tensor]
@@ -45,6 +46,8 @@ class Operators:
 
     attention: AttentionKernels | None = None  # None: torch attends
     product_choice: ProductChoice | DeviceProducts | None = None  # None: there is no kernel for products
+    sampler: SamplerChoice | None = None  # None: torch draws
+    has_device_rows = False  # whether steps of decodes may go by decode_steps.py
     elementwise_choice: ElementwiseChoice | None = None  # None: there is nothing to choose
     ranks: Ranks | None = None  # None: this process computes the whole model
 

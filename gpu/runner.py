@@ -4,11 +4,13 @@ Owns the model, its KV cache and the sampling state. Decides nothing: which rows
 ends are the scheduler's. A row whose logits are not finite fails alone, and its blocks are made finite again.
 """
 
-from collections.abc import Iterable, Iterator
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,14 +20,16 @@ from core.config import BLOCK_SIZE, EngineConfig, ModelConfig
 from core.plan import DeviceError, Runner, RunnerLimits, SequenceStart, StepOutput, StepPlan, Ticket
 from core.types import SamplingParams, TokenLogprobs
 from gpu.attention import TILE_TOKENS
-from gpu.batch import BatchBuilder, DeviceBatch
+from gpu.batch import BatchBuilder, SampledRows
 from gpu.checkpoint import Checkpoint, Progress, open_checkpoint
 from gpu.code_pages import drop_code_pages
-from gpu.device import apply_threads, choose_device, free_memory_bytes, last_level_cache_bytes
+from gpu.decode_graphs import max_decodes
+from gpu.device import DeviceChoice, apply_threads, choose_device, free_memory_bytes, last_level_cache_bytes
 from gpu.device_attention import DeviceAttention
 from gpu.drawn_tokens import DrawnTokens, OnTheirWay
 from gpu.elementwise_speed import find_elementwise
-from gpu.kernel_choice import find_operators
+from gpu.host_streams import open_streams
+from gpu.kernel_choice import find_operators, find_recorder
 from gpu.kv_cache import KVCache, bytes_per_block
 from gpu.kv_offload import CopyTicket, KVOffload, open_offload
 from gpu.measured import MIN_PARAMETERS, choose_measured, usual
@@ -36,26 +40,47 @@ from gpu.parallel.ranks import Ranks
 from gpu.parallel.shards import Shard
 from gpu.prompt_logprobs import PromptScores, score
 from gpu.quantize_cache import quantizing
-from gpu.sampler import RowLogprobs, Sampler
-from gpu.sampler_choice import find_sampler
+from gpu.sampler import Drawn, RowLogprobs, Sampler
 from gpu.staged_copies import fill_on
+from gpu.streams import Streams
 from gpu.weights import MatrixForm, ModelWeights, keeps_packed, load_weights
+
+if TYPE_CHECKING:
+    from gpu.decode_steps import DecodeStep, DecodeSteps
+
+logger = logging.getLogger(__name__)
 
 NOT_FINITE = "The model computed values that are not finite numbers."
 WARM_UP_TOKENS = 8
+FindOperators = Callable[[ModelConfig, DeviceChoice], Operators]
 # Of weights: what a last-level cache does not keep from one round to the next, but not more than is read in 0.1 s.
 MIN_PROBE_BYTES, MAX_PROBE_BYTES = 80 * 1024**2, 512 * 1024**2
 
 
 @dataclass(slots=True)
 class StepTicket:
-    """A step on its way."""
+    """A step on its way.
 
-    batch: DeviceBatch
-    logits: Tensor  # [sampled, vocab], float32
+    Args:
+        logits: [sampled, vocab], float32; not beyond the next step's forward(), where all rows decode.
+        decode: what it is, where all rows do.
+    """
+
+    sampled: SampledRows
+    logits: Tensor
+    decode: "DecodeStep | None" = None
     drawn: OnTheirWay | None = None
     host_copies: CopyTicket | None = None
     prompt_scores: PromptScores | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """CUDA graphs that were captured at start. size_bytes: of the device's memory, where that can be told."""
+
+    num_graphs: int = 0
+    took_s: float = 0.0
+    size_bytes: int = 0
 
 
 class ModelRunner:
@@ -78,13 +103,18 @@ class ModelRunner:
         device, dtype = memory.device.device, memory.device.dtype
         self.config = config
         self.memory = memory
+        self._are_graphs_lazy = engine.graphs == "lazy"
+        self._recorder = find_recorder(engine, memory.device, operators)
+        self.captured = Captured()
         self.offload: KVOffload | None = None
         with torch.inference_mode():
             self._model = Model(config, weights, operators)
-            self._cache = KVCache(config, memory.num_blocks, dtype, device)
-            self._drawn = DrawnTokens(engine.max_sequences, device)
-            sampler = find_sampler(config, memory.device)  # compiles or loads a kernel
+            has_padding = self._recorder is not None
+            self._cache = KVCache(config, memory.num_blocks, dtype, device, has_padding)
+            sampler = operators.sampler
             self._sampler = Sampler(engine.max_sequences, config.vocab_size, device, sampler)
+            streams = open_streams(device)
+            self._drawn = DrawnTokens(engine.max_sequences, streams, self._sampler.last_tokens)
             probes = self._model.probes(min(max(MIN_PROBE_BYTES, 2 * last_level_cache_bytes()), MAX_PROBE_BYTES))
             elementwise = find_elementwise(config, operators)
             product = operators.product_choice
@@ -93,8 +123,11 @@ class ModelRunner:
                 if operators.ranks is None
                 else usual(memory.device)  # each rank's own choice would round otherwise what all compute alike
             )
-            if isinstance(operators.attention, DeviceAttention) and config.num_parameters >= MIN_PARAMETERS:
-                operators.attention.choose(self._cache.layers[0], config.num_heads)
+            if isinstance(operators.attention, DeviceAttention):
+                rows, layer = max_decodes(engine), self._cache.layers[0]
+                operators.attention.reserve(rows, memory.max_model_len, config.num_heads, layer)
+                if config.num_parameters >= MIN_PARAMETERS:
+                    operators.attention.choose(layer, config.num_heads)
         self.limits = RunnerLimits(
             num_blocks=memory.num_blocks,
             block_size=BLOCK_SIZE,
@@ -115,6 +148,36 @@ class ModelRunner:
             config.windows,
             operators.attention,
         )
+        has_device_rows = operators.has_device_rows and operators.ranks is None
+        self._decodes = self._open_decodes(streams, max_decodes(engine)) if has_device_rows else None
+
+    def _open_decodes(self, streams: Streams, max_rows: int) -> "DecodeSteps":
+        from gpu.decode_steps import DecodeSteps  # imports triton
+
+        parts = (self._model, self._cache, self._sampler, self._builder.tables)
+        with torch.inference_mode():
+            return DecodeSteps(*parts, streams, max_rows)
+
+    def open_graphs(self, progress: Progress) -> None:
+        """Send steps of decodes by CUDA graphs from now on, where there are any.
+
+        Args:
+            progress: called with (graphs captured, of how many), where they are captured now.
+
+        Raises:
+            DeviceError: the device is lost.
+        """
+        if self._decodes is None or self._recorder is None:
+            return
+        device = self.memory.device.device
+        free_bytes, started_s = free_memory_bytes(device), time.perf_counter()
+        with _device_errors(), torch.inference_mode():
+            self._decodes.open_graphs(self._recorder, None if self._are_graphs_lazy else progress)
+        taken_bytes = max(0, free_bytes - free_memory_bytes(device)) if device.type == "cuda" else 0
+        self.captured = Captured(self._decodes.graphs.num_captured, time.perf_counter() - started_s, taken_bytes)
+        if taken_bytes > self.memory.graph_bytes:
+            found, counted = (f"{size_bytes / 2**20:.0f} MiB" for size_bytes in (taken_bytes, self.memory.graph_bytes))
+            logger.warning("CUDA graphs have taken %s of memory, %s were counted for them", found, counted)
 
     def open_offload(self, engine: EngineConfig, checkpoint: Checkpoint) -> None:
         """Get the host memory that the operator asks for, filled with what is kept of the checkpoint's blocks.
@@ -137,6 +200,9 @@ class ModelRunner:
             for start in plan.sequence_starts:
                 self._sampler.start(start)
             host_copies = self._start_host_copies(plan)
+            if self._decodes is not None and self._decodes.knows(plan):
+                step = self._decodes.forward(plan)
+                return StepTicket(step.sampled, step.logits, step, host_copies=host_copies)
             batch = self._builder.build(plan)
             if batch.copy_sources is not None and batch.copy_targets is not None:
                 self._cache.copy_blocks(batch.copy_sources, batch.copy_targets)
@@ -145,7 +211,7 @@ class ModelRunner:
             self._drawn.fill_pending(batch)
             hidden = self._model.forward(batch, self._cache)  # [sampled + scored, hidden]
             num_sampled = len(batch.sampled_rows)
-            ticket = StepTicket(batch, self._model.logits(hidden[:num_sampled]), host_copies=host_copies)
+            ticket = StepTicket(batch.sampled, self._model.logits(hidden[:num_sampled]), host_copies=host_copies)
             if plan.prompt_targets:
                 scored = hidden[num_sampled:]
                 ticket.prompt_scores = score(scored, plan, self._model.logits, self.config.vocab_size)
@@ -166,11 +232,15 @@ class ModelRunner:
 
     def sample(self, ticket: StepTicket) -> None:
         """Draw a token per sampling row. They stay on the device for the next step, and start for the host."""
-        batch = ticket.batch
-        if len(batch.sampled_rows):
+        if len(ticket.sampled.rows):
             with _device_errors(), torch.inference_mode():
-                drawn = self._sampler.sample(ticket.logits, batch.sampled_slots, batch.sampled_positions)
-                ticket.drawn = self._drawn.send(drawn, batch.sampled_slots)
+                ticket.drawn = self._drawn.send(self._draw(ticket))
+
+    def _draw(self, ticket: StepTicket) -> Drawn:
+        if ticket.decode is None:
+            return self._sampler.sample(ticket.logits, ticket.sampled.slots, ticket.sampled.positions)
+        assert self._decodes is not None, "it has sent the step"
+        return self._decodes.draw(ticket.decode)
 
     def collect(self, ticket: StepTicket) -> StepOutput:
         """Wait for the drawn tokens; they come in the order of the plan's rows.
@@ -188,21 +258,21 @@ class ModelRunner:
         return output
 
     def _collect_drawn(self, ticket: StepTicket) -> StepOutput:
-        batch, drawn = ticket.batch, ticket.drawn
+        sampled, drawn = ticket.sampled, ticket.drawn
         if drawn is None:
             return StepOutput(np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int32))
         with _device_errors(), torch.inference_mode():
             drawn.wait()
             is_finite, token_ids = drawn.is_finite.numpy(), drawn.token_ids.numpy()
             logprobs = _logprobs_by_row(drawn.logprobs, token_ids) if drawn.logprobs is not None else {}
-            self.make_finite(batch.sampled_slots[~is_finite].tolist())
-        order = np.argsort(batch.sampled_rows, kind="stable")  # back to the plan's
+            self.make_finite(sampled.slots[~is_finite].tolist())
+        order = np.argsort(sampled.rows, kind="stable")  # back to the plan's
         order = order[is_finite[order]]
         return StepOutput(
-            rows=batch.sampled_rows[order].astype(np.int32),
+            rows=sampled.rows[order].astype(np.int32),
             token_ids=token_ids[order].astype(np.int32),
             logprobs={index: logprobs[row] for index, row in enumerate(order.tolist()) if row in logprobs},
-            failed_rows={int(row): NOT_FINITE for row in np.sort(batch.sampled_rows[~is_finite])},
+            failed_rows={int(row): NOT_FINITE for row in np.sort(sampled.rows[~is_finite])},
         )
 
     def _collect_scores(self, scores: PromptScores, output: StepOutput) -> None:
@@ -241,11 +311,20 @@ def steps_in_flight(overlap: str, device: torch.device) -> int:
     return 2 if overlap == "on" or (overlap == "auto" and device.type == "cuda") else 1
 
 
-def load_runner(directory: Path, config: ModelConfig, engine: EngineConfig, progress: Progress) -> ModelRunner:
+def load_runner(
+    directory: Path,
+    config: ModelConfig,
+    engine: EngineConfig,
+    progress: Progress,
+    graph_progress: Progress = lambda done, total: None,
+    find: FindOperators = find_operators,
+) -> ModelRunner:
     """Load a Hugging Face directory's weights and get ready to step. Sets torch's threads.
 
     Args:
         progress: called with (bytes done, bytes total) while weights load.
+        graph_progress: called with (graphs done, graphs total) while they are captured.
+        find: what it computes with.
 
     Raises:
         StartupError: the device, the files or the memory; before the weights are read where that can be known.
@@ -254,8 +333,9 @@ def load_runner(directory: Path, config: ModelConfig, engine: EngineConfig, prog
     apply_threads(choice)
     checkpoint = open_checkpoint(directory, config.packed)
     memory = plan_memory(config, engine, choice, checkpoint.size_bytes, free_memory_bytes(choice.device))
-    runner = load_planned(checkpoint, config, engine, memory, progress)
+    runner = load_planned(checkpoint, config, engine, memory, progress, find=find)
     warm_up(runner)
+    runner.open_graphs(graph_progress)
     runner.open_offload(engine, checkpoint)
     return runner
 
@@ -268,6 +348,7 @@ def load_planned(
     progress: Progress,
     shard: Shard | None = None,
     ranks: Ranks | None = None,
+    find: FindOperators = find_operators,
 ) -> ModelRunner:
     """As load_runner, once it is known where to; not warm yet.
 
@@ -275,7 +356,7 @@ def load_planned(
         shard: of the model, with whom it is computed together; None: all of it, alone.
     """
     choice, part = memory.device, config if shard is None else shard.config
-    operators = find_operators(part, choice)  # compiles or loads kernels
+    operators = find(part, choice)  # compiles or loads kernels
     operators.ranks = ranks
     drop_code_pages()
     with torch.inference_mode(), quantizing(engine) as convert:

@@ -52,7 +52,13 @@ class Drawn:
 
 
 class DrawRows(Protocol):
-    """A kernel that does what _draw_rows does. It is bound to the slots that it reads, and counts what it draws."""
+    """A kernel that does what _draw_rows does. It is bound to the slots that it reads, and counts what it draws.
+
+    Args:
+        keeps_last: notes what slots draw last, too.
+    """
+
+    keeps_last: bool
 
     def can_draw(self, slots: IntArray) -> bool:
         """Whether it knows all that these ask for; torch draws where it does not."""
@@ -86,15 +92,24 @@ class Sampler:
         self._vocab_size = vocab_size
         self._device = device
         self._asked = SamplingSlots(num_slots, vocab_size, device)
-        self._kernel = None if choice is None else choice.make_kernel(self._asked)
+        self.kernel = None if choice is None else choice.make_kernel(self._asked)
 
     @property
     def _uses_kernel(self) -> bool:
         return self._choice is not None and self._choice.uses_kernel
 
+    @property
+    def last_tokens(self) -> Tensor:
+        """What each slot drew last: int64 [slots]."""
+        return self._asked.last_tokens
+
     def start(self, start: SequenceStart) -> None:
         """Give the slot to a new sequence."""
         self._asked.start(start)
+
+    def have_penalties(self, slots: IntArray) -> bool:
+        """Whether any of them asks for some."""
+        return bool((self._numbers(slots, Number.FEATURES) & Feature.PENALTIES).any())
 
     def sample(self, logits: Tensor, slots: IntArray, positions: IntArray) -> Drawn:
         """Draw a token per row.
@@ -104,19 +119,27 @@ class Sampler:
             slots: [rows]
             positions: [rows], of the token to draw in its sequence.
         """
-        features = self._numbers(slots, Number.FEATURES)  # [rows]
-        used = int(np.bitwise_or.reduce(features, initial=0))
-        if self._kernel is not None and self._uses_kernel and self._kernel.can_draw(slots):
-            token_ids, is_finite = self._kernel(logits, slots, positions)
+        if self.kernel is not None and self._uses_kernel and self.kernel.can_draw(slots):
+            token_ids, is_finite = self.kernel(logits, slots, positions)
+            has_kept = self.kernel.keeps_last
         else:
             is_finite = logits.sum(-1).isfinite()  # [rows]: any NaN or infinity makes the sum one
-            token_ids = self._draw_rows(logits, slots, positions, features, used)
-        logprobs = None
-        if used & Feature.LOGPROBS:
-            logprobs = self._logprobs(logits, token_ids, slots, np.flatnonzero(features & Feature.LOGPROBS))
+            token_ids = self._draw_rows(logits, slots, positions)
+            has_kept = False
+        if not has_kept:
+            self.last_tokens.index_copy_(0, self._ids(slots), token_ids)
+        return self.told(logits, token_ids, is_finite, slots)
+
+    def told(self, logits: Tensor, token_ids: Tensor, is_finite: Tensor, slots: IntArray) -> Drawn:
+        """What was drawn, with the logprobs that these slots ask for."""
+        features = self._numbers(slots, Number.FEATURES)  # [rows]
+        asking = np.flatnonzero(features & Feature.LOGPROBS)
+        logprobs = self._logprobs(logits, token_ids, slots, asking) if len(asking) else None
         return Drawn(token_ids, is_finite, logprobs)
 
-    def _draw_rows(self, logits: Tensor, slots: IntArray, positions: IntArray, features: IntArray, used: int) -> Tensor:
+    def _draw_rows(self, logits: Tensor, slots: IntArray, positions: IntArray) -> Tensor:
+        features = self._numbers(slots, Number.FEATURES)  # [rows]
+        used = int(np.bitwise_or.reduce(features, initial=0))
         adjusted = self._adjust(logits, slots, positions, features) if used & ADJUSTED else logits
         token_ids = adjusted.argmax(-1)  # [rows]
         if used & Feature.NOISE:

@@ -1,7 +1,7 @@
 """What each slot's request asks of sampling, as columns that kernels read. Thread: engine.
 
-Written when a slot gets a new occupant, not per step; only the tokens seen grow as they are drawn. Lists are as long as
-a request makes them: `addresses` tells a kernel on the host where they lie.
+Written when a slot gets a new occupant, not per step; only the tokens seen and the last one change as they are drawn.
+Lists are as long as a request makes them: `addresses` tells a kernel on the host where they lie.
 """
 
 import enum
@@ -72,7 +72,7 @@ class SamplingSlots:
 
     Args:
         vocab_size: the logits' width.
-        device: of the table of tokens seen.
+        device: of the tokens drawn last, and the table of tokens seen.
     """
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
@@ -84,6 +84,7 @@ class SamplingSlots:
         self.stop_ids: list[Int64Array] = [np.empty(0, dtype=np.int64)] * num_slots
         self.known_ids: list[Int64Array] = [np.empty(0, dtype=np.int64)] * num_slots
         self.num_logprobs = np.zeros(num_slots, dtype=np.int64)
+        self.last_tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)  # what each slot drew last
         self.seen: Tensor | None = None  # int32 [slots, vocab]: 2 * how often in the output, + 1 if in the prompt
         self.vocab_size, self.device = vocab_size, device
         self._changed: set[int] = set()

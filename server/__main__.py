@@ -162,7 +162,7 @@ def engine_loader(config: "ServerConfig") -> "LoadEngine":
     from core.engine import Engine
     from core.scheduler import Scheduler
     from server.commands.model_files import read_model_files
-    from server.commands.progress import MIN_LOADED_BYTES, byte_progress
+    from server.commands.progress import MIN_LOADED_BYTES, byte_progress, count_progress
     from server.process import EngineFacts, LoadedEngine
 
     def load(
@@ -180,9 +180,14 @@ def engine_loader(config: "ServerConfig") -> "LoadEngine":
         engine = config.to_engine_config()
         report_stage("loading weights")
         runner: ModelRunner | ParallelRunner
-        with byte_progress(sys.stderr, "loading weights", MIN_LOADED_BYTES) as report_bytes:
-            load_all = load_runner if engine.tensor_parallel == 1 else load_parallel_runner
-            runner = load_all(files.path, model, engine, report_bytes)
+        with (
+            byte_progress(sys.stderr, "loading weights", MIN_LOADED_BYTES) as report_bytes,
+            count_progress(sys.stderr, "capturing CUDA graphs") as report_graphs,
+        ):
+            if engine.tensor_parallel == 1:
+                runner = load_runner(files.path, model, engine, report_bytes, report_graphs)
+            else:
+                runner = load_parallel_runner(files.path, model, engine, report_bytes)
         scheduler = Scheduler(
             runner.limits,
             files.eos_ids,

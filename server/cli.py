@@ -361,7 +361,7 @@ def find_plan(config: "ServerConfig") -> "PlanFacts":
         StartupError: the model is missing or not understood, or it does not fit.
     """
     from core.config import parse_model_config
-    from gpu.kernel_choice import describe_attention, describe_products
+    from gpu.kernel_choice import describe_attention, describe_graphs, describe_products
     from gpu.memory_plan import estimate
     from gpu.parallel.loading import estimate_ranks
     from gpu.parallel.shards import part_of
@@ -392,9 +392,11 @@ def find_plan(config: "ServerConfig") -> "PlanFacts":
         context_origin=config.context_origin,
         attention=describe_attention(part, plan.device),
         products=describe_products(part, plan.device),
+        graphs=describe_graphs(part, plan.device, engine),
         total_bytes=plan.total_bytes,
         free_bytes=plan.free_bytes,
         offload_bytes=plan.offload_bytes,
+        graph_bytes=plan.graph_bytes,
     )
 
 

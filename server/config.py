@@ -136,7 +136,8 @@ class ServerConfig(
             quantize_cache_bytes=self.quantize_cache_bytes,
             has_prefix_cache=not self.no_prefix_cache,
             inter_token_target=self.inter_token_target or None,
-            overlap=self.overlap,
+            overlap=_mode("overlap", self.overlap, "no-overlap", "off" if self.no_overlap else None),
+            graphs=_mode("graphs", self.graphs, "lazy-graphs", "lazy" if self.lazy_graphs else None),
             tensor_parallel=self.tensor_parallel,
         )
 
@@ -149,9 +150,25 @@ class ServerConfig(
         if self.overlap == "on":
             cause = f"--overlap on and {asked}: each rank gets a step's tokens with the next plan, not before"
             raise StartupError(cause, "leave --overlap out", ExitCode.CONFIGURATION)
+        if self.graphs in ("on", "lazy") or self.lazy_graphs:
+            cause = f"--graphs {self.graphs if self.graphs != 'auto' else 'lazy'} and {asked}: ranks send steps without"
+            raise StartupError(cause, "leave --graphs and --lazy-graphs out", ExitCode.CONFIGURATION)
         if self.kv_offload_bytes:
             cause = f"--kv-offload-memory and {asked}: the ranks keep no keys and values on the host"
             raise StartupError(cause, "leave one of them out", ExitCode.CONFIGURATION)
+
+
+def _mode(name: str, mode: str, switch: str, switched: str | None) -> str:
+    """What a setting and a switch that stands for one of its values say together; "auto" is no word against it.
+
+    Raises:
+        StartupError: they contradict each other.
+    """
+    if switched is None or mode == switched:
+        return mode
+    if mode != "auto":
+        raise StartupError(f"--{name} {mode} and --{switch} say two things", "leave one out", ExitCode.CONFIGURATION)
+    return switched
 
 
 def _kinds(address: AnyAddress, passed: Sequence[PassedSocket]) -> set[bool]:

@@ -57,7 +57,7 @@ def known_speed(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "ceilings_case", lambda: case)
 
 
-@pytest.mark.parametrize("builder", ["add_norm", "product: matrix qkv", "gather", "sample", "decode_attention"])
+@pytest.mark.parametrize("builder", ["add_norm", "product: matrix qkv", "decoding_rows", "sample", "decode_attention"])
 def test_kernels_are_held_against_their_references(builder: str, known_speed: None, tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="needs triton: pip install 'steploop[gpu]'")
     code, rows = run_here("kernels", builder, tmp_path)
@@ -133,7 +133,7 @@ def test_a_kernel_that_raises_costs_its_own_row(
 
     pytest.importorskip("triton", reason="needs triton: pip install 'steploop[gpu]'")
     monkeypatch.setitem(gpu_kernels.BUILDERS, "planted", build)
-    cases = [KernelCase("planted"), KernelCase("gather", {"rows": 2, "slots": 5, "width": 8}, "float32")]
+    cases = [KernelCase("planted"), KernelCase("decoding_rows", {"rows": 2, "slots": 5, "width": 8}, "float32")]
     monkeypatch.setattr(gpu_kernels, "kernel_cases", lambda is_quick, is_device: cases)
     code, rows = run_here("kernels", "", tmp_path)
     assert code == 1

@@ -16,6 +16,8 @@ class RowSampler:
     A sampler.DrawRows.
     """
 
+    keeps_last = False
+
     def __init__(self, asked: SamplingSlots) -> None:
         self._asked = asked
         self._kernel, self._arguments = Kernel(sample_rows), Arguments()

@@ -1,8 +1,8 @@
 """Draws a step's tokens on a CUDA device: what launches gpu/kernels/sampling.py. Thread: engine.
 
 All that a launch reads and writes lies in buffers that stay where they are, so that a CUDA graph may hold it: `place`
-copies the step's rows to them, one pinned copy, and what requests ask for when some have started, another; `launch`
-reads nothing of the host.
+copies the step's rows to them, one pinned copy, and what requests ask for when some have started, another, unless the
+rows were put there on the device; `launch` reads nothing of the host.
 """
 
 from dataclasses import dataclass
@@ -64,6 +64,8 @@ class DeviceSampler:
         shape: None: as shape_of tells.
     """
 
+    keeps_last = True
+
     def __init__(self, asked: SamplingSlots, max_rows: int | None = None, shape: Shape | None = None) -> None:
         self._asked, self._shape, self._is_cuda = asked, shape, asked.device.type == "cuda"
         num_slots, vocab_size, device = len(asked.numbers), asked.vocab_size, asked.device
@@ -78,7 +80,7 @@ class DeviceSampler:
         self._numbers, self._factors = room(num_slots, len(Number), dtype=torch.int64), room(num_slots, len(Factor))
         self._biases, self._bias_ids = room(num_slots, MAX_BIASES), room(num_slots, MAX_BIASES, dtype=torch.int32)
         self._stop_ids = room(num_slots, MAX_STOP_IDS, dtype=torch.int32)
-        self._rows = torch.full((2, max_rows), NO_SLOT, dtype=torch.int64, device=device)  # slots, positions
+        self.rows = torch.full((2, max_rows), NO_SLOT, dtype=torch.int64, device=device)  # slots, positions
         self._scratch = room(max_rows, vocab_size)
         self._maxima, self._listed = room(max_rows, num_segments), room(max_rows, num_segments, dtype=torch.int32)
         self._values = room(max_rows, max_group * SEGMENT)
@@ -88,7 +90,6 @@ class DeviceSampler:
         self.token_ids = room(max_rows, dtype=torch.int64)
         self.is_finite = room(max_rows, dtype=torch.bool)
         self.logprobs = room(max_rows)  # of the drawn tokens, where they are asked for
-        self.last_tokens = room(num_slots, dtype=torch.int64)  # what each slot drew last
 
     def can_draw(self, slots: IntArray) -> bool:
         """Whether the lists of all these have room; torch draws otherwise."""
@@ -106,11 +107,11 @@ class DeviceSampler:
 
     def place(self, slots: IntArray, positions: IntArray) -> None:
         """Put the step's rows where the next launch reads them; those behind them are padding."""
-        self._start_slots()
+        self.start_slots()
         # Anew each time: torch keeps pinned memory from being reused before it has been copied.
-        staged = torch.full(self._rows.shape, NO_SLOT, dtype=torch.int64, pin_memory=self._is_cuda)
+        staged = torch.full(self.rows.shape, NO_SLOT, dtype=torch.int64, pin_memory=self._is_cuda)
         staged.numpy()[:, : len(slots)] = slots, positions
-        self._rows.copy_(staged, non_blocking=True)
+        self.rows.copy_(staged, non_blocking=True)
 
     def launch(self, logits: Tensor) -> None:
         """Draw the rows that were placed. May be captured in a CUDA graph.
@@ -123,13 +124,13 @@ class DeviceSampler:
         num_rows, vocab_size = logits.shape
         assert logits.is_contiguous()
         shape = self._shape or shape_of(num_rows, vocab_size)
-        slots, positions = self._rows
+        slots, positions = self.rows
         seen = self._asked.seen
         read = (logits, slots, positions, self._numbers, self._factors)
         lists = (self._biases, self._bias_ids, self._stop_ids)
         seen_or_any = self._listed if seen is None else seen
         gathered = (self._listed, self._values, self._tokens_kept)
-        told = (self.token_ids, self.is_finite.view(torch.int8), self.logprobs, self.last_tokens)
+        told = (self.token_ids, self.is_finite.view(torch.int8), self.logprobs, self._asked.last_tokens)
         has_seen, segments = seen is not None, power_of_two(-(-vocab_size // SEGMENT))
         # Fused, a product and a sum are rounded once, and not as torch and numba round them.
         options = {"num_warps": shape.num_warps, "enable_fp_fusion": False}
@@ -153,7 +154,7 @@ class DeviceSampler:
             HAS_SEEN=has_seen, SPLITS=power_of_two(shape.num_splits), GROUP=shape.group, SEGMENTS=segments, **options,
         )  # fmt: skip
 
-    def _start_slots(self) -> None:
+    def start_slots(self) -> None:
         """Bring up what slots ask for that have started since: one pinned copy, then a scatter of each table."""
         changed = sorted(self._asked.take_changed())
         if not changed:
@@ -174,7 +175,7 @@ class DeviceSampler:
             )
             for part, column in zip(parts[1:-1], columns, strict=True):
                 part[place, : column.nbytes] = torch.from_numpy(column.view(np.uint8))
-        index, *values, _ = torch.split(staged.to(self._rows.device, non_blocking=True), [8, *widths], 1)
+        index, *values, _ = torch.split(staged.to(self.rows.device, non_blocking=True), [8, *widths], 1)
         rows = index.contiguous().view(torch.int64).squeeze(1)
         for table, value in zip(tables, values, strict=True):
             table.index_copy_(0, rows, value.contiguous().view(table.dtype))

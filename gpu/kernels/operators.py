@@ -53,6 +53,7 @@ class TritonOperators(Operators):
     ) -> None:
         super().__init__(dtype, device, config.rms_norm_eps)
         self.attention = attention
+        self.has_device_rows = attention is not None
         self.product_choice = self._products = DeviceProducts(device, dtype, clock)
 
     def linear(self, weight: Weight, bias: Tensor | None) -> Linear:

@@ -52,7 +52,7 @@ class _Parts:
 
 
 class PagedAttention:
-    """AttentionKernels of a CUDA device. Not for two streams at once: what splits find lies in one place.
+    """DeviceKernels of a CUDA device. Not for two streams at once: what splits find lies in one place.
 
     Args:
         num_programs: that decode, at most; None: as many as the device has room for.
@@ -68,6 +68,11 @@ class PagedAttention:
         self._tiles = tiles
         self._shape: KernelShape | None = None
         self._parts: list[_Parts] = []
+
+    def reserve(self, num_decodes: int, context: int, num_heads: int, kv: LayerKV) -> None:
+        """See DeviceKernels."""
+        shape = kernel_shape(num_heads, kv.keys.shape[1], kv.keys.shape[2], kv.keys.dtype, self._tiles)
+        self._parts_for(num_decodes * shape.splits_of(context) * num_heads, shape, kv.keys.device)
 
     def attend(self, query: Tensor, kv: LayerKV, rows: RaggedRows, scores: Scores) -> Tensor:
         """See AttentionKernels. query: of the cache's format; a token's heads lie together."""

@@ -9,39 +9,26 @@ import triton.language as tl
 
 @triton.jit
 def embed(
-    token_ids,  # [tokens], integers; < 0: the one that the token's slot drew last
-    slots,  # [tokens], integers; read where HAS_LAST
-    last_tokens,  # [slots], integers; read where HAS_LAST
+    token_ids,  # [tokens], integers
     table,  # [vocab, width]
     out,  # [tokens, width]
     width,
-    HAS_LAST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Rows of the embedding. Program: a token, and BLOCK of its columns."""
     token = tl.program_id(0).to(tl.int64)
     token_id = tl.load(token_ids + token).to(tl.int64)
-    if HAS_LAST:
-        if token_id < 0:
-            token_id = tl.load(last_tokens + tl.load(slots + token)).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_inside = columns < width
     tl.store(out + token * width + columns, tl.load(table + token_id * width + columns, mask=is_inside), mask=is_inside)
 
 
-@triton.jit
-def gather(table, slots, out, width, BLOCK: tl.constexpr):
-    """out[i] = table[slots[i]]. Program: a row of out, and BLOCK of its columns."""
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    is_inside = columns < width
-    source = tl.load(slots + row).to(tl.int64) * width
-    tl.store(out + row * width + columns, tl.load(table + source + columns, mask=is_inside), mask=is_inside)
-
-
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots", "rows"])
 def scatter(table, slots, rows, width, BLOCK: tl.constexpr):
-    """table[slots[i]] = rows[i]; a slot < 0 is left out, and no slot comes twice. Program: as gather's."""
+    """table[slots[i]] = rows[i]; a slot < 0 is left out, and no slot comes twice.
+
+    Program: a row, and BLOCK of its columns.
+    """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slots + row).to(tl.int64)
@@ -49,3 +36,47 @@ def scatter(table, slots, rows, width, BLOCK: tl.constexpr):
         is_inside = columns < width
         found = tl.load(rows + row * width + columns, mask=is_inside)
         tl.store(table + slot * width + columns, found, mask=is_inside)
+
+
+@triton.jit
+def lay_out_rows(
+    step,  # int32 [3, step_stride]: of each row its slot (< 0: padding), its token's position, and the token's id, or
+    # < 0: what the slot drew last
+    step_stride,
+    tables,  # int32 [slots, width]: blocks, from a row's first
+    last_tokens,  # int64 [slots]
+    token_ids,  # int64 [rows], written, as are all below
+    positions,  # float32 [rows]
+    kv_slots,  # int64 [rows]: where a token's keys and values go
+    ends,  # int32 [rows]: one past its position; 0: padding, which sees nothing
+    row_tables,  # int32 [rows, width]: scratch_block beyond a row's end
+    drawn_slots,  # int64 [rows]: < 0: padding
+    drawn_positions,  # int64 [rows]: of the token that is drawn
+    width,
+    scratch_block,
+    padding_block,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """What decoding rows read, from what stays on the device. Program: a row, and BLOCK columns of its table."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(step + row).to(tl.int64)
+    position = tl.load(step + step_stride + row).to(tl.int64)
+    token = tl.load(step + 2 * step_stride + row).to(tl.int64)
+    is_real = slot >= 0
+    table = tables + tl.maximum(slot, 0) * width  # padding reads another's, and drops it
+    index = tl.maximum(position, 0) // BLOCK_TOKENS
+    num_used = tl.where(is_real, index + 1, 0)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_inside = columns < width
+    blocks = tl.load(table + columns, mask=is_inside, other=0)
+    tl.store(row_tables + row * width + columns, tl.where(columns < num_used, blocks, scratch_block), mask=is_inside)
+    if tl.program_id(1) == 0:
+        block = tl.where(is_real, tl.load(table + index).to(tl.int64), padding_block)
+        token = tl.where(token < 0, tl.load(last_tokens + tl.maximum(slot, 0)), token)
+        tl.store(token_ids + row, tl.where(is_real, token, 0))
+        tl.store(positions + row, tl.where(is_real, position, 0).to(tl.float32))
+        tl.store(kv_slots + row, block * BLOCK_TOKENS + tl.where(is_real, position % BLOCK_TOKENS, 0))
+        tl.store(ends + row, tl.where(is_real, position + 1, 0).to(tl.int32))
+        tl.store(drawn_slots + row, slot)
+        tl.store(drawn_positions + row, position + 1)

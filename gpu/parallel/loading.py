@@ -40,6 +40,7 @@ def find_room(path: Path, model: ModelConfig, engine: EngineConfig, rank: int) -
         StartupError: the model, its files or the devices are not for so many ranks.
     """
     num_ranks = engine.tensor_parallel
+    engine = replace(engine, overlap="off", graphs="off")  # see gpu.parallel.runner
     check_shards(model, num_ranks, keeps_packed(model, engine.quantize))
     choice = rank_choice(choose_device(engine), engine, rank)
     checkpoint = open_checkpoint(path, model.packed)

@@ -2,14 +2,14 @@
 
 This process is rank 0: it has the scheduler, draws all tokens and tells the others each plan, once a step and before
 its own part of it. They need no tokens drawn: a plan that is made once the last step's are known has them all, so no
-step is sent before they are (--overlap off).
+step is sent before they are (--overlap off), and none by a graph: one rank's might have to be sent without.
 
 A step that raises here is no longer the same step everywhere: unlike on one device it breaks the engine.
 """
 
 import os
 import subprocess
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from core.config import EngineConfig, ModelConfig
@@ -95,7 +95,7 @@ def load_parallel_runner(path: Path, model: ModelConfig, engine: EngineConfig, p
         StartupError: see load_runner; any rank's.
         DeviceError: a rank is lost.
     """
-    room = find_room(path, model, replace(engine, overlap="off"), rank=0)
+    room = find_room(path, model, engine, rank=0)
     meeting = os.memfd_create("ranks")
     followers = Followers(engine.tensor_parallel, meeting)
     try:

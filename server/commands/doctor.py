@@ -78,9 +78,11 @@ class PlanFacts:
     context_origin: str
     attention: str  # of rows of one new token: what computes it, and why
     products: str  # with the layers' matrices, likewise; and all that lies between them
+    graphs: str  # that steps of decodes are sent by
     total_bytes: int  # on the device
     free_bytes: int
     offload_bytes: int = 0
+    graph_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +145,7 @@ def plan_facts(plan: PlanFacts) -> tuple[Fact, ...]:
         *offload,
         Fact("attention", plan.attention),
         Fact("products", plan.products),
+        Fact("CUDA graphs", plan.graphs + (f": {format_size(plan.graph_bytes)}" if plan.graph_bytes else "")),
         Fact("in all", f"{format_size(plan.total_bytes)} of {format_size(plan.free_bytes)} free"),
     )
 

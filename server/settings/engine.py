@@ -135,6 +135,39 @@ class EngineSettings:
             group="engine",
         ),
     )
+    no_overlap: bool = field(
+        default=False,
+        metadata=Setting(
+            name="no-overlap",
+            parse=yes_or_no,
+            metavar="BOOL",
+            help="as --overlap off",
+            group="engine",
+            is_switch=True,
+        ),
+    )
+    graphs: str = field(
+        default="auto",
+        metadata=Setting(
+            name="graphs",
+            parse=choice_of("auto", "on", "off", "lazy"),
+            metavar="MODE",
+            help="steps of decodes as CUDA graphs: auto captures them at start on a GPU, lazy when one is needed. The"
+            " tokens are the same",
+            group="engine",
+        ),
+    )
+    lazy_graphs: bool = field(
+        default=False,
+        metadata=Setting(
+            name="lazy-graphs",
+            parse=yes_or_no,
+            metavar="BOOL",
+            help="as --graphs lazy: ready sooner, and slower at first",
+            group="engine",
+            is_switch=True,
+        ),
+    )
     threads: int | None = field(
         default=None,
         metadata=Setting(

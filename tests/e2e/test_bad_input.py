@@ -103,7 +103,6 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str, str]] = [
     (COMPLETIONS, completion(prompt=[5] * 2048), "context_length_exceeded", "prompt"),
     (COMPLETIONS, completion(prompt=["a", "hi " * 3000]), "context_length_exceeded", "prompt[1]"),
     (COMPLETIONS, completion(prompt="hi " * 30_000), "context_length_exceeded", "prompt"),
-    (COMPLETIONS, completion(echo=True, logprobs=1), "invalid_value", "logprobs"),
     (COMPLETIONS, completion(suffix="x"), "unsupported_parameter", "suffix"),
     (RESPONSES, response(input=[]), "invalid_value", "input"),
     (RESPONSES, response(input=7), "invalid_type", "input"),

@@ -44,6 +44,7 @@ def test_own_tokens_stand_first_longest_first_and_lead_back_to_the_plans_rows() 
     assert batch.sampled_rows.tolist() == [0, 1, 3, 4]
     assert batch.sampled_slots.tolist() == [0, 1, 3, 4]
     assert batch.sampled_positions.tolist() == [3, 6, 41, 13]
+    assert batch.asked_tokens is not None
     assert batch.asked_tokens.tolist() == [6, 3, 0, 1]
     groups = batch.attending[None]
     assert [(type(group), group.first_token, group.end_token) for group in groups] == [

@@ -26,6 +26,7 @@ MODEL = ModelConfig(
     rope=RopeConfig(500_000.0),
 )
 BF16 = DeviceChoice(torch.device("cpu"), "", torch.bfloat16, "", 1, "")
+CUDA = dataclasses.replace(BF16, device=torch.device("cuda"))
 
 
 def plan(free_gib: float, device: DeviceChoice = BF16, **engine: Any) -> MemoryPlan:
@@ -106,10 +107,33 @@ def test_host_memory_on_a_cpu_is_taken_from_what_is_free() -> None:
     assert made.offload_bytes == 8 * GIB
     assert made.total_bytes == made.weights_bytes + made.activation_bytes + made.kv_bytes + 8 * GIB
     assert 4 * GIB - 17 * 131_072 < plain.kv_bytes - made.kv_bytes < 4 * GIB + 17 * 131_072  # half of what is left
-    device = DeviceChoice(torch.device("cuda"), "", torch.bfloat16, "", 1, "")
-    beside = plan(60, device, kv_offload_bytes=8 * GIB)
-    assert beside.kv_bytes == plan(60, device).kv_bytes
-    assert beside.total_bytes == beside.weights_bytes + beside.activation_bytes + beside.kv_bytes
+    beside = plan(60, CUDA, kv_offload_bytes=8 * GIB)
+    assert beside.kv_bytes == plan(60, CUDA).kv_bytes
+    assert beside.total_bytes == plan(60, CUDA).total_bytes
+
+
+def test_on_a_device_what_splits_find_and_graphs_take_is_counted_before_keys_and_values() -> None:
+    plain, captured, longer = (
+        plan(100, CUDA, **asked) for asked in ({"graphs": "off"}, {}, {"graphs": "lazy", "max_model_len": 32_768})
+    )
+    num_splits, rows, numbers = 32, 64, 32 * (128 + 2)  # 8,192 tokens in 256 each; heads, and two numbers beside them
+    decoding = 4 * (rows * num_splits * numbers + 2 * rows * 512 + rows * 128_256)
+    on_cpu = plan(100, graphs="on")
+    assert plain.activation_bytes == on_cpu.activation_bytes + decoding
+    assert on_cpu.graph_bytes == plain.graph_bytes == 0
+    assert captured.graph_bytes == longer.graph_bytes > 2 * MIB  # a block of padding at least
+    assert captured.total_bytes == captured.weights_bytes + captured.activation_bytes + captured.kv_bytes + (
+        captured.graph_bytes
+    )
+    assert abs(plain.kv_bytes - captured.kv_bytes - captured.graph_bytes // 2) < 2 * 2 * MIB  # half of what is left
+
+
+def test_graphs_that_leave_no_room_are_told_before_loading() -> None:
+    made = plan(100, CUDA)
+    least = (made.weights_bytes + made.activation_bytes + made.graph_bytes) / GIB
+    with pytest.raises(NotEnoughMemory, match="Weights and activations need"):
+        plan(least, CUDA)
+    assert plan(least + 2, CUDA).num_blocks >= 512
 
 
 def test_host_memory_that_leaves_no_room_for_the_weights_is_told_before_loading() -> None:

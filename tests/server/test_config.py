@@ -100,6 +100,9 @@ SAMPLES = {
     "inter-token-target": "2.5",
     "overlap": "on",
     "tensor-parallel": "2",
+    "no-overlap": "true",
+    "graphs": "off",
+    "lazy-graphs": "true",
     "handshake-timeout": "1s",
     "max-head": "8KiB",
     "max-unsent": "8KiB",
@@ -388,6 +391,8 @@ def test_offload_that_could_hold_nothing_is_refused(flags: dict[str, str | list[
     ("flags", "cause"),
     [
         ({"overlap": "on"}, "--overlap on and --tensor-parallel 2: each rank gets"),
+        ({"graphs": "on"}, "--graphs on and --tensor-parallel 2: ranks send steps without"),
+        ({"lazy_graphs": "true"}, "--graphs lazy and --tensor-parallel 2: ranks send steps without"),
         ({"kv_offload_bytes": "1GiB"}, "--kv-offload-memory and --tensor-parallel 2: the ranks keep no"),
     ],
 )
@@ -397,6 +402,34 @@ def test_what_several_ranks_do_not_have_is_refused(flags: dict[str, str | list[s
     assert refused.value.cause.startswith(cause)
     assert refused.value.exit_code == ExitCode.CONFIGURATION
     load_config(flags | {"tensor_parallel": "1"}, {}).to_engine_config()
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ([], ("auto", "auto")),
+        (["--no-overlap"], ("off", "auto")),
+        (["--lazy-graphs"], ("auto", "lazy")),
+        (["--overlap", "on", "--graphs", "lazy"], ("on", "lazy")),
+        (["--graphs", "lazy", "--lazy-graphs", "--overlap", "off", "--no-overlap"], ("off", "lazy")),
+    ],
+)
+def test_switches_stand_for_a_mode(given: list[str], wanted: tuple[str, str]) -> None:
+    parser, _ = build_parsers()
+    engine = load_config(flags_given(parser.parse_args(["serve", *given])), {}).to_engine_config()
+    assert (engine.overlap, engine.graphs) == wanted
+
+
+@pytest.mark.parametrize(
+    ("flags", "cause"),
+    [
+        ({"overlap": "on", "no_overlap": "true"}, "--overlap on and --no-overlap say two things"),
+        ({"graphs": "off", "lazy_graphs": "true"}, "--graphs off and --lazy-graphs say two things"),
+    ],
+)
+def test_a_switch_against_its_mode_is_refused(flags: dict[str, str | list[str]], cause: str) -> None:
+    with pytest.raises(StartupError, match=cause):
+        load_config(flags, {}).to_engine_config()
 
 
 def test_model_is_a_directory_a_gguf_file_or_a_hubs_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,6 +53,7 @@ PLAN = PlanFacts(
     context_origin="the model's own",
     attention="torch's: the model is too small to repay loading kernels",
     products="torch's: the model is too small to repay loading kernels",
+    graphs="none: on cpu there is nothing to gain",
     total_bytes=94 * 2**20,
     free_bytes=20 * 2**30,
 )
@@ -79,6 +80,7 @@ def test_plan_adds_up_and_says_where_each_figure_is_from() -> None:
         "KV cache     64 MiB: 33,792 tokens = 16.5 x 2,048",
         "attention    torch's: the model is too small to repay loading kernels",
         "products     torch's: the model is too small to repay loading kernels",
+        "CUDA graphs  none: on cpu there is nothing to gain",
         "in all       94 MiB of 20 GiB free",
     ]
 

@@ -73,7 +73,7 @@ def test_a_sampler_draws_the_same_tokens_with_it(
         drawn = by_kernel.sample(logits, rows, rows * 0 + 5 + step)
         assert drawn.token_ids.tolist() == want.token_ids.tolist()
         assert drawn.is_finite.all()
-        assert torch.equal(launcher.last_tokens, want.token_ids)
+        assert torch.equal(by_kernel.last_tokens, want.token_ids)
         assert want.logprobs is not None
         assert torch.allclose(launcher.logprobs[want.logprobs.rows], want.logprobs.drawn, atol=1e-5)
     assert by_kernel._asked.seen is not None
@@ -85,17 +85,17 @@ def test_a_sampler_draws_the_same_tokens_with_it(
 @pytest.mark.parametrize("shape", [ONE, SPLIT], ids=str)
 def test_rows_come_in_any_order_and_padding_draws_nothing(shape: Shape, device: torch.device) -> None:
     logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(3)).to(device)
-    by_torch, _, launcher = make_samplers(300, shape, device)
+    by_torch, by_kernel, launcher = make_samplers(300, shape, device)
     slots, positions = np.array([5, 0, 8]), np.array([7, 9, 11])
     want = by_torch.sample(logits[:3], slots, positions).token_ids
     launcher.token_ids.fill_(-3)
-    launcher.last_tokens.fill_(-3)
+    by_kernel.last_tokens.fill_(-3)
     launcher.place(slots, positions)
     launcher.launch(logits)  # of one row more than were placed
     assert launcher.token_ids[:4].tolist() == [*want.tolist(), -3]
-    assert launcher.last_tokens[[5, 0, 8]].tolist() == want.tolist()
-    assert (launcher.last_tokens == -3).sum() == len(ASKED) - 3
-    assert launcher._rows[0, 3:].eq(NO_SLOT).all()
+    assert by_kernel.last_tokens[[5, 0, 8]].tolist() == want.tolist()
+    assert (by_kernel.last_tokens == -3).sum() == len(ASKED) - 3
+    assert launcher.rows[0, 3:].eq(NO_SLOT).all()
 
 
 @pytest.mark.parametrize("shape", [ONE, SPLIT], ids=str)

@@ -8,10 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from core.config import ModelConfig
+from core.config import EngineConfig, ModelConfig
 from gpu.device import DeviceChoice
 from gpu.device_attention import DeviceAttention
-from gpu.kernel_choice import describe_attention, describe_products, find_operators, why_no_kernels
+from gpu.kernel_choice import (
+    describe_attention,
+    describe_graphs,
+    describe_products,
+    find_operators,
+    find_recorder,
+    why_no_kernels,
+)
 from gpu.kernels import support
 from gpu.kernels.operators import TritonOperators
 from gpu.kernels.paged_attention import PagedAttention
@@ -84,6 +91,33 @@ def test_heads_that_attention_does_not_know_are_left_to_torch(
     assert type(found) is TritonOperators
     assert found.attention is None
     assert describe_attention(config, CUDA).startswith(f"torch's: {why}")
+
+
+@pytest.mark.parametrize(
+    ("mode", "on_device", "on_cpu"),
+    [("auto", True, False), ("on", True, True), ("lazy", True, True), ("off", False, False)],
+)
+def test_graphs_are_a_devices_or_asked_for(
+    mode: str, on_device: bool, on_cpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpu.kernel_choice.open_recorder", lambda device: device.type)
+    engine, operators = EngineConfig(graphs=mode), find_operators(CONFIG, CUDA)
+    cpu = dataclasses.replace(CUDA, device=torch.device("cpu"))
+    found = [find_recorder(engine, choice, operators) for choice in (CUDA, cpu)]
+    assert found == ["cuda" if on_device else None, "cpu" if on_cpu else None]
+    operators.has_device_rows = False
+    assert [find_recorder(engine, choice, operators) for choice in (CUDA, cpu)] == [None, None]
+
+
+def test_what_sends_decodes_is_told() -> None:
+    def told(choice: DeviceChoice = CUDA, config: ModelConfig = CONFIG, mode: str = "auto") -> str:
+        return describe_graphs(config, choice, EngineConfig(graphs=mode))
+
+    assert told() == "11 sizes of decodes, captured at start"
+    assert told(mode="lazy") == "11 sizes of decodes, captured as they are needed"
+    assert told(mode="off") == "none: asked for"
+    assert told(config=dataclasses.replace(CONFIG, head_dim=33)).startswith("none: heads of 33")
+    assert told(dataclasses.replace(CUDA, device=torch.device("cpu"))) == "none: on cpu there is nothing to gain"
 
 
 def test_a_cpu_has_its_own() -> None:

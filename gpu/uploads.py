@@ -1,0 +1,66 @@
+"""Integers of the host that every step needs: one copy from pinned memory, beside the step before. Thread: engine.
+
+Two buffers take turns, on the host and on the device, so that the copy for step N + 1 runs while step N still reads its
+own. Nothing is allocated on the way.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from core.plan import Int32Array
+from gpu.streams import Event, Streams
+
+NUM_BUFFERS = 2
+INT_BYTES = 4
+
+
+@dataclass(slots=True)
+class _Buffer:
+    """
+    Args:
+        copied: out of the pinned one; used: by what was sent to read it. None: never yet.
+    """
+
+    pinned: Tensor  # int32
+    on_device: Tensor  # int32
+    copied: Event | None = None
+    used: Event | None = None
+
+
+class Uploads:
+    """
+    Args:
+        room: integers of one copy, at most.
+    """
+
+    def __init__(self, streams: Streams, room: int) -> None:
+        self.room = room
+        self._streams = streams
+        size_bytes = room * INT_BYTES
+        self._buffers = [
+            _Buffer(streams.pinned(size_bytes).view(torch.int32), streams.on_device(size_bytes).view(torch.int32))
+            for _ in range(NUM_BUFFERS)
+        ]
+
+    def send(self, parts: Sequence[Int32Array], use: Callable[[list[Tensor]], None]) -> None:
+        """Copy the parts up, and send what uses them: it gets them on the device, flat, and must not keep them."""
+        self._buffers.reverse()
+        buffer, side, current = self._buffers[0], self._streams.side, self._streams.current
+        if buffer.copied is not None:
+            buffer.copied.synchronize()  # of two copies ago
+        sizes = [part.size for part in parts]
+        size = sum(sizes)
+        assert size <= self.room
+        buffer.pinned.numpy()[:size] = np.concatenate([part.reshape(-1) for part in parts])
+        source, target = buffer.pinned[:size], buffer.on_device[:size]
+        if buffer.used is not None:
+            side.wait(buffer.used)
+        side.run(lambda: target.copy_(source, non_blocking=True))
+        buffer.copied = side.record()
+        current.wait(buffer.copied)
+        current.run(lambda: use(list(torch.split(target, sizes))))
+        buffer.used = current.record()

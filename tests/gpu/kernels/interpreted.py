@@ -1,0 +1,20 @@
+"""Models computed by Triton's kernels on a CPU, interpreted, as they are on a device: attention and sampling too."""
+
+from core.config import ModelConfig
+from gpu.device import DeviceChoice
+from gpu.device_attention import DeviceAttention
+from gpu.kernels.device_sampler import DeviceSampler
+from gpu.kernels.operators import TritonOperators
+from gpu.kernels.paged_attention import PagedAttention
+from gpu.operators import Operators
+from gpu.sampler import SamplerChoice
+
+NUM_PROGRAMS = 3  # that decode: each takes several splits
+
+
+def find_interpreted(config: ModelConfig, choice: DeviceChoice) -> Operators:
+    """See gpu.runner.FindOperators."""
+    attention = DeviceAttention(PagedAttention(NUM_PROGRAMS))
+    operators = TritonOperators(config, choice.dtype, choice.device, attention)
+    operators.sampler = SamplerChoice(DeviceSampler)
+    return operators

@@ -1,0 +1,314 @@
+"""Steps of decodes by Python, by graphs and overlapped draw the same tokens, whoever comes, goes or shares them."""
+
+import dataclasses
+import logging
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from core.config import BLOCK_SIZE, parse_model_config
+from core.plan import PENDING, StepPlan
+from core.types import Request, SamplingParams
+from gpu.decode_graphs import Part
+from gpu.decode_steps import DecodeSteps
+from gpu.graphs import CaptureError, Graph
+from gpu.kernels.device_sampler import MAX_BIASES
+from gpu.runner import ModelRunner, load_runner
+from gpu.twin_graphs import TwinRecorder
+from tests.gpu.conftest import ENGINE, no_progress
+from tests.gpu.driver import GREEDY, DrivenSequence, Driver, make_plan
+from tests.gpu.kernels.interpreted import find_interpreted
+from tests.gpu.test_overlap import draw_sampling, run
+from tests.oracle import Oracle, read_config
+from tests.workload import Names, Workload
+
+PROMPTS = ([5, 17, 101, 9], [250], [(37 * place) % 290 + 3 for place in range(20)])
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
+Directory = Callable[[str], Path]
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu(device: torch.device) -> None:
+    if device.type != "cpu":
+        pytest.skip("needs a CPU: on a device, bench.gpu_check --part model does it")
+
+
+def open_runner(directory: Path, graphs: str, max_sequences: int = 4, **engine: Any) -> ModelRunner:
+    changed = dataclasses.replace(ENGINE, graphs=graphs, max_sequences=max_sequences, max_model_len=64, **engine)
+    return load_runner(
+        directory, parse_model_config(read_config(directory)), changed, no_progress, find=find_interpreted
+    )
+
+
+def steps_of(runner: ModelRunner) -> DecodeSteps:
+    assert runner._decodes is not None
+    return runner._decodes
+
+
+def replays(monkeypatch: pytest.MonkeyPatch, runner: ModelRunner) -> list[tuple[Part, int]]:
+    """(part, rows) of the graphs that are replayed from now on."""
+    graphs, found = steps_of(runner).graphs, []
+    inner = graphs.run
+
+    def noted(part: Part, size: int) -> None:
+        if (part, size) in graphs._graphs:
+            found.append((part, size))
+        inner(part, size)
+
+    monkeypatch.setattr(graphs, "run", noted)
+    return found
+
+
+def tokens_with_joins_and_leaves(runner: ModelRunner) -> list[list[int]]:
+    """Three sequences, of which the second comes later, the first leaves early, and the third is preempted once."""
+    driver = Driver(runner)
+    first, third = (driver.add(list(PROMPTS[place])) for place in (0, 2))
+    driver.generate(3, first, third)
+    second = driver.add(list(PROMPTS[1]))
+    driver.step(None, first, third, second)
+    driver.remove(first)
+    driver.step(None, second, third)
+    driver.preempt(third)
+    driver.generate(6, second, third)
+    return [sequence.output_ids for sequence in (first, second, third)]
+
+
+@pytest.mark.parametrize(
+    ("family", "graphs"),
+    [
+        ("llama3", "off"),
+        ("llama3", "on"),
+        ("llama3", "lazy"),
+        pytest.param("gemma2", "on", marks=pytest.mark.slow),  # windows, caps
+        pytest.param("gpt_oss", "on", marks=pytest.mark.slow),  # experts, sinks
+    ],
+)
+def test_greedy_tokens_are_the_oracles(family: str, graphs: str, model_directory: Directory) -> None:
+    directory = model_directory(family)
+    oracle = Oracle(directory)
+    runner = open_runner(directory, graphs)
+    captured = steps_of(runner).graphs.num_captured
+    assert captured == {"off": 0, "lazy": 0, "on": 3}[graphs]
+    for found, prompt in zip(tokens_with_joins_and_leaves(runner), PROMPTS, strict=True):
+        assert found == oracle.greedy(list(prompt), len(found))
+    assert steps_of(runner).graphs.num_captured == {"off": 0, "lazy": 2, "on": 3}[graphs]
+
+
+def draw_workload(rng: random.Random, num_requests: int, most_tokens: int) -> Workload:
+    """Requests with all that can be asked of sampling, clients that leave, pauses; too few blocks for all.
+
+    The last alone asks for penalties: steps without it draw inside.
+    """
+    requests, pauses, stops, leaves = [], {}, Names(), Names()
+    for number in range(num_requests):
+        name, max_tokens = f"r{number}", rng.randint(most_tokens // 2, most_tokens)
+        prompt = tuple(rng.choices(range(3, 300), k=rng.randint(1, 20)))
+        sampling = draw_sampling(rng, max_tokens)
+        penalty = 0.5 if number == num_requests - 1 else 0.0
+        request = Request(
+            request_id=name,
+            prompt_ids=prompt,
+            sampling=msgspec.structs.replace(sampling, repetition_penalty=1.0, frequency_penalty=penalty),
+            arrival_s=number * 1e-3,
+            num_sequences=1 + number % 2,
+        )
+        requests.append((2 * number, request))
+        if rng.random() < 0.4:
+            rng.choice((stops, leaves))[name, 0] = rng.randint(1, max_tokens)
+        if rng.random() < 0.3:
+            pauses[name] = (rng.randrange(8), rng.randrange(9, 12))
+    return Workload(requests, stops, leaves, pauses)
+
+
+def compare(directory: Path, seed: int, num_requests: int, most_tokens: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Eager, graph, and graphs overlapped. Returns how many sequences were preempted."""
+    workload = draw_workload(random.Random(seed), num_requests, most_tokens)
+    expected, _, _ = run(open_runner(directory, "off"), workload, 1)
+    runner = open_runner(directory, "on")
+    replayed = replays(monkeypatch, runner)
+    outcomes, _, num_preempted = run(runner, workload, 1)
+    assert outcomes == expected
+    overlapped, num_pending, _ = run(open_runner(directory, "lazy"), workload, 2)
+    assert overlapped == expected
+    assert num_pending > most_tokens
+    assert {part for part, _ in replayed} == set(Part)  # some ask for penalties, and some steps have none
+    assert len(replayed) > most_tokens
+    return num_preempted
+
+
+def test_eager_graph_and_overlapped_steps_draw_the_same(
+    model_directory: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compare(model_directory("llama3"), seed=1, num_requests=4, most_tokens=6, monkeypatch=monkeypatch)
+
+
+@pytest.mark.slow
+def test_they_draw_the_same_where_sequences_are_preempted(
+    model_directory: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert compare(model_directory("llama3"), 2, num_requests=8, most_tokens=24, monkeypatch=monkeypatch) > 0
+
+
+def started(driver: Driver, prompts: tuple[list[int], ...], sampling: SamplingParams = GREEDY) -> list[DrivenSequence]:
+    """Sequences that have drawn their first token."""
+    sequences = [driver.add(list(prompt), sampling, seed=7) for prompt in prompts]
+    driver.step(None, *sequences)
+    return sequences
+
+
+def test_padding_writes_to_a_block_of_its_own(model_directory: Directory) -> None:
+    """Everything that is not a row's own is poisoned, and stays so: whoever read it would draw a row that failed."""
+    runner = open_runner(model_directory("llama3"), "on")
+    driver = Driver(runner)
+    sequences = started(driver, PROMPTS)
+    assert steps_of(runner).graphs.size_for(len(sequences)) == 4
+    cache = runner._cache
+    foreign = sorted(set(range(cache.num_blocks + 1)) - {block for one in sequences for block in one.blocks})
+    with torch.inference_mode():
+        cache.tensor[:, :, foreign] = torch.nan
+    before = cache.tensor[:, :, : cache.num_blocks + 1].clone()
+    output = driver.step(None, *sequences)
+    assert not output.failed_rows
+    assert cache.tensor[:, :, foreign].isnan().all()
+    is_changed = (cache.tensor[:, :, : cache.num_blocks + 1] != before) & ~before.isnan()
+    places = is_changed.any(-1).any(-1).any(1).any(0).nonzero().tolist()  # (block, place in it)
+    ends = [sequence.num_computed - 1 for sequence in sequences]
+    own = [[one.blocks[end // BLOCK_SIZE], end % BLOCK_SIZE] for one, end in zip(sequences, ends, strict=True)]
+    assert sorted(places) == sorted(own)
+    assert cache.tensor[:, :, cache.padding_block].any()
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")
+def test_a_row_that_fails_costs_itself_alone_and_its_token_is_drawn_by_nobody(model_directory: Directory) -> None:
+    runner = open_runner(model_directory("llama3"), "on")
+    driver = Driver(runner)
+    sequences = started(driver, PROMPTS)
+    with torch.inference_mode():
+        runner._cache.tensor[:, :, sequences[1].blocks[0]] = torch.nan
+    output = driver.step(None, *sequences)
+    assert list(output.failed_rows) == [1]
+    assert output.rows.tolist() == [0, 2]
+    assert runner._cache.tensor.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("asked", "parts"),
+    [
+        ({"temperature": 0.8, "top_p": 0.9}, [Part.STEP]),
+        ({"num_logprobs": 3}, [Part.STEP]),
+        ({"frequency_penalty": 0.5, "temperature": 1.0}, [Part.FORWARD, Part.DRAW]),
+        ({"logit_bias": tuple((token_id % 300, 0.1) for token_id in range(MAX_BIASES + 1))}, [Part.FORWARD]),
+    ],
+    ids=["temperature", "logprobs", "penalties", "too many biases"],
+)
+def test_what_a_graph_cannot_draw_is_drawn_behind_it(
+    asked: dict[str, Any], parts: list[Part], model_directory: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a graph of its own, or by torch: the tokens and logprobs of a runner without graphs."""
+    sampling = SamplingParams(**{"max_tokens": 9, "temperature": 0.0, **asked})
+    told = []
+    for graphs in ("off", "lazy"):
+        runner = open_runner(model_directory("llama3"), graphs)
+        driver = Driver(runner)
+        sequences = started(driver, PROMPTS, sampling)
+        replayed = replays(monkeypatch, runner)
+        outputs = [driver.step(None, *sequences) for _ in range(2)]
+        told.append([(output.token_ids.tolist(), output.logprobs) for output in outputs])
+        assert replayed == ([(part, 4) for part in parts] * 2 if graphs == "lazy" else [])
+    assert told[0] == told[1]
+
+
+def test_a_pending_token_is_what_the_slot_drew_last_by_whatever_drew_it(model_directory: Directory) -> None:
+    """A prompt's step draws the first, a graph's the second; neither was read by the host."""
+    found = []
+    for tokens in ([PENDING, PENDING], None):
+        runner = open_runner(model_directory("llama3"), "lazy")
+        driver = Driver(runner)
+        (sequence,) = started(driver, PROMPTS[:1])
+        for place in range(2):
+            token = sequence.token_ids[-1] if tokens is None else tokens[place]
+            output = driver.run(make_plan([(sequence.slot, 4 + place, [token], True)]))
+            sequence.token_ids.append(int(output.token_ids[0]))
+        found.append(sequence.output_ids)
+    assert found[0] == found[1]
+
+
+class FailingRecorder(TwinRecorder):
+    """Captures so many, then no more."""
+
+    def __init__(self, num_captured: int) -> None:
+        super().__init__()
+        self._num_left = num_captured
+
+    def capture(self, work: Callable[[], None]) -> Graph:
+        self._num_left -= 1
+        if self._num_left < 0:
+            work()
+            raise CaptureError("planted")
+        return super().capture(work)
+
+
+@pytest.mark.parametrize("graphs", ["on", "lazy"])
+def test_where_capture_fails_steps_go_on_by_python(
+    graphs: str, model_directory: Directory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = model_directory("llama3")
+    monkeypatch.setattr("gpu.kernel_choice.open_recorder", lambda device: FailingRecorder(1))
+    with caplog.at_level(logging.WARNING):
+        runner = open_runner(directory, graphs)
+        found = tokens_with_joins_and_leaves(runner)
+    oracle = Oracle(directory)
+    assert found == [oracle.greedy(list(prompt), len(one)) for prompt, one in zip(PROMPTS, found, strict=True)]
+    assert [record.getMessage()[:14] for record in caplog.records] == ["no CUDA graphs"]
+    assert steps_of(runner).graphs.num_captured == 0
+
+
+def test_what_moves_after_its_capture_is_told(model_directory: Directory) -> None:
+    """On a device a graph would go on with what lies there now."""
+    runner = open_runner(model_directory("llama3"), "lazy")
+    driver = Driver(runner)
+    sequences = started(driver, PROMPTS[:1])
+    driver.step(None, *sequences)
+    runner._model.norm = runner._model.norm.clone()
+    with pytest.raises(CaptureError, match="nobody keeps"):
+        driver.step(None, *sequences)
+
+
+def test_a_model_that_the_kernels_do_not_know_has_no_graphs(
+    model_directory: Directory, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = model_directory("llama3")
+    engine = dataclasses.replace(ENGINE, graphs="on")
+    with caplog.at_level(logging.WARNING):
+        runner = load_runner(directory, parse_model_config(read_config(directory)), engine, no_progress)
+    assert runner._decodes is None
+    assert "no CUDA graphs" in caplog.text
+
+
+def test_tables_that_grow_by_more_than_one_copy_holds_arrive_whole(model_directory: Directory) -> None:
+    """Prompts of many blocks, and tables whose slots were another's before."""
+    runner = open_runner(model_directory("llama3"), "off", max_sequences=2)
+    steps = steps_of(runner)
+    driver, rng = Driver(runner), random.Random(3)
+    for _ in range(2):
+        sequences = [driver.add(rng.choices(range(3, 300), k=60)) for _ in range(2)]
+        tables = [(one.slot, place, driver.free_blocks.pop()) for one in sequences for place in range(4)]
+        plan = make_plan([], tables=tables)
+        for _ in range(4):  # told again and again: the last one counts
+            steps._tables.grow(plan)
+        assert len(tables) * 4 * 2 > steps._uploads.room
+        for one in sequences:
+            with torch.inference_mode():
+                steps._bring_up(one_row(one), np.array([0]), 1)
+            assert steps._device_tables[one.slot].tolist() == steps._tables.blocks[one.slot].tolist()
+            driver.free_slots.append(one.slot)
+
+
+def one_row(sequence: DrivenSequence) -> StepPlan:
+    return make_plan([(sequence.slot, 60, [5], True)])
