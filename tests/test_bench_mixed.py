@@ -26,7 +26,7 @@ def test_mixed_refuses_a_directory_without_a_model(tmp_path: Path, capsys: pytes
 def test_fairness_compares_the_same_light_requests_with_and_without_the_flood(tmp_path: Path) -> None:
     out = tmp_path / "fairness.json"
     assert fairness.main(["--quick", "--json", str(out)]) == 0
-    flood, gap = read_result(out).tables
+    flood, gap, wall = read_result(out).tables
     (_, num_without, *_), (_, num_with, *_) = flood.rows
     assert num_without == num_with == len(fairness.QUICK.light_requests())
     ((num_steps, furthest_s, bound_s),) = gap.rows
@@ -35,9 +35,14 @@ def test_fairness_compares_the_same_light_requests_with_and_without_the_flood(tm
     assert isinstance(bound_s, float)
     assert num_steps > 0
     assert 0 < furthest_s < bound_s
+    assert [(row[0], row[2] > 0) for row in wall.rows if isinstance(row[2], int)] == [
+        ("without", False),
+        ("with", True),
+    ]
+    assert wall.rows[0][1] == wall.rows[1][1]  # the same light requests
 
 
 def test_scheduler_measures_by_sequences_by_prompt_and_by_queue(tmp_path: Path) -> None:
     out = tmp_path / "scheduler.json"
     assert scheduler.main(["--quick", "--json", str(out)]) == 0
-    assert [[row[0] for row in table.rows] for table in read_result(out).tables] == [[2, 4], [32], [1, 3]]
+    assert [[row[0] for row in table.rows] for table in read_result(out).tables] == [[2, 4], [2, 4], [32], [1, 3]]
