@@ -201,7 +201,8 @@ class App:
         try:
             await route.handler(self.state, exchange)
         except ServiceError as error:
-            if error.kind is ErrorKind.UNAVAILABLE and exchange.outcome is None:
+            outcome = exchange.outcome
+            if error.kind is ErrorKind.UNAVAILABLE and (outcome is None or outcome.is_refused):
                 ticket.give_back()
                 show_limits(exchange.stream, ticket)
             raise
