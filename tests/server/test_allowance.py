@@ -70,7 +70,8 @@ def day_used(server: SimulatedServer) -> int:
 
 def test_an_answer_bears_what_is_left_of_the_tightest_limit() -> None:
     server = server_of(
-        Limits(requests_per_minute=60, tokens_per_minute=6_000), Limits(requests_per_minute=30, burst_requests=5)
+        Limits(requests_per_minute=60, tokens_per_minute=60, burst_tokens=6_000),
+        Limits(requests_per_minute=30, burst_requests=5),
     )
     assert fields_of(server.ask(say())) == {
         "x-ratelimit-limit-requests": "5",
@@ -78,8 +79,19 @@ def test_an_answer_bears_what_is_left_of_the_tightest_limit() -> None:
         "x-ratelimit-reset-requests": "2s",
         "x-ratelimit-limit-tokens": "6000",
         "x-ratelimit-remaining-tokens": str(6_000 - 30),
-        "x-ratelimit-reset-tokens": "1s",
+        "x-ratelimit-reset-tokens": "30s",
     }
+    server.close()
+
+
+@pytest.mark.parametrize("fields", [{}, STREAM])
+def test_an_answer_bears_what_is_left_when_its_head_is_written(fields: dict[str, Any]) -> None:
+    server = server_of(Limits(tokens_per_day=1_000))
+    answer = server.ask(say(stop=unlimited_text(12)[4:6], **fields))
+    num_used = answer.usage["total_tokens"]
+    assert num_used < 18 + 12
+    num_taken = 18 + 12 if fields else num_used  # a stream still holds what it reserved
+    assert answer.headers["x-ratelimit-remaining-tokens"] == str(1_000 - num_taken)
     server.close()
 
 
