@@ -81,6 +81,21 @@ def expected_ttft_s(
     return max(load.prefill_s(both), load.room_s(answer_tokens) + load.prefill_s(own))
 
 
+def expected_end_s(
+    room: EngineRoom, stats: EngineStats, num_decoding: int, answer_tokens: float, most_tokens: float
+) -> float | None:
+    """Seconds from now until one of the sequences that decode ends; None: none does, or too few steps were measured.
+
+    Args:
+        answer_tokens: that one of these has yet to say, on average (tokens_left).
+        most_tokens: after which the first has as many as it may.
+    """
+    if stats.step_cost_s is None or not num_decoding:
+        return None
+    load = _Load(room, stats, num_decoding, Backlog(), Backlog())
+    return load.decode_s(num_decoding) * min(answer_tokens / num_decoding, most_tokens)
+
+
 def tokens_left(mean_tokens: float, num_said: int, num_allowed: int) -> float:
     """How many more an answer is expected to have that has said so many.
 
@@ -111,7 +126,7 @@ class _Load:
         self._num_coming = ahead.num_sequences + own.num_sequences
         self._coming_tokens = ahead.prompt_tokens + own.prompt_tokens
 
-    def _decode_s(self, num_sequences: float) -> float:
+    def decode_s(self, num_sequences: float) -> float:
         """A step in which so many decode, the KV being what it is now."""
         fixed, _, _, token_s, kv_s = self._coefficients_s
         return fixed + num_sequences * token_s + self._num_decoding * self._kv_of_one * kv_s
@@ -119,13 +134,13 @@ class _Load:
     def _full_step_s(self) -> float:
         """A step with as much of prompts in it as the inter-token target allows."""
         num_soon = min(self._num_decoding + self._num_coming, self._room.max_sequences)
-        return (self._room.inter_token_target or 1.0) * self._decode_s(num_soon)
+        return (self._room.inter_token_target or 1.0) * self.decode_s(num_soon)
 
     def prefill_s(self, backlog: Backlog) -> float:
         work = StepWork(round(backlog.prompt_tokens * self._miss_ratio), round(backlog.prompt_kv * self._miss_ratio))
         work_s = row_cost_s(self._coefficients_s, work)
         num_steps = 1 + work.prompt_tokens / max(1, self._room.max_batch_tokens - self._num_decoding)
-        beside_s = self._decode_s(self._num_decoding)
+        beside_s = self.decode_s(self._num_decoding)
         if self._num_decoding and self._room.inter_token_target is not None:
             num_steps = max(num_steps, work_s / (self._full_step_s() - beside_s))
         return work_s + num_steps * beside_s

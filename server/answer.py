@@ -33,11 +33,13 @@ class Outcome(msgspec.Struct, frozen=True):
     Args:
         finish_reasons: that its choices gave, each once.
         error: what broke it off; told in the stream already where the head was out.
+        is_refused: the ledger could not reserve it: whatever was computed meanwhile is nobody's to pay.
     """
 
     usage: Usage
     finish_reasons: tuple[FinishReason, ...]
     error: ServiceError | None
+    is_refused: bool = False
 
 
 class Answer:
@@ -139,7 +141,7 @@ class Answer:
     async def wait_finished(self) -> Outcome:
         """Until all its requests have ended. An error that no head has gone out for is the caller's to tell."""
         usage = await self._finished
-        return Outcome(usage, tuple(self._reasons), self._error)
+        return Outcome(usage, tuple(self._reasons), self._error, self._is_unreserved)
 
     def close(self) -> None:
         """Let go of timers, and of what is still being generated if the task itself is cancelled. Idempotent."""

@@ -17,7 +17,7 @@ from server.clock import Clock
 from server.exchange import Exchange
 from server.gate.cross_origin import CrossOrigin
 from server.gate.gate import Gate
-from server.gate.rate_limit_fields import show_limits
+from server.gate.rate_limit_fields import limit_headers
 from server.listening.refusals import DENIED
 from server.observing.accounting import NO_REQUEST, Account, status_told
 from server.observing.flight_recorder import Flight
@@ -194,16 +194,14 @@ class App:
         """Let the request in and out of its caller's quotas. One that the server has no room for counts for nothing."""
         exchange.timings.enter(Stage.QUOTA, self._clock.monotonic())
         ticket = exchange.ticket = self._gate.quotas.ticket_for(exchange.known_caller)
-        try:
-            ticket.enter(route.needs_tokens)
-        finally:
-            show_limits(exchange.stream, ticket)
+        exchange.stream.late_headers = partial(limit_headers, ticket)
+        ticket.enter(route.needs_tokens)
         try:
             await route.handler(self.state, exchange)
         except ServiceError as error:
-            if error.kind is ErrorKind.UNAVAILABLE and exchange.outcome is None:
+            outcome = exchange.outcome
+            if error.kind is ErrorKind.UNAVAILABLE and (outcome is None or outcome.is_refused):
                 ticket.give_back()
-                show_limits(exchange.stream, ticket)
             raise
         finally:
             ticket.leave()

@@ -38,7 +38,6 @@ from server.gate.admission import Admission, Asker, Place
 from server.gate.deadlines import ANY_TIME, Deadlines
 from server.gate.queue_news import QueueNews
 from server.gate.quota import Ticket
-from server.gate.rate_limit_fields import show_limits
 from server.gate.tenants import Tenant
 from server.gate.text_rules import rule_book
 from server.ledger.idempotency import MAX_ANSWER_BYTES, Idempotency, replay
@@ -268,11 +267,8 @@ class Lifecycle:
                     len(requests[0].prompt_ids),
                     answer.say,
                 )
-            try:
-                entry = self._entry(stream, request_id, call.model, ticket)
-                answer.submit(self.backend, requests, continues_text, ticket, entry)
-            finally:
-                show_limits(stream, ticket)
+            entry = self._entry(stream, request_id, call.model, ticket)
+            answer.submit(self.backend, requests, continues_text, ticket, entry)
             return await answer.wait_finished()
         finally:
             answer.close()

@@ -19,6 +19,7 @@ from core.wait_estimate import (
     EngineRoom,
     Margin,
     backlog_of,
+    expected_end_s,
     expected_ttft_s,
     tokens_left,
 )
@@ -137,6 +138,7 @@ class Admission:
         self._answers: dict[_Answer, None] = {}
         self._answer_tokens = FIRST_GUESS_TOKENS
         self._tokens_left = FIRST_GUESS_TOKENS  # of those that go on, as it was a moment ago
+        self._first_left = math.inf  # of the one that has fewest until its max_tokens, as it was then
         self._counted_s = -math.inf
         self._meter = DrainMeter()
         self.margin = Margin()
@@ -189,7 +191,7 @@ class Admission:
         return Place(self, num_bytes)
 
     def _overloaded(self, shown: str) -> ServiceError:
-        retry_s = self._retry_s(self._waiting.num_requests)
+        retry_s = self._retry_s(self._waiting.num_requests, self._expected_end_s() or LEAST_RETRY_S)
         message = f"The server {shown}. Try again in {math.ceil(retry_s)} s."
         return ServiceError(ErrorKind.UNAVAILABLE, message, "overloaded", retry_after_s=retry_s)
 
@@ -201,9 +203,13 @@ class Admission:
         shown = f"lets {self._limits.max_tokens:,} prompt tokens wait: {self._waiting.prompt_tokens:,.0f} do"
         return self._overloaded(shown + (f", and this has {num_tokens:,.0f}" if num_tokens else ""))
 
-    def _retry_s(self, num_requests: float, otherwise_s: float = LEAST_RETRY_S) -> float:
-        """Until so many have left the queue, as fast as they did of late."""
-        measured_s = self._meter.seconds_for(num_requests, self._clock())
+    def _retry_s(self, num_requests: float, otherwise_s: float) -> float:
+        """Until so many have left the queue, as fast as they did of late.
+
+        Args:
+            otherwise_s: where nobody waits in it, or nothing was measured.
+        """
+        measured_s = self._meter.seconds_for(num_requests, self._clock()) if num_requests else None
         return min(max(otherwise_s if measured_s is None else measured_s, LEAST_RETRY_S), MOST_RETRY_S)
 
     # What places ask and tell.
@@ -252,6 +258,12 @@ class Admission:
         assert last_s is not None, "it is measured"
         return min(factor * expected_s, ahead.ageing_s * (1 + ahead.same_class.num_requests) + factor * last_s)
 
+    def _expected_end_s(self) -> float | None:
+        """Until an answer that goes on ends; None: it is not known."""
+        stats = self._stats()
+        left = self._expected_left(stats.num_steps)
+        return expected_end_s(self._room, stats, self.num_decoding, left, self._first_left)
+
     def _expected_left(self, num_steps: int) -> float:
         """Tokens that answers which go on have yet to say, as the harmonic mean: how often one of them ends.
 
@@ -263,6 +275,8 @@ class Admission:
             mean = self._answer_tokens
             lefts = [tokens_left(mean, num_steps - one.begun_step, one.max_tokens) for one in self._answers]
             self._tokens_left = len(lefts) / sum(1 / left for left in lefts) if lefts else mean
+            most = (one.begun_step + one.max_tokens - num_steps for one in self._answers)
+            self._first_left = max(1, min(most, default=1))
         return self._tokens_left
 
     def check_in_time(self, ahead: Ahead, own: Backlog, allowed_s: float) -> float | None:

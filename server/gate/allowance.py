@@ -1,7 +1,11 @@
 """What the choices of one answer may still say: topped up as they go on, held where nothing is left. Thread: loop.
 
 Nothing is said that was not reserved before. A sequence is asked about when AHEAD_TOKENS are left to it, and when none
-are; in between, what is in flight when it is held still has its place.
+are; in between, what is in flight when it is held still has its place. Where less than a top-up is left, its choices
+share that.
+
+An answer is held until there is a whole top-up, MAX_WAIT_S at most. Then it says what it has, and what has come
+meanwhile, and ends when nothing is left.
 """
 
 import asyncio
@@ -14,6 +18,7 @@ from server.gate.quota import FIRST_TOKENS, S_NS, TOP_UP_TOKENS, Shortage, Ticke
 
 AHEAD_TOKENS = 32  # at 100 tokens/s of a stream a third of a second: the loop is seldom later
 MAX_WAIT_S = 10.0
+LEAST_RETRY_S = 1  # where others have given back since
 POLL_S = 1.0  # others settle at any time: tried again so often while it is held
 
 
@@ -43,11 +48,13 @@ class Allowance:
         self._loop = loop
         limits = [one.sampling.max_tokens for one in requests for _ in range(one.num_sequences)]
         self._max = limits
+        self._num_choices = len(limits)  # that have not ended
         self._allowed = [min(limit, FIRST_TOKENS) for limit in limits]
         self._short: dict[int, None] = {}  # choices that go on when there is more, in order
         self._shortage: Shortage | None = None  # the last
         self._timer: asyncio.TimerHandle | None = None
         self._give_up_s = 0.0
+        self._has_waited = False  # in vain: it is not held again before there is a whole top-up
         self._has_ended = False
 
     @property
@@ -56,7 +63,7 @@ class Allowance:
         if not self._has_ended or self._shortage is None:
             return {}
         wait_ns = self._ticket.wait_ns(self._shortage)
-        retry_after_s = None if wait_ns is None else -(-wait_ns // S_NS)
+        retry_after_s = None if wait_ns is None else max(LEAST_RETRY_S, -(-wait_ns // S_NS))
         limit = self._shortage.pool.name
         message = f"{self._shortage.account.owner} has used up its {limit}: the answer ends here."
         return {"steploop": {"ended_by": limit, "message": message, "retry_after_s": retry_after_s}}
@@ -66,16 +73,20 @@ class Allowance:
         if self._has_ended:
             return NEVER
         mark = self._next_mark(choice)
-        if num_tokens < mark or self._try_top_up(choice):  # it may have been topped up since its mark was set
+        if num_tokens < mark:  # it has been topped up since its mark was set
+            return mark
+        if self._try_top_up(choice) or self._try_take_rest(choice):
             return self._next_mark(choice)
         if num_tokens >= self._allowed[choice]:
             self._end()
             return NEVER
-        self._hold(choice)
+        if not self._has_waited:
+            self._hold(choice)
         return self._allowed[choice]
 
     def drop(self, choice: int) -> None:
-        """The choice has ended: nobody waits for its sake."""
+        """The choice has ended: nobody waits for its sake. To be called once."""
+        self._num_choices -= 1
         if choice in self._short:
             del self._short[choice]
             if not self._short and self._timer is not None:
@@ -92,14 +103,24 @@ class Allowance:
         allowed = self._allowed[choice]
         return NEVER if allowed == self._max[choice] else allowed - AHEAD_TOKENS
 
+    def _wanted(self, choice: int) -> int:
+        return min(TOP_UP_TOKENS, self._max[choice] - self._allowed[choice])
+
     def _try_top_up(self, choice: int) -> bool:
-        num = min(TOP_UP_TOKENS, self._max[choice] - self._allowed[choice])
+        num = self._wanted(choice)
         shortage = self._ticket.top_up(num)
         if shortage is not None:
             self._shortage = shortage
             return False
         self._allowed[choice] += num
+        self._has_waited = False
         return True
+
+    def _try_take_rest(self, choice: int) -> bool:
+        """Where there is less than a top-up: its part of what is left."""
+        num = self._ticket.top_up_rest(self._wanted(choice), self._num_choices)
+        self._allowed[choice] += num
+        return num > 0
 
     def _hold(self, choice: int) -> None:
         self._short[choice] = None
@@ -119,13 +140,15 @@ class Allowance:
             if not self._try_top_up(choice):
                 break
             del self._short[choice]
-        if not self._short:
-            self._timer = None
-            self._held.resume()
-        elif self._loop.time() >= self._give_up_s:
-            self._end()
-        else:
+        if self._short and self._loop.time() < self._give_up_s:
             self._wait()
+            return
+        self._has_waited = bool(self._short)
+        for choice in self._short:
+            self._try_take_rest(choice)
+        self._short.clear()
+        self._timer = None
+        self._held.resume()
 
     def _end(self) -> None:
         self.close()

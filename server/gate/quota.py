@@ -330,6 +330,16 @@ class Ticket:
         shortages = self._try_add(num)
         return _worst(shortages) if shortages else None
 
+    def top_up_rest(self, most: int, num_parts: int = 1) -> int:
+        """Hold a part of what is left, rounded up, where all of it is less than wanted.
+
+        Returns: how many more it holds.
+        """
+        now = self._clock()
+        left = min(pool.available(now) for _, pools in self._held for pool in pools)
+        num = min(most, -(-left // num_parts))
+        return num if num > 0 and not self._try_add(num) else 0
+
     def wait_ns(self, shortage: Shortage) -> int | None:
         """As the shortage's, by now."""
         return shortage.pool.wait_ns(shortage.num_wanted, self._clock())

@@ -2,19 +2,13 @@
 
 from server.gate.quota import S_NS, Moment, Pool, Ticket
 from server.wire.messages import Headers
-from server.wire.stream import HttpStream
 
 _PREFIX = b"x-ratelimit-"
 
 
-def show_limits(stream: HttpStream, ticket: Ticket) -> None:
-    """Let the answer bear what the ticket's accounts hold now, in place of what they held before."""
-    others = tuple(field for field in stream.common_headers if not field[0].startswith(_PREFIX))
-    stream.common_headers = (
-        *others,
-        *_fields(b"requests", ticket.tightest_requests()),
-        *_fields(b"tokens", ticket.tightest_tokens()),
-    )
+def limit_headers(ticket: Ticket) -> Headers:
+    """What the ticket's accounts hold now."""
+    return _fields(b"requests", ticket.tightest_requests()) + _fields(b"tokens", ticket.tightest_tokens())
 
 
 def _fields(kind: bytes, found: tuple[Pool, Moment] | None) -> Headers:

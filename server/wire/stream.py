@@ -60,6 +60,7 @@ class HttpStream:
         has_lost_peer: it went before the response had ended.
         status: of the head, once it is sent: too late for another.
         common_headers: added to the head, whatever it is.
+        late_headers: asked for more of them when the head is written.
         is_blocked: the peer does not keep up: more than the high mark of this stream is unsent. `send` stays legal.
         on_disconnect: called once, when the peer goes before the response has ended. Without it, the handler's
             task is cancelled then; with it, the handler is told and ends by itself.
@@ -77,6 +78,7 @@ class HttpStream:
         "has_lost_peer",
         "is_blocked",
         "is_open",
+        "late_headers",
         "num_body_bytes",
         "on_blocked",
         "on_disconnect",
@@ -93,6 +95,7 @@ class HttpStream:
         self.has_lost_peer = False
         self.status: int | None = None
         self.common_headers: Headers = ()
+        self.late_headers: Callable[[], Headers] | None = None
         self.is_blocked = False
         self.num_body_bytes = 0  # received and held, or dropped
         self.on_disconnect: Callable[[], None] | None = None
@@ -166,7 +169,9 @@ class HttpStream:
             ResponseError: the head cannot be sent (see Http1Protocol.send_head).
         """
         if self.is_open:
-            self._carrier.write_head(self, ResponseHead(head.status, head.headers + self.common_headers))
+            late_headers = () if self.late_headers is None else self.late_headers()
+            headers = head.headers + self.common_headers + late_headers
+            self._carrier.write_head(self, ResponseHead(head.status, headers))
             if head.status >= 200:
                 self.status = head.status
 

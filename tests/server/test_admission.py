@@ -12,9 +12,9 @@ import pytest
 from core.errors import ServiceError
 from core.plan import RunnerLimits
 from core.types import EngineStats, Request, SamplingParams, Submit, Usage
-from core.wait_estimate import MOST_MARGIN, EngineRoom
+from core.wait_estimate import FIRST_GUESS_TOKENS, MOST_MARGIN, EngineRoom
 from core.waiting import AGEING_S
-from server.gate.admission import Admission, Asker, Place
+from server.gate.admission import LEAST_RETRY_S, Admission, Asker, Place
 from server.gate.deadlines import DeadlineTable
 from server.gate.queue_limits import QueueLimits
 from server.gate.tenants import Tenant
@@ -332,3 +332,33 @@ def test_answers_that_have_gone_on_for_long_are_expected_to_go_on() -> None:
     assert 800 * STEP_S / 2 < expected_s(places[2]) < 1000 * STEP_S
     num_steps = 1990
     assert expected_s(places[2]) == pytest.approx(young_s)
+
+
+def test_refused_by_those_that_run_are_told_when_the_first_of_them_is_expected_to_end() -> None:
+    num_steps = 0
+    admission, places = queue_of(
+        make_request("a", "a", max_tokens=2000),
+        make_request("b", "a", max_tokens=2500),
+        stats=lambda: measured_stats(num_steps),
+        clock=lambda: num_steps * STEP_S,
+    )
+
+    def told_s() -> float:
+        with pytest.raises(ServiceError) as refusal:
+            admission.check(10_000)
+        assert refusal.value.code == "overloaded"
+        assert refusal.value.retry_after_s is not None
+        return refusal.value.retry_after_s
+
+    assert told_s() == LEAST_RETRY_S  # nothing runs
+    for place in places:
+        place.on_first_token(0, 0.0)
+    num_steps = 2
+    assert told_s() == pytest.approx(FIRST_GUESS_TOKENS / 2 * STEP_S)
+    num_steps = 1000
+    assert told_s() == pytest.approx((1000 - FIRST_GUESS_TOKENS) / 2 * STEP_S)
+    num_steps = 1985
+    assert told_s() == pytest.approx(15 * STEP_S)  # the first has no more
+    places[0].on_choice_end(0)
+    num_steps += 1
+    assert told_s() == pytest.approx(514 * STEP_S)

@@ -6,6 +6,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from server.gate.tenants import Limits, Tenant
@@ -107,7 +108,8 @@ def the_row(path: Path) -> LedgerRow:
 def test_who_is_refused_because_nothing_can_be_written_pays_nothing(
     path: Path, lock: sqlite3.Connection, fields: dict[str, Any], is_computed_before: bool
 ) -> None:
-    server = SimulatedServer(ledger=path, tenants=(ACME,))
+    tenant = msgspec.structs.replace(ACME, limits=Limits(tokens_per_day=1000, requests_per_minute=3))
+    server = SimulatedServer(ledger=path, tenants=(tenant,))
     if is_computed_before:
         hang(server)
     lock.execute("BEGIN IMMEDIATE")
@@ -117,6 +119,7 @@ def test_who_is_refused_because_nothing_can_be_written_pays_nothing(
     go_on(server)
     refused = told(transport.received)
     assert (refused.status, refused.json["error"]["code"]) == (503, "ledger_unavailable")
+    assert refused.headers["x-ratelimit-remaining-requests"] == "3"
     (account,) = [one for one in server.gate.quotas.accounts if one.tokens]
     assert account.tokens[0].available(server.gate.quotas._clock()) == 1000
     lock.execute("ROLLBACK")

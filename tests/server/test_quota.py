@@ -299,8 +299,7 @@ class Race:
         if self.running:
             ticket, _, tokens = self.random.choice(self.running)
             tokens[1] = self.random.randint(tokens[1], tokens[0])
-            if ticket.top_up(256) is None:
-                tokens[0] += 256
+            tokens[0] += 256 if ticket.top_up(256) is None else ticket.top_up_rest(256)
 
     def end(self) -> None:
         if self.running:
