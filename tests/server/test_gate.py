@@ -209,6 +209,17 @@ def test_a_file_that_is_not_fit_changes_nothing(write: Callable[..., ServerConfi
     assert gate.directory is before
 
 
+def test_keys_that_are_no_longer_taken_are_not_counted(write: Callable[..., ServerConfig]) -> None:
+    gone = key_of("acme", "gone")[:-1]
+    past = f'{gone}, "expires": "1970-01-01T00:00:00Z"}}, {gone}, "revoked": "1969-01-01T00:00:00Z"}}'
+    gate = Gate(write(keys=KEYS % past.replace("gone", "expired", 1)), CLOCK)
+    assert (gate.num_valid_keys, gate.is_shut) == (0, True)
+    gate.prepare(write(keys=KEYS % f"{past}, {key_of('acme', 'one')}"))()
+    assert (gate.num_valid_keys, gate.is_shut) == (1, False)
+    assert not Gate(ServerConfig(), CLOCK).is_shut
+    assert Gate(write("", KEYS % ""), CLOCK).is_shut
+
+
 def test_a_setting_that_a_reload_cannot_change_is_told(
     write: Callable[..., ServerConfig], caplog: pytest.LogCaptureFixture
 ) -> None:
