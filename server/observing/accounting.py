@@ -8,6 +8,7 @@ from core.errors import ErrorKind
 from server.answer import CLIENT_GONE, Outcome
 from server.clock import Clock
 from server.gate.auth import LOCAL_CALLER, Caller
+from server.gate.keys import mask_keys
 from server.gate.tenants import LOCAL_NAME
 from server.observing.flight_recorder import Flight, FlightRecorder, intervals_of
 from server.observing.logs import AccessRecord, access_is_logged, log_access
@@ -107,7 +108,7 @@ def _record(account: Account, status: int, error_code: str | None) -> AccessReco
     return AccessRecord(
         request_id=account.request_id,
         method=account.request.method,
-        path=account.request.path,
+        path=mask_keys(account.request.path),
         status=status,
         duration_ms=round(timings.total_ns / MS_NS, 3),
         ttft_ms=None if timings.ttft_s is None else round(timings.ttft_s * 1e3, 3),
