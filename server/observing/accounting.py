@@ -4,10 +4,11 @@ trace's. Thread: loop."""
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from core.errors import ErrorKind
+from core.errors import ErrorKind, ServiceError
 from server.answer import CLIENT_GONE, Outcome
 from server.clock import Clock
 from server.gate.auth import LOCAL_CALLER, Caller
+from server.gate.deadlines import OwnDeadlineExceeded
 from server.gate.keys import mask_keys
 from server.gate.tenants import LOCAL_NAME
 from server.observing.flight_recorder import Flight, FlightRecorder, intervals_of
@@ -134,8 +135,12 @@ def _finished(account: Account, status: int, error_code: str | None) -> Finished
         timings=account.timings,
         usage=None if outcome is None else outcome.usage,
         error_code=error_code,
-        is_our_fault=outcome is not None and outcome.error is not None and outcome.error.kind in OUR_FAULTS,
+        is_our_fault=outcome is not None and outcome.error is not None and _is_our_fault(outcome.error),
     )
+
+
+def _is_our_fault(error: ServiceError) -> bool:
+    return error.kind in OUR_FAULTS or isinstance(error, OwnDeadlineExceeded)
 
 
 def status_told(stream: HttpStream) -> int:
