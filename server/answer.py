@@ -33,11 +33,13 @@ class Outcome(msgspec.Struct, frozen=True):
     Args:
         finish_reasons: that its choices gave, each once.
         error: what broke it off; told in the stream already where the head was out.
+        is_billed: False: there is a ledger, and it could not be written there.
     """
 
     usage: Usage
     finish_reasons: tuple[FinishReason, ...]
     error: ServiceError | None
+    is_billed: bool = True
 
 
 class Answer:
@@ -74,6 +76,7 @@ class Answer:
         self._held: HeldBody | None = None  # until it is reserved there
         self._is_unreserved = False  # it could not be: whatever was computed meanwhile is nobody's to pay
         self._is_settling = False  # its end has been handed to the ledger
+        self._is_unsettled = False  # and could not be written
         self._backend: Backend | None = None  # once it is asked
         self._work_before = (0, 0.0)  # of the loop, for tokens of all requests
         self._handles: list[GenerationHandle] = []
@@ -87,6 +90,7 @@ class Answer:
             deadlines, timings, self._clocks, self._num_untold, lambda: self._held is not None, self.fail
         )
         self._reasons: dict[FinishReason, None] = {}  # a set in order
+        self._ends: list[FinishReason] = []  # of the choices that have ended
         self._num_holds = 0  # by a slow reader, by an empty quota
         self._ticket: Ticket | None = None  # while it holds tokens
         self._allowance: Allowance | None = None
@@ -139,7 +143,10 @@ class Answer:
     async def wait_finished(self) -> Outcome:
         """Until all its requests have ended. An error that no head has gone out for is the caller's to tell."""
         usage = await self._finished
-        return Outcome(usage, tuple(self._reasons), self._error)
+        is_billed = not (self._is_unreserved or self._is_unsettled)
+        if is_billed:
+            self._metrics.finished.update(self._ends)
+        return Outcome(usage, tuple(self._reasons), self._error, is_billed)
 
     def close(self) -> None:
         """Let go of timers, and of what is still being generated if the task itself is cancelled. Idempotent."""
@@ -168,7 +175,7 @@ class Answer:
         reason = delta.finish_reason
         if reason is not None:
             self._reasons[reason] = None
-            self._metrics.finished[reason] += 1
+            self._ends.append(reason)
             self._watch.drop(choice)
             if self._clocks[choice].last_s is not None:
                 self._place.on_choice_end(choice)
@@ -353,6 +360,7 @@ class Answer:
             self._complete(usage)
 
     def _on_settled(self, usage: Usage, is_durable: bool) -> None:
+        self._is_unsettled = not is_durable
         if not is_durable:
             self.fail(unavailable())
         try:

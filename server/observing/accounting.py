@@ -134,6 +134,7 @@ def _finished(account: Account, status: int, error_code: str | None) -> Finished
         status=status,
         timings=account.timings,
         usage=None if outcome is None else outcome.usage,
+        is_billed=outcome is None or outcome.is_billed,
         error_code=error_code,
         is_our_fault=outcome is not None and outcome.error is not None and _is_our_fault(outcome.error),
     )

@@ -57,6 +57,7 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         usage: None: it never became a generation.
+        is_billed: False: its tokens are nobody's to pay.
         error_code: that it was answered with, or broken off by.
         is_our_fault: and neither the client's nor a limit's.
     """
@@ -67,6 +68,7 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
     usage: Usage | None
     error_code: str | None
     is_our_fault: bool
+    is_billed: bool = True
 
 
 class Metrics:
@@ -135,9 +137,10 @@ class Metrics:
         is_told_apart = done.tenant in self.tenants or len(self.tenants) < MAX_TENANTS
         counts = self.tenants.setdefault(done.tenant if is_told_apart else OTHER_TENANTS, TenantCounts())
         counts.num_requests += 1
-        counts.num_prompt_tokens += usage.num_prompt_tokens
-        counts.num_cached_tokens += usage.num_cached_tokens
-        counts.num_completion_tokens += usage.num_completion_tokens
+        if done.is_billed:
+            counts.num_prompt_tokens += usage.num_prompt_tokens
+            counts.num_cached_tokens += usage.num_cached_tokens
+            counts.num_completion_tokens += usage.num_completion_tokens
         counts.queue_s += done.timings.stages_ns().get(Stage.QUEUE, 0) / S_NS
 
     def _judge(self, done: Finished, usage: Usage) -> None:
@@ -217,9 +220,9 @@ class Metrics:
     def _render_tenants(self, page: Page) -> None:
         columns: tuple[tuple[str, str, Callable[[TenantCounts], float]], ...] = (
             ("requests", "Generations.", lambda one: one.num_requests),
-            ("prompt_tokens", "Prompt tokens.", lambda one: one.num_prompt_tokens),
-            ("cached_tokens", "Prompt tokens that were cached.", lambda one: one.num_cached_tokens),
-            ("completion_tokens", "Generated tokens.", lambda one: one.num_completion_tokens),
+            ("prompt_tokens", "Prompt tokens that are billed.", lambda one: one.num_prompt_tokens),
+            ("cached_tokens", "Those of them that were cached.", lambda one: one.num_cached_tokens),
+            ("completion_tokens", "Generated tokens that are billed.", lambda one: one.num_completion_tokens),
             ("queue_seconds", "Waited in the queue.", lambda one: one.queue_s),
         )
         for name, help_text, value_of in columns:
