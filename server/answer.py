@@ -34,12 +34,14 @@ class Outcome(msgspec.Struct, frozen=True):
         finish_reasons: that its choices gave, each once.
         error: what broke it off; told in the stream already where the head was out.
         is_refused: the ledger could not reserve it: whatever was computed meanwhile is nobody's to pay.
+        is_billed: False: there is a ledger, and it could not be written there.
     """
 
     usage: Usage
     finish_reasons: tuple[FinishReason, ...]
     error: ServiceError | None
     is_refused: bool = False
+    is_billed: bool = True
 
 
 class Answer:
@@ -76,6 +78,7 @@ class Answer:
         self._held: HeldBody | None = None  # until it is reserved there
         self._is_unreserved = False  # it could not be: whatever was computed meanwhile is nobody's to pay
         self._is_settling = False  # its end has been handed to the ledger
+        self._is_unsettled = False  # and could not be written
         self._backend: Backend | None = None  # once it is asked
         self._work_before = (0, 0.0)  # of the loop, for tokens of all requests
         self._handles: list[GenerationHandle] = []
@@ -89,6 +92,7 @@ class Answer:
             deadlines, timings, self._clocks, self._num_untold, lambda: self._held is not None, self.fail
         )
         self._reasons: dict[FinishReason, None] = {}  # a set in order
+        self._ends: list[FinishReason] = []  # of the choices that have ended
         self._num_holds = 0  # by a slow reader, by an empty quota
         self._ticket: Ticket | None = None  # while it holds tokens
         self._allowance: Allowance | None = None
@@ -141,7 +145,10 @@ class Answer:
     async def wait_finished(self) -> Outcome:
         """Until all its requests have ended. An error that no head has gone out for is the caller's to tell."""
         usage = await self._finished
-        return Outcome(usage, tuple(self._reasons), self._error, self._is_unreserved)
+        is_billed = not (self._is_unreserved or self._is_unsettled)
+        if is_billed:
+            self._metrics.finished.update(self._ends)
+        return Outcome(usage, tuple(self._reasons), self._error, self._is_unreserved, is_billed)
 
     def close(self) -> None:
         """Let go of timers, and of what is still being generated if the task itself is cancelled. Idempotent."""
@@ -170,7 +177,7 @@ class Answer:
         reason = delta.finish_reason
         if reason is not None:
             self._reasons[reason] = None
-            self._metrics.finished[reason] += 1
+            self._ends.append(reason)
             self._watch.drop(choice)
             if self._clocks[choice].last_s is not None:
                 self._place.on_choice_end(choice)
@@ -355,6 +362,7 @@ class Answer:
             self._complete(usage)
 
     def _on_settled(self, usage: Usage, is_durable: bool) -> None:
+        self._is_unsettled = not is_durable
         if not is_durable:
             self.fail(unavailable())
         try:

@@ -4,8 +4,10 @@ import json
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from server.config import ServerConfig
+from server.gate.tenants import LOCAL_NAME
 from server.listening.binds import Bind, TcpAddress, UnixAddress
 from server.listening.listening_sockets import ListeningSocket
 from server.values import format_count, format_size
@@ -24,12 +26,14 @@ class BannerFacts:
         device_reason: why this device and number format, e.g. "no CUDA device found".
         context_origin: where max_model_len comes from: "the model's own", "STEPLOOP_MAX_MODEL_LEN".
         num_kv_tokens: that the KV cache holds, over all sequences.
-        num_api_keys: that are known.
+        num_api_keys: that are valid now.
         num_tenants: configured; 0 without keys: anyone may ask.
         keys_are_in_environment: they were read from STEPLOOP_API_KEY.
         places: where it listens.
         needs_certificate: only clients with a certificate are served where others could reach it.
         jwt_issuer: whose JWTs are taken; None: there are none.
+        is_shut: every request is refused: callers must say who they are, and nothing that they could show is good.
+        keys_file: None: there is none.
     """
 
     version: str
@@ -49,6 +53,8 @@ class BannerFacts:
     needs_certificate: bool = False
     num_tenants: int = 0
     jwt_issuer: str | None = None
+    is_shut: bool = False
+    keys_file: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +103,7 @@ def banner_lines(facts: BannerFacts) -> list[str]:
         f"  context  {facts.max_model_len:,} tokens: {facts.context_origin}",
         f"  auth     {_auth(facts)}",
         f"  URL      {', '.join(map(str, facts.places))}  {SURFACES}",
-        f"  try      {sample_curl(facts)}",
+        f"  try      {_key_command(facts) if facts.is_shut else sample_curl(facts)}",
     ]
 
 
@@ -130,6 +136,11 @@ def sample_curl(facts: BannerFacts) -> str:
     return f"curl{insecure}{shown} {_curl_target(place)} -H 'content-type: application/json'{key} -d {body}"
 
 
+def _key_command(facts: BannerFacts) -> str:
+    path = "YOUR_KEYS_FILE" if facts.keys_file is None else shlex.quote(str(facts.keys_file))
+    return f"steploop keys create --keys-file {path} --tenant {'YOUR_TENANT' if facts.num_tenants else LOCAL_NAME}"
+
+
 def _curl_target(place: Place) -> str:
     if isinstance(place.address, UnixAddress):
         url = base_url("localhost", 443 if place.has_tls else 80, place.has_tls)
@@ -138,6 +149,8 @@ def _curl_target(place: Place) -> str:
 
 
 def _auth(facts: BannerFacts) -> str:
+    if facts.is_shut:
+        return "no valid API key exists yet: every request is refused until one is created, and the server reloaded"
     required = []
     if facts.num_tenants:
         required.append(f"{facts.num_tenants} tenant{'s' if facts.num_tenants > 1 else ''}")

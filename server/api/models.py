@@ -98,19 +98,25 @@ def model_reply(model: ServedModel) -> bytes:
     return sse.json_line(_model_object(model))
 
 
-def find_model(models: Sequence[ServedModel], name: str) -> ServedModel:
-    """The model that a request names.
+def find_model(models: Sequence[ServedModel], name: str | None) -> ServedModel:
+    """The model that a request asks for.
+
+    Args:
+        models: that its caller may use.
+        name: None: whichever there is.
 
     Raises:
-        ServiceError: none has that name; the message lists those that are.
+        ServiceError: none of them has that name, or there are none; the message lists those that are.
     """
     for model in models:
-        if model.id == name:
+        if name is None or model.id == name:
             return model
-    served = ", ".join(model.id for model in models)
-    raise ServiceError(
-        ErrorKind.NOT_FOUND, f"There is no model {name[:64]!r} here. Served: {served}.", "model_not_found", "model"
-    )
+    what = "There is no model" if name is None else f"There is no model {name[:64]!r}"
+    if models:
+        message = f"{what} here. Served: {', '.join(model.id for model in models)}."
+    else:
+        message = f"{what} that you may use: your tenant may use none of those that are served here. Ask the operator."
+    raise ServiceError(ErrorKind.NOT_FOUND, message, "model_not_found", "model")
 
 
 def _model_object(model: ServedModel) -> dict[str, Any]:

@@ -35,7 +35,7 @@ class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenizeCall(msgspec.Struct, frozen=True, kw_only=True):
-    model: str | None  # None: the one that is served
+    model: str | None  # None: one that the caller may use
     prompt: TextPrompt | ChatPrompt
     wants_token_strs: bool
     unknown_fields: tuple[str, ...] = ()

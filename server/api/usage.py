@@ -3,11 +3,9 @@
 from datetime import datetime
 from urllib.parse import parse_qs
 
-import msgspec
-
 from core.errors import ErrorKind, InvalidRequest, ServiceError
 from server.ledger.records import Grouping
-from server.ledger.usage_report import UsageLine, UsageQuery, since_value
+from server.ledger.usage_report import UsageLine, UsageQuery, since_value, usage_objects
 from server.values import BadValueError, did_you_mean
 from server.wire import sse
 
@@ -36,12 +34,8 @@ def parse_usage(query: str, tenant: str, now: datetime) -> UsageQuery:
 
 
 def usage_reply(query: UsageQuery, lines: list[UsageLine]) -> bytes:
-    data = [{query.by.value: line.group} | _without_group(line) for line in lines]
+    data = usage_objects(query.by, lines)
     return sse.json_line({"object": "usage", "tenant": query.tenant, "by": query.by.value, "data": data})
-
-
-def _without_group(line: UsageLine) -> dict[str, object]:
-    return {name: value for name, value in msgspec.structs.asdict(line).items() if name != "group"}
 
 
 NO_LEDGER = ServiceError(

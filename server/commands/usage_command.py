@@ -12,7 +12,7 @@ from core.errors import ExitCode, StartupError
 from server.commands.console import new_console
 from server.config import ServerConfig
 from server.ledger.records import Grouping
-from server.ledger.usage_report import MICRO, UsageLine, UsageQuery, read_usage, since_value, total
+from server.ledger.usage_report import MICRO, UsageLine, UsageQuery, read_usage, since_value, total, usage_objects
 from server.values import BadValueError
 
 NO_KEY = "(no key)"
@@ -33,7 +33,7 @@ def print_usage(arguments: argparse.Namespace, config: ServerConfig, now: dateti
     if not lines:
         print(f"nothing of this kind is in {config.ledger}", file=sys.stderr)
     if arguments.json:
-        print(msgspec.json.format(msgspec.json.encode(lines)).decode())
+        print(msgspec.json.format(msgspec.json.encode(usage_objects(query.by, lines))).decode())
     elif arguments.csv:
         _print_csv(query.by, lines)
     elif lines:

@@ -73,6 +73,9 @@ class KnownKey:
     expires_s: float | None = None
     is_revoked: bool = False
 
+    def is_expired(self, unix_s: float) -> bool:
+        return self.expires_s is not None and self.expires_s <= unix_s
+
 
 @dataclass(frozen=True, slots=True)
 class Directory:
@@ -88,6 +91,10 @@ class Directory:
     keys: Mapping[bytes, KnownKey] = field(default_factory=dict)
     certificates: Mapping[tuple[str, str], Tenant] = field(default_factory=dict)
     is_open: bool = True
+
+    def num_valid_keys(self, unix_s: float) -> int:
+        """Keys that are taken at that time."""
+        return sum(not (key.is_revoked or key.is_expired(unix_s)) for key in self.keys.values())
 
 
 def make_directory(
@@ -186,7 +193,7 @@ class Authenticator:
             raise _refusal("The API key is not known here. Check the key, or ask the operator for one.")
         if known.is_revoked:
             raise _refusal("The API key has been revoked. Ask the operator for another.")
-        if known.expires_s is not None and known.expires_s <= self._unix_clock():
+        if known.is_expired(self._unix_clock()):
             raise _refusal("The API key has expired. Ask the operator for another.")
         return known.caller
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from core.errors import ErrorKind, ServiceError
 from server.backend import ChoiceClock
 from server.deadline import RESOLUTION_S, DeadlineTimer
-from server.gate.deadlines import Deadlines
+from server.gate.deadlines import Deadlines, OwnDeadlineExceeded
 from server.observing.timing import StageClock
 
 
@@ -82,22 +82,23 @@ class DeadlineWatch:
         since_s, excused_s = self._excused.get(choice, (last_s, 0.0))
         return excused_s if since_s == last_s else 0.0
 
-    def _first_due(self) -> tuple[float, str]:
-        """The deadline that comes first, and what is to be said when it has passed."""
+    def _first_due(self) -> tuple[float, str, str]:
+        """The deadline that comes first, its name, and what is to be said when it has passed."""
         head_s, limits = self._timings.arrived_s, self._deadlines
-        dues = [(head_s + limits.total_s, f"The answer was not complete after {limits.total_s:g} s")]
+        dues = [(head_s + limits.total_s, "total_s", f"The answer was not complete after {limits.total_s:g} s")]
         if self._timings.first_token_s is None or self._is_withheld():
-            dues.append((head_s + limits.ttft_s, f"No token came within {limits.ttft_s:g} s"))
+            dues.append((head_s + limits.ttft_s, "ttft_s", f"No token came within {limits.ttft_s:g} s"))
         elif self._held_since_s is None:
             gap = f"The next token did not come within {limits.inter_token_s:g} s"
             for choice, last_s in self._talking():
-                dues.append((last_s + limits.inter_token_s + self._excused_s(choice, last_s), gap))
+                due_s = last_s + limits.inter_token_s + self._excused_s(choice, last_s)
+                dues.append((due_s, "inter_token_s", gap))
         return min(dues)
 
     def _next_due(self) -> float | None:
         if self._is_closed:
             return None
-        due_s, _ = self._first_due()
+        due_s, _, _ = self._first_due()
         return due_s if due_s < math.inf else None
 
     def _excuse_silent(self, now_s: float) -> None:
@@ -113,9 +114,12 @@ class DeadlineWatch:
         now_s = self._loop.time()
         if self._held_since_s is None:
             self._excuse_silent(now_s)
-        due_s, what = self._first_due()
+        due_s, name, what = self._first_due()
         if due_s > now_s + RESOLUTION_S:
             return
         self.close()
         message = f"{what}, the request's deadline. Allow more time, ask for less, or try when the server is less busy."
-        self._fail(ServiceError(ErrorKind.DEADLINE_EXCEEDED, message, "deadline_exceeded"))
+        # Who reads slowly, or has emptied its quota, is late by itself
+        is_ours = name not in self._deadlines.asked and self._held_since_s is None
+        error_type = OwnDeadlineExceeded if is_ours else ServiceError
+        self._fail(error_type(ErrorKind.DEADLINE_EXCEEDED, message, "deadline_exceeded"))

@@ -10,6 +10,8 @@ from typing import Annotated
 
 import msgspec
 
+from core.errors import ServiceError
+
 MAX_DEADLINE_MS = 7 * 24 * 3600 * 1000
 
 _Milliseconds = Annotated[float, msgspec.Meta(ge=1, le=MAX_DEADLINE_MS)]
@@ -30,11 +32,13 @@ class Deadlines:
     Args:
         ttft_s, total_s: from the request's head to the first token, and to the end.
         inter_token_s: from one token of an answer to the next, less what its reader has kept it waiting.
+        asked: names of those that the request itself asks for.
     """
 
     ttft_s: float = math.inf
     inter_token_s: float = math.inf
     total_s: float = math.inf
+    asked: frozenset[str] = frozenset()
 
     def replaced_by(self, table: DeadlineTable) -> "Deadlines":
         """What a tenant has of its own stands in place of the server's."""
@@ -45,15 +49,26 @@ class Deadlines:
         )
 
     def narrowed_by(self, other: "Deadlines") -> "Deadlines":
-        """The shorter of each."""
+        """The shorter of each.
+
+        Args:
+            other: what the request asks for.
+        """
+        asked = {name for name in NAMES if math.inf > getattr(other, name) <= getattr(self, name)}
         return Deadlines(
+            asked=frozenset(asked),
             ttft_s=min(self.ttft_s, other.ttft_s),
             inter_token_s=min(self.inter_token_s, other.inter_token_s),
             total_s=min(self.total_s, other.total_s),
         )
 
 
+NAMES = ("ttft_s", "inter_token_s", "total_s")
 ANY_TIME = Deadlines()
+
+
+class OwnDeadlineExceeded(ServiceError):
+    """We were too slow for what the operator gives a request, not for what its client asks."""
 
 
 def _seconds(value_ms: float | None, default_s: float) -> float:

@@ -64,6 +64,17 @@ class Gate:
     def directory(self) -> Directory:
         return self.authenticator.directory
 
+    @property
+    def num_valid_keys(self) -> int:
+        return self.directory.num_valid_keys(self._clock.unix())
+
+    @property
+    def is_shut(self) -> bool:
+        """Callers must say who they are, and nothing that they could show is good."""
+        directory = self.directory
+        names_somebody = self.num_valid_keys or directory.certificates or self._source is not None
+        return not (directory.is_open or names_somebody)
+
     def check_exposure(self, places: Sequence[Place], needs_certificate: bool) -> None:
         """
         Args:

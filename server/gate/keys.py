@@ -19,6 +19,7 @@ from enum import StrEnum
 from hashlib import sha256
 from pathlib import Path
 from typing import Annotated
+from urllib.parse import unquote
 
 import msgspec
 
@@ -30,6 +31,10 @@ NUM_ID_CHARS = 8
 NUM_SECRET_CHARS = 32  # of 62 characters: 190 bits
 FILE_MODE = 0o600
 _CHARACTERS = string.ascii_letters + string.digits
+# Those that we make, with the prefix that may be shown; and whatever else begins as they do
+_KEY_LIKE = re.compile(
+    rf"({KEY_MARK}[A-Za-z0-9]{{{NUM_ID_CHARS}}})[A-Za-z0-9]{{{NUM_SECRET_CHARS}}}[\w-]*|\b{KEY_MARK}[\w-]+", re.ASCII
+)
 AGE = re.compile(r"(\d{1,5})\s*(d|h|min)")
 AGE_UNITS = {"d": timedelta(days=1), "h": timedelta(hours=1), "min": timedelta(minutes=1)}
 
@@ -82,6 +87,15 @@ class KeyTerms:
     label: str = ""
     scopes: tuple[Scope, ...] = (Scope.INFERENCE, Scope.USAGE)
     expires: datetime | None = None
+
+
+def mask_keys(text: str) -> str:
+    """With `***` in place of what looks like a key, but for the prefix that `keys list` shows of ours.
+
+    Percent-encoding hides no key: a text that has one in it is taken decoded.
+    """
+    plain = unquote(text)
+    return _KEY_LIKE.sub(lambda found: f"{found[1] or KEY_MARK}***", plain) if _KEY_LIKE.search(plain) else text
 
 
 def expiry_value(text: str, now: datetime) -> datetime:

@@ -34,8 +34,7 @@ async def tokenize_prompt(state: AppState, exchange: Exchange) -> None:
 
     def work(body: bytes) -> tuple[bytes, tuple[str, ...]]:
         call = tokenize.parse_tokenize(body)
-        if call.model is not None:
-            find_model(cards, call.model)
+        find_model(cards, call.model)
         ids = reader.encode(call.prompt)
         strs = [reader.tokenizer.str_of(token_id) for token_id in ids] if call.wants_token_strs else None
         return tokenize.tokenize_reply(ids, reader.max_model_len, strs), call.unknown_fields
@@ -49,8 +48,7 @@ async def detokenize(state: AppState, exchange: Exchange) -> None:
 
     def work(body: bytes) -> tuple[bytes, tuple[str, ...]]:
         call = tokenize.parse_detokenize(body, vocab_size)
-        if call.model is not None:
-            find_model(cards, call.model)
+        find_model(cards, call.model)
         text = reader.tokenizer.decode(call.ids, skip_special_tokens=False)
         return tokenize.detokenize_reply(text), call.unknown_fields
 

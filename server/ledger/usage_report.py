@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec import structs
 
 from core.errors import ExitCode, StartupError
 from server.gate.keys import AGE, AGE_UNITS
@@ -70,6 +71,12 @@ def read_usage(path: Path, query: UsageQuery) -> list[UsageLine]:
         " WHERE state != 'reserved' AND updated_us >= ? AND (? IS NULL OR tenant = ?) GROUP BY 1 ORDER BY 1"
     )
     return [UsageLine(*row) for row in _select(path, sql, (query.since_us, query.tenant, query.tenant))]
+
+
+def usage_objects(by: Grouping, lines: Sequence[UsageLine]) -> list[dict[str, object]]:
+    """For JSON: the group under the name of what it is, e.g. "day"."""
+    names = (by.value, *UsageLine.__struct_fields__[1:])
+    return [dict(zip(names, structs.astuple(line), strict=True)) for line in lines]
 
 
 def total(lines: Sequence[UsageLine]) -> UsageLine:

@@ -4,10 +4,12 @@ trace's. Thread: loop."""
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from core.errors import ErrorKind
+from core.errors import ErrorKind, ServiceError
 from server.answer import CLIENT_GONE, Outcome
 from server.clock import Clock
 from server.gate.auth import LOCAL_CALLER, Caller
+from server.gate.deadlines import OwnDeadlineExceeded
+from server.gate.keys import mask_keys
 from server.gate.tenants import LOCAL_NAME
 from server.observing.flight_recorder import Flight, FlightRecorder, intervals_of
 from server.observing.logs import AccessRecord, access_is_logged, log_access
@@ -107,7 +109,7 @@ def _record(account: Account, status: int, error_code: str | None) -> AccessReco
     return AccessRecord(
         request_id=account.request_id,
         method=account.request.method,
-        path=account.request.path,
+        path=mask_keys(account.request.path),
         status=status,
         duration_ms=round(timings.total_ns / MS_NS, 3),
         ttft_ms=None if timings.ttft_s is None else round(timings.ttft_s * 1e3, 3),
@@ -132,9 +134,14 @@ def _finished(account: Account, status: int, error_code: str | None) -> Finished
         status=status,
         timings=account.timings,
         usage=None if outcome is None else outcome.usage,
+        is_billed=outcome is None or outcome.is_billed,
         error_code=error_code,
-        is_our_fault=outcome is not None and outcome.error is not None and outcome.error.kind in OUR_FAULTS,
+        is_our_fault=outcome is not None and outcome.error is not None and _is_our_fault(outcome.error),
     )
+
+
+def _is_our_fault(error: ServiceError) -> bool:
+    return error.kind in OUR_FAULTS or isinstance(error, OwnDeadlineExceeded)
 
 
 def status_told(stream: HttpStream) -> int:

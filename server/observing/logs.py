@@ -1,6 +1,7 @@
 """Log records as lines, in text or JSON: one shape for all modules, one access line per request. Any thread.
 
-Never prompts, completions, keys or query strings. What clients chose (paths, aliases) is escaped: no line is forged.
+Never prompts, completions, keys or query strings. What clients chose (paths, aliases) is escaped: no line is forged,
+and masked where it looks like a key (server/gate/keys.py).
 """
 
 import logging

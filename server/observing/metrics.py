@@ -5,6 +5,7 @@ Every label has a bounded set of values: what clients or the operator name is to
 """
 
 import logging
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -13,8 +14,8 @@ from dataclasses import dataclass
 import msgspec
 
 from core.types import EngineStats, Usage
+from server.gate.keys import mask_keys
 from server.observing.exposition import Histogram, Page
-from server.observing.logs import escape
 from server.observing.nvml import DeviceMonitor
 from server.observing.process_memory import cpu_s, resident_bytes
 from server.observing.slo import NO_PROMISES, SloMonitor, SloRules
@@ -30,9 +31,9 @@ STEP_BUCKETS_S = (1e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.02, 0.04, 0.08, 0.15, 
 DELAY_BUCKETS_S = (1e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.5, 1.0, 10.0)
 COUNT_BUCKETS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0)
 
-# Names of fields are the clients' to choose: so many are told apart, by so many characters, the rest are one
+# Names of fields are the clients' to choose: so many that look like names are told apart, the rest are one
 MAX_UNKNOWN_FIELDS = 64
-MAX_FIELD_NAME_CHARS = 64
+_FIELD_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 OTHER_FIELDS = "(other)"
 MAX_TENANTS = 64
 # Shown from the start: of a series that begins with its first failure, no alert sees the rise
@@ -56,6 +57,7 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         usage: None: it never became a generation.
+        is_billed: False: its tokens are nobody's to pay.
         error_code: that it was answered with, or broken off by.
         is_our_fault: and neither the client's nor a limit's.
     """
@@ -66,6 +68,7 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
     usage: Usage | None
     error_code: str | None
     is_our_fault: bool
+    is_billed: bool = True
 
 
 class Metrics:
@@ -134,9 +137,10 @@ class Metrics:
         is_told_apart = done.tenant in self.tenants or len(self.tenants) < MAX_TENANTS
         counts = self.tenants.setdefault(done.tenant if is_told_apart else OTHER_TENANTS, TenantCounts())
         counts.num_requests += 1
-        counts.num_prompt_tokens += usage.num_prompt_tokens
-        counts.num_cached_tokens += usage.num_cached_tokens
-        counts.num_completion_tokens += usage.num_completion_tokens
+        if done.is_billed:
+            counts.num_prompt_tokens += usage.num_prompt_tokens
+            counts.num_cached_tokens += usage.num_cached_tokens
+            counts.num_completion_tokens += usage.num_completion_tokens
         counts.queue_s += done.timings.stages_ns().get(Stage.QUEUE, 0) / S_NS
 
     def _judge(self, done: Finished, usage: Usage) -> None:
@@ -162,14 +166,20 @@ class Metrics:
         self.step_rows["decode"].observe(stats.num_rows - before.num_rows - num_prefill)
 
     def count_unknown_fields(self, names: Iterable[str]) -> None:
-        """Of each told apart, the first is told in a debug line."""
+        """Of each told apart, the first is told in a debug line. A name that may be text or a key is not shown."""
+        num_others = 0
         for name in names:
-            shown = name[:MAX_FIELD_NAME_CHARS]
-            is_told_apart = shown in self.unknown_fields or len(self.unknown_fields) < MAX_UNKNOWN_FIELDS
-            key = shown if is_told_apart else OTHER_FIELDS
-            if key not in self.unknown_fields:
-                logger.debug("the unknown field %s is ignored, here and from now on", escape(key))
-            self.unknown_fields[key] += 1
+            num_told_apart = len(self.unknown_fields) - (OTHER_FIELDS in self.unknown_fields)
+            is_told_apart = name in self.unknown_fields or num_told_apart < MAX_UNKNOWN_FIELDS
+            if not is_told_apart or _FIELD_NAME.fullmatch(name) is None or mask_keys(name) != name:
+                num_others += 1
+                continue
+            if name not in self.unknown_fields:
+                logger.debug("the unknown field %s is ignored, here and from now on", name)
+            self.unknown_fields[name] += 1
+        if num_others:
+            logger.debug("unknown fields are ignored, whose names are not shown: %d", num_others)
+            self.unknown_fields[OTHER_FIELDS] += num_others
 
     def render(self, stats: EngineStats, num_connections: int, num_accepted: int, refused: Counter[str]) -> bytes:
         began_s = self._clock()
@@ -210,9 +220,9 @@ class Metrics:
     def _render_tenants(self, page: Page) -> None:
         columns: tuple[tuple[str, str, Callable[[TenantCounts], float]], ...] = (
             ("requests", "Generations.", lambda one: one.num_requests),
-            ("prompt_tokens", "Prompt tokens.", lambda one: one.num_prompt_tokens),
-            ("cached_tokens", "Prompt tokens that were cached.", lambda one: one.num_cached_tokens),
-            ("completion_tokens", "Generated tokens.", lambda one: one.num_completion_tokens),
+            ("prompt_tokens", "Prompt tokens that are billed.", lambda one: one.num_prompt_tokens),
+            ("cached_tokens", "Those of them that were cached.", lambda one: one.num_cached_tokens),
+            ("completion_tokens", "Generated tokens that are billed.", lambda one: one.num_completion_tokens),
             ("queue_seconds", "Waited in the queue.", lambda one: one.queue_s),
         )
         for name, help_text, value_of in columns:

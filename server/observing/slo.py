@@ -23,7 +23,7 @@ class SloRules(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Thresholds; None: nothing is promised.
 
     Args:
-        error_rate: of generations, the share that fails by our fault.
+        error_rate: of generations, the share that fails by our fault, late by the operator's deadlines too.
         tokens_per_s_p50: of a stream, at least; the others are at most.
         queue_depth: requests.
         memory_mib: of the process, resident.

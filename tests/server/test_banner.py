@@ -4,6 +4,7 @@ import dataclasses
 import json
 import shlex
 from ipaddress import IPv6Network
+from pathlib import Path
 
 import pytest
 
@@ -87,6 +88,15 @@ def test_with_keys_the_command_takes_the_first_from_the_environment() -> None:
     assert '"authorization: Bearer YOUR_KEY"' in sample_curl(with_key)
     in_environment = dataclasses.replace(with_key, keys_are_in_environment=True)
     assert '"authorization: Bearer ${STEPLOOP_API_KEY%%,*}"' in sample_curl(in_environment)
+
+
+def test_a_server_that_lets_nobody_in_says_so_and_how_to_create_a_key() -> None:
+    shut = dataclasses.replace(FACTS, is_shut=True, keys_file=Path("/etc/my keys.json"))
+    assert "no valid API key exists yet" in line(shut, "auth")
+    command = banner_lines(shut)[-1]
+    assert command == "  try      steploop keys create --keys-file '/etc/my keys.json' --tenant local"
+    with_tenants = banner_lines(dataclasses.replace(shut, num_tenants=2, keys_file=None))
+    assert with_tenants[-1].endswith("--keys-file YOUR_KEYS_FILE --tenant YOUR_TENANT")
 
 
 def test_jwts_are_an_authentication() -> None:

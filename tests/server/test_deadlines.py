@@ -141,10 +141,10 @@ def test_time_that_the_reader_takes_is_not_counted_between_tokens() -> None:
         assert the_answer(transport).finish_reason() == "length"
 
 
-def test_time_that_the_reader_takes_is_counted_in_the_whole() -> None:
+def test_time_that_the_reader_takes_is_counted_in_the_whole_and_is_no_failure_of_ours() -> None:
     limits = RunnerLimits(600, 4, 1, 64, 2000, TOKENIZER.vocab_size)
-    with serving(limits=limits) as server:
-        data = completion(max_tokens=1900, deadlines={"total_ms": 25_000}, **STREAM)
+    with serving(limits=limits, deadlines=Deadlines(total_s=25)) as server:
+        data = completion(max_tokens=1900, **STREAM)
         transport = server.send(data, peer_reads=False)
         server.run_until(lambda: bool(cancels(server)))
         assert cancels(server)[0].reason is FinishReason.DEADLINE
@@ -152,6 +152,7 @@ def test_time_that_the_reader_takes_is_counted_in_the_whole() -> None:
         transport.peer_read()
         server.run()
         assert the_answer(transport).events[-1]["error"]["code"] == "deadline_exceeded"
+        assert server.metrics.slo.states(0, 0)["error_rate"].value == 0.0
 
 
 def test_choice_that_has_ended_owes_no_token() -> None:
@@ -180,6 +181,26 @@ def test_tenants_deadlines_stand_in_place_of_the_servers() -> None:
         assert server.ask(data).status == 200
         (submitted,) = [message.request for message in server.posted if isinstance(message, Submit)]
         assert submitted.deadline_s == submitted.arrival_s + 5
+
+
+@pytest.mark.parametrize(
+    ("asked", "error_rate"),
+    [({}, 1.0), ({"total_ms": 200}, 0.0), ({"total_ms": 300}, 0.0), ({"total_ms": 400}, 1.0), ({"ttft_ms": 200}, 1.0)],
+)
+@pytest.mark.parametrize("how", [{}, STREAM])
+@pytest.mark.parametrize("is_tenants", [False, True])
+def test_only_a_deadline_that_the_client_did_not_ask_for_is_our_failure(
+    asked: dict[str, int], error_rate: float, how: dict[str, Any], is_tenants: bool
+) -> None:
+    table = DeadlineTable(total_ms=300) if is_tenants else DeadlineTable()
+    tenant = Tenant(name="acme", key_sha256=(sha256(b"k").hexdigest(),), deadlines=table)
+    ours = Deadlines(total_s=9 if is_tenants else 0.3)
+    with serving(deadlines=ours, tenants=(tenant,)) as server:
+        data = completion(max_tokens=100, deadlines=asked, **how)
+        answer = server.ask(data.replace(b"Host: a", b"Host: a\r\nAuthorization: Bearer k", 1))
+        error = answer.events[-1]["error"] if how else answer.json["error"]
+        assert error["code"] == "deadline_exceeded"
+        assert server.metrics.slo.states(0, 0)["error_rate"].value == error_rate
 
 
 def test_only_what_a_request_or_its_tenant_asks_for_moves_it_in_the_queue() -> None:

@@ -12,6 +12,7 @@ from msgspec import structs
 
 from core.errors import StartupError
 from core.types import Submit
+from server.api.models import ServerCard
 from server.banner import Place
 from server.clock import Clock
 from server.config import ServerConfig
@@ -99,6 +100,16 @@ def test_what_tenants_of_one_domain_send_is_cached_for_all_of_them_but_for_what_
 
 def test_a_tenant_sees_and_uses_the_models_that_it_may() -> None:
     server = SimulatedServer(tenants=(ACME, OTHER))
+    (model,) = server.app.state.served.reader.cards
+    server.app.state.card = ServerCard(
+        model=model,
+        model_type="llama",
+        architectures=("LlamaForCausalLM",),
+        version="1",
+        max_sequences=1,
+        max_batch_tokens=1,
+        num_kv_tokens=1,
+    )
     listing = request("GET", "/v1/models")
     assert [model["id"] for model in server.ask(as_caller(listing, "a"), "GET").json["data"]] == [MODEL]
     assert server.ask(as_caller(listing, "o"), "GET").json["data"] == []
@@ -107,7 +118,11 @@ def test_a_tenant_sees_and_uses_the_models_that_it_may() -> None:
         (completion(), "POST"),
         (request("POST", "/v1/responses/input_tokens", {"model": MODEL, "input": "a"}), "POST"),
         (request("POST", "/tokenize", {"model": MODEL, "prompt": "a"}), "POST"),
+        (request("POST", "/tokenize", {"prompt": "a"}), "POST"),
         (request("POST", "/detokenize", {"model": MODEL, "tokens": [7]}), "POST"),
+        (request("POST", "/detokenize", {"tokens": [7]}), "POST"),
+        (request("GET", "/model_info"), "GET"),
+        (request("GET", "/server_info"), "GET"),
         (request("GET", f"/v1/models/{MODEL}"), "GET"),
     ]
     for data, method in asked:
@@ -115,6 +130,7 @@ def test_a_tenant_sees_and_uses_the_models_that_it_may() -> None:
         answer = server.ask(as_caller(data, "o"), method)
         assert (answer.status, answer.json["error"]["code"]) == (404, "model_not_found")
         assert "There is no model" in answer.json["error"]["message"]
+        assert "may use none of those" in answer.json["error"]["message"]
     server.close()
 
 
@@ -191,6 +207,17 @@ def test_a_file_that_is_not_fit_changes_nothing(write: Callable[..., ServerConfi
     with pytest.raises(StartupError, match="would let everybody in"):
         gate.prepare(ServerConfig())
     assert gate.directory is before
+
+
+def test_keys_that_are_no_longer_taken_are_not_counted(write: Callable[..., ServerConfig]) -> None:
+    gone = key_of("acme", "gone")[:-1]
+    past = f'{gone}, "expires": "1970-01-01T00:00:00Z"}}, {gone}, "revoked": "1969-01-01T00:00:00Z"}}'
+    gate = Gate(write(keys=KEYS % past.replace("gone", "expired", 1)), CLOCK)
+    assert (gate.num_valid_keys, gate.is_shut) == (0, True)
+    gate.prepare(write(keys=KEYS % f"{past}, {key_of('acme', 'one')}"))()
+    assert (gate.num_valid_keys, gate.is_shut) == (1, False)
+    assert not Gate(ServerConfig(), CLOCK).is_shut
+    assert Gate(write("", KEYS % ""), CLOCK).is_shut
 
 
 def test_a_setting_that_a_reload_cannot_change_is_told(

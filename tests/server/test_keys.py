@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from core.errors import StartupError
-from server.gate.keys import KeyTerms, Scope, create_key, expiry_value, read_keys, revoke_key
+from server.gate.keys import KeyTerms, Scope, create_key, expiry_value, mask_keys, read_keys, revoke_key
 from server.values import BadValueError
 
 NOW = datetime(2030, 1, 1, 12, 30, 15, 999, tzinfo=UTC)
@@ -133,3 +133,14 @@ def test_an_expiry_is_an_age_or_a_date(text: str, when: datetime) -> None:
 def test_other_expiries_are_refused(text: str) -> None:
     with pytest.raises(BadValueError):
         expiry_value(text, NOW)
+
+
+def test_a_key_is_masked_but_for_the_prefix_that_the_list_shows(tmp_path: Path) -> None:
+    key, record = create_key(tmp_path / "keys.json", KeyTerms("acme"), NOW)
+    masked = f"{record.prefix}***"
+    assert mask_keys(f"/v1/requests/{key}") == f"/v1/requests/{masked}"
+    assert mask_keys(f"/x{key}-more/{key}") == f"/x{masked}/{masked}"
+    assert mask_keys(key.replace("s", "%73").replace("-", "%2D")) == masked
+    assert mask_keys("/a/sl-own_key-1/b") == "/a/sl-***/b"
+    for harmless in ("/v1/models/tsl-1b-chat", "/v1/requests/a%20b", "/v1/sl"):
+        assert mask_keys(harmless) == harmless

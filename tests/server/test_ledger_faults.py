@@ -12,6 +12,7 @@ import pytest
 from server.gate.tenants import Limits, Tenant
 from server.ledger.ledger import PROBE_S, STUCK_S
 from server.ledger.records import LedgerRow, State
+from server.observing.metrics import TenantCounts
 from tests.server.inline_ledger import InlineWriter, rows
 from tests.server.simulated_server import STREAM, Answer, SimulatedServer, answers, chat
 from tests.server.test_ledger import stream_until_first_byte
@@ -122,6 +123,8 @@ def test_who_is_refused_because_nothing_can_be_written_pays_nothing(
     assert refused.headers["x-ratelimit-remaining-requests"] == "3"
     (account,) = [one for one in server.gate.quotas.accounts if one.tokens]
     assert account.tokens[0].available(server.gate.quotas._clock()) == 1000
+    counts = server.metrics.tenants.get("acme", TenantCounts())
+    assert (counts.num_prompt_tokens, counts.num_completion_tokens, server.metrics.finished.total()) == (0, 0, 0)
     lock.execute("ROLLBACK")
     server.run_for(2 * PROBE_S)
     server.close()

@@ -51,6 +51,9 @@ REQUESTS = [
     request("GET", f"/v1/models?{QUERY}"),
     request("GET", f"/admin/requests?slowest={QUERY}"),
     request("GET", f"/v1/nowhere?key={QUERY}"),
+    request("GET", f"/v1/requests/{KEY}"),
+    request("GET", f"/v1/nowhere%2f{KEY.replace('-', '%2d')}/x"),
+    request("POST", "/tokenize", {"prompt": "a", PROMPT + " ": 1, KEY: 1}),
 ]
 
 

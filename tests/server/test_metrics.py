@@ -58,13 +58,13 @@ def test_page_of_a_fresh_server_is_well_formed() -> None:
 def test_names_of_any_characters_are_escaped() -> None:
     metrics = Metrics()
     metrics.model_name = 'a"b\\c\nd'
-    metrics.count_unknown_fields(('x"y\n', "é}"))
+    metrics.refused.update(('x"y\n', "é}"))
     samples = samples_of(metrics.render(EngineStats(num_blocks=8, num_used_blocks=2), 3, 5, Counter(max_connections=1)))
     label = 'model_name="a\\"b\\\\c\\nd"'
     assert samples[f"vllm:kv_cache_usage_perc{{{label}}}"] == 0.25
     assert samples[f"steploop_connections_accepted_total{{{label}}}"] == 5
-    assert samples[f'steploop_unknown_fields_total{{{label},field="x\\"y\\n"}}'] == 1
-    assert samples[f'steploop_unknown_fields_total{{{label},field="é}}"}}'] == 1
+    assert samples[f'steploop_requests_refused_total{{{label},reason="x\\"y\\n"}}'] == 1
+    assert samples[f'steploop_requests_refused_total{{{label},reason="é}}"}}'] == 1
 
 
 def test_histogram_counts_a_bound_into_its_bucket() -> None:
@@ -94,7 +94,7 @@ def test_unknown_fields_beyond_the_first_names_are_counted_together() -> None:
     assert len(metrics.unknown_fields) == MAX_UNKNOWN_FIELDS + 1
     assert sum(metrics.unknown_fields.values()) == 3 * (MAX_UNKNOWN_FIELDS + 5)
     assert metrics.unknown_fields["field0"] == MAX_UNKNOWN_FIELDS + 6
-    assert max(map(len, metrics.unknown_fields)) == 64
+    assert max(map(len, metrics.unknown_fields)) < 64
 
 
 def test_values_are_counted_one_by_one_whatever_their_neighbours_are() -> None:

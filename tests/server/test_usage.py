@@ -43,14 +43,14 @@ def lines_of(path: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> lis
 
 def test_usage_is_summed_by_tenant_key_model_and_day(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     acme, other = lines_of(path, capsys, "--by", "tenant")
-    assert (acme["group"], acme["requests"], acme["completion_tokens"], acme["aborted"]) == ("acme", 6, 72, 0)
-    assert (other["group"], other["requests"]) == ("other", 1)
+    assert (acme["tenant"], acme["requests"], acme["completion_tokens"], acme["aborted"]) == ("acme", 6, 72, 0)
+    assert (other["tenant"], other["requests"]) == ("other", 1)
     assert acme["price_micro"] == acme["prompt_tokens"] - acme["cached_tokens"] + 3 * 72
     keys = lines_of(path, capsys, "--by", "key", "--tenant", "acme")
     assert sorted(line["requests"] for line in keys) == [2, 4]
-    assert [line["group"] for line in lines_of(path, capsys, "--by", "model")] == [MODEL]
+    assert [line["model"] for line in lines_of(path, capsys, "--by", "model")] == [MODEL]
     (day,) = lines_of(path, capsys)
-    assert (day["group"], day["requests"]) == ("2023-11-14", 7)
+    assert (day["day"], day["requests"]) == ("2023-11-14", 7)
 
 
 def test_since_and_tenant_leave_out_the_others(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
