@@ -195,7 +195,7 @@ def checked_deadlines(deadlines: DeadlineFields | None) -> Deadlines:
     """
     if deadlines is None:
         return ANY_TIME
-    seconds: dict[str, float] = {}
+    seconds: dict[str, Any] = {}
     for name in DeadlineFields.__struct_fields__:
         value = getattr(deadlines, name)
         if value is not None:
