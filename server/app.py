@@ -17,6 +17,7 @@ from server.clock import Clock
 from server.exchange import Exchange
 from server.gate.cross_origin import CrossOrigin
 from server.gate.gate import Gate
+from server.gate.keys import mask_keys
 from server.gate.rate_limit_fields import limit_headers
 from server.listening.refusals import DENIED
 from server.observing.accounting import NO_REQUEST, Account, status_told
@@ -95,7 +96,7 @@ class App:
             error_code = INTERNAL.code
             if stream.head_sent:
                 raise  # only the connection's end can tell it now
-            logger.exception("%s %s cannot be answered", stream.request.method, stream.request.path)
+            logger.exception("%s %s cannot be answered", stream.request.method, mask_keys(stream.request.path))
             self._answer_error(exchange, INTERNAL)
         finally:
             del self.state.exchanges[stream]

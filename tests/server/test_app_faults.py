@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 
 from core.errors import ErrorKind, ServiceError
+from server.app import App
+from server.exchange import Exchange
 from tests.server.simulated_app import MortalRunner, SickRunner, ask, refusal_of
 from tests.server.simulated_server import (
     STREAM,
@@ -55,3 +57,16 @@ def test_fail_all_ends_streams_with_an_event_and_others_with_a_status() -> None:
     assert (refusal_of(answer), answer.headers["retry-after"]) == ((503, "draining"), "5")
     server.check_idle()
     server.close()
+
+
+def test_a_key_in_the_path_of_what_cannot_be_answered_stays_out_of_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fail(app: App, exchange: Exchange) -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(App, "_dispatch", fail)
+    answer = ask(b"GET /v1/requests/sl-abcdefghPLANTEDSECRET HTTP/1.1\r\nhost: a\r\n\r\n", "GET")
+    assert refusal_of(answer) == (500, "internal_error")
+    assert "GET /v1/requests/sl-***" in caplog.text
+    assert "PLANTED" not in caplog.text.replace("planted", "")
