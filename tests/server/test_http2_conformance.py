@@ -24,7 +24,7 @@ from server.wire.tls import ServerTls, server_tls
 from tests.certificates import make_certificate, needs_openssl
 from tests.server import hpack_cases, http2_cases
 from tests.server.fakes import MemoryServer, refuse
-from tests.server.http2_cases import REFUSED, Case
+from tests.server.http2_cases.case import ANSWERED_EARLY, ENDED, REFUSED, RESET_BY_US, Case, has_acks
 from tests.server.raw_http2 import (
     ACK,
     END_STREAM,
@@ -293,8 +293,8 @@ def test_over_tls(tls_server: TlsServer, case: Case) -> None:
 
 def is_set_up(case: Case, seen: Seen) -> bool:
     """The streams that end before the case begins have ended."""
-    ended = {http2_cases.ENDED, http2_cases.ANSWERED_EARLY}
-    if case.setup == http2_cases.RESET_BY_US:
+    ended = {ENDED, ANSWERED_EARLY}
+    if case.setup == RESET_BY_US:
         return 1 in seen.resets
     return case.setup not in ended or seen.has_ended(1)
 
@@ -328,7 +328,7 @@ def test_our_first_frame_is_settings_and_theirs_are_acknowledged() -> None:
     peer = MemoryPeer(server)
     first, *_ = peer.seen.frames
     assert (first.kind, first.flags & ACK, first.stream) == (SETTINGS, 0, 0)
-    assert http2_cases.has_acks(0)(peer.seen)
+    assert has_acks(0)(peer.seen)
     server.close()
 
 
