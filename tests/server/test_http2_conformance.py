@@ -18,6 +18,7 @@ from h2.errors import ErrorCodes
 
 from server.listening.binds import Bind, TcpAddress
 from server.listening.listener import Listener, ListenerConfig
+from server.wire.connection_limits import ConnectionLimits
 from server.wire.frame_gate import GOAWAY, HEADERS, PING, PREFACE, SETTINGS
 from server.wire.stream import HttpStream
 from server.wire.tls import ServerTls, server_tls
@@ -44,7 +45,7 @@ from tests.server.raw_peer import MemoryPeer, respond
 from tests.server.simulated_server import MODEL, Answer, SimulatedServer, chat
 
 CASES = (*http2_cases.CASES, *hpack_cases.CASES)
-HANG_S = 20.0  # after which a real server is taken for hung
+HANG_S = 120.0  # after which a real server is taken for hung; its own clocks run as long
 
 
 def try_case(peer: MemoryPeer, case: Case) -> None:
@@ -209,7 +210,9 @@ class TlsServer:
         self._listener = self.loop.run_until_complete(self._listen(server_tls(certificate, key)))
 
     async def _listen(self, tls: ServerTls | None) -> Listener:
-        listener = Listener(respond, refuse, ListenerConfig((Bind(TcpAddress(port=0)),), tls=tls))
+        limits = ConnectionLimits(head_s=HANG_S, body_s=HANG_S, idle_s=HANG_S, stall_s=HANG_S)
+        config = ListenerConfig((Bind(TcpAddress(port=0)),), connection=limits, handshake_s=HANG_S, tls=tls)
+        listener = Listener(respond, refuse, config)
         await listener.start()
         return listener
 
