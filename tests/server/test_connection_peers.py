@@ -16,11 +16,7 @@ from tests.server.memory_connection import (
     error_of,
     post,
     responses,
-    serve,
 )
-
-__all__ = ["serve"]  # the fixture
-
 
 # Slow readers.
 

@@ -13,10 +13,7 @@ from tests.server.memory_connection import (
     STREAMED,
     Serve,
     error_of,
-    serve,
 )
-
-__all__ = ["serve"]  # the fixture
 
 
 async def raise_before_the_head(stream: HttpStream) -> None:

@@ -7,9 +7,9 @@ from h2.errors import ErrorCodes
 from server.wire.connection_limits import ConnectionLimits
 from tests.server.http2_client import POST, Http2Client, fields, without_goaways
 from tests.server.http2_frames import GOAWAY, frame
-from tests.server.memory_connection import Hold, Serve, echo, serve
-
-__all__ = ["serve"]  # the fixture
+from tests.server.memory_connection import Hold, Serve, answer, echo
+from tests.server.raw_http2 import INITIAL_WINDOW, get, settings, window_update, wire
+from tests.server.raw_peer import MemoryPeer
 
 
 def test_idle_connection_is_told_and_closed(serve: Serve) -> None:

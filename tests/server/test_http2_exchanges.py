@@ -15,9 +15,7 @@ from server.wire.stream import HttpStream
 from tests.server.fakes import MemoryServer
 from tests.server.http2_client import INITIAL_WINDOW, POST, Http2Client, fields
 from tests.server.http2_frames import SETTINGS, frame
-from tests.server.memory_connection import STREAMED, Hold, Serve, answer, echo, serve
-
-__all__ = ["serve"]  # the fixture
+from tests.server.memory_connection import STREAMED, Hold, Serve, answer, echo
 
 
 def test_request_is_answered(serve: Serve) -> None:
