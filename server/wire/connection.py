@@ -165,7 +165,6 @@ class Connection(asyncio.Protocol):
 
     async def _serve(self, stream: HttpStream, wait_turn: Callable[[], Awaitable[None]] | None) -> None:
         """Run the handler, and see that the exchange ends with it. Nothing it raises is lost."""
-        request = stream.request
         try:
             if wait_turn is not None:
                 await wait_turn()
@@ -177,10 +176,10 @@ class Connection(asyncio.Protocol):
                 self._exchanges.break_off(stream)
             raise
         except Exception:
-            logger.exception("the handler of %s %s failed", request.method, request.path)
+            logger.exception("a request's handler failed")  # which: the record has its id, and a path may hold a key
         else:
             if stream.is_open:
-                logger.error("the handler of %s %s left its response open", request.method, request.path)
+                logger.error("a request's handler left its response open")
         if stream.is_open:
             self._exchanges.fail(stream)
 
