@@ -160,6 +160,7 @@ class Http2Exchanges:
         else:
             pause_s = self._loop.time() - self._blocked_since
             self._unsent = OrderedDict((key, (since + pause_s, num)) for key, (since, num) in self._unsent.items())
+            self._idle_since = self._loop.time()
             self.flush()
 
     def end_of_peer(self) -> None:
@@ -417,6 +418,7 @@ class Http2Exchanges:
                 self._unsent.move_to_end(stream_id)
         for stream_id in held:
             self._unsent.setdefault(stream_id, (now, self._responses.num_partly_sent(stream_id)))
+        self._idle_since = now  # at the earliest: it has something to read
         self._connection.adjust()
 
     def _judge_shares(self) -> None:

@@ -83,6 +83,28 @@ def test_closing_connection_whose_reader_stops_halfway_is_aborted(serve: Serve) 
     assert transport.was_aborted
 
 
+@pytest.mark.parametrize(("sent_behind", "limit_s"), [(b"", 75), (GET[:9], 10)])
+def test_clock_of_the_next_request_begins_once_the_answer_before_it_is_read(
+    serve: Serve, sent_behind: bytes, limit_s: int
+) -> None:
+    async def handler(stream: HttpStream) -> None:
+        answer(stream, 200, b"x" * 60_000)
+
+    server = serve(handler)
+    transport = server.connect(peer_reads=False)
+    transport.feed(GET + sent_behind)
+    for _ in range(4):
+        server.loop.advance(25)
+        transport.peer_read(15_000)
+    transport.peer_reads = True
+    transport.peer_read()
+    server.loop.advance(limit_s - 0.1)
+    assert not transport.has_sent_eof
+    assert not transport.is_lost
+    server.loop.advance(0.2)
+    assert transport.has_sent_eof or transport.is_lost
+
+
 def test_peer_is_listened_to_while_its_large_request_is_answered(serve: Serve) -> None:
     told: list[str] = []
 
