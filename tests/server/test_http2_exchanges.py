@@ -9,6 +9,7 @@ from h2.errors import ErrorCodes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from core.errors import ErrorKind, ServiceError
 from server.wire.connection_limits import ConnectionLimits, Http2Limits
 from server.wire.frame_limits import FrameLimits
 from server.wire.stream import HttpStream
@@ -307,8 +308,72 @@ def test_early_answer_ends_the_upload_without_an_error(serve: Serve) -> None:
         ids.append(stream_id)
         client.exchange()
     assert all(client.responses[i].status == 401 for i in ids)
+    assert [client.responses[i].reset for i in ids] == [ErrorCodes.NO_ERROR] * (300 - 16) + [None] * 16
+    client.advance(2.1)  # none of them goes on
     assert all(client.responses[i].reset is ErrorCodes.NO_ERROR for i in ids)
     assert client.goaways == []
+
+
+def test_upload_that_is_answered_early_may_go_on_to_its_end(serve: Serve) -> None:
+    """RFC 9113 §8.1 lets us break it off; but curl and httpx, while they send, would not read the answer."""
+
+    async def refuse(stream: HttpStream) -> None:
+        answer(stream, 413, b"no")
+
+    client = Http2Client(serve(refuse))
+    stream_id = client.begin(POST, end=False)
+    for _ in range(30):  # seven windows
+        client.h2.send_data(stream_id, bytes(16_000))
+        client.exchange()
+    client.h2.end_stream(stream_id)
+    client.exchange()
+    client.advance(5)
+    response = client.responses[stream_id]
+    assert (response.status, response.body, response.reset) == (413, b"no", None)
+    assert client.goaways == []
+
+
+def test_upload_that_is_answered_early_has_its_limit(serve: Serve) -> None:
+    async def refuse(stream: HttpStream) -> None:
+        answer(stream, 413, b"no")
+
+    limits = ConnectionLimits(http2=Http2Limits(early_bytes=32_000))
+    client = Http2Client(serve(refuse, limits))
+    stream_id = client.request(POST, end=False)
+    client.h2.send_data(stream_id, bytes(16_000))
+    client.h2.send_data(stream_id, bytes(16_000))
+    client.exchange()
+    assert client.responses[stream_id].reset is None
+    client.h2.send_data(stream_id, b"x")
+    client.exchange()
+    assert client.responses[stream_id].reset is ErrorCodes.NO_ERROR
+
+
+def test_upload_that_had_to_wait_for_room_may_go_on_when_it_is_refused(serve: Serve) -> None:
+    hold: list[HttpStream] = []
+
+    async def refuse(stream: HttpStream) -> None:
+        hold.append(stream)
+        try:
+            await stream.read_body(100_000)
+        except ServiceError:
+            answer(stream, 413, b"no")
+
+    client = Http2Client(serve(refuse, ConnectionLimits(held_body_bytes=1000)))
+    oldest = client.begin(POST, b"x" * 2000, end=False)
+    second = client.begin(POST, end=False)
+    for _ in range(4):  # nearly all of its window, which is not opened again
+        client.h2.send_data(second, bytes(16_000))
+    client.exchange()
+    hold[1].fail_body(ServiceError(ErrorKind.BODY_TOO_LARGE, "no", "no"))
+    client.exchange()
+    assert client.responses[second].status == 413
+    client.h2.send_data(second, bytes(16_000))
+    client.h2.send_data(second, bytes(16_000), end_stream=True)
+    client.exchange()
+    assert client.responses[second].reset is None
+    client.h2.reset_stream(oldest)
+    client.exchange()
 
 
 def test_frames_in_flight_after_an_early_answer_are_forgiven(serve: Serve) -> None:
