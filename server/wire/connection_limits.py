@@ -17,8 +17,7 @@ class Http2Limits:
         num_streams: at once, as advertised; more are refused, up to num_refused in a row.
         window_bytes: of a connection's request bodies, that the peer may send before they are read.
         list_bytes: of a header list, decoded, before it is taken for an attack; head limits answer 431 below that.
-        num_early: requests that may go on coming, for linger_s, after their answers; the oldest is broken off beyond.
-        early_bytes: of each of them.
+        early_bytes: of a request that go on coming, for linger_s, after its answer.
     """
 
     frames: FrameLimits = field(default_factory=FrameLimits)
@@ -26,7 +25,6 @@ class Http2Limits:
     num_refused: int = 256
     window_bytes: int = 512 * 1024
     list_bytes: int = 64 * 1024
-    num_early: int = 16
     early_bytes: int = LINGER_BYTES
 
 

@@ -183,7 +183,7 @@ class Http2Protocol:
         h2_stream = self._h2.streams.get(stream_id)
         if h2_stream is None or h2_stream.closed:
             return  # it was reset by a later frame of the same read
-        if len(self._streams) >= self._limits.num_streams or stream_id > self._goaway_id:
+        if len(self._streams) + len(self.early) >= self._limits.num_streams or stream_id > self._goaway_id:
             self._refuse(stream_id)
             return
         self._num_refused = 0
@@ -349,7 +349,4 @@ class Http2Protocol:
         if self.responses.early:
             self.early |= dict.fromkeys(self.responses.early, self._limits.early_bytes)
             self.responses.early.clear()
-            while len(self.early) > self._limits.num_early:
-                self.break_off(next(iter(self.early)))
-            output.frames += self.take_control()
         return output

@@ -19,13 +19,13 @@ from h2.errors import ErrorCodes
 from server.listening.binds import Bind, TcpAddress
 from server.listening.listener import Listener, ListenerConfig
 from server.wire.connection_limits import ConnectionLimits
-from server.wire.frame_gate import GOAWAY, HEADERS, PING, PREFACE, RST_STREAM, SETTINGS
+from server.wire.frame_gate import GOAWAY, HEADERS, PING, PREFACE, SETTINGS
 from server.wire.stream import HttpStream
 from server.wire.tls import ServerTls, server_tls
 from tests.certificates import make_certificate, needs_openssl
 from tests.server import hpack_cases, http2_cases
 from tests.server.fakes import MemoryServer, refuse
-from tests.server.http2_cases.case import ANSWERED_EARLY, BROKEN_OFF, ENDED, REFUSED, RESET_BY_US, Case, has_acks
+from tests.server.http2_cases.case import ANSWERED_EARLY, ENDED, REFUSED, RESET_BY_US, Case, has_acks
 from tests.server.raw_http2 import (
     ACK,
     END_STREAM,
@@ -297,8 +297,8 @@ def test_over_tls(tls_server: TlsServer, case: Case) -> None:
 def is_set_up(case: Case, seen: Seen) -> bool:
     """The streams that end before the case begins have ended."""
     ended = {ENDED, ANSWERED_EARLY}
-    if case.setup in (RESET_BY_US, BROKEN_OFF):
-        return bool(seen.of(RST_STREAM, 1))
+    if case.setup == RESET_BY_US:
+        return 1 in seen.resets
     return case.setup not in ended or seen.has_ended(1)
 
 

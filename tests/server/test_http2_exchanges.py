@@ -17,6 +17,9 @@ from tests.server.fakes import MemoryServer
 from tests.server.http2_client import INITIAL_WINDOW, POST, Http2Client, fields
 from tests.server.http2_frames import SETTINGS, frame
 from tests.server.memory_connection import STREAMED, Hold, Serve, answer, echo
+from tests.server.raw_http2 import END_STREAM, data, get, rst, wire
+from tests.server.raw_http2 import post as raw_post
+from tests.server.raw_peer import MemoryPeer, respond
 
 
 def test_request_is_answered(serve: Serve) -> None:
@@ -307,11 +310,24 @@ def test_early_answer_ends_the_upload_without_an_error(serve: Serve) -> None:
         client.h2.send_data(stream_id, b"x" * 1000)
         ids.append(stream_id)
         client.exchange()
+        client.advance(0.1)
     assert all(client.responses[i].status == 401 for i in ids)
-    assert [client.responses[i].reset for i in ids] == [ErrorCodes.NO_ERROR] * (300 - 16) + [None] * 16
     client.advance(2.1)  # none of them goes on
     assert all(client.responses[i].reset is ErrorCodes.NO_ERROR for i in ids)
     assert client.goaways == []
+
+
+def test_uploads_that_are_answered_early_count_until_they_end(serve: Serve) -> None:
+    """RFC 9113 §5.1.2: streams in either of the half-closed states do."""
+    peer = MemoryPeer(serve(respond, ConnectionLimits(http2=Http2Limits(num_streams=2))))
+    peer.feed(wire([raw_post(b"/now"), raw_post(b"/now", 3)]))
+    peer.feed(get(stream=5).encode(0))
+    assert (peer.seen.statuses, peer.seen.resets) == ({1: 200, 3: 200}, {5: ErrorCodes.REFUSED_STREAM})
+    peer.feed(wire([data(b"x", END_STREAM), rst(stream=3)]))
+    for streams in ((7, 9), (11,)):
+        peer.feed(wire([get(stream=stream) for stream in streams]))
+    assert peer.seen.statuses == dict.fromkeys((1, 3, 7, 9, 11), 200)
+    assert peer.seen.resets == {5: ErrorCodes.REFUSED_STREAM}
 
 
 def test_upload_that_is_answered_early_may_go_on_to_its_end(serve: Serve) -> None:

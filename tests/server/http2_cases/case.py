@@ -104,7 +104,6 @@ ENDED = (get(b"/now"),)  # by both
 RESET_BY_PEER = (get(b"/wait"), rst())
 RESET_BY_US = (headers(block(without=b"path")),)
 ANSWERED_EARLY = (post(b"/now"),)  # its response has ended, and its request, which is not wanted, has not
-BROKEN_OFF = tuple(post(b"/now", stream) for stream in range(1, 35, 2))  # one more of them than are waited for
 PASSED_OVER = (get(stream=3),)  # closed by the use of a higher one
 
 UNKNOWN = 0x77

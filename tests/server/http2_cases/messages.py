@@ -1,9 +1,6 @@
 """RFC 9113 §8: requests and their answers."""
 
-from h2.errors import ErrorCodes
-
-from server.wire.frame_gate import RST_STREAM
-from tests.server.http2_cases.case import BROKEN_OFF, CLOSED, OPEN, PROTOCOL, answers, case, has_body, padded, resets
+from tests.server.http2_cases.case import CLOSED, OPEN, PROTOCOL, answers, case, has_body, padded, resets
 from tests.server.raw_http2 import END_HEADERS, END_STREAM, Frame, block, data, get, headers, literal, post
 
 
@@ -150,12 +147,5 @@ MESSAGES = (
         post(b"/read", 1, (b"expect", b"100-continue")),
         answers(100),
         restore=(data(b"x", END_STREAM),),
-    ),
-    case(
-        "8.1",
-        "uploads that are answered early are broken off without an error",
-        BROKEN_OFF,
-        answers(),
-        check=lambda seen: [frame.number for frame in seen.of(RST_STREAM, 1)] == [ErrorCodes.NO_ERROR],
     ),
 )
