@@ -340,6 +340,16 @@ class Ticket:
         num = min(most, -(-left // num_parts))
         return num if num > 0 and not self._try_add(num) else 0
 
+    def may_gain(self, within_ns: int) -> bool:
+        """Whether there may be a token more by then: pools fill, or others of their accounts give back."""
+        now = self._clock()
+
+        def fills(pool: Pool) -> bool:
+            wait_ns = pool.wait_ns(1, now)
+            return wait_ns is not None and wait_ns <= within_ns
+
+        return all(account.num_reserved > self._num_reserved or all(map(fills, pools)) for account, pools in self._held)
+
     def wait_ns(self, shortage: Shortage) -> int | None:
         """As the shortage's, by now."""
         return shortage.pool.wait_ns(shortage.num_wanted, self._clock())
