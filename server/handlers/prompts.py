@@ -1,9 +1,11 @@
 """What takes a prompt for its body: generations, and what only counts or cuts its tokens. Thread: loop."""
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 from core.errors import ErrorKind, ServiceError
 from server.api import tokenize
+from server.api.fields import checked_ids
 from server.api.models import find_model
 from server.api.responses import ResponsesSurface, input_tokens_reply
 from server.api.surface import Surface
@@ -47,9 +49,10 @@ async def detokenize(state: AppState, exchange: Exchange) -> None:
     vocab_size = state.served.defaults.vocab_size
 
     def work(body: bytes) -> tuple[bytes, tuple[str, ...]]:
-        call = tokenize.parse_detokenize(body, vocab_size)
+        call = tokenize.parse_detokenize(body)
         find_model(cards, call.model)
-        text = reader.tokenizer.decode(call.ids, skip_special_tokens=False)
+        ids = checked_ids(call.ids, "tokens", vocab_size)
+        text = reader.tokenizer.decode(ids, skip_special_tokens=False)
         return tokenize.detokenize_reply(text), call.unknown_fields
 
     await _answer_computed(state, exchange, work)
@@ -57,11 +60,10 @@ async def detokenize(state: AppState, exchange: Exchange) -> None:
 
 async def count_input_tokens(state: AppState, exchange: Exchange) -> None:
     reader, cards = state.served.reader, state.cards_for(exchange)
-    defaults = state.served.defaults
+    defaults_of = partial(state.served.defaults_of, cards)
 
     def work(body: bytes) -> tuple[bytes, tuple[str, ...]]:
-        call = ResponsesSurface().parse(body, defaults)
-        find_model(cards, call.model)
+        call = ResponsesSurface().parse(body, defaults_of)
         num_tokens = sum(len(reader.encode(prompt)) for prompt in call.prompts)
         return input_tokens_reply(num_tokens), call.unknown_fields
 

@@ -45,6 +45,12 @@ def refusal(data: bytes, method: str = "POST", **server: Any) -> tuple[int, str]
         (request("POST", "/v1/completions", b"{"), (400, "invalid_json")),
         (request("POST", "/v1/completions", b" " * 100_001), (413, "body_too_large")),
         (chat(model="large"), (404, "model_not_found")),
+        # What is known of another model is not what these are held against
+        (chat(model="large", logit_bias={"99999": 1}), (404, "model_not_found")),
+        (completion(model="large", prompt=[99_999]), (404, "model_not_found")),
+        (request("POST", "/v1/responses", {"model": "large", "input": "a", "temperature": 9}), (404, "model_not_found")),
+        (request("POST", "/detokenize", {"model": "large", "tokens": [99_999]}), (404, "model_not_found")),
+        (request("POST", "/detokenize", {"tokens": [99_999]}), (400, "invalid_value")),
         (chat(messages=[]), (400, "invalid_value")),
         (chat(n=9), (400, "invalid_value")),
         (completion(prompt=[7] * 200), (400, "context_length_exceeded")),
