@@ -239,10 +239,18 @@ def _joined(callers: Sequence[Caller]) -> Caller:
 
 
 def _presented_key(request: HttpRequest) -> bytes | None:
-    authorization = request.header(b"authorization")
+    authorization = _only_field(request, b"authorization")
     if authorization is not None and authorization[:7].lower() == b"bearer ":
         return authorization[7:].strip()
-    return request.header(b"x-api-key")
+    return _only_field(request, b"x-api-key")
+
+
+def _only_field(request: HttpRequest, name: bytes) -> bytes | None:
+    """Of several that differ, whoever has passed the request on may have judged another."""
+    values = {value for key, value in request.headers if key == name}
+    if len(values) > 1:
+        raise _refusal(f"The request has several fields {name.decode()} that differ. Send one.")
+    return values.pop() if values else None
 
 
 def _refusal(message: str) -> ServiceError:
