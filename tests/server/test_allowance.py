@@ -124,6 +124,16 @@ def test_who_is_over_a_limit_is_refused_before_the_body_is_read() -> None:
     server.ask(say(max_tokens=1))
     transport = server.send(keyed(request("POST", "/v1/completions", None, "Content-Length: 50000")))
     assert transport.received.startswith(b"HTTP/1.1 429 ")
+    assert b"this asks for 1, and 0 of 1 are left" in transport.received
+    server.close()
+
+
+def test_who_has_too_few_tokens_left_for_any_request_is_not_told_what_this_one_takes() -> None:
+    server = server_of(Limits(tokens_per_minute=60, burst_tokens=30))
+    assert server.ask(say(max_tokens=12)).status == 200
+    transport = server.send(keyed(request("POST", "/v1/completions", None, "Content-Length: 50000")))
+    assert transport.received.startswith(b"HTTP/1.1 429 ")
+    assert b"this asks for at least 2, and 0 of 30 are left" in transport.received
     server.close()
 
 
