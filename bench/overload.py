@@ -305,9 +305,9 @@ def measure(arrivals: Arrivals, cost: CostModel, loads: Sequence[float]) -> list
             columns,
             tuple(rows),
             Plot("load / capacity", "goodput requests/s", "server"),
-            "Capacity is what the server does of all prompts, with no deadline. What cannot have its first token"
-            f" within {deadline} is refused at once, long prompts before short ones: the more come, the shorter are the"
-            " prompts that it takes, and the more of them it serves in a second.",
+            f"Requests come in bursts: what of one cannot have its first token within {deadline} is refused, and the"
+            " lull after it has nobody else to serve. So all of the capacity is used only where more come than it can"
+            " serve; and as long prompts are refused first, more requests fit into it then.",
         ),
         Table(
             "Why latency explodes under load, and here does not",
