@@ -7,10 +7,9 @@ for the end. In between no task runs: the engine client calls the Answer with ea
 """
 
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import partial
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -275,17 +274,6 @@ class Lifecycle:
             answer.close()
             del self.active[request_id]
 
-    def defaults_of(self, cards: Sequence[ServedModel], model: str) -> GenerationDefaults:
-        """
-        Args:
-            cards: what the caller may use.
-
-        Raises:
-            ServiceError: the model is none of them.
-        """
-        find_model(cards, model)
-        return self.defaults
-
     def _check_open(self) -> None:
         if self._farewell is not None:
             raise self._farewell
@@ -309,9 +297,13 @@ class Lifecycle:
     async def _prepare(self, surface: Surface, body: bytes, tenant: Tenant, timings: StageClock) -> _Prepared:
         marks = StageMarks(self.clock.monotonic)
 
+        def defaults_of(model: str) -> GenerationDefaults:
+            find_model(self.reader.cards_for(tenant), model)
+            return self.defaults
+
         def parse() -> _Prepared:
             marks.enter(Stage.VALIDATE)
-            call = surface.parse(body, partial(self.defaults_of, self.reader.cards_for(tenant)))
+            call = surface.parse(body, defaults_of)
             rules = rule_book(tenant.text_rules)
             if rules.on_answer and call.sampling.num_logprobs is not None:
                 message = "logprobs would tell what the operator's text rules may hold back. Leave them out."

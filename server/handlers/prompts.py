@@ -1,14 +1,13 @@
 """What takes a prompt for its body: generations, and what only counts or cuts its tokens. Thread: loop."""
 
 from collections.abc import Awaitable, Callable
-from functools import partial
 
 from core.errors import ErrorKind, ServiceError
 from server.api import tokenize
 from server.api.fields import checked_ids
 from server.api.models import find_model
 from server.api.responses import ResponsesSurface, input_tokens_reply
-from server.api.surface import Surface
+from server.api.surface import GenerationDefaults, Surface
 from server.app_state import AppState
 from server.exchange import Exchange
 from server.observing.timing import Stage
@@ -60,7 +59,10 @@ async def detokenize(state: AppState, exchange: Exchange) -> None:
 
 async def count_input_tokens(state: AppState, exchange: Exchange) -> None:
     reader, cards = state.served.reader, state.cards_for(exchange)
-    defaults_of = partial(state.served.defaults_of, cards)
+
+    def defaults_of(model: str) -> GenerationDefaults:
+        find_model(cards, model)
+        return state.served.defaults
 
     def work(body: bytes) -> tuple[bytes, tuple[str, ...]]:
         call = ResponsesSurface().parse(body, defaults_of)
