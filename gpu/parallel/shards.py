@@ -3,7 +3,8 @@
 Each rank has some of the heads, with their keys and values, and some of the numbers between an MLP's matrices, of every
 expert. What leaves attention and MLPs are parts of a sum over the ranks. Fewer KV heads than ranks: those that share
 one have a copy each. The head's rows are split, because a decode step reads all of them; the embedding is not, because
-a step reads few, and splitting it would cost one more sum. Norms and routers are every rank's, and computed alike.
+a step reads few, and splitting it would cost one more sum. Norms and routers are every rank's, and computed alike; only
+norms that run over all heads (OLMo 2) have a part on each rank.
 
 Source: Megatron-LM (arXiv:1909.08053), section 3.
 """
@@ -20,7 +21,7 @@ from gpu.targets import MXFP4_BLOCK
 HEAD = "lm_head.weight"
 # Added once, not once a rank: to what the first one computes.
 _ADDED_TO_SUMS = ("self_attn.o_proj.bias", "mlp.down_proj.bias", "mlp.experts.down_proj_bias")
-_OF_KV_HEADS = ("k_proj.weight", "v_proj.weight", "k_proj.bias", "v_proj.bias")
+_OF_KV_HEADS = ("k_proj.weight", "v_proj.weight", "k_proj.bias", "v_proj.bias", "k_norm.weight")
 MAX_RANKS = 64
 
 Span = tuple[int, int]
@@ -116,8 +117,6 @@ def check_shards(whole: ModelConfig, num_ranks: int, is_kept_packed: bool) -> No
     """
     if num_ranks == 1:
         return
-    if whole.qk_norm == "all":
-        raise _refused(num_ranks, "this family's norms run over all heads at once, which several ranks do not see", "1")
     if is_kept_packed:
         cause = "the matrices are served as they are packed (GPTQ, AWQ), and those are not split"
         raise _refused(num_ranks, cause, "1, or --quantize int8: that unpacks them")

@@ -42,7 +42,7 @@ def open_parallel() -> Iterator[Callable[[Path], ParallelRunner]]:
     close()
 
 
-@pytest.mark.parametrize("family", ["llama3", "gemma2", "gemma3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama3", "gemma2", "gemma3", "qwen3_moe", "olmo2"])
 def test_two_processes_say_what_one_says(
     family: str, model_directory: Callable[[str], Path], open_parallel: Callable[[Path], ParallelRunner]
 ) -> None:

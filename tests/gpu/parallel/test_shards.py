@@ -23,11 +23,11 @@ from tests.gpu.parallel.lockstep import Lockstep
 from tests.gpu.test_memory_plan import MODEL
 from tests.gpu.test_model import make_prompt
 from tests.gpu.test_weights import every_tensor
-from tests.oracle import FAMILIES, read_config
+from tests.oracle import FAMILIES, read_config, save_random_model
 
 NUM_TOKENS = 24
 PROMPTS = (make_prompt(1, 37), make_prompt(2, 1))
-UNSHARED = {"qwen2": "7 heads", "qwen3": "5 heads", "olmo2": "all heads at once"}
+UNSHARED = {"qwen2": "7 heads", "qwen3": "5 heads"}
 SHARED = [family for family in FAMILIES if family not in UNSHARED]
 
 
@@ -42,7 +42,8 @@ def test_two_ranks_say_what_one_says(family: str, model_directory: Callable[[str
     two = Lockstep(directory, 2)
     assert tokens_of(two) == tokens_of(open_runner(directory))
     config = two.runners[0].config
-    assert two.meeting.num_sums == 2 * config.num_layers * NUM_TOKENS  # the first step computes the prompts
+    num_sums = 3 if family == "olmo2" else 2  # of a layer: attention, MLP, and squares where heads are normed together
+    assert two.meeting.num_sums == num_sums * config.num_layers * NUM_TOKENS  # the first step computes the prompts
 
 
 def test_two_ranks_say_how_likely_a_prompt_is_as_one_does(model_directory: Callable[[str], Path]) -> None:
@@ -185,6 +186,13 @@ def test_experts_split_by_their_width() -> None:
         check_shards(model, 4, is_kept_packed=False)
     with pytest.raises(StartupError, match="experts of 98 do not split into 4 parts"):
         check_shards(replace(model, experts=replace(experts, intermediate_size=98)), 4, is_kept_packed=False)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_norms_over_all_heads_are_those_of_one_rank(num_ranks: int, tmp_path: Path) -> None:
+    """Of two KV heads four ranks have a copy each of one."""
+    directory = save_random_model("olmo2", tmp_path)
+    assert tokens_of(Lockstep(directory, num_ranks)) == tokens_of(open_runner(directory))
 
 
 def test_matrices_that_are_served_packed_are_refused_and_unpacked_ones_are_not() -> None:
