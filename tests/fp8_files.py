@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.oracle import read_config
-
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0
 MATRIX = re.compile(r"model\.layers\.\d+\..*(_proj|\.w[123])\.weight")
@@ -57,7 +55,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
 
 def save_pair(source: Path, directory: Path, scheme: dict[str, Any]) -> tuple[Path, Path]:
     """(as 8-bit floats, as the floats that they stand for); scheme: a quantization_config."""
-    config, tensors = read_config(source), load_file(source / "model.safetensors")
+    config, tensors = json.loads((source / "config.json").read_text()), load_file(source / "model.safetensors")
     stored, floats = dict(tensors), dict(tensors)
     for name in filter(MATRIX.fullmatch, tensors):
         values, scales, spread = quantize(tensors[name].float(), scheme)
