@@ -25,7 +25,8 @@ from gpu.kernels.block_sizes import (
     splits_for,
 )
 from gpu.kernels.products import add_splits, multiply
-from gpu.quantize import LEAST_GROUP, QuantizedWeight, Weight
+from gpu.kernels.support import knows_fp8
+from gpu.quantize import FP8, LEAST_GROUP, QuantizedWeight, Weight
 
 PLAIN, SCALED, INT4, GROUPED = range(4)  # as products.py numbers them
 PRECISION = "ieee"  # of float32: not rounded to fewer bits first
@@ -74,9 +75,11 @@ class Matrix:
 
 
 def can_multiply(weight: Weight) -> bool:
-    """Whether the kernels know how it is stored."""
+    """Whether the kernels know how it is stored, on its device."""
     if isinstance(weight, Tensor):
         return weight.is_contiguous()
+    if weight.values.dtype == FP8 and not knows_fp8(weight.values.device):
+        return False
     parts = [part for part in (weight.values, weight.scales, weight.zeros) if part is not None]
     are_outputs_scaled = weight.zeros is None and weight.scales.shape[-1] == 1
     return all(part.is_contiguous() for part in parts) and (are_outputs_scaled or weight.group_size % LEAST_GROUP == 0)
