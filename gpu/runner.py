@@ -22,7 +22,6 @@ from core.types import SamplingParams, TokenLogprobs
 from gpu.attention import TILE_TOKENS
 from gpu.batch import BatchBuilder, SampledRows
 from gpu.checkpoint import Checkpoint, Progress, open_checkpoint
-from gpu.code_pages import drop_code_pages
 from gpu.decode_graphs import max_decodes
 from gpu.device import DeviceChoice, apply_threads, choose_device, free_memory_bytes, last_level_cache_bytes
 from gpu.device_attention import DeviceAttention
@@ -43,6 +42,7 @@ from gpu.parallel.shards import Shard
 from gpu.prompt_logprobs import PromptScores, score
 from gpu.quantize_cache import quantizing
 from gpu.sampler import Drawn, RowLogprobs, Sampler
+from gpu.spent_memory import drop_code_pages, trim_heap
 from gpu.staged_copies import fill_on
 from gpu.streams import Streams
 from gpu.weights import MatrixForm, load_weights
@@ -365,7 +365,9 @@ def load_planned(
         form = MatrixForm(convert, kept_scheme(config, engine.quantize, choice.device) is not None)
         fill = fill_on(choice.device)
         weights = load_weights(checkpoint, config, choice.dtype, choice.device, progress, form, fill, shard)
-    return ModelRunner(part, engine, memory, weights, operators)
+    runner = ModelRunner(part, engine, memory, weights, operators)
+    trim_heap()
+    return runner
 
 
 def _one_row_plan(start: int, length: int, sequence_starts: list[SequenceStart]) -> StepPlan:
