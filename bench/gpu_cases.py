@@ -36,6 +36,7 @@ class KernelCase:
 
 def kernel_cases(is_quick: bool, is_device: bool) -> list[KernelCase]:
     """All of them, in the order in which they run: those that serve every model first."""
+    forms: tuple[str, ...]
     if not is_device:
         forms = ("plain", "int8", "fp8 by 32", "int4")
         return _cases(TINY, rows=(5,), dtypes=("float32",), contexts=((2, 40),), forms=forms)

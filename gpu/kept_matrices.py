@@ -78,10 +78,16 @@ def find_kept(
 def load_kept(
     config: ModelConfig, index: int, layer: LayerWeights, kept: dict[str, KeptMatrix], source: TensorSource
 ) -> None:
-    """Read numbers, scales and zeros into layers of their own, with the same order of rows, and put them together."""
+    """Read numbers, scales and zeros into layers of their own, with the same order of rows, and put them together.
+
+    The floats that were allocated for them go first: a layer's memory is not needed twice.
+    """
     packing = config.packing
     assert packing is not None
     dtype, device = floats(layer.qkv).dtype, floats(layer.qkv).device
+    for owner, field in matrices(layer):
+        if field in kept:
+            setattr(owner, field, torch.empty(0))
 
     def empty_groups(shape: tuple[int, ...]) -> Tensor:
         size = kept_group(packing.group_size, shape[-1]) if len(shape) > 1 else None

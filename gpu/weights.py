@@ -112,6 +112,7 @@ def _load_layer(config: ModelConfig, index: int, layer: LayerWeights, source: Te
     kept_names = {name for matrix in kept.values() for name in matrix.names}
     source.fill({name: target for name, target in wanted.items() if name not in kept_names})
     if kept:
+        wanted.clear()  # it holds the places of floats that are not to come
         load_kept(config, index, layer, kept, source)
     if form.convert is not None:
         for owner, name in matrices(layer):

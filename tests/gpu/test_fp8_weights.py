@@ -1,6 +1,7 @@
 """Directories with 8-bit floats give what the floats that they stand for give; what is not read is named."""
 
 import json
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +13,11 @@ from safetensors.torch import load_file, save_file
 
 from core.config import parse_model_config
 from core.errors import BadCheckpoint
+from gpu import layer_weights
+from gpu import weights as weights_module
 from gpu.checkpoint import open_checkpoint
 from gpu.kept_matrices import kept_scheme
-from gpu.layer_weights import ModelWeights, matrices
+from gpu.layer_weights import LayerWeights, ModelWeights, matrices
 from gpu.memory_plan import estimate, memory_needed, weights_size_bytes
 from gpu.quantize import QuantizedWeight, dequantize
 from gpu.staged_copies import StagedCopies
@@ -232,3 +235,25 @@ def test_without_a_configuration_they_are_refused_with_what_is_missing(plain: Pa
     (stored / "config.json").write_text(json.dumps(config))
     with pytest.raises(BadCheckpoint, match=r"F8_E4M3 where config\.json has a quantization_config"):
         load(stored, False)
+
+
+def test_floats_that_are_not_to_come_take_no_memory_beside_what_does(plain: Path, tmp_path: Path) -> None:
+    """Of a layer's matrices, once the first of its 8-bit floats are read."""
+    stored, _ = save_pair(plain, tmp_path, WHOLE)
+    alive: list[weakref.ref[torch.Tensor]] = []
+    seen = []
+
+    def fill(target: Target, tensor: torch.Tensor) -> None:
+        if target.into.dtype == torch.uint8:
+            seen.append(sum(weight() is not None for weight in alive))
+        target.fill(tensor)
+
+    def empty_layer(*arguments: Any) -> LayerWeights:
+        layer = layer_weights.empty_layer(*arguments)
+        alive[:] = [weakref.ref(getattr(owner, field)) for owner, field in matrices(layer)]
+        return layer
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weights_module, "empty_layer", empty_layer)
+        load(stored, True, fill=fill)
+    assert seen == [0] * 14
