@@ -12,8 +12,6 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from core.config import EngineConfig, ModelConfig
 from core.errors import NotEnoughMemory
 from gpu.block_tables import BlockTables
@@ -92,8 +90,7 @@ def count_graphs(
     steps.graphs.drop()
     del steps, cache
     gc.collect()  # steps and their graphs know each other
-    if device.device.type == "cuda":
-        torch.cuda.empty_cache()
+    recorder.give_back()
     if taken is None:
         return CountedGraphs(memory, shapes, 0)
     return plan_with(taken, parts.model.config, engine, memory, shapes)

@@ -49,6 +49,10 @@ class GraphRecorder(Protocol):
         """
         ...
 
+    def give_back(self) -> None:
+        """Let the device have what graphs that are gone have taken."""
+        ...
+
 
 @dataclass(slots=True)
 class CudaGraph:
@@ -85,10 +89,14 @@ class CudaRecorder:
             torch.cuda.synchronize(self._device)  # raises where the device itself is lost
             raise (NoRoomForGraph if is_of_memory(error) else CaptureError)(str(error)) from error
 
-    def _free_bytes(self) -> int:
-        """As the driver says, once all is done and torch keeps nothing that it does not use."""
+    def give_back(self) -> None:
+        """All that torch keeps and does not use."""
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
+
+    def _free_bytes(self) -> int:
+        """As the driver says."""
+        self.give_back()
         return int(torch.cuda.mem_get_info(self._device)[0])
 
 

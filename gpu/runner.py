@@ -206,7 +206,7 @@ class ModelRunner:
             StartupError: it cannot be had.
         """
         with torch.inference_mode():
-            self.offload = open_offload(self.config, engine, self.memory.device, self._cache, checkpoint)
+            self.offload = open_offload(self.config, engine, self.memory.device, self._cache, checkpoint, self._streams)
         if self.offload is not None:
             num_slots, copy_s = self.offload.memory.num_slots, self.offload.copy_s
             self.limits = replace(self.limits, num_host_blocks=num_slots, host_copy_s=copy_s)
@@ -234,7 +234,7 @@ class ModelRunner:
             ticket = StepTicket(batch.sampled, self._model.logits(hidden[:num_sampled]), host_copies=host_copies)
             if plan.prompt_targets:
                 scored = hidden[num_sampled:]
-                ticket.prompt_scores = score(scored, plan, self._model.logits, self.config.vocab_size)
+                ticket.prompt_scores = score(scored, plan, self._model.logits, self.config.vocab_size, self._streams)
             return ticket
 
     def _start_host_copies(self, plan: StepPlan) -> CopyTicket | None:

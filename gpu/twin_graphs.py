@@ -58,6 +58,9 @@ class TwinRecorder:
         self.graphs.add(graph)
         return graph
 
+    def give_back(self) -> None:
+        """They have gone with what they had."""
+
 
 @dataclass(slots=True)
 class Call:
