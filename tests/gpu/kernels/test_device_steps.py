@@ -15,15 +15,18 @@ import torch
 from core.config import BLOCK_SIZE, parse_model_config
 from core.plan import PENDING
 from core.types import Request, SamplingParams
+from gpu import device_steps
 from gpu.device_steps import DeviceSteps
 from gpu.graph_memory import CountedGraphs, count_graphs
 from gpu.graphs import CaptureError, Graph
+from gpu.kernels.device_rows import StepRows
 from gpu.kernels.device_sampler import MAX_BIASES
 from gpu.loading import load_runner
+from gpu.memory_plan import MemoryPlan
 from gpu.runner import ModelRunner
 from gpu.step_graphs import Part
 from gpu.step_inputs import KnownPlan
-from gpu.step_shapes import NUM_LATER, StepShape
+from gpu.step_shapes import NUM_LATER, StepShape, StepShapes
 from gpu.twin_graphs import TwinRecorder
 from tests.gpu.conftest import ENGINE, no_progress
 from tests.gpu.driver import GREEDY, DrivenSequence, Driver, make_plan
@@ -46,10 +49,11 @@ def on_a_cpu(device: torch.device) -> None:
 @pytest.fixture(autouse=True)
 def uncounted(monkeypatch: pytest.MonkeyPatch) -> None:
     """What graphs take is found out elsewhere (tests/gpu/test_graph_memory.py): it would take most of the time here."""
-    monkeypatch.setattr(
-        "gpu.runner.count_graphs",
-        lambda parts, engine, memory, shapes, recorder: CountedGraphs(memory, shapes, len(shapes.in_order) + 9),
-    )
+
+    def count(parts: Any, engine: Any, memory: MemoryPlan, shapes: StepShapes, recorder: Any) -> CountedGraphs:
+        return CountedGraphs(dataclasses.replace(memory, graph_bytes=1 << 30), shapes, len(shapes.in_order) + 9)
+
+    monkeypatch.setattr("gpu.runner.count_graphs", count)
 
 
 def open_runner(directory: Path, graphs: str, max_sequences: int = 4, max_model_len: int = 64) -> ModelRunner:
@@ -332,6 +336,27 @@ def test_where_capture_fails_steps_go_on_by_python(
     assert steps_of(runner).graphs.num_captured == 0
 
 
+def test_a_chunk_whose_length_the_host_reads_is_refused_and_decodes_are_not(
+    model_directory: Directory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a device it would be that of the capture for ever."""
+    directory, fill = model_directory("llama3"), device_steps.fill_tokens
+
+    def read(rows: StepRows, first: int, step: torch.Tensor, *others: Any) -> None:
+        fill(rows, first, step[:, : int((step[0] >= 0).sum())], *others)
+
+    monkeypatch.setattr("gpu.device_steps.fill_tokens", read)
+    with caplog.at_level(logging.WARNING):
+        runner = open_runner(directory, "on")
+    assert [record.getMessage()[:26] for record in caplog.records] == ["no CUDA graphs of prompts:"]
+    assert (runner.captured.num_graphs, runner.captured.num_of_prompts) == (3, 0)
+    replayed = replays(monkeypatch, runner)
+    found = tokens_with_joins_and_leaves(runner)
+    assert {shape.num_prompts for _, shape in replayed} == {0}
+    oracle = Oracle(directory)
+    assert found == [oracle.greedy(list(prompt), len(one)) for prompt, one in zip(PROMPTS, found, strict=True)]
+
+
 def test_keys_and_values_are_sized_when_it_is_known_what_graphs_take(
     model_directory: Directory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -361,8 +386,7 @@ def test_where_memory_ends_at_capture_steps_go_on_with_fewer_graphs(
         runner = open_runner(directory, "on")
     assert runner.captured.num_graphs == 6
     told = "no more CUDA graphs than 6: no memory for 32 tokens of prompts beside 0 rows"
-    messages = [record.getMessage() for record in caplog.records if record.name == "gpu.step_graphs"]
-    assert [message[: len(told)] for message in messages] == [told]
+    assert [record.getMessage()[: len(told)] for record in caplog.records] == [told]
     found = tokens_with_joins_and_leaves(runner)
     oracle = Oracle(directory)
     assert found == [oracle.greedy(list(prompt), len(one)) for prompt, one in zip(PROMPTS, found, strict=True)]
