@@ -11,7 +11,6 @@ from core.config import EngineConfig, ModelConfig
 from core.plan import Runner, SequenceStart, StepPlan, Ticket
 from core.types import SamplingParams
 from gpu.checkpoint import Checkpoint, Progress, open_checkpoint
-from gpu.code_pages import drop_code_pages
 from gpu.device import DeviceChoice, apply_threads, choose_device, free_memory_bytes
 from gpu.kernel_choice import find_operators
 from gpu.memory_plan import MemoryPlan, plan_memory
@@ -20,6 +19,7 @@ from gpu.parallel.ranks import Ranks
 from gpu.parallel.shards import Shard
 from gpu.quantize_cache import quantizing
 from gpu.runner import ModelRunner
+from gpu.spent_memory import drop_code_pages, trim_heap
 from gpu.staged_copies import fill_on
 from gpu.weights import MatrixForm, keeps_packed, load_weights
 
@@ -79,7 +79,9 @@ def load_planned(
         form = MatrixForm(convert, keeps_packed(config, engine.quantize))
         fill = fill_on(choice.device)
         weights = load_weights(checkpoint, config, choice.dtype, choice.device, progress, form, fill, shard)
-    return ModelRunner(part, engine, memory, weights, operators)
+    runner = ModelRunner(part, engine, memory, weights, operators)
+    trim_heap()
+    return runner
 
 
 def warm_up(runner: Runner[Ticket]) -> None:
