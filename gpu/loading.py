@@ -12,8 +12,9 @@ from core.plan import Runner, SequenceStart, StepPlan, Ticket
 from core.types import SamplingParams
 from gpu.checkpoint import Checkpoint, Progress, open_checkpoint
 from gpu.device import DeviceChoice, apply_threads, choose_device, free_memory_bytes
+from gpu.kept_matrices import kept_scheme
 from gpu.kernel_choice import find_operators
-from gpu.memory_plan import MemoryPlan, plan_memory
+from gpu.memory_plan import MemoryPlan, plan_checkpoint
 from gpu.operators import Operators
 from gpu.parallel.ranks import Ranks
 from gpu.parallel.shards import Shard
@@ -21,7 +22,7 @@ from gpu.quantize_cache import quantizing
 from gpu.runner import ModelRunner
 from gpu.spent_memory import drop_code_pages, trim_heap
 from gpu.staged_copies import fill_on
-from gpu.weights import MatrixForm, keeps_packed, load_weights
+from gpu.weights import MatrixForm, load_weights
 
 WARM_UP_TOKENS = 8
 FindOperators = Callable[[ModelConfig, DeviceChoice], Operators]
@@ -47,8 +48,8 @@ def load_runner(
     """
     choice = choose_device(engine)
     apply_threads(choice)
-    checkpoint = open_checkpoint(directory, config.packed)
-    memory = plan_memory(config, engine, choice, checkpoint.size_bytes, free_memory_bytes(choice.device))
+    checkpoint = open_checkpoint(directory, config.packing)
+    memory = plan_checkpoint(config, engine, choice, checkpoint, free_memory_bytes(choice.device))
     runner = load_planned(checkpoint, config, engine, memory, progress, find=find)
     warm_up(runner)
     runner.open_graphs(graph_progress)
@@ -76,7 +77,7 @@ def load_planned(
     operators.ranks = ranks
     drop_code_pages()
     with torch.inference_mode(), quantizing(engine) as convert:
-        form = MatrixForm(convert, keeps_packed(config, engine.quantize))
+        form = MatrixForm(convert, kept_scheme(config, engine.quantize, choice.device) is not None)
         fill = fill_on(choice.device)
         weights = load_weights(checkpoint, config, choice.dtype, choice.device, progress, form, fill, shard)
     runner = ModelRunner(part, engine, memory, weights, operators)

@@ -30,6 +30,7 @@ from gpu.host_streams import open_streams
 from gpu.kernel_choice import find_recorder
 from gpu.kv_cache import KVCache, bytes_per_block
 from gpu.kv_offload import CopyTicket, KVOffload, open_offload
+from gpu.layer_weights import ModelWeights
 from gpu.measured import MIN_PARAMETERS, Measured, choose_measured, usual
 from gpu.memory_plan import MemoryPlan
 from gpu.model import Model
@@ -38,7 +39,6 @@ from gpu.prompt_logprobs import PromptScores, score
 from gpu.sampler import Drawn, RowLogprobs, Sampler
 from gpu.step_graphs import Progress
 from gpu.step_shapes import max_decodes, step_shapes
-from gpu.weights import ModelWeights
 
 if TYPE_CHECKING:
     from gpu.device_steps import DeviceSteps, SentStep
