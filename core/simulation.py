@@ -99,12 +99,15 @@ class RooflineCost:
 
 def draw(prefix: npt.NDArray[np.int32], seed: int, vocab_size: int) -> int:
     """The token that follows a prefix: a hash of all of it and the seed."""
-    return zlib.crc32(prefix.tobytes(), zlib.crc32(seed.to_bytes(8, "little"))) % vocab_size
+    return _hashed(prefix, seed) % vocab_size
 
 
-def draw_allowed(prefix: npt.NDArray[np.int32], seed: int, vocab_size: int, banned: tuple[int, ...]) -> int:
-    """As draw, but the next id that is not banned."""
-    token_id = draw(prefix, seed, vocab_size)
+def _hashed(prefix: npt.NDArray[np.int32], seed: int) -> int:
+    return zlib.crc32(prefix.tobytes(), zlib.crc32(seed.to_bytes(8, "little")))
+
+
+def _allowed(token_id: int, vocab_size: int, banned: tuple[int, ...]) -> int:
+    """This id, or the next one that is not banned."""
     while token_id in banned:
         token_id = (token_id + 1) % vocab_size
     return token_id
@@ -119,19 +122,24 @@ def logprobs_after(prefix: npt.NDArray[np.int32], token_id: int, num_top: int) -
     return TokenLogprobs(token_id, logprob(token_id), tuple((other, logprob(other)) for other in range(num_top)))
 
 
-def continuation(start: SequenceStart, limits: RunnerLimits) -> list[int]:
-    """The reference: what a sequence draws from here on when nothing interferes, an ending stop id included."""
-    token_ids = list(start.token_ids)
-    max_length = min(
-        start.num_prompt_tokens + start.sampling.max_tokens, limits.max_model_len, limits.num_blocks * limits.block_size
-    )
-    while len(token_ids) < max_length:
-        is_free = len(token_ids) - start.num_prompt_tokens >= start.sampling.min_tokens
-        prefix = np.array(token_ids, np.int32)
-        token_ids.append(draw_allowed(prefix, start.seed, limits.vocab_size, () if is_free else start.stop_ids))
-        if is_free and token_ids[-1] in start.stop_ids:
+def continuation(start: SequenceStart, limits: RunnerLimits, max_tokens: int = sys.maxsize) -> list[int]:
+    """The reference: what a sequence draws from here on when nothing interferes, an ending stop id included.
+
+    Args:
+        max_tokens: that are asked for.
+    """
+    num_held = min(limits.max_model_len, limits.num_blocks * limits.block_size)
+    max_length = min(start.num_prompt_tokens + start.sampling.max_tokens, num_held)
+    hashed = _hashed(np.array(start.token_ids, np.int32), start.seed)  # of all tokens so far
+    drawn: list[int] = []
+    for length in range(len(start.token_ids), min(max_length, len(start.token_ids) + max_tokens)):
+        is_free = length - start.num_prompt_tokens >= start.sampling.min_tokens
+        token_id = _allowed(hashed % limits.vocab_size, limits.vocab_size, () if is_free else start.stop_ids)
+        drawn.append(token_id)
+        if is_free and token_id in start.stop_ids:
             break
-    return token_ids[len(start.token_ids) :]
+        hashed = zlib.crc32(token_id.to_bytes(4, "little"), hashed)
+    return drawn
 
 
 @dataclass(slots=True, eq=False)
@@ -235,7 +243,8 @@ class SimulatedRunner:
         start = self._starts[slot]
         is_free = length - start.num_prompt_tokens >= start.sampling.min_tokens
         prefix = self._prefix(slot, length)
-        return draw_allowed(prefix, start.seed, self.limits.vocab_size, () if is_free else start.stop_ids)
+        vocab_size = self.limits.vocab_size
+        return _allowed(draw(prefix, start.seed, vocab_size), vocab_size, () if is_free else start.stop_ids)
 
     def _follow(self, plan: StepPlan, targets: PromptTargets) -> list[TokenLogprobs]:
         """How likely the prompt's tokens are after what lies in the blocks."""

@@ -8,8 +8,9 @@ from hpack import Decoder, Encoder, NeverIndexedHeaderTuple
 
 from server.wire.frame_gate import DATA, HEADER_BYTES, HEADERS, PREFACE, RST_STREAM, SETTINGS
 from tests.server.fakes import MemoryTransport
+from tests.server.http1_reader import read_response
 from tests.server.http2_frames import frame
-from tests.server.simulated_server import Answer, answers, request
+from tests.server.simulated_server import Answer, request
 
 END_STREAM, END_HEADERS = 0x1, 0x4
 WINDOW_SETTING, WINDOW_UPDATE = 4, 8
@@ -130,9 +131,11 @@ class Http1Caller:
         if len(received) == self._num_bytes_read:
             return
         self._num_bytes_read = len(received)
-        for call, answer in zip(self.calls, answers(received), strict=False):
-            call.answer = answer
-            call.is_over = answer.is_complete
+        response = read_response(received)
+        if response is not None:
+            (call,) = self.calls
+            call.answer = Answer(response.status, response.headers, response.body, response.is_complete)
+            call.is_over = response.is_complete
 
 
 class Http2Caller:
