@@ -23,6 +23,8 @@ PIP_INSTALL := $(VENV)/bin/python -m pip install --quiet --constraint constraint
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 DEBIAN_TEST_PACKAGES := chromium curl default-jdk-headless haproxy nghttp2-client nginx nodejs openssl prometheus systemd
 TEST_PROGRAMS := chromium curl haproxy java nghttp nginx node openssl promtool systemd-analyze
+# The tests start hundreds of processes, each of which would compile our sources anew where no bytecode is written
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(VENV)/bin/python -m pytest
 BENCH_MODEL := $(VENV)/models/qwen2.5-0.5b
 BUILD_JOBS ?= $(shell nproc)
 
@@ -63,8 +65,8 @@ test: $(VENV)/.installed-test
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
-	$(VENV)/bin/python -m pytest -q -m "not slow and not gpu" tests
-	$(VENV)/bin/python -m pytest -q -m "slow and not gpu" tests
+	$(PYTEST) -q -m "not slow and not gpu" tests
+	$(PYTEST) -q -m "slow and not gpu" tests
 
 FUZZ_SECONDS ?= 60
 fuzz: $(VENV)/.installed-fuzz

@@ -22,7 +22,6 @@ from core.types import SamplingParams, TokenLogprobs
 from gpu.attention import TILE_TOKENS
 from gpu.batch import BatchBuilder, SampledRows
 from gpu.checkpoint import Checkpoint, Progress, open_checkpoint
-from gpu.code_pages import drop_code_pages
 from gpu.decode_graphs import max_decodes
 from gpu.device import DeviceChoice, apply_threads, choose_device, free_memory_bytes, last_level_cache_bytes
 from gpu.device_attention import DeviceAttention
@@ -41,6 +40,7 @@ from gpu.parallel.shards import Shard
 from gpu.prompt_logprobs import PromptScores, score
 from gpu.quantize_cache import quantizing
 from gpu.sampler import Drawn, RowLogprobs, Sampler
+from gpu.spent_memory import drop_code_pages, trim_heap
 from gpu.staged_copies import fill_on
 from gpu.streams import Streams
 from gpu.weights import MatrixForm, ModelWeights, keeps_packed, load_weights
@@ -363,7 +363,9 @@ def load_planned(
         form = MatrixForm(convert, keeps_packed(config, engine.quantize))
         fill = fill_on(choice.device)
         weights = load_weights(checkpoint, config, choice.dtype, choice.device, progress, form, fill, shard)
-    return ModelRunner(part, engine, memory, weights, operators)
+    runner = ModelRunner(part, engine, memory, weights, operators)
+    trim_heap()
+    return runner
 
 
 def _one_row_plan(start: int, length: int, sequence_starts: list[SequenceStart]) -> StepPlan:

@@ -199,6 +199,29 @@ def clear_tops(tops, num_rows):
 
 
 @njit(cache=True)
+def merge(sums, tops, other_sums, other_tops, num_rows, head_dim):
+    """Take what was found for the same rows in other chunks into these sums and tops."""
+    num_parts, part_bytes = num_parts_of(head_dim), num_rows * SUM_ROW_BYTES
+    for row in range(num_rows):
+        top, other = tops + row * TOP_ROW_BYTES, other_tops + row * TOP_ROW_BYTES
+        before, came = load_floats(top), load_floats(other)
+        now = larger(before, came)
+        of_these, of_others = exp2_to_126(subtract(before, now)), exp2_to_126(subtract(came, now))
+        store_floats(top, now)
+        _add_scaled(top + REGISTER_BYTES, of_these, other + REGISTER_BYTES, of_others)
+        for part in range(num_parts):
+            at = part * part_bytes + row * SUM_ROW_BYTES
+            for index in range(at, at + SUM_ROW_BYTES, REGISTER_BYTES):
+                _add_scaled(sums + index, of_these, other_sums + index, of_others)
+
+
+@njit(cache=True)
+def _add_scaled(target, of_target, source, of_source):
+    added = multiply(load_floats(source), of_source)
+    store_floats(target, add(multiply(load_floats(target), of_target), added))
+
+
+@njit(cache=True)
 def write(sums, tops, num_tokens, per_kv, head_dim, out, out_stride):
     """Sums over the sums of shares, rounded. out: of this KV head's first query head."""
     part_bytes = num_tokens * per_kv * SUM_ROW_BYTES

@@ -3,6 +3,7 @@
 A change here is not seen by numba's cache, which looks at the files of the functions that it compiles.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -88,6 +89,19 @@ def load_widened(builder: Any, address: Any) -> Any:
 def multiply_add(builder: Any, x: Any, y: Any, z: Any) -> Any:
     """x * y + z, rounded once."""
     return call(builder, "llvm.fma.v16f32", FLOATS, x, y, z)
+
+
+def emit_by_count(builder: Any, count: Any, most: int, emit_one: Callable[[int], None]) -> None:
+    """Emit code for each number up to `most`, and the jump to that of `count`, which is one of them."""
+    after = builder.append_basic_block()
+    blocks = [builder.append_basic_block() for _ in range(most)]
+    choice = builder.switch(count, blocks[-1])
+    for number, block in enumerate(blocks, 1):
+        choice.add_case(ir.Constant(count.type, number), block)
+        builder.position_at_end(block)
+        emit_one(number)
+        builder.branch(after)
+    builder.position_at_end(after)
 
 
 def total(builder: Any, value: Any) -> Any:

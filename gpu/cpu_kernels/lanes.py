@@ -25,15 +25,15 @@ PAIR_LINES = PAIR_BYTES // REGISTER_BYTES
 SHARED_LINES = 2  # that each pair asks for where several tiles share that: of at least two tiles, enough
 
 
-def _make_tile(num_rows, most_lines):
-    """Add the products of so many rows with a part of a block to their sums.
+def _make_tile(most_lines):
+    """Add the products of up to MOST_TILE_ROWS with a part of a block to their sums.
 
     Args:
         most_lines: that are asked for while a pair of inputs is multiplied.
     """
 
     @intrinsic
-    def tile(typing_context, x, x_stride, weights, num_pairs, sums, wanted, num_quarters):
+    def tile(typing_context, num_rows, x, x_stride, weights, num_pairs, sums, wanted, num_quarters):
         """
         Args:
             x: address of bf16 [num_rows, 2 * num_pairs], rows x_stride bytes apart.
@@ -43,53 +43,53 @@ def _make_tile(num_rows, most_lines):
         """
 
         def generate(context, builder, signature, arguments):
-            x, x_stride, weights, num_pairs, sums, wanted, num_quarters = arguments
-            number = ir.IntType(64)
-
-            def constant(value):
-                return ir.Constant(number, value)
-
-            places = [
-                (builder.add(sums, constant(row * SUM_ROW_BYTES + column * REGISTER_BYTES)), row, column)
-                for row in range(num_rows)
-                for column in range(BLOCK_REGISTERS)
-            ]
-            kept = [cgutils.alloca_once(builder, emit.FLOATS) for _ in places]
-            for room, (place, _, _) in zip(kept, places, strict=True):
-                builder.store(emit.load(builder, place, emit.FLOATS), room)
-            rows = [builder.add(x, builder.mul(x_stride, constant(row))) for row in range(num_rows)]
-            with cgutils.for_range(builder, num_pairs) as loop:
-                at = builder.add(weights, builder.mul(loop.index, constant(PAIR_BYTES)))
-                line = builder.lshr(builder.mul(loop.index, num_quarters), constant(2))
-                asked = builder.add(wanted, builder.mul(line, constant(REGISTER_BYTES)))
-                for index in range(most_lines):
-                    emit.prefetch(builder, builder.add(asked, constant(index * REGISTER_BYTES)))
-                columns = [
-                    emit.load(builder, builder.add(at, constant(column * REGISTER_BYTES)), emit.PAIRS)
-                    for column in range(BLOCK_REGISTERS)
-                ]
-                offset = builder.mul(loop.index, constant(4))
-                for row in range(num_rows):
-                    pair = emit.spread_pair(builder, builder.add(rows[row], offset))
-                    for column in range(BLOCK_REGISTERS):
-                        room = kept[row * BLOCK_REGISTERS + column]
-                        added = emit.add_products(builder, builder.load(room), columns[column], pair)
-                        builder.store(added, room)
-            for room, (place, _, _) in zip(kept, places, strict=True):
-                emit.store(builder, place, builder.load(room))
+            emit.emit_by_count(
+                builder, arguments[0], MOST_TILE_ROWS, lambda rows: _emit_tile(builder, rows, arguments[1:], most_lines)
+            )
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 7), generate
+        return types.void(*[types.int64] * 8), generate
 
     return tile
 
 
-_tile_1, _tile_2, _tile_3, _tile_4, _tile_5, _tile_6 = (
-    _make_tile(rows, SHARED_LINES) for rows in range(1, MOST_TILE_ROWS + 1)
-)
-_stream_1, _stream_2, _stream_3, _stream_4, _stream_5, _stream_6 = (
-    _make_tile(rows, PAIR_LINES) for rows in range(1, MOST_TILE_ROWS + 1)
-)
+def _emit_tile(builder, num_rows, arguments, most_lines):
+    x, x_stride, weights, num_pairs, sums, wanted, num_quarters = arguments
+
+    def constant(value):
+        return ir.Constant(ir.IntType(64), value)
+
+    places = [
+        (builder.add(sums, constant(row * SUM_ROW_BYTES + column * REGISTER_BYTES)), row, column)
+        for row in range(num_rows)
+        for column in range(BLOCK_REGISTERS)
+    ]
+    kept = [cgutils.alloca_once(builder, emit.FLOATS) for _ in places]
+    for room, (place, _, _) in zip(kept, places, strict=True):
+        builder.store(emit.load(builder, place, emit.FLOATS), room)
+    rows = [builder.add(x, builder.mul(x_stride, constant(row))) for row in range(num_rows)]
+    with cgutils.for_range(builder, num_pairs) as loop:
+        at = builder.add(weights, builder.mul(loop.index, constant(PAIR_BYTES)))
+        line = builder.lshr(builder.mul(loop.index, num_quarters), constant(2))
+        asked = builder.add(wanted, builder.mul(line, constant(REGISTER_BYTES)))
+        for index in range(most_lines):
+            emit.prefetch(builder, builder.add(asked, constant(index * REGISTER_BYTES)))
+        columns = [
+            emit.load(builder, builder.add(at, constant(column * REGISTER_BYTES)), emit.PAIRS)
+            for column in range(BLOCK_REGISTERS)
+        ]
+        offset = builder.mul(loop.index, constant(4))
+        for row in range(num_rows):
+            pair = emit.spread_pair(builder, builder.add(rows[row], offset))
+            for column in range(BLOCK_REGISTERS):
+                room = kept[row * BLOCK_REGISTERS + column]
+                added = emit.add_products(builder, builder.load(room), columns[column], pair)
+                builder.store(added, room)
+    for room, (place, _, _) in zip(kept, places, strict=True):
+        emit.store(builder, place, builder.load(room))
+
+
+_shared_tile, _lone_tile = _make_tile(SHARED_LINES), _make_tile(PAIR_LINES)
 
 
 @njit(cache=True)
@@ -100,35 +100,13 @@ def part_pairs(num_rows):
 
 @njit(cache=True)
 def _multiply_tile(num_rows, x, x_stride, weights, num_pairs, sums, wanted, num_quarters):
-    if num_rows == 1:
-        _tile_1(x, x_stride, weights, num_pairs, sums, wanted, num_quarters)
-    elif num_rows == 2:
-        _tile_2(x, x_stride, weights, num_pairs, sums, wanted, num_quarters)
-    elif num_rows == 3:
-        _tile_3(x, x_stride, weights, num_pairs, sums, wanted, num_quarters)
-    elif num_rows == 4:
-        _tile_4(x, x_stride, weights, num_pairs, sums, wanted, num_quarters)
-    elif num_rows == 5:
-        _tile_5(x, x_stride, weights, num_pairs, sums, wanted, num_quarters)
-    else:
-        _tile_6(x, x_stride, weights, num_pairs, sums, wanted, num_quarters)
+    _shared_tile(num_rows, x, x_stride, weights, num_pairs, sums, wanted, num_quarters)
 
 
 @njit(cache=True)
 def _stream_tile(num_rows, x, x_stride, weights, num_pairs, sums, wanted):
     """Asks for as much as it reads."""
-    if num_rows == 1:
-        _stream_1(x, x_stride, weights, num_pairs, sums, wanted, 4 * PAIR_LINES)
-    elif num_rows == 2:
-        _stream_2(x, x_stride, weights, num_pairs, sums, wanted, 4 * PAIR_LINES)
-    elif num_rows == 3:
-        _stream_3(x, x_stride, weights, num_pairs, sums, wanted, 4 * PAIR_LINES)
-    elif num_rows == 4:
-        _stream_4(x, x_stride, weights, num_pairs, sums, wanted, 4 * PAIR_LINES)
-    elif num_rows == 5:
-        _stream_5(x, x_stride, weights, num_pairs, sums, wanted, 4 * PAIR_LINES)
-    else:
-        _stream_6(x, x_stride, weights, num_pairs, sums, wanted, 4 * PAIR_LINES)
+    _lone_tile(num_rows, x, x_stride, weights, num_pairs, sums, wanted, 4 * PAIR_LINES)
 
 
 @njit(cache=True)

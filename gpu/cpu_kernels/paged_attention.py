@@ -1,7 +1,7 @@
 """Attention over block tables by kernels: what gpu/attention.py calls. Thread: engine."""
 
 import math
-from functools import cache
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -43,6 +43,11 @@ class PagedAttention:
     def _attend_decodes(self, query: Tensor, kv: LayerKV, rows: RaggedRows, scale: float, out: Tensor) -> None:
         _, num_heads, head_dim = query.shape
         num_kv_heads = kv.keys.shape[1]
+        per_kv, num_threads = num_heads // num_kv_heads, torch.get_num_threads()
+        pieces = rows.layout
+        if not isinstance(pieces, Pieces):
+            ends = rows.ends[: rows.num_decodes].tolist()
+            pieces = rows.layout = divide(ends, rows.window, num_kv_heads, per_kv, head_dim, num_threads)
         told = self._decode_arguments
         told.next_piece = 0
         told.query, told.query_stride = query.data_ptr(), query.stride(0) * query.element_size()
@@ -50,9 +55,15 @@ class PagedAttention:
         told.tables, told.table_width = rows.tables.data_ptr(), rows.tables.shape[1]
         told.ends, told.window = rows.ends.data_ptr(), NO_WINDOW if rows.window is None else rows.window
         told.out, told.num_rows = out.data_ptr(), rows.num_decodes
-        told.num_kv_heads, told.per_kv, told.head_dim = num_kv_heads, num_heads // num_kv_heads, head_dim
-        told.scale, num_threads = scale, torch.get_num_threads()
-        told.piece_heads = piece_heads(rows.num_decodes, num_kv_heads, head_dim, num_threads)
+        told.num_kv_heads, told.per_kv, told.head_dim = num_kv_heads, per_kv, head_dim
+        told.scale, told.piece_heads = scale, pieces.num_heads
+        splits = pieces.splits
+        if splits is None:
+            told.first_splits = 0
+        else:
+            splits.counts.zero_()
+            told.first_splits, told.found = splits.first_splits.data_ptr(), splits.found.data_ptr()
+            told.counts = splits.counts.data_ptr()
         self._decode(told, num_threads)
 
     def _attend_prompts(self, query: Tensor, kv: LayerKV, rows: RaggedRows, scale: float, out: Tensor) -> None:
@@ -76,10 +87,53 @@ class PagedAttention:
             self._prefill(told, torch.get_num_threads())
 
 
-@cache
-def piece_heads(num_rows: int, num_kv_heads: int, head_dim: int, num_threads: int) -> int:
-    """KV heads of a row that a thread attends to together: of PIECE_BYTES, where rows divide among the threads."""
-    if num_rows % num_threads and num_rows < SHARED_ROWS * num_threads:
-        return 1
+@dataclass(frozen=True, slots=True, eq=False)
+class Splits:
+    """Where pieces are splits of a row's context.
+
+    Args:
+        first_splits: int64 [rows + 1]: splits of the rows before.
+        found: bytes: what each split of each KV head has found, until it is merged.
+        counts: int64 [rows, KV heads / those of a piece]: splits that have ended; zeros before each use.
+    """
+
+    first_splits: Tensor
+    found: Tensor
+    counts: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pieces:
+    """What a thread takes at a time of rows of one token; the same in all layers of a step that see as far.
+
+    Args:
+        num_heads: KV heads, a divisor of theirs.
+        splits: None: all of a row's context.
+    """
+
+    num_heads: int
+    splits: Splits | None
+
+
+def divide(
+    ends: list[int], window: int | None, num_kv_heads: int, per_kv: int, head_dim: int, num_threads: int
+) -> Pieces:
+    """Whole rows, where the longest is a small part of a thread's share; otherwise their splits.
+
+    KV heads: as many as PIECE_BYTES hold, unless few pieces would not divide evenly among the threads.
+    """
+    lengths = [end if window is None else min(end, window) for end in ends]
     wanted = min(num_kv_heads, max(1, PIECE_BYTES // (2 * head_dim)))
-    return next(count for count in range(wanted, 0, -1) if num_kv_heads % count == 0)
+    num_heads = next(count for count in range(wanted, 0, -1) if num_kv_heads % count == 0)
+    is_even = max(lengths) * num_threads * SHARED_ROWS <= sum(lengths)
+    if num_threads == 1 or is_even or max(ends) <= decode.SPLIT_TOKENS:
+        is_shared = len(ends) % num_threads == 0 or len(ends) >= SHARED_ROWS * num_threads
+        return Pieces(num_heads if is_shared else 1, None)
+    firsts = [0]
+    for end, length in zip(ends, lengths, strict=True):
+        firsts.append(firsts[-1] + -(-end // decode.SPLIT_TOKENS) - (end - length) // decode.SPLIT_TOKENS)
+    if firsts[-1] < SHARED_ROWS * num_threads:
+        num_heads = 1
+    found = torch.empty(firsts[-1] * num_kv_heads * decode.head_bytes(per_kv, head_dim), dtype=torch.uint8)
+    counts = torch.empty((len(ends), num_kv_heads // num_heads), dtype=torch.int64)
+    return Pieces(num_heads, Splits(torch.tensor(firsts), found, counts))

@@ -93,11 +93,11 @@ def _int8_columns(builder, at):
     return columns
 
 
-def _make_tile(num_rows, pair_bytes, columns_of):
-    """Add the products of so many rows with a block to their sums."""
+def _make_tile(pair_bytes, columns_of):
+    """Add the products of up to MOST_TILE_ROWS with a block to their sums."""
 
     @intrinsic
-    def tile(typing_context, x, x_stride, values, scales, group_pairs, num_groups, x_sums, sums, ahead):
+    def tile(typing_context, num_rows, x, x_stride, values, scales, group_pairs, num_groups, x_sums, sums):
         """
         Args:
             x: address of bf16 [num_rows, inputs], rows x_stride bytes apart.
@@ -105,48 +105,15 @@ def _make_tile(num_rows, pair_bytes, columns_of):
             group_pairs, num_groups: of inputs.
             x_sums: address of float32 [num_rows, num_groups].
             sums: address of float32 [num_rows, 64].
-            ahead: bytes before which lines are asked for.
         """
 
         def generate(context, builder, signature, arguments):
-            x, x_stride, values, scales, group_pairs, num_groups, x_sums, sums, ahead = arguments
-
-            def constant(value):
-                return ir.Constant(ir.IntType(64), value)
-
-            cells = [(row, column) for row in range(num_rows) for column in range(BLOCK_REGISTERS)]
-            kept = {cell: cgutils.alloca_once(builder, emit.FLOATS) for cell in cells}
-            nothing = ir.Constant(emit.FLOATS, [0.0] * LANES)
-            rows = [builder.add(x, builder.mul(x_stride, constant(row))) for row in range(num_rows)]
-            with cgutils.for_range(builder, num_groups) as groups:
-                first = builder.mul(groups.index, group_pairs)
-                for room in kept.values():
-                    builder.store(nothing, room)
-                with cgutils.for_range(builder, group_pairs) as loop:
-                    pair = builder.add(first, loop.index)
-                    at = builder.add(values, builder.mul(pair, constant(pair_bytes)))
-                    for line in range(0, pair_bytes, REGISTER_BYTES):
-                        emit.prefetch(builder, builder.add(at, builder.add(ahead, constant(line))))
-                    columns = columns_of(builder, at)
-                    offset = builder.mul(pair, constant(4))
-                    for row in range(num_rows):
-                        spread = emit.spread_pair(builder, builder.add(rows[row], offset))
-                        for column in range(BLOCK_REGISTERS):
-                            room = kept[row, column]
-                            builder.store(emit.add_products(builder, builder.load(room), columns[column], spread), room)
-                at = builder.add(scales, builder.mul(groups.index, constant(GROUP_BYTES)))
-                for column in range(BLOCK_REGISTERS):
-                    place = builder.add(at, constant(column * REGISTER_BYTES // 2))
-                    scale = emit.load_widened(builder, place)
-                    zero = emit.load_widened(builder, builder.add(place, constant(GROUP_BYTES // 2)))
-                    for row in range(num_rows):
-                        of_row = builder.add(builder.mul(num_groups, constant(row)), groups.index)
-                        place = builder.add(x_sums, builder.mul(of_row, constant(4)))
-                        x_sum = emit.spread(builder, emit.load(builder, place, ir.FloatType()), emit.FLOATS)
-                        place = builder.add(sums, constant(row * SUM_ROW_BYTES + column * REGISTER_BYTES))
-                        total = emit.load(builder, place, emit.FLOATS)
-                        total = emit.multiply_add(builder, builder.load(kept[row, column]), scale, total)
-                        emit.store(builder, place, emit.multiply_add(builder, x_sum, zero, total))
+            emit.emit_by_count(
+                builder,
+                arguments[0],
+                MOST_TILE_ROWS,
+                lambda rows: _emit_tile(builder, rows, arguments[1:], pair_bytes, columns_of),
+            )
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 9), generate
@@ -154,44 +121,61 @@ def _make_tile(num_rows, pair_bytes, columns_of):
     return tile
 
 
-_int4_1, _int4_2, _int4_3, _int4_4, _int4_5, _int4_6 = (
-    _make_tile(rows, INT4_PAIR_BYTES, _int4_columns) for rows in range(1, MOST_TILE_ROWS + 1)
-)
-_int8_1, _int8_2, _int8_3, _int8_4, _int8_5, _int8_6 = (
-    _make_tile(rows, INT8_PAIR_BYTES, _int8_columns) for rows in range(1, MOST_TILE_ROWS + 1)
+def _emit_tile(builder, num_rows, arguments, pair_bytes, columns_of):
+    x, x_stride, values, scales, group_pairs, num_groups, x_sums, sums = arguments
+
+    def constant(value):
+        return ir.Constant(ir.IntType(64), value)
+
+    cells = [(row, column) for row in range(num_rows) for column in range(BLOCK_REGISTERS)]
+    kept = {cell: cgutils.alloca_once(builder, emit.FLOATS) for cell in cells}
+    nothing = ir.Constant(emit.FLOATS, [0.0] * LANES)
+    rows = [builder.add(x, builder.mul(x_stride, constant(row))) for row in range(num_rows)]
+    with cgutils.for_range(builder, num_groups) as groups:
+        first = builder.mul(groups.index, group_pairs)
+        for room in kept.values():
+            builder.store(nothing, room)
+        with cgutils.for_range(builder, group_pairs) as loop:
+            pair = builder.add(first, loop.index)
+            at = builder.add(values, builder.mul(pair, constant(pair_bytes)))
+            for line in range(0, pair_bytes, REGISTER_BYTES):
+                emit.prefetch(builder, builder.add(at, constant(STREAM_AHEAD + line)))
+            columns = columns_of(builder, at)
+            offset = builder.mul(pair, constant(4))
+            for row in range(num_rows):
+                spread = emit.spread_pair(builder, builder.add(rows[row], offset))
+                for column in range(BLOCK_REGISTERS):
+                    room = kept[row, column]
+                    builder.store(emit.add_products(builder, builder.load(room), columns[column], spread), room)
+        at = builder.add(scales, builder.mul(groups.index, constant(GROUP_BYTES)))
+        for column in range(BLOCK_REGISTERS):
+            place = builder.add(at, constant(column * REGISTER_BYTES // 2))
+            scale = emit.load_widened(builder, place)
+            zero = emit.load_widened(builder, builder.add(place, constant(GROUP_BYTES // 2)))
+            for row in range(num_rows):
+                of_row = builder.add(builder.mul(num_groups, constant(row)), groups.index)
+                place = builder.add(x_sums, builder.mul(of_row, constant(4)))
+                x_sum = emit.spread(builder, emit.load(builder, place, ir.FloatType()), emit.FLOATS)
+                place = builder.add(sums, constant(row * SUM_ROW_BYTES + column * REGISTER_BYTES))
+                total = emit.load(builder, place, emit.FLOATS)
+                total = emit.multiply_add(builder, builder.load(kept[row, column]), scale, total)
+                emit.store(builder, place, emit.multiply_add(builder, x_sum, zero, total))
+
+
+_int4_columns_tile, _int8_columns_tile = (
+    _make_tile(INT4_PAIR_BYTES, _int4_columns),
+    _make_tile(INT8_PAIR_BYTES, _int8_columns),
 )
 
 
 @njit(cache=True)
 def _int4_tile(num_rows, x, x_stride, values, scales, group_pairs, num_groups, x_sums, sums):
-    if num_rows == 1:
-        _int4_1(x, x_stride, values, scales, group_pairs, num_groups, x_sums, sums, STREAM_AHEAD)
-    elif num_rows == 2:
-        _int4_2(x, x_stride, values, scales, group_pairs, num_groups, x_sums, sums, STREAM_AHEAD)
-    elif num_rows == 3:
-        _int4_3(x, x_stride, values, scales, group_pairs, num_groups, x_sums, sums, STREAM_AHEAD)
-    elif num_rows == 4:
-        _int4_4(x, x_stride, values, scales, group_pairs, num_groups, x_sums, sums, STREAM_AHEAD)
-    elif num_rows == 5:
-        _int4_5(x, x_stride, values, scales, group_pairs, num_groups, x_sums, sums, STREAM_AHEAD)
-    else:
-        _int4_6(x, x_stride, values, scales, group_pairs, num_groups, x_sums, sums, STREAM_AHEAD)
+    _int4_columns_tile(num_rows, x, x_stride, values, scales, group_pairs, num_groups, x_sums, sums)
 
 
 @njit(cache=True)
 def _int8_tile(num_rows, x, x_stride, values, scales, group_pairs, num_groups, x_sums, sums):
-    if num_rows == 1:
-        _int8_1(x, x_stride, values, scales, group_pairs, num_groups, x_sums, sums, STREAM_AHEAD)
-    elif num_rows == 2:
-        _int8_2(x, x_stride, values, scales, group_pairs, num_groups, x_sums, sums, STREAM_AHEAD)
-    elif num_rows == 3:
-        _int8_3(x, x_stride, values, scales, group_pairs, num_groups, x_sums, sums, STREAM_AHEAD)
-    elif num_rows == 4:
-        _int8_4(x, x_stride, values, scales, group_pairs, num_groups, x_sums, sums, STREAM_AHEAD)
-    elif num_rows == 5:
-        _int8_5(x, x_stride, values, scales, group_pairs, num_groups, x_sums, sums, STREAM_AHEAD)
-    else:
-        _int8_6(x, x_stride, values, scales, group_pairs, num_groups, x_sums, sums, STREAM_AHEAD)
+    _int8_columns_tile(num_rows, x, x_stride, values, scales, group_pairs, num_groups, x_sums, sums)
 
 
 @intrinsic

@@ -306,10 +306,13 @@ def prefetch(typing_context, address):
 
 @intrinsic
 def take_next(typing_context, address):
-    """The int64 at address, and one more left there: whichever thread asks, each number is given once."""
+    """The int64 at address, and one more left there: whichever thread asks, each number is given once.
+
+    Who is given a number sees what those before it had written when they asked.
+    """
 
     def generate(context, builder, signature, arguments):
         counter = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
-        return builder.atomic_rmw("add", counter, ir.Constant(ir.IntType(64), 1), "monotonic")
+        return builder.atomic_rmw("add", counter, ir.Constant(ir.IntType(64), 1), "acq_rel")
 
     return types.int64(types.int64), generate

@@ -196,7 +196,7 @@ def main() -> None:
         run = _train(args, corpus)
         if run is None:
             return
-    print("asking the gate's questions: a minute or two", flush=True)
+    print("asking the gate's questions: some five minutes on two CPU cores", flush=True)
     model, tokenizer = load_exported(MODEL)
     scores = evaluate(model, tokenizer, corpus, load_gate())
     print(report(scores))

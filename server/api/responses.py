@@ -15,6 +15,19 @@ from server.api.surface import ChatPrompt, Choice, Extras, GenerationCall, Gener
 from server.wire import sse
 
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
+# What else OpenAI's API can include; none of it exists here, so that asking for it changes nothing.
+INCLUDABLE = frozenset(
+    {
+        INCLUDE_LOGPROBS,
+        "code_interpreter_call.outputs",
+        "computer_call_output.output.image_url",
+        "file_search_call.results",
+        "message.input_image.image_url",
+        "reasoning.encrypted_content",
+        "web_search_call.action.sources",
+        "web_search_call.results",
+    }
+)
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = fields.UNSUPPORTED | {
     "previous_response_id": (),
@@ -57,6 +70,8 @@ class ResponsesBody(fields.SamplingFields, frozen=True, kw_only=True):
     input: str | list[InputItem]
     instructions: str | None = None
     max_output_tokens: int | None = None
+    max_tokens: int | None = None  # chat completions call it so
+    max_completion_tokens: int | None = None
     top_logprobs: int | None = None
     include: list[str] | None = None
     text: TextConfig | None = None
@@ -70,6 +85,8 @@ class ResponsesSurface:
     def parse(self, body: bytes, defaults: GenerationDefaults) -> GenerationCall:
         wire, unknown_fields = decode(body, ResponsesBody, UNSUPPORTED, WITHOUT_EFFECT)
         _refuse_formats(wire)
+        _refuse_other_names(wire)
+        _check_include(wire.include or [])
         _check_metadata(wire.metadata or {})
         max_tokens = fields.checked_max_tokens(wire.max_output_tokens, "max_output_tokens")
         return GenerationCall(
@@ -233,6 +250,20 @@ def _refuse_formats(wire: ResponsesBody) -> None:
         raise InvalidRequest("Only text.format of type text is supported.", "text.format", "unsupported_parameter")
     if wire.reasoning is not None and wire.reasoning.effort not in (None, "none"):
         raise InvalidRequest("This model does not reason: leave it out.", "reasoning.effort", "unsupported_parameter")
+
+
+def _refuse_other_names(wire: ResponsesBody) -> None:
+    """A limit that would be ignored: the answer would be longer, and dearer, than its client allows."""
+    for name, value in (("max_tokens", wire.max_tokens), ("max_completion_tokens", wire.max_completion_tokens)):
+        if value is not None:
+            raise InvalidRequest(f"Responses have no {name}: send max_output_tokens.", name, "unsupported_parameter")
+
+
+def _check_include(include: list[str]) -> None:
+    for i, name in enumerate(include):
+        if name not in INCLUDABLE:
+            known = ", ".join(sorted(INCLUDABLE))
+            raise InvalidRequest(f"{name[:64]!r} is nothing that can be included: {known}.", f"include[{i}]")
 
 
 def _check_metadata(metadata: dict[str, str]) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.server_process import ServerProcess, start_server
+from tests.e2e.server_process import ServerProcess, ready_server, start_server
 
 MODEL = "small"  # a directory's name is its model's
 API_KEY = "sk-e2e-key"
@@ -21,12 +21,8 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def server_process(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """One server for all tests that leave it as they found it."""
-    server = start_server(tmp_path_factory.mktemp("server"), small_model)
-    try:
-        server.wait_ready()
+    with ready_server(tmp_path_factory.mktemp("server"), small_model) as server:
         yield server
-    finally:
-        server.kill()
 
 
 @pytest.fixture
@@ -40,12 +36,9 @@ def server(server_process: ServerProcess) -> Iterator[ServerProcess]:
 def strict_process(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     counts = ("--max-queue", "2", "--max-connections", "8", "--max-body", "16KiB")
     times = ("--head-timeout", "500ms", "--body-timeout", "500ms", "--idle-timeout", "1s", "--stall-timeout", "500ms")
-    server = start_server(tmp_path_factory.mktemp("strict"), small_model, "--api-key", API_KEY, *counts, *times)
-    try:
-        server.wait_ready()
+    flags = ("--api-key", API_KEY, *counts, *times)
+    with ready_server(tmp_path_factory.mktemp("strict"), small_model, *flags) as server:
         yield server
-    finally:
-        server.kill()
 
 
 @pytest.fixture

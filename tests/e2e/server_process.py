@@ -6,8 +6,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -119,6 +119,17 @@ def start_server(directory: Path, model: Path | None, *flags: str) -> ServerProc
     """
     chosen = () if model is None else ("--model", str(model), *SMALL)
     return start_process(directory, "server", "serve", "--port", "0", *chosen, *flags)  # argparse takes the last
+
+
+@contextmanager
+def ready_server(directory: Path, model: Path | None, *flags: str) -> Iterator[ServerProcess]:
+    """One that start_server() starts, from when it is ready."""
+    server = start_server(directory, model, *flags)
+    try:
+        server.wait_ready()
+        yield server
+    finally:
+        server.kill()
 
 
 def start_process(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import openai
 import pytest
 
-from tests.e2e.server_process import REPOSITORY, ServerProcess, start_server
+from tests.e2e.server_process import REPOSITORY, ServerProcess, ready_server
 
 CORPUS = REPOSITORY / "gpu" / "demo" / "corpus"
 MODEL = "steploop-demo"
@@ -14,12 +14,8 @@ MODEL = "steploop-demo"
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    server = start_server(tmp_path_factory.mktemp("demo"), None)
-    try:
-        server.wait_ready()
+    with ready_server(tmp_path_factory.mktemp("demo"), None) as server:
         yield server
-    finally:
-        server.kill()
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from tests.certificates import make_certificate, needs_openssl
 from tests.e2e.conftest import MODEL
 from tests.e2e.polling import wait_for
 from tests.e2e.raw_http import TIMEOUT_S
-from tests.e2e.server_process import ServerProcess
+from tests.e2e.server_process import ServerProcess, ready_server
 
 CHAT = {"model": MODEL, "max_tokens": 5, "temperature": 0, "messages": [{"role": "user", "content": "What is a step?"}]}
 ENDLESS = CHAT | {"stream": True, "ignore_eos": True, "max_tokens": 1500}
@@ -44,17 +44,11 @@ def run(*command: str, content: object = None) -> str:
 
 @pytest.fixture(scope="module")
 def tls_server(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServerProcess, Path]]:
-    from tests.e2e.server_process import start_server
-
     directory = tmp_path_factory.mktemp("tls")
     certificate, key = make_certificate(directory)
     flags = ("--tls-cert", str(certificate), "--tls-key", str(key))
-    server = start_server(directory / "server", small_model, *flags)
-    try:
-        server.wait_ready()
+    with ready_server(directory / "server", small_model, *flags) as server:
         yield server, certificate
-    finally:
-        server.kill()
 
 
 class RealClient:

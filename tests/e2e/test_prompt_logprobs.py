@@ -9,7 +9,7 @@ import pytest
 from openai.types import Completion
 from openai.types.completion_choice import Logprobs
 
-from tests.e2e.server_process import ServerProcess, start_server
+from tests.e2e.server_process import ServerProcess, ready_server
 
 MODEL = "steploop-demo"
 TEXT = "A token is a piece of text, é or 日, and a step computes some. Tokens wait for blocks, and blocks for tokens."
@@ -19,12 +19,10 @@ LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    server = start_server(tmp_path_factory.mktemp("demo"), None, "--max-batch-tokens", "16")  # prompts come in chunks
-    try:
-        server.wait_ready()
+    with ready_server(
+        tmp_path_factory.mktemp("demo"), None, "--max-batch-tokens", "16"
+    ) as server:  # prompts come in chunks
         yield server
-    finally:
-        server.kill()
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ pytest.importorskip("numba", reason="needs numba: pip install 'steploop[cpu]'")
 if "avx512_bf16" not in cpu_flags():
     pytest.skip("needs a CPU with avx512_bf16", allow_module_level=True)
 
-from gpu.cpu_kernels.paged_attention import PagedAttention, piece_heads
+from gpu.cpu_kernels.paged_attention import PagedAttention, divide
 
-NUM_BLOCKS = 220
+NUM_BLOCKS = 330
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +71,8 @@ def prompt(tables: torch.Tensor, start: int, end: int, window: int | None) -> Ra
         ([15] * 9, 8, 1, 64),
         ([1000], 1, 8, 256),
         ([77, 3], 3, 5, 96),
+        ([1700, 40, 513], 2, 7, 64),
+        ([512, 1025], 4, 1, 32),
     ],
     ids=str,
 )
@@ -178,23 +180,27 @@ def test_rows_of_one_token_and_prompts_attend_beside_each_other(kernel: PagedAtt
         assert torch.equal(got[tokens], kernel.attend(query[tokens], kv, alone, PLAIN))
 
 
-@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("window", [None, 100, 700])
 @pytest.mark.parametrize(("num_kv_heads", "per_kv", "head_dim"), [(2, 7, 64), (8, 3, 32)])
+@pytest.mark.parametrize("lengths", [[300, 251, 17, 64], [1100, 513, 512, 1200]], ids=str)
 def test_a_row_attends_the_same_alone_and_in_company(
     kernel: PagedAttention,
     monkeypatch: pytest.MonkeyPatch,
+    lengths: list[int],
     num_kv_heads: int,
     per_kv: int,
     head_dim: int,
     window: int | None,
 ) -> None:
-    """Alone its heads are divided among threads, with others they are not."""
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    query, kv, rows = make_case([300, 251, 17, 64], num_kv_heads, per_kv, head_dim, window)
+    """Alone its heads, or the splits of its context, are divided among threads; with others they are not."""
+    query, kv, rows = make_case(lengths, num_kv_heads, per_kv, head_dim, window)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     together = kernel.attend(query, kv, rows, PLAIN)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     for row in range(4):
         alone = RaggedRows(rows.tables[row : row + 1], rows.ends[row : row + 1], torch.tensor([0, 1]), 1, window)
-        assert torch.equal(kernel.attend(query[row : row + 1], kv, alone, PLAIN)[0], together[row])
+        for _ in range(2):  # layers: with the same pieces
+            assert torch.equal(kernel.attend(query[row : row + 1], kv, alone, PLAIN)[0], together[row])
 
 
 @pytest.mark.parametrize(
@@ -213,4 +219,28 @@ def test_a_row_attends_the_same_alone_and_in_company(
 def test_heads_are_read_together_where_rows_suffice(
     num_rows: int, num_kv_heads: int, head_dim: int, count: int
 ) -> None:
-    assert piece_heads(num_rows, num_kv_heads, head_dim, 2) == count
+    pieces = divide([100] * num_rows, None, num_kv_heads, 1, head_dim, 2)
+    assert (pieces.num_heads, pieces.splits) == (count, None)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "window", "num_threads", "splits", "num_heads"),
+    [
+        ([512], None, 2, None, 1),
+        ([513], None, 2, [0, 2], 1),
+        ([8192], None, 2, [0, 16], 2),
+        ([8192], None, 1, None, 2),
+        ([8192] * 8, None, 2, None, 2),  # a row is an eighth of the work
+        ([8192] * 7, None, 2, [16 * row for row in range(8)], 2),
+        ([8192, 40, 600], None, 2, [0, 16, 17, 19], 2),  # one long row would be one thread's
+        ([2000, 512], 700, 2, [0, 2, 3], 1),  # positions 1300 to 1999 lie in two splits
+        ([2000, 40], 500, 2, [0, 2, 3], 1),
+    ],
+    ids=str,
+)
+def test_rows_are_split_where_they_would_keep_threads_waiting(
+    lengths: list[int], window: int | None, num_threads: int, splits: list[int] | None, num_heads: int
+) -> None:
+    pieces = divide(lengths, window, 2, 7, 64, num_threads)
+    found = None if pieces.splits is None else pieces.splits.first_splits.tolist()
+    assert (found, pieces.num_heads) == (splits, num_heads)

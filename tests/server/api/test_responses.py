@@ -98,6 +98,9 @@ def test_a_conversation_is_taken_with_our_own_items_in_it() -> None:
         ({"text": {"format": {"type": "json_object"}}}, "text.format"),
         ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"max_tokens": 5}, "max_tokens"),
+        ({"max_completion_tokens": 5}, "max_completion_tokens"),
+        ({"include": ["reasoning.encrypted_content", "usage"]}, "include[1]"),
         ({"top_logprobs": 21}, "top_logprobs"),
         ({"metadata": {str(i): "" for i in range(17)}}, "metadata"),
         ({"metadata": {"k" * 65: "v"}}, "metadata"),
@@ -125,6 +128,7 @@ def test_what_asks_for_nothing_is_accepted_and_known() -> None:
         text={"format": {"type": "text"}, "verbosity": "low"},
         reasoning={"effort": None, "summary": "auto"},
         include=["reasoning.encrypted_content"],
+        max_tokens=None,
         stream_options={"include_obfuscation": False},
     )
     assert call.unknown_fields == ()

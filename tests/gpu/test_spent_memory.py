@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from gpu.code_pages import _clean_mappings
+from gpu.spent_memory import _clean_mappings
 
 MAPPED = """\
 7f0000000000-7f0000002000 r-xp 00001000 fe:00 11  /usr/lib/libfirst.so.3.1
@@ -26,14 +26,33 @@ Rss:                   0 kB
 Anonymous:             0 kB
 """
 
-SCRIPT = """
+DROPS = """
 import torch
-from gpu.code_pages import drop_code_pages
+from gpu.spent_memory import drop_code_pages
 first = drop_code_pages()
 assert first > 1 << 20, first
 product = torch.eye(64) @ torch.ones(64, 64)
 assert product.sum() == 64 * 64
 assert 0 < drop_code_pages() < first
+"""
+
+TRIMS = """
+import ctypes
+from gpu.spent_memory import trim_heap
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+
+def anonymous_bytes():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssAnon")) * 1024
+
+pieces = [libc.malloc(1 << 16) for _ in range(1024)]
+for piece in pieces:
+    ctypes.memset(piece, 1, 1 << 16)
+for piece in pieces[:-1]:  # the last one keeps the heap as long as it is
+    libc.free(piece)
+before = anonymous_bytes()
+trim_heap()
+assert before - anonymous_bytes() > 48 << 20, (before, anonymous_bytes())
 """
 
 
@@ -42,4 +61,8 @@ def test_only_libraries_pages_that_nobody_wrote_to_are_dropped() -> None:
 
 
 def test_what_was_dropped_comes_back_when_it_is_needed() -> None:
-    subprocess.run([sys.executable, "-c", SCRIPT], check=True)
+    subprocess.run([sys.executable, "-c", DROPS], check=True)
+
+
+def test_what_was_freed_goes_back_to_the_system() -> None:
+    subprocess.run([sys.executable, "-c", TRIMS], check=True)

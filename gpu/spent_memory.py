@@ -1,7 +1,8 @@
-"""Gives back the pages of libraries' code that starting needed, and serving does not. Thread: engine (at start).
+"""Gives back the memory that starting needed, and serving does not. Thread: engine (at start).
 
 Importing torch runs its initialisers once, and LLVM compiles and links kernels once: some 130 MiB of their files stay
-resident after that. What is dropped here comes back from the file when it is run again, page by page.
+resident after that. What is dropped of them comes back from the file when it is run again, page by page. And what is
+freed between pieces that stay, the allocator keeps: 27 to 40 MiB once a 0.5B model's weights are packed.
 """
 
 import ctypes
@@ -32,6 +33,13 @@ def drop_code_pages() -> int:
         for start, size, resident_bytes in _clean_mappings(lines)
         if madvise(start, size, _MADV_DONTNEED) == 0
     )
+
+
+def trim_heap() -> None:
+    """Give the system back what the allocator keeps of freed memory, where it is glibc's; malloc_trim(3)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(ctypes.c_size_t(0))
 
 
 def _clean_mappings(lines: list[str]) -> Iterator[tuple[int, int, int]]:
