@@ -131,10 +131,8 @@ def _run_faults(arguments: argparse.Namespace) -> None:
         results = in_processes(arguments.processes, run_fault_histories, jobs)
     for part in results:
         tally.add(part)
-    print(
-        f"{num_histories} histories of faults: {tally.num_requests} requests, {tally.num_steps} steps hold;"
-        f" {rate.of(tally.num_requests, 'requests')}"
-    )
+    asked = f"{tally.num_asked} requests, {tally.num_requests} of them for completions, in {tally.num_steps} steps"
+    print(f"{num_histories} histories of faults: {asked} hold; {rate.of(tally.num_asked, 'requests')}")
     for event, count in tally.events.most_common():
         print(f"{count:9} {event}")
 
