@@ -32,7 +32,7 @@ from core.plan import (
 from core.scheduler import Scheduler
 from core.types import Message, Request, StepDelivery, Submit, TokenLogprobs, Usage
 
-Prefix = Int32Array | memoryview  # of token ids, 32 bits each
+Prefix = bytes | memoryview  # token ids, 32 bits each
 
 _NOTHING = -1  # in the KV: never written
 _NO_COPIES = BlockCopies()
@@ -133,7 +133,7 @@ def continuation(start: SequenceStart, limits: RunnerLimits, max_tokens: int = s
     """
     num_held = min(limits.max_model_len, limits.num_blocks * limits.block_size)
     max_length = min(start.num_prompt_tokens + start.sampling.max_tokens, num_held)
-    hashed = _hashed(np.array(start.token_ids, np.int32), start.seed)  # of all tokens so far
+    hashed = _hashed(np.array(start.token_ids, np.int32).tobytes(), start.seed)  # of all tokens so far
     drawn: list[int] = []
     for length in range(len(start.token_ids), min(max_length, len(start.token_ids) + max_tokens)):
         is_free = length - start.num_prompt_tokens >= start.sampling.min_tokens

@@ -190,7 +190,11 @@ class SchedulerHistory(RuleBasedStateMachine):
         wanted = (
             []
             if num_top is None
-            else [logprobs_after(prompt[:i], token_id, num_top) for i, token_id in enumerate(request.prompt_ids) if i]
+            else [
+                logprobs_after(prompt[:i].tobytes(), token_id, num_top)
+                for i, token_id in enumerate(request.prompt_ids)
+                if i
+            ]
         )
         assert told == wanted[: len(told)]
         ends = {c.finish_reason for c in self.log.chunks if c.request_id == request.request_id}

@@ -375,6 +375,7 @@ class _Life:
             caller.finish()
         server.run()
         assert not self._faults
+        assert server.is_broken == bool(self._model.faults["device lost"]), "the engine broke, or not, for nothing"
         server.check_idle()
         self._check_calls()
         self._check_counters()
