@@ -113,7 +113,7 @@ clean:
 
 .PHONY: crash
 crash: $(VENV)/.installed
-	$(VENV)/bin/python -m bench.crash --kills 10000
+	$(VENV)/bin/python -m bench.crash --kills 10000 --json bench/results/crash.json
 
 .PHONY: storm
 storm: $(VENV)/.installed-test

@@ -36,6 +36,7 @@ import uvloop
 from bench.client import ConnectionPool, Exchange, Recorder
 from bench.null_server import load
 from bench.peer import MODEL
+from bench.results import Table, command_line, write_result
 from bench.wire import encode_request
 from server.config import ServerConfig
 from server.ledger import ledger
@@ -248,6 +249,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=100, metavar="COUNT", help="how often [100]")
     parser.add_argument("--seed", type=int, default=1, help="of the moments [1]; the machine's timing is not drawn")
     parser.add_argument("--at-once", type=int, default=NUM_AT_ONCE, metavar="COUNT", help=f"servers [{NUM_AT_ONCE}]")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write a result file")
     arguments = parser.parse_args()
     configure_logging("critical", "text")
     begin_s = time.monotonic()
@@ -257,8 +259,14 @@ def main() -> int:
         except Broken as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
+    duration_s = round(time.monotonic() - begin_s)
     seen = ", ".join(f"{count:,} {name}" for name, count in found.items())
-    print(f"{time.monotonic() - begin_s:.0f} s: {seen}; none lost, none doubled, no orphan")
+    print(f"{duration_s} s: {seen}; none lost, none doubled, no orphan")
+    if arguments.json is not None:
+        title = "kill -9 under load: what clients had seen, and what the ledgers had"
+        columns = (*found, "lost", "doubled", "orphans", "s")  # of one that is lost no result is written
+        table = Table(title, columns, ((*found.values(), 0, 0, 0, duration_s),))
+        write_result(arguments.json, "crash", command_line("python -m bench.crash", sys.argv[1:]), [table])
     return 0
 
 

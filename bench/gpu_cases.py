@@ -36,13 +36,15 @@ class KernelCase:
 
 def kernel_cases(is_quick: bool, is_device: bool) -> list[KernelCase]:
     """All of them, in the order in which they run: those that serve every model first."""
+    forms: tuple[str, ...]
     if not is_device:
-        return _cases(TINY, rows=(5,), dtypes=("float32",), contexts=((2, 40),), forms=("plain", "int8", "int4"))
+        forms = ("plain", "int8", "fp8 by 32", "int4")
+        return _cases(TINY, rows=(5,), dtypes=("float32",), contexts=((2, 40),), forms=forms)
     if is_quick:
-        return _cases(SMALL, rows=(1, 64), dtypes=BFLOAT, contexts=((4, 1024),), forms=("plain", "int4"))
-    found = _cases(
-        EIGHT_B, (1, 16, 512, 4096), BFLOAT, ((1, 1024), (64, 4096), (512, 1024)), ("plain", "int8", "fp8", "int4")
-    )
+        forms = ("plain", "fp8 by 128", "int4")
+        return _cases(SMALL, rows=(1, 64), dtypes=BFLOAT, contexts=((4, 1024),), forms=forms)
+    forms = ("plain", "int8", "fp8", "fp8 by 128", "int4")
+    found = _cases(EIGHT_B, (1, 16, 512, 4096), BFLOAT, ((1, 1024), (64, 4096), (512, 1024)), forms)
     found += _cases(SMALL, (1, 16, 512), SERVED, ((1, 1024), (64, 4096)), ("plain",))
     return list({case.name: case for case in found}.values())  # some shapes are both models', or of no format
 
@@ -79,7 +81,7 @@ def _cases(
             ]
             for name, (num_out, num_in) in matrices.items():
                 for form in forms:
-                    if form == "int4" and num_in % 32:
+                    if form in ("int4", "fp8 by 32") and num_in % 32:
                         continue  # see gpu.quantize.can_quantize
                     shape = {"matrix": name, "form": form, "rows": num_rows, "out": num_out, "in": num_in}
                     found.append(KernelCase("product", shape, dtype))

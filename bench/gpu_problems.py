@@ -18,7 +18,7 @@ from gpu.kv_cache import LayerKV
 from gpu.linear import Linear, make_linear
 from gpu.mlp import GATED, Experts
 from gpu.operators import Operators
-from gpu.quantize import QuantizedWeight, Weight, dequantize, quantize
+from gpu.quantize import FP8, MAX_FP8, QuantizedWeight, Weight, dequantize, quantize
 from gpu.rope import Rope
 
 EPS = 1e-6
@@ -218,7 +218,7 @@ def product(generator: Generator, dtype: torch.dtype, matrix: str, form: str, ro
 
     num_out, num_in = size["out"], size["in"]
     plain = noise(generator, dtype, num_out, num_in)
-    weight: Weight = plain if form == "plain" else quantize(plain, form)
+    weight = _stored(plain, form)
     del plain
     x, bias = noise(generator, dtype, rows, num_in), noise(generator, dtype, num_out)
     kernel = Product(weight, bias)
@@ -233,6 +233,18 @@ def product(generator: Generator, dtype: torch.dtype, matrix: str, form: str, ro
         2.0 * rows * num_out * num_in,
         peer=lambda: torchs(x),
     )
+
+
+def _stored(plain: Tensor, form: str) -> Weight:
+    """form: "plain", what quantize() makes, or "fp8 by N": as checkpoints have it, N inputs that share a scale."""
+    if form == "plain":
+        return plain
+    scheme, _, size = form.partition(" by ")
+    if not size:
+        return quantize(plain, scheme)
+    groups = plain.float().view(len(plain), -1, int(size))
+    scales = groups.abs().amax(-1) / MAX_FP8
+    return QuantizedWeight(plain.dtype, groups.div_(scales.unsqueeze(-1)).to(FP8).flatten(1), scales)
 
 
 def _exact(weight: Weight) -> Tensor:

@@ -259,7 +259,7 @@ def measure_restart(runner: ModelRunner, cases: Cases, rng: random.Random) -> Ta
 def offer_memory(runner: ModelRunner, cases: Cases, directory: str) -> None:
     """Host memory for some long prompts, with a directory; as a process that starts would have it."""
     size_bytes = 8 * (cases.long_prompt // BLOCK_SIZE + 2) * runner.limits.block_bytes
-    checkpoint = open_checkpoint(cases.model, runner.config.packed)
+    checkpoint = open_checkpoint(cases.model, runner.config.packing)
     runner.open_offload(EngineConfig(kv_offload_bytes=size_bytes, kv_offload_dir=directory), checkpoint)
 
 

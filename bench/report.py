@@ -7,6 +7,7 @@ matplotlib (`pip install 'steploop[bench]'`); without it the page has the tables
 import argparse
 import re
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,8 @@ from bench.results import RESULTS_DIR, Cell, ResultFile, Table, format_cell, rea
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+NOTE_CHARS = 105  # in a line below a picture
 
 
 def result_markdown(result: ResultFile, pictures: Sequence[str | None]) -> str:
@@ -40,6 +43,8 @@ def result_markdown(result: ResultFile, pictures: Sequence[str | None]) -> str:
     ]
     for table, picture in zip(result.tables, pictures, strict=True):
         lines += [f"### {table.title}", "", *table_markdown(table), ""]
+        if table.note:
+            lines += [table.note, ""]
         if picture is not None:
             lines += [f"![{table.title}]({picture})", ""]
     return "\n".join(lines)
@@ -86,6 +91,8 @@ def draw_table(table: Table) -> "Figure":
     axes.grid(alpha=0.3)
     if table.plot.series is not None:
         axes.legend()
+    if table.note:
+        figure.supxlabel(textwrap.fill(table.note, NOTE_CHARS), fontsize="small")
     return figure
 
 

@@ -50,12 +50,17 @@ class Plot(msgspec.Struct, frozen=True):
 
 
 class Table(msgspec.Struct, frozen=True):
-    """Figures, units in the names of the columns."""
+    """Figures, units in the names of the columns.
+
+    Args:
+        note: what the figures do not say by themselves, in a sentence or two; "": nothing.
+    """
 
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
     plot: Plot | None = None
+    note: str = ""
 
 
 class MachineFacts(msgspec.Struct, frozen=True):
@@ -194,6 +199,8 @@ def print_tables(tables: Sequence[Table]) -> None:
         for row in table.rows:
             shown.add_row(*(format_cell(cell) for cell in row))
         console.print(shown)
+        if table.note:
+            console.print(table.note)
 
 
 def format_cell(cell: Cell) -> str:

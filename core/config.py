@@ -12,6 +12,7 @@ from typing import Any
 from core.config_fields import bad_field, positive_float, positive_int, read_bool, token_ids, unsupported_field
 from core.errors import UnsupportedModel
 from core.families import FAMILIES, Family
+from core.fp8_config import Fp8Config, parse_fp8
 from core.layer_config import LAYER_TYPES, is_mxfp4, parse_experts, parse_layers
 from core.layer_config import ExpertsConfig as ExpertsConfig
 from core.layer_config import LayerConfig as LayerConfig
@@ -92,7 +93,7 @@ class ModelConfig:
         attention_cap, logits_cap: scores, and logits, are cap * tanh(value / cap).
         embedding_scale, residual_scale, logits_scale: what embeddings, what each block adds, and logits are
             multiplied by.
-        packed: how the checkpoint's matrices are quantised; None: they are floats (or mxfp4, see experts).
+        packed, fp8: how the checkpoint's matrices are quantised; both None: they are floats (or mxfp4, see experts).
         dtype: of the checkpoint, e.g. "bfloat16"; None when config.json does not say.
         eos_token_ids: from config.json (generation_config.json may name more).
 
@@ -130,12 +131,18 @@ class ModelConfig:
     logits_scale: float = 1.0
     tie_embeddings: bool = False
     packed: PackedConfig | None = None
+    fp8: Fp8Config | None = None
     dtype: str | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
     def layer(self, index: int) -> LayerConfig:
         return self.layers[index] if self.layers else LayerConfig(self.rope)
+
+    @property
+    def packing(self) -> PackedConfig | Fp8Config | None:
+        """How the checkpoint's matrices are quantised."""
+        return self.packed or self.fp8
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -211,6 +218,7 @@ def parse_model_config(config: Mapping[str, Any]) -> ModelConfig:
         **_scales(config, family),
         tie_embeddings=read_bool(config, "tie_word_embeddings"),
         packed=parse_packed(config),
+        fp8=parse_fp8(config),
         dtype=_dtype(config),
         bos_token_id=next(iter(token_ids(config, "bos_token_id")), None),
         eos_token_ids=token_ids(config, "eos_token_id"),

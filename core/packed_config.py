@@ -9,6 +9,8 @@ from typing import Any
 
 from core.config_fields import bad_field, positive_int, read_bool, unsupported_field
 from core.errors import UnsupportedModel
+from core.fp8_config import METHODS as FP8_METHODS
+from core.fp8_config import parse_fp8
 
 METHODS = ("gptq", "awq")
 # Fields that change what the tensors mean, and the values under which they do not.
@@ -77,11 +79,11 @@ def refuse_other_methods(config: Mapping[str, Any]) -> None:
         UnsupportedModel: the checkpoint is quantised by a method that is not read.
     """
     given = config.get("quantization_config")
-    if given is not None and parse_packed(config) is None:
+    if given is not None and parse_packed(config) is None and parse_fp8(config) is None:
         method = given.get("quant_method") if isinstance(given, Mapping) else given
         raise UnsupportedModel(
             f"config.json: quantization_config.quant_method={method!r} is not supported.",
-            f"use a model quantised by {' or '.join(METHODS)}, or the plain model with --quantize int4.",
+            f"use a model quantised by {' or '.join((*METHODS, *FP8_METHODS))}, or the plain model with --quantize.",
         )
 
 

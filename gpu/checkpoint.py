@@ -14,8 +14,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from core.errors import BadCheckpoint
+from core.fp8_config import Fp8Config
 from core.gguf import SUFFIX as GGUF_SUFFIX
 from core.packed_config import PackedConfig
+from gpu.fp8_weights import FP8_FORMAT, SCALES, UNREAD_SCALES, Fp8Weight, described_scales, is_scale_of
 from gpu.gguf import GgufReader
 from gpu.packed_weights import NEEDED_PARTS, PARTS, UnpackedWeight, matrix_shape, part_shapes, unpack
 from gpu.staged_copies import Fill
@@ -67,7 +69,7 @@ class Checkpoint:
 
     path: Path
     tensors: dict[str, TensorHeader] = field(default_factory=dict)
-    packing: PackedConfig | None = None
+    packing: PackedConfig | Fp8Config | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -82,21 +84,25 @@ class Checkpoint:
         return sizes.most_common(1)[0][0] if sizes else "nothing"
 
 
-def open_checkpoint(path: Path, packing: PackedConfig | None = None) -> Checkpoint:
+def open_checkpoint(path: Path, packing: PackedConfig | Fp8Config | None = None) -> Checkpoint:
     """Read the headers of a directory's safetensors, or of a GGUF file: names, shapes, formats, sizes.
 
     Args:
-        packing: as config.json says: what packed matrices are made of appears as the matrix.
+        packing: as config.json says: what quantised matrices are made of appears as the matrix.
 
     Raises:
         BadCheckpoint: no safetensors, a bad index, a file that is missing or malformed, a format that is not a float.
         UnsupportedModel: a GGUF file in a format that is not read.
     """
-    checkpoint = _open_gguf(path) if path.is_file() else _open_directory(path)
-    return checkpoint if packing is None else _with_matrices(checkpoint, packing)
+    if path.is_file():
+        return _open_gguf(path)
+    checkpoint = _open_directory(path, isinstance(packing, Fp8Config))
+    if packing is None:
+        return checkpoint
+    return _with_fp8(checkpoint, packing) if isinstance(packing, Fp8Config) else _with_packed(checkpoint, packing)
 
 
-def _with_matrices(checkpoint: Checkpoint, packing: PackedConfig) -> Checkpoint:
+def _with_packed(checkpoint: Checkpoint, packing: PackedConfig) -> Checkpoint:
     tensors = dict(checkpoint.tensors)
     for module in [name.removesuffix(".qweight") for name in checkpoint.tensors if name.endswith(".qweight")]:
         parts = {part: tensors.pop(f"{module}.{part}") for part in PARTS if f"{module}.{part}" in tensors}
@@ -104,6 +110,25 @@ def _with_matrices(checkpoint: Checkpoint, packing: PackedConfig) -> Checkpoint:
         if missing:
             raise bad_checkpoint(f"{module} is packed, but without {named_tensors(missing)}.")
         tensors[f"{module}.weight"] = _matrix(packing, module, parts)
+    return Checkpoint(checkpoint.path, tensors, packing)
+
+
+def _with_fp8(checkpoint: Checkpoint, packing: Fp8Config) -> Checkpoint:
+    tensors = {name: found for name, found in checkpoint.tensors.items() if not name.endswith(UNREAD_SCALES)}
+    for name, values in checkpoint.tensors.items():
+        if values.format != FP8_FORMAT:
+            continue
+        module = name.removesuffix(".weight")
+        scales = [scale for scale in SCALES if f"{module}.{scale}" in tensors]
+        if module == name or len(values.shape) != 2 or len(scales) != 1:
+            raise bad_checkpoint(f"{name} is stored as {FP8_FORMAT}, but is no matrix with a {' or a '.join(SCALES)}.")
+        scale = tensors.pop(f"{module}.{scales[0]}")
+        if scale.format not in FLOAT_BYTES or not is_scale_of(values.shape, scale.shape, packing):
+            found, asked = f"{list(scale.shape)} as {scale.format}", described_scales(values.shape, packing)
+            raise bad_checkpoint(f"{module}.{scales[0]} is {found}; config.json and its weight ask for {asked}.")
+        parts = {"weight": values, scales[0]: scale}
+        size_bytes = values.size_bytes + scale.size_bytes
+        tensors[name] = TensorHeader(values.file, values.shape, FP8_FORMAT, size_bytes, parts)
     return Checkpoint(checkpoint.path, tensors, packing)
 
 
@@ -130,14 +155,14 @@ def _open_gguf(file: Path) -> Checkpoint:
     return Checkpoint(file, headers)
 
 
-def _open_directory(directory: Path) -> Checkpoint:
+def _open_directory(directory: Path, has_fp8: bool) -> Checkpoint:
     listed = _listed_tensors(directory)
     tensors: dict[str, TensorHeader] = {}
     for file in sorted(set(listed.values())) if listed else [directory / SINGLE_FILE]:
         with open_safetensors(file) as reader:
             for name in reader.keys():  # noqa: SIM118  (not a dict)
                 if listed.get(name, file) == file:
-                    tensors[name] = _header(reader, name, file)
+                    tensors[name] = _header(reader, name, file, has_fp8)
     missing = sorted(listed.keys() - tensors.keys())
     if missing:
         raise bad_checkpoint(f"{INDEX_FILE} lists tensors that their files do not hold: {named_tensors(missing)}.")
@@ -182,26 +207,38 @@ class TensorSource:
         """Scales follow all that they multiply."""
         for name in sorted(wanted, key=lambda name: wanted[name].is_scale):
             header = self.checkpoint.tensors[name]
-            self._fill(wanted[name], self._part(name, wanted[name].shape))  # no name for it: its pages are to go
+            # no name for it: its pages are to go
+            self._fill(wanted[name], self._part(name, self.numbers(name), wanted[name].shape))
             self._advance(header)
 
-    def _part(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        tensor = self.unpacked(name).floats() if self.checkpoint.tensors[name].parts else self.tensor(name)
-        return tensor if self._cut is None else self._cut(name, tensor, shape)
+    def fill_parts(self, wanted: Sequence[dict[str, Target]], group_size: int) -> None:
+        """Of quantised matrices: values, scales and perhaps zeros, each with targets of its own by the same names.
 
-    def fill_parts(self, wanted: Sequence[dict[str, Target]]) -> None:
-        """Of packed matrices: values, scales and zeros, each with targets of its own by the same names."""
+        Args:
+            group_size: inputs that share a scale in the targets.
+        """
         for name in wanted[0]:
-            unpacked = self.unpacked(name)
-            for part, targets in zip(("values", "scales", "zeros"), wanted, strict=True):
-                self._fill(targets[name], unpacked.part(part))
+            self._fill_parts_of(name, [targets[name] for targets in wanted], group_size)
             self._advance(self.checkpoint.tensors[name])
 
+    def _fill_parts_of(self, name: str, targets: Sequence[Target], group_size: int) -> None:
+        unpacked = self.unpacked(name)
+        for part, target in zip(("values", "scales", "zeros"), targets, strict=False):
+            self._fill(target, self._part(name, unpacked.part(part, group_size), target.shape))
+
+    def _part(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        return tensor if self._cut is None else self._cut(name, tensor, shape)
+
+    def numbers(self, name: str) -> torch.Tensor:
+        """As floats, or in a format that a target reads."""
+        return self.unpacked(name).floats(self._dtype) if self.checkpoint.tensors[name].parts else self.tensor(name)
+
     def tensor(self, name: str) -> torch.Tensor:
+        """As it is stored."""
         tensor: torch.Tensor = self._reader(self.checkpoint.tensors[name].file).get_tensor(name)
         return tensor
 
-    def unpacked(self, name: str) -> UnpackedWeight:
+    def unpacked(self, name: str) -> UnpackedWeight | Fp8Weight:
         """A matrix that has parts."""
         assert self.checkpoint.packing is not None
         module = name.removesuffix(".weight")
@@ -209,7 +246,8 @@ class TensorSource:
             part: self._reader(header.file).get_tensor(f"{module}.{part}")
             for part, header in self.checkpoint.tensors[name].parts.items()
         }
-        return unpack(self.checkpoint.packing, parts, module)
+        packing = self.checkpoint.packing
+        return Fp8Weight.of(packing, parts) if isinstance(packing, Fp8Config) else unpack(packing, parts, module)
 
     def finish(self) -> None:
         """Tensors that nobody wanted count as done, too."""
@@ -286,14 +324,16 @@ def open_safetensors(file: Path) -> Any:  # safetensors ships no types
         raise bad_checkpoint(f"{file} is not a whole safetensors file ({error}).") from error
 
 
-def _header(reader: Any, name: str, file: Path) -> TensorHeader:
+def _header(reader: Any, name: str, file: Path, has_fp8: bool) -> TensorHeader:
     part = reader.get_slice(name)
     shape, number_format = tuple(part.get_shape()), str(part.get_dtype())
     is_packed = number_format == BYTES and name.endswith(PACKED_SUFFIXES)
     is_packed = is_packed or (number_format == INTEGERS and name.endswith(tuple(f".{part}" for part in PARTS)))
-    if number_format not in FLOAT_BYTES and not is_packed and not name.endswith(IGNORED_SUFFIXES):
-        raise bad_checkpoint(f"{name} is stored as {number_format}; supported are {', '.join(FLOAT_BYTES)}.")
-    number_bytes = {**FLOAT_BYTES, BYTES: 1, INTEGERS: 4}.get(number_format, 0)
+    supported = (*FLOAT_BYTES, FP8_FORMAT) if has_fp8 else tuple(FLOAT_BYTES)
+    if number_format not in supported and not is_packed and not name.endswith(IGNORED_SUFFIXES):
+        beside = "" if has_fp8 else f", and {FP8_FORMAT} where config.json has a quantization_config that says so"
+        raise bad_checkpoint(f"{name} is stored as {number_format}; supported are {', '.join(supported)}{beside}.")
+    number_bytes = {**FLOAT_BYTES, BYTES: 1, INTEGERS: 4, FP8_FORMAT: 1}.get(number_format, 0)
     size_bytes = number_bytes * int(torch.Size(shape).numel())
     return TensorHeader(file, shape, number_format, size_bytes)
 

@@ -14,12 +14,14 @@ import torch
 from core.config import BLOCK_SIZE, EngineConfig, ModelConfig
 from core.errors import NotEnoughMemory, StartupError
 from gpu.attention_groups import MAX_GATHERED_TOKENS
-from gpu.checkpoint import open_checkpoint
+from gpu.checkpoint import Checkpoint, open_checkpoint
 from gpu.decode_graphs import graph_sizes, max_decodes
 from gpu.device import DeviceChoice, choose_device, free_memory_bytes
+from gpu.kept_matrices import KeptMatrix, find_kept, kept_scheme
 from gpu.kernels.attention_tiles import kernel_shape
 from gpu.kernels.support import why_no_attention
 from gpu.kv_cache import bytes_per_block, bytes_per_token, num_blocks_for, num_blocks_within
+from gpu.layer_weights import LayerWeights, empty_weights, layer_targets, matrices
 from gpu.linear import can_pack
 from gpu.prompt_logprobs import piece_rows
 from gpu.quantize import can_quantize, floats, operator_group_size, stored_bytes
@@ -27,7 +29,7 @@ from gpu.quantized_linear import DEVICE_SLAB_BYTES, SLAB_BYTES
 from gpu.scores import MAX_SCORES
 from gpu.staged_copies import staged_bytes
 from gpu.tied_head import can_gather
-from gpu.weights import check_checkpoint, empty_weights, keeps_packed, matrices
+from gpu.weights import check_checkpoint
 
 MIB, GIB = 1024**2, 1024**3
 ROUNDING_TOKENS = 100  # of a proposed --max-model-len
@@ -82,10 +84,18 @@ def estimate(directory: Path, model: ModelConfig, engine: EngineConfig) -> Memor
         NotEnoughMemory: the weights, or the KV cache of one sequence of max_model_len, do not fit.
     """
     device = choose_device(engine)
-    checkpoint = open_checkpoint(directory, model.packed)
+    checkpoint = open_checkpoint(directory, model.packing)
     check_checkpoint(checkpoint, model)
     offload_slots(model, engine, device.dtype, free_memory_bytes(torch.device("cpu")))
-    return plan_memory(model, engine, device, checkpoint.size_bytes, free_memory_bytes(device.device))
+    return plan_checkpoint(model, engine, device, checkpoint, free_memory_bytes(device.device))
+
+
+def plan_checkpoint(
+    model: ModelConfig, engine: EngineConfig, device: DeviceChoice, checkpoint: Checkpoint, free_bytes: int
+) -> MemoryPlan:
+    """Of a model whose headers have been read; see plan_memory."""
+    weights_bytes = weights_size_bytes(model, device.dtype, engine.quantize, device.device, checkpoint)
+    return plan_memory(model, engine, device, checkpoint.size_bytes, free_bytes, weights_bytes)
 
 
 def plan_memory(
@@ -99,7 +109,7 @@ def plan_memory(
     """Divide free_bytes: weights first, then the largest step, then as much KV as is useful; see estimate.
 
     Args:
-        weights_bytes: None: all of the model's.
+        weights_bytes: None: all of the model's, stored as its config.json says.
     """
     max_model_len = _max_model_len(model, engine)
     if weights_bytes is None:
@@ -165,7 +175,7 @@ def offload_slots(model: ModelConfig, engine: EngineConfig, dtype: torch.dtype, 
 def _loading_bytes(model: ModelConfig, engine: EngineConfig, device: DeviceChoice) -> int:
     """Beside the weights, until they are all there: slices on their way, and a layer that is not quantised yet."""
     size_bytes = staged_bytes(device.device)
-    if engine.quantize is not None or keeps_packed(model, engine.quantize):
+    if engine.quantize is not None or kept_scheme(model, None, device.device) is not None:
         layers = empty_weights(model, device.dtype, torch.device("meta")).layers
         size_bytes += max(sum(floats(getattr(*matrix)).nbytes for matrix in matrices(layer)) for layer in layers)
     return size_bytes
@@ -176,47 +186,67 @@ def _is_shared(device: DeviceChoice) -> bool:
     return device.device.type == "cpu"
 
 
-def memory_needed(model: ModelConfig, engine: EngineConfig, device: DeviceChoice) -> int:
+def memory_needed(
+    model: ModelConfig, engine: EngineConfig, device: DeviceChoice, checkpoint: Checkpoint | None = None
+) -> int:
     """The least free memory that plan_memory takes, in bytes: weights, the largest step, one sequence's KV cache.
 
     On a CPU also what --kv-offload-memory asks for.
+
+    Args:
+        checkpoint: see weights_size_bytes.
     """
     max_model_len = _max_model_len(model, engine)
     kv_bytes = (num_blocks_for(max_model_len) + 1) * bytes_per_block(model, device.dtype)
     activation_bytes = _activation_bytes(model, engine, max_model_len, device) + _graph_bytes(model, engine, device)
-    weights_bytes = weights_size_bytes(model, device.dtype, engine.quantize, device.device)
+    weights_bytes = weights_size_bytes(model, device.dtype, engine.quantize, device.device, checkpoint)
     serving_bytes = activation_bytes + kv_bytes + engine.kv_offload_bytes * _is_shared(device)
     return weights_bytes + max(serving_bytes, _loading_bytes(model, engine, device))
 
 
-def weights_size_bytes(model: ModelConfig, dtype: torch.dtype, quantize: str | None, device: torch.device) -> int:
+def weights_size_bytes(
+    model: ModelConfig,
+    dtype: torch.dtype,
+    quantize: str | None,
+    device: torch.device,
+    checkpoint: Checkpoint | None = None,
+) -> int:
     """Of all parameters in memory, ready to compute: in dtype, the layers' matrices quantised where they can be.
 
     A tied head that is prepacked is one more copy, unless the embedding's rows can be read from it.
+
+    Args:
+        checkpoint: which matrices it stores quantised; None: all that its config.json says are.
     """
     size_bytes = model.num_parameters * dtype.itemsize
     ends = (model.vocab_size, model.hidden_size)
     if model.tie_embeddings and can_pack(dtype, device) and not can_gather(ends):
         size_bytes += math.prod(ends) * dtype.itemsize
-    if quantize is None and not keeps_packed(model, quantize):
+    scheme = kept_scheme(model, quantize, device)
+    if quantize is None and scheme is None:
         return size_bytes
-    for layer in empty_weights(model, dtype, torch.device("meta")).layers:
-        shapes = [tuple(floats(getattr(owner, name)).shape) for owner, name in matrices(layer)]
-        size_bytes += sum(_added_bytes(shapes, model, dtype, quantize))
+    for index, layer in enumerate(empty_weights(model, dtype, torch.device("meta")).layers):
+        kept = {} if scheme is None else find_kept(model, layer, layer_targets(model, index, layer), checkpoint)
+        size_bytes += sum(_added_bytes(layer, kept, scheme, dtype, quantize))
     return size_bytes
 
 
 def _added_bytes(
-    shapes: list[tuple[int, ...]], model: ModelConfig, dtype: torch.dtype, quantize: str | None
+    layer: LayerWeights, kept: dict[str, KeptMatrix], scheme: str | None, dtype: torch.dtype, quantize: str | None
 ) -> Iterator[int]:
-    """Of a layer's matrices, what storing each as integers adds: a negative number."""
-    packed = model.packed if keeps_packed(model, quantize) else None
-    is_kept = packed is not None and all(shape[-1] % (packed.group_size or 1) == 0 for shape in shapes)
-    for shape in shapes:
+    """Of a layer's matrices, what storing each as integers or 8-bit floats adds: a negative number.
+
+    Args:
+        scheme: of those that are kept.
+        quantize: others to this.
+    """
+    for owner, field in matrices(layer):
+        shape = tuple(floats(getattr(owner, field)).shape)
         plain_bytes = math.prod(shape) * dtype.itemsize
-        if packed is not None and is_kept:
-            group_size = operator_group_size(packed.group_size or shape[-1])
-            yield stored_bytes(shape, "int4", dtype, group_size) - plain_bytes
+        if scheme is not None and field in kept:
+            group_size = kept[field].group_size
+            group_size = operator_group_size(group_size) if scheme == "int4" else group_size
+            yield stored_bytes(shape, scheme, dtype, group_size) - plain_bytes
         elif quantize is not None and can_quantize(quantize, shape[-1]):
             yield stored_bytes(shape, quantize, dtype) - plain_bytes
 
@@ -365,7 +395,7 @@ def _activation_bytes(model: ModelConfig, engine: EngineConfig, max_model_len: i
     is_written_out = model.attention_cap is not None or model.has_sinks
     written_out = 3 * 4 * MAX_SCORES * is_written_out  # float32: products, and two steps on
     slab_bytes = SLAB_BYTES if device.device.type == "cpu" else DEVICE_SLAB_BYTES
-    slabs = 4 * slab_bytes if engine.quantize or model.packed else 0  # a part of a weight: bits, integers, floats
+    slabs = 4 * slab_bytes if engine.quantize or model.packing else 0  # a part of a weight: bits, integers, floats
     experts = _expert_activation_bytes(model, engine.max_batch_tokens, dtype)
     decoding = _decoding_bytes(model, engine, max_model_len, device)
     return one_layer + mask + gathered + logits + written_out + slabs + experts + decoding

@@ -15,13 +15,14 @@ from gpu.attention import paged_attention
 from gpu.batch import DeviceBatch
 from gpu.expert_weights import ExpertWeights
 from gpu.kv_cache import KVCache, LayerKV
+from gpu.layer_weights import LayerWeights, ModelWeights
 from gpu.linear import Linear
 from gpu.mlp import Block, Experts, Mlp
 from gpu.operators import HeadNorms, Operators
+from gpu.parallel.head_norms import norm_heads
 from gpu.rope import Rope
 from gpu.scores import Scores
 from gpu.tied_head import Embed
-from gpu.weights import LayerWeights, ModelWeights
 
 
 @dataclass(slots=True)
@@ -139,10 +140,18 @@ class Model:
         operators = self._operators
         qkv = layer.qkv(x).view(x.shape[0], -1, self.config.head_dim)  # [tokens, heads + 2 * kv_heads, head_dim]
         rotation = None if layer.rope is None else rotations[layer.rope]
-        query = operators.rotate_and_store(qkv, layer.head_norms, rotation, kv, batch.kv_slots)
+        query = operators.rotate_and_store(qkv, self._own_norms(layer, qkv), rotation, kv, batch.kv_slots)
         attending = batch.attending[layer.window]
         added = layer.output(paged_attention(query, kv, attending, layer.scores, operators.attention))
         return added if operators.ranks is None else operators.ranks.sum(added)
+
+    def _own_norms(self, layer: Layer, qkv: Tensor) -> HeadNorms | None:
+        """Those that see one rank's heads only; others are computed here. qkv: see Operators.rotate_and_store."""
+        norms, ranks = layer.head_norms, self._operators.ranks
+        if norms is None or ranks is None or norms[0].dim() == 1:
+            return norms
+        norm_heads(qkv, norms, self.config.rms_norm_eps, ranks)
+        return None
 
     def _add(
         self, x: Tensor, added: Tensor, post_norm: Tensor | None, next_norm: Tensor | None

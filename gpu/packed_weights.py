@@ -38,20 +38,28 @@ class UnpackedWeight:
     zeros: Tensor
     groups: Tensor | None
 
-    def floats(self) -> Tensor:
-        """[out, in], float32."""
-        num_in = self.values.shape[1]
-        groups = self.groups
-        if groups is None:
-            num_groups = self.scales.shape[1]
-            groups = torch.arange(num_in) // (num_in // num_groups)
-        return self.values.float().sub_(self.zeros[:, groups]).mul_(self.scales[:, groups])
+    def floats(self, dtype: torch.dtype) -> Tensor:
+        """[out, in]"""
+        groups = self._input_groups
+        return self.values.float().sub_(self.zeros[:, groups]).mul_(self.scales[:, groups]).to(dtype)
 
-    def part(self, name: str) -> Tensor:
-        """ "values"; "scales" or "zeros" as QuantizedWeight has them: what the middle integer stands for."""
-        if name == "zeros":
-            return (MIDDLE_INT4 - self.zeros) * self.scales
-        return self.values if name == "values" else self.scales
+    def part(self, name: str, group_size: int) -> Tensor:
+        """As QuantizedWeight has it: "values", unpacked; "scales" or "zeros": what the middle integer stands for.
+
+        Args:
+            group_size: inputs that share a scale there: of one group here, or all of several.
+        """
+        if name == "values":
+            return self.values
+        groups = self._input_groups[::group_size]
+        scales = self.scales[:, groups]
+        return scales if name == "scales" else (MIDDLE_INT4 - self.zeros[:, groups]) * scales
+
+    @property
+    def _input_groups(self) -> Tensor:
+        """[in], the group of each."""
+        num_in, num_groups = self.values.shape[1], self.scales.shape[1]
+        return torch.arange(num_in) // (num_in // num_groups) if self.groups is None else self.groups
 
 
 def unpack(packing: PackedConfig, parts: Mapping[str, Tensor], name: str) -> UnpackedWeight:

@@ -3,9 +3,11 @@
 int8: one scale per row (output channel), symmetric. fp8: the same of floats with four bits of exponent and three of
 mantissa (e4m3fn: arXiv:2209.05433), which follow small weights closer and large ones less. int4: a scale and a zero per
 group of neighbours in a row, asymmetric. Scales and zeros are bfloat16, and the numbers are chosen for the rounded
-ones. Only matrices of layers are quantised: embedding and head stay in the serving format. They are read by row or
-share their numbers (tied), and an error in the head goes into every logit; norms, biases and routers are too small to
-matter. Thread: engine.
+ones. What a checkpoint stores as fp8 keeps its own scales, in float32, which may be of groups as well.
+
+Only matrices of layers are quantised: embedding and head stay in the serving format. They are read by row or share
+their numbers (tied), and an error in the head goes into every logit; norms, biases and routers are too small to matter.
+Thread: engine.
 
 Greedy agreement of the demonstration model with itself in bfloat16, over the held text: int8 98.4 %; int4 in groups of
 32, 64 and 128: 79.0, 77.7 and 73.4 %; with the head quantised too 98.0 and 76.6 %.
@@ -27,6 +29,7 @@ FP8 = torch.float8_e4m3fn
 MAX_FP8 = 448.0
 MAX_INT4 = 15
 MIDDLE_INT4 = 8  # the integer that stands for the zero
+LEAST_GROUP = 32  # inputs that share a scale: the least that a matrix instruction takes of each half of a byte
 BLOCK_ROWS = 64  # outputs that torch's int4 operator keeps together
 OPERATOR_GROUPS = (256, 128, 64, 32)  # inputs that may share a scale there
 SLAB_ELEMENTS = 2**20  # quantised at once: what is float32 beside the weight
@@ -40,7 +43,8 @@ class QuantizedWeight:
         dtype: of the weight that it was, and of the rows that it multiplies.
         values: int8 and fp8: [..., out, in], int8 or float8_e4m3fn; int4: [..., out, in / 2], uint8, the even column in
             the low half.
-        scales: int8 and fp8: [..., out, 1]; int4: [..., out, in / group]; bfloat16.
+        scales: int8: [..., out, 1]; fp8: likewise, or [..., out, in / group]; int4: [..., out, in / group]; bfloat16,
+            a checkpoint's of fp8 float32.
         zeros: int4: as scales; others: None.
     """
 
@@ -79,6 +83,20 @@ def group_size_of(num_in: int) -> int | None:
     return next((size for size in GROUP_SIZES if num_in % size == 0), None)
 
 
+def kept_group(stored: int | None, num_in: int) -> int | None:
+    """Inputs of a checkpoint's row, or of the part of it that a rank has, that share a scale once it is loaded.
+
+    Stored groups that do not divide the row, or within which a part begins, are cut into smaller ones.
+
+    Args:
+        stored: inputs that share one in the checkpoint; None: all of a row.
+    Returns:
+        None: they would be too small for kernels.
+    """
+    size = num_in if stored is None else math.gcd(stored, num_in)
+    return size if stored is None or size % LEAST_GROUP == 0 else None
+
+
 def split_groups(weight: QuantizedWeight) -> QuantizedWeight:
     """The same int4 weight in groups that torch's operator reads, where its own are a multiple of those."""
     assert weight.zeros is not None
@@ -98,11 +116,16 @@ def can_quantize(scheme: str, num_in: int) -> bool:
 
 
 def stored_bytes(shape: tuple[int, ...], scheme: str, dtype: torch.dtype, group_size: int | None = None) -> int:
-    """Of a quantised matrix, or a stack, ready to multiply: an upper bound. group_size: of int4; None: its own.
+    """Of a quantised matrix, or a stack, ready to multiply: an upper bound.
 
     int4's operator wants outputs in blocks of 64, and scales and zeros in dtype; int8's wants a copy of its scales.
+
+    Args:
+        group_size: of a checkpoint's int4 or fp8, whose scales are float32; None: of what quantize() makes.
     """
     *stack, num_out, num_in = shape
+    if scheme == "fp8" and group_size is not None:
+        return math.prod(stack) * num_out * (num_in + num_in // group_size * torch.float32.itemsize)
     if scheme != "int4":
         return math.prod(stack) * num_out * (num_in + 2 + dtype.itemsize)
     group_size = group_size or group_size_of(num_in)
@@ -136,7 +159,8 @@ def quantize(weight: Tensor, scheme: str) -> QuantizedWeight:
 def dequantize(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
     """The matrix again, [..., out, in]: computed in dtype, which rounds as products in that format do."""
     if weight.zeros is None:
-        return weight.values.to(dtype).mul_(weight.scales.to(dtype))
+        groups = weight.values.to(dtype).view(*weight.scales.shape, -1)  # [..., out, groups, group]
+        return groups.mul_(weight.scales.unsqueeze(-1)).flatten(-2)  # float32 scales are not rounded first
     values = unpack_nibbles(weight.values).view(torch.int8).sub_(MIDDLE_INT4).to(dtype)
     groups = values.view(*weight.scales.shape, weight.group_size)
     scales, zeros = weight.scales.to(dtype).unsqueeze(-1), weight.zeros.to(dtype).unsqueeze(-1)

@@ -47,8 +47,9 @@ class SlabLinear:
 
     def _product(self, x: Tensor, weight: QuantizedWeight) -> Tensor:
         """Scales of outputs, and numbers that are exact in any format: scaling the result saves a pass."""
-        if weight.zeros is None and x.dtype != torch.float16:  # where unscaled sums would be too large
-            return F.linear(x, weight.values.to(x.dtype)).mul_(weight.scales.to(x.dtype).T)
+        has_output_scales = weight.zeros is None and weight.scales.shape[-1] == 1
+        if has_output_scales and x.dtype != torch.float16:  # where unscaled sums would be too large
+            return F.linear(x, weight.values.to(x.dtype)).mul_(weight.scales.T)
         return F.linear(x, dequantize(weight, x.dtype))
 
 

@@ -28,11 +28,13 @@ from gpu.device_attention import DeviceAttention
 from gpu.drawn_tokens import DrawnTokens, OnTheirWay
 from gpu.elementwise_speed import find_elementwise
 from gpu.host_streams import open_streams
+from gpu.kept_matrices import kept_scheme
 from gpu.kernel_choice import find_operators, find_recorder
 from gpu.kv_cache import KVCache, bytes_per_block
 from gpu.kv_offload import CopyTicket, KVOffload, open_offload
+from gpu.layer_weights import ModelWeights
 from gpu.measured import MIN_PARAMETERS, choose_measured, usual
-from gpu.memory_plan import MemoryPlan, plan_memory
+from gpu.memory_plan import MemoryPlan, plan_checkpoint
 from gpu.model import Model
 from gpu.operators import Operators
 from gpu.parallel.ranks import Ranks
@@ -43,7 +45,7 @@ from gpu.sampler import Drawn, RowLogprobs, Sampler
 from gpu.spent_memory import drop_code_pages, trim_heap
 from gpu.staged_copies import fill_on
 from gpu.streams import Streams
-from gpu.weights import MatrixForm, ModelWeights, keeps_packed, load_weights
+from gpu.weights import MatrixForm, load_weights
 
 if TYPE_CHECKING:
     from gpu.decode_steps import DecodeStep, DecodeSteps
@@ -331,8 +333,8 @@ def load_runner(
     """
     choice = choose_device(engine)
     apply_threads(choice)
-    checkpoint = open_checkpoint(directory, config.packed)
-    memory = plan_memory(config, engine, choice, checkpoint.size_bytes, free_memory_bytes(choice.device))
+    checkpoint = open_checkpoint(directory, config.packing)
+    memory = plan_checkpoint(config, engine, choice, checkpoint, free_memory_bytes(choice.device))
     runner = load_planned(checkpoint, config, engine, memory, progress, find=find)
     warm_up(runner)
     runner.open_graphs(graph_progress)
@@ -360,7 +362,7 @@ def load_planned(
     operators.ranks = ranks
     drop_code_pages()
     with torch.inference_mode(), quantizing(engine) as convert:
-        form = MatrixForm(convert, keeps_packed(config, engine.quantize))
+        form = MatrixForm(convert, kept_scheme(config, engine.quantize, choice.device) is not None)
         fill = fill_on(choice.device)
         weights = load_weights(checkpoint, config, choice.dtype, choice.device, progress, form, fill, shard)
     runner = ModelRunner(part, engine, memory, weights, operators)

@@ -300,10 +300,10 @@ def _described(facts: "ModelFacts", engine: "EngineConfig", choice: "DeviceChoic
 
     try:
         model = parse_model_config(read_model_config(facts.path))
-        checkpoint = open_checkpoint(facts.path, model.packed)
+        checkpoint = open_checkpoint(facts.path, model.packing)
         check_checkpoint(checkpoint, model)
         check_tokenizer(facts.path)
-        needed_bytes = memory_needed(model, engine, choice)
+        needed_bytes = memory_needed(model, engine, choice, checkpoint)
     except StartupError as error:
         return replace(facts, reason=error.cause)
     fits = needed_bytes <= free_bytes
@@ -361,6 +361,7 @@ def find_plan(config: "ServerConfig") -> "PlanFacts":
         StartupError: the model is missing or not understood, or it does not fit.
     """
     from core.config import parse_model_config
+    from gpu.kept_matrices import kept_scheme
     from gpu.kernel_choice import describe_attention, describe_graphs, describe_products
     from gpu.memory_plan import estimate
     from gpu.parallel.loading import estimate_ranks
@@ -373,15 +374,14 @@ def find_plan(config: "ServerConfig") -> "PlanFacts":
     model = parse_model_config(files.config)
     engine = config.to_engine_config()
     plan = (estimate if engine.tensor_parallel == 1 else estimate_ranks)(files.path, model, engine)
-    part = part_of(model, engine.tensor_parallel)
+    part, layers = part_of(model, engine.tensor_parallel), kept_scheme(model, config.quantize, plan.device.device)
+    layers = layers or config.quantize
     return PlanFacts(
         model_name=served_name(config),
         architecture=model.architecture,
         is_demonstration=config.model is None,
         num_parameters=plan.num_parameters,
-        dtype=plan.device.dtype_name
-        if config.quantize is None
-        else f"{plan.device.dtype_name}, layers {config.quantize}",
+        dtype=plan.device.dtype_name if layers is None else f"{plan.device.dtype_name}, layers {layers}",
         device=str(plan.device.device),
         device_reason=plan.device.device_reason,
         weights_bytes=plan.weights_bytes,

@@ -297,10 +297,13 @@ class Lifecycle:
     async def _prepare(self, surface: Surface, body: bytes, tenant: Tenant, timings: StageClock) -> _Prepared:
         marks = StageMarks(self.clock.monotonic)
 
+        def defaults_of(model: str) -> GenerationDefaults:
+            find_model(self.reader.cards_for(tenant), model)
+            return self.defaults
+
         def parse() -> _Prepared:
             marks.enter(Stage.VALIDATE)
-            call = surface.parse(body, self.defaults)
-            find_model(self.reader.cards_for(tenant), call.model)
+            call = surface.parse(body, defaults_of)
             rules = rule_book(tenant.text_rules)
             if rules.on_answer and call.sampling.num_logprobs is not None:
                 message = "logprobs would tell what the operator's text rules may hold back. Leave them out."

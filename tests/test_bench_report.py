@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.report import main, plot_series, table_markdown, write_report
+from bench.report import NOTE_CHARS, draw_table, main, plot_series, table_markdown, write_report
 from bench.results import Plot, Table, format_cell, write_result
 
 TABLE = Table(
@@ -12,6 +12,7 @@ TABLE = Table(
     ("server", "streams", "us"),
     (("a", 64, 5.4), ("a", 1, 2.0), ("b|c", 1, 15.9), ("b|c", 64, None)),
     Plot("streams", "us", "server"),
+    "Tokens are " + "very " * 30 + "small.",
 )
 
 
@@ -47,9 +48,16 @@ def test_a_report_without_pictures_has_the_tables_and_the_machine(result_file: P
     page = write_report([result_file], tmp_path / "out", draws=False)
     text = page.read_text()
     assert "| a | 64 | 5.4 |" in text
+    assert f"\n\n{TABLE.note}\n" in text
     assert "    python -m bench.frontend\n" in text
     assert "![" not in text
     assert [path.name for path in page.parent.iterdir()] == ["report.md"]
+
+
+def test_a_picture_says_what_its_figures_do_not() -> None:
+    shown = draw_table(TABLE).get_supxlabel()
+    assert " ".join(shown.split()) == TABLE.note
+    assert max(map(len, shown.splitlines())) <= NOTE_CHARS < len(TABLE.note)
 
 
 def test_a_report_with_pictures_links_each(result_file: Path, tmp_path: Path) -> None:

@@ -45,6 +45,8 @@ LARGE_TILES = {
     8: ProductTile(128, 128, 64, 8, 3),
     4: ProductTile(64, 64, 64, 8, 3),  # wider ones want more registers than a thread has
 }
+# Of 8 bits with scales of groups: beside the sums a group's own are held, which a wider one has no registers for.
+LARGE_GROUPED_TILE = ProductTile(128, 64, 64, 8, 3)
 # Programs that keep the largest device served (132 multiprocessors) busy twice over. A product with fewer tiles of
 # outputs is cut along its inputs as well, into MAX_SPLITS parts at most, of MIN_SPLIT_INPUTS each at least.
 WANTED_PROGRAMS = 264

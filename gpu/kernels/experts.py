@@ -11,7 +11,7 @@ from torch import Tensor
 from core.config import ExpertsConfig
 from gpu.expert_weights import ExpertWeights
 from gpu.kernels.block_sizes import COLUMN_WARPS, COLUMNS, SMALL_ROWS, next_power_of_two
-from gpu.kernels.product import INT4, PRECISION, Matrix, as_matrix, can_multiply
+from gpu.kernels.product import PRECISION, Matrix, as_matrix, can_multiply
 from gpu.kernels.products import add_experts, multiply_by_expert
 from gpu.linear import Linear
 from gpu.mlp import Gated, shares_of
@@ -83,7 +83,7 @@ class GroupedExperts:
             SHARE=share,
             FORM=matrix.form,
             HAS_BIAS=bias is not None,
-            GROUP=matrix.group if matrix.form == INT4 else 1,
+            GROUP=matrix.group_constant,
             IS_WHOLE=matrix.num_in % tile.inputs == 0,
             PRECISION=PRECISION,
             BLOCK_E=next_power_of_two(num_experts),

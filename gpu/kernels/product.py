@@ -16,6 +16,7 @@ from torch import Tensor
 from gpu.kernels.block_sizes import (
     COLUMN_WARPS,
     COLUMNS,
+    LARGE_GROUPED_TILE,
     LARGE_TILES,
     SMALL_ROWS,
     SMALL_TILES,
@@ -24,10 +25,10 @@ from gpu.kernels.block_sizes import (
     splits_for,
 )
 from gpu.kernels.products import add_splits, multiply
-from gpu.quantize import QuantizedWeight, Weight
+from gpu.kernels.support import knows_fp8
+from gpu.quantize import FP8, LEAST_GROUP, QuantizedWeight, Weight
 
-PLAIN, SCALED, INT4 = range(3)  # as products.py numbers them
-LEAST_GROUP = 32  # inputs: the least that a matrix instruction takes of each half of a byte
+PLAIN, SCALED, INT4, GROUPED = range(4)  # as products.py numbers them
 PRECISION = "ieee"  # of float32: not rounded to fewer bits first
 
 
@@ -36,7 +37,7 @@ class Matrix:
     """A weight, or a stack of them, as the kernels read it.
 
     Args:
-        form: PLAIN, SCALED or INT4.
+        form: PLAIN, SCALED, INT4 or GROUPED.
         values: [..., out, in], or as the form says; scales and zeros are values where the form has none.
         num_bits: of a weight.
         group: inputs that share a scale.
@@ -51,11 +52,22 @@ class Matrix:
     num_bits: int
     group: int
 
+    @property
+    def has_groups(self) -> bool:
+        return self.form in (INT4, GROUPED)
+
+    @property
+    def group_constant(self) -> int:
+        """What the kernels are compiled for."""
+        return self.group if self.has_groups else 1
+
     def tile(self, num_rows: int) -> ProductTile:
         """For so many rows of a step."""
         found = (SMALL_TILES if num_rows <= SMALL_ROWS else LARGE_TILES)[self.num_bits]
-        if self.form != INT4:
+        if not self.has_groups:
             return found
+        if self.form == GROUPED and num_rows > SMALL_ROWS:
+            found = LARGE_GROUPED_TILE
         inputs = found.inputs
         while self.group % inputs:
             inputs //= 2
@@ -63,22 +75,24 @@ class Matrix:
 
 
 def can_multiply(weight: Weight) -> bool:
-    """Whether the kernels know how it is stored."""
+    """Whether the kernels know how it is stored, on its device."""
     if isinstance(weight, Tensor):
         return weight.is_contiguous()
+    if weight.values.dtype == FP8 and not knows_fp8(weight.values.device):
+        return False
     parts = [part for part in (weight.values, weight.scales, weight.zeros) if part is not None]
-    return all(part.is_contiguous() for part in parts) and (
-        weight.zeros is None or weight.group_size % LEAST_GROUP == 0
-    )
+    are_outputs_scaled = weight.zeros is None and weight.scales.shape[-1] == 1
+    return all(part.is_contiguous() for part in parts) and (are_outputs_scaled or weight.group_size % LEAST_GROUP == 0)
 
 
 def stored_as(weight: Weight) -> tuple[str, int]:
     """(how it is stored, in a word; bytes)."""
     if isinstance(weight, Tensor):
         return str(weight.dtype).removeprefix("torch."), weight.nbytes
-    if weight.zeros is None:
-        return str(weight.values.dtype).removeprefix("torch."), weight.values.nbytes
-    return f"int4 by {weight.group_size}", weight.values.nbytes
+    if weight.zeros is not None:
+        return f"int4 by {weight.group_size}", weight.values.nbytes
+    groups = "" if weight.scales.shape[-1] == 1 else f" by {weight.group_size}"
+    return str(weight.values.dtype).removeprefix("torch.") + groups, weight.values.nbytes
 
 
 def as_matrix(weight: Weight) -> Matrix:
@@ -86,7 +100,8 @@ def as_matrix(weight: Weight) -> Matrix:
     num_out, num_in = weight.shape[-2:]
     if isinstance(weight, QuantizedWeight):
         if weight.zeros is None:
-            return Matrix(SCALED, weight.values, weight.scales, weight.scales, num_out, num_in, 8, num_in)
+            form = SCALED if weight.scales.shape[-1] == 1 else GROUPED
+            return Matrix(form, weight.values, weight.scales, weight.scales, num_out, num_in, 8, weight.group_size)
         return Matrix(INT4, weight.values, weight.scales, weight.zeros, num_out, num_in, 4, weight.group_size)
     return Matrix(PLAIN, weight, weight, weight, num_out, num_in, 8 * weight.element_size(), num_in)
 
@@ -132,7 +147,7 @@ class Product:
             FORM=matrix.form,
             HAS_BIAS=self._bias is not None,
             SPLITS=splits,
-            GROUP=matrix.group if matrix.form == INT4 else 1,
+            GROUP=matrix.group_constant,
             IS_WHOLE=matrix.num_in % tile.inputs == 0,
             PRECISION=PRECISION,
             BLOCK_M=tile.rows,

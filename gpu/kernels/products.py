@@ -14,6 +14,7 @@ import triton.language as tl
 PLAIN = tl.constexpr(0)  # weights of the rows' format
 SCALED = tl.constexpr(1)  # integers or floats of 8 bits, and a scale per output
 INT4 = tl.constexpr(2)  # see gpu/quantize.py: a scale and a zero per group of inputs
+GROUPED = tl.constexpr(3)  # numbers of 8 bits, and a scale per group of inputs
 MIDDLE_INT4 = tl.constexpr(8)
 ROW_GROUP = tl.constexpr(8)  # tiles of rows whose programs run side by side: they share the weights they read
 
@@ -25,7 +26,7 @@ class Matrices(NamedTuple):
         weights: [outputs of all, num_in], or as FORM says; rows row_stride apart, in what they are stored as.
         scales, zeros: of an output, or of each of its groups; read where FORM has any.
         bias: [outputs of all]; read where HAS_BIAS.
-        GROUP: inputs that share a scale: INT4.
+        GROUP: inputs that share a scale: INT4, GROUPED.
         IS_WHOLE: num_in is a multiple of BLOCK_K.
     """
 
@@ -99,6 +100,24 @@ def _int4_part(
 
 
 @triton.jit
+def _grouped_part(
+    x, rows, is_row, matrices, places, first, end,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """As _plain_part. Groups are whole blocks of inputs: their scale comes in once a block."""
+    outputs, groups = places * matrices.row_stride, places * (matrices.num_in // matrices.GROUP)
+    total = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    for start in range(first, end, BLOCK_K):
+        inputs = start + tl.arange(0, BLOCK_K)
+        left = tl.load(x + rows[:, None] + inputs[None, :], mask=is_row[:, None], other=0.0)
+        right = tl.load(matrices.weights + outputs[:, None] + inputs[None, :])
+        part = tl.dot(left, tl.trans(right.to(left.dtype)), input_precision=matrices.PRECISION)
+        scales = tl.load(matrices.scales + groups + start // matrices.GROUP)
+        total += part * scales.to(tl.float32)[None, :]
+    return total
+
+
+@triton.jit
 def _multiply_tile(
     x, rows, is_row, matrices, first_output, outputs, first, end,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -112,6 +131,8 @@ def _multiply_tile(
     places = first_output + tl.where(outputs < matrices.num_out, outputs, 0).to(tl.int64)
     if matrices.FORM == INT4:
         total = _int4_part(x, rows, is_row, matrices, places, first, end, BLOCK_M, BLOCK_N, BLOCK_K)
+    elif matrices.FORM == GROUPED:
+        total = _grouped_part(x, rows, is_row, matrices, places, first, end, BLOCK_M, BLOCK_N, BLOCK_K)
     else:
         total = _plain_part(x, rows, is_row, matrices, places, first, end, BLOCK_M, BLOCK_N, BLOCK_K)
         if matrices.FORM == SCALED:

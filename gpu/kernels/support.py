@@ -9,6 +9,7 @@ from gpu.device import DeviceChoice
 from gpu.kernels.attention_tiles import max_head_dim, tiles_for
 
 NEEDED_CAPABILITY = (8, 0)  # Ampere: bfloat16, and copies to shared memory beside the arithmetic
+FP8_CAPABILITY = (8, 9)  # Ada: before, Triton converts no e4m3
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # A row is summed by one program, in its registers.
 MAX_HIDDEN_SIZE = 65_536
@@ -28,6 +29,11 @@ def why_no_kernels(config: ModelConfig, choice: DeviceChoice) -> str | None:
         least, found = (".".join(map(str, pair)) for pair in (NEEDED_CAPABILITY, capability))
         return f"compute capability {found}: they need {least}"
     return why_not_this_model(config)
+
+
+def knows_fp8(device: torch.device) -> bool:
+    """Whether kernels read 8-bit floats there."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
 
 
 def why_not_this_model(config: ModelConfig) -> str | None:

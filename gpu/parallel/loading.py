@@ -10,13 +10,14 @@ from core.config import EngineConfig, ModelConfig
 from core.errors import DeviceUnavailable
 from gpu.checkpoint import Checkpoint, Progress, open_checkpoint
 from gpu.device import DeviceChoice, apply_threads, choose_device, free_memory_bytes
+from gpu.kept_matrices import kept_scheme
 from gpu.linear import can_pack
 from gpu.memory_plan import MemoryPlan, plan_memory, weights_size_bytes
 from gpu.parallel.ranks import Ranks
 from gpu.parallel.shards import Shard, check_shards, head_rows_of, part_of
 from gpu.runner import ModelRunner, load_planned
 from gpu.tied_head import can_gather
-from gpu.weights import check_checkpoint, keeps_packed
+from gpu.weights import check_checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +42,10 @@ def find_room(path: Path, model: ModelConfig, engine: EngineConfig, rank: int) -
     """
     num_ranks = engine.tensor_parallel
     engine = replace(engine, overlap="off", graphs="off")  # see gpu.parallel.runner
-    check_shards(model, num_ranks, keeps_packed(model, engine.quantize))
-    choice = rank_choice(choose_device(engine), engine, rank)
-    checkpoint = open_checkpoint(path, model.packed)
+    chosen = choose_device(engine)
+    check_shards(model, num_ranks, kept_scheme(model, engine.quantize, chosen.device) is not None)
+    choice = rank_choice(chosen, engine, rank)
+    checkpoint = open_checkpoint(path, model.packing)
     return Room(Shard(model, rank, num_ranks), engine, choice, checkpoint, free_memory_bytes(choice.device))
 
 
@@ -87,15 +89,22 @@ def plan_rank(room: Room, free_bytes: int) -> MemoryPlan:
         NotEnoughMemory: see plan_memory.
     """
     whole, engine, choice = room.shard.whole, room.engine, room.choice
-    part, weights_bytes = part_of(whole, engine.tensor_parallel), rank_weights_bytes(whole, engine, choice)
+    part = part_of(whole, engine.tensor_parallel)
+    weights_bytes = rank_weights_bytes(whole, engine, choice, room.checkpoint)
     plan = plan_memory(part, engine, choice, room.checkpoint.size_bytes, free_bytes, weights_bytes)
     return replace(plan, num_parameters=whole.num_parameters)
 
 
-def rank_weights_bytes(whole: ModelConfig, engine: EngineConfig, choice: DeviceChoice) -> int:
-    """Of one rank: its part, with the embedding and its rows of the head; of a tied one, a packed copy of these."""
+def rank_weights_bytes(
+    whole: ModelConfig, engine: EngineConfig, choice: DeviceChoice, checkpoint: Checkpoint | None = None
+) -> int:
+    """Of one rank: its part, with the embedding and its rows of the head; of a tied one, a packed copy of these.
+
+    Args:
+        checkpoint: see weights_size_bytes.
+    """
     part = part_of(whole, engine.tensor_parallel)
-    size_bytes = weights_size_bytes(part, choice.dtype, engine.quantize, choice.device)
+    size_bytes = weights_size_bytes(part, choice.dtype, engine.quantize, choice.device, checkpoint)
     shape = (whole.vocab_size, whole.hidden_size)
     ends_bytes = math.prod(shape) * choice.dtype.itemsize
     head_bytes = head_rows_of(whole, engine.tensor_parallel) * whole.hidden_size * choice.dtype.itemsize

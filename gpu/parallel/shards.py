@@ -3,7 +3,9 @@
 Each rank has some of the heads, with their keys and values, and some of the numbers between an MLP's matrices, of every
 expert. What leaves attention and MLPs are parts of a sum over the ranks. Fewer KV heads than ranks: those that share
 one have a copy each. The head's rows are split, because a decode step reads all of them; the embedding is not, because
-a step reads few, and splitting it would cost one more sum. Norms and routers are every rank's, and computed alike.
+a step reads few, and splitting it would cost one more sum. Norms and routers are every rank's, and computed alike; only
+norms that run over all heads (OLMo 2) have a part on each rank. Matrices that are served quantised, as the checkpoint
+has them, are split like others, at borders of what shares a scale.
 
 Source: Megatron-LM (arXiv:1909.08053), section 3.
 """
@@ -15,12 +17,13 @@ from torch import Tensor
 
 from core.config import ModelConfig
 from core.errors import StartupError
+from gpu.quantize import LEAST_GROUP, kept_group
 from gpu.targets import MXFP4_BLOCK
 
 HEAD = "lm_head.weight"
 # Added once, not once a rank: to what the first one computes.
 _ADDED_TO_SUMS = ("self_attn.o_proj.bias", "mlp.down_proj.bias", "mlp.experts.down_proj_bias")
-_OF_KV_HEADS = ("k_proj.weight", "v_proj.weight", "k_proj.bias", "v_proj.bias")
+_OF_KV_HEADS = ("k_proj.weight", "v_proj.weight", "k_proj.bias", "v_proj.bias", "k_norm.weight")
 MAX_RANKS = 64
 
 Span = tuple[int, int]
@@ -109,32 +112,51 @@ def head_rows_of(whole: ModelConfig, num_ranks: int) -> int:
 def check_shards(whole: ModelConfig, num_ranks: int, is_kept_packed: bool) -> None:
     """
     Args:
-        is_kept_packed: see gpu.weights.keeps_packed.
+        is_kept_packed: see gpu.kept_matrices.kept_scheme.
 
     Raises:
         StartupError: so many ranks cannot share the model.
     """
-    if num_ranks == 1:
-        return
-    if whole.qk_norm == "all":
-        raise _refused(num_ranks, "this family's norms run over all heads at once, which several ranks do not see", "1")
-    if is_kept_packed:
-        cause = "the matrices are served as they are packed (GPTQ, AWQ), and those are not split"
-        raise _refused(num_ranks, cause, "1, or --quantize int8: that unpacks them")
-    why = _why_not(whole, num_ranks)
+    why = _why_not(whole, num_ranks, is_kept_packed)
     if why is not None:
-        others = [str(count) for count in range(1, MAX_RANKS + 1) if _why_not(whole, count) is None]
+        others = [str(count) for count in range(1, MAX_RANKS + 1) if _why_not(whole, count, is_kept_packed) is None]
         raise _refused(num_ranks, why, ", or ".join(others))
 
 
-def _why_not(whole: ModelConfig, num_ranks: int) -> str | None:
-    """What cannot be split evenly; None: nothing."""
+def _why_not(whole: ModelConfig, num_ranks: int, is_kept_packed: bool) -> str | None:
+    """What cannot be split; None: nothing."""
+    return _why_not_even(whole, num_ranks) or (_why_not_grouped(whole, num_ranks) if is_kept_packed else None)
+
+
+def _why_not_grouped(whole: ModelConfig, num_ranks: int) -> str | None:
+    """A rank's part of a row of inputs is to be whole groups that share a scale, or parts of them that kernels take."""
+    assert whole.packing is not None
+    stored = whole.packing.group_size
+    for width in _split_widths(whole):
+        if kept_group(stored, width) is not None and kept_group(stored, width // num_ranks) is None:
+            return (
+                f"rows of {width} whose scales are shared by {stored} do not split into {num_ranks} parts of whole "
+                f"groups of {LEAST_GROUP}"
+            )
+    return None
+
+
+def _split_widths(whole: ModelConfig) -> list[int]:
+    """Inputs of the matrices whose rows are split."""
+    mlps = [whole.intermediate_size] if _has_dense(whole) else []
+    return [whole.query_size, *mlps, *([] if whole.experts is None else [whole.experts.intermediate_size])]
+
+
+def _has_dense(whole: ModelConfig) -> bool:
+    return any(not whole.layer(index).is_sparse for index in range(whole.num_layers))
+
+
+def _why_not_even(whole: ModelConfig, num_ranks: int) -> str | None:
     if whole.num_heads % num_ranks:
         return f"{whole.num_heads} heads do not split into {num_ranks} parts"
     if whole.num_kv_heads % num_ranks and num_ranks % whole.num_kv_heads:
         return f"{whole.num_kv_heads} KV heads neither split into {num_ranks} parts nor is each for as many ranks"
-    has_dense = any(not whole.layer(index).is_sparse for index in range(whole.num_layers))
-    if has_dense and whole.intermediate_size % num_ranks:
+    if _has_dense(whole) and whole.intermediate_size % num_ranks:
         return f"an MLP of {whole.intermediate_size} does not split into {num_ranks} parts"
     if whole.experts is None:
         return None

@@ -10,7 +10,7 @@ from server.api.answers import logprob_entries, refuse_broken, usage_object, wir
 from server.api.content import Message, chat_prompt
 from server.api.decoding import decode
 from server.api.envelope import error_event
-from server.api.surface import Choice, Extras, GenerationCall, GenerationDefaults, ReplyContext
+from server.api.surface import Choice, DefaultsOf, Extras, GenerationCall, GenerationDefaults, ReplyContext
 from server.wire import sse
 from server.wire.messages import TextFrame
 
@@ -45,10 +45,11 @@ class ChatBody(fields.SamplingFields, frozen=True, kw_only=True):
 class ChatSurface:
     """Implements surface.Surface."""
 
-    def parse(self, body: bytes, defaults: GenerationDefaults) -> GenerationCall:
+    def parse(self, body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
         wire, unknown_fields = decode(body, ChatBody, UNSUPPORTED, fields.WITHOUT_EFFECT)
+        defaults = defaults_of(fields.checked_model(wire.model))
         return GenerationCall(
-            model=fields.checked_model(wire.model),
+            model=wire.model,
             prompts=(chat_prompt(wire.messages),),
             sampling=fields.sampling_params(wire, defaults, _max_tokens(wire), _num_logprobs(wire, defaults)),
             num_sequences=1 if wire.n is None else wire.n,

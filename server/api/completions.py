@@ -14,6 +14,7 @@ from server.api.envelope import error_event
 from server.api.old_logprobs import OldLogprobs, TokenLists
 from server.api.surface import (
     Choice,
+    DefaultsOf,
     Extras,
     GenerationCall,
     GenerationDefaults,
@@ -47,8 +48,9 @@ class CompletionBody(fields.SamplingFields, frozen=True, kw_only=True):
 class CompletionsSurface:
     """Implements surface.Surface."""
 
-    def parse(self, body: bytes, defaults: GenerationDefaults) -> GenerationCall:
+    def parse(self, body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
         wire, unknown_fields = decode(body, CompletionBody, UNSUPPORTED, fields.WITHOUT_EFFECT)
+        defaults = defaults_of(fields.checked_model(wire.model))
         max_tokens = _max_tokens(wire)
         num_logprobs = None
         if wire.logprobs is not None:
@@ -57,7 +59,7 @@ class CompletionsSurface:
         if wire.echo:
             sampling = msgspec.structs.replace(sampling, num_prompt_logprobs=num_logprobs)
         return GenerationCall(
-            model=fields.checked_model(wire.model),
+            model=wire.model,
             prompts=_prompts(wire.prompt, defaults),
             sampling=sampling,
             num_sequences=_num_sequences(wire),

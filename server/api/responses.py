@@ -11,7 +11,7 @@ from server.api import fields
 from server.api.answers import logprob_entries, refuse_broken
 from server.api.content import Content, checked_role, flatten, missing_field
 from server.api.decoding import decode
-from server.api.surface import ChatPrompt, Choice, Extras, GenerationCall, GenerationDefaults, ReplyContext
+from server.api.surface import ChatPrompt, Choice, DefaultsOf, Extras, GenerationCall, GenerationDefaults, ReplyContext
 from server.wire import sse
 
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
@@ -82,15 +82,16 @@ class ResponsesBody(fields.SamplingFields, frozen=True, kw_only=True):
 class ResponsesSurface:
     """Implements surface.Surface."""
 
-    def parse(self, body: bytes, defaults: GenerationDefaults) -> GenerationCall:
+    def parse(self, body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
         wire, unknown_fields = decode(body, ResponsesBody, UNSUPPORTED, WITHOUT_EFFECT)
+        defaults = defaults_of(fields.checked_model(wire.model))
         _refuse_formats(wire)
         _refuse_other_names(wire)
         _check_include(wire.include or [])
         _check_metadata(wire.metadata or {})
         max_tokens = fields.checked_max_tokens(wire.max_output_tokens, "max_output_tokens")
         return GenerationCall(
-            model=fields.checked_model(wire.model),
+            model=wire.model,
             prompts=(_prompt(wire),),
             sampling=fields.sampling_params(wire, defaults, max_tokens, _num_logprobs(wire, defaults)),
             cache_salt=fields.checked_cache_salt(wire.cache_salt),

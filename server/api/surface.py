@@ -63,6 +63,10 @@ class GenerationDefaults(msgspec.Struct, frozen=True):
     limits: RequestLimits = RequestLimits()
 
 
+# By the model's name; raises for one that the caller may not use
+DefaultsOf = Callable[[str], GenerationDefaults]
+
+
 class GenerationCall(msgspec.Struct, frozen=True, kw_only=True):
     """A parsed request of any surface. Choice p * num_sequences + i is sequence i of prompt p."""
 
@@ -157,10 +161,14 @@ class StreamReply(Protocol):
 class Surface(Protocol):
     """One way of asking for tokens."""
 
-    def parse(self, body: bytes, defaults: GenerationDefaults) -> GenerationCall:
+    def parse(self, body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
         """
+        Args:
+            defaults_of: asked before any field is held against what the model is.
+
         Raises:
             InvalidRequest: with `param`, the path of the field to mend.
+            ServiceError: what defaults_of raises.
         """
         ...
 

@@ -8,7 +8,6 @@ import msgspec
 from core.errors import InvalidRequest
 from server.api.content import Message, chat_prompt
 from server.api.decoding import decode
-from server.api.fields import checked_ids
 from server.api.surface import ChatPrompt, TextPrompt
 from server.wire import sse
 
@@ -43,7 +42,7 @@ class TokenizeCall(msgspec.Struct, frozen=True, kw_only=True):
 
 class DetokenizeCall(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None
-    ids: tuple[int, ...]
+    ids: list[int]  # as they were sent: the model's vocabulary is not looked at
     unknown_fields: tuple[str, ...] = ()
 
 
@@ -70,14 +69,13 @@ def tokenize_reply(ids: Sequence[int], max_model_len: int, token_strs: Sequence[
     )
 
 
-def parse_detokenize(body: bytes, vocab_size: int) -> DetokenizeCall:
+def parse_detokenize(body: bytes) -> DetokenizeCall:
     """
     Raises:
         InvalidRequest: with `param`, the path of the field to mend.
     """
     wire, unknown_fields = decode(body, DetokenizeBody, {})
-    ids = checked_ids(wire.tokens, "tokens", vocab_size)
-    return DetokenizeCall(model=wire.model, ids=ids, unknown_fields=unknown_fields)
+    return DetokenizeCall(model=wire.model, ids=wire.tokens, unknown_fields=unknown_fields)
 
 
 def detokenize_reply(text: str) -> bytes:

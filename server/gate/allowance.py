@@ -5,7 +5,7 @@ are; in between, what is in flight when it is held still has its place. Where le
 share that.
 
 An answer is held until there is a whole top-up, MAX_WAIT_S at most. Then it says what it has, and what has come
-meanwhile, and ends when nothing is left.
+meanwhile, and ends when nothing is left. Where nothing can come by then, as of a day's limit, it is not held.
 """
 
 import asyncio
@@ -18,6 +18,7 @@ from server.gate.quota import FIRST_TOKENS, S_NS, TOP_UP_TOKENS, Shortage, Ticke
 
 AHEAD_TOKENS = 32  # at 100 tokens/s of a stream a third of a second: the loop is seldom later
 MAX_WAIT_S = 10.0
+MAX_WAIT_NS = round(MAX_WAIT_S * S_NS)
 LEAST_RETRY_S = 1  # where others have given back since
 POLL_S = 1.0  # others settle at any time: tried again so often while it is held
 
@@ -80,7 +81,7 @@ class Allowance:
         if num_tokens >= self._allowed[choice]:
             self._end()
             return NEVER
-        if not self._has_waited:
+        if not self._has_waited and self._ticket.may_gain(MAX_WAIT_NS):
             self._hold(choice)
         return self._allowed[choice]
 

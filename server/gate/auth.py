@@ -11,6 +11,7 @@ from hashlib import sha256
 from hmac import compare_digest
 
 from core.errors import ErrorKind, ServiceError
+from server.gate.jwks import KeysUnavailable
 from server.gate.jwt_auth import BadToken, JwtVerifier, looks_like_jwt
 from server.gate.keys import KeyRecord, Scope
 from server.gate.tenants import LOCAL, LOCAL_NAME, Tenant, certificate_name
@@ -161,7 +162,8 @@ class Authenticator:
     def identify(self, request: HttpRequest, certificate: ClientCertificate | None) -> Caller:
         """
         Raises:
-            ServiceError: authentication; what it shows is missing, unknown or no longer good.
+            ServiceError: authentication: what it shows is missing, unknown or no longer good; or unavailable: that
+                cannot be told just now.
         """
         if self.directory.is_open:
             return LOCAL_CALLER
@@ -205,6 +207,11 @@ class Authenticator:
             name = self.verifier.tenant_of(token)
         except BadToken as error:
             raise _refusal(f"The JWT is not taken. {error}") from error
+        except KeysUnavailable as error:
+            message = "The issuer's keys cannot be had, so that no JWT can be checked. Try again soon."
+            raise ServiceError(
+                ErrorKind.UNAVAILABLE, message, "issuer_unavailable", retry_after_s=error.retry_after_s
+            ) from error
         tenant = self.directory.tenants.get(name)
         if tenant is None:
             raise _refusal("The JWT names a tenant that is not known here. Ask the operator.")
@@ -232,10 +239,18 @@ def _joined(callers: Sequence[Caller]) -> Caller:
 
 
 def _presented_key(request: HttpRequest) -> bytes | None:
-    authorization = request.header(b"authorization")
+    authorization = _only_field(request, b"authorization")
     if authorization is not None and authorization[:7].lower() == b"bearer ":
         return authorization[7:].strip()
-    return request.header(b"x-api-key")
+    return _only_field(request, b"x-api-key")
+
+
+def _only_field(request: HttpRequest, name: bytes) -> bytes | None:
+    """Of several that differ, whoever has passed the request on may have judged another."""
+    values = {value for key, value in request.headers if key == name}
+    if len(values) > 1:
+        raise _refusal(f"The request has several fields {name.decode()} that differ. Send one.")
+    return values.pop() if values else None
 
 
 def _refusal(message: str) -> ServiceError:

@@ -1,7 +1,8 @@
 """The public keys that JWTs are checked with: from a file, or from a URL in the background. Thread: loop.
 
 A URL is fetched on another thread, at start, when what is here has grown old, and when a token names a key that is not
-here. While it cannot be had, the old keys go on to count, for MAX_AGE_S.
+here. While it cannot be had, the old keys go on to count, for MAX_AGE_S; then, and before it was ever had, callers are
+told to come back.
 """
 
 import importlib.util
@@ -26,11 +27,24 @@ logger = logging.getLogger(__name__)
 
 REFRESH_S = 300.0
 RETRY_S = 10.0  # after an attempt, whatever made it; a stranger's key ids must not make us ask more often
+FETCHING_S = 1.0  # what an issuer that answers takes at most
 MAX_AGE_S = 86_400.0
 FETCH_TIMEOUT_S = 5.0
 MAX_JWKS_BYTES = 1024 * 1024
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _KEY_TYPES = ("RSA", "EC", "OKP")  # never oct: a secret that the issuer shares would sign as well as it
+
+
+class KeysUnavailable(Exception):
+    """The issuer's keys were never had, or too long ago.
+
+    Args:
+        retry_after_s: when they may be here.
+    """
+
+    def __init__(self, retry_after_s: float) -> None:
+        super().__init__(retry_after_s)
+        self.retry_after_s = retry_after_s
 
 
 class JwksUrl(str):
@@ -110,15 +124,24 @@ class KeySource:
         self._tried_s: float | None = None
 
     def find(self, key_id: str | None) -> "Key | None":
-        """The key of that id; one that is not here may be the next time."""
+        """The key of that id; one that is not here may be the next time.
+
+        Raises:
+            KeysUnavailable: nobody knows which keys are good.
+        """
+        key = self._keys.get(key_id)
         if not isinstance(self._source, JwksUrl):
-            return self._keys.get(key_id)
-        now_s = self._clock()
-        age_s = MAX_AGE_S if self._fetched_s is None else now_s - self._fetched_s
-        key = self._keys.get(key_id) if age_s < MAX_AGE_S else None
+            return key
+        age_s = self._age_s()
         if key is None or age_s >= REFRESH_S:
             self.refresh()
+        if age_s >= MAX_AGE_S:
+            raise KeysUnavailable(FETCHING_S if self.is_fetching else RETRY_S)
         return key
+
+    def _age_s(self) -> float:
+        """Of the URL's keys; those that were never had are too old."""
+        return MAX_AGE_S if self._fetched_s is None else self._clock() - self._fetched_s
 
     def refresh(self) -> None:
         """Fetch the URL's keys, unless that was tried just now. Returns at once."""
@@ -139,7 +162,8 @@ class KeySource:
         try:
             self._keys = parse_jwks(fetched.result())
         except (OSError, ValueError) as error:
-            logger.error("the keys of %s cannot be had, those of before go on to count: %s", self._source, error)
+            what = "those of before go on to count" if self._age_s() < MAX_AGE_S else "no JWT is taken"
+            logger.error("the keys of %s cannot be had, %s: %s", self._source, what, error)
             return
         self._fetched_s = self._clock()
 

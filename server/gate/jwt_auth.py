@@ -57,6 +57,7 @@ class JwtVerifier:
 
         Raises:
             BadToken: it is malformed, not signed by a key of the issuer's, or not meant for here and now.
+            KeysUnavailable: its signature cannot be checked.
         """
         if len(token) > MAX_TOKEN_BYTES:
             raise BadToken(f"It has more than {MAX_TOKEN_BYTES} bytes.")

@@ -175,6 +175,7 @@ class Shortage(NamedTuple):
 
     Args:
         wait_ns: None: it never holds so much.
+        is_least: it was asked for what every request needs, before the body said how much this one does.
     """
 
     account: "Account"
@@ -182,18 +183,20 @@ class Shortage(NamedTuple):
     num_wanted: int
     num_available: int
     wait_ns: int | None
+    is_least: bool = False
 
     def error(self) -> ServiceError:
         owner, limit = self.account.owner, self.pool.name
+        wanted = f"this asks for {'at least ' if self.is_least else ''}{self.num_wanted}"
         if self.wait_ns is None:
             message = (
-                f"{owner} may take {self.pool.capacity} at once by its {limit}, and this asks for {self.num_wanted}."
+                f"{owner} may take {self.pool.capacity} at once by its {limit}, and {wanted}."
                 " Ask for fewer max_tokens, shorten the prompt, or ask the operator for more."
             )
             return ServiceError(ErrorKind.RATE_LIMITED, message, "rate_limit_exceeded")
         wait_s = self.wait_ns / S_NS
         message = (
-            f"{owner} is over its {limit}: this asks for {self.num_wanted}, and {max(0, self.num_available)} of"
+            f"{owner} is over its {limit}: {wanted}, and {max(0, self.num_available)} of"
             f" {self.pool.capacity} are left. Try again in {-(-self.wait_ns // S_NS)} s."
         )
         return ServiceError(ErrorKind.RATE_LIMITED, message, "rate_limit_exceeded", retry_after_s=wait_s)
@@ -273,12 +276,10 @@ class Ticket:
             ServiceError: rate_limited; nothing is counted then.
         """
         now = self._clock()
-        wanted: list[tuple[Account, Pool, int]] = []
-        for account in self._accounts:
-            wanted += [(account, pool, LEAST_TOKENS) for pool in account.tokens if needs_tokens]
-            if account.requests is not None:
-                wanted.append((account, account.requests, 1))
-        self._refuse(_shortages(wanted, now))
+        tokens = [(account, pool) for account in self._accounts for pool in account.tokens if needs_tokens]
+        requests = [(account, account.requests) for account in self._accounts if account.requests is not None]
+        shortages = _shortages(tokens, LEAST_TOKENS, now, is_least=True)
+        self._refuse(shortages + _shortages(requests, 1, now))
         for account in self._accounts:
             if account.max_active is not None and account.num_active >= account.max_active:
                 raise account.error_of_concurrency()
@@ -340,6 +341,16 @@ class Ticket:
         num = min(most, -(-left // num_parts))
         return num if num > 0 and not self._try_add(num) else 0
 
+    def may_gain(self, within_ns: int) -> bool:
+        """Whether there may be a token more by then: pools fill, or others of their accounts give back."""
+        now = self._clock()
+
+        def fills(pool: Pool) -> bool:
+            wait_ns = pool.wait_ns(1, now)
+            return wait_ns is not None and wait_ns <= within_ns
+
+        return all(account.num_reserved > self._num_reserved or all(map(fills, pools)) for account, pools in self._held)
+
     def wait_ns(self, shortage: Shortage) -> int | None:
         """As the shortage's, by now."""
         return shortage.pool.wait_ns(shortage.num_wanted, self._clock())
@@ -374,7 +385,7 @@ class Ticket:
     def _try_add(self, num: int) -> list[Shortage]:
         """All of it in all pools, or nothing in any."""
         now = self._clock()
-        shortages = _shortages([(account, pool, num) for account, pools in self._held for pool in pools], now)
+        shortages = _shortages([(account, pool) for account, pools in self._held for pool in pools], num, now)
         if not shortages:
             self._num_reserved += num
             for account, pools in self._held:
@@ -388,12 +399,13 @@ class Ticket:
             raise _worst(shortages).error()
 
 
-def _shortages(wanted: Iterable[tuple[Account, Pool, int]], now: Moment) -> list[Shortage]:
+def _shortages(pools: Iterable[tuple[Account, Pool]], num: int, now: Moment, is_least: bool = False) -> list[Shortage]:
+    """Of the pools that have less than so much."""
     found = []
-    for account, pool, num in wanted:
+    for account, pool in pools:
         num_available = pool.available(now)
         if num_available < num:
-            found.append(Shortage(account, pool, num, num_available, pool.wait_ns(num, now)))
+            found.append(Shortage(account, pool, num, num_available, pool.wait_ns(num, now), is_least))
     return found
 
 

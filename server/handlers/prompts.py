@@ -4,9 +4,10 @@ from collections.abc import Awaitable, Callable
 
 from core.errors import ErrorKind, ServiceError
 from server.api import tokenize
+from server.api.fields import checked_ids
 from server.api.models import find_model
 from server.api.responses import ResponsesSurface, input_tokens_reply
-from server.api.surface import Surface
+from server.api.surface import GenerationDefaults, Surface
 from server.app_state import AppState
 from server.exchange import Exchange
 from server.observing.timing import Stage
@@ -47,9 +48,10 @@ async def detokenize(state: AppState, exchange: Exchange) -> None:
     vocab_size = state.served.defaults.vocab_size
 
     def work(body: bytes) -> tuple[bytes, tuple[str, ...]]:
-        call = tokenize.parse_detokenize(body, vocab_size)
+        call = tokenize.parse_detokenize(body)
         find_model(cards, call.model)
-        text = reader.tokenizer.decode(call.ids, skip_special_tokens=False)
+        ids = checked_ids(call.ids, "tokens", vocab_size)
+        text = reader.tokenizer.decode(ids, skip_special_tokens=False)
         return tokenize.detokenize_reply(text), call.unknown_fields
 
     await _answer_computed(state, exchange, work)
@@ -57,11 +59,13 @@ async def detokenize(state: AppState, exchange: Exchange) -> None:
 
 async def count_input_tokens(state: AppState, exchange: Exchange) -> None:
     reader, cards = state.served.reader, state.cards_for(exchange)
-    defaults = state.served.defaults
+
+    def defaults_of(model: str) -> GenerationDefaults:
+        find_model(cards, model)
+        return state.served.defaults
 
     def work(body: bytes) -> tuple[bytes, tuple[str, ...]]:
-        call = ResponsesSurface().parse(body, defaults)
-        find_model(cards, call.model)
+        call = ResponsesSurface().parse(body, defaults_of)
         num_tokens = sum(len(reader.encode(prompt)) for prompt in call.prompts)
         return input_tokens_reply(num_tokens), call.unknown_fields
 

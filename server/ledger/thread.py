@@ -7,6 +7,7 @@ what became of them goes back by one call_soon_threadsafe per transaction. It al
 import asyncio
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from server.ledger.records import Write
 logger = logging.getLogger(__name__)
 
 DURABLE_S = 0.005  # after it came a write is durable, where the disk can: a lone one sooner, others are gathered
+SLOW_KEPT = 0.998  # of how long the slowest commit took, at each that follows: those that count are one in a hundred
 CLOSE_S = 5.0
 
 Tell = Callable[[bool, Written], None]
@@ -38,6 +40,27 @@ class Writer(Protocol):
     def close(self) -> None:
         """Write what has been submitted, and close the ledger. Nobody is told any more."""
         ...
+
+
+class CommitPace:
+    """When the next commit begins: as late as what came right after the last one began can wait.
+
+    It is expected to take as long as the last one, or the slowest of late, so that it is late but seldom; for the
+    slowest's sake no more than half of the time is given up in which writes gather.
+    """
+
+    def __init__(self) -> None:
+        self._next_s = -math.inf
+        self._slowest_s = 0.0
+
+    def wait_s(self, now_s: float) -> float:
+        return max(0.0, self._next_s - now_s)
+
+    def note(self, began_s: float, ended_s: float) -> None:
+        """A commit took so long."""
+        took_s = ended_s - began_s
+        self._slowest_s = min(max(took_s, SLOW_KEPT * self._slowest_s), DURABLE_S / 2)
+        self._next_s = began_s + DURABLE_S - max(took_s, self._slowest_s)
 
 
 class LedgerThread:
@@ -60,10 +83,10 @@ class LedgerThread:
 
     def _run(self) -> None:
         """Thread: ledger."""
-        began_s, took_s, is_open = -DURABLE_S, 0.0, True
+        pace, is_open = CommitPace(), True
         while is_open:
             items = [self._queue.get()]
-            time.sleep(max(0.0, began_s + DURABLE_S - took_s - time.monotonic()))
+            time.sleep(pace.wait_s(time.monotonic()))
             began_s = time.monotonic()
             while not self._queue.empty():
                 items.append(self._queue.get())
@@ -71,7 +94,7 @@ class LedgerThread:
             batch = [item for item in items if item is not None]
             if batch:
                 written = write_batch(self._journal, batch)
-                took_s = time.monotonic() - began_s
+                pace.note(began_s, time.monotonic())
                 with contextlib.suppress(RuntimeError):  # the loop has closed: nobody is left to be told
                     self._loop.call_soon_threadsafe(tell_batch, batch, written)
                 self._journal.tidy()

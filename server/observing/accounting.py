@@ -22,6 +22,7 @@ from server.wire.peer import Peer
 from server.wire.stream import HttpStream
 
 OUR_FAULTS = frozenset({ErrorKind.ENGINE, ErrorKind.UNAVAILABLE})  # of what can break a generation off
+PROBES = frozenset({"/health", "/ready"})  # asked every few seconds: that one says no is no request refused
 # Stands in the access line for what never became a request
 NO_REQUEST = HttpRequest(stream_id=0, method="-", path="-", query="", headers=(), has_body=False)
 
@@ -135,7 +136,7 @@ def _finished(account: Account, status: int, error_code: str | None) -> Finished
         timings=account.timings,
         usage=None if outcome is None else outcome.usage,
         is_billed=outcome is None or outcome.is_billed,
-        error_code=error_code,
+        error_code=None if account.request.path in PROBES else error_code,
         is_our_fault=outcome is not None and outcome.error is not None and _is_our_fault(outcome.error),
     )
 

@@ -1,28 +1,60 @@
-"""A row of the table of settings, as the fields of the tables in server/settings tell it. Thread: main."""
+"""A row of the table of settings, and how the fields of the tables in server/settings are made rows. Thread: main."""
 
 from collections.abc import Callable
-from dataclasses import MISSING, Field, dataclass, fields
-from typing import Any, Required, TypedDict
+from dataclasses import MISSING, Field, dataclass, field, fields
+from typing import Any, TypedDict, TypeVar, Unpack
+
+from server.values import count_between, duration_between, format_duration, format_size, size_between, yes_or_no
 
 ENVIRONMENT_PREFIX = "STEPLOOP_"
 GiB = 2**30
 MiB = 2**20
 KiB = 2**10
 
+T = TypeVar("T")
 
-class Setting(TypedDict, total=False):
-    """What a field of a table says of itself as metadata: Option's arguments of the same names."""
 
-    name: Required[str]
-    parse: Required[Callable[[str], Any]]
-    metavar: Required[str]
-    help: Required[str]
-    group: Required[str]
+class _Traits(TypedDict, total=False):
+    """Option's arguments of the same names."""
+
     show: Callable[[Any], str]
     is_list: bool
     is_secret: bool
     is_switch: bool
     in_file: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A heading in --help. Its methods make fields of a table, each with what Option says of it as its metadata.
+
+    All take the name that operators write, the default, what may be written (`within` both bounds, included), and the
+    text of --help.
+    """
+
+    heading: str
+
+    def setting(
+        self, name: str, default: T, parse: Callable[[str], Any], metavar: str, text: str, **traits: Unpack[_Traits]
+    ) -> T:
+        """Of any kind."""
+        metadata = {"name": name, "parse": parse, "metavar": metavar, "help": text, "group": self.heading, **traits}
+        return field(default=default, repr=not traits.get("is_secret"), metadata=metadata)
+
+    def count(self, name: str, default: T, within: tuple[int, int], text: str, metavar: str = "COUNT") -> T:
+        return self.setting(name, default, count_between(*within), metavar, text)
+
+    def size(self, name: str, default: T, within: tuple[int, int], text: str) -> T:
+        """In bytes."""
+        return self.setting(name, default, size_between(*within), "SIZE", text, show=format_size)
+
+    def duration(self, name: str, default: T, within: tuple[float, float], text: str) -> T:
+        """In seconds."""
+        return self.setting(name, default, duration_between(*within), "TIME", text, show=format_duration)
+
+    def switch(self, name: str, text: str) -> bool:
+        """Off where nobody says otherwise."""
+        return self.setting(name, False, yes_or_no, "BOOL", text, is_switch=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

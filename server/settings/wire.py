@@ -3,129 +3,117 @@
 A deadline, a rate or a count that is not here or in limits.py is none that an operator need change.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
-from server.settings.option import KiB, MiB, Setting
-from server.values import count_between, duration_between, format_duration, format_size, size_between
+from server.settings.option import Group, KiB, MiB
 from server.wire.connection_limits import ConnectionLimits, Http2Limits
 from server.wire.frame_limits import FrameLimits, Rate, format_rate, rate_value
 from server.wire.http1_prefilter import HeadLimits
 
-_GROUP = "limits of a connection"
+_CONNECTION = Group("limits of a connection")
 _DEFAULTS = ConnectionLimits()
 _FRAMES = _DEFAULTS.http2.frames
 _LIST_PER_HEAD = _DEFAULTS.http2.list_bytes // _DEFAULTS.head.head_bytes
 _PARTS_OF_CONTROL = _DEFAULTS.max_control_bytes // _DEFAULTS.control_bytes
 
 
-def _setting(
-    name: str, default: Any, metavar: str, parse: Callable[[str], Any], show: Callable[[Any], str], text: str
-) -> Any:
-    metadata = Setting(name=name, parse=parse, metavar=metavar, help=text, group=_GROUP, show=show)
-    return field(default=default, metadata=metadata)
-
-
-def _size(name: str, default: int, low: int, high: int, text: str) -> Any:
-    return _setting(name, default, "SIZE", size_between(low, high), format_size, text)
-
-
-def _count(name: str, default: int, high: int, text: str, low: int = 1) -> Any:
-    return _setting(name, default, "COUNT", count_between(low, high), str, text)
-
-
-def _rate(name: str, text: str) -> Setting:
-    return Setting(name=name, parse=rate_value, metavar="RATE", help=text, group=_GROUP, show=format_rate)
-
-
 @dataclass(frozen=True)
 class WireSettings:
     """What one connection may take."""
 
-    handshake_timeout_s: float = _setting(
-        "handshake-timeout",
-        5.0,
-        "TIME",
-        duration_between(0.1, 3600),
-        format_duration,
-        "for a TLS handshake, from the accept; a PROXY header has as long",
+    handshake_timeout_s: float = _CONNECTION.duration(
+        "handshake-timeout", 5.0, (0.1, 3600), "for a TLS handshake, from the accept; a PROXY header has as long"
     )
-    max_request_line_bytes: int = _size(
-        "max-request-line", _DEFAULTS.head.request_line_bytes, 64, MiB, "HTTP/1.1: a longer request line gets 414"
+    max_request_line_bytes: int = _CONNECTION.size(
+        "max-request-line", _DEFAULTS.head.request_line_bytes, (64, MiB), "HTTP/1.1: a longer request line gets 414"
     )
-    max_head_bytes: int = _size(
-        "max-head", _DEFAULTS.head.head_bytes, KiB, 128 * KiB, "of a request, by HTTP/2 unpacked; a larger one gets 431"
+    max_head_bytes: int = _CONNECTION.size(
+        "max-head",
+        _DEFAULTS.head.head_bytes,
+        (KiB, 128 * KiB),
+        "of a request, by HTTP/2 unpacked; a larger one gets 431",
     )
-    max_header_fields: int = _count(
-        "max-header-fields", _DEFAULTS.head.num_fields, 10_000, "of a request, crumbs of cookies too; more get 431"
+    max_header_fields: int = _CONNECTION.count(
+        "max-header-fields", _DEFAULTS.head.num_fields, (1, 10_000), "of a request, crumbs of cookies too; more get 431"
     )
-    min_body_rate: int = _size(
+    min_body_rate: int = _CONNECTION.size(
         "min-body-rate",
         round(_DEFAULTS.body_bytes_per_s),
-        1,
-        MiB,
+        (1, MiB),
         "per second: each that comes prolongs --body-timeout; slower bodies get 408",
     )
-    min_read_rate: int = _size(
+    min_read_rate: int = _CONNECTION.size(
         "min-read-rate",
         round(_DEFAULTS.stall_bytes_per_s),
-        1,
-        MiB,
+        (1, MiB),
         "per second: who reads less in --stall-timeout, and not all there is, loses the stream",
     )
-    max_unsent_bytes: int = _size(
+    max_unsent_bytes: int = _CONNECTION.size(
         "max-unsent",
         _DEFAULTS.unsent_bytes,
-        4 * KiB,
-        MiB,
+        (4 * KiB, MiB),
         "of a stream, unread by its client, as much again in the kernel: then it is paused",
     )
-    max_requests_per_connection: int = _count(
-        "max-requests-per-connection", _DEFAULTS.num_requests, 10**9, "HTTP/1.1: it is closed after the last"
+    max_requests_per_connection: int = _CONNECTION.count(
+        "max-requests-per-connection", _DEFAULTS.num_requests, (1, 10**9), "HTTP/1.1: it is closed after the last"
     )
-    max_streams_per_connection: int = _count(
-        "max-streams-per-connection", _DEFAULTS.num_streams, 2**30 - 1, "HTTP/2: it is closed after the last"
+    max_streams_per_connection: int = _CONNECTION.count(
+        "max-streams-per-connection", _DEFAULTS.num_streams, (1, 2**30 - 1), "HTTP/2: it is closed after the last"
     )
-    max_concurrent_streams: int = _count(
-        "max-concurrent-streams", _DEFAULTS.http2.num_streams, 65_536, "HTTP/2: as it is advertised; more are refused"
+    max_concurrent_streams: int = _CONNECTION.count(
+        "max-concurrent-streams",
+        _DEFAULTS.http2.num_streams,
+        (1, 65_536),
+        "HTTP/2: as it is advertised; more are refused",
     )
-    max_refused_streams: int = _count(
+    max_refused_streams: int = _CONNECTION.count(
         "max-refused-streams",
         _DEFAULTS.http2.num_refused,
-        65_536,
+        (1, 65_536),
         "HTTP/2: above --max-concurrent-streams, one after the other; more end the connection",
     )
-    max_frame_bytes: int = _size(
-        "max-frame", _FRAMES.frame_bytes, 16 * KiB, MiB, "HTTP/2: as it is advertised; a larger one ends the connection"
+    max_frame_bytes: int = _CONNECTION.size(
+        "max-frame",
+        _FRAMES.frame_bytes,
+        (16 * KiB, MiB),
+        "HTTP/2: as it is advertised; a larger one ends the connection",
     )
-    max_header_block_bytes: int = _size(
+    max_header_block_bytes: int = _CONNECTION.size(
         "max-header-block",
         _FRAMES.header_block_bytes,
-        KiB,
-        4 * MiB,
+        (KiB, 4 * MiB),
         "HTTP/2: of a request's head, packed; a larger one ends the connection",
     )
-    max_continuations: int = _count(
-        "max-continuations", _FRAMES.num_continuations, 1024, "HTTP/2: frames that carry on a request's head", low=0
+    max_continuations: int = _CONNECTION.count(
+        "max-continuations", _FRAMES.num_continuations, (0, 1024), "HTTP/2: frames that carry on a request's head"
     )
-    max_resets: Rate = field(
-        default=_FRAMES.resets, metadata=_rate("max-resets", "HTTP/2: of streams, by the client or for its faults")
+    max_resets: Rate = _CONNECTION.setting(
+        "max-resets",
+        _FRAMES.resets,
+        rate_value,
+        "RATE",
+        "HTTP/2: of streams, by the client or for its faults",
+        show=format_rate,
     )
-    max_pings: Rate = field(default=_FRAMES.pings, metadata=_rate("max-pings", "HTTP/2: PING frames"))
-    max_settings: Rate = field(default=_FRAMES.settings, metadata=_rate("max-settings", "HTTP/2: SETTINGS frames"))
-    max_settings_entries: int = _count("max-settings-entries", _FRAMES.num_settings, 2730, "HTTP/2: in one of them")
-    max_empty_frames: int = _count(
+    max_pings: Rate = _CONNECTION.setting(
+        "max-pings", _FRAMES.pings, rate_value, "RATE", "HTTP/2: PING frames", show=format_rate
+    )
+    max_settings: Rate = _CONNECTION.setting(
+        "max-settings", _FRAMES.settings, rate_value, "RATE", "HTTP/2: SETTINGS frames", show=format_rate
+    )
+    max_settings_entries: int = _CONNECTION.count(
+        "max-settings-entries", _FRAMES.num_settings, (1, 2730), "HTTP/2: in one of them"
+    )
+    max_empty_frames: int = _CONNECTION.count(
         "max-empty-frames",
         _FRAMES.num_overhead_frames,
-        1_000_000,
+        (1, 1_000_000),
         "frames, and chunks of HTTP/1.1, that carry next to nothing, beyond what the content beside them earns",
     )
-    max_control_output_bytes: int = _size(
+    max_control_output_bytes: int = _CONNECTION.size(
         "max-control-output",
         _DEFAULTS.max_control_bytes,
-        64 * KiB,
-        64 * MiB,
+        (64 * KiB, 64 * MiB),
         "HTTP/2: answers to frames, not read by the client; at a quarter of it, nothing is read of it either",
     )
 

@@ -80,7 +80,7 @@ def test_defaults_of_old_configurations() -> None:
         ({"layer_types": ["sliding_attention"] * 32}, "sliding_attention"),
         ({"layer_types": ["linear_attention"] * 32}, "linear_attention"),
         ({"architectures": ["MistralForCausalLM"], "layer_types": ["full_attention"] * 32}, "full_attention"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "mxfp8"}}, "quantization_config"),
         ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0\.5"),
         ({"rope_parameters": {"rope_theta": 1.0, "partial_rotary_factor": 0.5}}, r"partial_rotary_factor=0\.5"),
         ({"architectures": ["Gemma3ForCausalLM"], "attn_logit_softcapping": 5.0}, "attn_logit_softcapping"),

@@ -64,7 +64,7 @@ def test_variants_that_are_not_read_are_named(fields: dict[str, Any], named: str
         parse(**fields)
 
 
-@pytest.mark.parametrize("given", [{"quant_method": "fp8"}, {"quant_method": "bitsandbytes"}, "int4"])
+@pytest.mark.parametrize("given", [{"quant_method": "mxfp8"}, {"quant_method": "bitsandbytes"}, "int4"])
 def test_other_methods_are_named(given: object) -> None:
     name = given["quant_method"] if isinstance(given, dict) else given
     with pytest.raises(UnsupportedModel, match=f"quant_method='{name}' is not supported"):

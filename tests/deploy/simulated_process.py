@@ -21,7 +21,7 @@ from server.config_sources import load_config
 from server.engine_thread import Inbox
 from server.observing.logs import configure_logging
 from server.process import LoadedEngine, serve
-from tests.server.test_process import load_with
+from tests.server.running_server import load_with
 
 
 class Gate:

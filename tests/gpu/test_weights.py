@@ -16,8 +16,9 @@ from core.config import parse_model_config
 from core.errors import BadCheckpoint
 from gpu import checkpoint
 from gpu.checkpoint import INDEX_FILE, SINGLE_FILE, open_checkpoint
+from gpu.layer_weights import ModelWeights
 from gpu.targets import interleave_halves
-from gpu.weights import ModelWeights, load_weights
+from gpu.weights import load_weights
 from tests.gpu.conftest import no_progress
 from tests.oracle import read_config, save_random_model
 

@@ -124,6 +124,16 @@ def test_who_is_over_a_limit_is_refused_before_the_body_is_read() -> None:
     server.ask(say(max_tokens=1))
     transport = server.send(keyed(request("POST", "/v1/completions", None, "Content-Length: 50000")))
     assert transport.received.startswith(b"HTTP/1.1 429 ")
+    assert b"this asks for 1, and 0 of 1 are left" in transport.received
+    server.close()
+
+
+def test_who_has_too_few_tokens_left_for_any_request_is_not_told_what_this_one_takes() -> None:
+    server = server_of(Limits(tokens_per_minute=60, burst_tokens=30))
+    assert server.ask(say(max_tokens=12)).status == 200
+    transport = server.send(keyed(request("POST", "/v1/completions", None, "Content-Length: 50000")))
+    assert transport.received.startswith(b"HTTP/1.1 429 ")
+    assert b"this asks for at least 2, and 0 of 30 are left" in transport.received
     server.close()
 
 
@@ -280,6 +290,27 @@ def test_a_stream_whose_quota_stays_empty_says_all_that_is_left_ends_and_says_wh
     server.close()
 
 
+def test_an_answer_whose_day_is_used_up_ends_at_once() -> None:
+    server = server_of(Limits(tokens_per_day=18 + FIRST_TOKENS))
+    answer = ask_long(server, say(max_tokens=1_500, **STREAM))
+    why = answer.events[-2]["steploop"]
+    assert (answer.finish_reason(), answer.usage["completion_tokens"]) == ("length", FIRST_TOKENS)
+    assert unlimited_text(1_500).startswith(answer.text())
+    assert holds(server) == []
+    assert (why["ended_by"], why["retry_after_s"]) == ("tokens_per_day", MIDNIGHT_S - int(server.loop.time()))
+    server.close()
+
+
+def test_an_answer_waits_for_the_next_day_where_it_begins_soon_enough() -> None:
+    server = server_of(Limits(tokens_per_day=18 + FIRST_TOKENS + 300))
+    server.ask(say(max_tokens=300 - 18))
+    server.loop.advance(MIDNIGHT_S - MAX_WAIT_S - server.loop.time())
+    answer = ask_long(server, say(max_tokens=700, **STREAM))
+    assert holds(server) == ["Pause", "Resume"]
+    assert answer.usage["completion_tokens"] == 700
+    server.close()
+
+
 def test_what_the_loop_hears_late_is_never_more_than_was_reserved() -> None:
     server = server_of(Limits(tokens_per_day=18 + FIRST_TOKENS), schedule=late_by(2.0))
     answer = ask_long(server, say(max_tokens=1_500, **STREAM))
@@ -321,9 +352,9 @@ class HeldAnswer:
 
 
 def held_pair(held: HeldAnswer, loop: VirtualTimeLoop, num_left: int) -> tuple[Allowance, Ticket]:
-    """Of two choices, in a day that has so many tokens beside what they reserved."""
-    caller = Caller(Tenant(name="acme", limits=Limits(tokens_per_day=1 + 2 * FIRST_TOKENS + num_left)))
-    ticket = Quotas(lambda: Moment(0, 0)).ticket_for(caller)
+    """Of two choices, by a limit that has so many tokens beside what they reserved, and gets none meanwhile."""
+    limits = Limits(tokens_per_minute=6, burst_tokens=1 + 2 * FIRST_TOKENS + num_left)
+    ticket = Quotas(lambda: Moment(0, 0)).ticket_for(Caller(Tenant(name="acme", limits=limits)))
     two = Request(
         request_id="r", prompt_ids=(7,), sampling=SamplingParams(max_tokens=900), arrival_s=0.0, num_sequences=2
     )
@@ -367,7 +398,7 @@ def test_what_is_left_is_taken_before_a_choice_is_held_and_what_is_reserved_is_s
 
 
 def test_a_client_that_leaves_while_its_stream_is_held_leaves_nothing() -> None:
-    server = server_of(Limits(tokens_per_day=18 + FIRST_TOKENS))
+    server = server_of(Limits(tokens_per_minute=6, burst_tokens=18 + FIRST_TOKENS, tokens_per_day=10_000))
     stream = server.send(say(max_tokens=1_500, **STREAM))
     server.run_until(lambda: "Pause" in holds(server))
     stream.feed_eof()

@@ -45,6 +45,15 @@ def refusal(data: bytes, method: str = "POST", **server: Any) -> tuple[int, str]
         (request("POST", "/v1/completions", b"{"), (400, "invalid_json")),
         (request("POST", "/v1/completions", b" " * 100_001), (413, "body_too_large")),
         (chat(model="large"), (404, "model_not_found")),
+        # What is known of another model is not what these are held against
+        (chat(model="large", logit_bias={"99999": 1}), (404, "model_not_found")),
+        (completion(model="large", prompt=[99_999]), (404, "model_not_found")),
+        (
+            request("POST", "/v1/responses", {"model": "large", "input": "a", "temperature": 9}),
+            (404, "model_not_found"),
+        ),
+        (request("POST", "/detokenize", {"model": "large", "tokens": [99_999]}), (404, "model_not_found")),
+        (request("POST", "/detokenize", {"tokens": [99_999]}), (400, "invalid_value")),
         (chat(messages=[]), (400, "invalid_value")),
         (chat(n=9), (400, "invalid_value")),
         (completion(prompt=[7] * 200), (400, "context_length_exceeded")),
@@ -234,11 +243,13 @@ def test_tokenizing_a_long_text_is_work_for_elsewhere(size: int) -> None:
 def test_while_loading_probes_answer_and_the_rest_says_the_stage() -> None:
     server = SimulatedServer(is_ready=False)
     server.readiness.stage = "loading weights"
+    refused = server.metrics.refused
     for data in (request("GET", "/ready"), chat(), request("GET", "/v1/models"), request("DELETE", "/v1/requests/a")):
         answer = server.ask(data)
         assert (answer.status, answer.json["error"]["code"]) == (503, "loading")
         assert "loading weights" in answer.json["error"]["message"]
         assert (answer.headers["retry-after"], answer.headers["retry-after-ms"]) == ("1", "1000")
+    assert refused == {"loading": 3}, "a probe that is told no is no request refused"
     assert server.ask(request("GET", "/health"), "GET").status == 200
     assert server.ask(request("GET", "/metrics"), "GET").status == 200
     server.close()

@@ -69,6 +69,11 @@ def test_any_of_the_keys_is_taken_in_either_header(header: tuple[bytes, bytes]) 
     assert (caller.tenant.name, caller.scopes, caller.key_id) == ("local", ALL_SCOPES, sha256(b"two").hexdigest()[:12])
 
 
+def test_a_key_that_is_sent_twice_is_one_key() -> None:
+    for name, value in ((b"authorization", b"Bearer one"), (b"x-api-key", b"one")):
+        with_keys("one").identify(request((name, value), (name, value)), None)
+
+
 def test_key_of_any_characters_is_compared_as_utf_8() -> None:
     with_keys("schlüssel").identify(request((b"x-api-key", "schlüssel".encode())), None)
 
@@ -86,6 +91,8 @@ def test_key_of_any_characters_is_compared_as_utf_8() -> None:
         ((b"x-api-key", b"ONE"),),
         ((b"x-api-key", b""),),
         ((b"authorization", b"Bearer wrong"), (b"x-api-key", b"one")),
+        ((b"authorization", b"Bearer one"), (b"authorization", b"Bearer wrong")),
+        ((b"x-api-key", b"one"), (b"x-api-key", b"ONE")),
     ],
 )
 def test_everything_else_is_refused_without_repeating_it(headers: Headers) -> None:

@@ -27,8 +27,8 @@ from server.engine_thread import EngineThread
 from server.process import Server
 from server.wire.http2 import Http2Protocol
 from tests.certificates import make_certificate, needs_openssl
+from tests.server.running_server import LIMIT_S, Running, load_with, run
 from tests.server.simulated_server import STREAM, answers, chat
-from tests.server.test_process import LIMIT_S, Running, load_with, run
 
 SLOW, NEIGHBOUR = 7, 8  # their seeds, by which the runner knows their rows
 NUM_STEPS = 2_000  # in which a mark must be passed, whatever is buffered below it

@@ -16,11 +16,13 @@ from server import __version__
 from server.cli import BROKEN_PIPE, main
 from server.commands.versions import FLOORS
 from server.config import OPTIONS, ServerConfig
+from server.values import format_count, format_size
 from tests.certificates import make_certificate, needs_openssl
 from tests.core.small_tokenizers import byte_level
+from tests.fp8_files import BLOCKS, save_pair
 from tests.gguf_files import byte_level_metadata, write_gguf
 from tests.server.chat_peer import running_peer
-from tests.server.tiny_model import CHATML, write_tiny_model
+from tests.server.tiny_model import CHATML, HIDDEN, INNER, write_tiny_model
 
 ROOT = Path(__file__).parent.parent.parent
 HEAVY = {"torch", "rich", "uvloop", "numpy", "asyncio", "jinja2", "tokenizers", "safetensors", "http.client", "email"}
@@ -160,6 +162,26 @@ def test_estimate_prints_the_plan_without_loading(model_path: Path, capsys: pyte
     assert lines[0] == "model        tiny-llama, LlamaForCausalLM"
     assert lines[3] == "context      128 tokens: --max-model-len"
     assert lines[6].endswith("512 tokens = 4.0 x 128")
+
+
+def test_estimate_counts_8_bit_floats_as_they_are_served(
+    model_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a CPU they become floats, but where they are asked for."""
+    stored, _ = save_pair(model_path, tmp_path, BLOCKS)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (stored / file).write_bytes((model_path / file).read_bytes())
+    words = ["serve", "--estimate", "--model", str(stored), "--device", "cpu", "--dtype", "float32"]
+    shown = []
+    for more in ([], ["--quantize", "fp8"]):
+        assert main([*words, *more]) == ExitCode.OK
+        lines = capsys.readouterr().out.splitlines()
+        shown.append([line.split(maxsplit=1)[1] for line in lines if line.startswith(("parameters", "weights"))])
+    num_matrix = 2 * (2 * HIDDEN * HIDDEN + 2 * HIDDEN * HIDDEN // 2 + 3 * HIDDEN * INNER)
+    num_rest = 5 * HIDDEN + byte_level().get_vocab_size() * HIDDEN
+    kept_bytes = 4 * num_rest + num_matrix + num_matrix // 32 * 4
+    assert shown[0] == [f"{format_count(num_matrix + num_rest)}, float32", format_size(4 * (num_matrix + num_rest))]
+    assert shown[1] == [f"{format_count(num_matrix + num_rest)}, float32, layers fp8", format_size(kept_bytes)]
 
 
 def test_estimate_names_the_variable_that_cut_the_context(

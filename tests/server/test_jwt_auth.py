@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import contextlib
 import hmac
 import json
 import sys
@@ -20,7 +21,17 @@ from core.errors import ErrorKind, ServiceError, StartupError
 from server.clock import Clock
 from server.config import ServerConfig
 from server.gate.gate import Gate
-from server.gate.jwks import MAX_AGE_S, REFRESH_S, RETRY_S, JwksUrl, KeySource, jwks_source, parse_jwks
+from server.gate.jwks import (
+    FETCHING_S,
+    MAX_AGE_S,
+    REFRESH_S,
+    RETRY_S,
+    JwksUrl,
+    KeySource,
+    KeysUnavailable,
+    jwks_source,
+    parse_jwks,
+)
 from server.gate.jwt_auth import MAX_TOKEN_BYTES, BadToken, JwtRules, JwtVerifier
 from server.gate.tenants import Tenant
 from server.values import BadValueError
@@ -212,6 +223,24 @@ def test_tokens_are_taken_beside_keys(tmp_path: Path) -> None:
         assert (caught.value.kind, caught.value.code) == (ErrorKind.AUTHENTICATION, "invalid_api_key")
 
 
+def test_who_comes_while_the_keys_cannot_be_had_is_asked_to_come_back(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        url = JwksUrl("http://127.0.0.1:1/nobody-listens-there")
+        gate = Gate(config_of(tmp_path, jwks=url, api_keys=("k",)), CLOCK)
+        gate.start()
+        with pytest.raises(ServiceError) as caught:
+            identify(gate, token())
+        assert (caught.value.kind, caught.value.code) == (ErrorKind.UNAVAILABLE, "issuer_unavailable")
+        assert caught.value.retry_after_s == FETCHING_S
+        for bad in (b"wrong", b"eyJ.e.y", signed({"alg": "none"})):
+            with pytest.raises(ServiceError) as caught:
+                identify(gate, bad)
+            assert caught.value.kind is ErrorKind.AUTHENTICATION
+        assert identify(gate, b"k") == "local"
+
+    asyncio.run(scenario())
+
+
 def test_a_reload_reads_the_file_of_keys_again(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     gate = Gate(config, CLOCK)
@@ -301,7 +330,9 @@ def test_the_keys_of_a_url_come_in_the_background_and_are_kept_for_a_day(caplog:
     async def scenario() -> None:
         now = [0.0]
         source = KeySource(issuer.url, lambda: now[0])
-        assert source.find("ec") is None  # and asks
+        with pytest.raises(KeysUnavailable) as unavailable:  # and asks
+            source.find("ec")
+        assert unavailable.value.retry_after_s == FETCHING_S
         await wait_fetched(source)
         assert source.find("ec") is not None
         now[0] = REFRESH_S - 1
@@ -328,8 +359,14 @@ def test_the_keys_of_a_url_come_in_the_background_and_are_kept_for_a_day(caplog:
         assert "those of before go on to count" in caplog.text
         assert issuer.num_asked == 4
         now[0] += MAX_AGE_S
-        assert source.find("new") is None
+        caplog.clear()
+        with pytest.raises(KeysUnavailable):
+            source.find("new")
         await wait_fetched(source)
+        assert "no JWT is taken" in caplog.text
+        with pytest.raises(KeysUnavailable) as unavailable:
+            source.find("new")
+        assert unavailable.value.retry_after_s == RETRY_S
 
     try:
         asyncio.run(scenario())
@@ -347,9 +384,10 @@ def test_a_redirect_is_followed_where_it_keeps_the_scheme(
 
     async def scenario() -> None:
         source = KeySource(issuer.url, lambda: 0.0)
-        source.find("ec")
+        source.refresh()
         await wait_fetched(source)
-        assert (source.find("ec") is not None) is is_followed
+        with contextlib.nullcontext() if is_followed else pytest.raises(KeysUnavailable):
+            assert source.find("ec") is not None
         assert ("redirects to https://127.0.0.1:1/keys" in caplog.text) is not is_followed
 
     try:

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from server.ledger.journal import Journal, Written, open_journal
 from server.ledger.records import Reserve, Settle, State, Write
 from server.ledger.setup import open_ledger
 from server.ledger.store import LedgerStore
-from server.ledger.thread import LedgerThread
+from server.ledger.thread import DURABLE_S, CommitPace, LedgerThread
 from tests.server.test_ledger_journal import row, settled
 
 
@@ -47,6 +48,32 @@ def test_each_is_told_on_the_loop_in_order_once_it_is_durable(tmp_path: Path) ->
 
     asyncio.run(run())
     assert told == [(number, True, threading.get_ident()) for number in range(50)]
+
+
+def latencies_s(took_s: Sequence[float]) -> list[float]:
+    """Of writes that come right after each commit has begun, until the next, which takes so long, has ended."""
+    pace, began_s, now_s, found = CommitPace(), 0.0, 0.0, []
+    for took in took_s:
+        next_s = now_s + pace.wait_s(now_s)
+        now_s = next_s + took
+        found.append(now_s - began_s)
+        pace.note(next_s, now_s)
+        began_s = next_s
+    return found
+
+
+def test_what_comes_as_a_commit_begins_is_durable_in_time_though_one_in_a_hundred_is_slow() -> None:
+    found = latencies_s([0.002 if i % 100 == 50 else 0.0005 for i in range(1000)])
+    assert found[0] == 0.0005  # nobody waits for others where none came
+    late = [latency for latency in found[51:] if latency > DURABLE_S + 0.0005]
+    assert not late
+    assert min(found[51:]) > DURABLE_S / 2  # they gather still
+
+
+def test_commits_gather_writes_again_after_the_disk_has_hung() -> None:
+    found = latencies_s([0.0005, 0.5, *[0.0005] * 1000])
+    assert all(latency >= DURABLE_S / 2 for latency in found[3:])
+    assert found[-1] > 0.9 * DURABLE_S
 
 
 def test_close_writes_what_was_submitted_and_lets_the_next_server_in(tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ from server.observing.otel import MAX_WAITING, TraceExporter
 from server.observing.timing import Stage
 from server.observing.trace_context import TraceContext
 from server.values import BadValueError, otlp_endpoint
+from tests.server.running_server import Running, ask, closing, load_with, run
 from tests.server.simulated_server import MODEL, STREAM, chat
-from tests.server.test_process import Running, ask, closing, load_with, run
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 

@@ -6,9 +6,8 @@ import torch
 
 from gpu.kernels.attention_tiles import KernelShape, kernel_shape
 from gpu.kernels.block_sizes import (
-    LARGE_TILES,
     MAX_SPLITS,
-    SMALL_TILES,
+    SMALL_ROWS,
     ProductTile,
     heads_at_once,
     next_power_of_two,
@@ -16,7 +15,7 @@ from gpu.kernels.block_sizes import (
 )
 from gpu.kernels.device_sampler import MAX_BIASES, MAX_STOP_IDS, SHAPES
 from gpu.kernels.operators import ACTIVATIONS
-from gpu.kernels.product import INT4, PLAIN, SCALED
+from gpu.kernels.product import GROUPED, INT4, PLAIN, SCALED, Matrix
 from gpu.scores import PLAIN as PLAIN_SCORES
 from gpu.scores import Scores
 from tests.gpu.kernels.ahead import Case, pointer
@@ -39,7 +38,10 @@ FORMATS = (
     (8, SCALED, torch.int8),
     (8, SCALED, torch.float8_e4m3fn),
     (4, INT4, torch.uint8),
+    (8, GROUPED, torch.float8_e4m3fn),
 )
+SCALES = {SCALED: torch.bfloat16, INT4: torch.bfloat16, GROUPED: torch.float32}  # those of PLAIN are not read
+MANY_ROWS = SMALL_ROWS + 1  # for which there are larger tiles
 ATTENTION_INTEGERS = ("num_rows", "num_decodes", "num_programs", "query_stride", "table_stride", "window")
 TABLES = ("tables", "ends", "offsets", "tiles", "num_tiles", "splits", "split_offsets")
 
@@ -139,8 +141,13 @@ def _product_arguments(rows: torch.dtype, values: torch.dtype, scales: torch.dty
 
 def _tile_constants(form: int, tile: ProductTile, **others: object) -> dict[str, object]:
     blocks = {"BLOCK_M": tile.rows, "BLOCK_N": tile.outputs, "BLOCK_K": tile.inputs}
-    group = 128 if form == INT4 else 1
+    group = 128 if form in (INT4, GROUPED) else 1
     return {"FORM": form, "HAS_BIAS": True, "GROUP": group, "IS_WHOLE": True, "PRECISION": "ieee", **blocks, **others}
+
+
+def tile_of(bits: int, form: int, num_rows: int) -> ProductTile:
+    none = torch.empty(0)
+    return Matrix(form, none, none, none, num_out=0, num_in=0, num_bits=bits, group=128).tile(num_rows)
 
 
 def product_cases() -> list[Case]:
@@ -152,12 +159,12 @@ def product_cases() -> list[Case]:
                 continue
             rows = torch.float32 if bits == 32 else dtype
             values = stored or dtype
-            for tiles, splits in ((SMALL_TILES, 4), (SMALL_TILES, 1), (LARGE_TILES, 1)):
+            for num_rows, splits in ((SMALL_ROWS, 4), (SMALL_ROWS, 1), (MANY_ROWS, 1)):
                 if dtype == torch.float16 and splits == 4:
                     continue  # what it writes is float32 either way
-                tile = tiles[bits]
+                tile = tile_of(bits, form, num_rows)
                 arguments = _product_arguments(
-                    rows, values, rows if form == PLAIN else torch.bfloat16, torch.float32 if splits > 1 else rows
+                    rows, values, SCALES.get(form, rows), torch.float32 if splits > 1 else rows
                 )
                 constants = _tile_constants(form, tile, SPLITS=splits)
                 cases.append(Case(f"{module}:multiply", arguments, constants, tile.num_warps, tile.num_stages, wide))
@@ -173,11 +180,11 @@ def expert_cases() -> list[Case]:
     for bits, form, stored in FORMATS:
         rows = torch.float32 if bits == 32 else torch.bfloat16
         values = pointer(stored or rows)
-        scales = pointer(rows if form == PLAIN else torch.bfloat16)
+        scales = pointer(SCALES.get(form, rows))
         pointers = {"x": pointer(rows), "weights": values, "scales": scales, "zeros": scales, "bias": pointer(rows)}
         integers = dict.fromkeys(("num_out", "num_in", "row_stride", "num_experts"), "i32")
-        for tiles, share in ((SMALL_TILES, 8), (LARGE_TILES, 1)):
-            tile = tiles[bits]
+        for num_rows, share in ((SMALL_ROWS, 8), (MANY_ROWS, 1)):
+            tile = tile_of(bits, form, num_rows)
             arguments = pointers | {"out": pointer(rows), "pairs": "*i64", "ends": "*i64"} | integers
             constants = _tile_constants(form, tile, SHARE=share, BLOCK_E=128)
             name = f"{module}:multiply_by_expert"

@@ -12,6 +12,7 @@ from gpu.linear import make_linear
 from gpu.mlp import GATED, Experts
 from gpu.operators import Operators
 from gpu.quantize import QuantizedWeight, Weight, dequantize, quantize
+from tests.gpu.kernels.test_product import grouped as in_groups
 from tests.gpu.operator_cases import CONFIG
 
 HIDDEN, WIDTH = 64, 32
@@ -29,13 +30,16 @@ def weights_of(
     def made(seed: int, *shape: int) -> torch.Tensor:
         return noise(seed, *shape).to(device, dtype)
 
+    def stored(weight: torch.Tensor) -> Weight:
+        return weight if form is None else in_groups(weight, 32) if form == "fp8 by 32" else quantize(weight, form)
+
     gate_up, down = made(2, num_experts, 2 * WIDTH, HIDDEN) / 8, made(3, num_experts, HIDDEN, WIDTH) / 6
     return ExpertWeights(
         router=made(1, num_experts, HIDDEN),
         router_bias=made(4, num_experts) if has_bias else None,
-        gate_up=gate_up if form is None else quantize(gate_up, form),
+        gate_up=stored(gate_up),
         gate_up_bias=made(5, num_experts, 2 * WIDTH) if has_bias else None,
-        down=down if form is None else quantize(down, form),
+        down=stored(down),
         down_bias=made(6, num_experts, HIDDEN) if has_bias else None,
     )
 
@@ -66,7 +70,13 @@ def grouped(config: ExpertsConfig, weights: ExpertWeights, activation: str = "si
 @pytest.mark.parametrize("num_tokens", [1, 6, SMALL_ROWS + 3])
 @pytest.mark.parametrize(
     ("form", "has_bias", "activation"),
-    [(None, False, "silu"), (None, True, "clamped_swiglu"), ("fp8", True, "silu"), ("int4", False, "silu")],
+    [
+        (None, False, "silu"),
+        (None, True, "clamped_swiglu"),
+        ("fp8", True, "silu"),
+        ("int4", False, "silu"),
+        ("fp8 by 32", False, "silu"),
+    ],
 )
 def test_they_are_the_experts_one_by_one(
     form: str | None, has_bias: bool, activation: str, num_tokens: int, dtype: torch.dtype, device: torch.device

@@ -12,12 +12,14 @@ from core.config import parse_model_config
 from gpu.checkpoint import open_checkpoint
 from gpu.device import DeviceChoice
 from gpu.device_products import DeviceProducts
+from gpu.kept_matrices import kept_scheme
 from gpu.kernels.operators import TritonOperators
 from gpu.memory_plan import plan_memory
 from gpu.operators import Operators
 from gpu.quantize_cache import quantizing
 from gpu.runner import ModelRunner
 from gpu.weights import MatrixForm, load_weights
+from tests import fp8_files, packed_files
 from tests.gpu.conftest import ENGINE, no_progress
 from tests.gpu.driver import Driver
 from tests.oracle import Oracle, read_config
@@ -53,10 +55,11 @@ def open_runner(
     """With kernels, they multiply wherever they can."""
     choice = DeviceChoice(device, "", torch.float32, "", 1, "")
     config, engine = parse_model_config(read_config(directory)), dataclasses.replace(ENGINE, quantize=scheme)
-    checkpoint = open_checkpoint(directory)
+    checkpoint = open_checkpoint(directory, config.packing)
     memory = plan_memory(config, engine, choice, checkpoint.size_bytes, 1 << 30)
     with torch.inference_mode(), quantizing(engine) as convert:
-        weights = load_weights(checkpoint, config, torch.float32, device, no_progress, MatrixForm(convert))
+        form = MatrixForm(convert, kept_scheme(config, scheme, device) is not None)
+        weights = load_weights(checkpoint, config, torch.float32, device, no_progress, form)
     operators: Operators
     if operators_of is TritonOperators:
         prices = itertools.cycle([1.0, 2.0])  # the kernel is measured first
@@ -84,6 +87,18 @@ def test_greedy_tokens_are_the_oracles(
     oracle = Oracle(directory)
     found = tokens_of(open_runner(directory, device, TritonOperators, None), *PROMPTS)
     assert found == [oracle.greedy(list(prompt), NUM_TOKENS) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("scheme", ["blocks", "whole"])
+def test_8_bit_floats_of_a_checkpoint_say_what_they_stand_for(
+    scheme: str, tmp_path: Path, device: torch.device
+) -> None:
+    """A prompt of more rows than the small tile has, and few rows."""
+    _, plain = packed_files.save_pair(tmp_path / "plain", {"quant_method": "awq", "bits": 4, "group_size": 32})
+    stored, floats = fp8_files.save_pair(plain, tmp_path, fp8_files.SCHEMES[scheme])
+    oracle, prompts = Oracle(floats), (LONG_PROMPT, PROMPTS[1])
+    found = tokens_of(open_runner(stored, device, TritonOperators, "fp8"), *prompts)
+    assert found == [oracle.greedy(list(prompt), NUM_TOKENS) for prompt in prompts]
 
 
 @pytest.mark.parametrize(("family", "scheme"), [("llama2", "int8"), ("llama2", "fp8"), ("gpt_oss", "int4")])

@@ -12,17 +12,27 @@ from gpu.kernels.block_sizes import (
     split_inputs,
     splits_for,
 )
-from gpu.kernels.product import Product, can_multiply
+from gpu.kernels.product import Product, can_multiply, stored_as
 from gpu.quantize import QuantizedWeight, Weight, dequantize, quantize
 
-FORMS = ("plain", "int8", "fp8", "int4")
+FORMS = ("plain", "int8", "fp8", "int4", "fp8 by 32")
 SHAPES = ((70, 96), (33, 544), (64, 2048))  # odd outputs; odd inputs in several parts; whole tiles in several parts
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}  # of the largest
 
 
 def weight_of(form: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Weight:
     made = torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(device, dtype)
+    if form.startswith("fp8 by "):
+        return grouped(made, int(form.removeprefix("fp8 by ")))
     return made if form == "plain" else quantize(made, form)
+
+
+def grouped(weight: torch.Tensor, size: int) -> QuantizedWeight:
+    """As checkpoints have it: 8-bit floats with a float32 scale for each group of inputs."""
+    groups = weight.float().unflatten(-1, (-1, size))
+    scales = groups.abs().amax(-1) / 448
+    values = (groups / scales.unsqueeze(-1)).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return QuantizedWeight(weight.dtype, values.flatten(-2), scales)
 
 
 def rows_of(num_rows: int, num_in: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -83,7 +93,18 @@ def test_groups_of_any_size_that_is_known(num_inputs: int, device: torch.device)
     assert_near(Product(weight, None)(x), exact(weight, x, None))
 
 
+@pytest.mark.parametrize("num_inputs", [64, 96, 128, 256])
+def test_groups_of_8_bit_floats_of_any_size_that_is_known(num_inputs: int, device: torch.device) -> None:
+    weight = grouped(rows_of(40, 2 * num_inputs, torch.float32, device), num_inputs)
+    x = rows_of(SMALL_ROWS + 4, 2 * num_inputs, torch.float32, device)
+    assert can_multiply(weight)
+    assert stored_as(weight) == (f"float8_e4m3fn by {num_inputs}", 40 * 2 * num_inputs)
+    for num_rows in (3, SMALL_ROWS + 4):
+        assert_near(Product(weight, None)(x[:num_rows]), exact(weight, x[:num_rows], None))
+
+
 def test_what_is_not_known_is_told() -> None:
+    assert not can_multiply(grouped(torch.ones(8, 48), 24))
     assert not can_multiply(torch.ones(8, 64)[:, :32])
     narrow = torch.ones(8, 3, dtype=torch.bfloat16)
     assert not can_multiply(QuantizedWeight(torch.float32, torch.ones(8, 24, dtype=torch.uint8), narrow, narrow))

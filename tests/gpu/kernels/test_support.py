@@ -19,10 +19,11 @@ from gpu.kernel_choice import (
     find_recorder,
     why_no_kernels,
 )
-from gpu.kernels import support
+from gpu.kernels import product, support
 from gpu.kernels.operators import TritonOperators
 from gpu.kernels.paged_attention import PagedAttention
 from gpu.operators import Operators
+from gpu.quantize import quantize
 from tests.gpu.kernels.test_elementwise import CONFIG
 
 CUDA = DeviceChoice(torch.device("cuda", 0), "", torch.bfloat16, "", 1, "")
@@ -55,6 +56,18 @@ def test_an_old_device_is_left_to_torch(
     assert why_no_kernels(CONFIG, CUDA) == why
     assert (type(find_operators(CONFIG, CUDA)) is Operators) == (why is not None)
     assert describe_products(CONFIG, CUDA) == (f"torch's: {why}" if why else "Triton's kernels or cuBLAS, as measured")
+
+
+@pytest.mark.parametrize(("capability", "is_known"), [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True)])
+def test_8_bit_floats_are_left_to_torch_where_triton_converts_none(
+    capability: tuple[int, int], is_known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert support.knows_fp8(CUDA.device) is is_known
+    assert support.knows_fp8(torch.device("cpu"))
+    monkeypatch.setattr(product, "knows_fp8", lambda device: is_known)
+    assert product.can_multiply(quantize(torch.ones(8, 32), "fp8")) is is_known
+    assert product.can_multiply(quantize(torch.ones(8, 32), "int8"))
 
 
 def test_without_triton_torch_serves(monkeypatch: pytest.MonkeyPatch) -> None:

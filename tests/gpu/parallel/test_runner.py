@@ -19,6 +19,7 @@ from gpu.parallel.followers import Followers
 from gpu.parallel.messages import Job, Step
 from gpu.parallel.ranks import Ranks, close
 from gpu.parallel.runner import ParallelRunner, load_parallel_runner
+from tests import fp8_files, packed_files
 from tests.gpu.conftest import ENGINE, no_progress, open_runner
 from tests.gpu.driver import Driver, make_plan
 from tests.gpu.test_model import make_prompt
@@ -29,11 +30,12 @@ NUM_TOKENS = 24
 
 
 @pytest.fixture
-def open_parallel() -> Iterator[Callable[[Path], ParallelRunner]]:
+def open_parallel() -> Iterator[Callable[..., ParallelRunner]]:
     opened = []
 
-    def open_one(directory: Path) -> ParallelRunner:
-        opened.append(load_parallel_runner(directory, parse_model_config(read_config(directory)), TWO, no_progress))
+    def open_one(directory: Path, **engine: Any) -> ParallelRunner:
+        model = parse_model_config(read_config(directory))
+        opened.append(load_parallel_runner(directory, model, replace(TWO, **engine), no_progress))
         return opened[-1]
 
     yield open_one
@@ -42,20 +44,33 @@ def open_parallel() -> Iterator[Callable[[Path], ParallelRunner]]:
     close()
 
 
-@pytest.mark.parametrize("family", ["llama3", "gemma2", "gemma3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama3", "gemma2", "gemma3", "qwen3_moe", "olmo2"])
 def test_two_processes_say_what_one_says(
     family: str, model_directory: Callable[[str], Path], open_parallel: Callable[[Path], ParallelRunner]
 ) -> None:
     """Of gemma3 both share the one KV head."""
 
-    def tokens_of(runner: Any) -> list[list[int]]:
-        driver = Driver(runner)
-        first = driver.add(make_prompt(1, 37))
-        driver.generate(4, first)
-        return driver.generate(NUM_TOKENS, driver.add(make_prompt(2, 20)), first)
-
     directory = model_directory(family)
     assert tokens_of(open_parallel(directory)) == tokens_of(open_runner(directory))
+
+
+def tokens_of(runner: Any) -> list[list[int]]:
+    driver = Driver(runner)
+    first = driver.add(make_prompt(1, 37))
+    driver.generate(4, first)
+    return driver.generate(NUM_TOKENS, driver.add(make_prompt(2, 20)), first)
+
+
+def test_two_processes_share_packed_integers(tmp_path: Path, open_parallel: Callable[..., ParallelRunner]) -> None:
+    gptq = {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": False}
+    packed, floats = packed_files.save_pair(tmp_path / "packed", gptq)
+    assert tokens_of(open_parallel(packed)) == tokens_of(open_runner(floats))
+
+
+def test_two_processes_share_8_bit_floats(tmp_path: Path, open_parallel: Callable[..., ParallelRunner]) -> None:
+    _, plain = packed_files.save_pair(tmp_path / "plain", {"quant_method": "awq", "bits": 4, "group_size": 32})
+    stored, floats = fp8_files.save_pair(plain, tmp_path, fp8_files.BLOCKS)
+    assert tokens_of(open_parallel(stored, quantize="fp8")) == tokens_of(open_runner(floats))
 
 
 def test_a_rank_that_is_killed_is_a_lost_device(

@@ -3,31 +3,35 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from core.config import EngineConfig, ExpertsConfig, parse_model_config
 from core.errors import StartupError
+from core.fp8_config import Fp8Config
 from core.packed_config import PackedConfig
 from core.plan import PromptTargets
 from gpu.checkpoint import open_checkpoint
+from gpu.layer_weights import ModelWeights
 from gpu.memory_plan import MemoryPlan
 from gpu.parallel.loading import find_room, plan_rank
 from gpu.parallel.shards import Shard, check_shards, part_of
-from gpu.quantize import quantize
-from gpu.weights import AS_THEY_ARE, MatrixForm, ModelWeights, keeps_packed, load_weights
+from gpu.quantize import dequantize, quantize
+from gpu.weights import AS_THEY_ARE, MatrixForm, load_weights
+from tests import fp8_files, packed_files
 from tests.gpu.conftest import ENGINE, no_progress, open_runner
 from tests.gpu.driver import Driver, make_plan
 from tests.gpu.parallel.lockstep import Lockstep
 from tests.gpu.test_memory_plan import MODEL
 from tests.gpu.test_model import make_prompt
 from tests.gpu.test_weights import every_tensor
-from tests.oracle import FAMILIES, read_config
+from tests.oracle import FAMILIES, read_config, save_random_model
 
 NUM_TOKENS = 24
 PROMPTS = (make_prompt(1, 37), make_prompt(2, 1))
-UNSHARED = {"qwen2": "7 heads", "qwen3": "5 heads", "olmo2": "all heads at once"}
+UNSHARED = {"qwen2": "7 heads", "qwen3": "5 heads"}
 SHARED = [family for family in FAMILIES if family not in UNSHARED]
 
 
@@ -42,7 +46,8 @@ def test_two_ranks_say_what_one_says(family: str, model_directory: Callable[[str
     two = Lockstep(directory, 2)
     assert tokens_of(two) == tokens_of(open_runner(directory))
     config = two.runners[0].config
-    assert two.meeting.num_sums == 2 * config.num_layers * NUM_TOKENS  # the first step computes the prompts
+    num_sums = 3 if family == "olmo2" else 2  # of a layer: attention, MLP, and squares where heads are normed together
+    assert two.meeting.num_sums == num_sums * config.num_layers * NUM_TOKENS  # the first step computes the prompts
 
 
 def test_two_ranks_say_how_likely_a_prompt_is_as_one_does(model_directory: Callable[[str], Path]) -> None:
@@ -81,7 +86,7 @@ def plan_of(directory: Path, engine: EngineConfig = ENGINE) -> MemoryPlan:
 
 def loaded(directory: Path, shard: Shard | None, form: MatrixForm = AS_THEY_ARE) -> ModelWeights:
     config = parse_model_config(read_config(directory))
-    checkpoint = open_checkpoint(directory)
+    checkpoint = open_checkpoint(directory, config.packing)
     return load_weights(checkpoint, config, torch.float32, torch.device("cpu"), no_progress, form, shard=shard)
 
 
@@ -187,9 +192,73 @@ def test_experts_split_by_their_width() -> None:
         check_shards(replace(model, experts=replace(experts, intermediate_size=98)), 4, is_kept_packed=False)
 
 
-def test_matrices_that_are_served_packed_are_refused_and_unpacked_ones_are_not() -> None:
-    model = replace(MODEL, packed=PackedConfig("gptq", 4, 128, has_order=False, zero_offset=1))
-    assert keeps_packed(model, None)
-    with pytest.raises(StartupError, match=r"not split. Fix: --tensor-parallel 1, or --quantize int8"):
-        check_shards(model, 2, keeps_packed(model, None))
-    check_shards(model, 2, keeps_packed(model, "int8"))
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_norms_over_all_heads_are_those_of_one_rank(num_ranks: int, tmp_path: Path) -> None:
+    """Of two KV heads four ranks have a copy each of one."""
+    directory = save_random_model("olmo2", tmp_path)
+    assert tokens_of(Lockstep(directory, num_ranks)) == tokens_of(open_runner(directory))
+
+
+PACKED: dict[str, dict[str, Any]] = {
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": False, "sym": False},
+    "gptq whole rows": {"quant_method": "gptq", "bits": 4, "group_size": -1, "desc_act": False},
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"},
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_ranks_share_packed_matrices(name: str, tmp_path: Path) -> None:
+    """Groups of 64 inputs, of which a rank has 32 in attention, are cut into two."""
+    directory, floats = packed_files.save_pair(tmp_path, PACKED[name])
+    two = Lockstep(directory, 2)
+    assert tokens_of(two) == tokens_of(open_runner(floats))
+    assert_parts_are_the_whole(directory)
+    assert plan_of(directory).weights_bytes < plan_of(floats).weights_bytes
+
+
+@pytest.mark.parametrize("scheme", ["blocks", "blocks of 128", "whole", "compressed channels"])
+def test_ranks_share_8_bit_floats(scheme: str, tmp_path: Path) -> None:
+    _, plain = packed_files.save_pair(tmp_path / "plain", PACKED["awq"])
+    directory, floats = fp8_files.save_pair(plain, tmp_path, fp8_files.SCHEMES[scheme])
+    engine, want = replace(ENGINE, quantize="fp8"), tokens_of(open_runner(floats))
+    assert tokens_of(Lockstep(directory, 2, engine)) == want
+    assert tokens_of(Lockstep(directory, 2)) == want
+    assert_parts_are_the_whole(directory)
+    assert plan_of(directory, engine).weights_bytes < plan_of(directory).weights_bytes
+
+
+def assert_parts_are_the_whole(directory: Path) -> None:
+    config = parse_model_config(read_config(directory))
+    form = MatrixForm(is_packed_kept=True)
+    whole = loaded(directory, None).layers[0]
+    parts = [loaded(directory, Shard(config, rank, 2), form).layers[0] for rank in range(2)]
+    outputs, downs = (
+        [dequantize(getattr(owner, name), torch.float32) for owner in owners]
+        for owners, name in ((parts, "output"), ([part.mlp for part in parts], "down"))
+    )
+    assert torch.allclose(torch.cat(outputs, 1), whole.output, atol=1e-6)
+    assert torch.allclose(torch.cat(downs, 1), whole.mlp.down, atol=1e-6)
+
+
+def test_8_bit_floats_of_fused_and_of_experts_matrices_are_shared(
+    model_directory: Callable[[str], Path], tmp_path: Path
+) -> None:
+    for family in ("phi3", "mixtral"):
+        directory, floats = fp8_files.save_pair(
+            model_directory(family), tmp_path / family, fp8_files.SCHEMES["compressed channels"]
+        )
+        two = Lockstep(directory, 2, replace(ENGINE, quantize="fp8"))
+        assert tokens_of(two) == tokens_of(open_runner(floats))
+
+
+def test_groups_that_ranks_cannot_share_are_refused_with_what_can() -> None:
+    model = replace(MODEL, intermediate_size=9728, packed=PackedConfig("gptq", 4, 128, has_order=False, zero_offset=1))
+    for packed in (model, replace(model, packed=None, fp8=Fp8Config((128, 128)))):
+        check_shards(packed, 4, is_kept_packed=True)
+        with pytest.raises(
+            StartupError, match=r"rows of 9728 .* by 128 do not split into 32 .*Fix: .* 2, or 4"
+        ) as caught:
+            check_shards(replace(packed, num_kv_heads=32), 32, is_kept_packed=True)
+        assert "32" not in caught.value.fix
+        check_shards(replace(packed, num_kv_heads=32), 32, is_kept_packed=False)
+    check_shards(replace(model, packed=None, fp8=Fp8Config(None)), 8, is_kept_packed=True)

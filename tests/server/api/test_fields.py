@@ -11,6 +11,7 @@ from core.errors import InvalidRequest
 from core.types import SamplingParams
 from server.api.chat import ChatSurface
 from server.api.completions import CompletionsSurface
+from server.api.fields import checked_ids
 from server.api.responses import ResponsesSurface
 from server.api.surface import UNLIMITED_TOKENS, GenerationDefaults, RequestLimits
 from server.config_sources import load_config
@@ -284,10 +285,17 @@ def test_what_one_request_may_ask_for_is_the_operators_to_say(asked: dict[str, o
     body = json.dumps({"model": "m", "prompt": "a"} | asked).encode()
 
     def parse(limits: RequestLimits) -> None:
-        CompletionsSurface().parse(body, GenerationDefaults(vocab_size=100, limits=limits))
+        CompletionsSurface().parse(body, lambda model: GenerationDefaults(vocab_size=100, limits=limits))
 
     names = {f"max_{name}": "2" for name in ("choices", "prompts", "stops", "logit_biases", "top_logprobs")}
     parse(load_config(names | dict.fromkeys(names, "3"), {}).request_limits)
     with pytest.raises(InvalidRequest) as caught:
         parse(load_config(names, {}).request_limits)
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize("ids", [[10], [-1], [2**64]])
+def test_ids_beyond_the_vocabulary_are_refused(ids: list[int]) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        checked_ids([9, *ids], "tokens", 10)
+    assert caught.value.param == "tokens[1]"

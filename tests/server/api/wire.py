@@ -35,7 +35,7 @@ def say(text: str, finish_reason: FinishReason | None = None) -> Delta:
 
 
 def parse(surface: Surface, **fields: Any) -> GenerationCall:
-    return surface.parse(json.dumps({"model": "tiny"} | fields).encode(), DEFAULTS)
+    return surface.parse(json.dumps({"model": "tiny"} | fields).encode(), lambda model: DEFAULTS)
 
 
 def refusal(surface: Surface, **fields: Any) -> InvalidRequest:
