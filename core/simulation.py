@@ -7,7 +7,6 @@ Thread: its caller's.
 
 import sys
 import zlib
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -202,8 +201,8 @@ class SimulatedRunner:
     def __init__(self, limits: RunnerLimits, cost: StepCost, clock: SimulatedClock) -> None:
         self.limits = limits
         self._device = SimulatedDevice(cost, clock)
-        self._kv = [self._empty_block() for _ in range(limits.num_blocks)]
-        self._host = [self._empty_block() for _ in range(limits.num_host_blocks)]
+        self._kv = [_new_block(b"\xff" * 4 * limits.block_size) for _ in range(limits.num_blocks)]
+        self._host = [_new_block(b"\xff" * 4 * limits.block_size) for _ in range(limits.num_host_blocks)]
         self._num_entries = -(-limits.max_model_len // limits.block_size)
         self._tables: list[list[int]] = [[] for _ in range(limits.max_sequences)]  # of blocks, by slot
         self._starts: dict[int, SequenceStart] = {}
@@ -239,17 +238,14 @@ class SimulatedRunner:
     def collect(self, ticket: StepPlan) -> StepOutput:
         return self._device.wait(ticket)
 
-    def _empty_block(self) -> "array[int]":  # a string: Python 3.11 cannot subscript it
-        return array("i", [_NOTHING] * self.limits.block_size)
-
     def _copy(self, plan: StepPlan) -> None:
         """All that goes out is read before anything is written, and so are the sources of copies on write."""
         copies = plan.host_copies or _NO_COPIES
         for slot, block in copies.offloads.items():
-            self._host[slot] = self._kv[block][:]
+            self._host[slot] = _new_block(self._kv[block])
         for block, slot in copies.restores.items():
-            self._kv[block] = self._host[slot][:]
-        sources = [self._kv[block][:] for block in plan.copy_sources.tolist()]
+            self._kv[block] = _new_block(self._host[slot])
+        sources = [_new_block(self._kv[block]) for block in plan.copy_sources.tolist()]
         for block, content in zip(plan.copy_targets.tolist(), sources, strict=True):
             self._kv[block] = content
 
@@ -283,6 +279,11 @@ class SimulatedRunner:
         num_blocks = -(-length // self.limits.block_size)
         content = b"".join([self._kv[block] for block in self._tables[slot][:num_blocks]])
         return memoryview(content).cast("i")[:length]
+
+
+def _new_block(content: bytes | memoryview) -> memoryview:
+    """Of token ids, 32 bits each; all bits set: _NOTHING."""
+    return memoryview(bytearray(content)).cast("i")
 
 
 def _rows_of(*columns: Int32Array) -> Iterator[tuple[int, ...]]:
