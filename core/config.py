@@ -32,6 +32,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (1, 1.0, None),
     "is_encoder_decoder": (False, None),
     "add_cross_attention": (False, None),
+    "is_causal": (True, None),
     "use_bidirectional_attention": (False, None),
 }
 
@@ -272,6 +273,8 @@ def _family(config: Mapping[str, Any]) -> Family:
         raise bad_field(f"architectures={names!r} is not a list.")
     for family in FAMILIES:
         if names[0] in (family.architecture, family.model_type):
+            if config.get("model_type") not in (family.model_type, None):  # by which transformers computes
+                raise bad_field(f"model_type={config['model_type']!r} contradicts architectures={names!r}.")
             return family
     supported = ", ".join(family.architecture for family in FAMILIES)
     raise UnsupportedModel(f"Architecture {names[0]!r} is not supported.", f"use a model of one of: {supported}.")
