@@ -24,6 +24,7 @@ BLOCK_SIZE = 16  # tokens per KV block
 INTER_TOKEN_TARGET = 1.6  # of EngineConfig
 QUANTIZE_SCHEMES = ("int8", "fp8", "int4")
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+DEFAULT_POSITIONS = 2048  # of families that name no other: transformers' LlamaConfig
 
 # Fields that change the output, and the values under which they do not.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -203,7 +204,7 @@ def parse_model_config(config: Mapping[str, Any]) -> ModelConfig:
     config = {**family.defaults, **config}
     _refuse_output_changing_fields(config, family)
     sizes = _sizes(config, family)
-    max_position = positive_int(config, "max_position_embeddings", 2048)
+    max_position = positive_int(config, "max_position_embeddings", DEFAULT_POSITIONS)
     rope, local_rope = _ropes(config, family, max_position, sizes["head_dim"])
     return ModelConfig(
         architecture=family.architecture,
@@ -224,6 +225,15 @@ def parse_model_config(config: Mapping[str, Any]) -> ModelConfig:
         bos_token_id=next(iter(token_ids(config, "bos_token_id")), None),
         eos_token_ids=token_ids(config, "eos_token_id"),
     )
+
+
+def stated_context(config: Mapping[str, Any]) -> int:
+    """Tokens of context that config.json says, or its family where it is silent; what is served may be less.
+
+    Raises:
+        UnsupportedModel, BadCheckpoint: as parse_model_config.
+    """
+    return positive_int({**_family(config).defaults, **config}, "max_position_embeddings", DEFAULT_POSITIONS)
 
 
 def _sizes(config: Mapping[str, Any], family: Family) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from core.config import LayerConfig, RopeConfig, parse_model_config
+from core.config import LayerConfig, RopeConfig, parse_model_config, stated_context
 from core.errors import BadCheckpoint, UnsupportedModel
 
 LLAMA: dict[str, Any] = {
@@ -197,6 +197,14 @@ def test_yarn_stretches_the_context_it_was_made_from() -> None:
     assert parse_model_config(llama(max_position_embeddings=32_768, rope_scaling=yarn)).max_position == 131_072
     del yarn["original_max_position_embeddings"]
     assert parse_model_config(llama(max_position_embeddings=32_768, rope_scaling=yarn)).max_position == 32_768
+
+
+def test_context_is_stated_or_the_familys() -> None:
+    silent = {key: value for key, value in LLAMA.items() if key != "max_position_embeddings"}
+    assert stated_context(LLAMA) == 131_072
+    for architecture, context in (("LlamaForCausalLM", 2048), ("Qwen2ForCausalLM", 32_768)):
+        assert stated_context({**silent, "architectures": [architecture]}) == context
+        assert parse_model_config({**silent, "architectures": [architecture]}).max_position == context
 
 
 def test_longrope_is_served_up_to_where_its_factors_would_change() -> None:
