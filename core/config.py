@@ -9,7 +9,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from core.config_fields import bad_field, positive_float, positive_int, read_bool, token_ids, unsupported_field
+from core.config_fields import (
+    MAX_COUNT,
+    MAX_LAYERS,
+    MAX_WIDTH,
+    bad_field,
+    positive_float,
+    positive_int,
+    read_bool,
+    token_ids,
+    unsupported_field,
+)
 from core.errors import UnsupportedModel
 from core.families import FAMILIES, Family
 from core.fp8_config import Fp8Config, parse_fp8
@@ -237,19 +247,21 @@ def stated_context(config: Mapping[str, Any]) -> int:
 
 
 def _sizes(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    hidden_size = positive_int(config, "hidden_size")
-    num_heads = positive_int(config, "num_attention_heads")
+    hidden_size = positive_int(config, "hidden_size", at_most=MAX_WIDTH)
+    num_heads = positive_int(config, "num_attention_heads", at_most=MAX_WIDTH)
     num_kv_heads = positive_int(config, "num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
         raise bad_field(f"num_attention_heads={num_heads} is not a multiple of num_key_value_heads={num_kv_heads}.")
     head_dim = positive_int(config, "head_dim", family.defaults.get("head_dim") or hidden_size // num_heads)
     if head_dim % 2:
         raise bad_field(f"head_dim={head_dim} is odd: RoPE turns pairs.")
+    if num_heads * head_dim > MAX_WIDTH:
+        raise bad_field(f"num_attention_heads={num_heads} of head_dim={head_dim} are more than any model has.")
     return {
-        "vocab_size": positive_int(config, "vocab_size"),
+        "vocab_size": positive_int(config, "vocab_size", at_most=MAX_WIDTH),
         "hidden_size": hidden_size,
-        "intermediate_size": positive_int(config, "intermediate_size"),
-        "num_layers": positive_int(config, "num_hidden_layers"),
+        "intermediate_size": positive_int(config, "intermediate_size", at_most=MAX_WIDTH),
+        "num_layers": positive_int(config, "num_hidden_layers", at_most=MAX_LAYERS),
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
@@ -373,7 +385,7 @@ def _ropes(
 def _served_positions(config: Mapping[str, Any], rope: RopeConfig, max_position: int) -> int:
     """Yarn stretches the original context it names; of longrope the original is what can be computed exactly."""
     if rope.kind == "yarn" and "original_max_position_embeddings" in {**config, **_rope_fields(config)}:
-        return max(max_position, int(rope.original_max_position * rope.factor))
+        return max(max_position, int(min(rope.original_max_position * rope.factor, MAX_COUNT)))
     if rope.kind == "longrope":
         return min(max_position, rope.original_max_position)
     return max_position

@@ -199,6 +199,11 @@ def test_yarn_stretches_the_context_it_was_made_from() -> None:
     assert parse_model_config(llama(max_position_embeddings=32_768, rope_scaling=yarn)).max_position == 32_768
 
 
+def test_yarn_of_a_huge_factor_stays_a_count() -> None:
+    scaling = {"rope_type": "yarn", "factor": 1e308, "original_max_position_embeddings": 131_072}
+    assert parse_model_config(llama(rope_scaling=scaling)).max_position == 2**31 - 1
+
+
 def test_context_is_stated_or_the_familys() -> None:
     silent = {key: value for key, value in LLAMA.items() if key != "max_position_embeddings"}
     assert stated_context(LLAMA) == 131_072
@@ -244,6 +249,12 @@ def test_dynamic_rope_is_the_plain_one_up_to_the_models_positions() -> None:
         {"architectures": "LlamaForCausalLM"},
         {"model_type": "granite"},
         {"architectures": ["MistralForCausalLM"], "model_type": "llama"},
+        {"hidden_size": 2**31},
+        {"vocab_size": 10**30},
+        {"head_dim": 2**22},
+        {"num_hidden_layers": 100_000},
+        {"max_position_embeddings": 10**30},
+        {"architectures": ["MixtralForCausalLM"], "num_local_experts": 100_000},
         {"rope_parameters": []} | {"rope_scaling": [1]},
         {"rope_scaling": {"rope_type": "linear"}},
         {"rope_scaling": {**LLAMA3_SCALING, "high_freq_factor": 1.0}},
