@@ -34,8 +34,9 @@ from core.scheduler import Scheduler
 from core.types import Cancel, FinishReason, Message, Pause, Request, Resume, SamplingParams, StepDelivery, Submit
 from gpu.device import DTYPES, MIN_PROBE_BYTES, choose_device, num_physical_cores
 from gpu.kv_cache import bytes_per_token
+from gpu.loading import load_runner
 from gpu.memory_plan import MemoryPlan, weights_size_bytes
-from gpu.runner import ModelRunner, load_runner
+from gpu.runner import ModelRunner
 
 CPU = torch.device("cpu")
 PROMPTS = (128, 512, 4096)  # tokens

@@ -109,6 +109,7 @@ def _once(model: dict[str, int], dtype: str) -> list[KernelCase]:
         KernelCase("gate", {"rows": num_rows, "width": model["inner"], "activation": "gelu_pytorch_tanh"}, dtype),
         KernelCase("gate", {"rows": num_rows, "width": model["inner"], "activation": "clamped_swiglu"}, dtype),
         KernelCase("decoding_rows", {"rows": num_rows, "slots": 4 * num_rows, "width": num_rows * 16}, "float32"),
+        KernelCase("prompt_tokens", {"tokens": 8 * num_rows, "slots": num_rows, "width": 16 * num_rows}, "float32"),
         KernelCase("scatter", {"rows": num_rows, "slots": 4 * num_rows, "width": width}, dtype),
         KernelCase("experts", {"rows": 2, "hidden": min(width, 2048), **experts}, dtype),
         KernelCase("experts", {"rows": num_rows * 4, "hidden": min(width, 2048), **experts}, dtype),

@@ -117,6 +117,11 @@ def runner_of(model: str, context: Context) -> ModelRunner:
     return context.once(model, lambda: random_runner(config_of(model), engine_config(context)))
 
 
+def runner_without_graphs(model: str, context: Context) -> ModelRunner:
+    config = replace(engine_config(context), graphs="off")
+    return context.once(f"{model} without graphs", lambda: random_runner(config_of(model), config))
+
+
 def work_of_model(model: str) -> ModelWork:
     config = config_of(model)
     return count_work(config, dict(tensor_shapes(config)))
@@ -163,13 +168,21 @@ def _decode(model: str, context: Context) -> Iterator[Row]:
 
 
 def _first_tokens(model: str, context: Context) -> Iterator[Row]:
-    runner, sizes = runner_of(model, context), sizes_of(context)
+    yield from _first_tokens_of(model, context, runner_of(model, context))
+
+
+def _first_tokens_by_python(model: str, context: Context) -> Iterator[Row]:
+    yield from _first_tokens_of(model, context, runner_without_graphs(model, context), "without graphs: ")
+
+
+def _first_tokens_of(model: str, context: Context, runner: ModelRunner, what: str = "") -> Iterator[Row]:
+    sizes = sizes_of(context)
     work, bench, number_bytes = work_of_model(model), EngineBench(runner, seed=1), runner.memory.device.dtype.itemsize
     for num_tokens in sizes.prompts:
         bench.prefill(num_tokens)  # what this length compiles
         seconds = statistics.median(bench.prefill(num_tokens) for _ in range(3))
         limit_s = prefill_limit_s(work, context.speed, num_tokens, number_bytes)
-        name = f"time to first token of {num_tokens}, ms"
+        name = f"{what}time to first token of {num_tokens}, ms"
         yield judged(context, model, name, seconds * 1e3, limit_s * 1e3)
 
 
@@ -228,6 +241,7 @@ def _prefix(model: str, context: Context) -> Iterator[Row]:
 def _split(model: str, context: Context) -> Iterator[Row]:
     captured = runner_of(model, context).captured
     yield Row(table_of(model), {"measure": "graphs captured", "figure": captured.num_graphs})
+    yield Row(table_of(model), {"measure": "of steps with prompts", "figure": captured.num_of_prompts})
     yield Row(table_of(model), {"measure": "to capture them, s", "figure": captured.took_s})
     counted = runner_of(model, context).memory.graph_bytes / 2**20
     cells: dict[str, Cell] = {"measure": "they take, MiB", "figure": captured.size_bytes / 2**20, "limit": counted}
@@ -236,9 +250,7 @@ def _split(model: str, context: Context) -> Iterator[Row]:
 
 
 def _split_by_python(model: str, context: Context) -> Iterator[Row]:
-    config = replace(engine_config(context), graphs="off")
-    runner = context.once(f"{model} without graphs", lambda: random_runner(config_of(model), config))
-    yield from _split_of(model, context, runner, "without graphs: ")
+    yield from _split_of(model, context, runner_without_graphs(model, context), "without graphs: ")
 
 
 def _split_of(model: str, context: Context, runner: ModelRunner, what: str = "") -> Iterator[Row]:
@@ -334,5 +346,6 @@ MEASURES: dict[str, Callable[[str, Context], Iterator[Row]]] = {
     "arriving prompts": _arrivals,
     "prefix cache": _prefix,
     "cancel": _cancel,
-    "step split without graphs": _split_by_python,  # last: it has a runner of its own
+    "step split without graphs": _split_by_python,  # last: they have a runner of their own
+    "first tokens without graphs": _first_tokens_by_python,
 }

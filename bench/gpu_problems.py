@@ -171,7 +171,7 @@ def decoding_rows(generator: Generator, dtype: torch.dtype, rows: int, slots: in
     step[1], step[2] = draw(width * BLOCK, rows), draw(1000, rows)
     step[2, ::2] = -1
     step[:, -1] = -1
-    filled = empty_rows(rows, width, step.new_zeros((2, rows)).long())
+    filled = empty_rows(rows, rows, width, step.new_zeros((2, rows)).long())
     real, positions, spare = step[0, :-1].long(), step[1, :-1].long(), SpareBlocks(1000, 1001)
 
     def reference() -> tuple[Tensor, ...]:
@@ -188,6 +188,33 @@ def decoding_rows(generator: Generator, dtype: torch.dtype, rows: int, slots: in
         reference,
         2 * filled.tables.nbytes,
         outputs=lambda _: (filled.token_ids[:-1], filled.kv_slots[:-1], filled.ends[:-1], filled.tables),
+        tolerance=0.0,
+    )
+
+
+def prompt_tokens(generator: Generator, dtype: torch.dtype, tokens: int, slots: int, width: int) -> Problem:
+    """What tokens of prompts read; the last is padding."""
+    from gpu.kernels.device_rows import SpareBlocks, empty_rows, fill_tokens
+
+    def draw(most: int, *shape: int) -> Tensor:
+        return torch.randint(0, most, shape, generator=generator, device=generator.device)
+
+    tables, last = draw(1000, slots, width).int(), draw(1000, slots)
+    step = torch.stack([draw(slots, tokens), draw(width * BLOCK, tokens), draw(1000, tokens)]).int()
+    step[:, -1] = -1
+    filled = empty_rows(1, tokens, width, step.new_zeros((2, 1)).long())
+    real, positions = step[0, :-1].long(), step[1, :-1].long()
+
+    def reference() -> tuple[Tensor, ...]:
+        places = tables[real, positions // BLOCK].long() * BLOCK + positions % BLOCK
+        return tuple(part.float() for part in (step[2, :-1], places, positions))
+
+    return Problem(
+        dtype,
+        lambda: fill_tokens(filled, 0, step, tables, last, SpareBlocks(1000, 1001)),
+        reference,
+        step.nbytes + 20 * tokens,
+        outputs=lambda _: (filled.token_ids[:-1], filled.kv_slots[:-1], filled.positions[:-1]),
         tolerance=0.0,
     )
 
@@ -288,6 +315,7 @@ LAYER_BUILDERS: Mapping[str, Callable[..., Problem]] = {
     "gate": gate,
     "embed": embed,
     "decoding_rows": decoding_rows,
+    "prompt_tokens": prompt_tokens,
     "scatter": scatter,
     "product": product,
     "experts": experts,

@@ -29,7 +29,8 @@ from core.step_cost import StepWork
 from core.types import Cancel, FinishReason, Message, Pause, Request, Resume, SamplingParams, StepDelivery, Submit
 from gpu.device import DTYPES, choose_device
 from gpu.kv_cache import bytes_per_token
-from gpu.runner import ModelRunner, StepTicket, load_runner
+from gpu.loading import load_runner
+from gpu.runner import ModelRunner, StepTicket
 
 LONG_PROMPT = 4096  # tokens
 NUM_PROMPTS = 2

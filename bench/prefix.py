@@ -27,7 +27,8 @@ from gpu.checkpoint import open_checkpoint
 from gpu.device import DTYPES, choose_device
 from gpu.kv_cache import bytes_per_token
 from gpu.kv_offload import KVOffload
-from gpu.runner import ModelRunner, load_runner
+from gpu.loading import load_runner
+from gpu.runner import ModelRunner
 
 NUM_PAIRS = 6
 

@@ -18,9 +18,10 @@ from core.config import EngineConfig, ModelConfig, parse_model_config
 from gpu.device import apply_threads, choose_device, free_memory_bytes
 from gpu.kernel_choice import find_operators
 from gpu.layer_weights import EMBEDDING, ModelWeights, empty_weights, targets
+from gpu.loading import warm_up
 from gpu.memory_plan import plan_memory
 from gpu.parallel.shards import HEAD
-from gpu.runner import ModelRunner, warm_up
+from gpu.runner import ModelRunner
 
 
 def draw_tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, seed: int = 0) -> Tensor:

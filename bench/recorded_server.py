@@ -122,7 +122,7 @@ def load(
 
 
 def _real_model(path: Path) -> tuple[ModelFiles, Runner[Any]]:
-    from gpu.runner import load_runner
+    from gpu.loading import load_runner
 
     files = read_model_files(path, None, None)
     return files, load_runner(files.path, parse_model_config(files.config), EngineConfig(), lambda done, total: None)

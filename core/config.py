@@ -67,8 +67,8 @@ class EngineConfig:
             the step-cost model; None: as long as max_batch_tokens makes it.
         overlap: "on": the next step is sent before the tokens of this one are read; "off"; "auto": on a GPU.
         tensor_parallel: devices of this machine that compute the model together.
-        graphs: "on": steps of decodes are captured as CUDA graphs, at start; "lazy": when one is needed; "off"; "auto":
-            at start, on a GPU. Where they cannot be, steps are sent without.
+        graphs: "on": steps are captured as CUDA graphs, at start; "lazy": when one is needed; "off"; "auto": at start,
+            on a GPU. Where they cannot be, steps are sent without.
         kv_offload_bytes: of host memory for KV blocks that give way to others; 0: they are forgotten.
         kv_offload_dir: where these are kept for the next process; None: nowhere.
         kv_offload_dir_bytes: of files in it; None: all that lies in kv_offload_bytes.

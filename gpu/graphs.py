@@ -6,16 +6,30 @@ behaves alike (twin_graphs.py).
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+
+GRANULE_BYTES = 2 * 1024**2  # what a driver gives of its memory at a time: less than that may not be seen
 
 
 class CaptureError(Exception):
     """No graph can hold this work. What it was to compute can be computed without."""
 
 
+class NoRoomForGraph(CaptureError):
+    """There is no memory for one more graph; those that there are stay as they are."""
+
+
 class Graph(Protocol):
+    """
+    Args:
+        size_bytes: of the device's memory, what its capture has taken beside that of the recorder's other graphs.
+    """
+
+    size_bytes: int
+
     def replay(self) -> None:
         """Send the work again, behind what was sent before."""
         ...
@@ -25,14 +39,30 @@ class GraphRecorder(Protocol):
     """Makes graphs that share their memory: of two, one is replayed after the other."""
 
     def capture(self, work: Callable[[], None]) -> Graph:
-        """Hold what this sends. It is done once, for what it loads, compiles and allocates: it must do no harm.
+        """Hold what this sends. It is done a few times, for what it loads, compiles and takes: it must do no harm.
 
         What it reads and writes must stay where it is; what it allocates is another graph's between replays.
 
         Raises:
+            NoRoomForGraph: the device's memory has ended.
             CaptureError: it waits for the device, or what it sends depends on what was computed.
         """
         ...
+
+    def give_back(self) -> None:
+        """Let the device have what graphs that are gone have taken."""
+        ...
+
+
+@dataclass(slots=True)
+class CudaGraph:
+    """Implements Graph."""
+
+    captured: torch.cuda.CUDAGraph
+    size_bytes: int
+
+    def replay(self) -> None:
+        self.captured.replay()
 
 
 class CudaRecorder:
@@ -48,15 +78,35 @@ class CudaRecorder:
             torch.cuda.synchronize(self._device)
             with torch.cuda.stream(self._stream):
                 work()
-            torch.cuda.synchronize(self._device)
+            free_bytes = self._free_bytes()
             graph = torch.cuda.CUDAGraph()
             # Another thread may use the driver meanwhile: it is none of the graph's.
             with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
                 work()
+            graph.replay()  # the driver takes the rest of its part when a graph is first sent
+            return CudaGraph(graph, max(0, free_bytes - self._free_bytes()))
         except RuntimeError as error:
             torch.cuda.synchronize(self._device)  # raises where the device itself is lost
-            raise CaptureError(str(error)) from error
-        return graph
+            raise (NoRoomForGraph if is_of_memory(error) else CaptureError)(str(error)) from error
+
+    def give_back(self) -> None:
+        """All that torch keeps and does not use."""
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+
+    def _free_bytes(self) -> int:
+        """As the driver says."""
+        self.give_back()
+        return int(torch.cuda.mem_get_info(self._device)[0])
+
+
+def is_of_memory(error: BaseException | None) -> bool:
+    """Whether memory that has ended is behind it: what ends a capture then speaks of the capture alone."""
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def open_recorder(device: torch.device) -> GraphRecorder:

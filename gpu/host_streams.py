@@ -1,5 +1,6 @@
 """Streams of a CPU: what they are asked to do is done when they are asked. Thread: engine."""
 
+import time
 from collections.abc import Callable
 
 import torch
@@ -11,8 +12,15 @@ from gpu.streams import CudaStreams, Event, Stream, Streams
 class HostEvent:
     """Implements Event."""
 
+    def __init__(self) -> None:
+        self.at_s = time.perf_counter()
+
     def synchronize(self) -> None:
         """It has come."""
+
+    def seconds_since(self, earlier: Event) -> float:
+        assert isinstance(earlier, HostEvent)
+        return self.at_s - earlier.at_s
 
 
 class HostStream:
@@ -21,7 +29,7 @@ class HostStream:
     def run(self, work: Callable[[], object]) -> None:
         work()
 
-    def record(self) -> Event:
+    def record(self, is_timed: bool = False) -> Event:
         return HostEvent()
 
     def wait(self, event: Event) -> None:

@@ -7,13 +7,13 @@ import logging
 
 from core.config import EngineConfig, ModelConfig
 from gpu.cpu_kernels import support as cpu
-from gpu.decode_graphs import graph_sizes, max_decodes
 from gpu.device import DeviceChoice
 from gpu.device_attention import Attends, DeviceAttention, attention_here, heads_name
 from gpu.graphs import GraphRecorder, open_recorder
 from gpu.kernels import support as cuda
 from gpu.operators import Operators
 from gpu.sampler_choice import find_sampler
+from gpu.step_shapes import step_shapes
 from gpu.varlen_attention import find_attention
 
 logger = logging.getLogger(__name__)
@@ -39,10 +39,10 @@ def _operators(config: ModelConfig, choice: DeviceChoice) -> Operators:
 
 
 def find_recorder(engine: EngineConfig, choice: DeviceChoice, operators: Operators) -> GraphRecorder | None:
-    """What captures steps of decodes; None: they are sent by Python."""
+    """What captures steps; None: they are sent by Python."""
     if engine.graphs == "off" or (engine.graphs == "auto" and choice.device.type != "cuda"):
         return None
-    if operators.has_device_rows:
+    if operators.has_device_rows and operators.ranks is None:
         return open_recorder(choice.device)
     if engine.graphs != "auto":
         logger.warning("no CUDA graphs: the model is not computed by kernels that read their rows on the device")
@@ -77,12 +77,16 @@ def describe_attention(config: ModelConfig, choice: DeviceChoice) -> str:
 
 
 def describe_graphs(config: ModelConfig, choice: DeviceChoice, engine: EngineConfig) -> str:
-    """What decodes are sent by."""
+    """What steps are sent by."""
     why = "asked for" if engine.graphs == "off" else why_no_graphs(config, choice)
     if why is not None:
         return f"none: {why}"
     when = "as they are needed" if engine.graphs == "lazy" else "at start"
-    return f"{len(graph_sizes(max_decodes(engine)))} sizes of decodes, captured {when}"
+    shapes = step_shapes(config, engine)
+    most = (
+        f", {len(shapes.chunks)} of prompts up to {shapes.chunks[-1].num_prompt_tokens} tokens" if shapes.chunks else ""
+    )
+    return f"{len(shapes.decodes)} sizes of decodes{most}, captured {when}"
 
 
 def why_no_graphs(config: ModelConfig, choice: DeviceChoice) -> str | None:

@@ -7,18 +7,21 @@ stream of the steps: each is done before the next step's rows, and none holds th
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from core.config import BLOCK_SIZE, EngineConfig, ModelConfig
 from core.errors import StartupError
 from core.plan import BlockCopies, BlockLabel
 from gpu.checkpoint import Checkpoint
 from gpu.device import DeviceChoice, free_memory_bytes
-from gpu.kv_cache import KVCache, bytes_per_block, zeros
+from gpu.kv_cache import KVCache, bytes_per_block
 from gpu.kv_directory import SAVE_S, KVDirectory, model_fingerprint
 from gpu.memory_plan import offload_slots
+from gpu.streams import Event, Streams
 
 STAGING_BYTES = 64 * 1024**2  # on the device, of blocks that are copied at once
 MEASURED_BLOCKS, NUM_MEASURES = 8, 3
@@ -29,36 +32,33 @@ class HostMemory:
 
     Args:
         num_slots: at least one.
+        cache: whose blocks are copied.
     """
 
-    def __init__(self, config: ModelConfig, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, num_slots: int, cache: KVCache, streams: Streams) -> None:
+        dtype = cache.tensor.dtype
         self.num_slots = num_slots
         self.block_bytes = bytes_per_block(config, dtype)
         self._num_staged = max(1, STAGING_BYTES // self.block_bytes)
-        self._is_pinned = device.type == "cuda"
+        self._cache, self._stream = cache, streams.current
         shape = (num_slots, config.num_layers, 2, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
-        if self._is_pinned:
-            self.tensor = torch.empty(shape, dtype=dtype, pin_memory=True)
-        else:
-            self.tensor = zeros(shape, dtype, torch.device("cpu"))  # [slots, layers, 2, 16, kv_heads, head_dim]
+        pinned = streams.pinned(num_slots * self.block_bytes)
+        self.tensor = pinned.view(dtype).view(shape)  # [slots, layers, 2, 16, kv_heads, head_dim]
 
-    def copy(self, copies: BlockCopies, cache: KVCache) -> None:
-        """Copy out, then back; on a GPU this only starts it."""
+    def copy(self, copies: BlockCopies) -> "CopyTicket":
+        """Start to copy out, then back: behind what was sent to the device, and before what will be."""
+        started = self._stream.record(is_timed=True)
         for slots, blocks in self._staged(list(copies.offloads.items())):
-            self._copy_out(cache, blocks, slots)
+            self._stream.run(partial(self._copy_out, blocks, slots))
         for blocks, slots in self._staged(list(copies.restores.items())):
-            self._copy_back(cache, blocks, slots)
+            self._stream.run(partial(self._copy_back, blocks, slots))
+        return CopyTicket(copies, started, self._stream.record(is_timed=True))
 
-    def measure(self, cache: KVCache) -> float:
+    def measure(self) -> float:
         """Seconds that one block takes to the host or back: the least of a few tries. Overwrites the first slots."""
-        num_blocks = min(MEASURED_BLOCKS, self.num_slots, cache.num_blocks)
+        num_blocks = min(MEASURED_BLOCKS, self.num_slots, self._cache.num_blocks)
         same = {number: number for number in range(num_blocks)}
-        took_s = []
-        for _ in range(NUM_MEASURES):
-            timer = CopyTimer(cache.tensor.device)
-            self.copy(BlockCopies(offloads=same, restores=same), cache)
-            timer.stop()
-            took_s.append(timer.wait_s())
+        took_s = [self.copy(BlockCopies(offloads=same, restores=same)).wait_s() for _ in range(NUM_MEASURES)]
         return min(took_s) / (2 * num_blocks)
 
     def read(self, slot: int) -> bytes:
@@ -73,61 +73,33 @@ class HostMemory:
             part = pairs[first : first + self._num_staged]
             yield [pair[0] for pair in part], [pair[1] for pair in part]
 
-    def _copy_out(self, cache: KVCache, blocks: list[int], slots: list[int]) -> None:
-        index = torch.tensor(blocks, device=cache.tensor.device)
-        found = cache.tensor.index_select(2, index).permute(2, 0, 1, 3, 4, 5)  # [copies, layers, 2, 16, heads, dim]
-        if not self._is_pinned:
-            self.tensor.index_copy_(0, torch.tensor(slots), found)
-            return
-        found = found.contiguous()
+    def _copy_out(self, blocks: list[int], slots: list[int]) -> None:
+        found = self._cache.tensor.index_select(2, self._on_device(blocks))
+        found = found.permute(2, 0, 1, 3, 4, 5).contiguous()  # [copies, layers, 2, 16, heads, dim]
         for i, slot in enumerate(slots):
             self.tensor[slot].copy_(found[i], non_blocking=True)
 
-    def _copy_back(self, cache: KVCache, blocks: list[int], slots: list[int]) -> None:
-        if self._is_pinned:
-            found = torch.empty((len(slots), *self.tensor.shape[1:]), dtype=self.tensor.dtype, device="cuda")
-            for i, slot in enumerate(slots):
-                found[i].copy_(self.tensor[slot], non_blocking=True)
-        else:
-            found = self.tensor.index_select(0, torch.tensor(slots))
-        index = torch.tensor(blocks, device=cache.tensor.device)
-        cache.tensor.index_copy_(2, index, found.permute(1, 2, 0, 3, 4, 5))
+    def _copy_back(self, blocks: list[int], slots: list[int]) -> None:
+        found = self._cache.tensor.new_empty((len(slots), *self.tensor.shape[1:]))
+        for i, slot in enumerate(slots):
+            found[i].copy_(self.tensor[slot], non_blocking=True)
+        self._cache.tensor.index_copy_(2, self._on_device(blocks), found.permute(1, 2, 0, 3, 4, 5))
+
+    def _on_device(self, blocks: list[int]) -> Tensor:
+        return torch.tensor(blocks, device=self._cache.tensor.device)
 
 
-class CopyTimer:
-    """How long the device was at what is asked of it between the timer's making and stop()."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
-        if device.type == "cuda":
-            self._events = _event(), _event()
-            self._events[0].record()
-        self._started_s = time.perf_counter()
-        self._took_s = 0.0
-
-    def stop(self) -> None:
-        self._took_s = time.perf_counter() - self._started_s
-        if self._events is not None:
-            self._events[1].record()
-
-    def wait_s(self) -> float:
-        """Seconds, once it is done."""
-        if self._events is None:
-            return self._took_s
-        self._events[1].synchronize()
-        return float(self._events[0].elapsed_time(self._events[1])) / 1e3
-
-
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's stubs leave it out
-
-
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class CopyTicket:
-    """Copies on their way."""
+    """Copies on their way, between two points of the stream's work."""
 
     copies: BlockCopies
-    timer: CopyTimer
+    started: Event
+    done: Event
+
+    def wait_s(self) -> float:
+        """Seconds that they took, once they are done."""
+        return self.done.seconds_since(self.started)
 
 
 @dataclass(slots=True)
@@ -139,20 +111,16 @@ class KVOffload:
     """
 
     memory: HostMemory
-    cache: KVCache
     directory: KVDirectory | None = None
     copy_s: float = 0.0
     stored: list[tuple[int, BlockLabel]] = field(default_factory=list)
 
     def start(self, copies: BlockCopies) -> CopyTicket:
-        timer = CopyTimer(self.cache.tensor.device)
-        self.memory.copy(copies, self.cache)
-        timer.stop()
-        return CopyTicket(copies, timer)
+        return self.memory.copy(copies)
 
     def finish(self, ticket: CopyTicket) -> float:
         """Wait for the copies, have the directory follow; returns the seconds that they took."""
-        took_s = ticket.timer.wait_s()
+        took_s = ticket.wait_s()
         if self.directory is not None:
             self.directory.use(ticket.copies.used)
             for slot, label in ticket.copies.labels.items():
@@ -171,12 +139,17 @@ class KVOffload:
         if copies is None:
             copies = BlockCopies()
         with torch.inference_mode():
-            self.start(copies).timer.wait_s()
+            self.start(copies).wait_s()
         self.directory.save(copies.labels, copies.used, self.memory.read)
 
 
 def open_offload(
-    config: ModelConfig, engine: EngineConfig, choice: DeviceChoice, cache: KVCache, checkpoint: Checkpoint
+    config: ModelConfig,
+    engine: EngineConfig,
+    choice: DeviceChoice,
+    cache: KVCache,
+    checkpoint: Checkpoint,
+    streams: Streams,
 ) -> KVOffload | None:
     """Host memory as the operator asks for it, filled with what the directory holds; None: none is asked for.
 
@@ -186,9 +159,9 @@ def open_offload(
     if engine.kv_offload_bytes == 0:
         return None
     num_slots = offload_slots(config, engine, choice.dtype, free_memory_bytes(torch.device("cpu")))
-    memory = HostMemory(config, num_slots, choice.dtype, choice.device)
-    offload = KVOffload(memory, cache)
-    offload.copy_s = memory.measure(cache)
+    memory = HostMemory(config, num_slots, cache, streams)
+    offload = KVOffload(memory)
+    offload.copy_s = memory.measure()
     if engine.kv_offload_dir is not None:
         fingerprint = model_fingerprint(checkpoint, config, choice.dtype_name, engine.quantize)
         path, limit_bytes = Path(engine.kv_offload_dir), engine.kv_offload_dir_bytes

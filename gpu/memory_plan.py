@@ -15,7 +15,6 @@ from core.config import BLOCK_SIZE, EngineConfig, ModelConfig
 from core.errors import NotEnoughMemory, StartupError
 from gpu.attention_groups import MAX_GATHERED_TOKENS
 from gpu.checkpoint import Checkpoint, open_checkpoint
-from gpu.decode_graphs import graph_sizes, max_decodes
 from gpu.device import DeviceChoice, choose_device, free_memory_bytes
 from gpu.kept_matrices import KeptMatrix, find_kept, kept_scheme
 from gpu.kernels.attention_tiles import kernel_shape
@@ -28,12 +27,14 @@ from gpu.quantize import can_quantize, floats, operator_group_size, stored_bytes
 from gpu.quantized_linear import DEVICE_SLAB_BYTES, SLAB_BYTES
 from gpu.scores import MAX_SCORES
 from gpu.staged_copies import staged_bytes
+from gpu.step_shapes import NUM_LATER, max_decodes, step_shapes
 from gpu.tied_head import can_gather
 from gpu.weights import check_checkpoint
 
 MIB, GIB = 1024**2, 1024**3
 ROUNDING_TOKENS = 100  # of a proposed --max-model-len
-# Of a graph: a generous guess at what the driver keeps of a kernel that it will launch. Not measured yet.
+# Of a graph: a generous guess at what the driver keeps of a kernel that it will launch. It is for estimates, before
+# anything is loaded: what is true is found out at start (graph_memory.py).
 GRAPH_NODE_BYTES, GRAPH_NODES_A_LAYER, GRAPH_NODES = 8 * 1024, 16, 32
 FIX_MARGIN = 0.02  # of the free memory, which what is proposed leaves: a minute later there may be less
 
@@ -45,7 +46,7 @@ class MemoryPlan:
     Args:
         checkpoint_bytes: of the files' tensors; weights_bytes: of the same in memory, as dtype or quantised.
         activation_bytes: of the largest step: an upper bound.
-        graph_bytes: of CUDA graphs of decodes: an estimate.
+        graph_bytes: of CUDA graphs: an estimate before the start, and then as measured.
         num_blocks: for sequences; the cache holds one more.
         free_bytes: on the device, before anything is loaded.
         offload_bytes: of host memory; on a CPU from the same memory as all else, on a GPU beside it.
@@ -105,21 +106,22 @@ def plan_memory(
     checkpoint_bytes: int,
     free_bytes: int,
     weights_bytes: int | None = None,
+    graph_bytes: int | None = None,
 ) -> MemoryPlan:
     """Divide free_bytes: weights first, then the largest step, then as much KV as is useful; see estimate.
 
     Args:
         weights_bytes: None: all of the model's, stored as its config.json says.
+        graph_bytes: None: an estimate.
     """
     max_model_len = _max_model_len(model, engine)
     if weights_bytes is None:
         weights_bytes = weights_size_bytes(model, device.dtype, engine.quantize, device.device)
     activation_bytes = _activation_bytes(model, engine, max_model_len, device)
-    graph_bytes = _graph_bytes(model, engine, device)
     shared_bytes = engine.kv_offload_bytes * _is_shared(device)
-    asked = _Asked(model, engine, max_model_len, device, free_bytes, weights_bytes + shared_bytes)
+    asked = _Asked(model, engine, max_model_len, device, free_bytes, weights_bytes + shared_bytes, graph_bytes)
     if asked.kv_room_bytes <= 0:
-        needed_bytes = weights_bytes + activation_bytes + graph_bytes
+        needed_bytes = weights_bytes + activation_bytes + asked.graph_bytes
         unit = _unit_of(needed_bytes, shared_bytes, free_bytes)
         beside = f" beside --kv-offload-memory of {unit.show(shared_bytes)}" if shared_bytes else ""
         needed = unit.show(needed_bytes)
@@ -146,7 +148,7 @@ def plan_memory(
         max_model_len=max_model_len,
         free_bytes=free_bytes,
         offload_bytes=engine.kv_offload_bytes,
-        graph_bytes=graph_bytes,
+        graph_bytes=asked.graph_bytes,
     )
 
 
@@ -265,7 +267,11 @@ def _max_model_len(model: ModelConfig, engine: EngineConfig) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What is asked to fit beside what is taken: by the weights, and on a CPU by host memory for KV."""
+    """What is asked to fit beside what is taken: by the weights, and on a CPU by host memory for KV.
+
+    Args:
+        known_graph_bytes: None: an estimate.
+    """
 
     model: ModelConfig
     engine: EngineConfig
@@ -273,13 +279,19 @@ class _Asked:
     device: DeviceChoice
     free_bytes: int
     taken_bytes: int
+    known_graph_bytes: int | None
+
+    @property
+    def graph_bytes(self) -> int:
+        if self.known_graph_bytes is not None:
+            return self.known_graph_bytes
+        return _graph_bytes(self.model, self.engine, self.device)
 
     @property
     def kv_room_bytes(self) -> int:
         """Beside what is taken, the largest step and graphs; may be negative."""
         activation_bytes = _activation_bytes(self.model, self.engine, self.max_model_len, self.device)
-        graph_bytes = _graph_bytes(self.model, self.engine, self.device)
-        return self.free_bytes - self.taken_bytes - activation_bytes - graph_bytes
+        return self.free_bytes - self.taken_bytes - activation_bytes - self.graph_bytes
 
     @property
     def least_kv_bytes(self) -> int:
@@ -418,19 +430,20 @@ def _decoding_bytes(model: ModelConfig, engine: EngineConfig, max_model_len: int
 
 
 def _may_have_device_rows(model: ModelConfig, device: DeviceChoice) -> bool:
-    """Whether the model's decodes may go by decode_steps.py; an old device without kernels has room to spare."""
+    """Whether the model's decodes may go by device_steps.py; an old device without kernels has room to spare."""
     return device.device.type == "cuda" and why_no_attention(model, device.dtype) is None
 
 
 def _graph_bytes(model: ModelConfig, engine: EngineConfig, device: DeviceChoice) -> int:
-    """What graphs of decodes share, a block for their padding, and the driver's part of each."""
+    """What graphs share, a block for their padding, and the driver's part of each."""
     if engine.graphs == "off" or not _may_have_device_rows(model, device):
         return 0
-    rows, dtype = max_decodes(engine), device.dtype
-    pool = rows * (_layer_width(model) + model.vocab_size) * dtype.itemsize
+    shapes, dtype = step_shapes(model, engine), device.dtype
+    rows, tokens = max_decodes(engine), max(shape.num_tokens for shape in shapes.largest)
+    pool = (tokens * _layer_width(model) + rows * model.vocab_size) * dtype.itemsize
     nodes = GRAPH_NODES + GRAPH_NODES_A_LAYER * model.num_layers
-    driver = len(graph_sizes(rows)) * nodes * GRAPH_NODE_BYTES
-    return pool + _expert_activation_bytes(model, rows, dtype) + bytes_per_block(model, dtype) + driver
+    driver = (len(shapes.in_order) + NUM_LATER) * nodes * GRAPH_NODE_BYTES
+    return pool + _expert_activation_bytes(model, tokens, dtype) + bytes_per_block(model, dtype) + driver
 
 
 def _expert_activation_bytes(model: ModelConfig, num_tokens: int, dtype: torch.dtype) -> int:

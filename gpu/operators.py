@@ -47,7 +47,7 @@ class Operators:
     attention: AttentionKernels | None = None  # None: torch attends
     product_choice: ProductChoice | DeviceProducts | None = None  # None: there is no kernel for products
     sampler: SamplerChoice | None = None  # None: torch draws
-    has_device_rows = False  # whether steps of decodes may go by decode_steps.py
+    has_device_rows = False  # whether steps may go by device_steps.py
     elementwise_choice: ElementwiseChoice | None = None  # None: there is nothing to choose
     ranks: Ranks | None = None  # None: this process computes the whole model
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from core.plan import Int32Array, PromptTargets, StepPlan
 from core.types import TokenLogprobs
 from gpu.attention_groups import to_device
+from gpu.streams import Event, Streams
 
 PIECE_BYTES = 32 * 1024**2  # of float32 logits, at most ...
 PIECE_ROWS = 256  # ... and so many tokens: reading the head's weights is not what takes the time then
@@ -38,11 +39,10 @@ class PromptScores:
     logprobs: Tensor  # [tokens of all targets], float32
     top: Tensor  # [tokens, most asked for], float32, likeliest first
     top_ids: Tensor  # [tokens, most asked for]
-    event: torch.cuda.Event | None
+    event: Event
 
     def wait(self) -> None:
-        if self.event is not None:
-            self.event.synchronize()
+        self.event.synchronize()
 
     def told(self) -> Iterator[tuple[PromptTargets, int, list[TokenLogprobs] | None]]:
         """Of each target, with its slot; None: the logits are not finite."""
@@ -77,7 +77,9 @@ def scored_tokens(plan: StepPlan, first_tokens: Int32Array) -> Int32Array:
     return np.concatenate(parts) if parts else np.empty(0, dtype=np.int32)
 
 
-def score(hidden: Tensor, plan: StepPlan, logits_of: Callable[[Tensor], Tensor], vocab_size: int) -> PromptScores:
+def score(
+    hidden: Tensor, plan: StepPlan, logits_of: Callable[[Tensor], Tensor], vocab_size: int, streams: Streams
+) -> PromptScores:
     """Start what the plan's targets ask for on its way to the host.
 
     Args:
@@ -93,16 +95,12 @@ def score(hidden: Tensor, plan: StepPlan, logits_of: Callable[[Tensor], Tensor],
     for some, token_ids in zip(torch.split(hidden, num_rows), torch.split(wanted, num_rows), strict=True):
         logprobs = logits_of(some).log_softmax(-1)  # [some, vocab]
         found.append((logprobs.gather(1, token_ids.unsqueeze(1)).squeeze(1), *logprobs.topk(most)))
-    logprobs, top, top_ids = (_to_host(torch.cat(pieces)) for pieces in zip(*found, strict=True))
-    event = None
-    if hidden.is_cuda:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's stubs leave it out
-        event.record()
+    logprobs, top, top_ids = (_to_host(torch.cat(pieces), streams) for pieces in zip(*found, strict=True))
     slots = plan.slots[[one.row for one in targets]].tolist()
-    return PromptScores(targets, slots, logprobs, top, top_ids, event)
+    return PromptScores(targets, slots, logprobs, top, top_ids, streams.current.record())
 
 
-def _to_host(found: Tensor) -> Tensor:
-    if not found.is_cuda:
-        return found
-    return torch.empty(found.shape, dtype=found.dtype, pin_memory=True).copy_(found, non_blocking=True)
+def _to_host(found: Tensor, streams: Streams) -> Tensor:
+    kept = streams.pinned(found.nbytes).view(found.dtype).view(found.shape)
+    streams.current.run(lambda: kept.copy_(found, non_blocking=True))
+    return kept

@@ -18,6 +18,10 @@ class Event(Protocol):
         """Have the host wait for it."""
         ...
 
+    def seconds_since(self, earlier: "Event") -> float:
+        """What the device was at between two that were recorded as timed; waits for this one."""
+        ...
+
 
 class Stream(Protocol):
     """Work of a device, in order; that of two streams is in no order but by events."""
@@ -26,7 +30,7 @@ class Stream(Protocol):
         """Start what this starts on the device: operators, and copies to and from pinned memory that do not block."""
         ...
 
-    def record(self) -> Event:
+    def record(self, is_timed: bool = False) -> Event:
         """After all that was started so far."""
         ...
 
@@ -54,6 +58,21 @@ class Streams(Protocol):
         ...
 
 
+class CudaEvent:
+    """Implements Event. event: recorded."""
+
+    def __init__(self, event: Any) -> None:
+        self.event = event
+
+    def synchronize(self) -> None:
+        self.event.synchronize()
+
+    def seconds_since(self, earlier: Event) -> float:
+        assert isinstance(earlier, CudaEvent)
+        self.event.synchronize()
+        return float(earlier.event.elapsed_time(self.event)) / 1e3
+
+
 class CudaStream:
     """Implements Stream."""
 
@@ -64,15 +83,14 @@ class CudaStream:
         with torch.cuda.stream(self._stream):
             work()
 
-    def record(self) -> Event:
-        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's stubs leave it out
+    def record(self, is_timed: bool = False) -> Event:
+        event = torch.cuda.Event(enable_timing=is_timed)  # type: ignore[no-untyped-call]  # torch's stubs leave it out
         event.record(self._stream)
-        found: Event = event
-        return found
+        return CudaEvent(event)
 
     def wait(self, event: Event) -> None:
-        found: Any = event
-        self._stream.wait_event(found)
+        assert isinstance(event, CudaEvent)
+        self._stream.wait_event(event.event)
 
 
 class CudaStreams:

@@ -6,11 +6,13 @@ refused what a capture on CUDA refuses or silently gets wrong: results that the 
 numbers, tensors made of the host's numbers, random numbers of torch's own, and memory that nobody keeps.
 """
 
+import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -18,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from gpu.graphs import CaptureError, Graph
+from gpu.graphs import CaptureError, Graph, NoRoomForGraph
 
 # The host reads a result by these: on a CPU some of them call no operator.
 _READS = {"item", "tolist", "numpy", "data_ptr", "cpu", "cuda", "__array__", "__bool__", "__int__", "__float__"}
@@ -29,23 +31,35 @@ _FORBIDDEN_TAGS = {
     torch.Tag.nondeterministic_seeded: "a graph would draw the same random numbers again",
 }
 _NO_NUMBER = -(1 << 30)
+NODE_BYTES = 8 * 1024  # that each call takes, as a driver keeps of a kernel
 
 
 class TwinRecorder:
-    """Implements GraphRecorder."""
+    """Implements GraphRecorder.
 
-    def __init__(self) -> None:
-        self._pool: list[Tensor] = []  # what all its graphs have allocated
+    Args:
+        room_bytes: that its graphs may take.
+    """
+
+    def __init__(self, room_bytes: float = math.inf) -> None:
+        self._room_bytes = room_bytes
+        self.graphs: WeakSet[TwinGraph] = WeakSet()  # those that somebody keeps
 
     def capture(self, work: Callable[[], None]) -> Graph:
         work()
         recording = _Recording()
         with recording.hears_kernels(), _NoHost(recording), recording:
             work()
-        graph = TwinGraph(recording.calls, recording.made, self._pool)
+        pool_bytes = max((graph.made_bytes for graph in self.graphs), default=0)
+        graph = TwinGraph(recording.calls, recording.made, pool_bytes, self.graphs)
         graph.check()
-        self._pool += recording.made
+        if sum(other.size_bytes for other in self.graphs) + graph.size_bytes > self._room_bytes:
+            raise NoRoomForGraph(f"{graph.size_bytes} bytes more than {self._room_bytes:.0f}")
+        self.graphs.add(graph)
         return graph
+
+    def give_back(self) -> None:
+        """They have gone with what they had."""
 
 
 @dataclass(slots=True)
@@ -67,12 +81,14 @@ class TwinGraph:
 
     Args:
         made: what the work has allocated.
-        pool: what all graphs have: of these, each may be another's.
+        pool_bytes: what graphs before it have allocated, and it may have too.
+        graphs: all of the recorder's: what one has allocated may be another's.
     """
 
-    def __init__(self, calls: list[Call], made: list[Tensor], pool: list[Tensor]) -> None:
-        self._calls = calls
-        self._pool = pool
+    def __init__(self, calls: list[Call], made: list[Tensor], pool_bytes: int, graphs: Collection["TwinGraph"]) -> None:
+        self.made_bytes = sum(tensor.nbytes for tensor in made)
+        self.size_bytes = max(0, self.made_bytes - pool_bytes) + len(calls) * NODE_BYTES
+        self._calls, self._made, self._graphs = calls, made, graphs
         made_storages = {_storage(tensor) for tensor in made}
         self._num_ours: dict[int, int] = {}  # by storage that is others': tensors of ours on it
         for tensor in {id(tensor): tensor for call in calls for tensor in _tensors((call.args, call.kwargs))}.values():
@@ -84,7 +100,9 @@ class TwinGraph:
         Raises:
             CaptureError: nobody keeps what it reads or writes: on a device it is something else's by now.
         """
-        for storage, num_ours in self._num_ours.items():
+        graphs = {self, *self._graphs}
+        for storage in self._num_ours:
+            num_ours = sum(graph._num_ours.get(storage, 0) for graph in graphs)
             if torch._C._storage_Use_Count(storage) - 1 <= num_ours:  # the storage's own object counts as one
                 raise CaptureError("the graph reads or writes memory that nobody keeps")
 
@@ -94,8 +112,9 @@ class TwinGraph:
             CaptureError: see check.
         """
         self.check()
-        for tensor in self._pool:
-            poison(tensor)
+        for graph in self._graphs:
+            for tensor in graph._made:
+                poison(tensor)
         for call in self._calls:
             found = _tensors(call.function(*call.args, **call.kwargs))
             for kept, new in zip(call.results, found, strict=False):

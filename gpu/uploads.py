@@ -46,7 +46,7 @@ class Uploads:
             for _ in range(NUM_BUFFERS)
         ]
 
-    def send(self, parts: Sequence[Int32Array], use: Callable[[list[Tensor]], None]) -> None:
+    def send(self, parts: Sequence[Int32Array], use: Callable[[list[Tensor]], object]) -> None:
         """Copy the parts up, and send what uses them: it gets them on the device, flat, and must not keep them."""
         self._buffers.reverse()
         buffer, side, current = self._buffers[0], self._streams.side, self._streams.current

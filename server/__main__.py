@@ -174,8 +174,9 @@ def engine_loader(config: "ServerConfig") -> "LoadEngine":
         files = read_model_files(path, config.max_model_len, config.chat_template)
         model = parse_model_config(files.config)
         report_stage("importing torch")
+        from gpu.loading import load_runner
         from gpu.parallel.runner import ParallelRunner, load_parallel_runner
-        from gpu.runner import ModelRunner, load_runner
+        from gpu.runner import ModelRunner
 
         engine = config.to_engine_config()
         report_stage("loading weights")

@@ -22,7 +22,7 @@ from server.gate.rate_limit_fields import limit_headers
 from server.listening.refusals import DENIED
 from server.observing.accounting import NO_REQUEST, Account, status_told
 from server.observing.flight_recorder import Flight
-from server.observing.logs import current_request_id, current_trace_id
+from server.observing.logs import current_request_id, current_trace_id, escape
 from server.observing.metrics import Metrics
 from server.observing.timing import Stage, StageClock
 from server.observing.trace_context import TraceContext, continue_trace
@@ -96,7 +96,8 @@ class App:
             error_code = INTERNAL.code
             if stream.head_sent:
                 raise  # only the connection's end can tell it now
-            logger.exception("%s %s cannot be answered", stream.request.method, mask_keys(stream.request.path))
+            path = escape(mask_keys(stream.request.path))
+            logger.exception("%s %s cannot be answered", stream.request.method, path)
             self._answer_error(exchange, INTERNAL)
         finally:
             del self.state.exchanges[stream]

@@ -144,7 +144,10 @@ def _key_command(facts: BannerFacts) -> str:
 def _curl_target(place: Place) -> str:
     if isinstance(place.address, UnixAddress):
         url = base_url("localhost", 443 if place.has_tls else 80, place.has_tls)
-        return f"--unix-socket {shlex.quote(place.address.path)} {url}{SAMPLE_PATH}"
+        name = place.address.abstract_name
+        path = f"--unix-socket {shlex.quote(place.address.path)}"
+        option = path if name is None else f"--abstract-unix-socket {shlex.quote(name)}"
+        return f"{option} {url}{SAMPLE_PATH}"
     return shlex.quote(base_url(place.address.host, place.address.port, place.has_tls) + SAMPLE_PATH)
 
 

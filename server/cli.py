@@ -326,8 +326,8 @@ def measure_quality(config: "ServerConfig") -> "list[QualityFacts]":
         StartupError: the model is missing or not understood, or it does not fit.
     """
     from core.config import QUANTIZE_SCHEMES, parse_model_config
+    from gpu.loading import load_runner
     from gpu.quality import HELD_TEXT, Predictions, held_tokens, predict
-    from gpu.runner import load_runner
     from server.__main__ import model_path
     from server.commands.doctor import QualityFacts
     from server.commands.model_files import read_model_files

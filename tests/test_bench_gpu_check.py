@@ -57,7 +57,9 @@ def known_speed(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "ceilings_case", lambda: case)
 
 
-@pytest.mark.parametrize("builder", ["add_norm", "product: matrix qkv", "decoding_rows", "sample", "decode_attention"])
+@pytest.mark.parametrize(
+    "builder", ["add_norm", "product: matrix qkv", "decoding_rows", "prompt_tokens", "sample", "decode_attention"]
+)
 def test_kernels_are_held_against_their_references(builder: str, known_speed: None, tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="needs triton: pip install 'steploop[gpu]'")
     code, rows = run_here("kernels", builder, tmp_path)

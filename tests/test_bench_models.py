@@ -14,7 +14,7 @@ from bench.make_model import main, make_model
 from bench.model_presets import MOE_1B, PRESETS, QWEN2_05B, num_parameters, tensor_shapes
 from bench.model_tokenizer import SPECIAL_TOKENS, make_tokenizer
 from core.config import EngineConfig, parse_model_config
-from gpu.runner import load_runner
+from gpu.loading import load_runner
 from server.commands.model_files import read_model_files
 from tests.gpu.driver import Driver
 

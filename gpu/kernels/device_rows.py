@@ -7,7 +7,9 @@ from torch import Tensor
 
 from core.config import BLOCK_SIZE
 from gpu.kernels.block_sizes import COLUMN_WARPS, COLUMNS, next_power_of_two
-from gpu.kernels.request_rows import embed, lay_out_rows, scatter
+from gpu.kernels.request_rows import embed, lay_out_rows, lay_out_tokens, scatter
+
+TOKENS = 128  # that a program lays out
 
 
 def embed_rows(table: Tensor, token_ids: Tensor) -> Tensor:
@@ -32,38 +34,46 @@ def scatter_rows(table: Tensor, slots: Tensor, rows: Tensor) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodingRows:
-    """What a step of decodes reads, at addresses that stay: of all rows there may be, or of the first ones.
+class StepRows:
+    """What a step reads, at addresses that stay: of all rows and tokens there may be, or of the first ones.
+
+    Rows that decode are their tokens, and come first.
 
     Args:
         drawn: slots, < 0 for padding, and positions of the tokens that are drawn.
     """
 
-    token_ids: Tensor  # int64 [rows]
-    positions: Tensor  # float32 [rows]
-    kv_slots: Tensor  # int64 [rows]
+    token_ids: Tensor  # int64 [tokens]
+    positions: Tensor  # float32 [tokens]
+    kv_slots: Tensor  # int64 [tokens]
     ends: Tensor  # int32 [rows]
     tables: Tensor  # int32 [rows, blocks of a sequence]
     drawn: Tensor  # int64 [2, rows]
 
-    def first(self, num_rows: int) -> "DecodingRows":
-        return DecodingRows(
-            self.token_ids[:num_rows],
-            self.positions[:num_rows],
-            self.kv_slots[:num_rows],
+    def first(self, num_rows: int, num_tokens: int) -> "StepRows":
+        return StepRows(
+            self.token_ids[:num_tokens],
+            self.positions[:num_tokens],
+            self.kv_slots[:num_tokens],
             self.ends[:num_rows],
             self.tables[:num_rows],
             self.drawn[:, :num_rows],
         )
 
 
-def empty_rows(num_rows: int, width: int, drawn: Tensor) -> DecodingRows:
-    """Not filled in yet. width: blocks of a sequence; drawn: [2, at least num_rows], to be written."""
+def empty_rows(num_rows: int, num_tokens: int, width: int, drawn: Tensor) -> StepRows:
+    """Not filled in yet.
+
+    Args:
+        num_tokens: at least num_rows.
+        width: blocks of a sequence.
+        drawn: [2, at least num_rows], to be written.
+    """
     device = drawn.device
-    return DecodingRows(
-        token_ids=torch.zeros(num_rows, dtype=torch.int64, device=device),
-        positions=torch.zeros(num_rows, device=device),
-        kv_slots=torch.zeros(num_rows, dtype=torch.int64, device=device),
+    return StepRows(
+        token_ids=torch.zeros(num_tokens, dtype=torch.int64, device=device),
+        positions=torch.zeros(num_tokens, device=device),
+        kv_slots=torch.zeros(num_tokens, dtype=torch.int64, device=device),
         ends=torch.zeros(num_rows, dtype=torch.int32, device=device),
         tables=torch.zeros((num_rows, width), dtype=torch.int32, device=device),
         drawn=drawn,
@@ -82,8 +92,9 @@ class SpareBlocks:
     padding: int
 
 
-def fill_rows(rows: DecodingRows, step: Tensor, tables: Tensor, last_tokens: Tensor, spare: SpareBlocks) -> None:
-    """
+def fill_rows(rows: StepRows, step: Tensor, tables: Tensor, last_tokens: Tensor, spare: SpareBlocks) -> None:
+    """Of each row all that is asked of its last token, as if it drew behind it; of rows that decode, that is all.
+
     Args:
         step: int32 [3, rows]: slot (< 0: padding), position and token of each; a token < 0 is what the slot drew last.
         tables: int32 [slots, blocks of a sequence], contiguous.
@@ -107,6 +118,33 @@ def fill_rows(rows: DecodingRows, step: Tensor, tables: Tensor, last_tokens: Ten
         spare.padding,
         BLOCK_TOKENS=BLOCK_SIZE,
         BLOCK=_columns(width),
+        num_warps=COLUMN_WARPS,
+    )
+
+
+def fill_tokens(
+    rows: StepRows, first: int, step: Tensor, tables: Tensor, last_tokens: Tensor, spare: SpareBlocks
+) -> None:
+    """Tokens from `first` on: what fill_rows has put there is overwritten.
+
+    Args:
+        step: int32 [3, tokens], contiguous: slot (< 0: padding), position and token of each, as for rows.
+        tables, last_tokens: see fill_rows.
+    """
+    num_tokens, width = step.shape[1], rows.tables.shape[1]
+    assert step.is_contiguous()
+    lay_out_tokens[(-(-num_tokens // TOKENS),)](
+        step,
+        tables,
+        last_tokens,
+        rows.token_ids[first:],
+        rows.positions[first:],
+        rows.kv_slots[first:],
+        num_tokens,
+        width,
+        spare.padding,
+        BLOCK_TOKENS=BLOCK_SIZE,
+        BLOCK=TOKENS,
         num_warps=COLUMN_WARPS,
     )
 

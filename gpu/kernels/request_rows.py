@@ -38,7 +38,7 @@ def scatter(table, slots, rows, width, BLOCK: tl.constexpr):
         tl.store(table + slot * width + columns, found, mask=is_inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step_stride"])
 def lay_out_rows(
     step,  # int32 [3, step_stride]: of each row its slot (< 0: padding), its token's position, and the token's id, or
     # < 0: what the slot drew last
@@ -80,3 +80,35 @@ def lay_out_rows(
         tl.store(ends + row, tl.where(is_real, position + 1, 0).to(tl.int32))
         tl.store(drawn_slots + row, slot)
         tl.store(drawn_positions + row, position + 1)
+
+
+@triton.jit(
+    do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["step", "token_ids", "positions", "kv_slots"]
+)
+def lay_out_tokens(
+    step,  # int32 [3, num_tokens]: of each token its slot (< 0: padding), its position, and its id, or < 0: what the
+    # slot drew last
+    tables,  # int32 [slots, width]
+    last_tokens,  # int64 [slots]
+    token_ids,  # int64 [num_tokens], written, as are all below
+    positions,  # float32 [num_tokens]
+    kv_slots,  # int64 [num_tokens]: where a token's keys and values go
+    num_tokens,
+    width,
+    padding_block,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """What tokens of prompts read, from what stays on the device. Program: BLOCK tokens."""
+    tokens = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_inside = tokens < num_tokens
+    slot = tl.load(step + tokens, mask=is_inside, other=-1).to(tl.int64)
+    is_real = slot >= 0
+    position = tl.load(step + num_tokens + tokens, mask=is_real, other=0).to(tl.int64)
+    token = tl.load(step + 2 * num_tokens + tokens, mask=is_real, other=0).to(tl.int64)
+    last = tl.load(last_tokens + slot, mask=is_real & (token < 0), other=0)
+    block = tl.load(tables + slot * width + position // BLOCK_TOKENS, mask=is_real, other=0).to(tl.int64)
+    tl.store(token_ids + tokens, tl.where(token < 0, last, token), mask=is_inside)
+    tl.store(positions + tokens, position.to(tl.float32), mask=is_inside)
+    place = tl.where(is_real, block, padding_block) * BLOCK_TOKENS + position % BLOCK_TOKENS
+    tl.store(kv_slots + tokens, place, mask=is_inside)

@@ -12,10 +12,11 @@ from gpu.checkpoint import Checkpoint, Progress, open_checkpoint
 from gpu.device import DeviceChoice, apply_threads, choose_device, free_memory_bytes
 from gpu.kept_matrices import kept_scheme
 from gpu.linear import can_pack
+from gpu.loading import load_planned
 from gpu.memory_plan import MemoryPlan, plan_memory, weights_size_bytes
 from gpu.parallel.ranks import Ranks
 from gpu.parallel.shards import Shard, check_shards, head_rows_of, part_of
-from gpu.runner import ModelRunner, load_planned
+from gpu.runner import ModelRunner
 from gpu.tied_head import can_gather
 from gpu.weights import check_checkpoint
 
@@ -123,7 +124,7 @@ def load_rank(room: Room, free_bytes: int, meeting: int, progress: Progress) -> 
         meeting: see Ranks.
 
     Raises:
-        StartupError: see gpu.runner.load_runner.
+        StartupError: see gpu.loading.load_runner.
         DeviceError: the others are not there.
     """
     shard, device = room.shard, room.choice.device

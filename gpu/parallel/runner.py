@@ -15,10 +15,11 @@ from pathlib import Path
 from core.config import EngineConfig, ModelConfig
 from core.plan import DeviceError, StepOutput, StepPlan
 from gpu.checkpoint import Progress
+from gpu.loading import warm_up
 from gpu.parallel.followers import Followers
 from gpu.parallel.loading import find_room, least_room, load_rank
 from gpu.parallel.messages import Job, Load, Step
-from gpu.runner import ModelRunner, StepTicket, warm_up
+from gpu.runner import ModelRunner, StepTicket
 
 
 @dataclass(slots=True)
@@ -86,7 +87,7 @@ class ParallelRunner:
 
 
 def load_parallel_runner(path: Path, model: ModelConfig, engine: EngineConfig, progress: Progress) -> ParallelRunner:
-    """Start the other ranks, and load the model on all of them; see gpu.runner.load_runner.
+    """Start the other ranks, and load the model on all of them; see gpu.loading.load_runner.
 
     Args:
         engine: tensor_parallel: ranks, at least two.

@@ -34,10 +34,17 @@ class TcpAddress:
 
 @dataclass(frozen=True, slots=True)
 class UnixAddress:
+    """A file's path; or, of a passed socket, NUL and a name without a file (unix(7), abstract)."""
+
     path: str
 
+    @property
+    def abstract_name(self) -> str | None:
+        return self.path[1:] if self.path.startswith("\0") else None
+
     def __str__(self) -> str:
-        return f"{_UNIX}{self.path}"
+        name = self.abstract_name
+        return f"{_UNIX}{self.path}" if name is None else f"{_UNIX}@{name}"  # as systemd writes it
 
 
 @dataclass(frozen=True, slots=True)

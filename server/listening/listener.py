@@ -17,6 +17,7 @@ from typing import Any
 from server.listening.acceptor import Acceptor
 from server.listening.binds import DEFAULT_UNIX_MODE, Bind, TcpAddress
 from server.listening.client_gate import ClientGate, ClientRules
+from server.listening.handshake import start_tls
 from server.listening.listening_sockets import ListeningSocket, open_binds
 from server.listening.proxy_protocol import ProxyHeader, ProxyHeaderParser, ProxyProtocolError
 from server.listening.refusals import HANDSHAKE, MAX_CONNECTIONS, PROXY_HEADER, SHUTDOWN, UNTRUSTED_PROXY, Refusals
@@ -227,15 +228,15 @@ class Listener:
                     accepted.recv(_HELLO_BYTES)  # a close with bytes unread sends RST, which would overtake the alert
                     accepted.send(alert)
                 return
-        if tls is None:  # it is open in a turn of the loop, and uvloop would not tell it of a cancellation
-            self._opening[connection].may_be_cancelled = False
         try:
-            await self._loop.connect_accepted_socket(
-                lambda: connection,
-                accepted,
-                ssl=None if tls is None else tls.context,
-                ssl_handshake_timeout=None if tls is None else max(1e-3, handshake_end - self._loop.time()),
-            )
+            if tls is None:  # it is open in a turn of the loop, and uvloop would not tell it of a cancellation
+                self._opening[connection].may_be_cancelled = False
+                await self._loop.connect_accepted_socket(lambda: connection, accepted)
+            else:
+                timeout_s = max(1e-3, handshake_end - self._loop.time())
+                transport, lower = await start_tls(self._loop, accepted, tls.context, timeout_s)
+                transport.set_protocol(connection)
+                connection.tls_made(transport, lower)
         except OSError as error:  # ssl.SSLError is one
             logger.debug("the connection from %s did not open: %s", connection.peer, error)
             if connection in self._opening:

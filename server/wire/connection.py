@@ -72,8 +72,19 @@ class Connection(asyncio.Protocol):
         self._lingering_since = 0.0
         self._stalled_since: float | None = None
         self._num_stalled = 0  # bytes unsent then
+        self._lower: asyncio.Transport | None = None  # below TLS
+        self._farewell_since: float | None = None  # TLS waits for the peer's close_notify
 
     # The transport's side.
+
+    def tls_made(self, transport: asyncio.BaseTransport, lower: asyncio.Transport) -> None:
+        """As connection_made.
+
+        Args:
+            lower: the transport that TLS writes to.
+        """
+        self._lower = lower
+        self.connection_made(transport)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -122,7 +133,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._closing = _Closing.CLOSED
-        self._stalled_since = None  # or a late word of the transport's would set the clock again
+        self._stalled_since = self._farewell_since = None  # or a late word of the transport's would set the clock again
         self._timer.cancel()
         self.out.clear()
         self._context.registry.forget(self)
@@ -154,8 +165,9 @@ class Connection(asyncio.Protocol):
 
     @property
     def num_unwritten(self) -> int:
-        """Bytes that the transport holds."""
-        return self._transport.get_write_buffer_size()
+        """Bytes that the transport holds, and the one below it."""
+        num_above = self._transport.get_write_buffer_size()
+        return num_above if self._lower is None else num_above + self._lower.get_write_buffer_size()
 
     def serve(self, stream: HttpStream, wait_turn: Callable[[], Awaitable[None]] | None = None) -> asyncio.Task[None]:
         """Start the stream's handler, once wait_turn has returned."""
@@ -165,7 +177,6 @@ class Connection(asyncio.Protocol):
 
     async def _serve(self, stream: HttpStream, wait_turn: Callable[[], Awaitable[None]] | None) -> None:
         """Run the handler, and see that the exchange ends with it. Nothing it raises is lost."""
-        request = stream.request
         try:
             if wait_turn is not None:
                 await wait_turn()
@@ -177,10 +188,10 @@ class Connection(asyncio.Protocol):
                 self._exchanges.break_off(stream)
             raise
         except Exception:
-            logger.exception("the handler of %s %s failed", request.method, request.path)
+            logger.exception("a request's handler failed")  # which: the record has its id, and a path may hold a key
         else:
             if stream.is_open:
-                logger.error("the handler of %s %s left its response open", request.method, request.path)
+                logger.error("a request's handler left its response open")
         if stream.is_open:
             self._exchanges.fail(stream)
 
@@ -239,15 +250,23 @@ class Connection(asyncio.Protocol):
     def abort(self) -> None:
         """Close now; what is unsent is lost."""
         self._closing = _Closing.CLOSED
+        self._stalled_since = self._farewell_since = None
         self.out.clear()
         self._transport.abort()
 
     def close(self) -> None:
-        """Close once what is written has been read; a peer that does not read it is given stall_s."""
+        """Close once what is written has been read; a peer that does not read it is given stall_s.
+
+        TLS wants to hear that the peer has heard of it. One that sits in a pool of connections may not look for hours:
+        it is given linger_s.
+        """
         self._closing = _Closing.CLOSED
         self._transport.close()
-        if self._transport.get_write_buffer_size():
+        if self.num_unwritten:
             self._watch_stall()
+        if self.is_secure:
+            self._farewell_since = self._loop.time()
+            self._timer.arm()
 
     def linger(self) -> None:
         """Close the sending side, and throw away what still comes."""
@@ -292,10 +311,12 @@ class Connection(asyncio.Protocol):
 
     def _watch_stall(self) -> None:
         self._stalled_since = self._loop.time()
-        self._num_stalled = self._transport.get_write_buffer_size()
+        self._num_stalled = self.num_unwritten
         self._timer.arm()
 
     def _next_due(self) -> float | None:
+        if self._farewell_since is not None:
+            return self._farewell_since + self._limits.linger_s
         if self._stalled_since is not None:
             return self._stalled_since + self._limits.stall_s
         if self._closing is _Closing.LINGERING:
@@ -305,13 +326,26 @@ class Connection(asyncio.Protocol):
         return self._exchanges.next_due()
 
     def _on_due(self) -> None:
-        if self._stalled_since is not None:
-            num_read = self._num_stalled - self._transport.get_write_buffer_size()
-            if num_read >= self._limits.stall_s * self._limits.stall_bytes_per_s:
-                self._watch_stall()  # it reads, if slowly
-            else:
-                self.abort()
+        if self._farewell_since is not None:
+            self._await_farewell(self._farewell_since + self._limits.linger_s)
+        elif self._stalled_since is not None:
+            self._judge_stall()
         elif self._closing is _Closing.LINGERING:
             self.close()
         else:
             self._exchanges.on_due()
+
+    def _await_farewell(self, now: float) -> None:
+        if not self.num_unwritten:
+            self.abort()
+            return
+        self._farewell_since = now
+        if self._stalled_since is not None and now >= self._stalled_since + self._limits.stall_s:
+            self._judge_stall()
+
+    def _judge_stall(self) -> None:
+        num_read = self._num_stalled - self.num_unwritten
+        if num_read >= self._limits.stall_s * self._limits.stall_bytes_per_s:
+            self._watch_stall()  # it reads, if slowly
+        else:
+            self.abort()

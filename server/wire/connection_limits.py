@@ -6,6 +6,7 @@ from server.wire.frame_limits import FrameLimits
 from server.wire.http1_prefilter import HeadLimits
 
 HELD_BODY_BYTES = 16 * 1024 * 1024
+LINGER_BYTES = 16 * 1024 * 1024  # twice a body's limit: who still sends one is to read why it is refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +17,7 @@ class Http2Limits:
         num_streams: at once, as advertised; more are refused, up to num_refused in a row.
         window_bytes: of a connection's request bodies, that the peer may send before they are read.
         list_bytes: of a header list, decoded, before it is taken for an attack; head limits answer 431 below that.
+        early_bytes: of a request that go on coming, for linger_s, after its answer.
     """
 
     frames: FrameLimits = field(default_factory=FrameLimits)
@@ -23,6 +25,7 @@ class Http2Limits:
     num_refused: int = 256
     window_bytes: int = 512 * 1024
     list_bytes: int = 64 * 1024
+    early_bytes: int = LINGER_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +40,7 @@ class ConnectionLimits:
     stall_s: float = 30.0  # in which the peer reads less than stall_bytes_per_s, and not all that is unsent
     stall_bytes_per_s: float = 500.0
     linger_s: float = 2.0  # and linger_bytes: thrown away after an answer that comes before its request's end
-    linger_bytes: int = 16 * 1024 * 1024  # twice a body's limit: who still sends one is to read why it is refused
+    linger_bytes: int = LINGER_BYTES
     unsent_bytes: int = 16 * 1024  # high mark of our own unsent bytes; a quarter of it is the low mark
     pipelined_bytes: int = 64 * 1024  # behind a request that is being answered; with more, its answer is the last
     unread_body_bytes: int = 64 * 1024  # held for a handler that does not read yet

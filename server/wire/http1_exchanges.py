@@ -288,6 +288,7 @@ class Http1Exchanges:
         elif not connection.is_writing_paused:
             # A peer that pipelines and does not read gets no further answers to hold for it
             self._exchange_is_over = False
+            self._waiting_since = self._loop.time()  # however long it took to read the answer before
             self._received_s = self._clock()  # of one that was pipelined: its turn
             self._handle_events(self._protocol.next_request())
             connection.adjust()

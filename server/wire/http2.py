@@ -37,6 +37,7 @@ class Http2Protocol:
         has_failed: the connection ends with the GOAWAY that take_control gives; no event comes any more.
         num_requests: whose heads have been taken.
         responses: of the open streams.
+        early: streams whose answers have ended before their requests, oldest first, and how much may still come.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Http2Protocol:
         self._out.append(opening)
         self.responses = Responses(self._h2, self._out.append, date)
         self._streams = self.responses.streams
+        self.early: dict[int, int] = {}
 
     @property
     def has_output(self) -> bool:
@@ -181,7 +183,7 @@ class Http2Protocol:
         h2_stream = self._h2.streams.get(stream_id)
         if h2_stream is None or h2_stream.closed:
             return  # it was reset by a later frame of the same read
-        if len(self._streams) >= self._limits.num_streams or stream_id > self._goaway_id:
+        if len(self._streams) + len(self.early) >= self._limits.num_streams or stream_id > self._goaway_id:
             self._refuse(stream_id)
             return
         self._num_refused = 0
@@ -221,12 +223,14 @@ class Http2Protocol:
                 stream = None
         if stream is None:
             padding += len(data)
+            self._pass_over(event.stream_id, len(data))
         elif data:
             events.append(BodyChunk(event.stream_id, data))
         if padding:
             self.acknowledge(event.stream_id, padding)
 
     def _end_request(self, stream_id: int, events: list[Event]) -> None:
+        self.early.pop(stream_id, None)
         stream = self._streams.get(stream_id)
         if stream is None or stream.has_read_request:
             return
@@ -250,6 +254,7 @@ class Http2Protocol:
 
     def _forget(self, stream_id: int | None, events: list[Event]) -> None:
         assert stream_id is not None
+        self.early.pop(stream_id, None)
         if self.responses.forget(stream_id):
             events.append(StreamReset(stream_id))
 
@@ -286,6 +291,21 @@ class Http2Protocol:
             return
         self._h2.reset_stream(stream_id, code)
         self._collect(0 if is_their_fault else stream_id)
+
+    # Requests that are answered before their end. RFC 9113 §8.1: RST_STREAM with NO_ERROR may tell that no more of them
+    # is wanted. But clients that are busy sending (curl 7.88, httpx) take it for their stream's end, without an answer.
+
+    def _pass_over(self, stream_id: int, num_bytes: int) -> None:
+        left = self.early.get(stream_id, num_bytes) - num_bytes
+        if left < 0:
+            self.break_off(stream_id)
+        elif stream_id in self.early:
+            self.early[stream_id] = left
+
+    def break_off(self, stream_id: int) -> None:
+        """It has been given its time. Idempotent."""
+        if self.early.pop(stream_id, None) is not None:
+            self.reset(stream_id, ErrorCodes.NO_ERROR)
 
     # Drain.
 
@@ -326,4 +346,7 @@ class Http2Protocol:
         """See Responses.take_data: what it gives is the content that the peer may acknowledge."""
         output = self.responses.take_data(limit_bytes)
         self._gate.count_content(output.num_bytes)
+        if self.responses.early:
+            self.early |= dict.fromkeys(self.responses.early, self._limits.early_bytes)
+            self.responses.early.clear()
         return output

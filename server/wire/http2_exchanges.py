@@ -6,6 +6,8 @@ Decisions a reader may look for:
 - What a handler does not read is not acknowledged: the peer's windows shut, and nothing but them holds it back. Of what
   is read, too much at once shuts the streams' windows, all but the oldest's (body_room); the connection's stays open
   for that one, unless the oldest of the server is on another connection.
+- A request that is answered before its end may go on coming for linger_s, and is thrown away: clients that send read
+  the answer when they are done.
 - The client's GOAWAY says only that it takes no pushed streams; its requests go on. With an error, it has left.
 """
 
@@ -81,6 +83,7 @@ class Http2Exchanges:
         # Streams -> since when they have to get rid of what is enough, oldest first, and num_partly_sent then
         self._unsent: OrderedDict[int, tuple[float, int]] = OrderedDict()
         self._enough_bytes = context.limits.stall_s * context.limits.stall_bytes_per_s
+        self._early: dict[int, float] = {}  # streams whose answers came before their requests' end -> since when
         self._blocked_since = 0.0
         self._over: set[int] = set()  # streams that have, or had, more unsent than their share
         self._num_ended = 0  # bytes of complete answers; those that have been sent since may still be among them
@@ -160,6 +163,7 @@ class Http2Exchanges:
         else:
             pause_s = self._loop.time() - self._blocked_since
             self._unsent = OrderedDict((key, (since + pause_s, num)) for key, (since, num) in self._unsent.items())
+            self._idle_since = self._loop.time()
             self.flush()
 
     def end_of_peer(self) -> None:
@@ -179,6 +183,8 @@ class Http2Exchanges:
     def _forget(self, stream_id: int) -> None:
         exchange = self._exchanges.pop(stream_id)
         self._end_body(stream_id, exchange)
+        if exchange.num_shut:
+            self._protocol.reopen(stream_id, exchange.num_shut)
         if exchange.num_unread:
             self._protocol.acknowledge(stream_id, exchange.num_unread)
         if not self._exchanges:
@@ -388,6 +394,8 @@ class Http2Exchanges:
             has_more = output.has_more
             if self._unsent or output.held or has_more:
                 self._watch_progress(output.sent, output.held)
+            if protocol.early:
+                self._watch_early()
         connection.write_out()
         if self._on_written:
             self._tell_written()
@@ -417,6 +425,12 @@ class Http2Exchanges:
                 self._unsent.move_to_end(stream_id)
         for stream_id in held:
             self._unsent.setdefault(stream_id, (now, self._responses.num_partly_sent(stream_id)))
+        self._idle_since = now  # at the earliest: it has something to read
+        self._connection.adjust()
+
+    def _watch_early(self) -> None:
+        now = self._loop.time()
+        self._early = {stream_id: self._early.get(stream_id, now) for stream_id in self._protocol.early}
         self._connection.adjust()
 
     def _judge_shares(self) -> None:
@@ -473,6 +487,9 @@ class Http2Exchanges:
             if (self._exchanges[stream_id].num_shut or is_shut) and not self._protocol.may_send(stream_id):
                 continue  # it waits for us
             yield clock.due, partial(self._end_slow_body, stream_id)
+        if self._early:
+            stream_id, since = next(iter(self._early.items()))
+            yield since + limits.linger_s, partial(self._break_off_early, stream_id)
         if self._unsent:
             stream_id, (since, _) = next(iter(self._unsent.items()))
             yield since + limits.stall_s, partial(self._end_stalled, stream_id)
@@ -491,6 +508,10 @@ class Http2Exchanges:
         exchange = self._exchanges[stream_id]
         self._end_body(stream_id, exchange)
         exchange.stream.fail_body(ServiceError(ErrorKind.REQUEST_TIMEOUT, SLOW_BODY, "request_timeout"))
+
+    def _break_off_early(self, stream_id: int) -> None:
+        del self._early[stream_id]
+        self._protocol.break_off(stream_id)
 
     def _end_stalled(self, stream_id: int) -> None:
         del self._unsent[stream_id]

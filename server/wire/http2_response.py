@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from http import HTTPStatus
 
 from h2.connection import H2Connection
-from h2.errors import ErrorCodes
 from h2.stream import H2Stream
 
 from server.wire.http2_data import (
@@ -83,6 +82,7 @@ class Responses:
     Attributes:
         streams: whose responses have not been sent to their end, by id; http2 opens and forgets them.
         awaits_flush: take_data is going to be called. Its caller sets and clears it.
+        early: streams that take_data has ended before their requests; to be taken by its caller.
     """
 
     def __init__(self, connection: H2Connection, write: Callable[[bytes], None], date: Callable[[], bytes]) -> None:
@@ -96,6 +96,7 @@ class Responses:
         self._date = date
         self._by_hand = h2_is_as_known()
         self.awaits_flush = False
+        self.early: list[int] = []
         self._ready: dict[int, Http2Stream] = {}  # may have something to send, in their turn
         self._pieces: dict[int, Http2Stream] = {}  # have a piece, whole and given since; their turn is after the others
 
@@ -293,7 +294,9 @@ class Responses:
         else:
             last = b"" if stream.num_unsent else self._trailers(stream_id, stream)
         if last:
-            last += self._forget_ended(stream_id, stream)
+            del self.streams[stream_id]
+            if not stream.has_read_request:
+                self.early.append(stream_id)
             frames.append(last)
             return len(last)
         size = frame_next(self._h2, stream, frames, self._by_hand)
@@ -303,12 +306,4 @@ class Responses:
 
     def _trailers(self, stream_id: int, stream: Http2Stream) -> bytes:
         self._h2.send_headers(stream_id, stream.trailers, end_stream=True)
-        return self._h2.data_to_send()
-
-    def _forget_ended(self, stream_id: int, stream: Http2Stream) -> bytes:
-        """A request that has not been read to its end is broken off (RFC 9113 §8.1)."""
-        del self.streams[stream_id]
-        if stream.has_read_request:
-            return b""
-        self._h2.reset_stream(stream_id, ErrorCodes.NO_ERROR)
         return self._h2.data_to_send()

@@ -59,6 +59,13 @@ def test_head_of_a_known_path_has_no_body(server: ServerProcess) -> None:
     assert curl(server, "/v1/models", "--head").startswith("HTTP/1.1 200 OK")
 
 
+@pytest.mark.parametrize("flag", ["--http1.1", "--http2", "--http2-prior-knowledge"])
+def test_upload_that_is_refused_before_its_end_reads_why(server: ServerProcess, flag: str) -> None:
+    """More of it than a window holds."""
+    answer = curl(server, "/v1/nowhere", flag, "-w", "%{http_code}", content="x" * 1_000_000)
+    assert answer.endswith("404"), answer
+
+
 def test_upgrade_to_http2_is_taken(server: ServerProcess) -> None:
     assert curl(server, "/health", "--http2", "-w", "%{http_version}") == '{"status":"ok"}2'
     answer = curl(server, "/v1/chat/completions", "--http2", "-i", content=CHAT)

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from core.config import EngineConfig, parse_model_config
-from gpu.runner import ModelRunner, load_runner
+from gpu.loading import load_runner
+from gpu.runner import ModelRunner
 from tests.oracle import FAMILIES, Oracle, read_config, save_random_model
 
 ENGINE = EngineConfig(device="cpu", dtype="float32", max_sequences=16, kv_memory_bytes=8 * 1024**2, threads=1)

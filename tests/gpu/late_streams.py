@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from gpu.streams import Event
+
 
 @dataclass(frozen=True)
 class LateEvent:
@@ -19,6 +21,12 @@ class LateEvent:
 
     def synchronize(self) -> None:
         self.stream.run_until(self.number)
+
+    def seconds_since(self, earlier: Event) -> float:
+        """A second for each piece of work."""
+        assert isinstance(earlier, LateEvent)
+        self.synchronize()
+        return float(self.number - earlier.number)
 
 
 class LateStream:
@@ -34,10 +42,10 @@ class LateStream:
         self._late.append(work)
         self.num_started += 1
 
-    def record(self) -> LateEvent:
+    def record(self, is_timed: bool = False) -> LateEvent:
         return LateEvent(self, self._num_done + len(self._late))
 
-    def wait(self, event: LateEvent) -> None:
+    def wait(self, event: Event) -> None:
         self._late.append(event.synchronize)
 
     def run_until(self, number: int) -> None:

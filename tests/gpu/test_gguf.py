@@ -19,8 +19,8 @@ from core.gguf_model import config_of, num_turned_heads
 from gpu import gguf as gpu_gguf
 from gpu.checkpoint import open_checkpoint
 from gpu.gguf import DEQUANTISERS, GgufReader
+from gpu.loading import load_runner
 from gpu.memory_plan import estimate
-from gpu.runner import load_runner
 from gpu.weights import load_weights
 from tests.gguf_files import Q, parsed, quantised_numbers, write_gguf
 from tests.gpu.conftest import ENGINE, no_progress

@@ -9,16 +9,23 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from core.config import parse_model_config
 from core.engine import Engine
 from core.errors import StartupError
+from core.plan import BlockCopies
 from core.scheduler import Scheduler
 from core.types import ClearCache, Message, Request, SamplingParams, Submit
+from gpu.kv_cache import KVCache
 from gpu.kv_directory import SUFFIX
+from gpu.kv_offload import HostMemory
 from gpu.runner import ModelRunner
 from tests.fakes import DeliveryLog, FakeClock
 from tests.gpu.conftest import ENGINE, open_runner
+from tests.gpu.late_streams import LateStreams
 from tests.gpu.test_kv_directory import wait_written
+from tests.oracle import read_config
 
 NUM_TOKENS = 6
 PROMPTS = [random.Random(i).choices(range(3, 300), k=k) for i, k in enumerate((70, 52, 64, 90))]
@@ -75,6 +82,26 @@ def test_restored_blocks_give_the_tokens_of_computed_ones(directory: Path, expec
     stats = served.scheduler.stats()
     assert stats.num_restored_blocks == (64 + 48 + 48 + 80) // 16
     assert stats.num_offloaded_blocks >= stats.num_restored_blocks
+
+
+def test_copies_go_behind_what_was_sent_and_come_before_what_is(directory: Path) -> None:
+    """A device does them late: neither the host nor a block that is overwritten meanwhile may notice."""
+    config = parse_model_config(read_config(directory))
+    with torch.inference_mode():
+        cache, streams = KVCache(config, 6, torch.float32, torch.device("cpu")), LateStreams()
+        memory = HostMemory(config, 3, cache, streams)
+        cache.tensor.normal_(generator=torch.Generator().manual_seed(0))
+        before = cache.tensor.clone()
+        ticket = memory.copy(BlockCopies(offloads={2: 4, 0: 1}, restores={5: 2}))
+        assert torch.equal(cache.tensor, before)  # nothing has happened yet
+        streams.current.run(lambda: cache.tensor.index_fill_(2, torch.tensor([1, 4]), 0.0))
+        assert ticket.wait_s() == 2.0  # one piece of work out, one back
+        assert torch.equal(memory.tensor[2], before[:, :, 4])
+        assert torch.equal(memory.tensor[0], before[:, :, 1])
+        assert torch.equal(cache.tensor[:, :, 5], before[:, :, 4])
+        assert streams.pinned_bytes == [3 * memory.block_bytes]
+        streams.finish()
+        assert not cache.tensor[:, :, [1, 4]].any()
 
 
 def test_another_tenant_finds_nothing_on_the_host(directory: Path) -> None:

@@ -14,8 +14,9 @@ from core.config import EngineConfig, parse_model_config
 from core.errors import BadCheckpoint, NotEnoughMemory
 from core.plan import SequenceStart
 from core.types import SamplingParams, TokenLogprobs
+from gpu.loading import load_runner
 from gpu.memory_plan import estimate
-from gpu.runner import NOT_FINITE, ModelRunner, load_runner
+from gpu.runner import NOT_FINITE, ModelRunner
 from tests.gpu.conftest import ENGINE, no_progress, open_runner
 from tests.gpu.driver import GREEDY, DrivenSequence, Driver, make_plan
 from tests.oracle import read_config

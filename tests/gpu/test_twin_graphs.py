@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from gpu.graphs import CaptureError, Graph
-from gpu.twin_graphs import TwinRecorder
+from gpu.graphs import CaptureError, Graph, NoRoomForGraph, is_of_memory
+from gpu.twin_graphs import NODE_BYTES, TwinRecorder
 
 
 @pytest.fixture(autouse=True)
@@ -97,6 +97,34 @@ def test_memory_that_was_let_go_of_or_moved_is_told() -> None:
         graph.replay()
 
 
+def test_what_another_graph_alone_knows_is_kept_by_nobody() -> None:
+    recorder, kept, out = TwinRecorder(), {"weight": torch.ones(3)}, torch.zeros(3)
+    graphs = [recorder.capture(lambda: out.copy_(kept["weight"])) for _ in range(2)]
+    kept["weight"] = kept["weight"].clone()
+    for graph in graphs:
+        with pytest.raises(CaptureError, match="nobody keeps"):
+            graph.replay()
+
+
+def test_a_graph_tells_what_it_takes_beside_the_others_and_is_refused_where_there_is_no_room() -> None:
+    given, out = torch.ones(256), torch.zeros(256)
+    recorder = TwinRecorder(room_bytes=2048 + 3 * NODE_BYTES)
+
+    def add(num_rows: int) -> None:
+        out[:num_rows].copy_(given[:num_rows] * 2)  # two calls, of which one allocates
+
+    first = recorder.capture(lambda: add(256))
+    assert first.size_bytes == 1024 + 2 * NODE_BYTES
+    with pytest.raises(NoRoomForGraph):
+        recorder.capture(lambda: add(128))
+    del first
+    second = recorder.capture(lambda: add(128))
+    assert second.size_bytes == 512 + 2 * NODE_BYTES
+    out.zero_()
+    second.replay()
+    assert out.sum() == 256
+
+
 def test_what_one_graph_allocates_is_the_others() -> None:
     recorder, kept = TwinRecorder(), {}
     given, out = torch.ones(3), torch.zeros(3)
@@ -130,3 +158,13 @@ def test_a_graph_that_reads_what_it_left_behind_gets_no_number() -> None:
     first.replay()
     second.replay()
     assert out.isnan().all()
+
+
+def test_memory_that_has_ended_is_told_from_what_else_ends_a_capture() -> None:
+    """The capture's own end raises once more, and speaks of the capture alone."""
+    assert is_of_memory(torch.OutOfMemoryError("tried to allocate"))
+    assert is_of_memory(RuntimeError("CUDA error: out of memory"))
+    assert not is_of_memory(RuntimeError("operation not permitted when stream is capturing"))
+    ended = RuntimeError("operation failed due to a previous error during capture")
+    ended.__context__ = torch.OutOfMemoryError("tried to allocate")
+    assert is_of_memory(ended)

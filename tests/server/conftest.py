@@ -1,11 +1,29 @@
-"""What tests of a whole server must leave as it was."""
+"""What tests of connections in memory are given, and what tests of a whole server must leave as it was."""
 
 import gc
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
+
+from server.wire.connection_limits import ConnectionLimits
+from server.wire.stream import HttpStream
+from tests.server.fakes import MemoryServer
+from tests.server.memory_connection import Serve
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    servers: list[MemoryServer] = []
+
+    def start(handler: Callable[[HttpStream], object], limits: ConnectionLimits | None = None) -> MemoryServer:
+        servers.append(MemoryServer(handler, limits))  # type: ignore[arg-type] # any handler, also a failing one
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from ipaddress import IPv4Address
+from typing import Any
 
 from server.answer_body import content_headers
 from server.api.envelope import protocol_error_body
@@ -18,6 +19,16 @@ from tests.server.virtual_loop import VirtualTimeLoop
 PEER = Peer(IPv4Address("192.0.2.7"), 4242)
 
 
+class MemoryTls:
+    """What stands for an ssl.SSLObject: HTTP/1.1, and no certificate of the client's."""
+
+    def getpeercert(self) -> None:
+        return None
+
+    def selected_alpn_protocol(self) -> None:
+        return None
+
+
 class MemoryTransport(asyncio.Transport):
     """The server's end of a connection. What the peer has not read stays in its buffer, with water marks.
 
@@ -26,6 +37,7 @@ class MemoryTransport(asyncio.Transport):
         peer_reads: bytes arrive at once; else they stay until peer_read.
         received: what the peer has read.
         can_half_close: unlike TLS.
+        tls: what TLS tells of itself, which waits for the peer's farewell before it closes; None: in the clear.
     """
 
     def __init__(self, loop: VirtualTimeLoop, protocol: asyncio.Protocol, peer_reads: bool = True) -> None:
@@ -34,6 +46,7 @@ class MemoryTransport(asyncio.Transport):
         self.received = bytearray()
         self.peer_reads = peer_reads
         self.can_half_close = True
+        self.tls: MemoryTls | None = None
         self.is_reading_paused = False
         self.is_lost = False
         self.was_aborted = False
@@ -49,6 +62,9 @@ class MemoryTransport(asyncio.Transport):
         loop.call_soon(protocol.connection_made, self)
 
     # The server's side.
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self.tls if name == "ssl_object" and self.tls is not None else default
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         assert not self.has_sent_eof
@@ -91,8 +107,7 @@ class MemoryTransport(asyncio.Transport):
     def close(self) -> None:
         if not self._is_closing:
             self._is_closing = True
-            if not self._unread:
-                self._loop.call_soon(self._lose, None)
+            self._end_if_read()
 
     def abort(self) -> None:
         self._is_closing = self.was_aborted = True
@@ -124,7 +139,11 @@ class MemoryTransport(asyncio.Transport):
         if self._is_writing_paused and len(self._unread) <= self._low:
             self._is_writing_paused = False
             self._loop.call_soon(self._protocol.resume_writing)
-        if self._is_closing and not self._unread:
+        if self._is_closing:
+            self._end_if_read()
+
+    def _end_if_read(self) -> None:
+        if not self._unread and self.tls is None:
             self._loop.call_soon(self._lose, None)
 
     def _deliver(self) -> None:

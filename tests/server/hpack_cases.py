@@ -4,7 +4,7 @@ import hpack
 from h2.errors import ErrorCodes
 
 from server.wire.frame_gate import HEADERS
-from tests.server.http2_cases import Case, answers, case, ends, resets
+from tests.server.http2_cases.case import Case, answers, case, ends, resets
 from tests.server.raw_http2 import (
     TABLE_SIZE,
     Frame,

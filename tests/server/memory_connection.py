@@ -2,13 +2,11 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import h11
-import pytest
 
 from core.errors import ErrorKind, ServiceError
-from server.wire.connection_limits import ConnectionLimits
 from server.wire.messages import ResponseHead
 from server.wire.stream import HttpStream
 from tests.server.fakes import MemoryServer, MemoryTransport
@@ -73,19 +71,6 @@ class Hold:
 
 
 Serve = Callable[..., MemoryServer]
-
-
-@pytest.fixture
-def serve() -> Iterator[Serve]:
-    servers: list[MemoryServer] = []
-
-    def start(handler: Callable[[HttpStream], object], limits: ConnectionLimits | None = None) -> MemoryServer:
-        servers.append(MemoryServer(handler, limits))  # type: ignore[arg-type] # any handler, also a failing one
-        return servers[-1]
-
-    yield start
-    for server in servers:
-        server.close()
 
 
 def responses(received: bytes, num_requests: int = 1, method: str = "GET") -> list[tuple[int, bytes]]:

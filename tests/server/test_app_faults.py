@@ -59,14 +59,14 @@ def test_fail_all_ends_streams_with_an_event_and_others_with_a_status() -> None:
     server.close()
 
 
-def test_a_key_in_the_path_of_what_cannot_be_answered_stays_out_of_the_log(
+def test_path_of_what_cannot_be_answered_bears_no_key_into_the_log_and_forges_no_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def fail(app: App, exchange: Exchange) -> None:
         raise RuntimeError("planted")
 
     monkeypatch.setattr(App, "_dispatch", fail)
-    answer = ask(b"GET /v1/requests/sl-abcdefghPLANTEDSECRET HTTP/1.1\r\nhost: a\r\n\r\n", "GET")
+    answer = ask(b"GET /v1/requests/sl-abcdefghPLANTEDSECRET%0aFORGED HTTP/1.1\r\nhost: a\r\n\r\n", "GET")
     assert refusal_of(answer) == (500, "internal_error")
-    assert "GET /v1/requests/sl-***" in caplog.text
+    assert "GET /v1/requests/sl-***\\nFORGED cannot" in caplog.text
     assert "PLANTED" not in caplog.text.replace("planted", "")

@@ -356,7 +356,7 @@ ATTACKS = (
     ),
     Attack("uploads in small pieces", small_pieces, 138, 80, code=FLOW, sent=0.1, handlers=9),
     Attack(
-        "uploads to answered streams", lambda: repeated(data(bytes(LARGEST))), 200, 120, (post(b"/now"),), None, 0.1
+        "uploads to answered streams", lambda: repeated(data(bytes(LARGEST))), 200, 120, (post(b"/now"),), None, 0.6
     ),
 )
 

@@ -112,6 +112,11 @@ def test_tls_is_seen_in_the_url_and_the_command() -> None:
     assert sample_curl(facts).startswith("curl --insecure https://127.0.0.1:8000/v1/chat/completions ")
 
 
+def test_a_socket_without_a_file_is_asked_by_its_name() -> None:
+    facts = dataclasses.replace(FACTS, places=(Place(UnixAddress("\0front")),))
+    assert sample_curl(facts).startswith("curl --abstract-unix-socket front http://localhost:80/v1/chat/completions ")
+
+
 def test_every_place_is_shown_and_the_command_takes_one_that_answers_a_client() -> None:
     socket_place = Place(UnixAddress("/run/a b.sock"))
     behind = Place(TcpAddress("::1", 81), has_tls=True, takes_proxy=True)

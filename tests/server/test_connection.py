@@ -23,10 +23,7 @@ from tests.server.memory_connection import (
     error_of,
     post,
     responses,
-    serve,
 )
-
-__all__ = ["serve"]  # the fixture
 
 
 def test_kept_alive_connection_serves_one_after_the_other(serve: Serve) -> None:

@@ -13,10 +13,7 @@ from tests.server.memory_connection import (
     Serve,
     echo,
     responses,
-    serve,
 )
-
-__all__ = ["serve"]  # the fixture
 
 
 def start_drain(server: MemoryServer, grace_s: float) -> "asyncio.Task[None]":

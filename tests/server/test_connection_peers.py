@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from server.wire.stream import HttpStream
-from tests.server.fakes import MemoryTransport
+from tests.server.fakes import MemoryServer, MemoryTls, MemoryTransport
 from tests.server.memory_connection import (
     GET,
     Hold,
@@ -16,11 +16,7 @@ from tests.server.memory_connection import (
     error_of,
     post,
     responses,
-    serve,
 )
-
-__all__ = ["serve"]  # the fixture
-
 
 # Slow readers.
 
@@ -85,6 +81,75 @@ def test_closing_connection_whose_reader_stops_halfway_is_aborted(serve: Serve) 
     transport.peer_read(19_000)
     server.loop.advance(45)
     assert transport.was_aborted
+
+
+def connect_by_tls(server: MemoryServer) -> MemoryTransport:
+    transport = server.dial(peer_reads=False)
+    transport.tls = MemoryTls()
+    transport.can_half_close = False
+    server.loop.settle()
+    return transport
+
+
+def test_tls_that_is_closed_waits_for_its_peers_farewell_for_two_seconds(serve: Serve) -> None:
+    server = serve(echo)
+    transport = connect_by_tls(server)
+    transport.peer_reads = True
+    transport.feed(b"GET / HTTP/1.0\r\n\r\n")
+    server.loop.advance(1.9)
+    assert not transport.is_lost
+    server.loop.advance(0.2)
+    assert transport.was_aborted
+    assert responses(bytes(transport.received)) == [(200, b"/")]
+
+
+def test_tls_that_is_closed_lets_a_slow_reader_read_to_the_end(serve: Serve) -> None:
+    async def handler(stream: HttpStream) -> None:
+        answer(stream, 200, b"x" * 60_000)
+
+    server = serve(handler)
+    transport = connect_by_tls(server)
+    transport.feed(b"GET / HTTP/1.0\r\n\r\n")
+    for _ in range(4):
+        server.loop.advance(25)
+        transport.peer_read(15_000)
+    assert not transport.was_aborted
+    transport.peer_read()
+    server.loop.advance(2.1)
+    assert transport.was_aborted
+    assert responses(bytes(transport.received)) == [(200, b"x" * 60_000)]
+
+
+def test_tls_that_is_closed_and_not_read_is_given_no_longer_than_any_other(serve: Serve) -> None:
+    server = serve(echo)
+    transport = connect_by_tls(server)
+    transport.feed(b"GET / HTTP/1.0\r\n\r\n")
+    server.loop.advance(29.9)
+    assert not transport.is_lost
+    server.loop.advance(2)
+    assert transport.was_aborted
+
+
+@pytest.mark.parametrize(("sent_behind", "limit_s"), [(b"", 75), (GET[:9], 10)])
+def test_clock_of_the_next_request_begins_once_the_answer_before_it_is_read(
+    serve: Serve, sent_behind: bytes, limit_s: int
+) -> None:
+    async def handler(stream: HttpStream) -> None:
+        answer(stream, 200, b"x" * 60_000)
+
+    server = serve(handler)
+    transport = server.connect(peer_reads=False)
+    transport.feed(GET + sent_behind)
+    for _ in range(4):
+        server.loop.advance(25)
+        transport.peer_read(15_000)
+    transport.peer_reads = True
+    transport.peer_read()
+    server.loop.advance(limit_s - 0.1)
+    assert not transport.has_sent_eof
+    assert not transport.is_lost
+    server.loop.advance(0.2)
+    assert transport.has_sent_eof or transport.is_lost
 
 
 def test_peer_is_listened_to_while_its_large_request_is_answered(serve: Serve) -> None:

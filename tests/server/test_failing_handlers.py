@@ -13,10 +13,7 @@ from tests.server.memory_connection import (
     STREAMED,
     Serve,
     error_of,
-    serve,
 )
-
-__all__ = ["serve"]  # the fixture
 
 
 async def raise_before_the_head(stream: HttpStream) -> None:
@@ -62,6 +59,15 @@ def test_handler_that_awaits_something_cancelled_aborts(serve: Serve) -> None:
         await cancelled
 
     assert serve(handler).exchange(GET).was_aborted
+
+
+@pytest.mark.parametrize("handler", [raise_before_the_head, forget_to_answer])
+def test_path_of_a_request_whose_handler_failed_is_not_logged(
+    serve: Serve, handler: Callable[[HttpStream], object], caplog: pytest.LogCaptureFixture
+) -> None:
+    serve(handler).exchange(GET.replace(b"/", b"/v1/requests/sl-abcdefghPLANTED", 1))
+    assert "handler" in caplog.text
+    assert "PLANTED" not in caplog.text
 
 
 @pytest.mark.parametrize("handler", [raise_in_mid_stream, forget_to_end, fall_short])

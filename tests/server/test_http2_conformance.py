@@ -18,13 +18,14 @@ from h2.errors import ErrorCodes
 
 from server.listening.binds import Bind, TcpAddress
 from server.listening.listener import Listener, ListenerConfig
+from server.wire.connection_limits import ConnectionLimits
 from server.wire.frame_gate import GOAWAY, HEADERS, PING, PREFACE, SETTINGS
 from server.wire.stream import HttpStream
 from server.wire.tls import ServerTls, server_tls
 from tests.certificates import make_certificate, needs_openssl
 from tests.server import hpack_cases, http2_cases
 from tests.server.fakes import MemoryServer, refuse
-from tests.server.http2_cases import REFUSED, Case
+from tests.server.http2_cases.case import ANSWERED_EARLY, ENDED, REFUSED, RESET_BY_US, Case, has_acks
 from tests.server.raw_http2 import (
     ACK,
     END_STREAM,
@@ -44,7 +45,7 @@ from tests.server.raw_peer import MemoryPeer, respond
 from tests.server.simulated_server import MODEL, Answer, SimulatedServer, chat
 
 CASES = (*http2_cases.CASES, *hpack_cases.CASES)
-HANG_S = 20.0  # after which a real server is taken for hung
+HANG_S = 120.0  # after which a real server is taken for hung; its own clocks run as long
 
 
 def try_case(peer: MemoryPeer, case: Case) -> None:
@@ -209,7 +210,9 @@ class TlsServer:
         self._listener = self.loop.run_until_complete(self._listen(server_tls(certificate, key)))
 
     async def _listen(self, tls: ServerTls | None) -> Listener:
-        listener = Listener(respond, refuse, ListenerConfig((Bind(TcpAddress(port=0)),), tls=tls))
+        limits = ConnectionLimits(head_s=HANG_S, body_s=HANG_S, idle_s=HANG_S, stall_s=HANG_S)
+        config = ListenerConfig((Bind(TcpAddress(port=0)),), connection=limits, handshake_s=HANG_S, tls=tls)
+        listener = Listener(respond, refuse, config)
         await listener.start()
         return listener
 
@@ -293,8 +296,8 @@ def test_over_tls(tls_server: TlsServer, case: Case) -> None:
 
 def is_set_up(case: Case, seen: Seen) -> bool:
     """The streams that end before the case begins have ended."""
-    ended = {http2_cases.ENDED, http2_cases.ANSWERED_EARLY}
-    if case.setup == http2_cases.RESET_BY_US:
+    ended = {ENDED, ANSWERED_EARLY}
+    if case.setup == RESET_BY_US:
         return 1 in seen.resets
     return case.setup not in ended or seen.has_ended(1)
 
@@ -328,7 +331,7 @@ def test_our_first_frame_is_settings_and_theirs_are_acknowledged() -> None:
     peer = MemoryPeer(server)
     first, *_ = peer.seen.frames
     assert (first.kind, first.flags & ACK, first.stream) == (SETTINGS, 0, 0)
-    assert http2_cases.has_acks(0)(peer.seen)
+    assert has_acks(0)(peer.seen)
     server.close()
 
 

@@ -5,11 +5,12 @@ from h2.connection import H2Connection
 from h2.errors import ErrorCodes
 
 from server.wire.connection_limits import ConnectionLimits
+from server.wire.stream import HttpStream
 from tests.server.http2_client import POST, Http2Client, fields, without_goaways
 from tests.server.http2_frames import GOAWAY, frame
-from tests.server.memory_connection import Hold, Serve, echo, serve
-
-__all__ = ["serve"]  # the fixture
+from tests.server.memory_connection import Hold, Serve, answer, echo
+from tests.server.raw_http2 import INITIAL_WINDOW, get, settings, window_update, wire
+from tests.server.raw_peer import MemoryPeer
 
 
 def test_idle_connection_is_told_and_closed(serve: Serve) -> None:
@@ -46,6 +47,40 @@ def test_busy_connection_is_not_idle(serve: Serve) -> None:
     client.request()
     client.advance(1000)
     assert client.goaways == []
+
+
+async def answer_60_kb(stream: HttpStream) -> None:
+    answer(stream, 200, b"x" * 60_000)
+
+
+def check_idle_from_now_on(peer: MemoryPeer) -> None:
+    assert peer.seen.has_ended(1)
+    peer.advance(74.9)
+    assert not peer.seen.of(GOAWAY)
+    peer.advance(0.2)
+    assert peer.seen.of(GOAWAY)
+
+
+def test_connection_whose_windows_opened_slowly_is_idle_once_the_answer_has_gone(serve: Serve) -> None:
+    peer = MemoryPeer(serve(answer_60_kb))
+    peer.feed(wire([settings((INITIAL_WINDOW, 0)), get()]))
+    for _ in range(4):
+        peer.advance(25)
+        peer.feed(window_update(15_000, 1).encode(0))
+    check_idle_from_now_on(peer)
+
+
+def test_connection_whose_socket_was_read_slowly_is_idle_once_the_answer_has_gone(serve: Serve) -> None:
+    peer = MemoryPeer(serve(answer_60_kb), reads=False)
+    peer.feed(get().encode(0))
+    for _ in range(4):
+        peer.advance(25)
+        peer.transport.peer_read(15_000)
+        peer.look()
+    peer.transport.peer_reads = True
+    peer.transport.peer_read()
+    peer.look()
+    check_idle_from_now_on(peer)
 
 
 def test_drain_takes_what_is_on_its_way_and_refuses_what_comes_later(serve: Serve) -> None:

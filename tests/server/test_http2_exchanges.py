@@ -9,15 +9,17 @@ from h2.errors import ErrorCodes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from core.errors import ErrorKind, ServiceError
 from server.wire.connection_limits import ConnectionLimits, Http2Limits
 from server.wire.frame_limits import FrameLimits
 from server.wire.stream import HttpStream
 from tests.server.fakes import MemoryServer
 from tests.server.http2_client import INITIAL_WINDOW, POST, Http2Client, fields
 from tests.server.http2_frames import SETTINGS, frame
-from tests.server.memory_connection import STREAMED, Hold, Serve, answer, echo, serve
-
-__all__ = ["serve"]  # the fixture
+from tests.server.memory_connection import STREAMED, Hold, Serve, answer, echo
+from tests.server.raw_http2 import END_STREAM, data, get, rst, wire
+from tests.server.raw_http2 import post as raw_post
+from tests.server.raw_peer import MemoryPeer, respond
 
 
 def test_request_is_answered(serve: Serve) -> None:
@@ -308,9 +310,86 @@ def test_early_answer_ends_the_upload_without_an_error(serve: Serve) -> None:
         client.h2.send_data(stream_id, b"x" * 1000)
         ids.append(stream_id)
         client.exchange()
+        client.advance(0.1)
     assert all(client.responses[i].status == 401 for i in ids)
+    client.advance(2.1)  # none of them goes on
     assert all(client.responses[i].reset is ErrorCodes.NO_ERROR for i in ids)
     assert client.goaways == []
+
+
+def test_uploads_that_are_answered_early_count_until_they_end(serve: Serve) -> None:
+    """RFC 9113 §5.1.2: streams in either of the half-closed states do."""
+    peer = MemoryPeer(serve(respond, ConnectionLimits(http2=Http2Limits(num_streams=2))))
+    peer.feed(wire([raw_post(b"/now"), raw_post(b"/now", 3)]))
+    peer.feed(get(stream=5).encode(0))
+    assert (peer.seen.statuses, peer.seen.resets) == ({1: 200, 3: 200}, {5: ErrorCodes.REFUSED_STREAM})
+    peer.feed(wire([data(b"x", END_STREAM), rst(stream=3)]))
+    for streams in ((7, 9), (11,)):
+        peer.feed(wire([get(stream=stream) for stream in streams]))
+    assert peer.seen.statuses == dict.fromkeys((1, 3, 7, 9, 11), 200)
+    assert peer.seen.resets == {5: ErrorCodes.REFUSED_STREAM}
+
+
+def test_upload_that_is_answered_early_may_go_on_to_its_end(serve: Serve) -> None:
+    """RFC 9113 §8.1 lets us break it off; but curl and httpx, while they send, would not read the answer."""
+
+    async def refuse(stream: HttpStream) -> None:
+        answer(stream, 413, b"no")
+
+    client = Http2Client(serve(refuse))
+    stream_id = client.begin(POST, end=False)
+    for _ in range(30):  # seven windows
+        client.h2.send_data(stream_id, bytes(16_000))
+        client.exchange()
+    client.h2.end_stream(stream_id)
+    client.exchange()
+    client.advance(5)
+    response = client.responses[stream_id]
+    assert (response.status, response.body, response.reset) == (413, b"no", None)
+    assert client.goaways == []
+
+
+def test_upload_that_is_answered_early_has_its_limit(serve: Serve) -> None:
+    async def refuse(stream: HttpStream) -> None:
+        answer(stream, 413, b"no")
+
+    limits = ConnectionLimits(http2=Http2Limits(early_bytes=32_000))
+    client = Http2Client(serve(refuse, limits))
+    stream_id = client.request(POST, end=False)
+    client.h2.send_data(stream_id, bytes(16_000))
+    client.h2.send_data(stream_id, bytes(16_000))
+    client.exchange()
+    assert client.responses[stream_id].reset is None
+    client.h2.send_data(stream_id, b"x")
+    client.exchange()
+    assert client.responses[stream_id].reset is ErrorCodes.NO_ERROR
+
+
+def test_upload_that_had_to_wait_for_room_may_go_on_when_it_is_refused(serve: Serve) -> None:
+    hold: list[HttpStream] = []
+
+    async def refuse(stream: HttpStream) -> None:
+        hold.append(stream)
+        try:
+            await stream.read_body(100_000)
+        except ServiceError:
+            answer(stream, 413, b"no")
+
+    client = Http2Client(serve(refuse, ConnectionLimits(held_body_bytes=1000)))
+    oldest = client.begin(POST, b"x" * 2000, end=False)
+    second = client.begin(POST, end=False)
+    for _ in range(4):  # nearly all of its window, which is not opened again
+        client.h2.send_data(second, bytes(16_000))
+    client.exchange()
+    hold[1].fail_body(ServiceError(ErrorKind.BODY_TOO_LARGE, "no", "no"))
+    client.exchange()
+    assert client.responses[second].status == 413
+    client.h2.send_data(second, bytes(16_000))
+    client.h2.send_data(second, bytes(16_000), end_stream=True)
+    client.exchange()
+    assert client.responses[second].reset is None
+    client.h2.reset_stream(oldest)
+    client.exchange()
 
 
 def test_frames_in_flight_after_an_early_answer_are_forgiven(serve: Serve) -> None:

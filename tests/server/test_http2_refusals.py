@@ -12,10 +12,7 @@ from server.wire.frame_limits import FrameLimits, Rate
 from server.wire.stream import HttpStream
 from tests.server.http2_client import POST, Http2Client, fields
 from tests.server.http2_frames import PING, RST_STREAM, SETTINGS, frame
-from tests.server.memory_connection import STREAMED, Hold, Serve, answer, echo, serve
-
-__all__ = ["serve"]  # the fixture
-
+from tests.server.memory_connection import STREAMED, Hold, Serve, answer, echo
 
 # What goes wrong.
 

@@ -8,10 +8,7 @@ from server.listening.client_gate import ClientRules
 from server.wire.stream import HttpStream
 from tests.server.fakes import MemoryServer
 from tests.server.http2_client import Http2Client
-from tests.server.memory_connection import Hold, Serve, answer, echo, serve
-
-__all__ = ["serve"]  # the fixture
-
+from tests.server.memory_connection import Hold, Serve, answer, echo
 
 UPGRADE = (
     b"%b / HTTP/1.1\r\nHost: a\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: %b\r\n%b\r\n"

@@ -143,6 +143,14 @@ def test_passed_sockets_are_served_named_or_not_and_their_files_stay(
     assert (directory / "a").exists()
 
 
+def test_a_passed_socket_without_a_file_is_shown_as_systemd_writes_it(opened: list[ListeningSocket]) -> None:
+    unix = socket.socket(socket.AF_UNIX)
+    unix.bind(f"\0steploop test {os.getpid()}")
+    unix.listen()
+    opened += open_binds([], [PassedSocket(unix, "front")], 8)
+    assert str(opened[0].address) == f"unix:@steploop test {os.getpid()}"
+
+
 def test_a_name_that_systemd_has_not_passed_is_told(opened: list[ListeningSocket]) -> None:
     assert "passed: none at all" in refusal("systemd:front").cause
     with socket.create_server(("127.0.0.1", 0)) as tcp:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -34,7 +35,7 @@ from server.wire.tls import (
 from tests.certificates import make_certificate, make_client_certificate, needs_openssl
 from tests.server.fakes import refuse
 from tests.server.http2_client import fields
-from tests.server.memory_connection import answer
+from tests.server.memory_connection import GET, Hold, answer
 
 pytestmark = needs_openssl
 
@@ -339,6 +340,31 @@ def test_drain_does_not_wait_for_handshakes(tmp_path: Path) -> None:
             assert listener.num_open == 0
             assert await reader.read() == b""
             writer.close()
+
+    uvloop.run(main())
+
+
+def test_slow_reader_is_noticed_as_soon_as_in_the_clear(tmp_path: Path) -> None:
+    certificate, key = make_certificate(tmp_path)
+    hold = Hold()
+
+    async def main() -> None:
+        async with serving(ServerTls(TlsFiles(certificate, key)), handler=hold) as listener:
+            raw = socket.socket()
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            raw.connect(("127.0.0.1", listener.port))
+            context = trusting(certificate, "http/1.1")
+            with await asyncio.to_thread(context.wrap_socket, raw, server_hostname="127.0.0.1") as client:
+                await asyncio.to_thread(client.sendall, GET)
+                await wait_until(lambda: bool(hold.streams))
+                num_sent = 0
+                while not hold.streams[0].is_blocked:
+                    hold.streams[0].send(b"x" * 1024)
+                    num_sent += 1024
+                    listener.batch.flush_all()
+                    await asyncio.sleep(0)
+                    assert num_sent < 64 * 1024
+            await wait_until(lambda: hold.told == ["blocked", "gone"])
 
     uvloop.run(main())
 

@@ -13,6 +13,7 @@ from gpu.kernels.block_sizes import (
     next_power_of_two,
     row_warps,
 )
+from gpu.kernels.device_rows import TOKENS
 from gpu.kernels.device_sampler import MAX_BIASES, MAX_STOP_IDS, SHAPES
 from gpu.kernels.operators import ACTIVATIONS
 from gpu.kernels.product import GROUPED, INT4, PLAIN, SCALED, Matrix
@@ -217,4 +218,22 @@ def sampling_cases() -> list[Case]:
         types = {"logits": logits} | arguments
         kernel = f"gpu.kernels.sampling:{name}"
         cases.append(Case(kernel, types, constants, num_warps=shape.num_warps, enable_fp_fusion=False))
+    return cases
+
+
+def row_cases() -> list[Case]:
+    """Rows of tables, in formats that serve, and what steps read."""
+    module, cases = "gpu.kernels.request_rows", []
+    for dtype in (torch.bfloat16, torch.float32, torch.int64):
+        rows = {"table": pointer(dtype), "out": pointer(dtype), "rows": pointer(dtype), "slots": "*i64", "width": "i32"}
+        ids = {"token_ids": "*i64"}
+        cases.append(Case(f"{module}:embed", rows | ids, {"BLOCK": 1024}, multiples_of_16=("width",)))
+        cases.append(Case(f"{module}:scatter", rows, {"BLOCK": 1024}))
+    ints = ("step", "tables", "ends", "row_tables")
+    longs = ("last_tokens", "token_ids", "kv_slots", "drawn_slots", "drawn_positions")
+    types = dict.fromkeys(ints, "*i32") | dict.fromkeys(longs, "*i64") | {"positions": "*fp32"}
+    types |= dict.fromkeys(("step_stride", "width", "scratch_block", "padding_block"), "i32")
+    cases.append(Case(f"{module}:lay_out_rows", types, {"BLOCK_TOKENS": 16, "BLOCK": 1024}))
+    tokens = types | {"num_tokens": "i32"}
+    cases.append(Case(f"{module}:lay_out_tokens", tokens, {"BLOCK_TOKENS": 16, "BLOCK": TOKENS}))
     return cases

@@ -13,7 +13,7 @@ NUM_PROGRAMS = 3  # that decode: each takes several splits
 
 
 def find_interpreted(config: ModelConfig, choice: DeviceChoice) -> Operators:
-    """See gpu.runner.FindOperators."""
+    """See gpu.loading.FindOperators."""
     attention = DeviceAttention(PagedAttention(NUM_PROGRAMS))
     operators = TritonOperators(config, choice.dtype, choice.device, attention)
     operators.sampler = SamplerChoice(DeviceSampler)

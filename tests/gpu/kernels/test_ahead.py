@@ -8,11 +8,12 @@ from tests.gpu.kernels.ahead_cases import (
     elementwise_cases,
     expert_cases,
     product_cases,
+    row_cases,
     sampling_cases,
 )
 
 ATTENTION, SAMPLING = attention_cases(), sampling_cases()
-CASES = [*ATTENTION, *elementwise_cases(), *product_cases(), *expert_cases(), *SAMPLING]
+CASES = [*ATTENTION, *elementwise_cases(), *product_cases(), *expert_cases(), *row_cases(), *SAMPLING]
 # A number or two, used once, may lie aside where registers are so few that more programs share a multiprocessor.
 MOST_STACK_BYTES = 16
 

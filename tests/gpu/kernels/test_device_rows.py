@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from gpu.kernels.device_rows import SpareBlocks, embed_rows, empty_rows, fill_rows, scatter_rows
-from tests.gpu.kernels.ahead import Case, Compiled, assert_fits, compile_ahead, pointer
+from gpu.kernels.device_rows import TOKENS, SpareBlocks, embed_rows, empty_rows, fill_rows, fill_tokens, scatter_rows
 
 FORMATS = (torch.float32, torch.bfloat16, torch.int32, torch.int64)
 WIDTHS = (1, 48, 1024, 1100)
@@ -40,10 +39,10 @@ def test_decoding_rows_are_filled_in_from_what_stays_on_the_device(device: torch
     tables = torch.arange(4 * width, dtype=torch.int32, device=device).view(4, width)
     last_tokens = torch.tensor([7, 8, 9, 10], device=device)
     step = torch.tensor([[3, 1, -1, 5], [17, 32, -1, 5], [40, -1, -1, 5]], dtype=torch.int32, device=device)
-    rows = empty_rows(4, width, torch.full((2, 4), -7, device=device))
+    rows = empty_rows(4, 5, width, torch.full((2, 4), -7, device=device))
     rows.tables.fill_(-7)
     rows.ends.fill_(-7)
-    fill_rows(rows.first(3), step[:, :3], tables, last_tokens, SpareBlocks(scratch=500, padding=501))
+    fill_rows(rows.first(3, 3), step[:, :3], tables, last_tokens, SpareBlocks(scratch=500, padding=501))
     assert rows.token_ids[:3].tolist() == [40, 8, 0]
     assert rows.positions[:3].tolist() == [17.0, 32.0, 0.0]
     assert rows.kv_slots[:3].tolist() == [(3 * width + 1) * 16 + 1, (width + 2) * 16, 501 * 16]
@@ -55,26 +54,19 @@ def test_decoding_rows_are_filled_in_from_what_stays_on_the_device(device: torch
     assert (rows.tables[3] == -7).all()
 
 
-def ahead_cases() -> list[Case]:
-    module, cases = "gpu.kernels.request_rows", []
-    for dtype in (torch.bfloat16, torch.float32, torch.int64):
-        rows = {"table": pointer(dtype), "out": pointer(dtype), "rows": pointer(dtype), "slots": "*i64", "width": "i32"}
-        ids = {"token_ids": "*i64"}
-        cases.append(Case(f"{module}:embed", rows | ids, {"BLOCK": 1024}, multiples_of_16=("width",)))
-        cases.append(Case(f"{module}:scatter", rows, {"BLOCK": 1024}))
-    ints = ("step", "tables", "ends", "row_tables")
-    longs = ("last_tokens", "token_ids", "kv_slots", "drawn_slots", "drawn_positions")
-    types = dict.fromkeys(ints, "*i32") | dict.fromkeys(longs, "*i64") | {"positions": "*fp32"}
-    types |= dict.fromkeys(("step_stride", "width", "scratch_block", "padding_block"), "i32")
-    cases.append(Case(f"{module}:lay_out_rows", types, {"BLOCK_TOKENS": 16, "BLOCK": 1024}))
-    return cases
-
-
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Compiled]:
-    return {str(found.case): found for found in compile_ahead(ahead_cases(), tmp_path_factory.mktemp("ahead"))}
-
-
-@pytest.mark.parametrize("case", ahead_cases(), ids=str)
-def test_they_compile_for_a_device(case: Case, compiled: dict[str, Compiled]) -> None:
-    assert_fits(compiled[str(case)])
+@pytest.mark.parametrize("num_padding", [1, TOKENS])
+def test_tokens_of_prompts_are_filled_in_behind_the_rows(device: torch.device, num_padding: int) -> None:
+    """Of slot 2 in its second block, of slot 1 one that is known and one that it drew last; then padding."""
+    width = 3
+    tables = torch.arange(4 * width, dtype=torch.int32, device=device).view(4, width)
+    last_tokens = torch.tensor([7, 8, 9, 10], device=device)
+    known = torch.tensor([[2, 2, 1, 1], [31, 32, 4, 5], [40, 41, 42, -1]], dtype=torch.int32)
+    step = torch.cat([known, torch.full((3, num_padding), -1, dtype=torch.int32)], 1).to(device)
+    rows = empty_rows(2, 3 + step.shape[1], width, torch.full((2, 2), -7, device=device))
+    for written in (rows.token_ids, rows.positions, rows.kv_slots):
+        written.fill_(-7)
+    fill_tokens(rows, 2, step, tables, last_tokens, SpareBlocks(scratch=500, padding=501))
+    assert rows.token_ids.tolist() == [-7, -7, 40, 41, 42, 8, *[0] * num_padding, -7]
+    assert rows.positions.tolist() == [-7, -7, 31, 32, 4, 5, *[0] * num_padding, -7]
+    places = [(2 * width + 1) * 16 + 15, (2 * width + 2) * 16, width * 16 + 4, width * 16 + 5]
+    assert rows.kv_slots.tolist() == [-7, -7, *places, *[501 * 16] * num_padding, -7]

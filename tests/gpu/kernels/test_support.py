@@ -126,8 +126,9 @@ def test_what_sends_decodes_is_told() -> None:
     def told(choice: DeviceChoice = CUDA, config: ModelConfig = CONFIG, mode: str = "auto") -> str:
         return describe_graphs(config, choice, EngineConfig(graphs=mode))
 
-    assert told() == "11 sizes of decodes, captured at start"
-    assert told(mode="lazy") == "11 sizes of decodes, captured as they are needed"
+    shapes = "11 sizes of decodes, 28 of prompts up to 512 tokens"
+    assert told() == f"{shapes}, captured at start"
+    assert told(mode="lazy") == f"{shapes}, captured as they are needed"
     assert told(mode="off") == "none: asked for"
     assert told(config=dataclasses.replace(CONFIG, head_dim=33)).startswith("none: heads of 33")
     assert told(dataclasses.replace(CUDA, device=torch.device("cpu"))) == "none: on cpu there is nothing to gain"

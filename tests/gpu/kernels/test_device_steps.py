@@ -1,4 +1,4 @@
-"""Steps of decodes by Python, by graphs and overlapped draw the same tokens, whoever comes, goes or shares them."""
+"""Steps by Python, by graphs and overlapped draw the same tokens, whoever comes, goes or shares them."""
 
 import dataclasses
 import logging
@@ -13,13 +13,20 @@ import pytest
 import torch
 
 from core.config import BLOCK_SIZE, parse_model_config
-from core.plan import PENDING, StepPlan
+from core.plan import PENDING
 from core.types import Request, SamplingParams
-from gpu.decode_graphs import Part
-from gpu.decode_steps import DecodeSteps
+from gpu import device_steps
+from gpu.device_steps import DeviceSteps
+from gpu.graph_memory import CountedGraphs, count_graphs
 from gpu.graphs import CaptureError, Graph
+from gpu.kernels.device_rows import StepRows
 from gpu.kernels.device_sampler import MAX_BIASES
-from gpu.runner import ModelRunner, load_runner
+from gpu.loading import load_runner
+from gpu.memory_plan import MemoryPlan
+from gpu.runner import ModelRunner
+from gpu.step_graphs import Part
+from gpu.step_inputs import KnownPlan
+from gpu.step_shapes import NUM_LATER, StepShape, StepShapes
 from gpu.twin_graphs import TwinRecorder
 from tests.gpu.conftest import ENGINE, no_progress
 from tests.gpu.driver import GREEDY, DrivenSequence, Driver, make_plan
@@ -39,27 +46,40 @@ def on_a_cpu(device: torch.device) -> None:
         pytest.skip("needs a CPU: on a device, bench.gpu_check --part model does it")
 
 
-def open_runner(directory: Path, graphs: str, max_sequences: int = 4, **engine: Any) -> ModelRunner:
-    changed = dataclasses.replace(ENGINE, graphs=graphs, max_sequences=max_sequences, max_model_len=64, **engine)
+@pytest.fixture(autouse=True)
+def uncounted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What graphs take is found out elsewhere (tests/gpu/test_graph_memory.py): it would take most of the time here."""
+
+    def count(parts: Any, engine: Any, memory: MemoryPlan, shapes: StepShapes, recorder: Any) -> CountedGraphs:
+        return CountedGraphs(dataclasses.replace(memory, graph_bytes=1 << 30), shapes, len(shapes.in_order) + 9)
+
+    monkeypatch.setattr("gpu.runner.count_graphs", count)
+
+
+def open_runner(directory: Path, graphs: str, max_sequences: int = 4, max_model_len: int = 64) -> ModelRunner:
+    """Steps of 16 tokens, and of 32 of prompts, have graphs, beside two that decode or none."""
+    changed = dataclasses.replace(
+        ENGINE, graphs=graphs, max_sequences=max_sequences, max_model_len=max_model_len, max_batch_tokens=32
+    )
     return load_runner(
         directory, parse_model_config(read_config(directory)), changed, no_progress, find=find_interpreted
     )
 
 
-def steps_of(runner: ModelRunner) -> DecodeSteps:
-    assert runner._decodes is not None
-    return runner._decodes
+def steps_of(runner: ModelRunner) -> DeviceSteps:
+    assert runner._steps is not None
+    return runner._steps
 
 
-def replays(monkeypatch: pytest.MonkeyPatch, runner: ModelRunner) -> list[tuple[Part, int]]:
-    """(part, rows) of the graphs that are replayed from now on."""
+def replays(monkeypatch: pytest.MonkeyPatch, runner: ModelRunner) -> list[tuple[Part, StepShape]]:
+    """The graphs that are replayed from now on."""
     graphs, found = steps_of(runner).graphs, []
     inner = graphs.run
 
-    def noted(part: Part, size: int) -> None:
-        if (part, size) in graphs._graphs:
-            found.append((part, size))
-        inner(part, size)
+    def noted(part: Part, shape: StepShape) -> None:
+        if (part, shape) in graphs._graphs:
+            found.append((part, shape))
+        inner(part, shape)
 
     monkeypatch.setattr(graphs, "run", noted)
     return found
@@ -94,10 +114,10 @@ def test_greedy_tokens_are_the_oracles(family: str, graphs: str, model_directory
     oracle = Oracle(directory)
     runner = open_runner(directory, graphs)
     captured = steps_of(runner).graphs.num_captured
-    assert captured == {"off": 0, "lazy": 0, "on": 3}[graphs]
+    assert captured == {"off": 0, "lazy": 0, "on": 7}[graphs]
     for found, prompt in zip(tokens_with_joins_and_leaves(runner), PROMPTS, strict=True):
         assert found == oracle.greedy(list(prompt), len(found))
-    assert steps_of(runner).graphs.num_captured == {"off": 0, "lazy": 2, "on": 3}[graphs]
+    assert steps_of(runner).graphs.num_captured == {"off": 0, "lazy": 5, "on": 7}[graphs]
 
 
 def draw_workload(rng: random.Random, num_requests: int, most_tokens: int) -> Workload:
@@ -139,6 +159,8 @@ def compare(directory: Path, seed: int, num_requests: int, most_tokens: int, mon
     assert num_pending > most_tokens
     assert {part for part, _ in replayed} == set(Part)  # some ask for penalties, and some steps have none
     assert len(replayed) > most_tokens
+    chunks = {(shape.num_decodes > 0, part) for part, shape in replayed if shape.num_prompts}
+    assert chunks >= {(False, Part.STEP), (True, Part.STEP), (True, Part.FORWARD)}
     return num_preempted
 
 
@@ -155,6 +177,30 @@ def test_they_draw_the_same_where_sequences_are_preempted(
     assert compare(model_directory("llama3"), 3, num_requests=6, most_tokens=24, monkeypatch=monkeypatch) > 0
 
 
+def test_chunks_of_any_length_are_computed_by_graphs_of_a_few(
+    model_directory: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone, beside decodes, two prompts at once, and what a preempted one has drawn itself: the oracle's tokens."""
+    runner, rng = open_runner(model_directory("llama3"), "lazy"), random.Random(5)
+    driver, replayed = Driver(runner), replays(monkeypatch, runner)
+    first, second, third = (driver.add(rng.choices(range(3, 300), k=count)) for count in (41, 23, 9))
+    for chunk in (7, 16, 3, 15):
+        driver.step({first.slot: chunk}, first)
+    driver.step({second.slot: 13}, first, second)
+    driver.step({second.slot: 9, third.slot: 8}, second, first, third)
+    driver.step(None, first, third, second)
+    driver.preempt(second)
+    driver.step({second.slot: 5}, second, first, third)
+    driver.step(None, third, second)
+    shapes = [(shape.num_decodes, shape.num_prompt_tokens) for _, shape in replayed]
+    assert shapes == [(0, 16)] * 4 + [(2, 14), (2, 32), (2, 14), (2, 14), (2, 32)]
+    oracle = Oracle(model_directory("llama3"))
+    for sequence in (first, second, third):
+        prompt = sequence.token_ids[: sequence.num_prompt_tokens]
+        assert len(sequence.output_ids) > 1
+        assert sequence.output_ids == oracle.greedy(prompt, len(sequence.output_ids))
+
+
 def started(driver: Driver, prompts: tuple[list[int], ...], sampling: SamplingParams = GREEDY) -> list[DrivenSequence]:
     """Sequences that have drawn their first token."""
     sequences = [driver.add(list(prompt), sampling, seed=7) for prompt in prompts]
@@ -167,7 +213,7 @@ def test_padding_writes_to_a_block_of_its_own(model_directory: Directory) -> Non
     runner = open_runner(model_directory("llama3"), "on")
     driver = Driver(runner)
     sequences = started(driver, PROMPTS)
-    assert steps_of(runner).graphs.size_for(len(sequences)) == 4
+    assert steps_of(runner).graphs.of_decodes(len(sequences)) == StepShape(4)
     cache = runner._cache
     foreign = sorted(set(range(cache.num_blocks + 1)) - {block for one in sequences for block in one.blocks})
     with torch.inference_mode():
@@ -182,6 +228,27 @@ def test_padding_writes_to_a_block_of_its_own(model_directory: Directory) -> Non
     own = [[one.blocks[end // BLOCK_SIZE], end % BLOCK_SIZE] for one, end in zip(sequences, ends, strict=True)]
     assert sorted(places) == sorted(own)
     assert cache.tensor[:, :, cache.padding_block].any()
+
+
+def test_padding_of_a_chunk_writes_to_that_block_too(model_directory: Directory) -> None:
+    runner = open_runner(model_directory("llama3"), "lazy")
+    driver = Driver(runner)
+    (decoding,) = started(driver, PROMPTS[:1])
+    chunked = driver.add(PROMPTS[2])
+    driver.step({chunked.slot: 3}, decoding, chunked)
+    cache = runner._cache
+    with torch.inference_mode():
+        cache.tensor[:, :, cache.padding_block] = torch.nan
+        own = torch.tensor([*decoding.blocks, *chunked.blocks])
+        foreign = torch.tensor(sorted(set(range(cache.num_blocks + 1)) - set(own.tolist())))
+        cache.tensor[:, :, foreign] = torch.nan
+    before = cache.tensor[:, :, own].clone()
+    output = driver.step({chunked.slot: 5}, decoding, chunked)
+    assert not output.failed_rows
+    assert cache.tensor[:, :, foreign].isnan().all()
+    is_changed = (cache.tensor[:, :, own] != before).any(-1).any(-1).any(0).any(0)  # [blocks, places]
+    assert is_changed.nonzero().tolist() == [[0, decoding.num_computed - 1], *([1, place] for place in range(3, 8))]
+    assert cache.tensor[:, :, cache.padding_block].isfinite().any()
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")
@@ -220,7 +287,7 @@ def test_what_a_graph_cannot_draw_is_drawn_behind_it(
         replayed = replays(monkeypatch, runner)
         outputs = [driver.step(None, *sequences) for _ in range(2)]
         told.append([(output.token_ids.tolist(), output.logprobs) for output in outputs])
-        assert replayed == ([(part, 4) for part in parts] * 2 if graphs == "lazy" else [])
+        assert replayed == ([(part, StepShape(4)) for part in parts] * 2 if graphs == "lazy" else [])
     assert told[0] == told[1]
 
 
@@ -269,6 +336,62 @@ def test_where_capture_fails_steps_go_on_by_python(
     assert steps_of(runner).graphs.num_captured == 0
 
 
+def test_a_chunk_whose_length_the_host_reads_is_refused_and_decodes_are_not(
+    model_directory: Directory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a device it would be that of the capture for ever."""
+    directory, fill = model_directory("llama3"), device_steps.fill_tokens
+
+    def read(rows: StepRows, first: int, step: torch.Tensor, *others: Any) -> None:
+        fill(rows, first, step[:, : int((step[0] >= 0).sum())], *others)
+
+    monkeypatch.setattr("gpu.device_steps.fill_tokens", read)
+    with caplog.at_level(logging.WARNING):
+        runner = open_runner(directory, "on")
+    assert [record.getMessage()[:26] for record in caplog.records] == ["no CUDA graphs of prompts:"]
+    assert (runner.captured.num_graphs, runner.captured.num_of_prompts) == (3, 0)
+    replayed = replays(monkeypatch, runner)
+    found = tokens_with_joins_and_leaves(runner)
+    assert {shape.num_prompts for _, shape in replayed} == {0}
+    oracle = Oracle(directory)
+    assert found == [oracle.greedy(list(prompt), len(one)) for prompt, one in zip(PROMPTS, found, strict=True)]
+
+
+def test_keys_and_values_are_sized_when_it_is_known_what_graphs_take(
+    model_directory: Directory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And what was captured to know it is let go of again."""
+    monkeypatch.setattr("gpu.runner.count_graphs", count_graphs)
+    recorder = TwinRecorder()
+    monkeypatch.setattr("gpu.kernel_choice.open_recorder", lambda device: recorder)
+    runner = open_runner(model_directory("llama3"), "lazy")
+    assert len(recorder.graphs) == 0
+    with torch.inference_mode():
+        steps_of(runner).graphs.capture_all(no_progress)
+    assert len(recorder.graphs) == 7
+    assert 0 < steps_of(runner).graphs.size_bytes <= runner.memory.graph_bytes
+    assert steps_of(runner).graphs.most_graphs == 7 + NUM_LATER
+    assert not caplog.records
+
+
+def test_where_memory_ends_at_capture_steps_go_on_with_fewer_graphs(
+    model_directory: Directory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = model_directory("llama3")
+    whole = TwinRecorder()
+    monkeypatch.setattr("gpu.kernel_choice.open_recorder", lambda device: whole)
+    room_bytes = open_runner(directory, "on").captured.size_bytes - 1
+    monkeypatch.setattr("gpu.kernel_choice.open_recorder", lambda device: TwinRecorder(room_bytes))
+    with caplog.at_level(logging.WARNING):
+        runner = open_runner(directory, "on")
+    assert runner.captured.num_graphs == 6
+    told = "no more CUDA graphs than 6: no memory for 32 tokens of prompts beside 0 rows"
+    assert [record.getMessage()[: len(told)] for record in caplog.records] == [told]
+    found = tokens_with_joins_and_leaves(runner)
+    oracle = Oracle(directory)
+    assert found == [oracle.greedy(list(prompt), len(one)) for prompt, one in zip(PROMPTS, found, strict=True)]
+
+
 def test_what_moves_after_its_capture_is_told(model_directory: Directory) -> None:
     """On a device a graph would go on with what lies there now."""
     runner = open_runner(model_directory("llama3"), "lazy")
@@ -287,28 +410,23 @@ def test_a_model_that_the_kernels_do_not_know_has_no_graphs(
     engine = dataclasses.replace(ENGINE, graphs="on")
     with caplog.at_level(logging.WARNING):
         runner = load_runner(directory, parse_model_config(read_config(directory)), engine, no_progress)
-    assert runner._decodes is None
+    assert runner._steps is None
     assert "no CUDA graphs" in caplog.text
 
 
 def test_tables_that_grow_by_more_than_one_copy_holds_arrive_whole(model_directory: Directory) -> None:
     """Prompts of many blocks, and tables whose slots were another's before."""
-    runner = open_runner(model_directory("llama3"), "off", max_sequences=2)
+    runner = open_runner(model_directory("llama3"), "off", max_sequences=16, max_model_len=256)
     steps = steps_of(runner)
-    driver, rng = Driver(runner), random.Random(3)
+    driver = Driver(runner)
     for _ in range(2):
-        sequences = [driver.add(rng.choices(range(3, 300), k=60)) for _ in range(2)]
-        tables = [(one.slot, place, driver.free_blocks.pop()) for one in sequences for place in range(4)]
-        plan = make_plan([], tables=tables)
-        for _ in range(4):  # told again and again: the last one counts
-            steps._tables.grow(plan)
-        assert len(tables) * 4 * 2 > steps._uploads.room
+        sequences = [driver.add([5] * 60) for _ in range(16)]
+        tables = [(one.slot, place, driver.free_blocks.pop()) for one in sequences for place in range(16)]
+        steps._tables.grow(make_plan([], tables=tables))
+        assert 2 * len(tables) > steps._uploads.room
         for one in sequences:
+            plan = make_plan([(one.slot, 60, [5], True)])
             with torch.inference_mode():
-                steps._bring_up(one_row(one), np.array([0]), 1)
+                steps._bring_up(KnownPlan(plan, np.array([0]), np.array([], int)), StepShape(1))
             assert steps._device_tables[one.slot].tolist() == steps._tables.blocks[one.slot].tolist()
             driver.free_slots.append(one.slot)
-
-
-def one_row(sequence: DrivenSequence) -> StepPlan:
-    return make_plan([(sequence.slot, 60, [5], True)])

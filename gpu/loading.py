@@ -1,0 +1,117 @@
+"""From a model's files to a runner that is ready to step. Thread: engine, at start."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from core.config import EngineConfig, ModelConfig
+from core.plan import Runner, SequenceStart, StepPlan, Ticket
+from core.types import SamplingParams
+from gpu.checkpoint import Checkpoint, Progress, open_checkpoint
+from gpu.device import DeviceChoice, apply_threads, choose_device, free_memory_bytes
+from gpu.kept_matrices import kept_scheme
+from gpu.kernel_choice import find_operators
+from gpu.memory_plan import MemoryPlan, plan_checkpoint
+from gpu.operators import Operators
+from gpu.parallel.ranks import Ranks
+from gpu.parallel.shards import Shard
+from gpu.quantize_cache import quantizing
+from gpu.runner import ModelRunner
+from gpu.spent_memory import drop_code_pages, trim_heap
+from gpu.staged_copies import fill_on
+from gpu.weights import MatrixForm, load_weights
+
+WARM_UP_TOKENS = 8
+FindOperators = Callable[[ModelConfig, DeviceChoice], Operators]
+
+
+def load_runner(
+    directory: Path,
+    config: ModelConfig,
+    engine: EngineConfig,
+    progress: Progress,
+    graph_progress: Progress = lambda done, total: None,
+    find: FindOperators = find_operators,
+) -> ModelRunner:
+    """Load a Hugging Face directory's weights and get ready to step. Sets torch's threads.
+
+    Args:
+        progress: called with (bytes done, bytes total) while weights load.
+        graph_progress: called with (graphs done, graphs total) while they are captured.
+        find: what it computes with.
+
+    Raises:
+        StartupError: the device, the files or the memory; before the weights are read where that can be known.
+    """
+    choice = choose_device(engine)
+    apply_threads(choice)
+    checkpoint = open_checkpoint(directory, config.packing)
+    memory = plan_checkpoint(config, engine, choice, checkpoint, free_memory_bytes(choice.device))
+    runner = load_planned(checkpoint, config, engine, memory, progress, find=find)
+    warm_up(runner)
+    runner.open_graphs(graph_progress)
+    runner.open_offload(engine, checkpoint)
+    return runner
+
+
+def load_planned(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    engine: EngineConfig,
+    memory: MemoryPlan,
+    progress: Progress,
+    shard: Shard | None = None,
+    ranks: Ranks | None = None,
+    find: FindOperators = find_operators,
+) -> ModelRunner:
+    """As load_runner, once it is known where to; not warm yet.
+
+    Args:
+        shard: of the model, with whom it is computed together; None: all of it, alone.
+    """
+    choice, part = memory.device, config if shard is None else shard.config
+    operators = find(part, choice)  # compiles or loads kernels
+    operators.ranks = ranks
+    drop_code_pages()
+    with torch.inference_mode(), quantizing(engine) as convert:
+        form = MatrixForm(convert, kept_scheme(config, engine.quantize, choice.device) is not None)
+        fill = fill_on(choice.device)
+        weights = load_weights(checkpoint, config, choice.dtype, choice.device, progress, form, fill, shard)
+    runner = ModelRunner(part, engine, memory, weights, operators)
+    trim_heap()
+    return runner
+
+
+def warm_up(runner: Runner[Ticket]) -> None:
+    """Step once with a short prompt and once with one token: libraries load and compile what they need."""
+    params = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9)
+    prompt = (0,) * max(1, min(WARM_UP_TOKENS, runner.limits.max_model_len - 1))
+    start = SequenceStart(0, prompt, len(prompt), params, seed=0, stop_ids=())
+    for plan in (_one_row_plan(0, len(prompt), [start]), _one_row_plan(len(prompt), 1, [])):
+        ticket = runner.forward(plan)
+        runner.sample(ticket)
+        runner.collect(ticket)
+
+
+def _one_row_plan(start: int, length: int, sequence_starts: list[SequenceStart]) -> StepPlan:
+    """Slot 0 computes token 0 at these positions, in block 0, and samples."""
+
+    def column(*values: int) -> Any:
+        return np.array(values, dtype=np.int32)
+
+    return StepPlan(
+        slots=column(0),
+        starts=column(start),
+        lengths=column(length),
+        samples=np.array([True]),
+        token_ids=column(*[0] * length),
+        table_slots=column(0),
+        table_positions=column(0),
+        table_blocks=column(0),
+        copy_sources=column(),
+        copy_targets=column(),
+        sequence_starts=sequence_starts,
+    )
