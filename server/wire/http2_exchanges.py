@@ -3,28 +3,25 @@
 Decisions a reader may look for:
 - A stream is blocked while more of it is unsent than its share (the peer's windows are shut), or while the transport
   takes nothing; the other streams go on. One that gets rid of too little in stall_s is reset.
-- What a handler does not read is not acknowledged: the peer's windows shut, and nothing but them holds it back. Of what
-  is read, too much at once shuts the streams' windows, all but the oldest's (body_room); the connection's stays open
-  for that one, unless the oldest of the server is on another connection.
+- What a handler does not read shuts the peer's windows, and so does what is too much at once (http2_uploads).
 - A request that is answered before its end may go on coming for linger_s, and is thrown away: clients that send read
   the answer when they are done.
 - The client's GOAWAY says only that it takes no pushed streams; its requests go on. With an error, it has left.
 """
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
 from h2.errors import ErrorCodes
 
-from core.errors import ErrorKind, ServiceError
-from server.wire.body_clock import BodyClock
-from server.wire.body_room import BodyRoom, HeldBody
-from server.wire.exchanges import SERVER_FAULT, SLOW_BODY, ConnectionContext, slow_head
+from server.wire.body_room import BodyRoom
+from server.wire.exchanges import SERVER_FAULT, ConnectionContext, slow_head
 from server.wire.http2 import Http2Protocol
 from server.wire.http2_data import PIECE_BYTES
+from server.wire.http2_progress import Http2Progress
+from server.wire.http2_uploads import Http2Uploads, Upload
 from server.wire.messages import (
     BodyChunk,
     BodyEnd,
@@ -53,15 +50,12 @@ _CONTINUE = ResponseHead(100, ())
 class _Exchange:
     """One stream, as long as its handler may write to it."""
 
-    __slots__ = ("body", "body_is_complete", "num_shut", "num_unread", "stream", "task")
+    __slots__ = ("stream", "task", "upload")
 
-    def __init__(self, stream: HttpStream) -> None:
+    def __init__(self, stream: HttpStream, upload: Upload) -> None:
         self.stream = stream
+        self.upload = upload
         self.task: asyncio.Task[None] | None = None
-        self.body: HeldBody | None = None  # while the handler waits for it
-        self.num_unread = 0  # bytes of the body not acknowledged
-        self.num_shut = 0  # bytes acknowledged for the connection alone
-        self.body_is_complete = not stream.request.has_body
 
 
 class Http2Exchanges:
@@ -78,11 +72,12 @@ class Http2Exchanges:
         self._protocol = Http2Protocol(limits.head, limits.http2, context.date, upgrade, limits.pieces_per_turn)
         self._responses = self._protocol.responses
         self._exchanges: dict[int, _Exchange] = {}
-        self._room = BodyRoom(context.limits.held_body_bytes, context.bodies)
-        self._bodies: dict[int, BodyClock] = {}  # of the streams whose handlers wait for a body
-        # Streams -> since when they have to get rid of what is enough, oldest first, and num_partly_sent then
-        self._unsent: OrderedDict[int, tuple[float, int]] = OrderedDict()
-        self._enough_bytes = context.limits.stall_s * context.limits.stall_bytes_per_s
+        room = BodyRoom(limits.held_body_bytes, context.bodies)
+        self._uploads = Http2Uploads(self._protocol, limits, room, context.loop.time, self._on_changed)
+        enough_bytes = limits.stall_s * limits.stall_bytes_per_s
+        self._progress = Http2Progress(
+            limits.stall_s, enough_bytes, self._responses.num_unsent, self._responses.num_partly_sent
+        )
         self._early: dict[int, float] = {}  # streams whose answers came before their requests' end -> since when
         self._blocked_since = 0.0
         self._over: set[int] = set()  # streams that have, or had, more unsent than their share
@@ -118,9 +113,9 @@ class Http2Exchanges:
     def adopt(self, stream: HttpStream, task: asyncio.Task[None]) -> None:
         """Answer what came by HTTP/1.1, complete, and has no answer yet."""
         self._protocol.adopt(stream.request)
-        exchange = self._exchanges[stream.request.stream_id] = _Exchange(stream)
+        exchange = self._exchanges[stream.request.stream_id] = _Exchange(stream, self._uploads.open(stream))
         exchange.task = task
-        exchange.body_is_complete = True
+        exchange.upload.is_complete = True
         stream.move_to(self)
         self._mark_dirty()
 
@@ -162,7 +157,7 @@ class Http2Exchanges:
             self._blocked_since = self._loop.time()
         else:
             pause_s = self._loop.time() - self._blocked_since
-            self._unsent = OrderedDict((key, (since + pause_s, num)) for key, (since, num) in self._unsent.items())
+            self._progress.let_stand(pause_s)
             self._idle_since = self._loop.time()
             self.flush()
 
@@ -181,12 +176,7 @@ class Http2Exchanges:
                 exchange.task.cancel()
 
     def _forget(self, stream_id: int) -> None:
-        exchange = self._exchanges.pop(stream_id)
-        self._end_body(stream_id, exchange)
-        if exchange.num_shut:
-            self._protocol.reopen(stream_id, exchange.num_shut)
-        if exchange.num_unread:
-            self._protocol.acknowledge(stream_id, exchange.num_unread)
+        self._uploads.forget(self._exchanges.pop(stream_id).upload)
         if not self._exchanges:
             self._idle_since = self._loop.time()
             self._connection.adjust()  # its clock runs from now on, whether the peer says anything more or not
@@ -202,11 +192,9 @@ class Http2Exchanges:
             elif type(event) is BodyEnd:
                 exchange = self._exchanges.get(event.stream_id)
                 if exchange is not None:
-                    exchange.body_is_complete = True
-                    self._end_body(event.stream_id, exchange)
-                    exchange.stream.complete_body()
+                    self._uploads.complete(exchange.upload)
             elif type(event) is StreamReset:
-                self._unsent.pop(event.stream_id, None)
+                self._progress.forget(event.stream_id)
                 self._over.discard(event.stream_id)
                 self._drop(event.stream_id)
                 self._tell_written()
@@ -215,7 +203,7 @@ class Http2Exchanges:
 
     def _start_stream(self, request: HttpRequest) -> None:
         stream = HttpStream(request, self, self._received_s)
-        exchange = self._exchanges[request.stream_id] = _Exchange(stream)
+        exchange = self._exchanges[request.stream_id] = _Exchange(stream, self._uploads.open(stream))
         exchange.task = self._connection.serve(stream, self._wait_turn)
         if self._closes_after_answer or self._protocol.num_requests >= self._limits.num_streams:
             self.drain()
@@ -245,48 +233,7 @@ class Http2Exchanges:
         if exchange is None:
             self._protocol.acknowledge(event.stream_id, len(event.data))
             return
-        exchange.stream.receive_body(event.data)
-        if event.stream_id in self._bodies:
-            self._bodies[event.stream_id].receive(len(event.data), self._loop.time())
-        exchange.num_unread += len(event.data)
-        if exchange.stream.is_reading_body and exchange.body is not None:
-            self._room.add(exchange.body, len(event.data))
-            self._acknowledge_body(event.stream_id, exchange, exchange.body)
-
-    def _acknowledge_body(self, stream_id: int, exchange: _Exchange, body: HeldBody) -> None:
-        """Let the peer send as much again as it has sent, as far as there is room for it."""
-        if self._room.may_grow(body):
-            if exchange.num_shut:
-                self._protocol.reopen(stream_id, exchange.num_shut)
-                exchange.num_shut = 0
-            if exchange.num_unread:
-                self._protocol.acknowledge(stream_id, exchange.num_unread)
-                exchange.num_unread = 0
-        elif exchange.num_unread and not self._room.is_shut:
-            self._protocol.acknowledge_aside(exchange.num_unread)
-            exchange.num_shut += exchange.num_unread
-            exchange.num_unread = 0
-
-    def _let_bodies_on(self) -> None:
-        """There may be room: for those that had to wait for it, the clock begins again."""
-        waiting = [stream_id for stream_id in self._bodies if not self._protocol.may_send(stream_id)]
-        self._bodies.update({stream_id: BodyClock(self._limits, self._loop.time()) for stream_id in waiting})
-        for stream_id in self._bodies:
-            exchange = self._exchanges[stream_id]
-            if exchange.body is not None and exchange.stream.is_reading_body:
-                self._acknowledge_body(stream_id, exchange, exchange.body)
-        self._mark_dirty()
-        self._connection.adjust()
-
-    def _end_body(self, stream_id: int, exchange: _Exchange) -> None:
-        """It is complete, or nobody waits for it any more."""
-        body, exchange.body = exchange.body, None
-        if body is not None:
-            del self._bodies[stream_id]
-            if exchange.num_unread:
-                self._protocol.acknowledge(stream_id, exchange.num_unread)
-                exchange.num_unread = 0
-            self._room.close(body)
+        self._uploads.receive(exchange.upload, event.data)
 
     def _answer_error(self, stream_id: int, status: int, message: str, stream: HttpStream | None) -> None:
         since = self._head_since if stream_id == self._pending_head else self._loop.time()
@@ -316,20 +263,14 @@ class Http2Exchanges:
     # What the stream asks (StreamCarrier).
 
     def start_body(self, stream: HttpStream) -> None:
-        stream_id = stream.request.stream_id
-        exchange = self._exchanges[stream_id]
-        if exchange.body_is_complete:
+        upload = self._exchanges[stream.request.stream_id].upload
+        if upload.is_complete:
             return
-        self._bodies[stream_id] = BodyClock(self._limits, self._loop.time())
-        body = exchange.body = HeldBody(self._let_bodies_on)
-        self._room.open(body)
-        if exchange.num_unread:
-            self._room.add(body, exchange.num_unread)
-            self._acknowledge_body(stream_id, exchange, body)
-        elif stream.request.expects_continue and not stream.num_body_bytes:
-            self._responses.send_head(stream_id, _CONTINUE)
-        self._mark_dirty()
-        self._connection.adjust()
+        has_begun = upload.num_unread > 0 or stream.num_body_bytes > 0
+        self._uploads.await_body(upload)
+        if stream.request.expects_continue and not has_begun:
+            self._responses.send_head(stream.request.stream_id, _CONTINUE)
+        self._on_changed()
 
     def write_head(self, stream: HttpStream, head: ResponseHead) -> None:
         self._responses.send_head(stream.request.stream_id, head)
@@ -368,6 +309,11 @@ class Http2Exchanges:
             else:
                 self._on_written.append((stream_id, callback))
 
+    def _on_changed(self) -> None:
+        """There may be something to write, and other clocks."""
+        self._mark_dirty()
+        self._connection.adjust()
+
     def _mark_dirty(self) -> None:
         if not self._responses.awaits_flush and (self._protocol.has_output or self._connection.out):
             self._call_flush()
@@ -392,8 +338,10 @@ class Http2Exchanges:
             output = protocol.take_data(_FLUSH_BYTES)
             out += output.frames
             has_more = output.has_more
-            if self._unsent or output.held or has_more:
-                self._watch_progress(output.sent, output.held)
+            if self._progress or output.held or has_more:
+                now = self._idle_since = self._loop.time()  # at the earliest: the peer has something to read
+                self._progress.watch(output.sent, output.held, now)
+                connection.adjust()
             if protocol.early:
                 self._watch_early()
         connection.write_out()
@@ -411,22 +359,6 @@ class Http2Exchanges:
             connection.linger()
         elif has_more:
             self._mark_dirty()
-
-    def _watch_progress(self, sent: list[int], held: list[int]) -> None:
-        now = self._loop.time()
-        for stream_id in sent:
-            if not self._responses.num_unsent(stream_id):
-                self._unsent.pop(stream_id, None)
-                continue
-            num_sent = self._responses.num_partly_sent(stream_id)
-            _, num_before = self._unsent.setdefault(stream_id, (now, num_sent))
-            if num_sent - num_before >= self._enough_bytes:
-                self._unsent[stream_id] = (now, num_sent)
-                self._unsent.move_to_end(stream_id)
-        for stream_id in held:
-            self._unsent.setdefault(stream_id, (now, self._responses.num_partly_sent(stream_id)))
-        self._idle_since = now  # at the earliest: it has something to read
-        self._connection.adjust()
 
     def _watch_early(self) -> None:
         now = self._loop.time()
@@ -480,19 +412,17 @@ class Http2Exchanges:
             yield self._head_since + limits.head_s, self._end_slow_head
         if self._drain_due is not None:
             yield self._drain_due, self._finish_drain
-        elif not self._is_draining and not self._exchanges and not self._unsent:
+        elif not self._is_draining and not self._exchanges and not self._progress:
             yield self._idle_since + limits.idle_s, self.drain
-        is_shut = bool(self._bodies) and self._room.is_shut
-        for stream_id, clock in self._bodies.items():
-            if (self._exchanges[stream_id].num_shut or is_shut) and not self._protocol.may_send(stream_id):
-                continue  # it waits for us
-            yield clock.due, partial(self._end_slow_body, stream_id)
+        if (slow := self._uploads.first_due) is not None:
+            due, upload = slow
+            yield due, partial(self._uploads.fail, upload)
         if self._early:
             stream_id, since = next(iter(self._early.items()))
             yield since + limits.linger_s, partial(self._break_off_early, stream_id)
-        if self._unsent:
-            stream_id, (since, _) = next(iter(self._unsent.items()))
-            yield since + limits.stall_s, partial(self._end_stalled, stream_id)
+        if (stalled := self._progress.first_due) is not None:
+            due, stream_id = stalled
+            yield due, partial(self._end_stalled, stream_id)
 
     def _end_slow_head(self) -> None:
         if self._pending_head:  # a request's, which is accounted for; a GOAWAY is all that can be said of it
@@ -504,16 +434,11 @@ class Http2Exchanges:
         self._drain_due = None
         self._protocol.finish_drain()
 
-    def _end_slow_body(self, stream_id: int) -> None:
-        exchange = self._exchanges[stream_id]
-        self._end_body(stream_id, exchange)
-        exchange.stream.fail_body(ServiceError(ErrorKind.REQUEST_TIMEOUT, SLOW_BODY, "request_timeout"))
-
     def _break_off_early(self, stream_id: int) -> None:
         del self._early[stream_id]
         self._protocol.break_off(stream_id)
 
     def _end_stalled(self, stream_id: int) -> None:
-        del self._unsent[stream_id]
+        self._progress.forget(stream_id)
         self._protocol.reset(stream_id, ErrorCodes.CANCEL)
         self._drop(stream_id)
