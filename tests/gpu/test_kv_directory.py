@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from core.plan import BlockLabel
-from gpu.kv_directory import SUFFIX, KVDirectory
+from gpu.kv_directory import KVDirectory
+from gpu.kv_file import SUFFIX
 
 BLOCK_BYTES = 100
 
