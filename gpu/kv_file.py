@@ -7,7 +7,7 @@ import json
 import os
 import stat
 import struct
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import BinaryIO
 
@@ -57,11 +57,14 @@ def read_header(file: Path) -> tuple[Header, int]:
 
     Raises:
         OSError: it cannot be read.
-        BadFile: it is no regular file, or its header cannot be one.
+        BadFile: it is no regular file, its header cannot be one, or it names another file.
     """
     with _open_regular(file) as reader:
         header = _decode_header(reader.read(len(MAGIC) + LENGTH.size + MAX_HEADER_BYTES))[0]
-        return header, os.fstat(reader.fileno()).st_mtime_ns
+        used_ns = os.fstat(reader.fileno()).st_mtime_ns
+    if f"{header.name}{SUFFIX}" != file.name:
+        raise BadFile("it has another name than it claims")
+    return header, used_ns
 
 
 def read_content(file: Path, header: Header, block_bytes: int) -> bytes:
@@ -78,7 +81,7 @@ def read_content(file: Path, header: Header, block_bytes: int) -> bytes:
     found, end = _decode_header(raw)
     content = raw[end:-DIGEST_BYTES]
     if found != header or len(content) != block_bytes:
-        raise BadFile("it is not of this name or size")
+        raise BadFile("it is not of this size, or has changed meanwhile")
     return content
 
 
@@ -106,18 +109,35 @@ def _decode_header(raw: bytes) -> tuple[Header, int]:
         raise BadFile("it is of another format")
     end = start + LENGTH.unpack_from(raw, len(MAGIC))[0]
     try:
-        header = Header(**json.loads(raw[start:end]))
-        is_content = len(bytes.fromhex(header.content)) == 4 * BLOCK_SIZE
-    except (TypeError, ValueError) as error:
+        header = _checked(json.loads(raw[start:end]))
+    except (TypeError, ValueError, RecursionError) as error:
         raise BadFile("its header cannot be read") from error
-    if header.domain is not None:
-        header = Header(header.fingerprint, header.name, header.parent, _domain(header.domain), header.content)
-    if not is_content or (header.parent is None) == (header.domain is None):
-        raise BadFile("its header cannot be")
     return header, end
 
 
-def _domain(found: object) -> tuple[str, str]:
-    if isinstance(found, list) and len(found) == 2 and all(isinstance(part, str) for part in found):
-        return found[0], found[1]
-    raise BadFile("its header names no domain")
+def _checked(found: object) -> Header:
+    """
+    Raises:
+        TypeError, ValueError: it is no header.
+    """
+    match found:
+        case {
+            "fingerprint": str(model),
+            "name": str(name),
+            "parent": parent,
+            "domain": domain,
+            "content": str(content),
+        }:
+            tokens = bytes.fromhex(content)
+        case _:
+            raise TypeError("a field is missing, or of another type")
+    match parent, domain:
+        case None, [str(tenant), str(salt)]:
+            header = Header(model, name, None, (tenant, salt), content)
+        case str(), None:
+            header = Header(model, name, parent, None, content)
+        case _:
+            raise TypeError("it begins a chain and goes on from another block, or neither")
+    if len(found) != len(fields(Header)) or len(tokens) != 4 * BLOCK_SIZE:
+        raise ValueError("it says more, or has not the tokens of a block")
+    return header

@@ -1,5 +1,7 @@
 """The files of blocks: which are there after what was written, moved, dropped, and found by the next process."""
 
+import hashlib
+import json
 import os
 import threading
 from collections.abc import Iterator
@@ -10,7 +12,7 @@ import pytest
 
 from core.plan import BlockLabel
 from gpu.kv_directory import KVDirectory
-from gpu.kv_file import SUFFIX
+from gpu.kv_file import LENGTH, MAGIC, SUFFIX
 
 BLOCK_BYTES = 100
 
@@ -21,6 +23,14 @@ def label(serial: int, parent: int | None = None) -> BlockLabel:
 
 def content(serial: int) -> bytes:
     return bytes([serial]) * BLOCK_BYTES
+
+
+def signed(raw: bytes) -> bytes:
+    return raw + hashlib.sha256(raw).digest()
+
+
+def nested_lists(depth: int) -> bytes:
+    return b"[" * depth + b"]" * depth
 
 
 @contextmanager
@@ -131,3 +141,35 @@ def test_dropped_files_are_gone_once_the_writer_has_come_to_it(tmp_path: Path) -
         wait_written(directory)
         assert num_files(tmp_path) == 1
     assert found(tmp_path) == {content(2)}
+
+
+HEADER = {"fingerprint": "f" * 64, "name": "strange", "parent": None, "domain": ["tenant", ""], "content": "00" * 64}
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        HEADER | {"name": ["strange"]},
+        HEADER | {"name": 1},
+        HEADER | {"name": "../strange"},
+        HEADER | {"fingerprint": {}},
+        HEADER | {"parent": [1], "domain": None},
+        HEADER | {"domain": ["tenant", 1]},
+        HEADER | {"domain": None},
+        HEADER | {"content": "00"},
+        HEADER | {"more": 1},
+        [],
+        nested_lists(20_000),
+    ],
+    ids=lambda header: "nested" if isinstance(header, bytes) else None,
+)
+def test_file_whose_header_is_none_is_deleted_and_the_others_are_found(header: object, tmp_path: Path) -> None:
+    with opened(tmp_path) as directory:
+        directory.put(0, label(1), content(1))
+    strange = tmp_path / f"strange{SUFFIX}"
+    head = header if isinstance(header, bytes) else json.dumps(header).encode()
+    strange.write_bytes(signed(MAGIC + LENGTH.pack(len(head)) + head + content(2)))
+    for file in tmp_path.glob(f"*{SUFFIX}"):
+        os.utime(file, (1, 1))
+    assert found(tmp_path) == {content(1)}
+    assert not strange.exists()
