@@ -16,7 +16,7 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -60,13 +60,14 @@ class KVDirectory:
         self._loaded_names: dict[int, str] = {}  # by serial
         self._unwritten: dict[int, BlockLabel] = {}  # by slot: there was no room in the queue
         self._files = _Files(path, limit_bytes)
+        self._unused = _Unused()
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._room = threading.Semaphore(max(1, QUEUE_BYTES // block_bytes))
         self._writer = threading.Thread(target=self._write_queued, name="kv-directory", daemon=True)
         self._writer.start()
 
     def load(self, num_slots: int, fill: Callable[[int, bytes], None]) -> list[tuple[int, BlockLabel]]:
-        """Fill slots from 0 on with the newest chains; delete whatever is not loaded. Before anything is put.
+        """Fill slots from 0 on with the newest chains; delete whatever is not loaded, and log it. Before anything is put.
 
         Returns:
             The slots filled and what they hold, oldest first; serials from 1 on.
@@ -84,10 +85,9 @@ class KVDirectory:
                     self._files.take(slot, header.name)
                     serials[header.name] = serial
                     stored.append((slot, BlockLabel(serial, _key(header, parent))))
-        for file in self._path.iterdir():
-            is_loaded = file.name.removesuffix(SUFFIX) in serials
-            if file.name.endswith((SUFFIX, PART_SUFFIX)) and not is_loaded and not file.is_dir():
-                file.unlink(missing_ok=True)
+        num_deleted = self._delete_all_but(serials)
+        self._unused.log(self._path)
+        logger.info("%d blocks read from %s, %d files deleted there", len(stored), self._path, num_deleted)
         self._queue.put(self._files.trim)
         return stored[::-1]
 
@@ -169,6 +169,16 @@ class KVDirectory:
         while (work := self._queue.get()) is not None:
             work()
 
+    def _delete_all_but(self, names: Container[str]) -> int:
+        """Delete all files of blocks but these; returns how many that were."""
+        num_deleted = 0
+        for file in self._path.iterdir():
+            is_kept = file.name.removesuffix(SUFFIX) in names
+            if file.name.endswith((SUFFIX, PART_SUFFIX)) and not is_kept and not file.is_dir():
+                file.unlink(missing_ok=True)
+                num_deleted += 1
+        return num_deleted
+
     def _newest_chains(self, num_slots: int) -> list[Header]:
         """Headers of whole chains, newest first, parents before children, as many as there are slots."""
         headers = {header.name: header for header in self._headers()}
@@ -189,11 +199,13 @@ class KVDirectory:
         for file in self._path.glob(f"*{SUFFIX}"):
             try:
                 header, used_ns = read_header(file)
+                if header.fingerprint != self._fingerprint:
+                    raise BadFile("it is of another model, dtype or quantisation")
                 found.append((used_ns, header))
             except (OSError, BadFile) as error:
-                logger.warning("%s is not used: %s", file, error)
+                self._unused.add(file, error)
         found.sort(key=lambda entry: (entry[0], entry[1].name), reverse=True)
-        return [header for _, header in found if header.fingerprint == self._fingerprint]
+        return [header for _, header in found]
 
     def _read(self, header: Header) -> bytes | None:
         """The file's keys and values; None: it is not whole, or not what its header has said before."""
@@ -201,8 +213,24 @@ class KVDirectory:
         try:
             return read_content(file, header, self._block_bytes)
         except (OSError, BadFile) as error:
-            logger.warning("%s is not used: %s", file, error)
+            self._unused.add(file, error)
             return None
+
+
+class _Unused:
+    """Files that were not read, by the reason: a line of the log for each, however many files have it."""
+
+    def __init__(self) -> None:
+        self._files: dict[str, list[str]] = {}  # by reason
+
+    def add(self, file: Path, error: OSError | BadFile) -> None:
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        self._files.setdefault(reason, []).append(file.name)
+
+    def log(self, path: Path) -> None:
+        for reason, names in self._files.items():
+            which = f"{path / min(names)}{f' and {len(names) - 1} more are' if len(names) > 1 else ' is'}"
+            logger.warning("%s not used: %s", which, reason)
 
 
 class _Files:

@@ -173,3 +173,30 @@ def test_file_whose_header_is_none_is_deleted_and_the_others_are_found(header: o
         os.utime(file, (1, 1))
     assert found(tmp_path) == {content(1)}
     assert not strange.exists()
+
+
+def test_start_says_what_was_read_and_each_reason_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with opened(tmp_path) as directory:
+        for slot in range(6):
+            directory.put(slot, label(slot + 1), content(slot + 1))
+    for file in sorted(tmp_path.glob(f"*{SUFFIX}"))[:2]:
+        file.write_bytes(b"torn")
+    *_, flipped = sorted(tmp_path.glob(f"*{SUFFIX}"))
+    flipped.write_bytes(flipped.read_bytes()[:-1])
+    with caplog.at_level("INFO", "gpu.kv_directory"):
+        assert len(found(tmp_path)) == 3
+    torn, digest, summary = [record.getMessage() for record in caplog.records]
+    assert torn.endswith(f"{SUFFIX} and 1 more are not used: it is of another format")
+    assert digest == f"{flipped} is not used: its content has another digest than it claims"
+    assert summary == f"3 blocks read from {tmp_path}, 3 files deleted there"
+
+
+def test_files_of_another_model_go_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with opened(tmp_path) as directory:
+        directory.put(0, label(1), content(1))
+    with caplog.at_level("WARNING", "gpu.kv_directory"):
+        directory = KVDirectory(tmp_path, None, "another", BLOCK_BYTES)
+        assert directory.load(4, lambda slot, raw: None) == []
+        directory.save({}, (), lambda slot: b"")
+    (record,) = caplog.records
+    assert "of another model" in record.getMessage()
