@@ -67,7 +67,7 @@ class KVDirectory:
         self._writer.start()
 
     def load(self, num_slots: int, fill: Callable[[int, bytes], None]) -> list[tuple[int, BlockLabel]]:
-        """Fill slots from 0 on with the newest chains; delete whatever is not loaded, and log it. Before anything is put.
+        """Fill slots from 0 on with the newest chains; delete whatever is not loaded, and log that. Before any put().
 
         Returns:
             The slots filled and what they hold, oldest first; serials from 1 on.

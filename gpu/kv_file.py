@@ -7,7 +7,7 @@ import json
 import os
 import stat
 import struct
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -127,10 +127,11 @@ def _checked(found: object) -> Header:
             "parent": parent,
             "domain": domain,
             "content": str(content),
-        }:
+            **more,
+        } if not more:
             tokens = bytes.fromhex(content)
         case _:
-            raise TypeError("a field is missing, or of another type")
+            raise TypeError("a field is missing, too many, or of another type")
     match parent, domain:
         case None, [str(tenant), str(salt)]:
             header = Header(model, name, None, (tenant, salt), content)
@@ -138,6 +139,6 @@ def _checked(found: object) -> Header:
             header = Header(model, name, parent, None, content)
         case _:
             raise TypeError("it begins a chain and goes on from another block, or neither")
-    if len(found) != len(fields(Header)) or len(tokens) != 4 * BLOCK_SIZE:
-        raise ValueError("it says more, or has not the tokens of a block")
+    if len(tokens) != 4 * BLOCK_SIZE:
+        raise ValueError("not the tokens of a block")
     return header
