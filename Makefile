@@ -7,7 +7,7 @@
 # make peers        set up the servers that bench.peers compares with: llama.cpp is compiled for minutes (needs a
 #                   C++ compiler), from the source that llama-cpp-python brings
 # make simulate     random histories of every fault against the simulated server, and 10 million steps of the scheduler's
-#                   machine (over an hour); ARGS="--seed N" one again, --steps and --histories for other numbers
+#                   machine (an hour on two cores); ARGS="--seed N" one again, --steps and --histories for other numbers
 # make crash        kill a server under load ten thousand times (half an hour) and read its ledger each time
 # make storm        a million random cancels against the simulated server (10 minutes); nothing may be left of them
 #

@@ -7,7 +7,7 @@ Requests are known by their seeds, which the client chooses. The record is writt
 import argparse
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,7 @@ from core.config import EngineConfig, parse_model_config
 from core.engine import Engine
 from core.plan import Runner, RunnerLimits, StepOutput, StepPlan
 from core.scheduler import Scheduler
-from core.sequence import Sequence as ScheduledSequence
-from core.types import FinishReason, Request, StepDelivery
+from core.types import FinishReason, Request, StepDelivery, TokenChunk
 from server.commands.model_files import ModelFiles, read_model_files
 from server.config import ServerConfig
 from server.engine_thread import Inbox
@@ -67,8 +66,6 @@ class RecordingScheduler(Scheduler):
         super().__init__(limits, eos_ids, seeds=lambda: 0)
         self._record = record
         self._seeds_by_id: dict[str, int] = {}
-        self._finish = self._states.finish
-        self._states.finish = self._finish_noted  # type: ignore[method-assign]  # whoever ends a sequence calls it
 
     def submit(self, request: Request) -> None:
         seed = request.sampling.seed
@@ -91,14 +88,24 @@ class RecordingScheduler(Scheduler):
 
     def apply(self, plan: StepPlan, output: StepOutput, now: float) -> StepDelivery:
         self._record.steps[-1].end_s = time.monotonic()
-        return super().apply(plan, output, now)
+        delivery = super().apply(plan, output, now)
+        self._note_ends(delivery.chunks)
+        return delivery
 
-    def _finish_noted(self, sequence: ScheduledSequence, reason: FinishReason, *others: Any, **named: Any) -> None:
-        self._finish(sequence, reason, *others, **named)
-        seed = self._seeds_by_id.get(sequence.request_id)
-        if seed is not None and not self._record.requests[seed].end_s:
-            request = self._record.requests[seed]
-            request.end_s, request.reason, request.num_kept = time.monotonic(), reason, sequence.num_billed_tokens
+    def cancel(
+        self, request_id: str, reason: FinishReason, index: int | None = None, num_tokens_kept: int | None = None
+    ) -> None:
+        super().cancel(request_id, reason, index, num_tokens_kept)
+        self._note_ends(self._outbox.chunks)  # those that no step has to come back for
+
+    def _note_ends(self, chunks: Iterable[TokenChunk]) -> None:
+        """The news of these have just been made: what their sequences held has been given back."""
+        for chunk in chunks:
+            seed = self._seeds_by_id.get(chunk.request_id)
+            if chunk.finish_reason is not None and seed is not None and not self._record.requests[seed].end_s:
+                request = self._record.requests[seed]
+                request.end_s, request.reason = time.monotonic(), chunk.finish_reason
+                request.num_kept = chunk.num_sequence_tokens
 
 
 def load(

@@ -59,9 +59,18 @@ class StepTime:
 
 
 def measure(
-    num_running: int, prompt: int, num_steps: int, num_waiting_tenants: int = 0, max_in_flight: int = 1
+    num_running: int,
+    prompt: int,
+    num_steps: int,
+    num_waiting_tenants: int = 0,
+    deadline_s: float | None = None,
+    max_in_flight: int = 1,
 ) -> StepTime:
-    """Decode steps of `num_running` sequences, each of a tenant of its own, that have the engine to themselves."""
+    """Decode steps of `num_running` sequences, each of a tenant of its own, that have the engine to themselves.
+
+    Args:
+        deadline_s: of those who wait.
+    """
     length = prompt + WARM_STEPS + num_steps + 3 * BLOCK_SIZE
     num_blocks = num_running * (length // BLOCK_SIZE + 2)
     limits = RunnerLimits(
@@ -82,7 +91,7 @@ def measure(
         _plan(scheduler, in_flight, number)
     _apply(scheduler, in_flight, 0)
     for number in range(num_waiting_tenants):
-        scheduler.submit(_request(num_running + number, prompt, 1))
+        scheduler.submit(_request(num_running + number, prompt, 1, deadline_s))
     times = []
     for number in range(1, WARM_STEPS + num_steps):
         plan_s = _plan(scheduler, in_flight, number)
@@ -113,13 +122,14 @@ def _apply(scheduler: Scheduler, in_flight: deque[StepPlan], number: int) -> flo
     return time.thread_time() - started_s
 
 
-def _request(number: int, prompt: int, max_tokens: int) -> Request:
+def _request(number: int, prompt: int, max_tokens: int, deadline_s: float | None = None) -> Request:
     return Request(
         request_id=str(number),
         prompt_ids=tuple((number * 7919 + i) % VOCAB_SIZE for i in range(prompt)),
         sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
         arrival_s=0.0,
         tenant=str(number),
+        deadline_s=deadline_s,
     )
 
 
@@ -136,6 +146,7 @@ def measure_all(cases: Cases) -> list[Table]:
     overlapped = [measure(batch, cases.prompt, cases.num_steps, max_in_flight=2) for batch in cases.batches]
     by_prompt = [measure(cases.batch, prompt, cases.num_steps) for prompt in cases.prompts]
     by_queue = [measure(cases.batch, cases.prompt, cases.num_steps, tenants) for tenants in cases.tenants]
+    by_late_queue = [measure(cases.batch, cases.prompt, cases.num_steps, tenants, 0.0) for tenants in cases.tenants]
     return [
         table(f"By sequences, prompts of {cases.prompt}", "sequences", cases.batches, by_batch, cases.batches),
         table("The same with two steps in flight", "sequences", cases.batches, overlapped, cases.batches),
@@ -152,6 +163,13 @@ def measure_all(cases: Cases) -> list[Table]:
             cases.tenants,
             by_queue,
             [cases.batch] * len(by_queue),
+        ),
+        table(
+            f"The same, all of them late for their deadlines, {cases.batch} sequences",
+            "waiting",
+            cases.tenants,
+            by_late_queue,
+            [cases.batch] * len(by_late_queue),
         ),
     ]
 

@@ -9,6 +9,7 @@ from collections.abc import Collection
 from collections.abc import Sequence as Seq
 
 from core.in_flight import Flight
+from core.preemption import RunningBounds
 from core.sequence import Sequence, SequenceState
 from core.step_cost import StepCostModel
 
@@ -20,18 +21,22 @@ class Charges:
 
     Args:
         num_blocks: that there are.
+
+    Attributes:
+        bounds: raised by all that is charged to those who run.
     """
 
     def __init__(self, model: StepCostModel, num_blocks: int) -> None:
         self._model = model
         self._num_blocks = num_blocks
+        self.bounds = RunningBounds()
 
     def prefill_s(self, start: int, end: int, num_prompt_tokens: int) -> float:
         """What these positions of a sequence cost."""
         return self._model.prefill_s(start, end, num_prompt_tokens)
 
     def prepay(self, sequence: Sequence) -> None:
-        """Charge for all that an admitted sequence, which has its slot, has to compute now."""
+        """Charge for all that an admitted sequence, which has its slot and does not run yet, has to compute now."""
         start, end = sequence.num_computed_tokens, len(sequence.token_ids)
         cost_s = self.prefill_s(start, end, sequence.num_prompt_tokens)
         sequence.prepaid_end = end
@@ -81,9 +86,11 @@ class Charges:
                 tenant.served_s += owed_s
                 tenant.counter_s += owed_s
         num_held = sum(held)
-        num_running = _attribute(rows, parts_s, held, step_s)
+        predicted_s = sum(parts_s)
+        num_running = _attribute(rows, parts_s, predicted_s, held, step_s)
         if len(running) > num_running:
             num_held += self._charge_bystanders(running, set(rows), block_s, step_s)
+        self.bounds.most_s += predicted_s + block_s * num_held  # no tenant was charged more than all together
         return num_held
 
     def _use_prepaid(self, sequence: Sequence, start: int, length: int) -> float:
@@ -110,18 +117,18 @@ class Charges:
         return num_held
 
 
-def _attribute(rows: Seq[Sequence], parts_s: Seq[float], held: Seq[int], step_s: float) -> int:
+def _attribute(rows: Seq[Sequence], parts_s: Seq[float], predicted_s: float, held: Seq[int], step_s: float) -> int:
     """Divide what the step took among its sequences: by the parts, equally where these are nothing.
 
     The part of one that had ended before is nobody's.
 
     Args:
+        predicted_s: all parts together.
         held: blocks of each.
 
     Returns: how many of them run.
     """
     running, finished, num_running = SequenceState.RUNNING, SequenceState.FINISHED, 0
-    predicted_s = sum(parts_s)
     if predicted_s <= 0.0:
         parts_s, predicted_s = [1.0] * len(rows), len(rows)
     scale = step_s / predicted_s

@@ -9,7 +9,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from core.config_fields import bad_field, positive_float, positive_int, read_bool, token_ids, unsupported_field
+from core.config_fields import (
+    MAX_COUNT,
+    MAX_LAYERS,
+    MAX_WIDTH,
+    bad_field,
+    positive_float,
+    positive_int,
+    read_bool,
+    token_ids,
+    unsupported_field,
+)
 from core.errors import UnsupportedModel
 from core.families import FAMILIES, Family
 from core.fp8_config import Fp8Config, parse_fp8
@@ -24,6 +34,7 @@ BLOCK_SIZE = 16  # tokens per KV block
 INTER_TOKEN_TARGET = 1.6  # of EngineConfig
 QUANTIZE_SCHEMES = ("int8", "fp8", "int4")
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+DEFAULT_POSITIONS = 2048  # of families that name no other: transformers' LlamaConfig
 
 # Fields that change the output, and the values under which they do not.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -32,6 +43,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (1, 1.0, None),
     "is_encoder_decoder": (False, None),
     "add_cross_attention": (False, None),
+    "is_causal": (True, None),
     "use_bidirectional_attention": (False, None),
 }
 
@@ -202,7 +214,7 @@ def parse_model_config(config: Mapping[str, Any]) -> ModelConfig:
     config = {**family.defaults, **config}
     _refuse_output_changing_fields(config, family)
     sizes = _sizes(config, family)
-    max_position = positive_int(config, "max_position_embeddings", 2048)
+    max_position = positive_int(config, "max_position_embeddings", DEFAULT_POSITIONS)
     rope, local_rope = _ropes(config, family, max_position, sizes["head_dim"])
     return ModelConfig(
         architecture=family.architecture,
@@ -225,20 +237,31 @@ def parse_model_config(config: Mapping[str, Any]) -> ModelConfig:
     )
 
 
+def stated_context(config: Mapping[str, Any]) -> int:
+    """Tokens of context that config.json says, or its family where it is silent; what is served may be less.
+
+    Raises:
+        UnsupportedModel, BadCheckpoint: as parse_model_config.
+    """
+    return positive_int({**_family(config).defaults, **config}, "max_position_embeddings", DEFAULT_POSITIONS)
+
+
 def _sizes(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    hidden_size = positive_int(config, "hidden_size")
-    num_heads = positive_int(config, "num_attention_heads")
+    hidden_size = positive_int(config, "hidden_size", at_most=MAX_WIDTH)
+    num_heads = positive_int(config, "num_attention_heads", at_most=MAX_WIDTH)
     num_kv_heads = positive_int(config, "num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
         raise bad_field(f"num_attention_heads={num_heads} is not a multiple of num_key_value_heads={num_kv_heads}.")
     head_dim = positive_int(config, "head_dim", family.defaults.get("head_dim") or hidden_size // num_heads)
     if head_dim % 2:
         raise bad_field(f"head_dim={head_dim} is odd: RoPE turns pairs.")
+    if num_heads * head_dim > MAX_WIDTH:
+        raise bad_field(f"num_attention_heads={num_heads} of head_dim={head_dim} are more than any model has.")
     return {
-        "vocab_size": positive_int(config, "vocab_size"),
+        "vocab_size": positive_int(config, "vocab_size", at_most=MAX_WIDTH),
         "hidden_size": hidden_size,
-        "intermediate_size": positive_int(config, "intermediate_size"),
-        "num_layers": positive_int(config, "num_hidden_layers"),
+        "intermediate_size": positive_int(config, "intermediate_size", at_most=MAX_WIDTH),
+        "num_layers": positive_int(config, "num_hidden_layers", at_most=MAX_LAYERS),
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
@@ -272,6 +295,8 @@ def _family(config: Mapping[str, Any]) -> Family:
         raise bad_field(f"architectures={names!r} is not a list.")
     for family in FAMILIES:
         if names[0] in (family.architecture, family.model_type):
+            if config.get("model_type") not in (family.model_type, None):  # by which transformers computes
+                raise bad_field(f"model_type={config['model_type']!r} contradicts architectures={names!r}.")
             return family
     supported = ", ".join(family.architecture for family in FAMILIES)
     raise UnsupportedModel(f"Architecture {names[0]!r} is not supported.", f"use a model of one of: {supported}.")
@@ -360,7 +385,7 @@ def _ropes(
 def _served_positions(config: Mapping[str, Any], rope: RopeConfig, max_position: int) -> int:
     """Yarn stretches the original context it names; of longrope the original is what can be computed exactly."""
     if rope.kind == "yarn" and "original_max_position_embeddings" in {**config, **_rope_fields(config)}:
-        return max(max_position, int(rope.original_max_position * rope.factor))
+        return max(max_position, int(min(rope.original_max_position * rope.factor, MAX_COUNT)))
     if rope.kind == "longrope":
         return min(max_position, rope.original_max_position)
     return max_position

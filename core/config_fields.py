@@ -5,6 +5,12 @@ from typing import Any
 
 from core.errors import BadCheckpoint, UnsupportedModel
 
+# No field that counts goes beyond; what is made before the weights are looked at (tensors without memory, lists of
+# layers) stays small under the others, in any product of them.
+MAX_COUNT = 2**31 - 1
+MAX_WIDTH = 2**24
+MAX_LAYERS = MAX_EXPERTS = 1024
+
 
 def read_bool(config: Mapping[str, Any], name: str, default: bool = False) -> bool:
     value = config.get(name)
@@ -14,11 +20,13 @@ def read_bool(config: Mapping[str, Any], name: str, default: bool = False) -> bo
     return value
 
 
-def positive_int(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+def positive_int(config: Mapping[str, Any], name: str, default: int | None = None, at_most: int = MAX_COUNT) -> int:
     value = config.get(name)
     value = default if value is None else value
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
         raise bad_field(f"{name}={value!r} is not a positive integer.")
+    if value > at_most:
+        raise bad_field(f"{name}={value} is more than any model has: {at_most} at most.")
     return value
 
 

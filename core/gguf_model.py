@@ -199,6 +199,7 @@ def _refuse_output_changing(fields: Mapping[str, Any], family: GgufFamily, key_l
         "expert_weights_scale": lambda value: value in (0, 1),
         "expert_shared_count": lambda value: value == 0,
         "attention.clamp_kqv": lambda value: value == 0,
+        "attention.causal": bool,
         "use_parallel_residual": lambda value: not value,
         "logit_scale": lambda value: value in (0, 1),
         "embedding_scale": lambda value: value in (0, 1),
@@ -222,8 +223,11 @@ def _rope_scaling(
         if not isinstance(theta, float) or not 0 < theta < math.inf or not 0 < factors[-1] < math.inf:
             raise _bad(f"{ROPE_FACTORS} ends in {factors[-1]!r}, rope.freq_base is {theta!r}")
         return _llama3_scaling(factors, theta, head_dim)
-    if fields.get("rope.scaling.type") == "linear":
-        return {"rope_type": "linear", "factor": _need(fields, "rope.scaling.factor")}
+    # Source: llama.cpp's load_hparams: linear is what a factor means without a type; scale_linear is its older name.
+    factor = fields.get("rope.scaling.factor", fields.get("rope.scale_linear"))
+    kind = fields.get("rope.scaling.type", None if factor is None else "linear")
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": _need(fields, "rope.scaling.factor") if factor is None else factor}
     return None
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from core.config_fields import bad_field, positive_int, read_bool, unsupported_field
+from core.config_fields import MAX_EXPERTS, MAX_WIDTH, bad_field, positive_int, read_bool, unsupported_field
 from core.families import Family
 from core.rope_config import RopeConfig
 
@@ -131,13 +131,14 @@ def parse_experts(config: Mapping[str, Any], family: Family) -> ExpertsConfig | 
     if family.expert_width is None:
         return None
     field = "num_experts" if config.get("num_experts") is not None else "num_local_experts"
-    num_experts, num_active = positive_int(config, field), positive_int(config, "num_experts_per_tok")
+    num_experts = positive_int(config, field, at_most=MAX_EXPERTS)
+    num_active = positive_int(config, "num_experts_per_tok")
     if num_active > num_experts:
         raise bad_field(f"num_experts_per_tok={num_active} is more than {field}={num_experts}.")
     experts = ExpertsConfig(
         num_experts,
         num_active,
-        positive_int(config, family.expert_width),
+        positive_int(config, family.expert_width, at_most=MAX_WIDTH),
         layout=family.model_type,
         is_normalized=family.model_type != "qwen3_moe" or read_bool(config, "norm_topk_prob"),
         has_bias=family.model_type == "gpt_oss",

@@ -110,8 +110,9 @@ class Planner:
         head, level = found
         num_slots = len(self._states.joining(head)) - len(self._states.free_slots)
         num_blocks = self._states.blocks.num_to_admit(head) - self._states.blocks.pool.num_free
-        if num_slots <= 0 and num_blocks <= 0:
+        if (num_slots <= 0 and num_blocks <= 0) or self._states.charges.bounds.rule_out(head, level):
             return
+        self._states.charges.bounds.fit(self._states.running)
         candidates = outranked(self._states.running, head, level, self._states.shares.least_s(), now)
         giving_way = enough_of(candidates, num_slots, num_blocks, lambda s: len(self._states.joining(s)))
         if self._in_flight:
@@ -137,8 +138,8 @@ class Planner:
         for member in joining:
             self._states.occupy_slot(member)
         sequence.level = level
-        self._states.start_running(sequence)
         self._states.charges.prepay(sequence)
+        self._states.start_running(sequence)
         group = self._states.groups[sequence.request_id]
         if not group.is_admitted:
             group.is_admitted = True

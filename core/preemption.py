@@ -1,12 +1,65 @@
 """Who gives up slot and blocks when others need them. Thread: engine."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from operator import attrgetter
 
 from core.fairness import OVER_SHARE_S
 from core.sequence import Place, Sequence
 from core.waiting import is_due_before
 
 VictimOrder = tuple[bool, int, bool, int, Place]
+
+_COUNTER_S: Callable[[Sequence], float] = attrgetter("tenant.counter_s")
+_NUM_RUNNING: Callable[[Sequence], int] = attrgetter("tenant.num_running")
+_CLASS: Callable[[Sequence], tuple[int, int]] = attrgetter("priority", "level")
+
+
+class RunningBounds:
+    """What none of the running sequences exceeds. By it alone most steps see that nobody gives way to the queue's head.
+
+    Whatever anybody is charged raises most_s, and who stops lowers nothing. Once that does not tell any more, fit()
+    looks at each of them: after OVER_SHARE_S of charges at the soonest, where all have had the same.
+
+    Attributes:
+        most_s: no tenant's counter is larger.
+        most_running: no tenant runs more.
+        least_levels: by class, nobody of it was admitted as a lower one.
+    """
+
+    def __init__(self) -> None:
+        self.most_s = 0.0
+        self.most_running = 0
+        self.least_levels: dict[int, int] = {}
+
+    def include(self, sequence: Sequence) -> None:
+        """It has begun to run."""
+        self.most_s = max(self.most_s, sequence.tenant.counter_s)
+        self.most_running = max(self.most_running, sequence.tenant.num_running)
+        self._lower(sequence.priority, sequence.level)
+
+    def fit(self, running: Collection[Sequence]) -> None:
+        """These are all that run."""
+        self.most_s = max(map(_COUNTER_S, running), default=0.0)
+        self.most_running = max(map(_NUM_RUNNING, running), default=0)
+        self.least_levels = {}
+        for priority, level in set(map(_CLASS, running)):
+            self._lower(priority, level)
+
+    def rule_out(self, head: Sequence, level: int) -> bool:
+        """Whether certainly nobody gives way to this one that waits.
+
+        Args:
+            level: its class, aged.
+        """
+        tenant = head.tenant
+        return (
+            self.most_s <= tenant.counter_s + OVER_SHARE_S
+            and self.most_running <= tenant.num_running + 1
+            and all(least >= level or priority == head.priority for priority, least in self.least_levels.items())
+        )
+
+    def _lower(self, priority: int, level: int) -> None:
+        self.least_levels[priority] = min(level, self.least_levels.get(priority, level))
 
 
 def victim_order(least_s: float) -> Callable[[Sequence], VictimOrder]:

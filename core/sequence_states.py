@@ -134,6 +134,7 @@ class SequenceStates:
         sequence.progress_s = self.now_s
         self.running[sequence] = None
         sequence.tenant.num_running += 1
+        self.charges.bounds.include(sequence)
 
     def joining(self, sequence: Sequence) -> list[Sequence]:
         """Who needs a slot when this one is admitted."""

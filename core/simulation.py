@@ -8,13 +8,12 @@ Thread: its caller's.
 import sys
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from core.config import INTER_TOKEN_TARGET
 from core.engine import Engine
@@ -32,7 +31,10 @@ from core.plan import (
 from core.scheduler import Scheduler
 from core.types import Message, Request, StepDelivery, Submit, TokenLogprobs, Usage
 
+Prefix = bytes | memoryview  # token ids, 32 bits each
+
 _NOTHING = -1  # in the KV: never written
+_NO_COPIES = BlockCopies()
 
 
 class SimulatedClock:
@@ -97,41 +99,49 @@ class RooflineCost:
         return self.launch_s + (body_s + self.kv_token_s * num_kv_tokens) / self.efficiency
 
 
-def draw(prefix: npt.NDArray[np.int32], seed: int, vocab_size: int) -> int:
+def draw(prefix: Prefix, seed: int, vocab_size: int) -> int:
     """The token that follows a prefix: a hash of all of it and the seed."""
-    return zlib.crc32(prefix.tobytes(), zlib.crc32(seed.to_bytes(8, "little"))) % vocab_size
+    return _hashed(prefix, seed) % vocab_size
 
 
-def draw_allowed(prefix: npt.NDArray[np.int32], seed: int, vocab_size: int, banned: tuple[int, ...]) -> int:
-    """As draw, but the next id that is not banned."""
-    token_id = draw(prefix, seed, vocab_size)
+def _hashed(prefix: Prefix, seed: int) -> int:
+    return zlib.crc32(prefix, zlib.crc32(seed.to_bytes(8, "little")))
+
+
+def _allowed(token_id: int, vocab_size: int, banned: tuple[int, ...]) -> int:
+    """This id, or the next one that is not banned."""
     while token_id in banned:
         token_id = (token_id + 1) % vocab_size
     return token_id
 
 
-def logprobs_after(prefix: npt.NDArray[np.int32], token_id: int, num_top: int) -> TokenLogprobs:
+def logprobs_after(prefix: Prefix, token_id: int, num_top: int) -> TokenLogprobs:
     """How likely a token is after a prefix, and so many others beside it: hashes of all of it."""
 
     def logprob(other: int) -> float:
-        return -(zlib.crc32(other.to_bytes(4, "little"), zlib.crc32(prefix.tobytes())) % 4096) / 256
+        return -(zlib.crc32(other.to_bytes(4, "little"), zlib.crc32(prefix)) % 4096) / 256
 
     return TokenLogprobs(token_id, logprob(token_id), tuple((other, logprob(other)) for other in range(num_top)))
 
 
-def continuation(start: SequenceStart, limits: RunnerLimits) -> list[int]:
-    """The reference: what a sequence draws from here on when nothing interferes, an ending stop id included."""
-    token_ids = list(start.token_ids)
-    max_length = min(
-        start.num_prompt_tokens + start.sampling.max_tokens, limits.max_model_len, limits.num_blocks * limits.block_size
-    )
-    while len(token_ids) < max_length:
-        is_free = len(token_ids) - start.num_prompt_tokens >= start.sampling.min_tokens
-        prefix = np.array(token_ids, np.int32)
-        token_ids.append(draw_allowed(prefix, start.seed, limits.vocab_size, () if is_free else start.stop_ids))
-        if is_free and token_ids[-1] in start.stop_ids:
+def continuation(start: SequenceStart, limits: RunnerLimits, max_tokens: int = sys.maxsize) -> list[int]:
+    """The reference: what a sequence draws from here on when nothing interferes, an ending stop id included.
+
+    Args:
+        max_tokens: that are asked for.
+    """
+    num_held = min(limits.max_model_len, limits.num_blocks * limits.block_size)
+    max_length = min(start.num_prompt_tokens + start.sampling.max_tokens, num_held)
+    hashed = _hashed(np.array(start.token_ids, np.int32).tobytes(), start.seed)  # of all tokens so far
+    drawn: list[int] = []
+    for length in range(len(start.token_ids), min(max_length, len(start.token_ids) + max_tokens)):
+        is_free = length - start.num_prompt_tokens >= start.sampling.min_tokens
+        token_id = _allowed(hashed % limits.vocab_size, limits.vocab_size, () if is_free else start.stop_ids)
+        drawn.append(token_id)
+        if is_free and token_id in start.stop_ids:
             break
-    return token_ids[len(start.token_ids) :]
+        hashed = zlib.crc32(token_id.to_bytes(4, "little"), hashed)
+    return drawn
 
 
 @dataclass(slots=True, eq=False)
@@ -183,59 +193,77 @@ class SimulatedDevice:
 
 
 class SimulatedRunner:
-    """A core.plan.Runner whose KV holds token ids and whose steps take their cost of the clock's time."""
+    """A core.plan.Runner whose KV holds token ids and whose steps take their cost of the clock's time.
+
+    In lists: its steps have a few rows of a few tokens, where arrays would take several times as long.
+    """
 
     def __init__(self, limits: RunnerLimits, cost: StepCost, clock: SimulatedClock) -> None:
         self.limits = limits
         self._device = SimulatedDevice(cost, clock)
-        self._kv = np.full((limits.num_blocks, limits.block_size), _NOTHING, np.int32)
-        self._host = np.full((limits.num_host_blocks, limits.block_size), _NOTHING, np.int32)
-        num_entries = -(-limits.max_model_len // limits.block_size)
-        self._tables = np.full((limits.max_sequences, num_entries), _NOTHING, np.int32)
+        self._kv = [_new_block(b"\xff" * 4 * limits.block_size) for _ in range(limits.num_blocks)]
+        self._host = [_new_block(b"\xff" * 4 * limits.block_size) for _ in range(limits.num_host_blocks)]
+        self._num_entries = -(-limits.max_model_len // limits.block_size)
+        self._tables: list[list[int]] = [[] for _ in range(limits.max_sequences)]  # of blocks, by slot
         self._starts: dict[int, SequenceStart] = {}
-        self._last_drawn = np.zeros(limits.max_sequences, np.int32)  # by slot
+        self._last_drawn = [0] * limits.max_sequences  # by slot
 
     def forward(self, plan: StepPlan) -> StepPlan:
         for start in plan.sequence_starts:
             self._starts[start.slot] = start
-            self._tables[start.slot] = _NOTHING
-        copies = plan.host_copies or BlockCopies()
-        self._host[list(copies.offloads)] = self._kv[list(copies.offloads.values())]
-        self._kv[list(copies.restores)] = self._host[list(copies.restores.values())]
-        self._kv[plan.copy_targets] = self._kv[plan.copy_sources]
-        self._tables[plan.table_slots, plan.table_positions] = plan.table_blocks
-        slots = np.repeat(plan.slots, plan.lengths)
-        row_offsets = np.cumsum(plan.lengths) - plan.lengths
-        positions = np.arange(plan.num_tokens) - np.repeat(row_offsets - plan.starts, plan.lengths)
-        blocks = self._tables[slots, positions // self.limits.block_size]
-        if (blocks == _NOTHING).any():
-            raise ValueError("a row writes where its slot has no block")
-        self._kv[blocks, positions % self.limits.block_size] = self._known_ids(plan)
+            self._tables[start.slot] = [_NOTHING] * self._num_entries
+        self._copy(plan)
+        for slot, position, block in _rows_of(plan.table_slots, plan.table_positions, plan.table_blocks):
+            self._tables[slot][position] = block
+        ids, offset = plan.token_ids.tolist(), 0
+        for slot, first, length in _rows_of(plan.slots, plan.starts, plan.lengths):
+            self._store(slot, first, ids[offset : offset + length])
+            offset += length
         self._device.send(plan)
         return plan
 
     def sample(self, ticket: StepPlan) -> None:
-        rows = np.flatnonzero(ticket.samples).astype(np.int32)
-        slots, lengths = ticket.slots[rows], (ticket.starts + ticket.lengths)[rows].tolist()
-        drawn = [self._draw(slot, length) for slot, length in zip(slots.tolist(), lengths, strict=True)]
-        token_ids = np.array(drawn, np.int32)
-        self._last_drawn[slots] = token_ids
+        rows, drawn = [], []
+        for row, samples in enumerate(ticket.samples.tolist()):
+            if samples:
+                slot = int(ticket.slots[row])
+                token_id = self._draw(slot, int(ticket.starts[row] + ticket.lengths[row]))
+                self._last_drawn[slot] = token_id
+                rows.append(row)
+                drawn.append(token_id)
         told = {targets.row: self._follow(ticket, targets) for targets in ticket.prompt_targets}
-        self._device.draw(ticket, StepOutput(rows=rows, token_ids=token_ids, prompt_logprobs=told))
+        output = StepOutput(rows=np.array(rows, np.int32), token_ids=np.array(drawn, np.int32), prompt_logprobs=told)
+        self._device.draw(ticket, output)
 
     def collect(self, ticket: StepPlan) -> StepOutput:
         return self._device.wait(ticket)
 
-    def _known_ids(self, plan: StepPlan) -> Int32Array:
-        """The plan's token ids, those that its slots drew last among them."""
-        drawn = self._last_drawn[np.repeat(plan.slots, plan.lengths)]
-        return np.where(plan.token_ids == PENDING, drawn, plan.token_ids)
+    def _copy(self, plan: StepPlan) -> None:
+        """All that goes out is read before anything is written, and so are the sources of copies on write."""
+        copies = plan.host_copies or _NO_COPIES
+        for slot, block in copies.offloads.items():
+            self._host[slot] = _new_block(self._kv[block])
+        for block, slot in copies.restores.items():
+            self._kv[block] = _new_block(self._host[slot])
+        sources = [_new_block(self._kv[block]) for block in plan.copy_sources.tolist()]
+        for block, content in zip(plan.copy_targets.tolist(), sources, strict=True):
+            self._kv[block] = content
+
+    def _store(self, slot: int, start: int, token_ids: list[int]) -> None:
+        size, table, last_drawn = self.limits.block_size, self._tables[slot], self._last_drawn[slot]
+        for position, token_id in enumerate(token_ids, start):
+            block = table[position // size]
+            if block == _NOTHING:
+                raise ValueError("a row writes where its slot has no block")
+            self._kv[block][position % size] = last_drawn if token_id == PENDING else token_id
 
     def _draw(self, slot: int, length: int) -> int:
         start = self._starts[slot]
         is_free = length - start.num_prompt_tokens >= start.sampling.min_tokens
-        prefix = self._prefix(slot, length)
-        return draw_allowed(prefix, start.seed, self.limits.vocab_size, () if is_free else start.stop_ids)
+        vocab_size = self.limits.vocab_size
+        return _allowed(
+            draw(self._prefix(slot, length), start.seed, vocab_size), vocab_size, () if is_free else start.stop_ids
+        )
 
     def _follow(self, plan: StepPlan, targets: PromptTargets) -> list[TokenLogprobs]:
         """How likely the prompt's tokens are after what lies in the blocks."""
@@ -246,10 +274,20 @@ class SimulatedRunner:
             for i, token_id in enumerate(targets.token_ids)
         ]
 
-    def _prefix(self, slot: int, length: int) -> Int32Array:
+    def _prefix(self, slot: int, length: int) -> memoryview:
         """The sequence's tokens, read from its blocks."""
         num_blocks = -(-length // self.limits.block_size)
-        return self._kv[self._tables[slot, :num_blocks]].reshape(-1)[:length]
+        content = b"".join([self._kv[block] for block in self._tables[slot][:num_blocks]])
+        return memoryview(content).cast("i")[:length]
+
+
+def _new_block(content: bytes | memoryview) -> memoryview:
+    """Of token ids, 32 bits each; all bits set: _NOTHING."""
+    return memoryview(bytearray(content)).cast("i")
+
+
+def _rows_of(*columns: Int32Array) -> Iterator[tuple[int, ...]]:
+    return zip(*(column.tolist() for column in columns), strict=True)
 
 
 @dataclass(slots=True)

@@ -2,7 +2,7 @@
 
 The order is by class, aged; within a class, requests whose first token is nearly due; then by tenant, the one that has
 had least; within a tenant by place: arrival, less a bounded bonus for short prompts. Adding, removing and finding the
-next take O(log n) comparisons, and one for each tenant of the class that waits with a deadline.
+next take O(log n) comparisons, and one for each tenant over its share whose deadline is nearer than the next one's.
 
 A deadline lends to its tenant, and gives nothing: it counts no more once the tenant has had OVER_SHARE_S more than
 another that waits. Otherwise who sets deadlines on all requests would go before all who set none, for ever.
@@ -115,7 +115,7 @@ class _ClassQueue:
         self.since_s = 0.0
         self._by_counter: list[tuple[float, str]] = []  # a heap of the tenants; counters may have grown since
         self._queued: set[str] = set()  # those in the heap
-        self._due: dict[str, list[Sequence]] = {}  # by tenant, those with a deadline, by when they have to start
+        self._due = _DueLines()
 
     def add(self, sequence: Sequence) -> None:
         tenant = sequence.tenant
@@ -125,7 +125,7 @@ class _ClassQueue:
             self._queued.add(tenant.name)
             heapq.heappush(self._by_counter, (tenant.counter_s, tenant.name))
         if sequence.has_deadline:
-            insort(self._due.setdefault(tenant.name, []), sequence, key=_DUE_ORDER)
+            self._due.add(sequence)
 
     def remove(self, sequence: Sequence) -> bool:
         name = sequence.tenant.name
@@ -137,19 +137,13 @@ class _ClassQueue:
         if not waiting:
             del self.tenants[name]  # its entry in the heap is dropped when it comes to the top
         if sequence.has_deadline:
-            due = self._due[name]
-            del due[bisect_left(due, sequence.due_order, key=_DUE_ORDER)]
-            if not due:
-                del self._due[name]
+            self._due.remove(sequence)
         return True
 
     def head(self, now: float) -> Sequence:
         """Who is next. Somebody must wait."""
         first = self._first()
-        limit_s = first.tenant.counter_s + OVER_SHARE_S
-        firsts = [due[0] for due in self._due.values() if due[0].tenant.counter_s <= limit_s]
-        nearest = min(firsts, key=_DUE_ORDER, default=first)
-        return nearest if nearest.due_order[0] <= now + NEARLY_DUE_S else first
+        return self._due.first(now + NEARLY_DUE_S, first.tenant.counter_s + OVER_SHARE_S) or first
 
     def _first(self) -> Sequence:
         """Who is next if nothing is due."""
@@ -163,3 +157,45 @@ class _ClassQueue:
             if first.tenant.counter_s == counter_s:
                 return first
             heapq.heapreplace(self._by_counter, (first.tenant.counter_s, name))
+
+
+class _DueLines:
+    """Those of a class that wait with a deadline: by tenant, and by when they have to start."""
+
+    def __init__(self) -> None:
+        self.tenants: dict[str, list[Sequence]] = {}
+        self._firsts: list[Sequence] = []  # of each tenant
+
+    def add(self, sequence: Sequence) -> None:
+        line = self.tenants.setdefault(sequence.tenant.name, [])
+        insort(line, sequence, key=_DUE_ORDER)
+        if line[0] is sequence:
+            if len(line) > 1:
+                _take(self._firsts, line[1])
+            insort(self._firsts, sequence, key=_DUE_ORDER)
+
+    def remove(self, sequence: Sequence) -> None:
+        """One of them."""
+        line = self.tenants[sequence.tenant.name]
+        is_first = line[0] is sequence
+        _take(line, sequence)
+        if is_first:
+            _take(self._firsts, sequence)
+        if not line:
+            del self.tenants[sequence.tenant.name]
+        elif is_first:
+            insort(self._firsts, line[0], key=_DUE_ORDER)
+
+    def first(self, end_s: float, limit_s: float) -> Sequence | None:
+        """Who has to start first, and before end_s, of those tenants whose counter is limit_s at most."""
+        for sequence in self._firsts:
+            if sequence.due_order[0] > end_s:
+                return None
+            if sequence.tenant.counter_s <= limit_s:
+                return sequence
+        return None
+
+
+def _take(ordered: list[Sequence], sequence: Sequence) -> None:
+    """Out of a list by when they have to start."""
+    del ordered[bisect_left(ordered, sequence.due_order, key=_DUE_ORDER)]

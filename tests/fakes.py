@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from core.config import INTER_TOKEN_TARGET
 from core.engine import Engine
+from core.fairness import Tenant
 from core.plan import RunnerLimits, SequenceStart, StepOutput, StepPlan
 from core.scheduler import Scheduler
 from core.sequence import sequence_seed
@@ -144,6 +145,12 @@ def sequence_start(request: Request, eos_ids: tuple[int, ...] = (), index: int =
         seed=sequence_seed(sampling.seed, index),
         stop_ids=sampling.stop_token_ids if sampling.ignore_eos else eos_ids + sampling.stop_token_ids,
     )
+
+
+def charge(scheduler: Scheduler, tenant: Tenant, seconds: float) -> None:
+    """As if steps had been computed for a tenant that took so long."""
+    tenant.charge(seconds)
+    scheduler._charges.bounds.most_s += seconds
 
 
 def small_limits(

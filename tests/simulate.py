@@ -1,26 +1,29 @@
-"""Random histories, each from a seed of its own: `python -m tests.simulate`, or `make simulate`, for over an hour.
+"""Random histories, each from a seed of its own, on all cores: `python -m tests.simulate`, or `make simulate`.
 
-First the scheduler's machine over its block pool and prefix cache (tests/core/test_scheduler_machine.py), with one step
-in flight and with two, without host memory and with it (tests/core/test_offload_machine.py), in turn by seed; then the
-whole server with every fault (tests/server/fault_history.py), on all cores. A failing seed is printed, with how to
-run it again.
+First the scheduler's machine over its block pool and prefix cache (tests/core/scheduler_machine.py), with one step in
+flight and with two, without host memory and with it (tests/core/test_offload_machine.py), in turn by seed; then the
+whole server with every fault (tests/server/fault_history.py). A failing seed is printed, with how to run it again.
 """
 
 import argparse
 import gc
+import itertools
 import logging
 import multiprocessing
 import os
+import resource
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import TypeVar
 
+from tests.core.scheduler_machine import OverlapMachine, SchedulerMachine, run_machine
 from tests.core.test_offload_machine import CrampedOffloadMachine, OffloadMachine, OverlapOffloadMachine
-from tests.core.test_scheduler_machine import OverlapMachine, SchedulerMachine, run_machine
 from tests.server.fault_history import FaultHistory, Tally
 
+J = TypeVar("J")
 T = TypeVar("T")
 
 REQUESTS_PER_HISTORY = 100
@@ -39,40 +42,23 @@ def run_fault_histories(seeds: Iterable[int]) -> Tally:
     return tally
 
 
-def run_fault_jobs(first_seed: int, num_histories: int, num_processes: int) -> Tally:
-    """As run_fault_histories, in so many processes at once."""
-    end = first_seed + num_histories
-    jobs = [range(seed, min(seed + HISTORIES_PER_JOB, end)) for seed in range(first_seed, end, HISTORIES_PER_JOB)]
-    tally = Tally()
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(num_processes, mp_context=context, initializer=_prepare) as executor:
-        try:
-            for part in executor.map(run_fault_histories, jobs):
-                tally.add(part)
-        except BaseException:
-            executor.shutdown(cancel_futures=True)
-            raise
-    return tally
-
-
-def _prepare() -> None:
-    """Of a process: faults are logged with their tracebacks, and what is loaded now is no garbage."""
-    logging.disable(logging.CRITICAL)
-    gc.freeze()
-    gc.set_threshold(GC_THRESHOLD)
-
-
 def run_machine_histories(num_steps: int, first_seed: int) -> int:
     """Histories of the scheduler's machines until they have made so many steps. Returns how many seeds that took."""
-    seed = first_seed
-    while num_steps > 0:
-        num_steps -= _noted(seed, "machine", _run_machine_of)
-        seed += 1
-    return seed - first_seed
+    return _seeds_for(num_steps, map(run_machine_of, itertools.count(first_seed)))
 
 
-def _run_machine_of(seed: int) -> int:
-    return run_machine(seed, MACHINES[seed % len(MACHINES)])
+def run_machine_of(seed: int) -> int:
+    """Some histories of the machine whose turn it is. Returns how many steps they had."""
+    return _noted(seed, "machine", lambda seed: run_machine(seed, MACHINES[seed % len(MACHINES)]))
+
+
+def _seeds_for(num_steps: int, steps_by_seed: Iterable[int]) -> int:
+    """How many seeds it takes to make so many steps."""
+    for num_seeds, num_made in enumerate(steps_by_seed, 1):
+        num_steps -= num_made
+        if num_steps <= 0:
+            return num_seeds
+    raise AssertionError("there are more seeds")
 
 
 def _noted(seed: int, kind: str, run: Callable[[int], T]) -> T:
@@ -83,50 +69,89 @@ def _noted(seed: int, kind: str, run: Callable[[int], T]) -> T:
         raise
 
 
+def in_processes(num_processes: int, job: Callable[[J], T], arguments: Iterable[J]) -> Generator[T, None, None]:
+    """The job's results in order, in so many processes at once, hardly further ahead than somebody asks for them."""
+    context, coming = multiprocessing.get_context("spawn"), iter(arguments)
+    with ProcessPoolExecutor(num_processes, mp_context=context, initializer=_prepare) as executor:
+        try:
+            futures = deque(executor.submit(job, argument) for argument in itertools.islice(coming, 2 * num_processes))
+            while futures:
+                yield futures.popleft().result()
+                futures.extend(executor.submit(job, argument) for argument in itertools.islice(coming, 1))
+        finally:
+            executor.shutdown(cancel_futures=True)
+
+
+def _prepare() -> None:
+    """Of a process: faults are logged with their tracebacks, and what is loaded now is no garbage."""
+    logging.disable(logging.CRITICAL)
+    gc.freeze()
+    gc.set_threshold(GC_THRESHOLD)
+
+
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.simulate", description=__doc__)
     parser.add_argument("--only", choices=("machine", "faults"), help="one of the two; default: both")
-    parser.add_argument("--seed", type=int, help="this one alone")
+    parser.add_argument("--seed", type=int, help="this one alone, in this process")
     parser.add_argument("--first-seed", type=int, default=1_000_000, help="of those that are run without --seed")
     parser.add_argument("--steps", type=int, default=MACHINE_STEPS, help="of the machine (default: %(default)s)")
     parser.add_argument("--histories", type=int, default=HISTORIES, help="of faults (default: %(default)s)")
-    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="for faults (default: one a core)")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="at once (default: one a core)")
     arguments = parser.parse_args(argv)
     _prepare()
-    started_s = time.monotonic()
     if arguments.only != "faults":
         _run_machine(arguments)
     if arguments.only != "machine":
         _run_faults(arguments)
-    print(f"{time.monotonic() - started_s:.0f} s")
     return 0
 
 
 def _run_machine(arguments: argparse.Namespace) -> None:
-    if arguments.seed is None:
-        num_seeds = run_machine_histories(arguments.steps, arguments.first_seed)
-        print(f"the scheduler's machine: {arguments.steps} steps and more, of {num_seeds} seeds, hold")
-    else:
-        num_steps = _noted(arguments.seed, "machine", _run_machine_of)
-        print(f"the scheduler's machine, seed {arguments.seed}: {num_steps} steps hold")
+    rate = Rate()
+    if arguments.seed is not None:
+        num_steps = run_machine_of(arguments.seed)
+        print(f"the scheduler's machine, seed {arguments.seed}: {num_steps} steps hold; {rate.of(num_steps, 'steps')}")
+        return
+    results = in_processes(arguments.processes, run_machine_of, itertools.count(arguments.first_seed))
+    num_seeds = _seeds_for(arguments.steps, results)
+    results.close()
+    text = rate.of(arguments.steps, "steps")
+    print(f"the scheduler's machine: {arguments.steps} steps and more, of {num_seeds} seeds, hold; {text}")
 
 
 def _run_faults(arguments: argparse.Namespace) -> None:
-    first, num = arguments.first_seed, arguments.histories
+    rate, tally = Rate(), Tally()
+    results: Iterable[Tally]
     if arguments.seed is not None:
-        first, num = arguments.seed, 1
-    started_s = time.monotonic()
-    if num == 1:
-        tally = run_fault_histories(range(first, first + 1))
+        num_histories, results = 1, iter([run_fault_histories([arguments.seed])])
     else:
-        tally = run_fault_jobs(first, num, arguments.processes)
-    per_s = tally.num_requests / (time.monotonic() - started_s)
-    print(
-        f"{num} histories of faults: {tally.num_requests} requests, {tally.num_steps} steps hold;"
-        f" {per_s:.0f} requests a second in {arguments.processes} processes"
-    )
+        num_histories, end = arguments.histories, arguments.first_seed + arguments.histories
+        starts = range(arguments.first_seed, end, HISTORIES_PER_JOB)
+        jobs = (range(start, min(start + HISTORIES_PER_JOB, end)) for start in starts)
+        results = in_processes(arguments.processes, run_fault_histories, jobs)
+    for part in results:
+        tally.add(part)
+    asked = f"{tally.num_asked} requests, {tally.num_requests} of them for completions, in {tally.num_steps} steps"
+    print(f"{num_histories} histories of faults: {asked} hold; {rate.of(tally.num_asked, 'requests')}")
     for event, count in tally.events.most_common():
         print(f"{count:9} {event}")
+
+
+class Rate:
+    """How fast something goes from here on."""
+
+    def __init__(self) -> None:
+        self._started_s, self._cpu_s = time.monotonic(), _cpu_s()
+
+    def of(self, count: int, what: str) -> str:
+        taken_s, cpu_s = time.monotonic() - self._started_s, _cpu_s() - self._cpu_s
+        return f"{count / taken_s:,.0f} {what} a second, {count / cpu_s:,.0f} a CPU second, in {taken_s:.0f} s"
+
+
+def _cpu_s() -> float:
+    """Of this process and of those that it has waited for."""
+    usages = [resource.getrusage(whose) for whose in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from core.chat_template import ChatTemplate, ChatTemplateSyntaxError
+from core.config import stated_context
 from core.errors import ExitCode, StartupError
 from core.gguf import SUFFIX as GGUF_SUFFIX
 from core.gguf import GgufFile, parse_gguf
@@ -75,7 +76,7 @@ def read_model_files(path: Path, context_limit: int | None = None, template_file
     """Read a model directory, or a GGUF file's metadata.
 
     Args:
-        context_limit: tokens; None: the model's own, max_position_embeddings.
+        context_limit: tokens; None: the model's own.
         template_file: a chat template to use instead of the model's.
 
     Raises:
@@ -226,11 +227,10 @@ def _read_tokenizer_config(directory: Path) -> dict[str, Any]:
 
 
 def _context_of(config: dict[str, Any], path: Path) -> int:
-    limit = config.get("max_position_embeddings")
-    if not isinstance(limit, int) or limit <= 0:
-        cause = f"config.json of {path} has max_position_embeddings {limit!r}, not a count of tokens"
-        raise StartupError(cause, "--max-model-len N", ExitCode.MODEL)
-    return limit
+    try:
+        return stated_context(config)
+    except StartupError as error:
+        raise StartupError(f"{path}: {error.cause}", error.fix, error.exit_code) from error
 
 
 def _template(sources: dict[str, str], where: Path, tokenizer: Tokenizer, limit: int) -> ChatTemplate:

@@ -52,9 +52,9 @@ class _Exchange:
 
     __slots__ = ("stream", "task", "upload")
 
-    def __init__(self, stream: HttpStream, upload: Upload) -> None:
+    def __init__(self, stream: HttpStream) -> None:
         self.stream = stream
-        self.upload = upload
+        self.upload = Upload(stream)
         self.task: asyncio.Task[None] | None = None
 
 
@@ -113,7 +113,7 @@ class Http2Exchanges:
     def adopt(self, stream: HttpStream, task: asyncio.Task[None]) -> None:
         """Answer what came by HTTP/1.1, complete, and has no answer yet."""
         self._protocol.adopt(stream.request)
-        exchange = self._exchanges[stream.request.stream_id] = _Exchange(stream, self._uploads.open(stream))
+        exchange = self._exchanges[stream.request.stream_id] = _Exchange(stream)
         exchange.task = task
         exchange.upload.is_complete = True
         stream.move_to(self)
@@ -203,7 +203,7 @@ class Http2Exchanges:
 
     def _start_stream(self, request: HttpRequest) -> None:
         stream = HttpStream(request, self, self._received_s)
-        exchange = self._exchanges[request.stream_id] = _Exchange(stream, self._uploads.open(stream))
+        exchange = self._exchanges[request.stream_id] = _Exchange(stream)
         exchange.task = self._connection.serve(stream, self._wait_turn)
         if self._closes_after_answer or self._protocol.num_requests >= self._limits.num_streams:
             self.drain()
@@ -338,7 +338,7 @@ class Http2Exchanges:
             output = protocol.take_data(_FLUSH_BYTES)
             out += output.frames
             has_more = output.has_more
-            if self._progress or output.held or has_more:
+            if self._progress.since or output.held or has_more:
                 now = self._idle_since = self._loop.time()  # at the earliest: the peer has something to read
                 self._progress.watch(output.sent, output.held, now)
                 connection.adjust()
@@ -412,16 +412,16 @@ class Http2Exchanges:
             yield self._head_since + limits.head_s, self._end_slow_head
         if self._drain_due is not None:
             yield self._drain_due, self._finish_drain
-        elif not self._is_draining and not self._exchanges and not self._progress:
+        elif not self._is_draining and not self._exchanges and not self._progress.since:
             yield self._idle_since + limits.idle_s, self.drain
-        if (slow := self._uploads.first_due) is not None:
+        if self._uploads.awaited and (slow := self._uploads.first_due) is not None:
             due, upload = slow
             yield due, partial(self._uploads.fail, upload)
         if self._early:
             stream_id, since = next(iter(self._early.items()))
             yield since + limits.linger_s, partial(self._break_off_early, stream_id)
-        if (stalled := self._progress.first_due) is not None:
-            due, stream_id = stalled
+        if self._progress.since:
+            due, stream_id = self._progress.first_due
             yield due, partial(self._end_stalled, stream_id)
 
     def _end_slow_head(self) -> None:

@@ -10,6 +10,9 @@ class Http2Progress:
     Args:
         stall_s: how long a stream may take to get rid of enough_bytes.
         num_unsent, num_partly_sent: bytes of a stream.
+
+    Attributes:
+        since: streams -> since when they have to get rid of what is enough, oldest first, and num_partly_sent then.
     """
 
     def __init__(
@@ -23,36 +26,31 @@ class Http2Progress:
         self._enough_bytes = enough_bytes
         self._num_unsent = num_unsent
         self._num_partly_sent = num_partly_sent
-        # Streams -> since when they have to get rid of what is enough, oldest first, and num_partly_sent then
-        self._since: OrderedDict[int, tuple[float, int]] = OrderedDict()
-
-    def __bool__(self) -> bool:
-        return bool(self._since)
+        self.since: OrderedDict[int, tuple[float, int]] = OrderedDict()
 
     @property
-    def first_due(self) -> tuple[float, int] | None:
-        """When a stream has stalled, and which."""
-        for stream_id, (since, _) in self._since.items():
-            return since + self._stall_s, stream_id
-        return None
+    def first_due(self) -> tuple[float, int]:
+        """When a stream has stalled, and which. There is one."""
+        stream_id, (since, _) = next(iter(self.since.items()))
+        return since + self._stall_s, stream_id
 
     def watch(self, sent: Sequence[int], held: Sequence[int], now: float) -> None:
         """Some streams have sent what they could, and others nothing."""
         for stream_id in sent:
             if not self._num_unsent(stream_id):
-                self._since.pop(stream_id, None)
+                self.since.pop(stream_id, None)
                 continue
             num_sent = self._num_partly_sent(stream_id)
-            _, num_before = self._since.setdefault(stream_id, (now, num_sent))
+            _, num_before = self.since.setdefault(stream_id, (now, num_sent))
             if num_sent - num_before >= self._enough_bytes:
-                self._since[stream_id] = (now, num_sent)
-                self._since.move_to_end(stream_id)
+                self.since[stream_id] = (now, num_sent)
+                self.since.move_to_end(stream_id)
         for stream_id in held:
-            self._since.setdefault(stream_id, (now, self._num_partly_sent(stream_id)))
+            self.since.setdefault(stream_id, (now, self._num_partly_sent(stream_id)))
 
     def forget(self, stream_id: int) -> None:
-        self._since.pop(stream_id, None)
+        self.since.pop(stream_id, None)
 
     def let_stand(self, pause_s: float) -> None:
         """The transport took nothing for so long: that is on no stream's account."""
-        self._since = OrderedDict((key, (since + pause_s, num)) for key, (since, num) in self._since.items())
+        self.since = OrderedDict((key, (since + pause_s, num)) for key, (since, num) in self.since.items())

@@ -21,15 +21,13 @@ class Upload:
 
     Attributes:
         held: while the handler waits for it.
-        clock: likewise.
         num_unread: bytes not acknowledged; num_shut: acknowledged for the connection alone.
     """
 
-    __slots__ = ("clock", "held", "is_complete", "num_shut", "num_unread", "stream")
+    __slots__ = ("held", "is_complete", "num_shut", "num_unread", "stream")
 
-    def __init__(self, stream: HttpStream, clock: BodyClock) -> None:
+    def __init__(self, stream: HttpStream) -> None:
         self.stream = stream
-        self.clock = clock
         self.held: HeldBody | None = None
         self.num_unread = 0
         self.num_shut = 0
@@ -47,6 +45,9 @@ class Http2Uploads:
         room: of this connection.
         clock: monotonic seconds.
         changed: called when windows were opened, or clocks set, without the peer's doing.
+
+    Attributes:
+        awaited: those whose handlers wait for them.
     """
 
     def __init__(
@@ -62,15 +63,11 @@ class Http2Uploads:
         self._room = room
         self._clock = clock
         self._changed = changed
-        self._awaited: dict[int, Upload] = {}  # whose handlers wait for them
-
-    def open(self, stream: HttpStream) -> Upload:
-        return Upload(stream, BodyClock(self._limits, self._clock()))
+        self.awaited: dict[Upload, BodyClock] = {}
 
     def await_body(self, upload: Upload) -> None:
         """Its handler begins to read it; it is not complete."""
-        self._awaited[upload.stream_id] = upload
-        upload.clock = BodyClock(self._limits, self._clock())
+        self.awaited[upload] = BodyClock(self._limits, self._clock())
         held = upload.held = HeldBody(self._let_on)
         self._room.open(held)
         if upload.num_unread:
@@ -80,7 +77,7 @@ class Http2Uploads:
     def receive(self, upload: Upload, data: bytes) -> None:
         upload.stream.receive_body(data)
         if upload.held is not None:
-            upload.clock.receive(len(data), self._clock())
+            self.awaited[upload].receive(len(data), self._clock())
         upload.num_unread += len(data)
         if upload.stream.is_reading_body and upload.held is not None:
             self._room.add(upload.held, len(data))
@@ -88,12 +85,14 @@ class Http2Uploads:
 
     def complete(self, upload: Upload) -> None:
         upload.is_complete = True
-        self._end(upload)
+        if upload.held is not None:
+            self._end(upload, upload.held)
         upload.stream.complete_body()
 
     def forget(self, upload: Upload) -> None:
         """Its stream is not ours any more: the peer may send what it likes on it."""
-        self._end(upload)
+        if upload.held is not None:
+            self._end(upload, upload.held)
         if upload.num_shut:
             self._protocol.reopen(upload.stream_id, upload.num_shut)
         if upload.num_unread:
@@ -102,18 +101,19 @@ class Http2Uploads:
     @property
     def first_due(self) -> tuple[float, Upload] | None:
         """Until when one has to go on, and which; those that wait for us have time."""
-        is_shut = bool(self._awaited) and self._room.is_shut
+        is_shut = bool(self.awaited) and self._room.is_shut
         first = None
-        for stream_id, upload in self._awaited.items():
-            if (upload.num_shut or is_shut) and not self._protocol.may_send(stream_id):
+        for upload, clock in self.awaited.items():
+            if (upload.num_shut or is_shut) and not self._protocol.may_send(upload.stream_id):
                 continue
-            if first is None or upload.clock.due < first.clock.due:
-                first = upload
-        return None if first is None else (first.clock.due, first)
+            if first is None or clock.due < first[0]:
+                first = clock.due, upload
+        return first
 
     def fail(self, upload: Upload) -> None:
         """It was too slow."""
-        self._end(upload)
+        if upload.held is not None:
+            self._end(upload, upload.held)
         upload.stream.fail_body(ServiceError(ErrorKind.REQUEST_TIMEOUT, SLOW_BODY, "request_timeout"))
 
     def _acknowledge(self, upload: Upload, held: HeldBody) -> None:
@@ -132,20 +132,19 @@ class Http2Uploads:
 
     def _let_on(self) -> None:
         """There may be room: for those that had to wait for it, the clock begins again."""
-        waiting = [upload for stream_id, upload in self._awaited.items() if not self._protocol.may_send(stream_id)]
-        for upload in waiting:
-            upload.clock = BodyClock(self._limits, self._clock())
-        for upload in self._awaited.values():
+        for upload in self.awaited:
+            if not self._protocol.may_send(upload.stream_id):
+                self.awaited[upload] = BodyClock(self._limits, self._clock())
+        for upload in self.awaited:
             if upload.held is not None and upload.stream.is_reading_body:
                 self._acknowledge(upload, upload.held)
         self._changed()
 
-    def _end(self, upload: Upload) -> None:
+    def _end(self, upload: Upload, held: HeldBody) -> None:
         """It is complete, or nobody waits for it any more."""
-        held, upload.held = upload.held, None
-        if held is not None:
-            del self._awaited[upload.stream_id]
-            if upload.num_unread:
-                self._protocol.acknowledge(upload.stream_id, upload.num_unread)
-                upload.num_unread = 0
-            self._room.close(held)
+        upload.held = None
+        del self.awaited[upload]
+        if upload.num_unread:
+            self._protocol.acknowledge(upload.stream_id, upload.num_unread)
+            upload.num_unread = 0
+        self._room.close(held)

@@ -1,9 +1,11 @@
 """A simulated runner that knows, for every position in every block, which tokens it was computed after."""
 
+import itertools
+
 import numpy as np
 import numpy.typing as npt
 
-from core.plan import RunnerLimits, StepOutput, StepPlan
+from core.plan import PENDING, RunnerLimits, StepOutput, StepPlan
 from core.simulation import CostModel, SimulatedClock, SimulatedRunner
 from core.types import TokenLogprobs
 
@@ -21,8 +23,8 @@ class ChainCheckingRunner(SimulatedRunner):
 
     def __init__(self, limits: RunnerLimits, cost: CostModel, clock: SimulatedClock) -> None:
         super().__init__(limits, cost, clock)
-        self._chains = np.full((limits.num_blocks, limits.block_size), _SPOILED, np.int64)
-        self._host_chains = np.full((limits.num_host_blocks, limits.block_size), _SPOILED, np.int64)
+        self._chains = [[_SPOILED] * limits.block_size for _ in range(limits.num_blocks)]
+        self._host_chains = [[_SPOILED] * limits.block_size for _ in range(limits.num_host_blocks)]
         self._expected: dict[int, list[int]] = {}  # by slot: the hash after each of its tokens
         self.misled_rows: set[int] = set()  # of the last plan that was computed
 
@@ -31,17 +33,21 @@ class ChainCheckingRunner(SimulatedRunner):
         for start in plan.sequence_starts:
             self._expected[start.slot] = _chain(0, start.token_ids)
         if plan.host_copies is not None:
-            offloads, restores = plan.host_copies.offloads, plan.host_copies.restores
-            self._host_chains[list(offloads)] = self._chains[list(offloads.values())]
-            self._chains[list(restores)] = self._host_chains[list(restores.values())]
-        self._chains[plan.copy_targets] = self._chains[plan.copy_sources]
+            for slot, block in plan.host_copies.offloads.items():
+                self._host_chains[slot] = self._chains[block][:]
+            for block, slot in plan.host_copies.restores.items():
+                self._chains[block] = self._host_chains[slot][:]
+        sources = [self._chains[block][:] for block in plan.copy_sources.tolist()]
+        for block, chain in zip(plan.copy_targets.tolist(), sources, strict=True):
+            self._chains[block] = chain
         rows = list(zip(plan.slots.tolist(), plan.starts.tolist(), plan.lengths.tolist(), strict=True))
-        token_ids, offset = self._known_ids(plan).tolist(), 0
+        token_ids, offset = plan.token_ids.tolist(), 0
         for slot, start, length in rows:
             expected = self._expected[slot]
             if len(expected) < start + length:
                 last = expected[-1] if expected else 0
-                expected += _chain(last, token_ids[offset : offset + length][len(expected) - start :])
+                new = token_ids[offset : offset + length][len(expected) - start :]
+                expected += _chain(last, [self._last_drawn[slot] if one == PENDING else one for one in new])
             self._write(slot, start, expected[start : start + length])
             offset += length
         self.misled_rows.clear()
@@ -78,22 +84,21 @@ class ChainCheckingRunner(SimulatedRunner):
         slot, start, length = (column.tolist()[row] for column in (plan.slots, plan.starts, plan.lengths))
         self._write(slot, start, [_SPOILED] * length)
 
-    def _write(self, slot: int, start: int, chain: list[int]) -> None:
-        positions = np.arange(start, start + len(chain))
-        self._chains[self._blocks(slot, positions), positions % self.limits.block_size] = chain
+    def _write(self, slot: int, start: int, links: list[int]) -> None:
+        size, table = self.limits.block_size, self._tables[slot]
+        for position, link in enumerate(links, start):
+            self._chains[table[position // size]][position % size] = link
 
     def _read(self, slot: int, end: int) -> list[int]:
-        positions = np.arange(end)
-        found: list[int] = self._chains[self._blocks(slot, positions), positions % self.limits.block_size].tolist()
-        return found
-
-    def _blocks(self, slot: int, positions: npt.NDArray[np.intp]) -> npt.NDArray[np.int32]:
-        return self._tables[slot, positions // self.limits.block_size]
+        num_blocks = -(-end // self.limits.block_size)
+        return list(itertools.chain.from_iterable(self._chains[block] for block in self._tables[slot][:num_blocks]))[
+            :end
+        ]
 
 
 def _chain(before: int, token_ids: tuple[int, ...] | list[int]) -> list[int]:
-    chain = []
+    links = []
     for token_id in token_ids:
         before = hash((before, token_id)) >> 1
-        chain.append(before)
-    return chain
+        links.append(before)
+    return links

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from core.config import LayerConfig, RopeConfig, parse_model_config
+from core.config import LayerConfig, RopeConfig, parse_model_config, stated_context
 from core.errors import BadCheckpoint, UnsupportedModel
 
 LLAMA: dict[str, Any] = {
@@ -77,6 +77,7 @@ def test_defaults_of_old_configurations() -> None:
         ({"architectures": ["MistralForCausalLM"], "attention_bias": True}, "attention_bias=True"),
         ({"architectures": ["Qwen2ForCausalLM"], "mlp_bias": True}, "mlp_bias=True"),
         ({"use_sliding_window": True}, "use_sliding_window=True"),
+        ({"is_causal": False}, "is_causal=False"),
         ({"layer_types": ["sliding_attention"] * 32}, "sliding_attention"),
         ({"layer_types": ["linear_attention"] * 32}, "linear_attention"),
         ({"architectures": ["MistralForCausalLM"], "layer_types": ["full_attention"] * 32}, "full_attention"),
@@ -198,6 +199,19 @@ def test_yarn_stretches_the_context_it_was_made_from() -> None:
     assert parse_model_config(llama(max_position_embeddings=32_768, rope_scaling=yarn)).max_position == 32_768
 
 
+def test_yarn_of_a_huge_factor_stays_a_count() -> None:
+    scaling = {"rope_type": "yarn", "factor": 1e308, "original_max_position_embeddings": 131_072}
+    assert parse_model_config(llama(rope_scaling=scaling)).max_position == 2**31 - 1
+
+
+def test_context_is_stated_or_the_familys() -> None:
+    silent = {key: value for key, value in LLAMA.items() if key != "max_position_embeddings"}
+    assert stated_context(LLAMA) == 131_072
+    for architecture, context in (("LlamaForCausalLM", 2048), ("Qwen2ForCausalLM", 32_768)):
+        assert stated_context({**silent, "architectures": [architecture]}) == context
+        assert parse_model_config({**silent, "architectures": [architecture]}).max_position == context
+
+
 def test_longrope_is_served_up_to_where_its_factors_would_change() -> None:
     """Phi-3-mini-128k, in its first spelling."""
     factors = {"short_factor": [1.1] * 48, "long_factor": [2.0] * 48}
@@ -233,6 +247,14 @@ def test_dynamic_rope_is_the_plain_one_up_to_the_models_positions() -> None:
         {"tie_word_embeddings": "yes"},
         {"eos_token_id": "2"},
         {"architectures": "LlamaForCausalLM"},
+        {"model_type": "granite"},
+        {"architectures": ["MistralForCausalLM"], "model_type": "llama"},
+        {"hidden_size": 2**31},
+        {"vocab_size": 10**30},
+        {"head_dim": 2**22},
+        {"num_hidden_layers": 100_000},
+        {"max_position_embeddings": 10**30},
+        {"architectures": ["MixtralForCausalLM"], "num_local_experts": 100_000},
         {"rope_parameters": []} | {"rope_scaling": [1]},
         {"rope_scaling": {"rope_type": "linear"}},
         {"rope_scaling": {**LLAMA3_SCALING, "high_freq_factor": 1.0}},

@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis.stateful import invariant
 
 from core.host_blocks import HostBlocks
-from tests.core.test_scheduler_machine import SchedulerMachine, TestScheduler
+from tests.core.scheduler_machine import SHORT_HISTORIES, SchedulerMachine
 
 
 def assert_slots_are_conserved(host: HostBlocks) -> None:
@@ -19,14 +19,11 @@ class OffloadMachine(SchedulerMachine):
 
     @invariant()
     def host_slots_are_conserved(self) -> None:
-        if hasattr(self, "scheduler"):
-            assert_slots_are_conserved(self.scheduler.host)
+        assert_slots_are_conserved(self.scheduler.host)
 
     @invariant()
     def a_serial_names_one_content(self) -> None:
         """On the device and on the host: a hit on either goes on with the same blocks."""
-        if not hasattr(self, "scheduler"):
-            return
         cache, host = self.scheduler.cache, self.scheduler.host
         for key, slot in host._slots.items():
             block = cache._blocks.get(key)
@@ -47,9 +44,8 @@ class OverlapOffloadMachine(OffloadMachine):
 
 
 TestOverlapOffload = OverlapOffloadMachine.TestCase
-TestOverlapOffload.settings = settings(TestScheduler.settings, max_examples=50)
+TestOverlapOffload.settings = settings(SHORT_HISTORIES, max_examples=50)
 TestOffload = OffloadMachine.TestCase
-TestOffload.settings = settings(TestScheduler.settings, max_examples=50)
+TestOffload.settings = settings(SHORT_HISTORIES, max_examples=50)
 TestCrampedOffload = CrampedOffloadMachine.TestCase
-TestCrampedOffload.settings = settings(TestScheduler.settings, max_examples=25)
-del SchedulerMachine, TestScheduler  # run where they are defined
+TestCrampedOffload.settings = settings(SHORT_HISTORIES, max_examples=25)

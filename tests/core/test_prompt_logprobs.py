@@ -24,7 +24,7 @@ def asking(request_id: str = "a", prompt_ids: tuple[int, ...] = PROMPT, num_top:
 
 def wanted(prompt_ids: tuple[int, ...] = PROMPT, num_top: int = 2) -> list[TokenLogprobs]:
     prompt = np.array(prompt_ids, np.int32)
-    return [logprobs_after(prompt[:i], prompt_ids[i], num_top) for i in range(1, len(prompt_ids))]
+    return [logprobs_after(prompt[:i].tobytes(), prompt_ids[i], num_top) for i in range(1, len(prompt_ids))]
 
 
 @BOTH

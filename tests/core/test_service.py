@@ -13,7 +13,7 @@ from core.simulation import CostModel, Simulation
 from core.step_cost import LEAST_STEPS
 from core.types import FinishReason, Pause, Request, Resume, Submit, Usage
 from core.waiting import TOP_CLASS, bound_s
-from tests.fakes import EngineUnderTest, make_request, small_limits
+from tests.fakes import EngineUnderTest, charge, make_request, small_limits
 
 pytestmark = pytest.mark.usefixtures("steps_in_flight")
 
@@ -156,7 +156,7 @@ def test_out_of_blocks_the_paused_go_first_then_the_lower_class_then_those_over_
         under_test.send(Submit(request))
         under_test.step()
     tenants = {tenant.name: tenant for tenant in under_test.scheduler.shares.tenants()}
-    tenants["c"].charge(100.0)
+    charge(under_test.scheduler, tenants["c"], 100.0)
     under_test.send(Pause("paused"))
     gone: list[str] = []
     while len(gone) < 3:
@@ -259,7 +259,8 @@ def test_who_is_due_first_is_not_preempted_for_the_one_it_would_go_before_again(
         Submit(make_request("other", 13, 3, tenant="behind")),
     )
     under_test.step()
-    next(tenant for tenant in under_test.scheduler.shares.tenants() if tenant.name == "ahead").charge(50.0)
+    ahead = next(tenant for tenant in under_test.scheduler.shares.tenants() if tenant.name == "ahead")
+    charge(under_test.scheduler, ahead, 50.0)
     under_test.step(40)
     assert under_test.scheduler.stats().num_preemptions == 1  # once its first token is out
     assert under_test.log.terminal("due").usage == under_test.log.terminal("other").usage == Usage(13, 3)

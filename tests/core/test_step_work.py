@@ -8,7 +8,7 @@ import pytest
 import core
 from core.plan import RunnerLimits
 from core.types import Submit
-from tests.call_counter import CallCounter
+from tests.call_counter import CallCounter, InstructionCounter
 from tests.fakes import EngineUnderTest, make_request
 
 NUM_STEPS = 64  # that are counted: four blocks of each row
@@ -35,8 +35,8 @@ class OverlapUnderTest(EngineUnderTest):
     max_in_flight = 2
 
 
-def measure(num_rows: int, engine: type[EngineUnderTest] = EngineUnderTest) -> Work:
-    """Of steps in which each of so many sequences, all of tenants of their own, decodes a token."""
+def decoding(num_rows: int, engine: type[EngineUnderTest] = EngineUnderTest) -> EngineUnderTest:
+    """Each of so many sequences, all of tenants of their own, decodes a token in each step from now on."""
     under_test = engine(LIMITS)
     for number in range(num_rows):  # prompts of different lengths: not all need a block in the same step
         under_test.send(Submit(make_request(str(number), 20 + number % LIMITS.block_size, 200, tenant=str(number))))
@@ -44,10 +44,15 @@ def measure(num_rows: int, engine: type[EngineUnderTest] = EngineUnderTest) -> W
     while sum(len(delivery.token_ids) for delivery in deliveries[-1:]) < num_rows or len(deliveries) < NUM_STEPS:
         under_test.step()
     deliveries.clear()
+    return under_test
+
+
+def measure(num_rows: int, engine: type[EngineUnderTest] = EngineUnderTest) -> Work:
+    under_test = decoding(num_rows, engine)
     with CallCounter(is_counted) as counter:
         for _ in range(NUM_STEPS):
             under_test.step()
-    assert [len(delivery.token_ids) for delivery in deliveries] == [num_rows] * NUM_STEPS
+    assert [len(delivery.token_ids) for delivery in under_test.log.deliveries] == [num_rows] * NUM_STEPS
     return Work(counter.calls.total() / NUM_STEPS, counter.num_builtin_calls / NUM_STEPS)
 
 
@@ -68,3 +73,29 @@ def test_each_further_row_takes_so_many_calls(engine: type[EngineUnderTest], num
     one, many = measure(1, engine), measure(num_rows, engine)
     assert (many.num_calls - one.num_calls) / (num_rows - 1) <= 1.6
     assert (many.num_builtin_calls - one.num_builtin_calls) / (num_rows - 1) <= 10.5
+
+
+def instructions_beside_a_queue(num_waiting: int, deadline_s: float | None) -> float:
+    """Of a step that admits nobody.
+
+    Args:
+        num_waiting: requests in the queue, of tenants of their own too.
+        deadline_s: theirs.
+    """
+    num_rows = LIMITS.max_sequences
+    under_test = decoding(num_rows)
+    for number in range(num_rows, num_rows + num_waiting):
+        under_test.send(Submit(make_request(str(number), tenant=str(number), deadline_s=deadline_s)))
+    under_test.step()
+    with InstructionCounter(is_counted) as counter:
+        under_test.step(LIMITS.block_size)
+    assert under_test.scheduler.stats().num_waiting == num_waiting
+    return counter.num_instructions / LIMITS.block_size
+
+
+@pytest.mark.parametrize("deadline_s", [None, 0.0, 1e9])
+def test_a_queue_takes_as_little_however_many_wait_in_it(deadline_s: float | None) -> None:
+    """Of those who wait only the next is asked, and of those who run nobody, in most steps, whether he gives way."""
+    nobody, few, many = (instructions_beside_a_queue(number, deadline_s) for number in (0, 2, 500))
+    assert many - few <= 20
+    assert few - nobody <= 4000  # a look at each of the 256 takes 12,000

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from core.config import ModelConfig, parse_model_config
+from core.config import ModelConfig, RopeConfig, parse_model_config
 from core.errors import BadCheckpoint, StartupError
 from core.gguf import BLOCKS
 from core.gguf_model import config_of, num_turned_heads
@@ -129,6 +129,12 @@ def test_llama_3_scaling_is_found_in_its_factors(tmp_path: Path, model_directory
     assert any(1 < factor < 8 for factor in found)
     assert model_of(file, found) == parse_model_config(read_config(source) | {"dtype": None})
     assert greedy(file, found) == greedy(source)
+
+
+@pytest.mark.parametrize("name", ["scaling.factor", "scale_linear"])
+def test_a_factor_without_a_type_is_linear(name: str, tmp_path: Path, model_directory) -> None:
+    file = write_gguf(model_directory("llama2"), tmp_path / "model.gguf", metadata={f"llama.rope.{name}": 4.0})
+    assert model_of(file).rope == RopeConfig(10_000.0, "linear", 4.0)
 
 
 def test_other_factors_are_refused(tmp_path: Path, model_directory) -> None:

@@ -121,7 +121,8 @@ class FaultyModel(SimulatedRunner):
 class Tally:
     """What has happened in some histories, so that a test can tell that they were eventful."""
 
-    num_requests: int = 0
+    num_requests: int = 0  # for completions
+    num_asked: int = 0  # of all kinds
     num_steps: int = 0
     num_preemptions: int = 0
     num_restored_blocks: int = 0  # from host memory
@@ -130,6 +131,7 @@ class Tally:
 
     def add(self, other: "Tally") -> None:
         self.num_requests += other.num_requests
+        self.num_asked += other.num_asked
         self.num_steps += other.num_steps
         self.num_preemptions += other.num_preemptions
         self.num_restored_blocks += other.num_restored_blocks
@@ -373,6 +375,7 @@ class _Life:
             caller.finish()
         server.run()
         assert not self._faults
+        assert server.is_broken == bool(self._model.faults["device lost"]), "the engine broke, or not, for nothing"
         server.check_idle()
         self._check_calls()
         self._check_counters()
@@ -381,12 +384,15 @@ class _Life:
         server.run()
         assert server.network.listener.num_open == 0, "connections are left over"
         tally, stats = self._tally, server.stats
+        tally.num_asked += len(self._calls)
         tally.num_steps += stats.num_steps
         tally.num_preemptions += stats.num_preemptions
         tally.num_restored_blocks += stats.num_restored_blocks
         tally.events += self._model.faults
         tally.events["paused"] += sum(isinstance(message, Pause) for message in server.posted)
         server.close()
+        server.forget_history()
+        self._calls.clear()  # or all of it would wait for the garbage collector
 
     def _check_calls(self) -> None:
         tokens = self._delivered_tokens()

@@ -1,15 +1,17 @@
 """Clients of the simulated server that remember what they have asked and heard: Call, over HTTP/1.1 or HTTP/2."""
 
-import json
+import functools
 from dataclasses import dataclass
 from typing import Any
 
+import orjson
 from hpack import Decoder, Encoder, NeverIndexedHeaderTuple
 
-from server.wire.frame_gate import DATA, HEADER_BYTES, HEADERS, PREFACE, RST_STREAM, SETTINGS
+from server.wire.frame_gate import DATA, FRAME_HEADER, HEADER_BYTES, HEADERS, PREFACE, RST_STREAM, SETTINGS
 from tests.server.fakes import MemoryTransport
+from tests.server.http1_reader import read_response
 from tests.server.http2_frames import frame
-from tests.server.simulated_server import Answer, answers, request
+from tests.server.simulated_server import Answer, request
 
 END_STREAM, END_HEADERS = 0x1, 0x4
 WINDOW_SETTING, WINDOW_UPDATE = 4, 8
@@ -47,10 +49,6 @@ class Call:
     @property
     def request_id(self) -> str | None:
         return None if self.answer is None else self.answer.headers.get("x-request-id")
-
-    @property
-    def content(self) -> bytes:
-        return b"" if self.body is None else json.dumps(self.body).encode()
 
     @property
     def error_codes(self) -> list[str]:
@@ -94,6 +92,13 @@ class Call:
         return codes | ({"request_cancelled"} if self.may_be_cancelled else set())
 
 
+@functools.lru_cache(1024)
+def _head(method: str, path: str, key: str) -> bytes:
+    """Of a request, whatever was said before: nothing of it is indexed."""
+    fields = {":method": method, ":scheme": "http", ":authority": "a", ":path": path, "authorization": f"Bearer {key}"}
+    return Encoder().encode([NeverIndexedHeaderTuple(*field) for field in fields.items()])
+
+
 class Http1Caller:
     """A connection with one request."""
 
@@ -109,9 +114,9 @@ class Http1Caller:
     def ask(self, call: Call) -> None:
         self.calls.append(call)
         call.is_slow = not self.transport.peer_reads
-        body = None if call.body is None else call.content
+        body = None if call.body is None else orjson.dumps(call.body)
         data = request(call.method, call.path, body, f"Authorization: Bearer {call.key}")
-        self.transport.feed(data[: len(data) - len(call.content) // 2] if call.is_cut else data)
+        self.transport.feed(data[: len(data) - len(body or b"") // 2] if call.is_cut else data)
 
     def leave(self, how: str) -> None:
         self.finish()
@@ -130,9 +135,11 @@ class Http1Caller:
         if len(received) == self._num_bytes_read:
             return
         self._num_bytes_read = len(received)
-        for call, answer in zip(self.calls, answers(received), strict=False):
-            call.answer = answer
-            call.is_over = answer.is_complete
+        response = read_response(received)
+        if response is not None:
+            (call,) = self.calls
+            call.answer = Answer(response.status, response.headers, response.body, response.is_complete)
+            call.is_over = response.is_complete
 
 
 class Http2Caller:
@@ -141,7 +148,7 @@ class Http2Caller:
     def __init__(self, transport: MemoryTransport, window: int) -> None:
         self.transport = transport
         self.calls: list[Call] = []
-        self._encoder, self._decoder = Encoder(), Decoder()
+        self._decoder = Decoder()
         self._is_slow = window < 2**16 or not transport.peer_reads
         settings = WINDOW_SETTING.to_bytes(2, "big") + window.to_bytes(4, "big")
         transport.feed(PREFACE + frame(SETTINGS, settings) + frame(WINDOW_UPDATE, (2**31 - 65_536).to_bytes(4, "big")))
@@ -154,10 +161,10 @@ class Http2Caller:
         self.calls.append(call)
         call.is_slow = self._is_slow
         stream_id = 2 * len(self.calls) - 1
-        fields = {":method": call.method, ":scheme": "http", ":authority": "a", ":path": call.path}
-        fields["authorization"] = f"Bearer {call.key}"
-        head = self._encoder.encode([NeverIndexedHeaderTuple(*field) for field in fields.items()])
-        content = call.content[: len(call.content) // 2] if call.is_cut else call.content
+        head = _head(call.method, call.path, call.key)
+        content = b"" if call.body is None else orjson.dumps(call.body)
+        if call.is_cut:
+            content = content[: len(content) // 2]
         flags = 0 if call.is_cut else END_STREAM
         self.transport.feed(frame(HEADERS, head, END_HEADERS, stream_id) + frame(DATA, content, flags, stream_id))
 
@@ -180,20 +187,20 @@ class Http2Caller:
     def finish(self) -> None:
         """Read what has come."""
         received = self.transport.received
-        start = 0
-        while len(received) >= start + HEADER_BYTES:
-            end = start + HEADER_BYTES + int.from_bytes(received[start : start + 3], "big")
-            if len(received) < end:
+        if not received:
+            return
+        start, num_bytes = 0, len(received)
+        while num_bytes >= start + HEADER_BYTES:
+            high, low, kind, flags, stream_id = FRAME_HEADER.unpack_from(received, start)
+            end = start + HEADER_BYTES + (high << 16 | low)
+            if num_bytes < end:
                 break
-            kind, flags = received[start + 3], received[start + 4]
-            stream_id = int.from_bytes(received[start + 5 : start + 9], "big")
-            self._take(kind, flags, stream_id, bytes(received[start + HEADER_BYTES : end]))
+            if kind in (DATA, HEADERS):
+                self._take(kind, flags, stream_id, bytes(received[start + HEADER_BYTES : end]))
             start = end
         del received[:start]
 
     def _take(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
-        if kind not in (DATA, HEADERS):
-            return
         call = self.calls[stream_id // 2]
         if kind == HEADERS:
             assert flags & END_HEADERS, "a head in several frames"

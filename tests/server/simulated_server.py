@@ -2,30 +2,27 @@
 
 Only the ends are simulated: the network (in memory), the model (a hash of the tokens it finds in its KV blocks) and
 time. No thread, no socket, no clock: the same script gives the same bytes and the same steps.
-
-The engine is stepped from outside the loop, and while a step is computed the loop runs on: for as long as the cost
-model says, connections are served, and what they post is found by the step's second look into the inbox.
 """
 
 import functools
 import itertools
 import json
-from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import h11
+import orjson
 
 from core.chat_template import ChatTemplate
 from core.config import INTER_TOKEN_TARGET
-from core.engine import Engine, EngineBroken
-from core.plan import RunnerLimits, StepOutput, StepPlan
+from core.plan import RunnerLimits
 from core.scheduler import Scheduler
 from core.simulation import CostModel, SimulatedClock, SimulatedRunner
 from core.tokenizer import Tokenizer
-from core.types import EngineStats, FinishReason, Message, StepDelivery, TokenLogprobs
+from core.types import EngineStats, FinishReason, StepDelivery
 from core.wait_estimate import Backlog, EngineRoom
 from server.api.models import ServedModel
 from server.api.surface import GenerationDefaults
@@ -51,6 +48,7 @@ from tests.core.chat_templates import CHATML
 from tests.core.small_tokenizers import SPECIAL, byte_level
 from tests.server.fakes import MemoryServer, MemoryTransport
 from tests.server.inline_ledger import COMMIT_S, InlineWriter
+from tests.server.simulated_engine import LogprobRunner, LoopClock, Schedule, SteppedEngine, at_once
 from tests.server.virtual_loop import VirtualTimeLoop
 
 MODEL = "small"
@@ -63,55 +61,6 @@ VOCAB_SIZE = TOKENIZER.vocab_size
 LIMITS = RunnerLimits(
     num_blocks=64, block_size=4, max_sequences=8, max_batch_tokens=16, max_model_len=200, vocab_size=VOCAB_SIZE
 )
-
-Schedule = Callable[[StepDelivery], Iterable[tuple[float, StepDelivery]]]
-
-
-def at_once(delivery: StepDelivery) -> Iterable[tuple[float, StepDelivery]]:
-    """Each step's news as they are."""
-    return [(0.0, delivery)]
-
-
-def token_by_token(delivery: StepDelivery) -> Iterable[tuple[float, StepDelivery]]:
-    """Each token and each chunk in a delivery of its own."""
-    columns = zip(delivery.request_ids, delivery.indexes, delivery.token_ids, strict=True)
-    if delivery.marks:
-        yield 0.0, StepDelivery([], [], [], [], delivery.stats, delivery.marks)
-    for request_id, index, token_id in columns:
-        yield 0.0, StepDelivery([request_id], [index], [token_id], [], delivery.stats)
-    for chunk in delivery.chunks:
-        yield 0.0, StepDelivery([], [], [], [chunk], delivery.stats)
-
-
-def late_by(delay_s: float) -> Schedule:
-    """Each step's news, when the loop has been busy elsewhere for so long."""
-    return lambda delivery: [(delay_s, delivery)]
-
-
-class LoopClock(SimulatedClock):
-    """The loop's time. To let it pass is to let the loop run."""
-
-    def __init__(self, loop: VirtualTimeLoop) -> None:
-        self._loop = loop
-
-    def __call__(self) -> float:
-        return self._loop.time()
-
-    def advance(self, seconds: float) -> None:
-        self._loop.advance(seconds)
-
-
-class LogprobRunner(SimulatedRunner):
-    """Tells logprobs as well: of each token id the same, the lowest ids being the likeliest."""
-
-    def collect(self, ticket: StepPlan) -> StepOutput:
-        output = super().collect(ticket)
-        for i, (row, token_id) in enumerate(zip(output.rows.tolist(), output.token_ids.tolist(), strict=True)):
-            num_logprobs = self._starts[int(ticket.slots[row])].sampling.num_logprobs
-            if num_logprobs is not None:
-                top = tuple((likely, -0.5 - likely) for likely in range(num_logprobs))
-                output.logprobs[i] = TokenLogprobs(token_id=token_id, logprob=-0.5 - token_id, top=top)
-        return output
 
 
 @dataclass
@@ -127,7 +76,7 @@ class Answer:
 
     @property
     def json(self) -> Any:
-        return json.loads(self.body)
+        return orjson.loads(self.body)
 
     @property
     def events(self) -> list[Any]:
@@ -163,7 +112,7 @@ def _event(block: str) -> Any:
     if block.startswith(":"):
         return block
     data = block.rsplit("data: ", 1)[1]
-    return data if data == "[DONE]" else json.loads(data)
+    return data if data == "[DONE]" else orjson.loads(data)
 
 
 def _piece(choice: dict[str, Any]) -> str:
@@ -254,44 +203,50 @@ class SimulatedServer:
         self.metrics = Metrics()
         self.metrics.model_name = MODEL
         self.readiness = Readiness(is_ready=is_ready)
-        self.posted: list[Message] = []
-        self.delivered: list[StepDelivery] = []
-        self.is_broken = False
-        self._schedule = schedule
-        self._on_its_way: deque[StepDelivery] = deque()
-        self._inbox: deque[Message] = deque()
-        self._has_work = False
         time = LoopClock(self.loop)
-        self.scheduler = Scheduler(limits, (EOS_ID,), seeds=lambda: 1234)
-        self._engine = Engine(self.scheduler, runner(limits, cost, time), time, self._inbox, self._send_delivery)
         clock = Clock(time, lambda: UNIX_S + time())
+        self.scheduler = Scheduler(limits, (EOS_ID,), seeds=lambda: 1234)
+        self.engine = SteppedEngine(self.scheduler, runner(limits, cost, time), self.loop, schedule, self._take)
+        self.posted, self.delivered = self.engine.posted, self.engine.delivered
         self.ledger_writer = None if ledger is None else InlineWriter(ledger, self.loop)
         config = ServerConfig(api_keys=keys, tenants=tenants, prices=prices, ledger=ledger)
-        opening = OpenLedger(None, {}, Idempotency(clock.unix))
-        if self.ledger_writer is not None:
-            opening = opened(self.ledger_writer.journal, self.ledger_writer, config, clock, self.loop)
+        opening = self._open_ledger(config, clock)
         self.gate = Gate(config, clock, opening.used_today)
         numbers = itertools.count(first_id)
         self.app = App(
-            self.readiness,
-            self.gate,
-            self.metrics,
-            clock,
-            lambda: f"r{next(numbers)}",
-            CrossOrigin(origins),
+            self.readiness, self.gate, self.metrics, clock, lambda: f"r{next(numbers)}", CrossOrigin(origins)
         )
         self.network = MemoryServer(self.app.handle, connection_limits, self.loop, self.app.refuse, clients)
         self.app.state.listener = self.network.listener
-        self.client = EngineClient(
-            self._post,
+        self.client = self._new_client()
+        queue_limits = QueueLimits(max_requests=max_requests, max_tokens=max_queue_tokens, max_bytes=max_queue_bytes)
+        self.lifecycle = self._new_lifecycle(clock, queue_limits, deadlines, opening)
+        if is_ready:
+            self.app.state.lifecycle = self.lifecycle
+
+    def _open_ledger(self, config: ServerConfig, clock: Clock) -> OpenLedger:
+        if self.ledger_writer is None:
+            return OpenLedger(None, {}, Idempotency(clock.unix))
+        return opened(self.ledger_writer.journal, self.ledger_writer, config, clock, self.loop)
+
+    def _new_client(self) -> EngineClient:
+        return EngineClient(
+            self.engine.post,
             TOKENIZER.table,
             self.network.listener.batch,
             self.loop.call_soon,
-            time,
+            self.loop.time,
             lambda: None,
             self.metrics.inter_token,
         )
-        self.lifecycle = Lifecycle(
+
+    def _new_lifecycle(
+        self, clock: Clock, queue_limits: QueueLimits, deadlines: Deadlines, opening: OpenLedger
+    ) -> Lifecycle:
+        limits = self.limits
+        num_kv_tokens = limits.num_blocks * limits.block_size
+        room = EngineRoom(limits.max_sequences, limits.max_batch_tokens, num_kv_tokens, INTER_TOKEN_TARGET)
+        return Lifecycle(
             reader=_reader(limits, clock),
             defaults=GenerationDefaults(vocab_size=limits.vocab_size),
             backend=self.client,
@@ -299,24 +254,12 @@ class SimulatedServer:
             offload=_inline,
             metrics=self.metrics,
             max_body_bytes=100_000,
-            admission=Admission(
-                QueueLimits(max_requests=max_requests, max_tokens=max_queue_tokens, max_bytes=max_queue_bytes),
-                EngineRoom(
-                    limits.max_sequences,
-                    limits.max_batch_tokens,
-                    limits.num_blocks * limits.block_size,
-                    INTER_TOKEN_TARGET,
-                ),
-                lambda: self.client.stats,
-                time,
-            ),
+            admission=Admission(queue_limits, room, lambda: self.client.stats, self.loop.time),
             max_sequences=limits.max_sequences,
             deadlines=deadlines,
             idempotency=opening.idempotency,
             ledger=opening.ledger,
         )
-        if is_ready:
-            self.app.state.lifecycle = self.lifecycle
 
     # The network's side.
 
@@ -344,30 +287,31 @@ class SimulatedServer:
 
     def step(self) -> bool:
         """Let the engine compute one step, and the loop handle what comes of it. False: there was nothing to do."""
-        self._has_work = False
-        try:
-            self._has_work = self._engine.step()
-        except EngineBroken:
-            self.is_broken = True
+        has_stepped = self.engine.step()
+        if self.engine.is_broken:
             self.loop.call_soon(self.client.fail, "The engine failed.")
-        has_stepped = self._has_work
         self.loop.settle()
         return has_stepped
 
+    @property
+    def is_broken(self) -> bool:
+        """The device was lost."""
+        return self.engine.is_broken
+
     def shut_engine_down(self, reason: FinishReason, error: str | None) -> None:
         """End every request from the engine's side."""
-        self._engine.shutdown(reason, error)
+        self.engine.shutdown(reason, error)
         self.loop.settle()
 
     def run(self) -> None:
         """Step until the engine has nothing to compute, and all its news have been delivered."""
         self.loop.settle()
-        while self._is_writing or (not self.is_broken and (self._has_work or self._inbox)):
-            if self._has_work or (self._inbox and not self.is_broken):
+        while self._is_writing or self.engine.wants_step:
+            if self.engine.wants_step:
                 self.step()
-            while not self._has_work and self._on_its_way:
+            while not self.engine.has_work and self.engine.is_telling:
                 self.loop.advance((self.loop.next_timer() or self.loop.time()) - self.loop.time())
-            if not self._has_work and self._is_writing:
+            if not self.engine.has_work and self._is_writing:
                 self.loop.advance(COMMIT_S)
 
     @property
@@ -383,11 +327,9 @@ class SimulatedServer:
         """Step, or jump to the next timer before `end`, until the condition holds."""
         self.loop.settle()
         while not is_reached():
-            if self._has_work or self._inbox:
-                if not self.is_broken:
-                    self.step()
-                    continue
-                self._inbox.clear()
+            if self.engine.wants_step:
+                self.step()
+                continue
             when = min(self.loop.next_timer() or end, end)
             assert when != float("inf"), "nothing is left that could bring it about"
             self.loop.advance(when - self.loop.time())
@@ -438,23 +380,8 @@ class SimulatedServer:
             self.lifecycle.ledger.close()
         self.network.close()
 
-    # Between loop and engine.
-
-    def _post(self, message: Message) -> None:
-        self.posted.append(message)
-        self._inbox.append(message)
-
-    def _send_delivery(self, delivery: StepDelivery) -> None:
-        self.delivered.append(delivery)
-        for delay_s, part in self._schedule(delivery):
-            self._on_its_way.append(part)
-            if delay_s:
-                self.loop.call_later(delay_s, self._hand_over)
-            else:
-                self.loop.call_soon(self._hand_over)
-
-    def _hand_over(self) -> None:
-        delivery = self._on_its_way.popleft()
+    def _take(self, delivery: StepDelivery) -> None:
+        """News of the engine."""
         self.metrics.observe_step(delivery.stats)
         self.client.deliver(delivery)
 

@@ -17,6 +17,7 @@ from server.gate.auth import Caller
 from server.gate.quota import FIRST_TOKENS, S_NS, TOP_UP_TOKENS, DayPool, Moment, Quotas, Ticket
 from server.gate.tenants import Limits, Tenant
 from tests.server.fakes import MemoryTransport
+from tests.server.simulated_engine import late_by
 from tests.server.simulated_server import (
     STREAM,
     TOKENIZER,
@@ -24,7 +25,6 @@ from tests.server.simulated_server import (
     SimulatedServer,
     answers,
     completion,
-    late_by,
     request,
 )
 from tests.server.virtual_loop import VirtualTimeLoop

@@ -10,19 +10,16 @@ from core.types import Cancel, FinishReason, Pause, Resume
 from server.answer_body import KEEP_ALIVE_S
 from server.api.chat import ChatStream, ChatSurface
 from server.observing.timing import Stage
+from tests.server.simulated_engine import Schedule, at_once, late_by, token_by_token
 from tests.server.simulated_server import (
     COST,
     STREAM,
     TOKENIZER,
-    Schedule,
     SimulatedServer,
     answers,
-    at_once,
     chat,
     completion,
-    late_by,
     request,
-    token_by_token,
 )
 
 

@@ -15,6 +15,7 @@ from core.types import Cancel, FinishReason, Submit
 from server.gate.tenants import LOCAL_NAME
 from server.lifecycle import OFFLOAD_BYTES
 from tests.server.fakes import MemoryTransport
+from tests.server.simulated_engine import at_once, late_by, token_by_token
 from tests.server.simulated_server import (
     LIMITS,
     STREAM,
@@ -22,12 +23,9 @@ from tests.server.simulated_server import (
     Answer,
     SimulatedServer,
     answers,
-    at_once,
     chat,
     completion,
-    late_by,
     request,
-    token_by_token,
 )
 
 

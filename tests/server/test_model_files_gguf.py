@@ -206,6 +206,7 @@ def test_ends_are_those_named_and_those_that_mean_nothing_else(
         ({"tokenizer.ggml.eos_token_id": 10_000}, "eos_token_id is 10000"),
         ({"llama.rope.scaling.type": "yarn"}, "rope.scaling.type='yarn'"),
         ({"llama.rope.dimension_count": 4}, "rope.dimension_count=4"),
+        ({"llama.attention.causal": 0}, "attention.causal=0"),
         ({"llama.block_count": 2**31}, "2147483648 layers"),
         ({"llama.attention.head_count": [4, 4]}, "num_attention_heads"),
         ({"split.count": 3}, "one of 3 parts.*llama-gguf-split"),

@@ -20,17 +20,14 @@ from server.gate.tenants import Tenant, parse_tenants
 from server.gate.text_rules import TextRule, rule_book
 from server.gate.text_screen import HELD_CHARS, TextScreen
 from tests.call_counter import CallCounter
+from tests.server.simulated_engine import Schedule, at_once, late_by, token_by_token
 from tests.server.simulated_server import (
     STREAM,
     TOKENIZER,
-    Schedule,
     SimulatedServer,
-    at_once,
     chat,
     completion,
-    late_by,
     request,
-    token_by_token,
 )
 
 pieces = st.lists(st.text(alphabet="abcß X", max_size=4), max_size=12)
