@@ -31,11 +31,12 @@ class StepResults:
         flight, step_s = self._in_flight.land(now)
         assert flight.plan is plan, "an older step has to come back first"
         sequences = flight.sequences
-        misled, bystanders = set[int](), list[Sequence]()
+        misled, unwritten, bystanders = set[int](), set[int](), list[Sequence]()
         if output.failed_rows:
             misled, unwritten = rows_misled(plan, sequences, output.failed_rows, self._block_size)
-            bystanders = self._bystanders_misled(sequences, unwritten)
         lost = misled.union(output.failed_rows)
+        if lost:
+            bystanders = self._bystanders_misled([sequences[row] for row in lost], unwritten)
         self._states.blocks.host.on_applied(len(output.failed_rows) < len(sequences), output.host_copy_s)
         self._account(flight, step_s - output.host_copy_s)
         self._take_prompt_logprobs(flight, output, lost)
@@ -120,14 +121,13 @@ class StepResults:
             self._states.forget(sequence)
             self._states.finish(sequence, sequence.cancel_reason or FinishReason.ERROR, cause)
 
-    def _bystanders_misled(self, sequences: list[Sequence], unwritten: set[int]) -> list[Sequence]:
-        """Who counts on these blocks without a row in the plan: admitted with it or after it.
+    def _bystanders_misled(self, lost: list[Sequence], unwritten: set[int]) -> list[Sequence]:
+        """Who counts on these blocks beside the sequences that are lost: admitted with the step or after it.
 
-        Args:
-            sequences: of the plan.
+        Or in the step itself, with a block of its own that one of these has taken the place of since.
         """
-        reached, in_plan = blocks_reached(self._in_flight, unwritten), set(sequences)
-        return [s for s in self._states.running if s not in in_plan and not reached.isdisjoint(s.table.blocks)]
+        reached, known = blocks_reached(self._in_flight, unwritten), set(lost)
+        return [s for s in self._states.running if s not in known and not reached.isdisjoint(s.table.blocks)]
 
     def _take_tokens(self, output: StepOutput, sequences: list[Sequence], lost: set[int]) -> None:
         """Give sequences the tokens they have drawn, but those that ended before it or are about to be cancelled."""

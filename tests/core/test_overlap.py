@@ -219,6 +219,20 @@ def test_token_drawn_behind_a_row_that_was_misled_is_not_told() -> None:
     assert (again.starts.tolist(), again.token_ids.tolist()) == ([0], [10, 11, 12, 13, 21])
 
 
+def test_sequence_that_took_a_block_for_its_own_which_was_never_written_computes_all_again() -> None:
+    """b is well in the step that fails for a; in the one behind it a's block has taken the place of b's own."""
+    scheduler = two_in_flight(block_size=4, max_batch_tokens=4)
+    scheduler.submit(make_request("a", prompt_ids=(10, 11, 12)))
+    scheduler.apply(planned(scheduler), drew(7), 0.0)
+    scheduler.submit(make_request("b", prompt_ids=(10, 11, 12, 7, 20)))
+    first, second = planned(scheduler), planned(scheduler)
+    assert (first.starts.tolist(), first.lengths.tolist()) == ([3, 0], [1, 3])
+    assert (second.starts.tolist(), second.lengths.tolist()) == ([4, 4], [1, 1])
+    scheduler.apply(first, drew(None, None, failed={0: "no logits"}), 0.0)
+    assert scheduler.apply(second, drew(None, 9), 0.0).token_ids == []
+    assert planned(scheduler).starts.tolist() == [0]
+
+
 def test_block_that_ends_with_a_token_nobody_was_told_is_not_published() -> None:
     scheduler = two_in_flight(block_size=4)
     scheduler.submit(make_request("a", prompt_ids=(10, 11, 12)))

@@ -2,10 +2,12 @@
 
 Tenants with quotas ask over HTTP/1.1 and HTTP/2, well and badly; some read slowly, some leave, some cancel by DELETE;
 blocks run out; steps raise, out of memory, rows fail, some because of a request, some for nothing; the configuration is
-reloaded, the cache cleared, the engine looked at; and the device may be lost, after which a new process takes over.
+reloaded, the cache cleared, the engine looked at, the ledger's disk hangs; and the device may be lost, after which a
+new process takes over, with what the ledger knows.
 
 After each life of a process nothing may be held for anybody, every request must have had exactly one end, and what was
-streamed, billed, counted in the metrics and taken from the quotas must be the same tokens, and the right ones.
+streamed, billed, counted in the metrics, taken from the quotas and written down must be the same tokens, and the right
+ones.
 """
 
 import random
@@ -13,6 +15,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import sha256
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from core.detokenizer import Detokenizer
@@ -24,8 +28,10 @@ from core.types import Pause, Request, Submit, Usage
 from server.config import ServerConfig
 from server.gate.quota import DayPool, Moment
 from server.gate.tenants import Limits, Tenant
+from server.ledger.records import LedgerRow, State
 from server.wire.connection_limits import ConnectionLimits
 from tests.server.fakes import MemoryTransport
+from tests.server.inline_ledger import rows
 from tests.server.recording_peers import Call, Http1Caller, Http2Caller
 from tests.server.simulated_server import EOS_ID, MODEL, TOKENIZER, SimulatedServer
 
@@ -36,6 +42,7 @@ RAISES_ID, FAILS_ID = 17, 19  # in a prompt: each step with its request raises; 
 QUIET_FORWARDS = 64  # after a step that raised, so that no fault by chance hits the search for the guilty row
 STALL_S = 30.0
 DAY_TOKENS = 10**9
+MEMORY_DISK = Path("/dev/shm")  # where there is one: no commit waits for a disk
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +51,7 @@ class Weather:
 
     Args:
         raises, dies: chances of each step.
-        reloads, looks, clears, leaves, cancels: chances of each turn.
+        reloads, looks, clears, leaves, cancels, hangs: chances of each turn.
     """
 
     raises: float
@@ -54,6 +61,7 @@ class Weather:
     clears: float
     leaves: float
     cancels: float
+    hangs: float
     bad: float
     slow: float
 
@@ -70,6 +78,7 @@ class Weather:
             clears=chance(0.1),
             leaves=chance(0.5),
             cancels=chance(0.5),
+            hangs=chance(0.1),
             bad=chance(0.3),
             slow=chance(0.3),
         )
@@ -148,20 +157,28 @@ class FaultHistory:
         self.tally = Tally()
 
     def run(self, num_requests: int) -> Tally:
-        while self.tally.num_requests < num_requests:
-            life = _Life(self._rng, self._weather, self.tally)
-            life.run(num_requests)
-            life.end()
+        with TemporaryDirectory(dir=MEMORY_DISK if MEMORY_DISK.is_dir() else None) as directory:
+            ledger = Path(directory, "ledger.db") if self._rng.random() < 0.5 else None
+            while self.tally.num_requests < num_requests:
+                life = _Life(self._rng, self._weather, self.tally, ledger)
+                life.run(num_requests)
+                life.end()
         return self.tally
 
 
 class _Life:
     """One process, from its start until it is stopped or its device is lost."""
 
-    def __init__(self, rng: random.Random, weather: Weather, tally: Tally) -> None:
+    def __init__(self, rng: random.Random, weather: Weather, tally: Tally, ledger: Path | None) -> None:
+        """
+        Args:
+            ledger: its file, which outlives it; None: it keeps none.
+        """
         self._rng = rng
         self._weather = weather
         self._tally = tally
+        self._ledger = ledger
+        self._written_before = written(ledger)
         self._limits = RunnerLimits(
             num_blocks=rng.choice((24, 48, 200)),
             block_size=4,
@@ -180,6 +197,8 @@ class _Life:
             tenants=self._draw_tenants(),
             max_requests=rng.choice((12, 100)),
             connection_limits=ConnectionLimits(unsent_bytes=2048, stall_s=STALL_S),
+            ledger=ledger,
+            first_id=tally.num_asked + 1,
         )
         self.server.loop.set_exception_handler(lambda loop, context: self._faults.append(context))
         self._callers: list[Http1Caller | Http2Caller] = []  # connections that are open
@@ -225,6 +244,7 @@ class _Life:
             (weather.looks, self._look),
             (weather.clears, self._clear_cache),
             (weather.slow, self._read_some),
+            (weather.hangs if self._ledger else 0.0, self._hang_disk),
         ):
             if rng.random() < chance:
                 if rng.random() < 0.5:
@@ -285,6 +305,20 @@ class _Life:
         for caller in self._callers[-8:]:
             if not caller.transport.is_lost:
                 caller.transport.peer_read(self._rng.choice((100, 3000)))
+
+    def _hang_disk(self) -> None:
+        """Nothing is written down for a while; then all of it at once."""
+        writer = self.server.ledger_writer
+        assert writer is not None
+
+        def go_on() -> None:
+            writer.is_stuck = False
+            writer.commit()
+
+        if not writer.is_stuck:
+            writer.is_stuck = True
+            self.server.loop.call_later(self._rng.random(), go_on)
+            self._tally.events["disk hung"] += 1
 
     def _operate(self, method: str, path: str, key: str) -> Call:
         call = Call(method=method, path=path, key=key, body=None)
@@ -379,6 +413,7 @@ class _Life:
         server.check_idle()
         self._check_calls()
         self._check_counters()
+        usages = self._usages()
         for caller in self._callers:
             caller.leave("reset")
         server.run()
@@ -391,6 +426,7 @@ class _Life:
         tally.events += self._model.faults
         tally.events["paused"] += sum(isinstance(message, Pause) for message in server.posted)
         server.close()
+        self._check_ledger(usages)
         server.forget_history()
         self._calls.clear()  # or all of it would wait for the garbage collector
 
@@ -468,8 +504,23 @@ class _Life:
             used = 0
             if account is not None:
                 (pool,) = (pool for pool in account.tokens if isinstance(pool, DayPool))
-                used = pool.capacity - pool.available(now)
+                before = sum(row.counted_tokens for row in self._written_before.values() if row.tenant == name)
+                used = pool.capacity - pool.available(now) - before
             assert used == sum(billed), f"the quota of {name} has counted {used}, its answers {sum(billed)}"
+
+    def _check_ledger(self, usages: dict[str, Usage]) -> None:
+        """Each request is written down once, as it was billed; who did not come to the engine, for nothing."""
+        if self._ledger is None:
+            return
+        found = written(self._ledger)
+        assert found.items() >= self._written_before.items()
+        assert found.keys() >= usages.keys()
+        for request_id in found.keys() - self._written_before.keys():
+            row, usage = found[request_id], usages.get(request_id, Usage(0, 0, 0))
+            assert row.state is State.SETTLED
+            counts = row.prompt_tokens, row.cached_tokens, row.completion_tokens, row.counted_tokens
+            billed = usage.num_prompt_tokens, usage.num_cached_tokens, usage.num_completion_tokens, _cost(usage)
+            assert counts == billed, f"{row} instead of {usage}"
 
     def _usages(self) -> dict[str, Usage]:
         """What each request was billed, by its terminal chunk."""
@@ -479,3 +530,8 @@ class _Life:
 
 def _cost(usage: Usage) -> int:
     return usage.num_prompt_tokens + usage.num_completion_tokens - usage.num_cached_tokens * 50 // 100
+
+
+def written(ledger: Path | None) -> dict[str, LedgerRow]:
+    """What is written down of each request."""
+    return {} if ledger is None or not ledger.exists() else {row.request_id: row for row in rows(ledger)}

@@ -11,7 +11,7 @@ EVENTS = {
     *("DELETE", "stream reset", "left", "paused", "looked", "cache cleared", "reload", "reload refused"),
     *("guilty step", "step out of memory", "result unreadable", "failed row", "device lost"),
     *("prompt that raises", "prompt that fails", "prompt too long", "unknown model", "bad field", "wrong key"),
-    *("body that breaks off", "stalled"),
+    *("body that breaks off", "stalled", "disk hung"),
 }
 
 
