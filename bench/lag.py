@@ -38,6 +38,7 @@ STEP_S = 0.02
 PROBE_S = 0.005
 BODY_BYTES = 8 * 1024 * 1024
 WARM_UP_S = 1.0
+QUICK_S = 0.5
 
 
 @dataclass(slots=True)
@@ -161,17 +162,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m bench.lag", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seconds", type=float, default=15.0, help="of each case (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="see that it works; writes nothing unless --json")
     parser.add_argument("--json", type=Path, metavar="FILE", help="default: bench/results/lag.json")
     arguments = parser.parse_args(argv)
     configure_logging("error", "text")
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    rows = tuple(uvloop.run(measure(case, arguments.seconds)) for case in CASES)
+    seconds = QUICK_S if arguments.quick else arguments.seconds
+    rows = tuple(uvloop.run(measure(case, seconds)) for case in CASES)
     waits = ("gil_wait p50 ms", "p99 ms", "most ms")
     columns = ("beside 64 streams", "posted/s", *waits, "loop lag p50 ms", "p99 ms", "most ms")
     tables = [Table("What long bodies cost the others", columns, rows)]
     print_tables(tables)
+    if arguments.quick and arguments.json is None:
+        return 0
     path = arguments.json or RESULTS_DIR / "lag.json"
-    config = {"streams": STREAMS, "step_s": STEP_S, "seconds": arguments.seconds}
+    config = {"streams": STREAMS, "step_s": STEP_S, "seconds": seconds}
     write_result(path, "lag", command_line("python -m bench.lag", argv), tables, config)
     print(f"written: {path}")
     return 0

@@ -2,65 +2,36 @@
 for what is asked, one of its own for the files: no step waits for them.
 
 The directory follows the host memory: a file for each slot that is filled, gone when the slot is used for another. A
-file is a plain header and raw bytes, under a digest of both; it names the model that computed it (fingerprint), its
-tokens, and the file of the block before it in its chain, by names that are given once and for ever. What is torn, of
-another model, or of a chain whose beginning is gone is deleted, never served. Files are readable for their owner alone:
-they hold prompts.
+file (gpu/kv_file.py) names the model that computed it (fingerprint), its tokens, and the file of the block before it in
+its chain, by names that are given once and for ever. What is torn, of another model, or of a chain whose beginning is
+gone is deleted, never served. Files are readable for their owner alone: they hold prompts.
 """
 
 import contextlib
 import fcntl
 import hashlib
-import json
 import logging
 import os
 import secrets
-import stat
-import struct
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Container, Iterable
 from pathlib import Path
 from queue import SimpleQueue
-from typing import BinaryIO
 
 from core.blocks import BlockKey
 from core.config import BLOCK_SIZE, ModelConfig
 from core.plan import BlockLabel
 from gpu.checkpoint import Checkpoint
+from gpu.kv_file import DIGEST_BYTES, SUFFIX, BadFile, Header, encode, encode_header, read_content, read_header
 
-SUFFIX, PART_SUFFIX, LOCK_NAME = ".kv", ".kv.part", "lock"
-MAGIC = b"steploop kv 1\n"  # another format, another number
-DIGEST_BYTES = 32  # SHA-256
-LENGTH = struct.Struct("<I")  # of the header
-MAX_HEADER_BYTES = 64 * 1024
+PART_SUFFIX, LOCK_NAME = ".kv.part", "lock"
 QUEUE_BYTES = 64 * 1024**2  # that wait for the disk; what comes on top is written at the end
 DATE_STEP_NS = 1_000_000  # file systems that keep coarser times are not worth an order
 SAVE_S = 8.0  # at the end: the process is given ten seconds
 
 logger = logging.getLogger(__name__)
-
-
-class BadFile(Exception):
-    """Not a whole file of this model's."""
-
-
-@dataclass(frozen=True, slots=True)
-class Header:
-    """
-    Args:
-        name: of the file itself, without its suffix.
-        parent: the name of the block before it; None: the first of its chain, which has a domain.
-        content: its token ids, as in a BlockKey, in hexadecimal digits.
-    """
-
-    fingerprint: str
-    name: str
-    parent: str | None
-    domain: tuple[str, str] | None
-    content: str
 
 
 class KVDirectory:
@@ -89,13 +60,14 @@ class KVDirectory:
         self._loaded_names: dict[int, str] = {}  # by serial
         self._unwritten: dict[int, BlockLabel] = {}  # by slot: there was no room in the queue
         self._files = _Files(path, limit_bytes)
+        self._unused = _Unused()
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._room = threading.Semaphore(max(1, QUEUE_BYTES // block_bytes))
         self._writer = threading.Thread(target=self._write_queued, name="kv-directory", daemon=True)
         self._writer.start()
 
     def load(self, num_slots: int, fill: Callable[[int, bytes], None]) -> list[tuple[int, BlockLabel]]:
-        """Fill slots from 0 on with the newest chains; delete whatever is not loaded. Before anything is put.
+        """Fill slots from 0 on with the newest chains; delete whatever is not loaded, and log that. Before any put().
 
         Returns:
             The slots filled and what they hold, oldest first; serials from 1 on.
@@ -113,10 +85,9 @@ class KVDirectory:
                     self._files.take(slot, header.name)
                     serials[header.name] = serial
                     stored.append((slot, BlockLabel(serial, _key(header, parent))))
-        for file in self._path.iterdir():
-            is_loaded = file.name.removesuffix(SUFFIX) in serials
-            if file.name.endswith((SUFFIX, PART_SUFFIX)) and not is_loaded and not file.is_dir():
-                file.unlink(missing_ok=True)
+        num_deleted = self._delete_all_but(serials)
+        self._unused.log(self._path)
+        logger.info("%d blocks read from %s, %d files deleted there", len(stored), self._path, num_deleted)
         self._queue.put(self._files.trim)
         return stored[::-1]
 
@@ -174,10 +145,10 @@ class KVDirectory:
 
     def _queue_place(self, slot: int, header: Header) -> None:
         beside_bytes = self._block_bytes + DIGEST_BYTES
-        self._queue.put(lambda: self._files.place(slot, header.name, len(_encode_header(header)) + beside_bytes))
+        self._queue.put(lambda: self._files.place(slot, header.name, len(encode_header(header)) + beside_bytes))
 
     def _queue_write(self, header: Header, content: bytes) -> None:
-        self._queue.put(lambda: self._files.write(header.name, _encode(header, content)))
+        self._queue.put(lambda: self._files.write(header.name, encode(header, content)))
         self._queue.put(self._room.release)
 
     def _header(self, label: BlockLabel) -> Header:
@@ -198,6 +169,16 @@ class KVDirectory:
         while (work := self._queue.get()) is not None:
             work()
 
+    def _delete_all_but(self, names: Container[str]) -> int:
+        """Delete all files of blocks but these; returns how many that were."""
+        num_deleted = 0
+        for file in self._path.iterdir():
+            is_kept = file.name.removesuffix(SUFFIX) in names
+            if file.name.endswith((SUFFIX, PART_SUFFIX)) and not is_kept and not file.is_dir():
+                file.unlink(missing_ok=True)
+                num_deleted += 1
+        return num_deleted
+
     def _newest_chains(self, num_slots: int) -> list[Header]:
         """Headers of whole chains, newest first, parents before children, as many as there are slots."""
         headers = {header.name: header for header in self._headers()}
@@ -217,30 +198,39 @@ class KVDirectory:
         found = []
         for file in self._path.glob(f"*{SUFFIX}"):
             try:
-                with _open_regular(file) as reader:
-                    header = _decode_header(reader.read(len(MAGIC) + LENGTH.size + MAX_HEADER_BYTES))[0]
-                    found.append((os.fstat(reader.fileno()).st_mtime_ns, header))
+                header, used_ns = read_header(file)
+                if header.fingerprint != self._fingerprint:
+                    raise BadFile("it is of another model, dtype or quantisation")
+                found.append((used_ns, header))
             except (OSError, BadFile) as error:
-                logger.warning("%s is not used: %s", file, error)
+                self._unused.add(file, error)
         found.sort(key=lambda entry: (entry[0], entry[1].name), reverse=True)
-        return [header for _, header in found if header.fingerprint == self._fingerprint]
+        return [header for _, header in found]
 
     def _read(self, header: Header) -> bytes | None:
         """The file's keys and values; None: it is not whole, or not what its header has said before."""
         file = self._path / f"{header.name}{SUFFIX}"
         try:
-            with _open_regular(file) as reader:
-                raw = reader.read(len(MAGIC) + LENGTH.size + MAX_HEADER_BYTES + self._block_bytes + DIGEST_BYTES + 1)
-            if hashlib.sha256(raw[:-DIGEST_BYTES]).digest() != raw[-DIGEST_BYTES:]:
-                raise BadFile("its content has another digest than it claims")
-            found, end = _decode_header(raw)
-            content = raw[end:-DIGEST_BYTES]
-            if found != header or len(content) != self._block_bytes:
-                raise BadFile("it is not of this name or size")
-            return content
+            return read_content(file, header, self._block_bytes)
         except (OSError, BadFile) as error:
-            logger.warning("%s is not used: %s", file, error)
+            self._unused.add(file, error)
             return None
+
+
+class _Unused:
+    """Files that were not read, by the reason: a line of the log for each, however many files have it."""
+
+    def __init__(self) -> None:
+        self._files: dict[str, list[str]] = {}  # by reason
+
+    def add(self, file: Path, error: OSError | BadFile) -> None:
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        self._files.setdefault(reason, []).append(file.name)
+
+    def log(self, path: Path) -> None:
+        for reason, names in self._files.items():
+            which = f"{path / min(names)}{f' and {len(names) - 1} more are' if len(names) > 1 else ' is'}"
+            logger.warning("%s not used: %s", which, reason)
 
 
 class _Files:
@@ -347,54 +337,3 @@ def _key(header: Header, parent: int | None) -> BlockKey:
         return parent, bytes.fromhex(header.content)
     assert domain is not None, "checked by _decode_header"
     return domain, bytes.fromhex(header.content)
-
-
-def _open_regular(file: Path) -> BinaryIO:
-    """
-    Raises:
-        OSError: it cannot be read.
-        BadFile: it is a directory, a pipe or a device, which may block, or never end.
-    """
-    descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise BadFile("it is not a regular file")
-    return open(descriptor, "rb")
-
-
-def _encode(header: Header, content: bytes) -> bytes:
-    raw = _encode_header(header) + content
-    return raw + hashlib.sha256(raw).digest()
-
-
-def _encode_header(header: Header) -> bytes:
-    head = json.dumps(asdict(header)).encode()
-    return MAGIC + LENGTH.pack(len(head)) + head
-
-
-def _decode_header(raw: bytes) -> tuple[Header, int]:
-    """The header that a file begins with, and where it ends.
-
-    Raises:
-        BadFile: there is none, or it says nothing that could be.
-    """
-    start = len(MAGIC) + LENGTH.size
-    if not raw.startswith(MAGIC) or len(raw) < start:
-        raise BadFile("it is of another format")
-    end = start + LENGTH.unpack_from(raw, len(MAGIC))[0]
-    try:
-        header = Header(**json.loads(raw[start:end]))
-        is_content = len(bytes.fromhex(header.content)) == 4 * BLOCK_SIZE
-    except (TypeError, ValueError) as error:
-        raise BadFile("its header cannot be read") from error
-    if header.domain is not None:
-        header = Header(header.fingerprint, header.name, header.parent, _domain(header.domain), header.content)
-    if not is_content or (header.parent is None) == (header.domain is None):
-        raise BadFile("its header cannot be")
-    return header, end
-
-
-def _domain(found: object) -> tuple[str, str]:
-    if isinstance(found, list) and len(found) == 2 and all(isinstance(part, str) for part in found):
-        return found[0], found[1]
-    raise BadFile("its header names no domain")

@@ -26,6 +26,7 @@ class BannerFacts:
         device_reason: why this device and number format, e.g. "no CUDA device found".
         context_origin: where max_model_len comes from: "the model's own", "STEPLOOP_MAX_MODEL_LEN".
         num_kv_tokens: that the KV cache holds, over all sequences.
+        num_host_tokens: that host memory holds of what gives way there; 0: it is forgotten.
         num_api_keys: that are valid now.
         num_tenants: configured; 0 without keys: anyone may ask.
         keys_are_in_environment: they were read from STEPLOOP_API_KEY.
@@ -50,6 +51,7 @@ class BannerFacts:
     num_api_keys: int
     keys_are_in_environment: bool
     places: tuple["Place", ...]
+    num_host_tokens: int = 0
     needs_certificate: bool = False
     num_tenants: int = 0
     jwt_issuer: str | None = None
@@ -94,12 +96,13 @@ def banner_lines(facts: BannerFacts) -> list[str]:
     if facts.is_demonstration:
         model += " (demonstration model: a memorised LLM glossary)"
     num_full = facts.num_kv_tokens / facts.max_model_len
+    host = f", {facts.num_host_tokens:,} more in host memory" if facts.num_host_tokens else ""
     return [
         f"steploop {facts.version}",
         f"  model    {model}",
         f"  device   {facts.device}: {facts.device_reason}",
         f"  KV       {facts.num_kv_tokens:,} tokens = {num_full:.1f} x {facts.max_model_len:,}"
-        f" ({format_size(facts.kv_size_bytes)})",
+        f" ({format_size(facts.kv_size_bytes)}){host}",
         f"  context  {facts.max_model_len:,} tokens: {facts.context_origin}",
         f"  auth     {_auth(facts)}",
         f"  URL      {', '.join(map(str, facts.places))}  {SURFACES}",

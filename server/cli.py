@@ -396,6 +396,7 @@ def find_plan(config: "ServerConfig") -> "PlanFacts":
         total_bytes=plan.total_bytes,
         free_bytes=plan.free_bytes,
         offload_bytes=plan.offload_bytes,
+        offload_dir=engine.kv_offload_dir,
         graph_bytes=plan.graph_bytes,
     )
 

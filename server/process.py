@@ -371,6 +371,7 @@ class Server:
             device=facts.device,
             device_reason=facts.device_reason,
             num_kv_tokens=limits.num_blocks * limits.block_size,
+            num_host_tokens=limits.num_host_blocks * limits.block_size,
             kv_size_bytes=facts.kv_size_bytes,
             max_model_len=limits.max_model_len,
             context_origin=facts.context_origin,

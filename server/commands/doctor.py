@@ -82,6 +82,7 @@ class PlanFacts:
     total_bytes: int  # on the device
     free_bytes: int
     offload_bytes: int = 0
+    offload_dir: str | None = None  # that outlives the process; not opened here
     graph_bytes: int = 0
 
 
@@ -134,6 +135,8 @@ def plan_facts(plan: PlanFacts) -> tuple[Fact, ...]:
     offload = []
     if plan.offload_bytes:
         offload.append(Fact("host memory", f"{format_size(plan.offload_bytes)} for KV blocks that give way"))
+    if plan.offload_dir is not None:
+        offload.append(Fact("KV files", f"in {plan.offload_dir}: what lies in host memory, for the next start"))
     return (
         Fact("model", f"{plan.model_name}, {plan.architecture}{demonstration}"),
         Fact("parameters", f"{format_count(plan.num_parameters)}, {plan.dtype}"),

@@ -1,5 +1,7 @@
 """The files of blocks: which are there after what was written, moved, dropped, and found by the next process."""
 
+import hashlib
+import json
 import os
 import threading
 from collections.abc import Iterator
@@ -9,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from core.plan import BlockLabel
-from gpu.kv_directory import SUFFIX, KVDirectory
+from gpu.kv_directory import KVDirectory
+from gpu.kv_file import LENGTH, MAGIC, SUFFIX
 
 BLOCK_BYTES = 100
 
@@ -20,6 +23,14 @@ def label(serial: int, parent: int | None = None) -> BlockLabel:
 
 def content(serial: int) -> bytes:
     return bytes([serial]) * BLOCK_BYTES
+
+
+def signed(raw: bytes) -> bytes:
+    return raw + hashlib.sha256(raw).digest()
+
+
+def nested_lists(depth: int) -> bytes:
+    return b"[" * depth + b"]" * depth
 
 
 @contextmanager
@@ -130,3 +141,62 @@ def test_dropped_files_are_gone_once_the_writer_has_come_to_it(tmp_path: Path) -
         wait_written(directory)
         assert num_files(tmp_path) == 1
     assert found(tmp_path) == {content(2)}
+
+
+HEADER = {"fingerprint": "f" * 64, "name": "strange", "parent": None, "domain": ["tenant", ""], "content": "00" * 64}
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        HEADER | {"name": ["strange"]},
+        HEADER | {"name": 1},
+        HEADER | {"name": "../strange"},
+        HEADER | {"fingerprint": {}},
+        HEADER | {"parent": [1], "domain": None},
+        HEADER | {"domain": ["tenant", 1]},
+        HEADER | {"domain": None},
+        HEADER | {"content": "00"},
+        HEADER | {"more": 1},
+        [],
+        nested_lists(20_000),
+    ],
+    ids=lambda header: "nested" if isinstance(header, bytes) else None,
+)
+def test_file_whose_header_is_none_is_deleted_and_the_others_are_found(header: object, tmp_path: Path) -> None:
+    with opened(tmp_path) as directory:
+        directory.put(0, label(1), content(1))
+    strange = tmp_path / f"strange{SUFFIX}"
+    head = header if isinstance(header, bytes) else json.dumps(header).encode()
+    strange.write_bytes(signed(MAGIC + LENGTH.pack(len(head)) + head + content(2)))
+    for file in tmp_path.glob(f"*{SUFFIX}"):
+        os.utime(file, (1, 1))
+    assert found(tmp_path) == {content(1)}
+    assert not strange.exists()
+
+
+def test_start_says_what_was_read_and_each_reason_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with opened(tmp_path) as directory:
+        for slot in range(6):
+            directory.put(slot, label(slot + 1), content(slot + 1))
+    for file in sorted(tmp_path.glob(f"*{SUFFIX}"))[:2]:
+        file.write_bytes(b"torn")
+    *_, flipped = sorted(tmp_path.glob(f"*{SUFFIX}"))
+    flipped.write_bytes(flipped.read_bytes()[:-1])
+    with caplog.at_level("INFO", "gpu.kv_directory"):
+        assert len(found(tmp_path)) == 3
+    torn, digest, summary = [record.getMessage() for record in caplog.records]
+    assert torn.endswith(f"{SUFFIX} and 1 more are not used: it is of another format")
+    assert digest == f"{flipped} is not used: its content has another digest than it claims"
+    assert summary == f"3 blocks read from {tmp_path}, 3 files deleted there"
+
+
+def test_files_of_another_model_go_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with opened(tmp_path) as directory:
+        directory.put(0, label(1), content(1))
+    with caplog.at_level("WARNING", "gpu.kv_directory"):
+        directory = KVDirectory(tmp_path, None, "another", BLOCK_BYTES)
+        assert directory.load(4, lambda slot, raw: None) == []
+        directory.save({}, (), lambda slot: b"")
+    (record,) = caplog.records
+    assert "of another model" in record.getMessage()

@@ -18,7 +18,7 @@ from core.plan import BlockCopies
 from core.scheduler import Scheduler
 from core.types import ClearCache, Message, Request, SamplingParams, Submit
 from gpu.kv_cache import KVCache
-from gpu.kv_directory import SUFFIX
+from gpu.kv_file import SUFFIX
 from gpu.kv_offload import HostMemory
 from gpu.runner import ModelRunner
 from tests.fakes import DeliveryLog, FakeClock

@@ -48,6 +48,11 @@ def test_banner_has_eight_lines_and_each_fact() -> None:
     assert len(banner_lines(FACTS)) == 8
 
 
+def test_banner_tells_of_host_memory_where_there_is_some() -> None:
+    facts = dataclasses.replace(FACTS, num_host_tokens=8192)
+    assert line(facts, "KV").endswith("(64 MiB), 8,192 more in host memory")
+
+
 def test_only_the_embedded_model_is_called_a_demonstration() -> None:
     assert "demonstration" not in "".join(banner_lines(dataclasses.replace(FACTS, is_demonstration=False)))
 

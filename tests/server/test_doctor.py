@@ -91,6 +91,11 @@ def test_plan_names_the_host_memory_that_is_asked_for() -> None:
     assert lines[-1] == "in all       1.1 GiB of 20 GiB free"
 
 
+def test_plan_names_the_directory_that_outlives_the_process() -> None:
+    lines = plan_lines(dataclasses.replace(PLAN, offload_bytes=2**30, offload_dir="/var/cache/kv"))
+    assert "KV files     in /var/cache/kv: what lies in host memory, for the next start" in lines
+
+
 def test_a_healthy_report_ends_with_yes_and_zero() -> None:
     sections = (version_section(), machine_section(MACHINE), serving_section(lambda: PLAN, [FREE_PORT]))
     assert exit_code(sections) == ExitCode.OK
