@@ -13,7 +13,8 @@ from gpu.device import DeviceChoice, apply_threads, choose_device, free_memory_b
 from gpu.kept_matrices import kept_scheme
 from gpu.linear import can_pack
 from gpu.loading import load_planned
-from gpu.memory_plan import MemoryPlan, plan_memory, weights_size_bytes
+from gpu.memory_plan import MemoryPlan, plan_memory
+from gpu.memory_sizes import weights_size_bytes
 from gpu.parallel.ranks import Ranks
 from gpu.parallel.shards import Shard, check_shards, head_rows_of, part_of
 from gpu.runner import ModelRunner
