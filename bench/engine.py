@@ -47,6 +47,7 @@ MAX_CASE_TOKENS = 32_768  # over all sequences of one case: their prompts are co
 PREFILL_REPEATS = 3
 DECODE_STEPS = 24
 WARM_STEPS = 2
+SPARE_TOKENS = 4  # of each sequence: drawn before it was paused, and in flight at the end
 QUICK_PROMPTS, QUICK_BATCHES, QUICK_CONTEXTS, QUICK_STEPS = (32,), (1, 4), (32,), 2
 
 
@@ -134,7 +135,7 @@ class EngineBench:
 
     def decode(self, num_rows: int, context: int, num_steps: int) -> DecodeRun:
         """Compute the prompts, then time so many steps of all rows."""
-        names = [self._submit(context, WARM_STEPS + num_steps + 2) for _ in range(num_rows)]
+        names = [self._submit(context, WARM_STEPS + num_steps + SPARE_TOKENS) for _ in range(num_rows)]
         self._start_all(names)
         times_s = []
         for number in range(WARM_STEPS + num_steps):
@@ -150,12 +151,14 @@ class EngineBench:
         return DecodeRun(num_rows, mean_context, statistics.median(times_s))
 
     def _start_all(self, names: Sequence[str]) -> None:
-        """Step until each has one token: who has it is paused until the last one has."""
+        """Step until each has one token: who has it is paused until the last one has, and nothing is in flight."""
         paused: set[str] = set()
         while len(paused) < len(names):
             self._engine.step()
             self._inbox.extend(Pause(name) for name in self._started - paused)
             paused |= self._started
+        while self._engine.step():
+            pass
         self._inbox.extend(Resume(name) for name in names)
 
     def _submit(self, num_prompt: int, max_tokens: int) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from core.config import BLOCK_SIZE
 from gpu.attention import TILE_TOKENS, Attending, AttentionGroup, DecodeGroup, PromptGroup, PromptTile
+from gpu.device import to_device
 from gpu.kv_cache import num_blocks_for
 
 IntArray = npt.NDArray[np.signedinteger[Any]]
@@ -133,11 +134,6 @@ class GroupBuilder:
 
     def _on_device(self, array: npt.NDArray[Any]) -> Tensor:
         return to_device(array, self._device)
-
-
-def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """On a CPU no copy is made, of a range of the tables neither: they change only after the step is computed."""
-    return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
 
 
 def padded_contexts(num_tokens: IntArray) -> IntArray:

@@ -16,8 +16,9 @@ from torch import Tensor
 from core.config import BLOCK_SIZE
 from core.plan import PENDING, StepPlan
 from gpu.attention import Attending, AttentionKernels, RaggedRows
-from gpu.attention_groups import GroupBuilder, IntArray, TokenRanges, to_device
+from gpu.attention_groups import GroupBuilder, IntArray, TokenRanges
 from gpu.block_tables import BlockTables
+from gpu.device import to_device
 from gpu.kv_cache import num_blocks_for
 from gpu.prompt_logprobs import scored_tokens
 

@@ -1,6 +1,7 @@
 """Which device, number format and threads to compute with, and why; what the machine has. Thread: engine (at start).
 
-The only place that sets torch's thread count. Each choice comes with its reason as text, for the banner.
+The only place that sets torch's thread count. Each choice comes with its reason as text, for the banner. And how
+numbers of the host come to it.
 """
 
 import os
@@ -8,8 +9,12 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from core.config import EngineConfig
 from core.errors import DeviceUnavailable
@@ -205,3 +210,14 @@ def measure_bandwidth(device: torch.device) -> float:
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """The host goes on at once. On a CPU no copy is made, of a range of an array neither.
+
+    To a GPU from pinned memory, of torch's own pool: from any other the host may wait until the device has come so far.
+    """
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,7 +18,7 @@ from core.config import BLOCK_SIZE, EngineConfig, ModelConfig
 from core.errors import StartupError
 from core.plan import BlockCopies, BlockLabel
 from gpu.checkpoint import Checkpoint
-from gpu.device import DeviceChoice, free_memory_bytes
+from gpu.device import DeviceChoice, free_memory_bytes, to_device
 from gpu.kv_cache import KVCache, bytes_per_block
 from gpu.kv_directory import SAVE_S, KVDirectory, model_fingerprint
 from gpu.memory_plan import offload_slots
@@ -86,7 +87,7 @@ class HostMemory:
         self._cache.tensor.index_copy_(2, self._on_device(blocks), found.permute(1, 2, 0, 3, 4, 5))
 
     def _on_device(self, blocks: list[int]) -> Tensor:
-        return torch.tensor(blocks, device=self._cache.tensor.device)
+        return to_device(np.array(blocks), self._cache.tensor.device)
 
 
 @dataclass(frozen=True, slots=True)

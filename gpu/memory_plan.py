@@ -20,6 +20,9 @@ from gpu.weights import check_checkpoint
 
 MIB, GIB = 1024**2, 1024**3
 ROUNDING_TOKENS = 100  # of a proposed --max-model-len
+# Of the room, what the KV cache may take unasked: the host's memory is others' too, a GPU's is there to be used, but
+# for what torch's allocator loses between blocks.
+SHARED_MEMORY_SHARE, OWN_MEMORY_SHARE = 0.5, 0.95
 FIX_MARGIN = 0.02  # of the free memory, which what is proposed leaves: a minute later there may be less
 
 
@@ -248,14 +251,15 @@ class _Asked:
 
 
 def _num_blocks(asked: _Asked) -> int:
-    """Blocks that are useful: all sequences at full length; by default within half of the room, or one sequence's."""
+    """Blocks that are useful: all sequences at full length; by default within a part of the room, or one sequence's."""
     if not asked.fits:
         raise _kv_does_not_fit(asked)
     one_sequence = num_blocks_for(asked.max_model_len)
     if asked.engine.kv_memory_bytes is not None:
         return num_blocks_within(asked.engine.kv_memory_bytes, asked.model, asked.device.dtype)
-    half = num_blocks_within(asked.kv_room_bytes // 2, asked.model, asked.device.dtype)
-    return min(asked.engine.max_sequences * one_sequence, max(half, one_sequence))
+    share = SHARED_MEMORY_SHARE if _is_shared(asked.device) else OWN_MEMORY_SHARE
+    usual = num_blocks_within(int(asked.kv_room_bytes * share), asked.model, asked.device.dtype)
+    return min(asked.engine.max_sequences * one_sequence, max(usual, one_sequence))
 
 
 def _kv_does_not_fit(asked: _Asked) -> NotEnoughMemory:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from core.plan import Int32Array, PromptTargets, StepPlan
 from core.types import TokenLogprobs
-from gpu.attention_groups import to_device
+from gpu.device import to_device
 from gpu.streams import Event, Streams
 
 PIECE_BYTES = 32 * 1024**2  # of float32 logits, at most ...

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from core.plan import SequenceStart
+from gpu.device import to_device
 from gpu.filters import Filters
 from gpu.noise import gumbel_argmax, row_keys
 from gpu.sampling_slots import ADJUSTED, Factor, Feature, Number, SamplingSlots
@@ -224,7 +225,7 @@ class Sampler:
 
     def _factors(self, slots: IntArray, column: Factor) -> Tensor:
         """[some, 1], to go with [some, vocab]."""
-        return torch.from_numpy(self._asked.factors[slots, column]).to(self._device, non_blocking=True).unsqueeze(1)
+        return to_device(self._asked.factors[slots, column], self._device).unsqueeze(1)
 
     def _pairs(self, rows: IntArray, lists: list[npt.NDArray[np.int64]]) -> tuple[Tensor, Tensor]:
         """Each row with each token of its list."""
@@ -232,4 +233,4 @@ class Sampler:
         return self._ids(np.repeat(rows, counts)), self._ids(np.concatenate(lists))
 
     def _ids(self, values: Any) -> Tensor:
-        return torch.as_tensor(values, dtype=torch.int64, device=self._device)
+        return to_device(np.asarray(values, np.int64), self._device)

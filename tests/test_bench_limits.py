@@ -28,8 +28,9 @@ from bench.work import (
     serving_limit_tokens_per_s,
     work_of,
 )
-from core.config import parse_model_config
+from core.config import EngineConfig, parse_model_config
 from gpu.device import num_physical_cores
+from gpu.loading import load_runner
 from tests.test_bench_models import TINY
 
 PROBES = (
@@ -129,6 +130,19 @@ def test_the_engine_bench_decodes_all_rows_in_each_step_it_times(tiny_directory:
     runs = [bench.decode(num_rows, context, CASES.num_steps) for num_rows, context in CASES.decodes]
     assert [(run.num_rows, run.context) for run in runs] == [(1, 21), (1, 44), (3, 21)]
     assert all(run.step_s > 0 for run in runs)
+
+
+def test_the_engine_bench_decodes_all_rows_where_their_prompts_take_several_steps_and_two_are_in_flight(
+    tiny_directory: Path,
+) -> None:
+    config = parse_model_config(msgspec.json.decode((tiny_directory / "config.json").read_bytes()))
+    engine = EngineConfig(
+        device="cpu", dtype="float32", threads=1, overlap="on", max_model_len=64, max_sequences=4, max_batch_tokens=20
+    )
+    runner = load_runner(tiny_directory, config, engine, lambda done, total: None)
+    assert runner.limits.max_in_flight == 2
+    run = EngineBench(runner).decode(4, 12, 3)
+    assert (run.num_rows, run.step_s > 0) == (4, True)
 
 
 def test_shares_are_of_the_limits_given() -> None:

@@ -9,7 +9,17 @@ import torch
 from core.config import EngineConfig, ModelConfig, RopeConfig
 from core.errors import NotEnoughMemory, StartupError
 from gpu.device import DeviceChoice
-from gpu.memory_plan import FIX_MARGIN, GIB, MIB, MemoryPlan, memory_needed, offload_slots, plan_memory
+from gpu.memory_plan import (
+    FIX_MARGIN,
+    GIB,
+    MIB,
+    OWN_MEMORY_SHARE,
+    SHARED_MEMORY_SHARE,
+    MemoryPlan,
+    memory_needed,
+    offload_slots,
+    plan_memory,
+)
 
 # Llama 3.1 8B
 MODEL = ModelConfig(
@@ -55,10 +65,13 @@ def test_kv_is_no_more_than_all_sequences_can_use() -> None:
     assert plan(500, max_sequences=4).kv_tokens == 4 * 8192
 
 
-def test_kv_is_at_most_half_of_what_is_left() -> None:
-    made = plan(60)
-    left = made.free_bytes - made.weights_bytes - made.activation_bytes
-    assert left / 2 - 17 * 131_072 < made.kv_bytes <= left / 2
+@pytest.mark.parametrize(("device", "share"), [(BF16, SHARED_MEMORY_SHARE), (CUDA, OWN_MEMORY_SHARE)])
+def test_kv_takes_a_part_of_what_is_left_and_nearly_all_of_it_on_a_device_of_its_own(
+    device: DeviceChoice, share: float
+) -> None:
+    made = plan(60, device)
+    left = made.free_bytes - made.weights_bytes - made.activation_bytes - made.graph_bytes
+    assert share * left - 17 * 131_072 < made.kv_bytes <= share * left
 
 
 def test_one_full_sequence_may_take_more_than_half() -> None:
@@ -114,18 +127,19 @@ def test_host_memory_on_a_cpu_is_taken_from_what_is_free() -> None:
 
 def test_on_a_device_what_splits_find_and_graphs_take_is_counted_before_keys_and_values() -> None:
     plain, captured, longer = (
-        plan(100, CUDA, **asked) for asked in ({"graphs": "off"}, {}, {"graphs": "lazy", "max_model_len": 32_768})
+        plan(60, CUDA, **asked) for asked in ({"graphs": "off"}, {}, {"graphs": "lazy", "max_model_len": 32_768})
     )
     num_splits, rows, numbers = 32, 64, 32 * (128 + 2)  # 8,192 tokens in 256 each; heads, and two numbers beside them
     decoding = 4 * (rows * num_splits * numbers + 2 * rows * 512 + rows * 128_256)
-    on_cpu = plan(100, graphs="on")
+    on_cpu = plan(60, graphs="on")
     assert plain.activation_bytes == on_cpu.activation_bytes + decoding
     assert on_cpu.graph_bytes == plain.graph_bytes == 0
     assert captured.graph_bytes == longer.graph_bytes > 2 * MIB  # a block of padding at least
     assert captured.total_bytes == captured.weights_bytes + captured.activation_bytes + captured.kv_bytes + (
         captured.graph_bytes
     )
-    assert abs(plain.kv_bytes - captured.kv_bytes - captured.graph_bytes // 2) < 2 * 2 * MIB  # half of what is left
+    given = OWN_MEMORY_SHARE * captured.graph_bytes
+    assert abs(plain.kv_bytes - captured.kv_bytes - given) < 2 * 2 * MIB
 
 
 def test_graphs_that_leave_no_room_are_told_before_loading() -> None:
