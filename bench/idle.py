@@ -164,7 +164,6 @@ def measure_all(num_http1: int, num_tls: int) -> list[Idle]:
         port, tls_port = free_port(), free_port()
         command = [sys.executable, "-m", "server", "serve", "--threads", "1", "--log-level", "warning"]
         command += ["--bind", f"plain:127.0.0.1:{port}", "--bind", f"127.0.0.1:{tls_port}", "--idle-timeout", "1h"]
-        command += [f"--max-connections={most + SPARE}", f"--max-connections-per-address={most + SPARE}"]
         command += ["--tls-cert", str(file), "--tls-key", str(key)]
         found = []
         kinds: list[tuple[str, int, Connect]] = [
@@ -172,7 +171,9 @@ def measure_all(num_http1: int, num_tls: int) -> list[Idle]:
             ("HTTP/2 over TLS", num_tls, lambda: connect_tls(tls_port, context)),
         ]
         for kind, num_connections, connect in kinds:
-            with running(command, port) as pid:  # anew: memory that was used once is not given back
+            cap = num_connections + SPARE
+            caps = [f"--max-connections={cap}", f"--max-connections-per-address={cap}"]
+            with running([*command, *caps], port) as pid:  # anew: memory that was used once is not given back
                 found.append(measure(kind, num_connections, pid, port, connect))
         return found
 
