@@ -31,11 +31,10 @@ class StepResults:
         flight, step_s = self._in_flight.land(now)
         assert flight.plan is plan, "an older step has to come back first"
         sequences = flight.sequences
-        misled, unwritten, bystanders = set[int](), set[int](), list[Sequence]()
+        misled, lost, bystanders = set[int](), set[int](), list[Sequence]()
         if output.failed_rows:
             misled, unwritten = rows_misled(plan, sequences, output.failed_rows, self._block_size)
-        lost = misled.union(output.failed_rows)
-        if lost:
+            lost = misled.union(output.failed_rows)
             bystanders = self._bystanders_misled([sequences[row] for row in lost], unwritten)
         self._states.blocks.host.on_applied(len(output.failed_rows) < len(sequences), output.host_copy_s)
         self._account(flight, step_s - output.host_copy_s)

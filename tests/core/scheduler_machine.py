@@ -180,13 +180,7 @@ class SchedulerMachine(SchedulerHistory):
         for _ in range(3):
             self.submit(num_prompt_tokens, 3, 1, 1, "", None, 0, prompt, "")
         self.plan(failing=failing)
-        while self.may_send():
-            num_before = len(self.in_flight)
-            self.plan()
-            if len(self.in_flight) == num_before:
-                break
-        if self.in_flight:
-            self.apply()
+        self.send_and_apply()
 
     @rule(seconds=st.sampled_from((0.1, 3.0, 40.0)))
     def let_time_pass(self, seconds: float) -> None:
