@@ -21,7 +21,7 @@ from tests.server.fakes import refuse
 from tests.server.memory_connection import answer
 from tests.server.test_listener import run
 from tests.server.test_proxy_protocol import HEADERS
-from tests.server.test_tls import trusting, wait_until
+from tests.server.tls_server import trusting, wait_until
 
 GET = b"GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
 TCP4, TCP6, LOCAL = HEADERS["tcp4"][0], HEADERS["tcp6 with tlvs"][0], HEADERS["local"][0]
