@@ -136,6 +136,8 @@ def _ask_for_certificates(context: ssl.SSLContext, client_ca: Path, client_auth:
             ExitCode.CONFIGURATION,
         ) from error
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # whoever is in the file is trusted, root or not
+    if context.cert_store_stats()["crl"]:  # OpenSSL reads the file's lists, and asks none of them unless told to
+        context.verify_flags |= ssl.VERIFY_CRL_CHECK_LEAF
     context.verify_mode = ssl.CERT_REQUIRED if client_auth is ClientAuth.REQUIRED else ssl.CERT_OPTIONAL
 
 

@@ -14,7 +14,7 @@ from server.listening.refusals import HANDSHAKE
 from server.wire.peer import ClientCertificate
 from server.wire.stream import HttpStream
 from server.wire.tls import ClientAuth, ServerTls, TlsFiles, client_certificate
-from tests.certificates import make_certificate, make_client_certificate, needs_openssl
+from tests.certificates import make_certificate, make_client_certificate, make_revocations, needs_openssl
 from tests.server.http2_client import fields
 from tests.server.memory_connection import answer
 from tests.server.tls_server import connect, serving, trusting, wait_until
@@ -22,7 +22,7 @@ from tests.server.tls_server import connect, serving, trusting, wait_until
 pytestmark = needs_openssl
 
 # RFC 8446 §6.2, as OpenSSL names the alerts
-REQUIRED, UNKNOWN_CA = "(?i)certificate.required", "(?i)unknown.ca"
+REQUIRED, UNKNOWN_CA, REVOKED = "(?i)certificate.required", "(?i)unknown.ca", "(?i)certificate.revoked"
 
 
 async def say_subject(stream: HttpStream) -> None:
@@ -101,6 +101,25 @@ def test_a_certificate_nobody_vouches_for_is_never_let_in(tmp_path: Path, mode: 
         async with serving(ServerTls(TlsFiles(certificate, key, ca, mode)), handler=say_subject) as listener:
             with pytest.raises(ssl.SSLError, match=UNKNOWN_CA):
                 await who_am_i(listener.port, showing(certificate, stranger))
+
+    uvloop.run(main())
+
+
+def test_who_is_on_a_list_of_the_ca_file_is_not_let_in_any_more(tmp_path: Path) -> None:
+    certificate, key = make_certificate(tmp_path)
+    ca = make_certificate(tmp_path / "ca", "ca")
+    kept = make_client_certificate(tmp_path / "kept", ca, "/CN=kept")
+    gone = make_client_certificate(tmp_path / "gone", ca, "/CN=gone")
+    tls = ServerTls(TlsFiles(certificate, key, make_revocations(tmp_path, ca), ClientAuth.OPTIONAL))
+
+    async def main() -> None:
+        async with serving(tls, handler=say_subject) as listener:
+            assert b"CN=gone" in await who_am_i(listener.port, showing(certificate, gone))
+            make_revocations(tmp_path, ca, gone[0])
+            tls.reload()
+            assert b"CN=kept" in await who_am_i(listener.port, showing(certificate, kept))
+            with pytest.raises(ssl.SSLError, match=REVOKED):
+                await who_am_i(listener.port, showing(certificate, gone))
 
     uvloop.run(main())
 
