@@ -64,7 +64,7 @@ class ListeningSettings:
         None,
         existing_file,
         "FILE",
-        "PEM certificates of those who sign clients' certificates, and lists of those that they have revoked: clients are"
+        "PEM certificates of those who sign clients' certificates, and lists of what they have revoked: clients are"
         " asked for theirs; read again on SIGHUP",
     )
     tls_client_auth: str | None = _SERVER.setting(
