@@ -254,7 +254,9 @@ class Listener:
             return False
         if header.source is None:
             return True
-        client = self.gate.identify(header.source)
+        client = header.source
+        if client.address is not None:  # its clients over a Unix socket are not ours, whom `unix` trusts
+            client = self.gate.identify(client)
         reason = None if client.is_proxy else self.gate.why_refused(client)
         if reason is not None:
             self.refusals.add(reason, client)
