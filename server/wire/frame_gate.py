@@ -306,6 +306,8 @@ class FrameGate:
         return stream_id > self._highest_stream_id or stream_id % 2 == 0
 
     def _begin_block(self, header: _Header) -> None:
+        if header.length > self._limits.header_block_bytes:  # where larger frames are taken
+            raise Refusal(ErrorCodes.ENHANCE_YOUR_CALM, "The header block is too large.")
         self.count_content(header.length)
         self._num_blocks += 1
         self._highest_stream_id = max(self._highest_stream_id, header.stream_id)

@@ -103,6 +103,13 @@ def test_frame_is_refused_by_its_header_before_its_payload() -> None:
     assert gate.receive(b"anything", 0.0) == b""
 
 
+@pytest.mark.parametrize(("num_bytes", "code"), [(32_768, None), (32_769, CALM)])
+def test_header_block_is_as_limited_in_one_large_frame(num_bytes: int, code: ErrorCodes | None) -> None:
+    gate = FrameGate(FrameLimits(frame_bytes=65_536))
+    gate.receive(START + frame(HEADERS, bytes(num_bytes), END_HEADERS, 1), 0.0)
+    assert (gate.refusal and gate.refusal.code) == code
+
+
 def test_rates_fill_up_again_with_time() -> None:
     gate = gate_after(frame(PING, bytes(8)) * 100)
     gate.receive(frame(PING, bytes(8)) * 10, 1.0)
