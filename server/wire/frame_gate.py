@@ -31,7 +31,10 @@ _MAX_PADDING_BYTES = 256
 _SETTING_BYTES = 6
 _PRIORITY_BYTES = 5
 _GOAWAY_BYTES = 8
-_FRAMES_PER_HEAD = 4  # of other kinds, that cost as much: 0.1 ms with h2, more with the handler that begins
+# Frames of other kinds that cost as much as a request's head: 0.1 ms with h2, more with the handler that begins; and
+# bytes of its block that cost as much as one: up to 2 µs each, in indices of one byte and names in Huffman's code
+_FRAMES_PER_HEAD = 4
+_BLOCK_BYTES_PER_FRAME = 64
 _MOST = 2**24 - 1
 # RFC 9113 §6: whether a frame is of a stream (None: of either), and how long it may be. Another length of PRIORITY is a
 # stream error (§6.3).
@@ -91,7 +94,7 @@ class FrameGate:
         """
         Args:
             highest_stream_id: that is open already.
-            frames_at_once: let through by one call; the head of a request is worth _FRAMES_PER_HEAD.
+            frames_at_once: let through by one call; the head of a request is worth _FRAMES_PER_HEAD, or more.
         """
         self.refusal: Refusal | None = None
         self.faults: list[StreamFault] = []
@@ -203,7 +206,7 @@ class FrameGate:
     def _check(self, header: _Header, now: float) -> None:
         """What a frame's header tells."""
         kind, flags = header.kind, header.flags
-        self._num_left -= _FRAMES_PER_HEAD if kind == HEADERS else 1
+        self._num_left -= _num_worth(header)
         if header.length > self._limits.frame_bytes:
             raise Refusal(ErrorCodes.FRAME_SIZE_ERROR, f"The frame is {header.length} bytes long.")
         if not self._has_settings:
@@ -344,6 +347,14 @@ class FrameGate:
     def _spend(self, budget: Budget, name: str, now: float) -> None:
         if not budget.take(now):
             raise Refusal(ErrorCodes.ENHANCE_YOUR_CALM, f"Too many {name} frames.")
+
+
+def _num_worth(header: _Header) -> int:
+    """In frames that cost as much."""
+    if header.kind not in (HEADERS, CONTINUATION):
+        return 1
+    least = _FRAMES_PER_HEAD if header.kind == HEADERS else 1
+    return max(least, header.length // _BLOCK_BYTES_PER_FRAME)
 
 
 def _check_shape(header: _Header) -> None:
