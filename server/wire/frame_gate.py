@@ -51,6 +51,7 @@ _SHAPES = {
 }
 _ANY_SHAPE = (None, 0, _MOST)
 _PASSED_AS_THEY_ARE = frozenset((DATA, RST_STREAM, PING, CONTINUATION))
+_OF_HEADS = frozenset((HEADERS, CONTINUATION))
 _31_BITS = 0x7FFFFFFF  # RFC 9113 §4.1, §6.3, §6.9: the bit before them is reserved
 
 
@@ -86,6 +87,7 @@ class FrameGate:
     Attributes:
         refusal: why the connection is to end; nothing is let through from then on.
         faults: streams to be reset, once what was let through with them has been read; to be taken by whoever reads it.
+        block_bytes: of each header block that is complete, by stream; to be emptied by whoever has read them.
         goaway_code: of the client's GOAWAY, once it has come.
         least_table_size: a SETTINGS_HEADER_TABLE_SIZE that its own frame replaced by another.
     """
@@ -98,6 +100,7 @@ class FrameGate:
         """
         self.refusal: Refusal | None = None
         self.faults: list[StreamFault] = []
+        self.block_bytes: dict[int, int] = {}
         self.goaway_code: int | None = None
         self.least_table_size: int | None = None
         self._limits = limits
@@ -206,7 +209,7 @@ class FrameGate:
     def _check(self, header: _Header, now: float) -> None:
         """What a frame's header tells."""
         kind, flags = header.kind, header.flags
-        self._num_left -= _num_worth(header)
+        self._num_left -= _num_worth(header) if kind in _OF_HEADS else 1
         if header.length > self._limits.frame_bytes:
             raise Refusal(ErrorCodes.FRAME_SIZE_ERROR, f"The frame is {header.length} bytes long.")
         if not self._has_settings:
@@ -214,7 +217,7 @@ class FrameGate:
             if kind != SETTINGS or flags & _ACK:
                 raise Refusal(ErrorCodes.PROTOCOL_ERROR, "The first frame is not SETTINGS.")
             self._has_settings = True
-        self._is_head = kind in (HEADERS, CONTINUATION)
+        self._is_head = kind in _OF_HEADS
         if self._block_stream or kind == CONTINUATION:
             self._check_continuation(header)
             return
@@ -314,7 +317,9 @@ class FrameGate:
         self.count_content(header.length)
         self._num_blocks += 1
         self._highest_stream_id = max(self._highest_stream_id, header.stream_id)
-        if not header.flags & END_HEADERS:
+        if header.flags & END_HEADERS:
+            self.block_bytes[header.stream_id] = header.length
+        else:
             self._block_stream = header.stream_id
             self._block_bytes = header.length
             self._num_continuations = 0
@@ -331,6 +336,7 @@ class FrameGate:
         ):
             raise Refusal(ErrorCodes.ENHANCE_YOUR_CALM, "The header block is too large.")  # CVE-2024-27316
         if header.flags & END_HEADERS:
+            self.block_bytes[self._block_stream] = self._block_bytes
             self._block_stream = 0
 
     def _check_data(self, length: int, flags: int) -> None:
@@ -350,9 +356,7 @@ class FrameGate:
 
 
 def _num_worth(header: _Header) -> int:
-    """In frames that cost as much."""
-    if header.kind not in (HEADERS, CONTINUATION):
-        return 1
+    """Of a block, in frames of other kinds that cost as much."""
     least = _FRAMES_PER_HEAD if header.kind == HEADERS else 1
     return max(least, header.length // _BLOCK_BYTES_PER_FRAME)
 

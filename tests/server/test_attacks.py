@@ -252,6 +252,16 @@ def long_paths() -> Turns:
     )
 
 
+def large_heads() -> Turns:
+    return by_stream(lambda s: headers(block((b"x", b"y" * 15_000), path=b"/later"), stream=s))
+
+
+def indexed_fields() -> Turns:
+    """As many as a request may have, in as few bytes."""
+    head = block(path=b"/later") + indexed(15) * 96  # RFC 7541 §A: accept-charset
+    return by_stream(lambda s: headers(head, stream=s))
+
+
 def wait(stream: int) -> Frame:
     return get(b"/wait", stream)
 
@@ -299,6 +309,8 @@ ATTACKS = (
     Attack("large header lists", large_lists, 100, 500, code=None, sent=2, handlers=1),
     Attack("crumbs of a cookie on open streams", crumbs, 256, 750, code=None, handlers=256),
     Attack("long paths on open streams", long_paths, 256, 750, code=None, handlers=256),
+    Attack("large heads on open streams", large_heads, 256, 250, code=None, sent=1, handlers=51),
+    Attack("indexed fields on open streams", indexed_fields, 256, 1000, code=None, sent=1, handlers=81),
     Attack("head that is dribbled", dribbled, 1000, 50, code=None),
     Attack(
         "tiny requests without a window",
