@@ -21,7 +21,7 @@ from server.wire.frame_gate import (
     StreamFault,
 )
 from server.wire.frame_limits import FrameLimits
-from tests.server.http2_frames import frame
+from tests.server.raw_http2 import frame
 
 START = PREFACE + frame(SETTINGS)
 END_HEADERS = 0x4
