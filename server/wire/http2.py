@@ -28,7 +28,7 @@ from server.wire.messages import (
 
 MAX_STREAM_ID = 2**31 - 1
 DRAIN_PING = b"steploop"
-_FIELD_BYTES = 100  # that a field takes, beside what came of it on this stream; it may be the table's
+_FIELD_BYTES = 100  # that a field takes, beside its name and value, which the table may have as well
 
 
 class Http2Protocol:
@@ -186,14 +186,14 @@ class Http2Protocol:
         h2_stream = self._h2.streams.get(stream_id)
         if h2_stream is None or h2_stream.closed:
             return  # it was reset by a later frame of the same read
-        num_bytes = _FIELD_BYTES * len(event.headers or ()) + self._gate.block_bytes.get(stream_id, 0)
+        fields = [(bytes(name), bytes(value)) for name, value in event.headers or ()]
+        num_bytes = _weight(fields, self._gate.block_bytes.get(stream_id, 0))
         has_room = len(self._streams) + len(self.early) < self._limits.num_streams and self._has_room_for(num_bytes)
         if not has_room or stream_id > self._goaway_id:
             self._refuse(stream_id)
             return
         self._num_refused = 0
         has_body = event.stream_ended is None
-        fields = [(bytes(name), bytes(value)) for name, value in event.headers or ()]
         stream = Http2Stream(h2_stream, (b":method", b"HEAD") in fields, not has_body)
         try:
             request = read_request(stream_id, fields, has_body, self._head_limits)
@@ -363,3 +363,9 @@ class Http2Protocol:
             self.early |= dict.fromkeys(self.responses.early, self._limits.early_bytes)
             self.responses.early.clear()
         return output
+
+
+def _weight(fields: list[tuple[bytes, bytes]], num_block_bytes: int) -> int:
+    """Bytes that a request's head makes us hold: the table's are shared, the path is decoded anew for each."""
+    num_path_bytes = sum(len(value) for name, value in fields if name == b":path")
+    return _FIELD_BYTES * len(fields) + num_block_bytes + num_path_bytes
