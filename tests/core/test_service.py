@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from core.burst import WINDOW_S
 from core.plan import RunnerLimits
 from core.scheduler import Scheduler
 from core.simulation import CostModel, Simulation
@@ -210,9 +211,12 @@ def test_long_prompt_slows_running_streams_by_no_more_than_the_target() -> None:
 
 
 def rush(inter_token_target: float | None) -> tuple[list[float], list[int]]:
-    """Ten long prompts come to an engine that has measured nothing: seconds and prompt tokens of each step."""
+    """Ten long prompts come to an engine that has measured nothing: seconds and prompt tokens of each step.
+
+    They have come one after the other: no stream gives way to the others (core/burst.py).
+    """
     under_test = EngineUnderTest(MIXED, inter_token_target=inter_token_target, has_prefix_cache=False)
-    requests = [make_request(f"r{i}", 1500, 400) for i in range(10)]
+    requests = [make_request(f"r{i}", 1500, 400, arrival_s=2 * i * WINDOW_S) for i in range(10)]
     under_test.send(*map(Submit, requests))
     seconds, num_tokens, done = [], [], 0
     while done < sum(len(request.prompt_ids) for request in requests):
