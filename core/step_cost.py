@@ -230,6 +230,10 @@ class PrefillAllowance:
         """The step does something else as well, for so long."""
         self._seconds -= seconds
 
+    def use_up(self) -> None:
+        """Nothing is left."""
+        self._seconds, self._is_due = 0.0, False
+
     def chunk(self, start: int, end: int, num_prompt_tokens: int, max_tokens: int) -> int:
         """How many tokens from `start` on, of those up to `end`, may be computed now.
 
