@@ -134,22 +134,25 @@ async def _serve_until_stopped(config: "ServerConfig", started: "Started") -> No
     await server.wait_stopped()
 
 
-def model_path(config: "ServerConfig", is_offline: bool = False) -> Path:
+def model_path(config: "ServerConfig", fetches: bool = True) -> Path:
     """The directory or GGUF file to serve, fetched where it is on a hub and not yet here.
 
     Args:
-        is_offline: fetch nothing.
+        fetches: else it is an error that it is not here.
 
     Raises:
-        StartupError: see server.commands.hub.fetch.
+        StartupError: see server.commands.hub.fetch, and cached of hub_cache.
     """
-    from server.commands.hub import environment_hub, fetch
+    from server.commands.hub import fetch
+    from server.commands.hub_cache import cached, environment_hub
     from server.commands.progress import MIN_FETCHED_BYTES, byte_progress
     from server.values import HubId
 
     if isinstance(config.model, HubId):
+        if not fetches:
+            return cached(environment_hub(), config.model)
         with byte_progress(sys.stderr, f"fetching {config.model}", MIN_FETCHED_BYTES) as report_bytes:
-            return fetch(environment_hub(is_offline), config.model, report_bytes)
+            return fetch(environment_hub(), config.model, report_bytes)
     return config.model or DEMO_DIRECTORY
 
 

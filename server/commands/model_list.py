@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TextIO
 
 from server.commands.console import new_console
-from server.commands.hub import Hub, cached_models
+from server.commands.hub_cache import Hub, cached_models
 from server.commands.model_files import is_gguf
 from server.values import format_count, format_size
 
