@@ -5,6 +5,8 @@ from typing import Any
 
 from core.errors import BadCheckpoint, UnsupportedModel
 
+CONFIG_PREFIX = "config.json: "  # of what is said of its fields
+BAD_FIELD_FIX = "download the model's directory again, or correct the file."
 # No field that counts goes beyond; what is made before the weights are looked at (tensors without memory, lists of
 # layers) stays small under the others, in any product of them.
 MAX_COUNT = 2**31 - 1
@@ -82,9 +84,9 @@ def refuse_others(given: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...
 def unsupported_field(name: str, value: object, supported: tuple[Any, ...]) -> UnsupportedModel:
     choices = ", ".join(repr(choice) for choice in supported if choice is not None) or "leaving it out"
     return UnsupportedModel(
-        f"config.json: {name}={value!r} is not supported.", f"use a model with {name} as: {choices}."
+        f"{CONFIG_PREFIX}{name}={value!r} is not supported.", f"use a model with {name} as: {choices}."
     )
 
 
 def bad_field(what: str) -> BadCheckpoint:
-    return BadCheckpoint(f"config.json: {what}", "download the model's directory again, or correct the file.")
+    return BadCheckpoint(f"{CONFIG_PREFIX}{what}", BAD_FIELD_FIX)

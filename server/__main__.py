@@ -161,10 +161,9 @@ def engine_loader(config: "ServerConfig") -> "LoadEngine":
     import random
     import time
 
-    from core.config import parse_model_config
     from core.engine import Engine
     from core.scheduler import Scheduler
-    from server.commands.model_files import read_model_files
+    from server.commands.model_files import parse_config, read_model_files
     from server.commands.progress import MIN_LOADED_BYTES, byte_progress, count_progress
     from server.process import EngineFacts, LoadedEngine
 
@@ -175,7 +174,7 @@ def engine_loader(config: "ServerConfig") -> "LoadEngine":
         path = model_path(config)
         report_stage("reading the model's files")
         files = read_model_files(path, config.max_model_len, config.chat_template)
-        model = parse_model_config(files.config)
+        model = parse_config(path, files.config)
         report_stage("importing torch")
         from gpu.loading import load_runner
         from gpu.parallel.runner import ParallelRunner, load_parallel_runner

@@ -272,12 +272,12 @@ def find_machine(config: "ServerConfig") -> "MachineFacts":
 
 def _model_config(config: "ServerConfig") -> "ModelConfig | None":
     """None: the model is not here, or not understood."""
-    from core.config import parse_model_config
     from server.__main__ import model_path
-    from server.commands.model_files import read_model_config
+    from server.commands.model_files import parse_config, read_model_config
 
     try:
-        return parse_model_config(read_model_config(model_path(config, fetches=False)))
+        path = model_path(config, fetches=False)
+        return parse_config(path, read_model_config(path))
     except StartupError:
         return None
 
@@ -304,15 +304,14 @@ def describe_models(found: Sequence[tuple[str, Path | None]], config: "ServerCon
 
 def _described(facts: "ModelFacts", engine: "EngineConfig", choice: "DeviceChoice", free_bytes: int) -> "ModelFacts":
     """A model's name and path, with all that its headers say."""
-    from core.config import parse_model_config
     from gpu.checkpoint import open_checkpoint
     from gpu.memory_plan import memory_needed
     from gpu.weights import check_checkpoint
-    from server.commands.model_files import check_tokenizer, read_model_config
+    from server.commands.model_files import check_tokenizer, parse_config, read_model_config
     from server.values import format_size
 
     try:
-        model = parse_model_config(read_model_config(facts.path))
+        model = parse_config(facts.path, read_model_config(facts.path))
         checkpoint = open_checkpoint(facts.path, model.packing)
         check_checkpoint(checkpoint, model)
         check_tokenizer(facts.path)
@@ -338,15 +337,15 @@ def measure_quality(config: "ServerConfig") -> "list[QualityFacts]":
     Raises:
         StartupError: the model is missing or not understood, or it does not fit.
     """
-    from core.config import QUANTIZE_SCHEMES, parse_model_config
+    from core.config import QUANTIZE_SCHEMES
     from gpu.loading import load_runner
     from gpu.quality import HELD_TEXT, Predictions, held_tokens, predict
     from server.__main__ import model_path
     from server.commands.doctor import QualityFacts
-    from server.commands.model_files import read_model_files
+    from server.commands.model_files import parse_config, read_model_files
 
     files = read_model_files(model_path(config, fetches=False), config.max_model_len, config.chat_template)
-    model = parse_model_config(files.config)
+    model = parse_config(files.path, files.config)
     context = config.max_model_len or model.max_position
     tokens = held_tokens(files.tokenizer.encode(HELD_TEXT.read_text(encoding="utf-8")), context)
     if len(tokens) < 2:
@@ -373,7 +372,6 @@ def find_plan(config: "ServerConfig") -> "PlanFacts":
     Raises:
         StartupError: the model is missing or not understood, or it does not fit.
     """
-    from core.config import parse_model_config
     from gpu.kept_matrices import kept_scheme
     from gpu.kernel_choice import describe_attention, describe_graphs, describe_products
     from gpu.memory_plan import estimate
@@ -381,10 +379,10 @@ def find_plan(config: "ServerConfig") -> "PlanFacts":
     from gpu.parallel.shards import part_of
     from server.__main__ import model_path, served_name
     from server.commands.doctor import PlanFacts
-    from server.commands.model_files import read_model_files
+    from server.commands.model_files import parse_config, read_model_files
 
     files = read_model_files(model_path(config, fetches=False), config.max_model_len, config.chat_template)
-    model = parse_model_config(files.config)
+    model = parse_config(files.path, files.config)
     engine = config.to_engine_config()
     plan = (estimate if engine.tensor_parallel == 1 else estimate_ranks)(files.path, model, engine)
     part, layers = part_of(model, engine.tensor_parallel), kept_scheme(model, config.quantize, plan.device.device)
