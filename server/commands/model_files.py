@@ -7,6 +7,7 @@ templates: no pickle, no code from the model directory. The weights are the engi
 import json
 import math
 import mmap
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -82,7 +83,7 @@ class _Contents:
 
 
 def is_gguf(path: Path) -> bool:
-    return path.suffix == GGUF_SUFFIX and path.is_file()
+    return path.suffix == GGUF_SUFFIX and os.path.isfile(path)
 
 
 def read_model_files(path: Path, context_limit: int | None = None, template_file: Path | None = None) -> ModelFiles:
