@@ -22,13 +22,14 @@ INT_BYTES = 4
 class _Buffer:
     """
     Args:
-        copied: out of the pinned one; used: by what was sent to read it. None: never yet.
+        used: by what was sent to read it; at first by whoever had that memory before.
+        copied: out of the pinned one; None: never yet.
     """
 
     pinned: Tensor  # int32
     on_device: Tensor  # int32
+    used: Event
     copied: Event | None = None
-    used: Event | None = None
 
 
 class Uploads:
@@ -40,11 +41,7 @@ class Uploads:
     def __init__(self, streams: Streams, room: int) -> None:
         self.room = room
         self._streams = streams
-        size_bytes = room * INT_BYTES
-        self._buffers = [
-            _Buffer(streams.pinned(size_bytes).view(torch.int32), streams.on_device(size_bytes).view(torch.int32))
-            for _ in range(NUM_BUFFERS)
-        ]
+        self._buffers = [self._buffer(room) for _ in range(NUM_BUFFERS)]
 
     def send(self, parts: Sequence[Int32Array], use: Callable[[list[Tensor]], object]) -> None:
         """Copy the parts up, and send what uses them: it gets them on the device, flat, and must not keep them."""
@@ -57,10 +54,14 @@ class Uploads:
         assert size <= self.room
         buffer.pinned.numpy()[:size] = np.concatenate([part.reshape(-1) for part in parts])
         source, target = buffer.pinned[:size], buffer.on_device[:size]
-        if buffer.used is not None:
-            side.wait(buffer.used)
+        side.wait(buffer.used)
         side.run(lambda: target.copy_(source, non_blocking=True))
         buffer.copied = side.record()
         current.wait(buffer.copied)
         current.run(lambda: use(list(torch.split(target, sizes))))
         buffer.used = current.record()
+
+    def _buffer(self, room: int) -> _Buffer:
+        streams, size_bytes = self._streams, room * INT_BYTES
+        pinned, on_device = streams.pinned(size_bytes), streams.on_device(size_bytes)
+        return _Buffer(pinned.view(torch.int32), on_device.view(torch.int32), streams.current.record())

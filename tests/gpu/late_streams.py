@@ -1,12 +1,14 @@
 """A twin of a device's streams that does everything as late as a device may: when the host waits for it.
 
 What nobody has waited for has not happened yet, and reads what its sources hold by the time it does. The device's
-memory is the host's.
+memory is the host's, and comes as an allocator that caches gives it: whoever had it before may still be writing to it,
+on the current stream.
 """
 
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -42,6 +44,10 @@ class LateStream:
         self._late.append(work)
         self.num_started += 1
 
+    def leave(self, work: Callable[[], object]) -> None:
+        """Work that somebody else has started."""
+        self._late.append(work)
+
     def record(self, is_timed: bool = False) -> LateEvent:
         return LateEvent(self, self._num_done + len(self._late))
 
@@ -74,7 +80,9 @@ class LateStreams:
 
     def on_device(self, size_bytes: int) -> Tensor:
         self.device_bytes.append(size_bytes)
-        return torch.full((size_bytes,), 0xFF, dtype=torch.uint8)
+        found = torch.full((size_bytes,), 0xFF, dtype=torch.uint8)
+        self.current.leave(partial(found.fill_, 0xEE))
+        return found
 
     def finish(self) -> None:
         """Have all of the current stream's work done, and what it waits for."""
