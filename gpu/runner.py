@@ -109,12 +109,14 @@ class ModelRunner:
             self._streams = open_streams(device)
             self._sampler = Sampler(engine.max_sequences, config.vocab_size, device, operators.sampler)
             self._drawn = DrawnTokens(engine.max_sequences, self._streams, self._sampler.last_tokens)
-            self.measured = self._measure(memory)
+            with _device_errors():
+                self.measured = self._measure(memory)
             self._recorder = find_recorder(engine, memory.device, operators)
             counted = self._count_graphs(memory)
             self.memory = memory = counted.memory
             self._cache = KVCache(config, memory.num_blocks, dtype, device, has_padding=self._recorder is not None)
-            self._choose_attention(memory.max_model_len)
+            with _device_errors():
+                self._choose_attention(memory.max_model_len)
         self.limits = RunnerLimits(
             num_blocks=memory.num_blocks,
             block_size=BLOCK_SIZE,

@@ -54,7 +54,7 @@ class Streams(Protocol):
         ...
 
     def on_device(self, size_bytes: int) -> Tensor:
-        """Memory of the device: bytes. What was sent to `current` before may still use it: it is freed in that order."""
+        """Memory of the device: bytes. What was sent to `current` before may still use it, for whoever had it."""
         ...
 
 
