@@ -72,10 +72,15 @@ class LateStreams:
     current: LateStream = field(default_factory=LateStream)
     side: LateStream = field(default_factory=LateStream)
     pinned_bytes: list[int] = field(default_factory=list)
+    for_good_bytes: list[int] = field(default_factory=list)
     device_bytes: list[int] = field(default_factory=list)
 
     def pinned(self, size_bytes: int) -> Tensor:
         self.pinned_bytes.append(size_bytes)
+        return torch.full((size_bytes,), 0xFF, dtype=torch.uint8)
+
+    def pinned_for_good(self, size_bytes: int) -> Tensor:
+        self.for_good_bytes.append(size_bytes)
         return torch.full((size_bytes,), 0xFF, dtype=torch.uint8)
 
     def on_device(self, size_bytes: int) -> Tensor:
