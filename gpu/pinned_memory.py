@@ -22,5 +22,6 @@ def pinned_for_good(size_bytes: int) -> Tensor:
     with suppress(AttributeError, OSError):  # not Linux, or without large pages: pinning takes longer
         pages.madvise(mmap.MADV_HUGEPAGE)
     memory = torch.frombuffer(pages, dtype=torch.uint8)
-    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size_bytes, 0))
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    torch.cuda.check_error(runtime.cudaHostRegister(memory.data_ptr(), size_bytes, 0))
     return memory

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -175,7 +176,7 @@ class ModelRunner:
 
         parts = (self._model, self._cache, self._sampler, self._builder.tables, self._streams)
         with torch.inference_mode():
-            steps = DeviceSteps(*parts, counted.shapes)
+            steps = DeviceSteps(*parts, counted.shapes, self._engine.max_batch_tokens)
         steps.graphs.most_graphs = counted.most_graphs
         return steps
 
@@ -311,7 +312,7 @@ class ModelRunner:
         """Zero what is not finite in the blocks of these: others may come to share them."""
         with torch.inference_mode():
             for slot in slots:
-                self._cache.make_finite(self._builder.blocks_of(slot))
+                self._streams.current.run(partial(self._cache.make_finite, self._builder.blocks_of(slot)))
 
 
 def steps_in_flight(overlap: str, device: torch.device) -> int:

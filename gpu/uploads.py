@@ -1,7 +1,7 @@
 """Integers of the host that every step needs: one copy from pinned memory, beside the step before. Thread: engine.
 
 Two buffers take turns, on the host and on the device, so that the copy for step N + 1 runs while step N still reads its
-own. Nothing is allocated on the way.
+own. Nothing is allocated on the way, but where a step brings more than any before: a buffer is enlarged for good.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,23 +35,18 @@ class _Buffer:
 class Uploads:
     """
     Args:
-        room: integers of one copy, at most.
+        room: integers of a usual copy.
     """
 
     def __init__(self, streams: Streams, room: int) -> None:
-        self.room = room
         self._streams = streams
         self._buffers = [self._buffer(room) for _ in range(NUM_BUFFERS)]
 
     def send(self, parts: Sequence[Int32Array], use: Callable[[list[Tensor]], object]) -> None:
         """Copy the parts up, and send what uses them: it gets them on the device, flat, and must not keep them."""
-        self._buffers.reverse()
-        buffer, side, current = self._buffers[0], self._streams.side, self._streams.current
-        if buffer.copied is not None:
-            buffer.copied.synchronize()  # of two copies ago
         sizes = [part.size for part in parts]
         size = sum(sizes)
-        assert size <= self.room
+        buffer, side, current = self._next_buffer(size), self._streams.side, self._streams.current
         buffer.pinned.numpy()[:size] = np.concatenate([part.reshape(-1) for part in parts])
         source, target = buffer.pinned[:size], buffer.on_device[:size]
         side.wait(buffer.used)
@@ -60,6 +55,16 @@ class Uploads:
         current.wait(buffer.copied)
         current.run(lambda: use(list(torch.split(target, sizes))))
         buffer.used = current.record()
+
+    def _next_buffer(self, size: int) -> _Buffer:
+        """The one of two copies ago, or a larger one in its place; the host may write to it."""
+        self._buffers.reverse()
+        buffer = self._buffers[0]
+        if buffer.copied is not None:
+            buffer.copied.synchronize()
+        if buffer.pinned.numel() < size:
+            self._buffers[0] = self._buffer(1 << (size - 1).bit_length())
+        return self._buffers[0]
 
     def _buffer(self, room: int) -> _Buffer:
         streams, size_bytes = self._streams, room * INT_BYTES
