@@ -25,16 +25,17 @@ class LateEvent:
         self.stream.run_until(self.number)
 
     def seconds_since(self, earlier: Event) -> float:
-        """A second for each piece of work."""
+        """Of each piece of work, work_s."""
         assert isinstance(earlier, LateEvent)
         self.synchronize()
-        return float(self.number - earlier.number)
+        return self.stream.work_s * (self.number - earlier.number)
 
 
 class LateStream:
     """Implements gpu.streams.Stream."""
 
-    def __init__(self) -> None:
+    def __init__(self, work_s: float = 1.0) -> None:
+        self.work_s = work_s
         self._late: deque[Callable[[], object]] = deque()
         self._num_done = 0
         self.num_started = 0  # not waits
@@ -67,13 +68,21 @@ class LateStream:
 
 @dataclass
 class LateStreams:
-    """Implements gpu.streams.Streams; lists the sizes of what was allocated."""
+    """Implements gpu.streams.Streams; lists the sizes of what was allocated.
 
-    current: LateStream = field(default_factory=LateStream)
-    side: LateStream = field(default_factory=LateStream)
+    Args:
+        work_s: that each piece of work takes.
+    """
+
+    work_s: float = 1.0
+    current: LateStream = field(init=False)
+    side: LateStream = field(init=False)
     pinned_bytes: list[int] = field(default_factory=list)
     for_good_bytes: list[int] = field(default_factory=list)
     device_bytes: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.current, self.side = LateStream(self.work_s), LateStream(self.work_s)
 
     def pinned(self, size_bytes: int) -> Tensor:
         self.pinned_bytes.append(size_bytes)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from core.config import BLOCK_SIZE, parse_model_config
+from core.config import BLOCK_SIZE, EngineConfig, parse_model_config
 from core.plan import PENDING
 from core.types import Request, SamplingParams
 from gpu import device_steps
@@ -54,11 +54,13 @@ def uncounted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def open_runner(directory: Path, graphs: str, max_sequences: int = 4, max_model_len: int = 64) -> ModelRunner:
     """Steps of 16 tokens, and of 32 of prompts, have graphs, beside two that decode or none."""
-    changed = dataclasses.replace(
-        ENGINE, graphs=graphs, max_sequences=max_sequences, max_model_len=max_model_len, max_batch_tokens=32
-    )
+    sizes = {"max_sequences": max_sequences, "max_model_len": max_model_len, "max_batch_tokens": 32}
+    return open_with(directory, dataclasses.replace(ENGINE, graphs=graphs, **sizes))
+
+
+def open_with(directory: Path, engine: EngineConfig) -> ModelRunner:
     return load_runner(
-        directory, parse_model_config(read_config(directory)), changed, no_progress, find=find_interpreted
+        directory, parse_model_config(read_config(directory)), engine, no_progress, find=find_interpreted
     )
 
 
