@@ -81,11 +81,11 @@ TINY = Sizes(512, 8, 128, ((1, 32), (4, 32)), (32,), 3, (2, 64, 2, 0.05), 96)
 def cases(is_quick: bool, is_device: bool) -> list[Case]:
     """This part's."""
     models = ("tiny",) if not is_device else QUICK_MODELS if is_quick else MODELS
-    found = [ceilings_case()]
+    found = [ceilings_case(), *family_cases(is_quick, is_device)]
     for model in models:
         for name, run in MEASURES.items():
             found.append(Case(f"{model}: {name}", partial(run, model), MODEL_LIMIT_S, table_of(model)))
-    return found + family_cases(is_quick, is_device)  # last: many, and they tell of no speed
+    return found
 
 
 def table_of(model: str) -> str:

@@ -1,6 +1,9 @@
 """bench.gpu_check on a CPU, on tiny shapes: its parts run, and what is wrong is told and makes it fail."""
 
 import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -13,12 +16,13 @@ from bench import gpu_check, gpu_families, gpu_http, gpu_kernels, gpu_model, gpu
 from bench.device_clock import median_s, num_copies
 from bench.gpu_cases import KernelCase, kernel_cases
 from bench.gpu_kernels import relative_error
-from bench.gpu_parts import BELOW, FAILED, OK, SKIPPED, WRONG, Case, Context, Job, Row, last_line
+from bench.gpu_parts import BELOW, FAILED, LEFT_OUT, OK, SKIPPED, WRONG, Case, Context, Job, Row, last_line
 from bench.gpu_problems import LAYER_BUILDERS, Problem
-from bench.gpu_run import Results, Run, in_worker, run_all, run_part
+from bench.gpu_results import Results
+from bench.gpu_run import Run, run_all, run_part
 from bench.gpu_targets import target_of
 from bench.results import read_result
-from tests import deadly_cases
+from tests import deadly_cases, meeting_cases
 
 CPU = torch.device("cpu")
 SPEED = {"read_bytes_per_s": 1e10, "flops": 1e12}
@@ -36,7 +40,8 @@ def run_here(part: str, only: str, out: Path) -> tuple[int, list[dict[str, Any]]
     """A part in this process: exit code, and the rows of its result file, by column."""
     code = run_part(Run(part, True, "cpu", only, 300.0, out, is_here=True), ["--part", part])
     result = read_result(out / f"gpu-{part}.json")
-    rows = [dict(zip(table.columns, row, strict=True)) for table in result.tables for row in table.rows]
+    tables = [table for table in result.tables if not table.title.startswith("What fails")]
+    rows = [dict(zip(table.columns, row, strict=True)) for table in tables for row in table.rows]
     return code, rows
 
 
@@ -276,7 +281,7 @@ def test_a_case_that_takes_its_process_down_costs_itself_alone(tmp_path: Path) -
     """One dies, one never ends; those behind them run in other processes, with what those before have left."""
     job = Job("tests.deadly_cases", "cpu", True)
     results = Results("deadly", "", tmp_path / "deadly")
-    run_all(job, deadly_cases.cases(True, False), results, time.monotonic() + 300, in_worker)
+    run_all(job, deadly_cases.cases(True, False), results, time.monotonic() + 300)
     told = [(row.cells["case"], row.verdict, row.note) for row in results.rows]
     assert told == [
         ("counts", OK, ""),
@@ -285,4 +290,51 @@ def test_a_case_that_takes_its_process_down_costs_itself_alone(tmp_path: Path) -
         ("counts again", OK, ""),
     ]
     assert results.rows[-1].cells["seen"] == 2
-    assert len(read_result(tmp_path / "deadly.json").tables) == 2
+    told_first = read_result(tmp_path / "deadly.json").tables[1]
+    assert told_first.title == "What fails: deadly"
+    assert [row[0] for row in told_first.rows] == [FAILED, FAILED]
+
+
+@pytest.mark.slow
+def test_cases_that_time_nothing_run_at_once(tmp_path: Path) -> None:
+    """Each waits for the other, so that neither would end alone; who dies beside them costs itself alone."""
+    os.mkfifo(tmp_path / "pipe")
+    job, results = Job("tests.meeting_cases", "cpu", True), Results("meeting", "", None)
+    results.learn({"pipe": str(tmp_path / "pipe")})
+    run_all(job, meeting_cases.cases(True, False), results, time.monotonic() + 300, 3)
+    told = [(row.cells["case"], row.verdict) for row in results.rows]
+    assert sorted(told[:-1]) == [("dies", FAILED), ("reads", OK), ("writes", OK)]
+    assert told[-1] == ("alone", OK)
+
+
+def test_what_there_is_no_time_for_is_told_and_fails_the_check(
+    tmp_path: Path, known_speed: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = run_part(Run("environment", True, "cpu", None, 0.0, tmp_path, is_here=True), [])
+    assert code == 1
+    rows = read_result(tmp_path / "gpu-environment.json").tables[1].rows  # what fails
+    assert {row[0] for row in rows} == {LEFT_OUT}
+    assert "left out: Versions: case versions  the part's time was up" in capsys.readouterr().out
+
+
+def test_an_unknown_case_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_part(Run("environment", True, "cpu", "no such", 300.0, None, is_here=True), []) == 2
+    assert "no case of --part environment has 'no such'" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's PR_SET_PDEATHSIG")
+def test_what_is_bound_ends_with_who_started_it() -> None:
+    """The pipe has no writer left when both are gone: killed outright, the one that starts has no time to end it."""
+    reader, writer = os.pipe()
+    lasts = f"import os, signal; os.write({writer}, b'up'); signal.pause()"
+    starts = (
+        "import subprocess, sys, signal; from bench.bound_process import bound\n"
+        f"subprocess.Popen(bound([sys.executable, '-c', {lasts!r}]), pass_fds=({writer},), start_new_session=True)\n"
+        "signal.pause()"
+    )
+    with subprocess.Popen([sys.executable, "-c", starts], pass_fds=(writer,)) as parent:
+        os.close(writer)
+        assert os.read(reader, 10) == b"up"
+        parent.kill()
+    assert os.read(reader, 10) == b""
+    os.close(reader)
