@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench import gpu_check, gpu_families, gpu_http, gpu_kernels, gpu_model, gpu_peers
+from bench import gpu_check, gpu_families, gpu_http, gpu_kernels, gpu_model, gpu_peers, gpu_targets
 from bench.device_clock import median_s, num_copies
 from bench.gpu_cases import KernelCase, kernel_cases
 from bench.gpu_kernels import relative_error
@@ -20,7 +20,7 @@ from bench.gpu_parts import BELOW, FAILED, LEFT_OUT, OK, SKIPPED, WRONG, Case, C
 from bench.gpu_problems import LAYER_BUILDERS, Problem
 from bench.gpu_results import Results
 from bench.gpu_run import Run, run_all, run_part
-from bench.gpu_targets import target_of
+from bench.gpu_targets import SINGLE_STREAM, judged, target_of
 from bench.results import read_result
 from tests import deadly_cases, meeting_cases
 
@@ -186,14 +186,31 @@ def test_errors_are_told_by_their_last_line() -> None:
 
 
 def test_a_target_is_judged_on_its_own_device_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    context = Context(torch.device("cuda"), False)
-    measure, share = "single stream, tokens/s", "single stream, share of limit"
-    monkeypatch.setattr(gpu_model, "_device_name", lambda context: "NVIDIA H200")
-    assert [gpu_model.judged(context, "llama-8b", measure, rate).verdict for rate in (239, 240)] == [BELOW, OK]
-    monkeypatch.setattr(gpu_model, "_device_name", lambda context: "NVIDIA L4")
-    assert gpu_model.judged(context, "llama-8b", measure, 17).verdict == ""
-    assert gpu_model.judged(context, "llama-8b", share, 0.5).verdict == BELOW
-    assert gpu_model.judged(Context(CPU, False), "llama-8b", share, 0.5).verdict == ""
+    context, on_cpu = Context(torch.device("cuda"), False), Context(CPU, False)
+
+    def verdict(context: Context, rate: float, limit: float) -> str:
+        return judged(context, "a table", "llama-8b", SINGLE_STREAM, rate, limit).verdict
+
+    monkeypatch.setattr(gpu_targets, "device_name", lambda context: "NVIDIA H200")
+    assert [verdict(context, rate, 280) for rate in (239, 240)] == [BELOW, OK]
+    assert verdict(context, 260, 310) == BELOW
+    monkeypatch.setattr(gpu_targets, "device_name", lambda context: "NVIDIA L4")
+    assert [verdict(context, 17, limit) for limit in (21, 20)] == [BELOW, OK]
+    assert judged(context, "a table", "llama-8b", gpu_targets.first_token_of(1024), 100.0).verdict == ""
+    assert verdict(on_cpu, 1, 100) == ""
+
+
+def test_shares_of_rates_and_times_grow_with_what_is_reached() -> None:
+    rows = [judged(Context(CPU, False), "", "", measure, 4.0, 5.0) for measure in ("x, tokens/s", "x, ms")]
+    assert [row.cells["share"] for row in rows] == [0.8, 1.25]
+
+
+def test_each_target_is_a_figure_that_is_measured(known_speed: None, tmp_path: Path) -> None:
+    """Of those whose names hold sizes; the others' are shared with who measures them."""
+    assert 1024 in gpu_model.FULL.prompts
+    assert gpu_targets.DECODE_ATTENTION in {case.name for case in kernel_cases(False, True)}
+    assert (gpu_http.FULL.full.clients, gpu_http.FULL.full.prompt, gpu_http.FULL.full.output) == (512, 128, 1024)
+    assert {model for model, _ in gpu_targets.TARGETS} == {"", *gpu_model.MODELS}
 
 
 def test_inputs_rotate_beyond_a_cache_on_a_device_alone() -> None:
@@ -228,7 +245,7 @@ def test_a_small_model_gives_every_figure_in_the_engine(model: str, known_speed:
     code, rows = run_here("model", model, tmp_path)
     assert code == 0
     measured = {row["measure"]: row["figure"] for row in rows if row.get("measure")}
-    for wanted in ("decode 4 x 32, tokens/s", "single stream, share of limit", "prefix of 96: again, ms"):
+    for wanted in ("decode 4 x 32, tokens/s", SINGLE_STREAM, "prefix of 96: again, ms"):
         assert measured[wanted] > 0
     assert measured["steps from cancel to the last news"] == 1
     assert measured["inter-token p99 beside arriving prompts, ms"] > 0
@@ -256,7 +273,16 @@ def test_the_port_answers_all_that_is_asked(known_speed: None, tmp_path: Path) -
     code, rows = run_here("http", "tiny", tmp_path)
     assert code == 0
     measured = {row["measure"]: row["figure"] for row in rows if row.get("measure")}
-    assert measured["http 4 x 48/6, tokens/s"] > 0
+    for wanted in (
+        "http 4 x 48/6, tokens/s",
+        "http single stream, tokens/s",
+        "http time to first token of 96, ms",
+        "http inter-token p99 beside arriving prompts, ms",
+        "http prefix of 96: again, ms",
+        "http cancel of a stream, ms",
+        gpu_targets.BESIDE_ENGINE,
+    ):
+        assert measured[wanted] > 0
 
 
 @pytest.mark.slow
@@ -267,13 +293,14 @@ def test_transformers_has_the_same_weights(known_speed: None, tmp_path: Path) ->
 
 
 def test_targets_are_ends_of_a_range() -> None:
-    found = target_of("llama-8b", "single stream, share of limit")
+    found = target_of("llama-8b", gpu_targets.FULL_SERVER)
     assert found is not None
-    assert [found.is_met(figure) for figure in (0.84, 0.85)] == [False, True]
-    assert target_of("tiny", "single stream, tokens/s") is None
-    most = target_of("tiny", "device idle between decode steps, share")
+    assert [found.is_met(1.0, share, "any") for share in (None, 0.79, 0.8)] == [False, False, True]
+    assert target_of("tiny", SINGLE_STREAM) is None
+    most = target_of("tiny", gpu_targets.IDLE)
     assert most is not None
-    assert (most.shown, most.is_met(0.05), most.is_met(0.06)) == ("<= 0.05", True, False)
+    assert most.shown == "<= 0.05"
+    assert [most.is_met(figure, None, "any") for figure in (0.05, 0.06)] == [True, False]
 
 
 @pytest.mark.slow
