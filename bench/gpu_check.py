@@ -12,7 +12,7 @@ on PYTHONPATH: `pip download --no-deps -d wheels h2 hpack hyperframe msgspec orj
 there, `PYTHONPATH=wheels/unpacked python -m bench.gpu_check ...` where there is none.
 
 A case that fails is a row of the table, and a case that takes its process or the device down costs that case alone.
-Results are written after each case. Exit code: 0; 1: something is wrong, has failed, misses its target or was left out
+Results are written as they come. Exit code: 0; 1: something is wrong, has failed, misses its target or was left out
 for want of time: told in the last lines; 2: a package is missing, or there is no such case.
 """
 

@@ -18,6 +18,7 @@ from bench.engine import EngineBench
 from bench.gpu_environment import ceilings_case
 from bench.gpu_families import family_cases
 from bench.gpu_parts import Case, Context, Row
+from bench.gpu_same_tokens import same_tokens_case
 from bench.gpu_streams import Streams
 from bench.gpu_targets import (
     CANCEL_STEPS,
@@ -87,7 +88,7 @@ TINY = Sizes(512, 8, 128, ((1, 32), (4, 32)), (32,), 3, (2, 64, 2, 0.05), 96)
 def cases(is_quick: bool, is_device: bool) -> list[Case]:
     """This part's."""
     models = ("tiny",) if not is_device else QUICK_MODELS if is_quick else MODELS
-    found = [ceilings_case(), *family_cases(is_quick, is_device)]
+    found = [ceilings_case(), *family_cases(is_quick, is_device), same_tokens_case(models[0], config_of(models[0]))]
     for model in models:
         for name, run in MEASURES.items():
             found.append(Case(f"{model}: {name}", partial(run, model), MODEL_LIMIT_S, table_of(model)))

@@ -1,7 +1,7 @@
 """One part of bench.gpu_check: its workers, started again behind a case that took one down, and the results they bring.
 
 The parent never touches the device. It reads the workers' news, gives up a case that takes longer than it may, and
-writes what there is after each one. Cases that time nothing run in several workers at once, each on its share of them.
+writes what there is every few seconds. Cases that time nothing run in several workers at once, each with its share.
 """
 
 import contextlib
@@ -139,7 +139,7 @@ class Turn:
         if news.ended is not None:
             self._running = None
             self._until_s = time.monotonic() + START_LIMIT_S
-            self._results.write()
+            self._results.write_now_and_then()
 
     def why_over(self) -> str | None:
         """Why the worker is to be ended; None: it is not."""

@@ -12,16 +12,27 @@ from typing import Any
 import pytest
 import torch
 
-from bench import gpu_check, gpu_families, gpu_http, gpu_kernels, gpu_model, gpu_peers, gpu_targets
+from bench import (
+    gpu_check,
+    gpu_families,
+    gpu_http,
+    gpu_kernels,
+    gpu_model,
+    gpu_peers,
+    gpu_sampling_problems,
+    gpu_targets,
+)
 from bench.device_clock import median_s, num_copies
-from bench.gpu_cases import KernelCase, kernel_cases
+from bench.gpu_cases import KernelCase, timed_cases
 from bench.gpu_kernels import relative_error
 from bench.gpu_parts import BELOW, FAILED, LEFT_OUT, OK, SKIPPED, WRONG, Case, Context, Job, Row, last_line
-from bench.gpu_problems import LAYER_BUILDERS, Problem
+from bench.gpu_problems import Problem, add_norm
 from bench.gpu_results import Results
 from bench.gpu_run import Run, run_all, run_part
 from bench.gpu_targets import SINGLE_STREAM, judged, target_of
+from bench.gpu_variants import variant_cases
 from bench.results import read_result
+from core.types import SamplingParams
 from tests import deadly_cases, meeting_cases
 
 CPU = torch.device("cpu")
@@ -63,17 +74,27 @@ def known_speed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "builder", ["add_norm", "product: matrix qkv", "decoding_rows", "prompt_tokens", "sample", "decode_attention"]
+    "builder",
+    [
+        "add_norm: rows 5",
+        "product: matrix qkv",
+        "decoding_rows",
+        "prompt_tokens",
+        "logprobs",
+        "decode_attention: sequences 5, context 40, heads 6, kv_heads 2, head_dim 16, window 21",
+        "decode_attention: sequences 5, context 40, heads 6, kv_heads 2, head_dim 16, sinks True",
+    ],
 )
 def test_kernels_are_held_against_their_references(builder: str, known_speed: None, tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="needs triton: pip install 'steploop[gpu]'")
     code, rows = run_here("kernels", builder, tmp_path)
     assert code == 0
     assert verdicts(rows)
-    assert set(verdicts(rows)) <= {OK, SKIPPED}
+    assert set(verdicts(rows)) == {OK}
     for row in rows:
         if row.get("verdict") == OK:
             assert row["error"] <= row["tolerance"]
+        if row.get("µs") is not None:
             assert row["share of limit"] > 0
     page = (tmp_path / "gpu-kernels.md").read_text()
     assert builder in page
@@ -84,21 +105,36 @@ def test_every_kernel_has_a_problem_and_solves_it(known_speed: None, tmp_path: P
     pytest.importorskip("triton", reason="needs triton: pip install 'steploop[gpu]'")
     code, rows = run_here("kernels", "", tmp_path)
     assert code == 0
-    assert len(verdicts(rows)) == len(kernel_cases(True, False))
+    assert verdicts(rows) == [OK] * len({case.name for case in all_cases(True, False)})
+    assert sum(row.get("µs") is not None for row in rows) == len(timed_cases(True, False))
 
 
-@pytest.mark.parametrize(("is_quick", "is_device"), [(False, True), (True, True), (True, False)])
-def test_the_names_of_cases_are_their_own_and_each_has_a_builder(is_quick: bool, is_device: bool) -> None:
-    found = kernel_cases(is_quick, is_device)
-    assert len({case.name for case in found}) == len(found)
+def all_cases(is_quick: bool, is_device: bool) -> list[KernelCase]:
+    return timed_cases(is_quick, is_device) + variant_cases(is_quick, is_device)
+
+
+@pytest.mark.parametrize(("is_quick", "is_device"), [(False, True), (False, False)])
+def test_each_builder_has_cases_and_their_names_are_their_own(is_quick: bool, is_device: bool) -> None:
+    found = all_cases(is_quick, is_device)
+    by_name = {case.name: case for case in found}
+    assert all(by_name[case.name] == case for case in found)
     assert {case.builder for case in found} == set(gpu_kernels.BUILDERS)
+    cases = gpu_kernels.cases(is_quick, is_device)
+    assert len({case.name for case in cases}) == len(cases)
+
+
+def test_every_feature_of_sampling_is_among_what_is_asked() -> None:
+    """A field that kernels learn to read is to be tried on the device, too."""
+    asked = {name for asks in gpu_sampling_problems.ASKS["all"] for name in asks}
+    not_sampled = {"max_tokens", "seed", "stop", "stop_token_ids", "ignore_eos", "num_logprobs", "num_prompt_logprobs"}
+    assert asked == set(SamplingParams.__struct_fields__) - not_sampled
 
 
 def planted(fault: Callable[[torch.Tensor], object]) -> Callable[..., Problem]:
     """The norm's problem, of whose result one number is spoilt, or never written."""
 
     def build(*args: Any, **shape: Any) -> Problem:
-        found = LAYER_BUILDERS["add_norm"](*args, **shape)
+        found = add_norm(*args, **shape)
 
         def launch() -> tuple[torch.Tensor, ...]:
             total, normed = found.launch()
@@ -123,10 +159,11 @@ def test_a_kernel_that_is_wrong_is_told_and_fails_the_check(
     fault: Callable[[torch.Tensor], object], known_speed: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton", reason="needs triton: pip install 'steploop[gpu]'")
-    monkeypatch.setitem(gpu_kernels.BUILDERS, "planted", planted(fault))
+    monkeypatch.setattr(gpu_kernels, "BUILDERS", {**gpu_kernels.BUILDERS, "planted": planted(fault)})
     case = KernelCase("planted", {"rows": 2, "width": 24}, "float32")
     right = KernelCase("add_norm", {"rows": 2, "width": 24}, "float32")
-    monkeypatch.setattr(gpu_kernels, "kernel_cases", lambda is_quick, is_device: [case, right])
+    monkeypatch.setattr(gpu_kernels, "variant_cases", lambda is_quick, is_device: [case, right])
+    monkeypatch.setattr(gpu_kernels, "timed_cases", lambda is_quick, is_device: [])
     code, rows = run_here("kernels", "", tmp_path)
     assert code == 1
     assert verdicts(rows) == [WRONG, OK]
@@ -139,9 +176,10 @@ def test_a_kernel_that_raises_costs_its_own_row(
         raise RuntimeError("first\nCUDA error: what the last line says\n")
 
     pytest.importorskip("triton", reason="needs triton: pip install 'steploop[gpu]'")
-    monkeypatch.setitem(gpu_kernels.BUILDERS, "planted", build)
+    monkeypatch.setattr(gpu_kernels, "BUILDERS", {**gpu_kernels.BUILDERS, "planted": build})
     cases = [KernelCase("planted"), KernelCase("decoding_rows", {"rows": 2, "slots": 5, "width": 8}, "float32")]
-    monkeypatch.setattr(gpu_kernels, "kernel_cases", lambda is_quick, is_device: cases)
+    monkeypatch.setattr(gpu_kernels, "variant_cases", lambda is_quick, is_device: cases)
+    monkeypatch.setattr(gpu_kernels, "timed_cases", lambda is_quick, is_device: [])
     code, rows = run_here("kernels", "", tmp_path)
     assert code == 1
     assert verdicts(rows) == [FAILED, OK]
@@ -180,6 +218,11 @@ def test_errors_are_relative_to_the_reference(found: list[float], wanted: list[f
     assert relative_error(torch.tensor(found), torch.tensor(wanted)) == error
 
 
+def test_of_what_must_be_the_same_each_that_is_not_counts() -> None:
+    assert gpu_kernels.share_of_others(torch.tensor([1, 2, 3, 4]), torch.tensor([1, 2, 0, 4])) == 0.25
+    assert gpu_kernels.share_of_others(torch.tensor([1]), torch.tensor([1, 2])) == float("inf")
+
+
 def test_errors_are_told_by_their_last_line() -> None:
     assert last_line(ValueError("first\n\n  last ")) == "ValueError: last"
     assert last_line(ValueError()) == "ValueError"
@@ -208,7 +251,7 @@ def test_shares_of_rates_and_times_grow_with_what_is_reached() -> None:
 def test_each_target_is_a_figure_that_is_measured(known_speed: None, tmp_path: Path) -> None:
     """Of those whose names hold sizes; the others' are shared with who measures them."""
     assert 1024 in gpu_model.FULL.prompts
-    assert gpu_targets.DECODE_ATTENTION in {case.name for case in kernel_cases(False, True)}
+    assert gpu_targets.DECODE_ATTENTION in {case.name for case in timed_cases(False, True)}
     assert (gpu_http.FULL.full.clients, gpu_http.FULL.full.prompt, gpu_http.FULL.full.output) == (512, 128, 1024)
     assert {model for model, _ in gpu_targets.TARGETS} == {"", *gpu_model.MODELS}
 
@@ -249,7 +292,10 @@ def test_a_small_model_gives_every_figure_in_the_engine(model: str, known_speed:
         assert measured[wanted] > 0
     assert measured["steps from cancel to the last news"] == 1
     assert measured["inter-token p99 beside arriving prompts, ms"] > 0
-    assert not verdicts(rows)  # a CPU is held against no target
+    assert verdicts([row for row in rows if "measure" in row]) == []  # a CPU is held against no target
+    same = [row for row in rows if row.get("off the likeliest") is not None]
+    assert verdicts(same) == [OK, OK]
+    assert {row["answers as the first"] for row in same} == {2}
 
 
 @pytest.mark.slow
