@@ -22,7 +22,8 @@ from typing import TypeVar
 
 from tests.core.drawn_rules import run_seeded
 from tests.core.test_offload_machine import MACHINES
-from tests.server.fault_history import FaultHistory, Tally
+from tests.server.fault_checks import Tally
+from tests.server.fault_history import FaultHistory
 
 J = TypeVar("J")
 T = TypeVar("T")
