@@ -26,6 +26,7 @@ MAX_SPREADS = 2.0  # a step that takes longer than predicted by more of these ha
 FIRST_SPREAD, LEAST_SPREAD, SPREAD_RATE = 0.3, 0.02, 0.02
 SOLVE_EVERY = 16  # steps of a kind at most, and as soon as they are NEWS_SHARE of the kind's: see StepCostModel
 NEWS_SHARE = 1 / 8
+SURPRISE = 0.1  # a step that was off by more of what it took is news enough
 NUM_SWEEPS = 6
 ERROR_WINDOW, ERROR_REFRESH = 256, 32  # steps
 
@@ -73,8 +74,9 @@ class StepCostModel:
     step faster than it is.
 
     A step is noted when it was measured, which takes a few microseconds; the fit is solved anew when the notes of a
-    kind make an eighth of what is known of it, and after SOLVE_EVERY of them at the latest. So the first steps count
-    at once, and later ones, each of which moves the fit by a part in hundreds, cost next to nothing. Not by whoever
+    kind make an eighth of what is known of it, after SOLVE_EVERY of them at the latest, and at once for a step that was
+    far off: the next ones will be like it. So the first steps count at once, as do those of a batch that has changed,
+    and later ones, each of which moves the fit by a part in hundreds, cost next to nothing. Not by whoever
     asks for a prediction: every plan and every charge does. And not in closed form: with one stream the fixed part and
     the part of its one token cannot be told apart, where a descent stays with what it has.
 
@@ -138,15 +140,16 @@ class StepCostModel:
         if seconds <= 0:
             return
         predicted = self.predict(work)
+        error = abs(predicted - seconds) / seconds
         if self.is_ready:
-            self._note_error(abs(predicted - seconds) / seconds)
+            self._note_error(error)
         memory = self._with_prompts if self._has_prompt else self._without
         num_beyond = max(0, work.prompt_tokens + work.own_tokens - self.few_tokens)
         features = 1.0, num_beyond, work.prompt_kv, work.own_tokens, work.own_kv
         memory.note(features, seconds, self._weight(predicted, seconds))
         self._num_own = work.own_tokens or self._num_own
         self._num_observed += 1
-        if memory.is_due:
+        if memory.is_due or error > SURPRISE:
             self._solve()
 
     def _weight(self, predicted: float, seconds: float) -> float:

@@ -174,6 +174,14 @@ def test_each_of_the_first_steps_counts_at_once_and_later_ones_many_at_a_time() 
     assert len([number for number in solved if number > 300]) <= 700 / SOLVE_EVERY + 2
 
 
+def test_step_that_was_far_off_counts_at_once_however_many_were_seen() -> None:
+    model, work = trained(1000), StepWork(own_tokens=30, own_kv=30_000)
+    for share, num_solved in ((1.0, 0), (0.8, 1), (1.3, 1), (1.0, 0)):
+        with CallCounter(lambda path: path.endswith("/step_cost.py")) as counter:
+            model.observe(work, share * seconds_of(work))
+        assert counter.calls["_descend"] == num_solved
+
+
 # The allowance
 
 
