@@ -211,7 +211,7 @@ def token_gaps(inter_token_target: float | None) -> tuple[np.ndarray, np.ndarray
 
 def test_long_prompt_slows_running_streams_by_no_more_than_the_target() -> None:
     quiet, loud, prefill_s = token_gaps(1.6)
-    assert loud.max() <= 1.7 * np.median(quiet)  # a ninth is about to join them
+    assert loud.max() <= 1.62 * np.median(quiet)
     assert prefill_s > 3.0  # it was there
 
 
