@@ -57,7 +57,7 @@ class Pair:
         """As send, by the stream's writer."""
         if stream_id not in self._writers:
             self._writers[stream_id] = self.server.responses.text_writer(
-                stream_id, PLAIN, partial(self._send_data, stream_id), lambda: None
+                stream_id, PLAIN, partial(self._send_data, stream_id), lambda: True
             )
         self._writers[stream_id](data.decode())
         self.sent[stream_id] += data
