@@ -201,15 +201,20 @@ def measure_bandwidth(device: torch.device) -> float:
     values = torch.ones(size_bytes // 4, device=device)
     best_s = float("inf")
     for _ in range(PROBE_ROUNDS):
-        _synchronize(device)
+        synchronize(device)
         started_s = time.perf_counter()
         values.sum()
-        _synchronize(device)
+        synchronize(device)
         best_s = min(best_s, time.perf_counter() - started_s)
     return size_bytes / best_s
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Have the host wait for all that was sent to it.
+
+    Raises:
+        torch.AcceleratorError: it is lost: an error that costs a CUDA context comes again with every call.
+    """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

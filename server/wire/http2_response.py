@@ -23,6 +23,7 @@ class Http2Stream(OutgoingBody):
 
     Attributes:
         awaited: bytes of the request's body that were declared, and have not come.
+        head_bytes: that the request's head weighs.
         has_read_request: nothing of it is still to come.
         remaining: of a counted body, not yet given to send_data.
     """
@@ -30,6 +31,7 @@ class Http2Stream(OutgoingBody):
     __slots__ = (
         "awaited",
         "has_read_request",
+        "head_bytes",
         "is_head_request",
         "is_head_sent",
         "remaining",
@@ -40,6 +42,7 @@ class Http2Stream(OutgoingBody):
     def __init__(self, stream: H2Stream, is_head_request: bool, has_read_request: bool) -> None:
         super().__init__(stream)
         self.awaited: int | None = None
+        self.head_bytes = 0
         self.is_head_request = is_head_request
         self.has_read_request = has_read_request
         self.is_head_sent = False

@@ -95,7 +95,8 @@ class Pair:
                 assert min(window, theirs.inbound_flow_control_window) <= 0
 
     def open_windows(self) -> None:
-        self.client.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: 2**20})
+        """For more than all steps of one history send."""
+        self.client.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: 2**24})
         self.exchange()
         self.client.increment_flow_control_window(2**24)
         self.exchange()
