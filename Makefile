@@ -6,6 +6,8 @@
 # make bench        measure, against peers where they are installed; results under bench/results/
 # make peers        set up the servers that bench.peers compares with: llama.cpp is compiled for minutes (needs a
 #                   C++ compiler), from the source that llama-cpp-python brings
+# make wheels       what bench.gpu_check needs beside torch, triton and transformers, in build/wheels: for a machine with a
+#                   GPU and without a network, whose Python is WHEELS_FOR (3.12)
 # make simulate     random histories of every fault against the simulated server, and 10 million steps of the scheduler's
 #                   machine (an hour on two cores); ARGS="--seed N" one again, --steps and --histories for other numbers
 # make crash        kill a server under load ten thousand times (half an hour) and read its ledger each time
@@ -107,6 +109,17 @@ $(VENV)/bin/llama-server: | $(VENV)/.installed-bench
 	$(VENV)/bin/cmake --build $(VENV)/llama/build --target llama-server --parallel $(BUILD_JOBS)
 	cp $(VENV)/llama/build/bin/llama-server $@
 	rm -rf $(VENV)/llama
+
+WHEELS_FOR ?= 3.12
+WHEELS := h11 h2 hpack hyperframe markdown-it-py mdurl msgspec orjson pygments rich uvloop
+WHEEL_PLATFORMS := manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64
+
+.PHONY: wheels
+wheels: | $(VENV)/bin/python
+	rm -rf build/wheels
+	$(VENV)/bin/python -m pip download --quiet --no-deps --only-binary=:all: --constraint constraints.txt \
+		--implementation cp --python-version $(WHEELS_FOR) $(addprefix --platform ,$(WHEEL_PLATFORMS)) \
+		--dest build/wheels $(WHEELS)
 
 clean:
 	rm -rf $(VENV) *.egg-info

@@ -1,17 +1,17 @@
 """What `bench.gpu_check --part kernels` tries, as data: a kernel by its builder's name, the shapes, the formats.
 
-A new kernel adds a builder in bench/gpu_problems.py and a row here. Shapes are those of real models; the quick ones and
-those of a CPU, where Triton's interpreter takes milliseconds for each program, are a few numbers wide.
+A new kernel adds a builder (bench/gpu_problems.py and its like) and a row here. Shapes that are timed are those of real
+models; variants, which are held against their references alone, are gpu_variants.py's. Those of a CPU, where Triton's
+interpreter takes milliseconds for each program, are a few numbers wide.
 """
 
 from dataclasses import dataclass, field
 from typing import Any
 
-SERVED = ("bfloat16", "float16", "float32")
-BFLOAT = ("bfloat16",)
 EIGHT_B = {"hidden": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128, "inner": 14_336, "vocab": 128_256}
 SMALL = {"hidden": 1024, "heads": 16, "kv_heads": 8, "head_dim": 128, "inner": 3072, "vocab": 151_936}
 TINY = {"hidden": 96, "heads": 6, "kv_heads": 2, "head_dim": 16, "inner": 80, "vocab": 300}
+MOST_HEAD_ROWS = 512  # a prompt's chunk has one row that draws
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class KernelCase:
     """One kernel on one shape.
 
     Args:
-        builder: of gpu_problems.BUILDERS.
+        builder: of gpu_token_problems.BUILDERS.
         shape: the builder's arguments.
         dtype: of rows and, where they are not quantised, of weights.
     """
@@ -34,83 +34,106 @@ class KernelCase:
         return f"{self.builder}: {shown}; {self.dtype}"
 
 
-def kernel_cases(is_quick: bool, is_device: bool) -> list[KernelCase]:
-    """All of them, in the order in which they run: those that serve every model first."""
-    forms: tuple[str, ...]
+def timed_cases(is_quick: bool, is_device: bool) -> list[KernelCase]:
+    """Of real models' shapes, what serves every model first: attention, plain products, then what lies between them."""
     if not is_device:
-        forms = ("plain", "int8", "fp8 by 32", "int4")
-        return _cases(TINY, rows=(5,), dtypes=("float32",), contexts=((2, 40),), forms=forms)
+        return _of_model(TINY, (5,), ((2, 40),), ("int8", "fp8 by 32", "int4"), "float32")
     if is_quick:
-        forms = ("plain", "fp8 by 128", "int4")
-        return _cases(SMALL, rows=(1, 64), dtypes=BFLOAT, contexts=((4, 1024),), forms=forms)
-    forms = ("plain", "int8", "fp8", "fp8 by 128", "int4")
-    found = _cases(EIGHT_B, (1, 16, 512, 4096), BFLOAT, ((1, 1024), (64, 4096), (512, 1024)), forms)
-    found += _cases(SMALL, (1, 16, 512), SERVED, ((1, 1024), (64, 4096)), ("plain",))
-    return list({case.name: case for case in found}.values())  # some shapes are both models', or of no format
+        return _of_model(SMALL, (1, 64), ((4, 1024),), ("fp8 by 128", "int4"))
+    found = _of_model(EIGHT_B, (1, 16, 512, 4096), ((64, 4096), (1, 1024), (512, 1024)))
+    found += _of_model(SMALL, (1, 16, 512), ((64, 4096), (1, 1024)))
+    found += _quantized(EIGHT_B, (1, 16, 512, 4096), ("int8", "fp8", "fp8 by 128", "int4", "int4 by 128"))
+    return list({case.name: case for case in found}.values())  # some shapes are both models'
 
 
-def _cases(
+def _of_model(
     model: dict[str, int],
     rows: tuple[int, ...],
-    dtypes: tuple[str, ...],
     contexts: tuple[tuple[int, int], ...],
-    forms: tuple[str, ...],
+    forms: tuple[str, ...] = (),
+    dtype: str = "bfloat16",
 ) -> list[KernelCase]:
-    """Of one model's shapes.
-
+    """
     Args:
         contexts: (sequences, tokens of each): of attention.
+        forms: of quantised matrices.
     """
-    heads = {name: model[name] for name in ("heads", "kv_heads", "head_dim")}
+    heads = heads_of(model)
+    found = [
+        KernelCase("decode_attention", {"sequences": num_sequences, "context": context, **heads}, dtype)
+        for num_sequences, context in contexts
+    ]
+    num_sequences, context = min(contexts)
+    prompts = [
+        {"prompts": 1, "tokens": context, **heads},
+        {"prompts": 2, "tokens": context, "decodes": num_sequences, **heads},
+    ]
+    if model is EIGHT_B:
+        prompts.append({"prompts": 2, "tokens": 8192, "decodes": 64, **heads})
+    found += [KernelCase("extend_attention", shape, dtype) for shape in prompts]
+    for num_rows in rows:
+        found += _products(model, num_rows, "plain", dtype)
+        if num_rows <= MOST_HEAD_ROWS:
+            shape = {"matrix": "head", "form": "plain", "rows": num_rows, "out": model["vocab"], "in": model["hidden"]}
+            found += [KernelCase("product", shape, dtype)]
+            found += [KernelCase("sample", {"rows": num_rows, "vocab": model["vocab"], "asks": "all"}, "float32")]
+            found += [KernelCase("sample", {"rows": num_rows, "vocab": model["vocab"], "asks": "greedy"}, "float32")]
+    for num_rows in rows:
+        found += _elementwise(model, num_rows, dtype)
+    return found + _once(model, dtype) + _quantized(model, rows, forms, dtype)
+
+
+def heads_of(model: dict[str, int]) -> dict[str, int]:
+    return {name: model[name] for name in ("heads", "kv_heads", "head_dim")}
+
+
+def _products(model: dict[str, int], num_rows: int, form: str, dtype: str) -> list[KernelCase]:
     query, kv = (model[name] * model["head_dim"] for name in ("heads", "kv_heads"))
     matrices = {
-        "qkv": (query + 2 * kv, model["hidden"]),
-        "output": (model["hidden"], query),
         "gate_up": (2 * model["inner"], model["hidden"]),
         "down": (model["hidden"], model["inner"]),
+        "qkv": (query + 2 * kv, model["hidden"]),
+        "output": (model["hidden"], query),
     }
-    found = []
-    for dtype in dtypes:
-        for num_rows in rows:
-            found += [
-                KernelCase("add_norm", {"rows": num_rows, "width": model["hidden"]}, dtype),
-                KernelCase("rotate_and_store", {"rows": num_rows, **heads, "norm": "none"}, dtype),
-                KernelCase("rotate_and_store", {"rows": num_rows, **heads, "norm": "head"}, dtype),
-                KernelCase("gate", {"rows": num_rows, "width": model["inner"], "activation": "silu"}, dtype),
-                KernelCase("embed", {"rows": num_rows, "vocab": model["vocab"], "width": model["hidden"]}, dtype),
-            ]
-            for name, (num_out, num_in) in matrices.items():
-                for form in forms:
-                    if form in ("int4", "fp8 by 32") and num_in % 32:
-                        continue  # see gpu.quantize.can_quantize
-                    shape = {"matrix": name, "form": form, "rows": num_rows, "out": num_out, "in": num_in}
-                    found.append(KernelCase("product", shape, dtype))
-            shape = {"matrix": "head", "form": "plain", "rows": num_rows, "out": model["vocab"], "in": model["hidden"]}
-            found.append(KernelCase("product", shape, dtype))
-            found.append(KernelCase("sample", {"rows": min(num_rows, 512), "vocab": model["vocab"]}, "float32"))
-        found += _once(model, dtype)
-        for num_sequences, context in contexts:
-            shape = {"sequences": num_sequences, "context": context, **heads}
-            found.append(KernelCase("decode_attention", shape, dtype))
-        num_sequences, context = contexts[0]
-        found.append(KernelCase("extend_attention", {"prompts": 1, "tokens": context, **heads}, dtype))
-        found.append(
-            KernelCase("extend_attention", {"prompts": 2, "tokens": context, "decodes": num_sequences, **heads}, dtype)
-        )
-    return found
+    return [
+        KernelCase("product", {"matrix": name, "form": form, "rows": num_rows, "out": num_out, "in": num_in}, dtype)
+        for name, (num_out, num_in) in matrices.items()
+        if num_in % least_width(form) == 0
+    ]
+
+
+def least_width(form: str) -> int:
+    """That rows of matrices in this form are a multiple of; see gpu.quantize.can_quantize."""
+    scheme, _, group = form.partition(" by ")
+    return int(group) if group else 32 if scheme == "int4" else 1
+
+
+def _quantized(
+    model: dict[str, int], rows: tuple[int, ...], forms: tuple[str, ...], dtype: str = "bfloat16"
+) -> list[KernelCase]:
+    return [case for form in forms for num_rows in rows for case in _products(model, num_rows, form, dtype)]
+
+
+def _elementwise(model: dict[str, int], num_rows: int, dtype: str) -> list[KernelCase]:
+    rows, heads = {"rows": num_rows}, heads_of(model)
+    return [
+        KernelCase("add_norm", {**rows, "width": model["hidden"]}, dtype),
+        KernelCase("rotate_and_store", {**rows, **heads, "norm": "none"}, dtype),
+        KernelCase("rotate_and_store", {**rows, **heads, "norm": "head"}, dtype),
+        KernelCase("gate", {**rows, "width": model["inner"], "activation": "silu"}, dtype),
+        KernelCase("embed", {**rows, "vocab": model["vocab"], "width": model["hidden"]}, dtype),
+    ]
 
 
 def _once(model: dict[str, int], dtype: str) -> list[KernelCase]:
     """What a model needs in one shape, or of which one shape shows all."""
-    width = model["hidden"]
     num_rows = 4 if model is TINY else 64
     experts = {"experts": 4, "active": 2, "width": 32} if model is TINY else {"experts": 128, "active": 8, "width": 768}
+    hidden = min(model["hidden"], 2048)
     return [
-        KernelCase("gate", {"rows": num_rows, "width": model["inner"], "activation": "gelu_pytorch_tanh"}, dtype),
-        KernelCase("gate", {"rows": num_rows, "width": model["inner"], "activation": "clamped_swiglu"}, dtype),
+        KernelCase("experts", {"rows": 2, "hidden": hidden, **experts, "form": "plain"}, dtype),
+        KernelCase("experts", {"rows": num_rows * 4, "hidden": hidden, **experts, "form": "plain"}, dtype),
         KernelCase("decoding_rows", {"rows": num_rows, "slots": 4 * num_rows, "width": num_rows * 16}, "float32"),
         KernelCase("prompt_tokens", {"tokens": 8 * num_rows, "slots": num_rows, "width": 16 * num_rows}, "float32"),
-        KernelCase("scatter", {"rows": num_rows, "slots": 4 * num_rows, "width": width}, dtype),
-        KernelCase("experts", {"rows": 2, "hidden": min(width, 2048), **experts}, dtype),
-        KernelCase("experts", {"rows": num_rows * 4, "hidden": min(width, 2048), **experts}, dtype),
+        KernelCase("scatter", {"rows": num_rows, "slots": 4 * num_rows, "width": model["hidden"]}, dtype),
     ]

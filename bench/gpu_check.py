@@ -3,17 +3,21 @@
     python -m bench.gpu_check --part environment|kernels|model|http|peers [--quick] [--device auto|cpu|cuda]
 
 - environment: versions, device, ceilings. Each other part begins with the ceilings of its own run.
-- kernels: every kernel beside its reference in float32, with its time and its share of the limit.
-- model: each family beside transformers on the CPU; speed of random models in the engine, beside the targets.
-- http: the same through the server's port. peers: transformers on the same weights.
+- kernels: every kernel and its variants beside its reference in float32; then times and shares of the limit.
+- model: each family beside transformers on the CPU, and a real shape's tokens however steps are sent; then the speed of
+  random models in the engine, beside the targets (bench/gpu_targets.py).
+- http: the same through the server's port, and beside the engine alone.
+- peers: transformers on the same weights.
 
-Runs from the source tree, needs no network and installs nothing. Packages that a machine lacks can be carried as wheels
-on PYTHONPATH: `pip download --no-deps -d wheels h2 hpack hyperframe msgspec orjson` where there is a network, unpacked
-there, `PYTHONPATH=wheels/unpacked python -m bench.gpu_check ...` where there is none.
+Runs from the source tree, needs no network and installs nothing. What a machine lacks beside torch, triton and
+transformers can be carried there: `make wheels` where there is a network, and where there is none
+
+    python3 -m pip install --no-index --no-deps --target /tmp/site build/wheels/*.whl
+    PYTHONPATH=/tmp/site python3 -m bench.gpu_check --part kernels
 
 A case that fails is a row of the table, and a case that takes its process or the device down costs that case alone.
-Results are written after each case. Exit code: 0; 1: something is wrong, over its tolerance, or has failed; 2: a
-package is missing. A target that is missed is told, and is no fault.
+Results are written as they come. Exit code: 0; 1: something is wrong, has failed, misses its target or was left out
+for want of time: told in the last lines; 2: a package is missing, or there is no such case.
 """
 
 import argparse
@@ -55,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     missing = missing_packages(arguments.part)
     if missing:
         print(f"bench.gpu_check: --part {arguments.part} needs {', '.join(missing)}: not installed", file=sys.stderr)
-        print("Fix: put their wheels, unpacked, on PYTHONPATH", file=sys.stderr)
+        print("Fix: make wheels, where there is a network; see --help", file=sys.stderr)
         return 2
     from bench.gpu_run import Run, run_part  # imports what has just been looked for
 

@@ -1,27 +1,38 @@
 """bench.gpu_check --part http: random models behind the server's port, by the load generator of bench/load.py.
 
 The server is a process of its own (bench/random_server.py) on 127.0.0.1. What HTTP costs is seen beside the engine
-alone, which decodes the same number of streams before the server starts.
+alone, which answers the same requests, of as many tokens, when the server has ended. What one measure finds wrong is a
+row, and the others are measured all the same.
 """
 
 import json
+import statistics
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 
-from bench.engine import EngineBench
 from bench.gpu_environment import ceilings_case
-from bench.gpu_model import MODELS, QUICK_MODELS, config_of, engine_config, judged, runner_of, work_of_model
-from bench.gpu_parts import FAILED, Case, Context, Row
-from bench.load_run import LoadConfig, LoadResult, run_load
+from bench.gpu_http_loads import call_off, send_again, send_beside
+from bench.gpu_model import MODELS, QUICK_MODELS, config_of, engine_config, runner_of, work_of_model
+from bench.gpu_parts import FAILED, Case, Context, Row, last_line
+from bench.gpu_streams import Streams
+from bench.gpu_targets import BESIDE_ENGINE, FULL_SERVER, TAIL_BESIDE_PROMPTS, first_token_of, judged
+from bench.load_run import LoadConfig, LoadResult, run_load, run_on_fast_loop
 from bench.server_process import free_port, running
 from bench.work import prefill_limit_s, serving_limit_tokens_per_s
-from gpu.device import choose_device
+from core.config import parse_model_config
+from core.errors import StartupError
+from gpu.device import choose_device, free_memory_bytes
+from gpu.memory_plan import plan_memory
 
 START_LIMIT_S = 150.0
-MODEL_LIMIT_S = 400.0
+MODEL_LIMIT_S = 300.0
+REQUEST_LIMIT_S = 120.0
+KV_SLACK = 0.9  # of the room that is planned: prompts are about as long as asked
+SINGLE = "http single stream, tokens/s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +45,50 @@ class Load:
     num_requests: int
 
 
-FULL = (Load(1, 128, 256, 4), Load(1, 1024, 1, 8), Load(64, 128, 512, 128), Load(512, 128, 1024, 512))
-QUICK = (Load(1, 128, 64, 2), Load(1, 1024, 1, 3), Load(64, 128, 128, 64))
-TINY = (Load(1, 48, 4, 2), Load(4, 48, 6, 8))
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How much is measured.
+
+    Args:
+        full: clients that ask once each; fewer where the device has no room for all of them.
+        beside: streams, tokens of a prompt, prompts, seconds between two, tokens of a stream at most.
+        prefix: tokens.
+        call_offs: streams, and how many of them are called off.
+    """
+
+    single: Load
+    prompts: tuple[Load, ...]
+    closed: tuple[Load, ...]
+    full: Load
+    beside: tuple[int, int, int, float, int]
+    prefix: int
+    call_offs: tuple[int, int]
+
+
+FULL = Sizes(
+    Load(1, 128, 256, 4),
+    (Load(1, 128, 1, 8), Load(1, 1024, 1, 8), Load(1, 8192, 1, 4)),
+    (Load(64, 128, 256, 128),),
+    Load(512, 128, 1024, 512),
+    (64, 8192, 8, 1.0, 1 << 13),
+    4096,
+    (64, 16),
+)
+QUICK = Sizes(
+    Load(1, 128, 64, 2),
+    (Load(1, 1024, 1, 3),),
+    (),
+    Load(64, 128, 128, 64),
+    (16, 4096, 2, 0.5, 1 << 12),
+    2048,
+    (16, 4),
+)
+TINY = Sizes(Load(1, 48, 4, 2), (Load(1, 96, 1, 2),), (), Load(4, 48, 6, 4), (2, 96, 2, 0.05, 400), 96, (2, 1))
 
 
 def cases(is_quick: bool, is_device: bool) -> list[Case]:
-    """This part's."""
-    models = ("tiny",) if not is_device else QUICK_MODELS if is_quick else MODELS
+    """This part's. The larger model first: most targets are its."""
+    models = ("tiny",) if not is_device else QUICK_MODELS if is_quick else tuple(reversed(MODELS))
     return [
         ceilings_case(),
         *(Case(f"{model}: http", partial(_check, model), MODEL_LIMIT_S, table_of(model)) for model in models),
@@ -52,62 +99,191 @@ def table_of(model: str) -> str:
     return f"{model}, random weights, through HTTP"
 
 
+@dataclass(slots=True)
+class Served:
+    """A model's server, and what is measured of it.
+
+    Args:
+        full: its run of as many clients as have room.
+    """
+
+    model: str
+    context: Context
+    sizes: Sizes
+    port: int
+    full: LoadResult | None = None
+
+    def load(self, prompt_tokens: int) -> LoadConfig:
+        """Requests of one client."""
+        return LoadConfig(
+            host="127.0.0.1",
+            port=self.port,
+            prompt_tokens=prompt_tokens,
+            ignore_eos=True,
+            temperature=0.0,
+            timeout_s=REQUEST_LIMIT_S,
+        )
+
+    def row(self, measure: str, figure: float, limit: float | None = None, note: str = "") -> Row:
+        return judged(self.context, table_of(self.model), self.model, measure, figure, limit, note)
+
+    def run(self, load: Load) -> LoadResult:
+        """
+        Raises:
+            CannotRun: there is no server.
+            RuntimeError: a request failed.
+        """
+        config = asdict(self.load(load.prompt))
+        config |= {"concurrency": load.clients, "num_requests": load.num_requests, "max_tokens": load.output}
+        result = run_load(LoadConfig(**config))
+        if result.num_failed:
+            told = ", ".join(f"{kind}: {message}" for kind, message in result.failure_examples.items())
+            raise RuntimeError(f"{result.num_failed} requests failed: {told}")
+        return result
+
+
 def _check(model: str, context: Context) -> Iterator[Row]:
-    loads = TINY if not context.is_device else QUICK if context.is_quick else FULL
-    widest = max(loads, key=lambda load: load.clients)
-    alone = _engine_alone(model, context, widest)
+    sizes = TINY if not context.is_device else QUICK if context.is_quick else FULL
     context.drop()
+    clients = _clients(model, context, sizes.full)
     with _server(model, context) as port:
-        for load in loads:
-            result = run_load(
-                LoadConfig(
-                    host="127.0.0.1",
-                    port=port,
-                    concurrency=load.clients,
-                    num_requests=load.num_requests,
-                    prompt_tokens=load.prompt,
-                    max_tokens=load.output,
-                    ignore_eos=True,
-                    temperature=0.0,
-                )
-            )
-            yield from _rows(model, context, load, result)
-            if load == widest:
-                median_s = result.inter_token_s.p50
-                table, measure = table_of(model), "http beside the engine alone, share"
-                if median_s:
-                    note = f"a step of {load.clients}: {alone * 1e3:.3g} ms alone, {median_s * 1e3:.3g} between tokens"
-                    yield judged(context, model, measure, alone / median_s, 1.0, table, note)
+        served = Served(model, context, sizes, port)
+        for name, measure in MEASURES.items():
+            try:
+                yield from measure(served, clients)
+            except (OSError, RuntimeError, StartupError) as error:
+                yield Row(table_of(model), {"measure": name}, FAILED, last_line(error))
+    if served.full is not None:
+        yield from _beside_engine(served, served.full, clients)
 
 
-def _rows(model: str, context: Context, load: Load, result: LoadResult) -> Iterator[Row]:
-    table, name = table_of(model), f"http {load.clients} x {load.prompt}/{load.output}"
-    if result.num_failed:
-        told = ", ".join(f"{kind}: {message}" for kind, message in result.failure_examples.items())
-        yield Row(table, {"measure": name, "figure": result.num_failed}, FAILED, f"requests failed: {told}")
-    number_bytes = choose_device(engine_config(context)).dtype.itemsize
-    work, speed = work_of_model(model), context.speed
-    limit = serving_limit_tokens_per_s(work, speed, load.clients, load.prompt, load.output, number_bytes)
-    client = f"the generator used {result.client_cpu:.0%} of a core"
-    yield judged(context, model, f"{name}, tokens/s", result.tokens_per_s, limit, table, client)
-    yield judged(context, model, f"{name}, share of limit", result.tokens_per_s / limit, 1.0, table)
-    least_ms = prefill_limit_s(work, speed, load.prompt, number_bytes) * 1e3
-    figures = {
-        "first token, median ms": (result.ttft_s.p50, least_ms),
-        "inter-token, median ms": (result.inter_token_s.p50, None),
-        "inter-token, p99 ms": (result.inter_token_s.p99, None),
-    }
-    for measure, (seconds, limit_ms) in figures.items():
-        if seconds is not None:
-            yield judged(context, model, f"{name}, {measure}", seconds * 1e3, limit_ms, table)
+def _clients(model: str, context: Context, full: Load) -> int:
+    """That the device has room for, at once: on one that is too small, requests would be computed twice."""
+    config, engine = parse_model_config(dict(config_of(model))), engine_config(context)
+    choice = choose_device(engine)
+    size_bytes = config.num_parameters * choice.dtype.itemsize
+    room = plan_memory(config, engine, choice, size_bytes, free_memory_bytes(choice.device)).kv_tokens
+    fitting = int(KV_SLACK * room) // (full.prompt + full.output)
+    return min(full.clients, fitting if fitting < 8 else fitting // 8 * 8)
 
 
-def _engine_alone(model: str, context: Context, load: Load) -> float:
-    """Seconds of a decode step of as many streams, in the middle of their answers."""
+def _single(served: Served, clients: int) -> Iterator[Row]:
+    result = served.run(served.sizes.single)
+    between_s = result.inter_token_s.p50
+    if between_s:
+        yield served.row(SINGLE, 1 / between_s, _rate_limit(served, served.sizes.single, 1))
+    yield served.row("http single stream, all in all, tokens/s", result.tokens_per_s)
+
+
+def _first_tokens(served: Served, clients: int) -> Iterator[Row]:
+    for load in served.sizes.prompts:
+        result = served.run(load)
+        num_prompt = round(result.num_prompt_tokens / result.num_done)
+        limit_s = prefill_limit_s(work_of_model(served.model), served.context.speed, num_prompt, _number_bytes(served))
+        note = f"{num_prompt} tokens"
+        yield served.row(f"http {first_token_of(load.prompt)}", _ms(result.ttft_s.p50), limit_s * 1e3, note)
+
+
+def _closed(served: Served, clients: int) -> Iterator[Row]:
+    for load in served.sizes.closed:
+        yield from _run_rows(served, load, served.run(load))
+
+
+def _full(served: Served, clients: int) -> Iterator[Row]:
+    full = served.sizes.full
+    load = Load(clients, full.prompt, full.output, clients)
+    served.full = result = served.run(load)
+    limit, note = _rate_limit(served, load, clients), f"{clients} clients of {full.clients}"
+    yield served.row(FULL_SERVER, result.tokens_per_s, limit, note)
+    yield from _run_rows(served, load, result)
+
+
+def _run_rows(served: Served, load: Load, result: LoadResult) -> Iterator[Row]:
+    name, client = f"http {load.clients} x {load.prompt}/{load.output}", f"the generator used {result.client_cpu:.0%}"
+    limit = _rate_limit(served, load, load.clients)
+    yield served.row(f"{name}, tokens/s", result.tokens_per_s, limit, f"{client} of a core")
+    yield served.row(f"{name}, first token, median ms", _ms(result.ttft_s.p50))
+    yield served.row(f"{name}, inter-token, median ms", _ms(result.inter_token_s.p50))
+    yield served.row(f"{name}, inter-token, p99 ms", _ms(result.inter_token_s.p99))
+
+
+def _arrivals(served: Served, clients: int) -> Iterator[Row]:
+    num_streams, num_long, num_arrivals, every_s, max_tokens = served.sizes.beside
+    config = served.load(served.sizes.single.prompt)
+    found = run_on_fast_loop(send_beside(config, num_streams, num_long, num_arrivals, every_s, max_tokens))
+    load = f"{num_streams} streams, a prompt of {found.num_long_tokens} every {every_s:g} s"
+    beside = found.inter_token_s
+    yield served.row("http inter-token median without them, ms", _ms(found.alone_s.p50))
+    yield served.row("http inter-token median beside arriving prompts, ms", _ms(beside.p50), note=load)
+    yield served.row("http inter-token p99 beside arriving prompts, ms", _ms(beside.p99))
+    yield served.row(f"http {TAIL_BESIDE_PROMPTS}", _ms(beside.p99) / _ms(beside.p50))
+    yield served.row("http time to first token of an arriving prompt, ms", _ms(found.long_ttft_s.p50))
+
+
+def _prefix(served: Served, clients: int) -> Iterator[Row]:
+    first_s, *again_s = run_on_fast_loop(send_again(served.load(served.sizes.prefix), 4))
+    yield served.row(f"http prefix of {served.sizes.prefix}: first time, ms", first_s * 1e3)
+    yield served.row(f"http prefix of {served.sizes.prefix}: again, ms", statistics.median(again_s) * 1e3)
+
+
+def _call_offs(served: Served, clients: int) -> Iterator[Row]:
+    num_streams, num_called_off = served.sizes.call_offs
+    config = served.load(served.sizes.single.prompt)
+    seconds = run_on_fast_loop(call_off(config, num_streams, num_called_off))
+    note = f"from DELETE to the end of the answer, beside {num_streams} streams"
+    yield served.row("http cancel of a stream, ms", statistics.median(seconds) * 1e3, note=note)
+
+
+def _beside_engine(served: Served, result: LoadResult, clients: int) -> Iterator[Row]:
+    """What the engine gives when nobody is between it and its requests."""
+    output = served.sizes.full.output
+    rate = engine_rate(served.model, served.context, clients, round(result.num_prompt_tokens / result.num_done), output)
+    note = f"{clients} streams: {result.tokens_per_s:.6g} tokens/s through HTTP, {rate:.6g} without"
+    yield served.row(BESIDE_ENGINE, result.tokens_per_s / rate, note=note)
+
+
+def engine_rate(model: str, context: Context, num_streams: int, num_prompt: int, num_output: int) -> float:
+    """Tokens per second of so many requests at once, from their submission to the last one's end."""
     runner = runner_of(model, context)
-    return (
-        EngineBench(runner).decode(load.clients, load.prompt + load.output // 2, 16 if context.is_device else 3).step_s
-    )
+    for num_tokens in (2, num_output):  # the first round compiles, and meets what the server has met before
+        streams = Streams(runner, seed=num_tokens)
+        prompts = [streams.prompt(num_prompt) for _ in range(num_streams)]
+        started_s = time.perf_counter()
+        for prompt in prompts:
+            streams.submit(prompt, num_tokens)
+        streams.run_until(lambda streams=streams: not streams.num_open)  # type: ignore[misc]
+        took_s = time.perf_counter() - started_s
+    return num_streams * num_output / took_s
+
+
+MEASURES: dict[str, Callable[[Served, int], Iterator[Row]]] = {
+    "single stream": _single,
+    "first tokens": _first_tokens,
+    "all clients": _full,
+    "arriving prompts": _arrivals,
+    "prefix cache": _prefix,
+    "cancel": _call_offs,
+    "some clients": _closed,
+}
+
+
+def _rate_limit(served: Served, load: Load, clients: int) -> float:
+    work, speed = work_of_model(served.model), served.context.speed
+    return serving_limit_tokens_per_s(work, speed, clients, load.prompt, load.output, _number_bytes(served))
+
+
+def _number_bytes(served: Served) -> int:
+    return choose_device(engine_config(served.context)).dtype.itemsize
+
+
+def _ms(seconds: float | None) -> float:
+    """
+    Raises:
+        RuntimeError: nothing was measured.
+    """
+    if not seconds:
+        raise RuntimeError("nothing was measured")
+    return seconds * 1e3
 
 
 @contextmanager

@@ -17,9 +17,17 @@ import torch
 from bench.engine import EngineBench
 from bench.gpu_environment import ceilings_case
 from bench.gpu_families import family_cases
-from bench.gpu_parts import BELOW, OK, Case, Context, Row
+from bench.gpu_parts import Case, Context, Row
+from bench.gpu_same_tokens import same_tokens_case
 from bench.gpu_streams import Streams
-from bench.gpu_targets import target_of
+from bench.gpu_targets import (
+    CANCEL_STEPS,
+    IDLE,
+    SINGLE_STREAM,
+    TAIL_BESIDE_PROMPTS,
+    first_token_of,
+)
+from bench.gpu_targets import judged as judged_in
 from bench.measures import percentile
 from bench.model_presets import PRESETS, tensor_shapes
 from bench.random_weights import random_runner
@@ -41,7 +49,6 @@ TINY_CONFIG = {
     "head_dim": 16,
     "max_position_embeddings": 1024,
 }
-H200 = "H200"
 MODEL_LIMIT_S = 150.0  # weights are drawn, kernels compiled and measured by the first case of a model
 
 
@@ -81,11 +88,11 @@ TINY = Sizes(512, 8, 128, ((1, 32), (4, 32)), (32,), 3, (2, 64, 2, 0.05), 96)
 def cases(is_quick: bool, is_device: bool) -> list[Case]:
     """This part's."""
     models = ("tiny",) if not is_device else QUICK_MODELS if is_quick else MODELS
-    found = [ceilings_case()]
+    found = [ceilings_case(), *family_cases(is_quick, is_device), same_tokens_case(models[0], config_of(models[0]))]
     for model in models:
         for name, run in MEASURES.items():
             found.append(Case(f"{model}: {name}", partial(run, model), MODEL_LIMIT_S, table_of(model)))
-    return found + family_cases(is_quick, is_device)  # last: many, and they tell of no speed
+    return found
 
 
 def table_of(model: str) -> str:
@@ -128,26 +135,9 @@ def work_of_model(model: str) -> ModelWork:
 
 
 def judged(
-    context: Context,
-    model: str,
-    measure: str,
-    figure: float,
-    limit: float | None = None,
-    table: str | None = None,
-    note: str = "",
+    context: Context, model: str, measure: str, figure: float, limit: float | None = None, note: str = ""
 ) -> Row:
-    """A figure's row, beside its limit and its target."""
-    target = target_of(model, measure)
-    is_here = target is not None and (not target.is_for_h200 or H200 in _device_name(context))
-    cells: dict[str, Cell] = {"measure": measure, "figure": figure, "limit": limit}
-    cells["target"] = "" if target is None else target.shown
-    if target is None or not is_here or not context.is_device:
-        return Row(table or table_of(model), cells, "", note)
-    return Row(table or table_of(model), cells, OK if target.is_met(figure) else BELOW, note)
-
-
-def _device_name(context: Context) -> str:
-    return torch.cuda.get_device_name(context.device) if context.is_device else "cpu"
+    return judged_in(context, table_of(model), model, measure, figure, limit, note)
 
 
 def _decode(model: str, context: Context) -> Iterator[Row]:
@@ -161,10 +151,8 @@ def _decode(model: str, context: Context) -> Iterator[Row]:
         limit_s = decode_limit_s(work, context.speed, batch, run.context, number_bytes)
         name = f"decode {batch} x {length}"
         yield judged(context, model, f"{name}, tokens/s", batch / run.step_s, batch / limit_s)
-        yield judged(context, model, f"{name}, share of limit", limit_s / run.step_s, 1.0)
         if (batch, length) == sizes.decodes[0]:
-            yield judged(context, model, "single stream, tokens/s", 1 / run.step_s, 1 / limit_s)
-            yield judged(context, model, "single stream, share of limit", limit_s / run.step_s, 1.0)
+            yield judged(context, model, SINGLE_STREAM, 1 / run.step_s, 1 / limit_s)
 
 
 def _first_tokens(model: str, context: Context) -> Iterator[Row]:
@@ -182,8 +170,7 @@ def _first_tokens_of(model: str, context: Context, runner: ModelRunner, what: st
         bench.prefill(num_tokens)  # what this length compiles
         seconds = statistics.median(bench.prefill(num_tokens) for _ in range(3))
         limit_s = prefill_limit_s(work, context.speed, num_tokens, number_bytes)
-        name = f"{what}time to first token of {num_tokens}, ms"
-        yield judged(context, model, name, seconds * 1e3, limit_s * 1e3)
+        yield judged(context, model, what + first_token_of(num_tokens), seconds * 1e3, limit_s * 1e3)
 
 
 def _arrivals(model: str, context: Context) -> Iterator[Row]:
@@ -209,9 +196,10 @@ def _arrivals(model: str, context: Context) -> Iterator[Row]:
     median, p99 = (percentile(gaps, q) or 0.0 for q in (50, 99))
     load = f"{num_streams} streams, a prompt of {num_prompt} every {every_s:g} s"
     alone = percentile(gaps_alone, 50) or 0.0
-    yield judged(context, model, "inter-token median beside arriving prompts, ms", median * 1e3, alone * 1e3, note=load)
+    yield judged(context, model, "inter-token median without them, ms", alone * 1e3)
+    yield judged(context, model, "inter-token median beside arriving prompts, ms", median * 1e3, note=load)
     yield judged(context, model, "inter-token p99 beside arriving prompts, ms", p99 * 1e3)
-    yield judged(context, model, "inter-token p99 / median beside arriving prompts", p99 / median)
+    yield judged(context, model, TAIL_BESIDE_PROMPTS, p99 / median)
     first = statistics.median(streams.ttft_s(name) for name in sent)
     yield judged(context, model, "time to first token of an arriving prompt, ms", first * 1e3)
 
@@ -279,7 +267,7 @@ def _split_of(model: str, context: Context, runner: ModelRunner, what: str = "")
             )
             note = f"{num_streams} streams, under a profiler"
             idle = 1 - busy_s / span_s
-            yield judged(context, model, f"{what}device idle between decode steps, share", idle, note=note)
+            yield judged(context, model, what + IDLE, idle, note=note)
         streams.cancel_all()
 
 
@@ -319,7 +307,7 @@ def _cancel(model: str, context: Context) -> Iterator[Row]:
         seconds.append(took_s)
         steps.append(num_steps)
     yield judged(context, model, "cancel of a stream, ms", statistics.median(seconds) * 1e3)
-    yield judged(context, model, "steps from cancel to the last news", float(max(steps)))
+    yield judged(context, model, CANCEL_STEPS, float(max(steps)))
     long = streams.submit(streams.prompt(max(sizes.prompts)), 4)
     streams.step()
     streams.step()

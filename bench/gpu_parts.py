@@ -1,7 +1,8 @@
 """What the parts of bench.gpu_check are made of: cases, the rows that they give, and what they share.
 
-A part is a list of cases. They run one after the other in a process of their own (bench/gpu_worker.py), which is
-started anew behind one that has taken the device down with it: a case leans on no other but through Context.state.
+A part is a list of cases, what matters most first. They run one after the other in a process of their own
+(bench/gpu_worker.py), which is started anew behind one that has taken the device down with it; those that time nothing
+in several. A case leans on no other but through Context.state.
 """
 
 import gc
@@ -17,8 +18,8 @@ from bench.work import Speed
 
 T = TypeVar("T")
 
-OK, BELOW, WRONG, FAILED, SKIPPED = "ok", "below target", "wrong", "failed", "skipped"
-FAULTS = (WRONG, FAILED)  # what makes the check fail; a target missed is a figure, not a fault
+OK, BELOW, WRONG, FAILED, SKIPPED, LEFT_OUT = "ok", "below target", "wrong", "failed", "skipped", "left out"
+FAULTS = (WRONG, FAILED, BELOW, LEFT_OUT)  # what makes the check fail; skipped is what cannot be here
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -27,7 +28,7 @@ class Row(msgspec.Struct, frozen=True):
     Args:
         table: its title.
         cells: by column; the tables' columns are those that their rows have, in the order of their coming.
-        verdict: of OK, BELOW, WRONG, FAILED, SKIPPED; "" where nothing is judged.
+        verdict: of those above; "" where nothing is judged.
         note: of a fault its last line, otherwise what explains a figure.
     """
 
@@ -112,6 +113,7 @@ class Case:
         limit_s: after which it is given up.
         table: of a row that tells how it failed.
         is_alone: no other runs in its process after it: it leaves memory behind that nobody can give back.
+        is_shared: it times nothing and needs little memory: others may use the device beside it.
     """
 
     name: str
@@ -119,6 +121,7 @@ class Case:
     limit_s: float
     table: str
     is_alone: bool = False
+    is_shared: bool = False
 
 
 def last_line(error: BaseException) -> str:

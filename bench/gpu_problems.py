@@ -1,24 +1,21 @@
 """Random inputs for each kernel, how it is launched, and what it should give: torch's, in float32.
 
-Those of a layer; attention, sampling and the table of all builders are in gpu_token_problems.py.
+What a problem is, and those of what lies between a layer's products. Products, looked-up rows, attention and sampling
+have files of their own; gpu_kernels.py has the table of all.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
-from core.config import ExpertsConfig, ModelConfig, RopeConfig
-from gpu.expert_weights import ExpertWeights
+from core.config import ModelConfig, RopeConfig
 from gpu.kv_cache import LayerKV
-from gpu.linear import Linear, make_linear
-from gpu.mlp import GATED, Experts
+from gpu.mlp import GATED
 from gpu.operators import Operators
-from gpu.quantize import FP8, MAX_FP8, QuantizedWeight, Weight, dequantize, quantize
 from gpu.rope import Rope
 
 EPS = 1e-6
@@ -27,10 +24,6 @@ SPARE_BLOCKS = 16
 BLOCK = 16  # tokens
 
 Launch = Callable[[], Any]
-
-
-class NotHere(Exception):
-    """There is no such kernel in this tree, or it does not know the shape: which, and why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +36,7 @@ class Problem:
         num_bytes, flops: that it must at least read and write, and compute.
         outputs: what was launched gave -> the tensors to compare.
         peer: torch's operators for the same, in dtype; None: none is worth a look.
-        tolerance: None: the dtype's.
+        tolerance: None: the dtype's; 0: to the last bit, and the error is the share of numbers that differ.
     """
 
     dtype: torch.dtype
@@ -80,34 +73,65 @@ def _kernels(dtype: torch.dtype, device: torch.device) -> Operators:
     return TritonOperators(config, dtype, device)
 
 
-def add_norm(generator: Generator, dtype: torch.dtype, rows: int, width: int) -> Problem:
-    x, added, weight = (noise(generator, dtype, *shape) for shape in ((rows, width), (rows, width), (width,)))
+def add_norm(
+    generator: Generator, dtype: torch.dtype, rows: int, width: int, scale: float = 1.0, weight: bool = True
+) -> Problem:
+    x, added = (noise(generator, dtype, rows, width) for _ in range(2))
+    by = noise(generator, dtype, width) if weight else None
     kernels, torchs = _kernels(dtype, x.device), Operators(dtype, x.device, EPS)
 
     def reference() -> tuple[Tensor, Tensor]:
-        total = (x.float() + added.float()).to(dtype).float()  # what is normed was rounded
-        return total, F.rms_norm(total, (width,), weight.float(), EPS)
+        total = x.float() + scale * added.float()
+        if by is None:
+            return total, total
+        rounded = total.to(dtype).float()  # what is normed was rounded
+        return total, F.rms_norm(rounded, (width,), by.float(), EPS)
 
     return Problem(
         dtype,
-        lambda: kernels.add_norm(x, added, 1.0, weight),
+        lambda: kernels.add_norm(x, added, scale, by),
         reference,
-        4 * x.nbytes + weight.nbytes,
-        peer=lambda: torchs.add_norm(x, added, 1.0, weight),
+        (4 if weight else 3) * x.nbytes,
+        peer=lambda: torchs.add_norm(x, added, scale, by),
+    )
+
+
+def norm(generator: Generator, dtype: torch.dtype, rows: int, width: int) -> Problem:
+    x, weight = noise(generator, dtype, rows, width), noise(generator, dtype, width)
+    kernels = _kernels(dtype, x.device)
+    return Problem(
+        dtype,
+        lambda: kernels.norm(x, weight),
+        lambda: (F.rms_norm(x.float(), (width,), weight.float(), EPS),),
+        2 * x.nbytes,
     )
 
 
 def rotate_and_store(
-    generator: Generator, dtype: torch.dtype, rows: int, heads: int, kv_heads: int, head_dim: int, norm: str
+    generator: Generator,
+    dtype: torch.dtype,
+    rows: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    norm: str,
+    turns: bool = True,
 ) -> Problem:
-    """Into slots in random order; what lies beside them must stay as it is."""
+    """Into slots in random order; what lies beside them must stay as it is.
+
+    Args:
+        norm: "none", of each "head" by itself, or of "all" heads together.
+    """
     device = generator.device
     qkv = noise(generator, dtype, rows, heads + 2 * kv_heads, head_dim)
-    norms = (noise(generator, dtype, head_dim), noise(generator, dtype, head_dim)) if norm == "head" else None
+    norms: tuple[Tensor, Tensor] | None = None
+    if norm != "none":
+        of_query, of_key = ((heads,), (kv_heads,)) if norm == "all" else ((), ())
+        norms = noise(generator, dtype, *of_query, head_dim), noise(generator, dtype, *of_key, head_dim)
     num_blocks = rows // BLOCK + SPARE_BLOCKS
     slots = torch.randperm(num_blocks * BLOCK, generator=generator, device=device)[:rows]
     positions = torch.randint(0, 8192, (rows,), generator=generator, device=device)
-    rotation = Rope(RopeConfig(THETA), head_dim, device).rotation(positions.float())
+    rotation = Rope(RopeConfig(THETA), head_dim, device).rotation(positions.float()) if turns else None
 
     def empty_kv(of: torch.dtype) -> LayerKV:
         both = torch.full((2, num_blocks, BLOCK, kv_heads, head_dim), float("nan"), dtype=of, device=device)
@@ -126,7 +150,7 @@ def rotate_and_store(
         dtype,
         lambda: kernels.rotate_and_store(qkv, norms, rotation, kv, slots),
         reference,
-        2 * qkv.nbytes + rotation.nbytes,
+        2 * qkv.nbytes + (0 if rotation is None else rotation.nbytes),
         outputs=lambda query: found(query, kv),
         peer=lambda: torchs.rotate_and_store(qkv, norms, rotation, peer_kv, slots),
     )
@@ -142,181 +166,3 @@ def gate(generator: Generator, dtype: torch.dtype, rows: int, width: int, activa
         gate_up.nbytes * 1.5,
         peer=lambda: torchs(gate_up),
     )
-
-
-def embed(generator: Generator, dtype: torch.dtype, rows: int, vocab: int, width: int) -> Problem:
-    from gpu.kernels.device_rows import embed_rows
-
-    table = noise(generator, dtype, vocab, width)
-    token_ids = torch.randint(0, vocab, (rows,), generator=generator, device=generator.device)
-    return Problem(
-        dtype,
-        lambda: embed_rows(table, token_ids),
-        lambda: (table[token_ids].float(),),
-        2 * rows * width * dtype.itemsize,
-        peer=lambda: F.embedding(token_ids, table),
-        tolerance=0.0,
-    )
-
-
-def decoding_rows(generator: Generator, dtype: torch.dtype, rows: int, slots: int, width: int) -> Problem:
-    """What a step of decodes reads; the last row is padding, every other token is what its slot drew last."""
-    from gpu.kernels.device_rows import SpareBlocks, empty_rows, fill_rows
-
-    def draw(most: int, *shape: int) -> Tensor:
-        return torch.randint(0, most, shape, generator=generator, device=generator.device)
-
-    tables, last = draw(1000, slots, width).int(), draw(1000, slots)
-    step = torch.stack([torch.randperm(slots, generator=generator, device=generator.device)[:rows]] * 3).int()
-    step[1], step[2] = draw(width * BLOCK, rows), draw(1000, rows)
-    step[2, ::2] = -1
-    step[:, -1] = -1
-    filled = empty_rows(rows, rows, width, step.new_zeros((2, rows)).long())
-    real, positions, spare = step[0, :-1].long(), step[1, :-1].long(), SpareBlocks(1000, 1001)
-
-    def reference() -> tuple[Tensor, ...]:
-        is_used = torch.arange(width, device=step.device) <= (positions // BLOCK)[:, None]
-        blocks = torch.where(is_used, tables[real], spare.scratch)
-        first = tables[real, positions // BLOCK].long() * BLOCK + positions % BLOCK
-        tokens = torch.where(step[2, :-1] < 0, last[real], step[2, :-1])
-        wanted = (tokens, first, positions + 1, F.pad(blocks, (0, 0, 0, 1), value=spare.scratch))
-        return tuple(part.float() for part in wanted)
-
-    return Problem(
-        dtype,
-        lambda: fill_rows(filled, step, tables, last, spare),
-        reference,
-        2 * filled.tables.nbytes,
-        outputs=lambda _: (filled.token_ids[:-1], filled.kv_slots[:-1], filled.ends[:-1], filled.tables),
-        tolerance=0.0,
-    )
-
-
-def prompt_tokens(generator: Generator, dtype: torch.dtype, tokens: int, slots: int, width: int) -> Problem:
-    """What tokens of prompts read; the last is padding."""
-    from gpu.kernels.device_rows import SpareBlocks, empty_rows, fill_tokens
-
-    def draw(most: int, *shape: int) -> Tensor:
-        return torch.randint(0, most, shape, generator=generator, device=generator.device)
-
-    tables, last = draw(1000, slots, width).int(), draw(1000, slots)
-    step = torch.stack([draw(slots, tokens), draw(width * BLOCK, tokens), draw(1000, tokens)]).int()
-    step[:, -1] = -1
-    filled = empty_rows(1, tokens, width, step.new_zeros((2, 1)).long())
-    real, positions = step[0, :-1].long(), step[1, :-1].long()
-
-    def reference() -> tuple[Tensor, ...]:
-        places = tables[real, positions // BLOCK].long() * BLOCK + positions % BLOCK
-        return tuple(part.float() for part in (step[2, :-1], places, positions))
-
-    return Problem(
-        dtype,
-        lambda: fill_tokens(filled, 0, step, tables, last, SpareBlocks(1000, 1001)),
-        reference,
-        step.nbytes + 20 * tokens,
-        outputs=lambda _: (filled.token_ids[:-1], filled.kv_slots[:-1], filled.positions[:-1]),
-        tolerance=0.0,
-    )
-
-
-def scatter(generator: Generator, dtype: torch.dtype, rows: int, slots: int, width: int) -> Problem:
-    """One row is padding."""
-    from gpu.kernels.device_rows import scatter_rows
-
-    table, new = noise(generator, dtype, slots, width), noise(generator, dtype, rows, width)
-    places = torch.randperm(slots, generator=generator, device=generator.device)[:rows]
-    places[rows // 2] = -1
-    wanted = table.float()
-    wanted[places[places >= 0]] = new[places >= 0].float()
-    return Problem(
-        dtype,
-        lambda: scatter_rows(table, places, new),
-        lambda: (wanted,),
-        2 * new.nbytes,
-        outputs=lambda _: (table,),
-        tolerance=0.0,
-    )
-
-
-def product(generator: Generator, dtype: torch.dtype, matrix: str, form: str, rows: int, **size: int) -> Problem:
-    """size: out and in; matrix: a word of which one it is."""
-    from gpu.kernels.product import Product, stored_as
-    from gpu.quantized_linear import SlabLinear
-
-    num_out, num_in = size["out"], size["in"]
-    plain = noise(generator, dtype, num_out, num_in)
-    weight = _stored(plain, form)
-    del plain
-    x, bias = noise(generator, dtype, rows, num_in), noise(generator, dtype, num_out)
-    kernel = Product(weight, bias)
-    torchs: Linear = (
-        SlabLinear(weight, bias) if isinstance(weight, QuantizedWeight) else make_linear(weight, bias, None)
-    )
-    return Problem(
-        dtype,
-        lambda: kernel(x),
-        lambda: (F.linear(x.float(), _exact(weight), bias.float()),),
-        stored_as(weight)[1] + x.nbytes + rows * num_out * dtype.itemsize,
-        2.0 * rows * num_out * num_in,
-        peer=lambda: torchs(x),
-    )
-
-
-def _stored(plain: Tensor, form: str) -> Weight:
-    """form: "plain", what quantize() makes, or "fp8 by N": as checkpoints have it, N inputs that share a scale."""
-    if form == "plain":
-        return plain
-    scheme, _, size = form.partition(" by ")
-    if not size:
-        return quantize(plain, scheme)
-    groups = plain.float().view(len(plain), -1, int(size))
-    scales = groups.abs().amax(-1) / MAX_FP8
-    return QuantizedWeight(plain.dtype, groups.div_(scales.unsqueeze(-1)).to(FP8).flatten(1), scales)
-
-
-def _exact(weight: Weight) -> Tensor:
-    return dequantize(weight, torch.float32) if isinstance(weight, QuantizedWeight) else weight.float()
-
-
-def experts(
-    generator: Generator, dtype: torch.dtype, rows: int, hidden: int, experts: int, active: int, width: int
-) -> Problem:
-    """All choose by the same scores: what the router's rounding decides is not the kernels'."""
-    from gpu.kernels.experts import GroupedExperts
-
-    config = ExpertsConfig(experts, active, width, "qwen3_moe")
-    gate_up = noise(generator, dtype, experts, 2 * width, hidden) * hidden**-0.5
-    down = noise(generator, dtype, experts, hidden, width) * width**-0.5
-    x, scores = noise(generator, dtype, rows, hidden), noise(generator, torch.float32, rows, experts)
-    weights = ExpertWeights(scores[:1], None, gate_up, None, down, None)
-    kernel = GroupedExperts(config, weights, GATED["silu"], lambda _: scores)
-
-    def by_torch(of: torch.dtype) -> Experts:
-        def make(weight: Weight, bias: Tensor | None) -> Linear:
-            assert isinstance(weight, Tensor)
-            return (lambda _: scores) if weight is weights.router else partial(F.linear, weight=weight.to(of))
-
-        return Experts(config, weights, GATED["silu"], make)
-
-    num_touched = min(experts, rows * active) if rows * active < experts else experts
-    num_numbers = num_touched * 3 * width * hidden
-    return Problem(
-        dtype,
-        lambda: kernel(x),
-        lambda: (by_torch(torch.float32)(x.float()),),
-        num_numbers * dtype.itemsize + 2 * x.nbytes,
-        6.0 * rows * active * width * hidden,
-    )
-
-
-LAYER_BUILDERS: Mapping[str, Callable[..., Problem]] = {
-    "add_norm": add_norm,
-    "rotate_and_store": rotate_and_store,
-    "gate": gate,
-    "embed": embed,
-    "decoding_rows": decoding_rows,
-    "prompt_tokens": prompt_tokens,
-    "scatter": scatter,
-    "product": product,
-    "experts": experts,
-}

@@ -1,33 +1,39 @@
-"""One part of bench.gpu_check: its worker, started again behind a case that took it down, and the results as they come.
+"""One part of bench.gpu_check: its workers, started again behind a case that took one down, and the results they bring.
 
-The parent never touches the device. It reads the worker's news, gives up a case that takes longer than it may, and
-writes what there is after each one.
+The parent never touches the device. It reads the workers' news, gives up a case that takes longer than it may, and
+writes what there is every few seconds. Cases that time nothing run in several workers at once, each with its share.
 """
 
+import contextlib
 import os
 import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
 
-from bench.gpu_parts import FAILED, FAULTS, SKIPPED, Case, Job, Row
+from bench.bound_process import bound
+from bench.gpu_parts import FAILED, LEFT_OUT, Case, Job, Row
+from bench.gpu_results import Results
 from bench.gpu_worker import MORE_TO_DO, PARTS, News, cases_of, run_cases
-from bench.report import result_markdown
-from bench.results import RESULTS_DIR, Cell, Table, command_line, print_tables, write_result
+from bench.results import RESULTS_DIR, command_line
 
 CEILINGS = "ceilings"  # the case that every part begins with
 POLL_S = 0.5
 READ_BYTES = 1 << 16
 START_LIMIT_S = 120.0  # of a worker, which imports torch first
 END_GRACE_S = 5.0  # of the case that runs when the part's time is up
+MAX_AT_ONCE = 8  # workers: each has the device's libraries in its memory
+TOO_LONG, TIME_UP, BROKEN_OFF = "given up: it took longer than it may", "the part's time was up", "broken off"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +41,7 @@ class Run:
     """What was asked for; see gpu_check.main.
 
     Args:
-        limit_s: for the whole part: what has not begun by then is left out, and said to be.
+        limit_s: for the whole part: what has not ended by then is left out, and said to be.
         is_here: in this process: a test's, which needs no protection and has torch imported.
     """
 
@@ -48,149 +54,148 @@ class Run:
     is_here: bool = False
 
 
-class Results:
-    """Rows as they come: shown, and written as JSON and markdown. path: without a suffix; None: not written."""
-
-    def __init__(self, part: str, command: str, path: Path | None) -> None:
-        self._part, self._command, self._path = part, command, path
-        self.rows: list[Row] = []
-        self.state: dict[str, Any] = {}
-
-    def add(self, row: Row) -> None:
-        self.rows.append(row)
-        figures = "  ".join(f"{name} {_short(cell)}" for name, cell in row.cells.items() if cell is not None)
-        print(f"{row.verdict or '-':12} {figures}  {row.note}".rstrip(), file=sys.stderr, flush=True)
-
-    def tables(self) -> list[Table]:
-        """The verdicts' counts, and a table for each title."""
-        by_title: dict[str, list[Row]] = {}
-        for row in self.rows:
-            by_title.setdefault(row.table, []).append(row)
-        return [self._summary(), *(_table(title, rows) for title, rows in by_title.items())]
-
-    def _summary(self) -> Table:
-        counts: dict[str, int] = {}
-        for row in self.rows:
-            counts[row.verdict or "not judged"] = counts.get(row.verdict or "not judged", 0) + 1
-        return Table(f"Verdicts: {self._part}", tuple(counts) or ("none",), (tuple(counts.values()) or (0,),))
-
-    def write(self) -> None:
-        if self._path is None:
-            return
-        facts: dict[str, Any] = {name: self.state[name] for name in ("facts", "speed") if name in self.state}
-        json_path = self._path.with_suffix(".json")
-        result = write_result(json_path, f"gpu_check {self._part}", self._command, self.tables(), facts)
-        page = result_markdown(result, [None] * len(result.tables))
-        self._path.with_suffix(".md").write_text(page + "\n", encoding="utf-8")
-
-
-def _short(cell: Cell) -> str:
-    return f"{cell:.4g}" if isinstance(cell, float) else str(cell)
-
-
-def _table(title: str, rows: Sequence[Row]) -> Table:
-    columns = list(dict.fromkeys(name for row in rows for name in row.cells))
-    has_verdicts, has_notes = any(row.verdict for row in rows), any(row.note for row in rows)
-    extra = [name for name, is_there in (("verdict", has_verdicts), ("note", has_notes)) if is_there]
-    lines: list[tuple[Cell, ...]] = []
-    for row in rows:
-        told = {"verdict": row.verdict, "note": row.note}
-        lines.append((*(row.cells.get(name) for name in columns), *(told[name] for name in extra)))
-    return Table(title, (*columns, *extra), tuple(lines))
-
-
 def run_part(run: Run, argv: Sequence[str]) -> int:
     """Run, show, write. Returns the exit code."""
+    end_s = time.monotonic() + run.limit_s
     device = ("cuda" if torch.cuda.is_available() else "cpu") if run.device == "auto" else run.device
     if device == "cuda" and not torch.cuda.is_available():
         print("bench.gpu_check: there is no CUDA device\nFix: --device cpu, for tiny shapes", file=sys.stderr)
         return 2
+    job = Job(PARTS[run.part], device, run.is_quick)
+    cases = [case for case in cases_of(job) if run.only is None or run.only in case.name or case.name == CEILINGS]
+    if run.only and all(case.name == CEILINGS for case in cases):
+        print(f"bench.gpu_check: no case of --part {run.part} has {run.only!r} in its name", file=sys.stderr)
+        return 2
     is_kept = run.out is not None or (device == "cuda" and not run.is_quick)
     path = (run.out or RESULTS_DIR) / f"gpu-{run.part}" if is_kept else None
     results = Results(run.part, command_line("python -m bench.gpu_check", argv), path)
-    job = Job(PARTS[run.part], device, run.is_quick)
-    cases = [case for case in cases_of(job) if run.only is None or run.only in case.name or case.name == CEILINGS]
-    run_all(job, cases, results, time.monotonic() + run.limit_s, here if run.is_here else in_worker)
+    if run.is_here:
+        Turn(cases, results, end_s).run(job, here)
+    else:
+        run_all(job, cases, results, end_s, num_at_once())
     results.write()
-    print_tables(results.tables())
-    if path is not None:
-        print(f"written to {path.with_suffix('.json')} and .md")
-    return 1 if any(row.verdict in FAULTS for row in results.rows) else 0
+    results.show()
+    return 1 if results.faults else 0
 
 
-Take = Callable[[News], float]
-"""Takes news; until which monotonic second to wait for the next"""
-Send = Callable[[Job, Take, float], str | None]
-"""(job, what takes its news, the part's end) -> why it ended before its time; None: it did not"""
+def num_at_once() -> int:
+    """Workers that share the device, two cores each at least: Triton compiles, and the references run on the CPU."""
+    return max(1, min(MAX_AT_ONCE, len(os.sched_getaffinity(0)) // 2))
 
 
-def run_all(job: Job, cases: Sequence[Case], results: Results, end_s: float, send: Send) -> None:
-    """One worker after the other, until each case has ended in some way."""
-    left = {case.name: case for case in cases}
-    running: list[Case] = []
+def run_all(job: Job, cases: Sequence[Case], results: Results, end_s: float, num_workers: int = 1) -> None:
+    """In their order, but for cases that may share the device: those that follow each other run at once."""
+    for is_shared, following in groupby(cases, lambda case: case.is_shared):
+        group = list(following)
+        num_turns = min(num_workers, len(group)) if is_shared else 1
+        turns = [Turn(group[first::num_turns], results, end_s, num_turns) for first in range(num_turns)]
+        with ThreadPoolExecutor(num_turns) as pool:
+            running = [pool.submit(turn.run, job, in_worker) for turn in turns]
+            try:
+                for future in running:
+                    future.result()
+            except BaseException:  # Ctrl-C above all: leave no process on the device
+                for turn in turns:
+                    turn.is_broken_off.set()
+                raise
 
-    def take(news: News) -> float:
+
+class Turn:
+    """Cases that run one after the other, and what has become of them.
+
+    Args:
+        end_s: of the part, by the monotonic clock.
+        num_turns: that run at once.
+    """
+
+    def __init__(self, cases: Sequence[Case], results: Results, end_s: float, num_turns: int = 1) -> None:
+        self._left = {case.name: case for case in cases}
+        self._results, self._end_s, self.num_turns = results, end_s, num_turns
+        self._running: Case | None = None
+        self._until_s = 0.0
+        self.is_broken_off = threading.Event()
+
+    def run(self, job: Job, send: "Send") -> None:
+        """One worker after the other, until each case has ended in some way."""
+        while self._left and time.monotonic() < self._end_s and not self.is_broken_off.is_set():
+            num_left = len(self._left)
+            self._until_s = time.monotonic() + START_LIMIT_S
+            why = send(msgspec.structs.replace(job, cases=tuple(self._left), state=dict(self._results.state)), self)
+            if self._running is not None:
+                self._add(self._running, LEFT_OUT if why == TIME_UP else FAILED, why or "its process ended")
+                self._running = None
+            elif len(self._left) == num_left and why != TIME_UP:  # it never began: nor will the next
+                self._end_all(FAILED, why or "the worker did not start")
+        self._end_all(LEFT_OUT, BROKEN_OFF if self.is_broken_off.is_set() else TIME_UP)
+
+    def take(self, news: News) -> None:
         if news.began is not None:
-            running.append(left.pop(news.began))
+            self._running = self._left.pop(news.began)
+            self._until_s = time.monotonic() + self._running.limit_s
         if news.row is not None:
-            results.add(news.row)
+            self._results.add(news.row)
         if news.state is not None:
-            results.state = news.state
+            self._results.learn(news.state)
         if news.ended is not None:
-            running.clear()
-            results.write()
-        return time.monotonic() + (running[0].limit_s if running else START_LIMIT_S)
+            self._running = None
+            self._until_s = time.monotonic() + START_LIMIT_S
+            self._results.write_now_and_then()
 
-    while left and time.monotonic() < end_s:
-        num_left = len(left)
-        why = send(msgspec.structs.replace(job, cases=tuple(left), state=results.state), take, end_s)
-        if running:
-            results.add(Row(running[0].table, {"case": running[0].name}, FAILED, why or "its process ended"))
-            running.clear()
-        elif len(left) == num_left:  # it never began: nor will the next
-            for case in left.values():
-                results.add(Row(case.table, {"case": case.name}, FAILED, why or "the worker did not start"))
-            return
-    for case in left.values():
-        results.add(Row(case.table, {"case": case.name}, SKIPPED, "the part's time was up"))
+    def why_over(self) -> str | None:
+        """Why the worker is to be ended; None: it is not."""
+        now_s = time.monotonic()
+        if self.is_broken_off.is_set():
+            return BROKEN_OFF
+        if now_s > self._end_s + END_GRACE_S:
+            return TIME_UP
+        return TOO_LONG if now_s > self._until_s else None
+
+    def _end_all(self, verdict: str, why: str) -> None:
+        for case in self._left.values():
+            self._add(case, verdict, why)
+        self._left.clear()
+
+    def _add(self, case: Case, verdict: str, why: str) -> None:
+        self._results.add(Row(case.table, {"case": case.name}, verdict, why))
 
 
-def here(job: Job, take: Take, end_s: float) -> str | None:
-    def tell(news: News) -> None:
-        take(news)
+Send = Callable[[Job, Turn], str | None]
+"""(job, whose cases they are) -> why it ended before its time; None: it did not"""
 
-    run_cases(job, tell)
+
+def here(job: Job, turn: Turn) -> str | None:
+    run_cases(job, turn.take)
     return None
 
 
-def in_worker(job: Job, take: Take, end_s: float) -> str | None:
+def in_worker(job: Job, turn: Turn) -> str | None:
     """Returns why it ended before all cases had: None where it has run them all, or given up the device itself."""
     reader, writer = os.pipe()
-    command = [sys.executable, "-m", "bench.gpu_worker", "--news", str(writer)]
-    is_interpreted = {"TRITON_INTERPRET": "1"} if job.device == "cpu" else {}  # said before triton is imported
+    environment = dict(os.environ)
+    if job.device == "cpu":
+        environment["TRITON_INTERPRET"] = "1"  # said before triton is imported
+    if turn.num_turns > 1:
+        environment["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // turn.num_turns))
     with subprocess.Popen(
-        command,
+        bound([sys.executable, "-m", "bench.gpu_worker", "--news", str(writer)]),
         stdin=subprocess.PIPE,
         stdout=sys.stderr,
         pass_fds=(writer,),
         start_new_session=True,
-        env={**os.environ, **is_interpreted},
+        env=environment,
         cwd=Path(__file__).parent.parent,
     ) as worker:
         os.close(writer)
         assert worker.stdin is not None
-        worker.stdin.write(msgspec.json.encode(job))
-        worker.stdin.close()
-        why = None
+        with contextlib.suppress(BrokenPipeError):  # it has ended already: its exit code says more
+            worker.stdin.write(msgspec.json.encode(job))
+            worker.stdin.close()
+        why: str | None = BROKEN_OFF
         try:
-            _follow(reader, take, end_s)
-        except TimeoutError:
-            why = "given up: it took longer than it may"
-            os.killpg(worker.pid, signal.SIGKILL)
-        except BaseException:  # Ctrl-C above all: leave no process on the device
-            os.killpg(worker.pid, signal.SIGKILL)
-            raise
+            why = _follow(reader, turn)
         finally:
+            if why is not None:
+                os.killpg(worker.pid, signal.SIGKILL)
             os.close(reader)
         code = worker.wait()
     if why is not None or code in (0, MORE_TO_DO):
@@ -198,24 +203,21 @@ def in_worker(job: Job, take: Take, end_s: float) -> str | None:
     return f"its process ended with {_ending(code)}"
 
 
-def _follow(reader: int, take: Take, end_s: float) -> None:
-    """Take the news until the other end is closed.
-
-    Raises:
-        TimeoutError: a case, or the part, is over its time.
-    """
-    buffer, until_s = b"", time.monotonic() + START_LIMIT_S
+def _follow(reader: int, turn: Turn) -> str | None:
+    """Take the news until the other end is closed. Returns why it is to be ended before that."""
+    buffer = b""
     while True:
         if not select.select([reader], [], [], POLL_S)[0]:
-            if time.monotonic() > min(until_s, end_s + END_GRACE_S):
-                raise TimeoutError
+            why = turn.why_over()
+            if why is not None:
+                return why
             continue
         found = os.read(reader, READ_BYTES)
         if not found:
-            return
+            return None
         *lines, buffer = (buffer + found).split(b"\n")
         for line in lines:
-            until_s = take(msgspec.json.decode(line, type=News))
+            turn.take(msgspec.json.decode(line, type=News))
 
 
 def _ending(code: int) -> str:

@@ -5,10 +5,8 @@ from within. Each line of news is JSON: a case has begun, a row, state for those
 """
 
 import argparse
-import ctypes
 import importlib
 import os
-import signal
 import sys
 import warnings
 from collections.abc import Callable
@@ -26,7 +24,6 @@ PARTS = {
     "http": "bench.gpu_http",
     "peers": "bench.gpu_peers",
 }
-PR_SET_PDEATHSIG = 1
 MORE_TO_DO = 3  # exit code: the next case needs another process
 
 
@@ -86,18 +83,11 @@ def _is_alive(device: torch.device) -> bool:
     return True
 
 
-def _die_with_parent() -> None:
-    """Leave no process on the device when the command is killed. Source: prctl(2), PR_SET_PDEATHSIG; Linux alone."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def main() -> int:
     """Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m bench.gpu_worker", description=__doc__)
     parser.add_argument("--news", type=int, required=True, metavar="FD", help="where news go")
     arguments = parser.parse_args()
-    _die_with_parent()
     job = msgspec.json.decode(sys.stdin.buffer.read(), type=Job)
     warnings.simplefilter("ignore")  # torch's on deterministic fills, as many as there are operators
     with os.fdopen(arguments.news, "wb", buffering=0) as pipe:

@@ -178,7 +178,7 @@ class LoadRun:
         config = self._config
         try:
             if not self._model:
-                self._model = await self._first_model()
+                self._model = await self.first_model()
             prompts = await self.prompts()
             start_s, cpu_start_s = time.monotonic(), time.process_time()
             if config.rate is not None:
@@ -247,7 +247,12 @@ class LoadRun:
         self._num_started += 1
         return True
 
-    async def _first_model(self) -> str:
+    async def first_model(self) -> str:
+        """Of those that the server names.
+
+        Raises:
+            CannotRun: there is no server, or it names none.
+        """
         request = encode_request("GET", "/v1/models", self._host, self._headers)
         connection, _ = await self._ask_once(request)
         try:

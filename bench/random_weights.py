@@ -18,7 +18,7 @@ from core.config import EngineConfig, ModelConfig, parse_model_config
 from gpu.device import apply_threads, choose_device, free_memory_bytes
 from gpu.kernel_choice import find_operators
 from gpu.layer_weights import EMBEDDING, ModelWeights, empty_weights, targets
-from gpu.loading import warm_up
+from gpu.loading import FindOperators, warm_up
 from gpu.memory_plan import plan_memory
 from gpu.parallel.shards import HEAD
 from gpu.runner import ModelRunner
@@ -35,16 +35,31 @@ def draw_tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: t
     return drawn
 
 
-def random_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int = 0) -> ModelWeights:
-    """All parameters of a model that is not packed."""
+def random_weights(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, drawn_as: torch.dtype | None = None
+) -> ModelWeights:
+    """All parameters of a model that is not packed.
+
+    Args:
+        drawn_as: the format whose numbers they are; None: dtype.
+    """
     weights = empty_weights(config, dtype, device)
     for name, target in targets(config, weights).items():
-        target.fill(draw_tensor(name, target.shape, dtype, device, seed))
+        target.fill(draw_tensor(name, target.shape, drawn_as or dtype, device).to(dtype))
     return weights
 
 
-def random_runner(config: Mapping[str, Any], engine: EngineConfig) -> ModelRunner:
+def random_runner(
+    config: Mapping[str, Any],
+    engine: EngineConfig,
+    find: FindOperators = find_operators,
+    drawn_as: torch.dtype | None = None,
+) -> ModelRunner:
     """A runner over a model of this config.json, ready to step. Sets torch's threads.
+
+    Args:
+        find: what it computes with.
+        drawn_as: see random_weights.
 
     Raises:
         StartupError: the device or its memory.
@@ -53,9 +68,9 @@ def random_runner(config: Mapping[str, Any], engine: EngineConfig) -> ModelRunne
     apply_threads(choice)
     size_bytes = model.num_parameters * choice.dtype.itemsize
     memory = plan_memory(model, engine, choice, size_bytes, free_memory_bytes(choice.device))
-    operators = find_operators(model, choice)
+    operators = find(model, choice)
     with torch.inference_mode():
-        weights = random_weights(model, choice.dtype, choice.device)
+        weights = random_weights(model, choice.dtype, choice.device, drawn_as)
     runner = ModelRunner(model, engine, memory, weights, operators)
     warm_up(runner)
     runner.open_graphs(lambda done, total: None)

@@ -1,4 +1,4 @@
-"""A server as a process of ours, on a free loopback port, until the measurement is over."""
+"""A server as a process of ours, on a free loopback port, until the measurement is over: or we are, in whatever way."""
 
 import contextlib
 import os
@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import IO
 
+from bench.bound_process import bound
 from bench.client import ConnectionPool, Exchange, Recorder
 from bench.load_run import CannotRun, run_on_fast_loop
 from bench.wire import encode_request
@@ -48,9 +49,11 @@ def running(
         DidNotStart: it did not come up.
     """
     merged = {**os.environ, **(environment or {})}
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors, env=merged, start_new_session=True)
+    process = subprocess.Popen(
+        bound(command), stdout=subprocess.DEVNULL, stderr=errors, env=merged, start_new_session=True
+    )
     try:
-        _wait_ready(process, port, ready_path, start_timeout_s)
+        _wait_ready(process, command, port, ready_path, start_timeout_s)
         yield process.pid
     finally:
         process.terminate()
@@ -63,15 +66,17 @@ def running(
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def _wait_ready(process: "subprocess.Popen[bytes]", port: int, path: str, timeout_s: float) -> None:
+def _wait_ready(
+    process: "subprocess.Popen[bytes]", command: Sequence[str], port: int, path: str, timeout_s: float
+) -> None:
     end_s = time.monotonic() + timeout_s
     while time.monotonic() < end_s:
         if process.poll() is not None:
-            raise DidNotStart(f"{process.args!r} ended with {process.returncode}.", "run it alone and look")
+            raise DidNotStart(f"{command!r} ended with {process.returncode}.", "run it alone and look")
         if run_on_fast_loop(_answers(port, path)):
             return
         time.sleep(POLL_S)
-    raise DidNotStart(f"{process.args!r} was not ready within {timeout_s:g} s.", "run it alone and look")
+    raise DidNotStart(f"{command!r} was not ready within {timeout_s:g} s.", "run it alone and look")
 
 
 async def _answers(port: int, path: str) -> bool:

@@ -22,7 +22,7 @@ from core.types import TokenLogprobs
 from gpu.attention import TILE_TOKENS
 from gpu.batch import BatchBuilder, SampledRows
 from gpu.checkpoint import Checkpoint
-from gpu.device import last_level_cache_bytes
+from gpu.device import FEW_TOKENS, last_level_cache_bytes
 from gpu.device_attention import DeviceAttention
 from gpu.drawn_tokens import DrawnTokens, OnTheirWay
 from gpu.elementwise_speed import find_elementwise
@@ -128,6 +128,7 @@ class ModelRunner:
             block_bytes=bytes_per_block(config, dtype),
             max_in_flight=steps_in_flight(engine.overlap, device),
             prompt_tile=TILE_TOKENS if operators.attention is None else operators.attention.prompt_tile,
+            few_tokens=FEW_TOKENS[device.type],
         )
         self._builder = BatchBuilder(
             engine.max_sequences,

@@ -1,6 +1,9 @@
 """bench.gpu_check on a CPU, on tiny shapes: its parts run, and what is wrong is told and makes it fail."""
 
 import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -9,16 +12,28 @@ from typing import Any
 import pytest
 import torch
 
-from bench import gpu_check, gpu_families, gpu_http, gpu_kernels, gpu_model, gpu_peers
+from bench import (
+    gpu_check,
+    gpu_families,
+    gpu_http,
+    gpu_kernels,
+    gpu_model,
+    gpu_peers,
+    gpu_sampling_problems,
+    gpu_targets,
+)
 from bench.device_clock import median_s, num_copies
-from bench.gpu_cases import KernelCase, kernel_cases
+from bench.gpu_cases import KernelCase, timed_cases
 from bench.gpu_kernels import relative_error
-from bench.gpu_parts import BELOW, FAILED, OK, SKIPPED, WRONG, Case, Context, Job, Row, last_line
-from bench.gpu_problems import LAYER_BUILDERS, Problem
-from bench.gpu_run import Results, Run, in_worker, run_all, run_part
-from bench.gpu_targets import target_of
+from bench.gpu_parts import BELOW, FAILED, LEFT_OUT, OK, SKIPPED, WRONG, Case, Context, Job, Row, last_line
+from bench.gpu_problems import Problem, add_norm
+from bench.gpu_results import Results
+from bench.gpu_run import Run, run_all, run_part
+from bench.gpu_targets import SINGLE_STREAM, judged, target_of
+from bench.gpu_variants import variant_cases
 from bench.results import read_result
-from tests import deadly_cases
+from core.types import SamplingParams
+from tests import deadly_cases, meeting_cases
 
 CPU = torch.device("cpu")
 SPEED = {"read_bytes_per_s": 1e10, "flops": 1e12}
@@ -36,7 +51,8 @@ def run_here(part: str, only: str, out: Path) -> tuple[int, list[dict[str, Any]]
     """A part in this process: exit code, and the rows of its result file, by column."""
     code = run_part(Run(part, True, "cpu", only, 300.0, out, is_here=True), ["--part", part])
     result = read_result(out / f"gpu-{part}.json")
-    rows = [dict(zip(table.columns, row, strict=True)) for table in result.tables for row in table.rows]
+    tables = [table for table in result.tables if not table.title.startswith("What fails")]
+    rows = [dict(zip(table.columns, row, strict=True)) for table in tables for row in table.rows]
     return code, rows
 
 
@@ -58,17 +74,27 @@ def known_speed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "builder", ["add_norm", "product: matrix qkv", "decoding_rows", "prompt_tokens", "sample", "decode_attention"]
+    "builder",
+    [
+        "add_norm: rows 5",
+        "product: matrix qkv",
+        "decoding_rows",
+        "prompt_tokens",
+        "logprobs",
+        "decode_attention: sequences 5, context 40, heads 6, kv_heads 2, head_dim 16, window 21",
+        "decode_attention: sequences 5, context 40, heads 6, kv_heads 2, head_dim 16, sinks True",
+    ],
 )
 def test_kernels_are_held_against_their_references(builder: str, known_speed: None, tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="needs triton: pip install 'steploop[gpu]'")
     code, rows = run_here("kernels", builder, tmp_path)
     assert code == 0
     assert verdicts(rows)
-    assert set(verdicts(rows)) <= {OK, SKIPPED}
+    assert set(verdicts(rows)) == {OK}
     for row in rows:
         if row.get("verdict") == OK:
             assert row["error"] <= row["tolerance"]
+        if row.get("µs") is not None:
             assert row["share of limit"] > 0
     page = (tmp_path / "gpu-kernels.md").read_text()
     assert builder in page
@@ -79,21 +105,36 @@ def test_every_kernel_has_a_problem_and_solves_it(known_speed: None, tmp_path: P
     pytest.importorskip("triton", reason="needs triton: pip install 'steploop[gpu]'")
     code, rows = run_here("kernels", "", tmp_path)
     assert code == 0
-    assert len(verdicts(rows)) == len(kernel_cases(True, False))
+    assert verdicts(rows) == [OK] * len({case.name for case in all_cases(True, False)})
+    assert sum(row.get("µs") is not None for row in rows) == len(timed_cases(True, False))
 
 
-@pytest.mark.parametrize(("is_quick", "is_device"), [(False, True), (True, True), (True, False)])
-def test_the_names_of_cases_are_their_own_and_each_has_a_builder(is_quick: bool, is_device: bool) -> None:
-    found = kernel_cases(is_quick, is_device)
-    assert len({case.name for case in found}) == len(found)
+def all_cases(is_quick: bool, is_device: bool) -> list[KernelCase]:
+    return timed_cases(is_quick, is_device) + variant_cases(is_quick, is_device)
+
+
+@pytest.mark.parametrize(("is_quick", "is_device"), [(False, True), (False, False)])
+def test_each_builder_has_cases_and_their_names_are_their_own(is_quick: bool, is_device: bool) -> None:
+    found = all_cases(is_quick, is_device)
+    by_name = {case.name: case for case in found}
+    assert all(by_name[case.name] == case for case in found)
     assert {case.builder for case in found} == set(gpu_kernels.BUILDERS)
+    cases = gpu_kernels.cases(is_quick, is_device)
+    assert len({case.name for case in cases}) == len(cases)
+
+
+def test_every_feature_of_sampling_is_among_what_is_asked() -> None:
+    """A field that kernels learn to read is to be tried on the device, too."""
+    asked = {name for asks in gpu_sampling_problems.ASKS["all"] for name in asks}
+    not_sampled = {"max_tokens", "seed", "stop", "stop_token_ids", "ignore_eos", "num_logprobs", "num_prompt_logprobs"}
+    assert asked == set(SamplingParams.__struct_fields__) - not_sampled
 
 
 def planted(fault: Callable[[torch.Tensor], object]) -> Callable[..., Problem]:
     """The norm's problem, of whose result one number is spoilt, or never written."""
 
     def build(*args: Any, **shape: Any) -> Problem:
-        found = LAYER_BUILDERS["add_norm"](*args, **shape)
+        found = add_norm(*args, **shape)
 
         def launch() -> tuple[torch.Tensor, ...]:
             total, normed = found.launch()
@@ -118,10 +159,11 @@ def test_a_kernel_that_is_wrong_is_told_and_fails_the_check(
     fault: Callable[[torch.Tensor], object], known_speed: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton", reason="needs triton: pip install 'steploop[gpu]'")
-    monkeypatch.setitem(gpu_kernels.BUILDERS, "planted", planted(fault))
+    monkeypatch.setattr(gpu_kernels, "BUILDERS", {**gpu_kernels.BUILDERS, "planted": planted(fault)})
     case = KernelCase("planted", {"rows": 2, "width": 24}, "float32")
     right = KernelCase("add_norm", {"rows": 2, "width": 24}, "float32")
-    monkeypatch.setattr(gpu_kernels, "kernel_cases", lambda is_quick, is_device: [case, right])
+    monkeypatch.setattr(gpu_kernels, "variant_cases", lambda is_quick, is_device: [case, right])
+    monkeypatch.setattr(gpu_kernels, "timed_cases", lambda is_quick, is_device: [])
     code, rows = run_here("kernels", "", tmp_path)
     assert code == 1
     assert verdicts(rows) == [WRONG, OK]
@@ -134,9 +176,10 @@ def test_a_kernel_that_raises_costs_its_own_row(
         raise RuntimeError("first\nCUDA error: what the last line says\n")
 
     pytest.importorskip("triton", reason="needs triton: pip install 'steploop[gpu]'")
-    monkeypatch.setitem(gpu_kernels.BUILDERS, "planted", build)
+    monkeypatch.setattr(gpu_kernels, "BUILDERS", {**gpu_kernels.BUILDERS, "planted": build})
     cases = [KernelCase("planted"), KernelCase("decoding_rows", {"rows": 2, "slots": 5, "width": 8}, "float32")]
-    monkeypatch.setattr(gpu_kernels, "kernel_cases", lambda is_quick, is_device: cases)
+    monkeypatch.setattr(gpu_kernels, "variant_cases", lambda is_quick, is_device: cases)
+    monkeypatch.setattr(gpu_kernels, "timed_cases", lambda is_quick, is_device: [])
     code, rows = run_here("kernels", "", tmp_path)
     assert code == 1
     assert verdicts(rows) == [FAILED, OK]
@@ -175,20 +218,42 @@ def test_errors_are_relative_to_the_reference(found: list[float], wanted: list[f
     assert relative_error(torch.tensor(found), torch.tensor(wanted)) == error
 
 
+def test_of_what_must_be_the_same_each_that_is_not_counts() -> None:
+    assert gpu_kernels.share_of_others(torch.tensor([1, 2, 3, 4]), torch.tensor([1, 2, 0, 4])) == 0.25
+    assert gpu_kernels.share_of_others(torch.tensor([1]), torch.tensor([1, 2])) == float("inf")
+
+
 def test_errors_are_told_by_their_last_line() -> None:
     assert last_line(ValueError("first\n\n  last ")) == "ValueError: last"
     assert last_line(ValueError()) == "ValueError"
 
 
 def test_a_target_is_judged_on_its_own_device_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    context = Context(torch.device("cuda"), False)
-    measure, share = "single stream, tokens/s", "single stream, share of limit"
-    monkeypatch.setattr(gpu_model, "_device_name", lambda context: "NVIDIA H200")
-    assert [gpu_model.judged(context, "llama-8b", measure, rate).verdict for rate in (239, 240)] == [BELOW, OK]
-    monkeypatch.setattr(gpu_model, "_device_name", lambda context: "NVIDIA L4")
-    assert gpu_model.judged(context, "llama-8b", measure, 17).verdict == ""
-    assert gpu_model.judged(context, "llama-8b", share, 0.5).verdict == BELOW
-    assert gpu_model.judged(Context(CPU, False), "llama-8b", share, 0.5).verdict == ""
+    context, on_cpu = Context(torch.device("cuda"), False), Context(CPU, False)
+
+    def verdict(context: Context, rate: float, limit: float) -> str:
+        return judged(context, "a table", "llama-8b", SINGLE_STREAM, rate, limit).verdict
+
+    monkeypatch.setattr(gpu_targets, "device_name", lambda context: "NVIDIA H200")
+    assert [verdict(context, rate, 280) for rate in (239, 240)] == [BELOW, OK]
+    assert verdict(context, 260, 310) == BELOW
+    monkeypatch.setattr(gpu_targets, "device_name", lambda context: "NVIDIA L4")
+    assert [verdict(context, 17, limit) for limit in (21, 20)] == [BELOW, OK]
+    assert judged(context, "a table", "llama-8b", gpu_targets.first_token_of(1024), 100.0).verdict == ""
+    assert verdict(on_cpu, 1, 100) == ""
+
+
+def test_shares_of_rates_and_times_grow_with_what_is_reached() -> None:
+    rows = [judged(Context(CPU, False), "", "", measure, 4.0, 5.0) for measure in ("x, tokens/s", "x, ms")]
+    assert [row.cells["share"] for row in rows] == [0.8, 1.25]
+
+
+def test_each_target_is_a_figure_that_is_measured(known_speed: None, tmp_path: Path) -> None:
+    """Of those whose names hold sizes; the others' are shared with who measures them."""
+    assert 1024 in gpu_model.FULL.prompts
+    assert gpu_targets.DECODE_ATTENTION in {case.name for case in timed_cases(False, True)}
+    assert (gpu_http.FULL.full.clients, gpu_http.FULL.full.prompt, gpu_http.FULL.full.output) == (512, 128, 1024)
+    assert {model for model, _ in gpu_targets.TARGETS} == {"", *gpu_model.MODELS}
 
 
 def test_inputs_rotate_beyond_a_cache_on_a_device_alone() -> None:
@@ -223,11 +288,14 @@ def test_a_small_model_gives_every_figure_in_the_engine(model: str, known_speed:
     code, rows = run_here("model", model, tmp_path)
     assert code == 0
     measured = {row["measure"]: row["figure"] for row in rows if row.get("measure")}
-    for wanted in ("decode 4 x 32, tokens/s", "single stream, share of limit", "prefix of 96: again, ms"):
+    for wanted in ("decode 4 x 32, tokens/s", SINGLE_STREAM, "prefix of 96: again, ms"):
         assert measured[wanted] > 0
     assert measured["steps from cancel to the last news"] == 1
     assert measured["inter-token p99 beside arriving prompts, ms"] > 0
-    assert not verdicts(rows)  # a CPU is held against no target
+    assert verdicts([row for row in rows if "measure" in row]) == []  # a CPU is held against no target
+    same = [row for row in rows if row.get("off the likeliest") is not None]
+    assert verdicts(same) == [OK, OK]
+    assert {row["answers as the first"] for row in same} == {2}
 
 
 @pytest.mark.slow
@@ -251,7 +319,16 @@ def test_the_port_answers_all_that_is_asked(known_speed: None, tmp_path: Path) -
     code, rows = run_here("http", "tiny", tmp_path)
     assert code == 0
     measured = {row["measure"]: row["figure"] for row in rows if row.get("measure")}
-    assert measured["http 4 x 48/6, tokens/s"] > 0
+    for wanted in (
+        "http 4 x 48/6, tokens/s",
+        "http single stream, tokens/s",
+        "http time to first token of 96, ms",
+        "http inter-token p99 beside arriving prompts, ms",
+        "http prefix of 96: again, ms",
+        "http cancel of a stream, ms",
+        gpu_targets.BESIDE_ENGINE,
+    ):
+        assert measured[wanted] > 0
 
 
 @pytest.mark.slow
@@ -262,13 +339,14 @@ def test_transformers_has_the_same_weights(known_speed: None, tmp_path: Path) ->
 
 
 def test_targets_are_ends_of_a_range() -> None:
-    found = target_of("llama-8b", "single stream, share of limit")
+    found = target_of("llama-8b", gpu_targets.FULL_SERVER)
     assert found is not None
-    assert [found.is_met(figure) for figure in (0.84, 0.85)] == [False, True]
-    assert target_of("tiny", "single stream, tokens/s") is None
-    most = target_of("tiny", "device idle between decode steps, share")
+    assert [found.is_met(1.0, share, "any") for share in (None, 0.79, 0.8)] == [False, False, True]
+    assert target_of("tiny", SINGLE_STREAM) is None
+    most = target_of("tiny", gpu_targets.IDLE)
     assert most is not None
-    assert (most.shown, most.is_met(0.05), most.is_met(0.06)) == ("<= 0.05", True, False)
+    assert most.shown == "<= 0.05"
+    assert [most.is_met(figure, None, "any") for figure in (0.05, 0.06)] == [True, False]
 
 
 @pytest.mark.slow
@@ -276,7 +354,7 @@ def test_a_case_that_takes_its_process_down_costs_itself_alone(tmp_path: Path) -
     """One dies, one never ends; those behind them run in other processes, with what those before have left."""
     job = Job("tests.deadly_cases", "cpu", True)
     results = Results("deadly", "", tmp_path / "deadly")
-    run_all(job, deadly_cases.cases(True, False), results, time.monotonic() + 300, in_worker)
+    run_all(job, deadly_cases.cases(True, False), results, time.monotonic() + 300)
     told = [(row.cells["case"], row.verdict, row.note) for row in results.rows]
     assert told == [
         ("counts", OK, ""),
@@ -285,4 +363,51 @@ def test_a_case_that_takes_its_process_down_costs_itself_alone(tmp_path: Path) -
         ("counts again", OK, ""),
     ]
     assert results.rows[-1].cells["seen"] == 2
-    assert len(read_result(tmp_path / "deadly.json").tables) == 2
+    told_first = read_result(tmp_path / "deadly.json").tables[1]
+    assert told_first.title == "What fails: deadly"
+    assert [row[0] for row in told_first.rows] == [FAILED, FAILED]
+
+
+@pytest.mark.slow
+def test_cases_that_time_nothing_run_at_once(tmp_path: Path) -> None:
+    """Each waits for the other, so that neither would end alone; who dies beside them costs itself alone."""
+    os.mkfifo(tmp_path / "pipe")
+    job, results = Job("tests.meeting_cases", "cpu", True), Results("meeting", "", None)
+    results.learn({"pipe": str(tmp_path / "pipe")})
+    run_all(job, meeting_cases.cases(True, False), results, time.monotonic() + 300, 3)
+    told = [(row.cells["case"], row.verdict) for row in results.rows]
+    assert sorted(told[:-1]) == [("dies", FAILED), ("reads", OK), ("writes", OK)]
+    assert told[-1] == ("alone", OK)
+
+
+def test_what_there_is_no_time_for_is_told_and_fails_the_check(
+    tmp_path: Path, known_speed: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = run_part(Run("environment", True, "cpu", None, 0.0, tmp_path, is_here=True), [])
+    assert code == 1
+    rows = read_result(tmp_path / "gpu-environment.json").tables[1].rows  # what fails
+    assert {row[0] for row in rows} == {LEFT_OUT}
+    assert "left out: Versions: case versions  the part's time was up" in capsys.readouterr().out
+
+
+def test_an_unknown_case_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_part(Run("environment", True, "cpu", "no such", 300.0, None, is_here=True), []) == 2
+    assert "no case of --part environment has 'no such'" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's PR_SET_PDEATHSIG")
+def test_what_is_bound_ends_with_who_started_it() -> None:
+    """The pipe has no writer left when both are gone: killed outright, the one that starts has no time to end it."""
+    reader, writer = os.pipe()
+    lasts = f"import os, signal; os.write({writer}, b'up'); signal.pause()"
+    starts = (
+        "import subprocess, sys, signal; from bench.bound_process import bound\n"
+        f"subprocess.Popen(bound([sys.executable, '-c', {lasts!r}]), pass_fds=({writer},), start_new_session=True)\n"
+        "signal.pause()"
+    )
+    with subprocess.Popen([sys.executable, "-c", starts], pass_fds=(writer,)) as parent:
+        os.close(writer)
+        assert os.read(reader, 10) == b"up"
+        parent.kill()
+    assert os.read(reader, 10) == b""
+    os.close(reader)
