@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from gpu.graphs import recording
+
 ROTATED_BYTES = 256 * 1024**2  # more than a device's cache keeps (an H200 has 50 MB)
 MAX_COPIES = 32
 ROUNDS = 7
@@ -44,7 +46,7 @@ def median_s(calls: Sequence[Callable[[], object]], device: torch.device, rounds
 
 def _captured(calls: Sequence[Callable[[], object]]) -> Callable[[], None]:
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with recording(graph, torch.cuda.graph_pool_handle()):
         _call_all(calls)
     return graph.replay
 

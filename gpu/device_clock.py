@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 
 from gpu.device import synchronize
+from gpu.graphs import recording
 
 logger = logging.getLogger(__name__)
 
@@ -26,8 +27,7 @@ def graph_seconds(work: Callable[[], object]) -> float:
     work()  # compiles, and loads libraries
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    before = torch.cuda.stream(torch.cuda.current_stream())  # a capture that fails leaves its own behind
-    with before, torch.cuda.graph(graph):
+    with recording(graph, torch.cuda.graph_pool_handle()):
         work()
     graph.replay()
     best_ms = math.inf

@@ -5,9 +5,10 @@ writes has to lie in buffers that stay, and what depends on the step is read the
 behaves alike (twin_graphs.py).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -65,6 +66,30 @@ class CudaGraph:
         self.captured.replay()
 
 
+@contextmanager
+def recording(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
+    """torch.cuda.graph, which leaves more behind where the work cannot be captured.
+
+    By itself its own stream would be the current one afterwards, and the allocator as in a capture that goes on: it
+    would give no memory back to the device any more, and refuse the pool.
+
+    Args:
+        pool: a graph_pool_handle. Where this raises, another is to take its place: pinned memory's allocator, which
+            nobody can tell, refuses it still.
+        stream: None: torch's own.
+    """
+    before = torch.cuda.stream(torch.cuda.current_stream())
+    try:
+        # Another thread may use the driver meanwhile: it is none of the graph's.
+        with before, torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
+            yield
+    except RuntimeError:
+        with suppress(RuntimeError):  # the capture has ended as it should: it is the work that failed
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+            torch._C._cuda_releasePool(torch.cuda.current_device(), pool)
+        raise
+
+
 class CudaRecorder:
     """Implements GraphRecorder."""
 
@@ -80,24 +105,27 @@ class CudaRecorder:
                 work()
             free_bytes = self._free_bytes()
             graph = torch.cuda.CUDAGraph()
-            before = torch.cuda.stream(torch.cuda.current_stream(self._device))  # a capture that fails leaves its own
-            # Another thread may use the driver meanwhile: it is none of the graph's.
-            with before, torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+            with recording(graph, self._pool, self._stream):
                 work()
             graph.replay()  # the driver takes the rest of its part when a graph is first sent
             return CudaGraph(graph, max(0, free_bytes - self._free_bytes()))
         except RuntimeError as error:
             torch.cuda.synchronize(self._device)  # raises where the device itself is lost
+            self._pool = torch.cuda.graph_pool_handle()
             raise (NoRoomForGraph if is_of_memory(error) else CaptureError)(str(error)) from error
 
     def give_back(self) -> None:
+        self._empty()
+        self._pool = torch.cuda.graph_pool_handle()  # torch refuses one that no graph has, and memory lies in yet
+
+    def _empty(self) -> None:
         """All that torch keeps and does not use."""
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
 
     def _free_bytes(self) -> int:
         """As the driver says."""
-        self.give_back()
+        self._empty()
         return int(torch.cuda.mem_get_info(self._device)[0])
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gpu.graphs import CaptureError, CudaRecorder
+from gpu.graphs import CaptureError, CudaRecorder, NoRoomForGraph
 from tests.gpu.fake_cuda import FakeCuda
 
 CUDA = torch.device("cuda", 0)
@@ -29,3 +29,52 @@ def test_a_capture_is_sent_once_and_ends_on_the_current_stream(monkeypatch: pyte
     cuda = FakeCuda(monkeypatch)
     CudaRecorder(CUDA).capture(lambda: None)
     assert (cuda.current, cuda.num_replays) == ("default", 1)
+
+
+class FailsOnce:
+    """Works when it is called, and not in the first capture."""
+
+    def __init__(self, error: RuntimeError) -> None:
+        self._error = error
+        self._num_calls = 0
+
+    def __call__(self) -> None:
+        self._num_calls += 1
+        if self._num_calls == 2:
+            raise self._error
+
+
+def test_after_a_capture_that_fails_the_next_one_succeeds_and_memory_is_given_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Torch's allocator gives nothing back while it believes that a capture goes on, nor takes its pool again."""
+    cuda = FakeCuda(monkeypatch)
+    recorder, work = CudaRecorder(CUDA), FailsOnce(RuntimeError("it waits for the device"))
+    with pytest.raises(CaptureError):
+        recorder.capture(work)
+    assert not cuda.recorded
+    assert cuda.uses.total() == 0
+    recorder.capture(work)
+    assert (cuda.num_replays, cuda.uses.total()) == (1, 1)
+
+
+def test_a_capture_that_memory_was_missing_for_gives_its_pool_back_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the graph that was made: torch has ended the capture as it should."""
+    cuda = FakeCuda(monkeypatch)
+    with pytest.raises(NoRoomForGraph):
+        CudaRecorder(CUDA).capture(FailsOnce(torch.OutOfMemoryError("CUDA out of memory")))
+    assert not cuda.recorded
+    assert cuda.uses.total() == 1
+
+
+def test_what_is_captured_after_all_was_given_back_has_a_pool_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch refuses one that no graph has any more, where something lies in it yet."""
+    cuda = FakeCuda(monkeypatch)
+    recorder = CudaRecorder(CUDA)
+    recorder.capture(lambda: None)
+    recorder.capture(lambda: None)
+    assert list(cuda.uses.values()) == [2]  # graphs share their memory
+    cuda.uses.subtract(list(cuda.uses.elements()))  # they are gone
+    recorder.give_back()
+    recorder.capture(lambda: None)
+    assert list(cuda.uses.values()) == [0, 1]
