@@ -130,10 +130,12 @@ def _once(model: dict[str, int], dtype: str) -> list[KernelCase]:
     num_rows = 4 if model is TINY else 64
     experts = {"experts": 4, "active": 2, "width": 32} if model is TINY else {"experts": 128, "active": 8, "width": 768}
     hidden = min(model["hidden"], 2048)
+    cleared = {"width": model["kv_heads"] * model["head_dim"]}
     return [
         KernelCase("experts", {"rows": 2, "hidden": hidden, **experts, "form": "plain"}, dtype),
         KernelCase("experts", {"rows": num_rows * 4, "hidden": hidden, **experts, "form": "plain"}, dtype),
         KernelCase("decoding_rows", {"rows": num_rows, "slots": 4 * num_rows, "width": num_rows * 16}, "float32"),
         KernelCase("prompt_tokens", {"tokens": 8 * num_rows, "slots": num_rows, "width": 16 * num_rows}, "float32"),
         KernelCase("scatter", {"rows": num_rows, "slots": 4 * num_rows, "width": model["hidden"]}, dtype),
+        KernelCase("clear", {"layers": 2, "blocks": 2 * num_rows, "cleared": num_rows // 4, **cleared}, dtype),
     ]

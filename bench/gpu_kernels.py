@@ -42,6 +42,7 @@ BUILDERS: Mapping[str, Callable[..., Problem]] = {
     "decoding_rows": gpu_row_problems.decoding_rows,
     "prompt_tokens": gpu_row_problems.prompt_tokens,
     "scatter": gpu_row_problems.scatter,
+    "clear": gpu_row_problems.clear,
     "product": gpu_product_problems.product,
     "experts": gpu_product_problems.experts,
     "decode_attention": gpu_attention_problems.decode_attention,

@@ -82,6 +82,25 @@ def prompt_tokens(generator: Generator, dtype: torch.dtype, tokens: int, slots: 
     )
 
 
+def clear(generator: Generator, dtype: torch.dtype, layers: int, blocks: int, cleared: int, width: int) -> Problem:
+    """Others' content stays."""
+    from gpu.kernels.device_rows import clear_blocks
+
+    cache = noise(generator, dtype, layers, 2, blocks, BLOCK, 1, width)
+    which = torch.randperm(blocks, generator=generator, device=generator.device)[:cleared].int()
+    wanted = cache.clone()
+    wanted[:, :, which.long()] = 0
+    return Problem(
+        dtype,
+        lambda: clear_blocks(cache, which),
+        lambda: (wanted,),
+        cache.nbytes * cleared / blocks,
+        outputs=lambda _: (cache,),
+        peer=lambda: cache.index_fill_(2, which.long(), 0),
+        tolerance=0.0,
+    )
+
+
 def scatter(generator: Generator, dtype: torch.dtype, rows: int, slots: int, width: int) -> Problem:
     """One row is padding."""
     from gpu.kernels.device_rows import scatter_rows

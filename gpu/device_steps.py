@@ -32,7 +32,7 @@ from core.plan import StepPlan
 from gpu.attention import RaggedRows
 from gpu.batch import DeviceBatch, SampledRows, fresh_blocks, rows_by_window
 from gpu.block_tables import BlockTables, IntArray
-from gpu.kernels.device_rows import SpareBlocks, empty_rows, fill_rows, fill_tokens, scatter_rows
+from gpu.kernels.device_rows import SpareBlocks, clear_blocks, empty_rows, fill_rows, fill_tokens, scatter_rows
 from gpu.kernels.device_sampler import DeviceSampler
 from gpu.kernels.slot_tables import StartedSlots
 from gpu.kv_cache import KVCache, num_blocks_for
@@ -203,7 +203,7 @@ class DeviceSteps:
         if len(places):
             scatter_rows(self._device_tables.view(-1), places, blocks)
         if len(cleared):
-            self._cache.clear_blocks(cleared.long())
+            clear_blocks(self._cache.tensor, cleared)
         if started.slots:
             assert self._kernel is not None
             self._kernel.put_started(started, of_started)

@@ -7,9 +7,10 @@ from torch import Tensor
 
 from core.config import BLOCK_SIZE
 from gpu.kernels.block_sizes import COLUMN_WARPS, COLUMNS, next_power_of_two
-from gpu.kernels.request_rows import embed, lay_out_rows, lay_out_tokens, scatter
+from gpu.kernels.request_rows import clear, embed, lay_out_rows, lay_out_tokens, scatter
 
 TOKENS = 128  # that a program lays out
+CLEARED_COLUMNS = 4096  # by a program
 
 
 def embed_rows(table: Tensor, token_ids: Tensor) -> Tensor:
@@ -31,6 +32,19 @@ def scatter_rows(table: Tensor, slots: Tensor, rows: Tensor) -> None:
     assert table.is_contiguous()
     width = table.stride(0)
     scatter[_grid(len(slots), width)](table, slots, rows, width, BLOCK=_columns(width), num_warps=COLUMN_WARPS)
+
+
+def clear_blocks(cache: Tensor, blocks: Tensor) -> None:
+    """KVCache.clear_blocks in one launch: torch takes one for each 2 GiB that a cache's layers lie apart.
+
+    Args:
+        cache: [layers, 2, blocks, 16, kv_heads, head_dim], contiguous.
+        blocks: [cleared], integers; at least one.
+    """
+    num_blocks, width = cache.shape[2], cache.stride(2)
+    size = min(CLEARED_COLUMNS, next_power_of_two(width))
+    grid = (len(blocks), cache.shape[0] * cache.shape[1], -(-width // size))
+    clear[grid](cache, blocks, num_blocks, width, BLOCK=size, num_warps=COLUMN_WARPS)
 
 
 @dataclass(frozen=True, slots=True)

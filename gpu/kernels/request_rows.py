@@ -38,6 +38,21 @@ def scatter(table, slots, rows, width, BLOCK: tl.constexpr):
         tl.store(table + slot * width + columns, found, mask=is_inside)
 
 
+@triton.jit(do_not_specialize_on_alignment=["blocks"])
+def clear(
+    cache,  # [parts, num_blocks, width]
+    blocks,  # [some], integers
+    num_blocks,
+    width,
+    BLOCK: tl.constexpr,
+):
+    """Zero some blocks of all parts. Program: a block, a part, and BLOCK of its columns there."""
+    block = tl.load(blocks + tl.program_id(0)).to(tl.int64)
+    columns = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    place = (tl.program_id(1).to(tl.int64) * num_blocks + block) * width
+    tl.store(cache + place + columns, tl.zeros([BLOCK], cache.dtype.element_ty), mask=columns < width)
+
+
 @triton.jit(do_not_specialize=["step_stride"])
 def lay_out_rows(
     step,  # int32 [3, step_stride]: of each row its slot (< 0: padding), its token's position, and the token's id, or

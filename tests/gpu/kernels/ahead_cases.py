@@ -13,7 +13,7 @@ from gpu.kernels.block_sizes import (
     next_power_of_two,
     row_warps,
 )
-from gpu.kernels.device_rows import TOKENS
+from gpu.kernels.device_rows import CLEARED_COLUMNS, TOKENS
 from gpu.kernels.device_sampler import MAX_BIASES, MAX_STOP_IDS, SHAPES, Shape
 from gpu.kernels.operators import ACTIVATIONS
 from gpu.kernels.product import GROUPED, INT4, PLAIN, SCALED, Matrix
@@ -274,6 +274,8 @@ def row_cases() -> list[Case]:
         ids = {"token_ids": "*i64"}
         cases.append(Case(f"{module}:embed", rows | ids, {"BLOCK": 1024}, multiples_of_16=("width",)))
         cases.append(Case(f"{module}:scatter", rows, {"BLOCK": 1024}))
+        cleared = {"cache": pointer(dtype), "blocks": "*i32", "num_blocks": "i32", "width": "i32"}
+        cases.append(Case(f"{module}:clear", cleared, {"BLOCK": CLEARED_COLUMNS}, multiples_of_16=("width",)))
     numbers = dict.fromkeys(("table", "rows", "slots"), "*i32") | {"width": "i32"}
     for width in (1, 12, 512):  # a table's entries, and what slots ask of sampling; 1 is a constant
         constants: dict[str, Any] = {"BLOCK": next_power_of_two(width)} | ({"width": 1} if width == 1 else {})

@@ -3,7 +3,17 @@
 import pytest
 import torch
 
-from gpu.kernels.device_rows import TOKENS, SpareBlocks, embed_rows, empty_rows, fill_rows, fill_tokens, scatter_rows
+from gpu.kernels.device_rows import (
+    CLEARED_COLUMNS,
+    TOKENS,
+    SpareBlocks,
+    clear_blocks,
+    embed_rows,
+    empty_rows,
+    fill_rows,
+    fill_tokens,
+    scatter_rows,
+)
 
 FORMATS = (torch.float32, torch.bfloat16, torch.int32, torch.int64)
 WIDTHS = (1, 48, 1024, 1100)
@@ -31,6 +41,17 @@ def test_rows_are_scattered_by_slot(device: torch.device, dtype: torch.dtype, wi
     want[slots[[0, 2, 3]]] = rows[[0, 2, 3]]
     scatter_rows(table, slots, rows)
     assert torch.equal(table, want)
+
+
+@pytest.mark.parametrize("head_dim", [3, CLEARED_COLUMNS // 16 + 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_blocks_are_cleared_in_all_layers_and_others_kept(
+    device: torch.device, dtype: torch.dtype, head_dim: int
+) -> None:
+    cache = torch.full((3, 2, 5, 16, 1, head_dim), float("nan"), dtype=dtype, device=device)
+    clear_blocks(cache, torch.tensor([4, 1], dtype=torch.int32, device=device))
+    assert (cache[:, :, [1, 4]] == 0).all()
+    assert cache[:, :, [0, 2, 3]].isnan().all()
 
 
 @pytest.mark.parametrize("width", [3, 1100])
