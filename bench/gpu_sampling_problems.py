@@ -77,7 +77,7 @@ def logprobs(generator: Generator, dtype: torch.dtype, rows: int, vocab: int) ->
         lambda: kernel.launch(logits),
         reference,
         logits.nbytes,
-        outputs=lambda _: (kernel.logprobs[:rows],),
+        outputs=lambda _: (kernel.logprobs[:rows, 0],),
         tolerance=LOGPROB_TOLERANCE,
     )
 
