@@ -30,7 +30,7 @@ from bench.gpu_problems import Problem, add_norm
 from bench.gpu_results import Results
 from bench.gpu_run import Run, run_all, run_part
 from bench.gpu_targets import SINGLE_STREAM, judged, target_of
-from bench.gpu_variants import variant_cases
+from bench.gpu_variants import other_formats, variant_cases
 from bench.results import read_result
 from core.types import SamplingParams
 from tests import deadly_cases, meeting_cases
@@ -110,7 +110,8 @@ def test_every_kernel_has_a_problem_and_solves_it(known_speed: None, tmp_path: P
 
 
 def all_cases(is_quick: bool, is_device: bool) -> list[KernelCase]:
-    return timed_cases(is_quick, is_device) + variant_cases(is_quick, is_device)
+    variants = variant_cases(is_quick, is_device) + other_formats(is_quick, is_device)
+    return timed_cases(is_quick, is_device) + variants
 
 
 @pytest.mark.parametrize(("is_quick", "is_device"), [(False, True), (False, False)])
