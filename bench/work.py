@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from core.config import parse_model_config
 from gpu.checkpoint import open_checkpoint
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -75,10 +76,11 @@ class Speed:
 def work_of(directory: Path) -> ModelWork:
     """
     Raises:
-        BadCheckpoint, OSError, ValueError: the directory's files.
+        StartupError, OSError, ValueError: the directory's files.
     """
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    shapes = {name: tensor.shape for name, tensor in open_checkpoint(directory).tensors.items()}
+    checkpoint = open_checkpoint(directory, parse_model_config(config).packing)
+    shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
     return count_work(config, shapes)
 
 

@@ -72,8 +72,9 @@ class ChatTemplate:
         """The prompt of a chat, special tokens written out: encode it with add_special_tokens=False.
 
         Args:
-            messages: role, content and what else the template reads (tool_calls, name...): JSON values only; fields
-                that are None count as absent. At least one.
+            messages: role, content and what else the template reads (tool_calls, name...): JSON values only. At least
+                one. A field that is None counts as absent, content like any other, as in transformers: the content of
+                a turn without words is "".
             now: what the template's strftime_now tells, in the time zone it should tell.
             tools: OpenAI's form, {"type": "function", "function": {...}}.
             template_kwargs: more variables, e.g. {"enable_thinking": False}; over special tokens of the same name.

@@ -5,6 +5,8 @@ from typing import Any
 
 from core.errors import BadCheckpoint, UnsupportedModel
 
+CONFIG_PREFIX = "config.json: "  # of what is said of its fields
+BAD_FIELD_FIX = "download the model's directory again, or correct the file."
 # No field that counts goes beyond; what is made before the weights are looked at (tensors without memory, lists of
 # layers) stays small under the others, in any product of them.
 MAX_COUNT = 2**31 - 1
@@ -47,12 +49,44 @@ def token_ids(config: Mapping[str, Any], name: str) -> tuple[int, ...]:
     return tuple(listed)
 
 
+def read_quantization(
+    config: Mapping[str, Any], neutral: Mapping[str, Mapping[str, tuple[Any, ...]]]
+) -> Mapping[str, Any] | None:
+    """quantization_config of some methods; None: there is none, or it is of another.
+
+    Args:
+        neutral: the methods, with fields that would change what the tensors mean, and the values under which they do
+            not.
+
+    Raises:
+        UnsupportedModel: a field has another value.
+    """
+    given = config.get("quantization_config")
+    if not isinstance(given, Mapping) or given.get("quant_method") not in tuple(neutral):
+        return None
+    refuse_others(given, neutral[given["quant_method"]], "quantization_config")
+    return given
+
+
+def refuse_others(given: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]], name: str) -> None:
+    """
+    Args:
+        name: of what is given, for the error.
+
+    Raises:
+        UnsupportedModel: a field has a value that is not among its neutral ones.
+    """
+    for field, values in neutral.items():
+        if given.get(field) not in values:
+            raise unsupported_field(f"{name}.{field}", given.get(field), values)
+
+
 def unsupported_field(name: str, value: object, supported: tuple[Any, ...]) -> UnsupportedModel:
     choices = ", ".join(repr(choice) for choice in supported if choice is not None) or "leaving it out"
     return UnsupportedModel(
-        f"config.json: {name}={value!r} is not supported.", f"use a model with {name} as: {choices}."
+        f"{CONFIG_PREFIX}{name}={value!r} is not supported.", f"use a model with {name} as: {choices}."
     )
 
 
 def bad_field(what: str) -> BadCheckpoint:
-    return BadCheckpoint(f"config.json: {what}", "download the model's directory again, or correct the file.")
+    return BadCheckpoint(f"{CONFIG_PREFIX}{what}", BAD_FIELD_FIX)

@@ -11,9 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from core.config_fields import bad_field, unsupported_field
+from core.config_fields import bad_field, read_quantization, refuse_others, unsupported_field
 
-METHODS = ("fp8", "compressed-tensors")
 # Fields that change what the tensors mean, and the values under which they do not.
 _NEUTRAL: dict[str, dict[str, tuple[Any, ...]]] = {
     "fp8": {
@@ -23,6 +22,7 @@ _NEUTRAL: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "compressed-tensors": {"format": ("float-quantized",), "transform_config": ({}, None)},
 }
+METHODS = tuple(_NEUTRAL)
 _NEUTRAL_WEIGHTS: dict[str, tuple[Any, ...]] = {
     "num_bits": (8,),
     "type": ("float",),
@@ -55,16 +55,14 @@ def parse_fp8(config: Mapping[str, Any]) -> Fp8Config | None:
     Raises:
         UnsupportedModel, BadCheckpoint: it is, but in a variant that is not read, or that no one can read.
     """
-    given = config.get("quantization_config")
-    if not isinstance(given, Mapping) or given.get("quant_method") not in METHODS:
+    given = read_quantization(config, _NEUTRAL)
+    if given is None:
         return None
-    method = str(given["quant_method"])
-    _refuse_others(given, _NEUTRAL[method], "quantization_config")
-    if method == "fp8":
+    if given["quant_method"] == "fp8":
         return Fp8Config(_block(given.get("weight_block_size"), "quantization_config.weight_block_size"))
     sparsity = given.get("sparsity_config")
     if isinstance(sparsity, Mapping):
-        _refuse_others(sparsity, {"format": ("dense", None)}, "quantization_config.sparsity_config")
+        refuse_others(sparsity, {"format": ("dense", None)}, "quantization_config.sparsity_config")
     return _parse_groups(given.get("config_groups"))
 
 
@@ -83,20 +81,14 @@ def _parse_group(group: object, name: str) -> Fp8Config:
     weights = group.get("weights") if isinstance(group, Mapping) else None
     if not isinstance(group, Mapping) or not isinstance(weights, Mapping):
         raise bad_field(f"{name} does not say how weights are stored.")
-    _refuse_others(group, {"format": ("float-quantized", None)}, name)
-    _refuse_others(weights, _NEUTRAL_WEIGHTS, f"{name}.weights")
+    refuse_others(group, {"format": ("float-quantized", None)}, name)
+    refuse_others(weights, _NEUTRAL_WEIGHTS, f"{name}.weights")
     if weights["strategy"] != "block":
         return Fp8Config(None)
     block = _block(weights.get("block_structure"), f"{name}.weights.block_structure")
     if block is None:
         raise bad_field(f"{name}.weights.block_structure is missing.")
     return Fp8Config(block)
-
-
-def _refuse_others(given: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]], name: str) -> None:
-    for field, values in neutral.items():
-        if given.get(field) not in values:
-            raise unsupported_field(f"{name}.{field}", given.get(field), values)
 
 
 def _block(given: object, name: str) -> tuple[int, int] | None:

@@ -23,6 +23,22 @@ _NAMES = {
     "output.weight": "lm_head.weight",
 }
 _LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+# config.json's fields that every file says -> the metadata's, after the architecture's name; and those that it may say
+_NEEDED = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "max_position_embeddings": "context_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+}
+_OPTIONAL = {
+    "num_hidden_layers": "block_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "rope_theta": "rope.freq_base",
+    "factor": "rope.scaling.factor",
+    "partial_rotary_factor": "rope.dimension_count",
+}
 _SAMPLING = {
     "general.sampling.temp": "temperature",
     "general.sampling.top_p": "top_p",
@@ -30,6 +46,18 @@ _SAMPLING = {
     "general.sampling.min_p": "min_p",
     "general.sampling.penalty_repeat": "repetition_penalty",
 }
+
+
+def keys_of(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """Fields of config.json and of generation_config.json -> the metadata's keys that they are read from."""
+    family = find_family(metadata)
+    fields = {**_NEEDED, **_OPTIONAL, **({} if family is None else family.fields)}
+    prefix = metadata.get("general.architecture")
+    return {
+        **{name: f"{prefix}.{key}" for name, key in fields.items()},
+        **{name: f"tokenizer.ggml.{name}" for name in ("bos_token_id", "eos_token_id")},
+        **{name: key for key, name in _SAMPLING.items()},
+    }
 
 
 def hugging_face_tensors(file: GgufFile) -> dict[str, GgufTensor]:
@@ -97,21 +125,16 @@ def config_of(file: GgufFile, rope_factors: tuple[float, ...] | None) -> dict[st
     """
     family, prefix = _family(file), file.metadata["general.architecture"]
     fields = {key.removeprefix(f"{prefix}."): value for key, value in file.metadata.items()}
-    heads = _need(fields, "attention.head_count")
     head_dim = _head_dim(fields, family)
     _refuse_output_changing(fields, family, head_dim)
     config = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
         "vocab_size": _vocab_size(file),
-        "hidden_size": _need(fields, "embedding_length"),
-        "intermediate_size": _need(fields, "feed_forward_length"),
+        **{name: _need(fields, key) for name, key in _NEEDED.items()},
         "num_hidden_layers": _num_layers(file, fields),
-        "num_attention_heads": heads,
-        "num_key_value_heads": fields.get("attention.head_count_kv", heads),
+        "num_key_value_heads": fields.get("attention.head_count_kv", fields["attention.head_count"]),
         "head_dim": head_dim,
-        "max_position_embeddings": _need(fields, "context_length"),
-        "rms_norm_eps": _need(fields, "attention.layer_norm_rms_epsilon"),
         "rope_theta": fields.get("rope.freq_base", 10_000.0),
         "rope_scaling": _rope_scaling(fields, rope_factors, head_dim),
         "tie_word_embeddings": "output.weight" not in file.tensors,
@@ -183,7 +206,7 @@ def _num_layers(file: GgufFile, fields: Mapping[str, Any]) -> int:
     """Held against the tensors that are there: whatever is made per layer is bounded by the file."""
     num_layers = _need(fields, "block_count")
     if not isinstance(num_layers, int) or num_layers > len(file.tensors):
-        raise _bad(f"it has {num_layers!r} layers and {len(file.tensors)} tensors")
+        raise _bad(f"{fields['general.architecture']}.block_count is {num_layers!r}, of {len(file.tensors)} tensors")
     return num_layers
 
 
@@ -210,7 +233,7 @@ def _refuse_output_changing(fields: Mapping[str, Any], family: GgufFamily, key_l
     for name, is_neutral in holds.items():
         if name in fields and name not in family.fields.values() and not is_neutral(fields[name]):
             raise UnsupportedModel(
-                f"GGUF: {name}={fields[name]!r} of {fields['general.architecture']} is not supported.",
+                f"{fields['general.architecture']}.{name}={fields[name]!r} is not supported.",
                 "use a model without it.",
             )
 
@@ -251,14 +274,14 @@ def _llama3_factor(tokens_per_radian: float, factor: float) -> float:
 
 def _need(fields: Mapping[str, Any], name: str) -> Any:
     if name not in fields:
-        raise _bad(f"the metadata has no {name}")
+        raise _bad(f"the metadata has no {fields['general.architecture']}.{name}")
     return fields[name]
 
 
 def _count(fields: Mapping[str, Any], name: str) -> int:
     value = _need(fields, name)
     if not isinstance(value, int) or value < 1:
-        raise _bad(f"{name} is {value!r}, which counts nothing")
+        raise _bad(f"{fields['general.architecture']}.{name} is {value!r}, which counts nothing")
     return value
 
 

@@ -122,7 +122,7 @@ def _tokens(metadata: Mapping[str, Any], vocab_size: int) -> tuple[list[str], li
 
 def _pre_tokenizer(metadata: Mapping[str, Any]) -> str:
     name = metadata.get("tokenizer.ggml.pre", "default")
-    known = _ALIASES.get(name, name)
+    known = _ALIASES.get(name, name) if isinstance(name, str) else None
     if known not in PRE_TOKENIZERS:
         supported = ", ".join([*PRE_TOKENIZERS, *_ALIASES])
         raise UnsupportedModel(

@@ -84,7 +84,7 @@ def _windowed_layers(config: Mapping[str, Any], family: Family, is_rotated: list
     listed = config.get("layer_types")
     if listed is None:
         return by_family
-    if not isinstance(listed, list) or len(listed) != num_layers or not set(listed) <= set(LAYER_TYPES):
+    if not isinstance(listed, list) or len(listed) != num_layers or any(kind not in LAYER_TYPES for kind in listed):
         raise unsupported_field("layer_types", listed, LAYER_TYPES)
     is_windowed = [kind == "sliding_attention" for kind in listed]
     has_choice = family.windows == "pattern" or (

@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from core.config_fields import bad_field, positive_int, read_bool, unsupported_field
+from core.config_fields import bad_field, positive_int, read_bool, read_quantization, unsupported_field
 from core.errors import UnsupportedModel
 from core.fp8_config import METHODS as FP8_METHODS
 from core.fp8_config import parse_fp8
 
-METHODS = ("gptq", "awq")
 # Fields that change what the tensors mean, and the values under which they do not.
 _NEUTRAL: dict[str, dict[str, tuple[Any, ...]]] = {
     "gptq": {
@@ -24,6 +23,7 @@ _NEUTRAL: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "awq": {"zero_point": (True, None), "version": ("gemm", "GEMM", None), "modules_to_fuse": ({}, [], None)},
 }
+METHODS = tuple(_NEUTRAL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,21 +56,17 @@ def parse_packed(config: Mapping[str, Any]) -> PackedConfig | None:
     Raises:
         UnsupportedModel, BadCheckpoint: it is, but in a variant that is not read, or that no one can read.
     """
-    given = config.get("quantization_config")
-    if not isinstance(given, Mapping) or given.get("quant_method") not in METHODS:
+    given = read_quantization(config, _NEUTRAL)
+    if given is None:
         return None
-    method = str(given["quant_method"])
-    for name, values in _NEUTRAL[method].items():
-        if given.get(name) not in values:
-            raise unsupported_field(f"quantization_config.{name}", given[name], values)
-    if method == "awq":
+    if given["quant_method"] == "awq":
         return _parse_awq(given)
     bits = positive_int(given, "bits")
     if bits not in (4, 8):
         raise unsupported_field("quantization_config.bits", bits, (4, 8))
     # Of the first format stored zeros are one less: source: AutoGPTQ, QuantLinear.pack.
     zero_offset = 0 if given.get("checkpoint_format") == "gptq_v2" else 1
-    return PackedConfig(method, bits, _group_size(given, "group_size"), read_bool(given, "desc_act"), zero_offset)
+    return PackedConfig("gptq", bits, _group_size(given, "group_size"), read_bool(given, "desc_act"), zero_offset)
 
 
 def refuse_other_methods(config: Mapping[str, Any]) -> None:

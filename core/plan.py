@@ -155,6 +155,7 @@ class RunnerLimits:
     host_copy_s: float = 0.0  # of one block to the host or back, as measured at start
     max_in_flight: int = 1  # steps; with 2 the next one is sent before this one's tokens are read
     prompt_tile: int = 64  # tokens of a prompt that attend together: for any of them all are computed
+    few_tokens: int = 0  # of a step: about so many are multiplied in the time in which the weights are read
 
 
 class DeviceError(Exception):

@@ -4,11 +4,13 @@ Running decodes first, then, as far as the inter-token target allows, prompts: t
 one order. Who has to give way for it does: the paused, then those whom the queue's head outranks, then the least.
 """
 
+import math
 from collections.abc import Callable
 from itertools import groupby
 from operator import attrgetter
 
 from core.blocks import num_blocks_for
+from core.burst import Burst
 from core.in_flight import InFlight
 from core.plan import RunnerLimits, StepPlan
 from core.plan_builder import PlanBuilder
@@ -43,6 +45,8 @@ class Planner:
         self._in_flight = in_flight
         self._step_cost = step_cost
         self._inter_token_target = inter_token_target
+        self._burst = Burst()
+        self._burst_allowance = PrefillAllowance(step_cost, math.inf)
         self._is_short = False  # of blocks or slots that those in flight may have to give up
 
     def plan(self, now: float) -> StepPlan | None:
@@ -67,6 +71,8 @@ class Planner:
             self._add_decodes_in_turn(builder, [*plain, *others])
         num_coming = len(behind) + min(len(self._states.waiting), len(self._states.free_slots))
         allowance = allow_prefill(self._step_cost, self._inter_token_target, builder.work, num_coming)
+        if self._burst.is_on or (self._inter_token_target is not None and not builder.work.own_tokens):
+            self._burst.look(builder.sequences if builder.work.own_tokens else (), now)
         num_reserved = len(builder.sequences)  # blocks, which the decodes need within 16 steps
         self._catch_up(builder, allowance, behind, num_reserved, now)
         plan = builder.build()
@@ -173,19 +179,28 @@ class Planner:
 
         behind.sort(key=rank_of, reverse=True)
         is_admitting = True
-        while builder.budget > 0 and not allowance.is_spent:
+        while builder.budget > 0 and (self._burst.is_on or not allowance.is_spent):
             found = self._states.waiting.head(now) if is_admitting else None
-            if found is not None and (not behind or rank(*found, now) < rank_of(behind[-1])):
-                head, level = found
-                copying_s = self._states.blocks.host.planned_s
-                is_admitting = self._admit(builder, head, level, num_reserved)
-                allowance.spend(self._states.blocks.host.planned_s - copying_s)
-                if is_admitting:
-                    self._add_row(builder, head, allowance)
-            elif behind:
-                self._add_row(builder, behind.pop(), allowance)
-            else:
+            if found is not None and behind and rank(*found, now) >= rank_of(behind[-1]):
+                found = None
+            if found is None and not behind:
                 return
+            sequence = behind[-1] if found is None else found[0]
+            is_of_burst = self._burst.has(sequence)
+            if allowance.is_spent and not is_of_burst:
+                return
+            if found is None:
+                behind.pop()
+            else:
+                copying_s = self._states.blocks.host.planned_s
+                is_admitting = self._admit(builder, *found, num_reserved)
+                allowance.spend(self._states.blocks.host.planned_s - copying_s)
+                if not is_admitting:
+                    continue
+            self._add_row(builder, sequence, self._burst_allowance if is_of_burst else allowance)
+            if is_of_burst:  # all that the streams leave, and more
+                self._burst.compute()
+                allowance.use_up()
 
     def _add_decodes(self, builder: PlanBuilder, plain: list[Sequence], others: list[Sequence]) -> None:
         """Add a row for each, in as few operations as can be for those that have nothing to be looked at.

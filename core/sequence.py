@@ -40,6 +40,7 @@ class Sequence:
     Args:
         tenant: whose account it is on.
         priority: its class, higher goes first.
+        arrival_s: its request's, monotonic.
         place: among its tenant's and class's sequences, kept for life.
         due_order: among those whose first token is due at some time; infinite for others.
         stop_ids: ids that end it: the model's ends (unless ignored) and the request's.
@@ -69,6 +70,7 @@ class Sequence:
     index: int
     tenant: Tenant
     priority: int
+    arrival_s: float
     place: Place
     due_order: DueOrder
     sampling: SamplingParams
@@ -191,6 +193,7 @@ class SequenceGroup:
             index=index,
             tenant=self.tenant,
             priority=self.request.priority,
+            arrival_s=self.request.arrival_s,
             place=(self.request.arrival_s - _bonus_s(len(self.request.prompt_ids)), self.serial, index),
             due_order=(self.latest_start_s, self.serial, index),
             sampling=self.request.sampling,

@@ -26,6 +26,7 @@ MAX_SPREADS = 2.0  # a step that takes longer than predicted by more of these ha
 FIRST_SPREAD, LEAST_SPREAD, SPREAD_RATE = 0.3, 0.02, 0.02
 SOLVE_EVERY = 16  # steps of a kind at most, and as soon as they are NEWS_SHARE of the kind's: see StepCostModel
 NEWS_SHARE = 1 / 8
+SURPRISE = 0.1  # a step that was off by more of what it took is news enough
 NUM_SWEEPS = 6
 ERROR_WINDOW, ERROR_REFRESH = 256, 32  # steps
 
@@ -61,35 +62,41 @@ class StepWork:
         self.own_tokens += end - border
         self.own_kv += (end * (end + 1) - border * (border + 1)) // 2
 
-    @property
-    def features(self) -> Features:
-        return 1.0, self.prompt_tokens, self.prompt_kv, self.own_tokens, self.own_kv
-
 
 class StepCostModel:
-    """seconds = fixed + a x prompt tokens + b x KV tokens these read + c x own tokens + d x KV tokens these read.
+    """seconds = fixed + a x tokens beyond the few + b x KV tokens prompts read + c x own tokens + d x KV these read.
+
+    The few are multiplied while the weights are read, which a step does however few they are; beyond, each takes its
+    time (the roofline). So a batch that grows is predicted before the first step of its size was measured.
 
     No coefficient is negative. The fit minimises squared relative errors over the last steps of each kind; a step that
     was held up (by another process, by a compilation) counts less, one that was faster counts fully: nothing makes a
     step faster than it is.
 
     A step is noted when it was measured, which takes a few microseconds; the fit is solved anew when the notes of a
-    kind make an eighth of what is known of it, and after SOLVE_EVERY of them at the latest. So the first steps count
-    at once, and later ones, each of which moves the fit by a part in hundreds, cost next to nothing. Not by whoever
+    kind make an eighth of what is known of it, after SOLVE_EVERY of them at the latest, and at once for a step that was
+    far off: the next ones will be like it. So the first steps count at once, as do those of a batch that has changed,
+    and later ones, each of which moves the fit by a part in hundreds, cost next to nothing. Not by whoever
     asks for a prediction: every plan and every charge does. And not in closed form: with one stream the fixed part and
     the part of its one token cannot be told apart, where a descent stays with what it has.
 
     Args:
-        prompt_tile: see RunnerLimits.
+        prompt_tile, few_tokens: see RunnerLimits.
+
+    Attributes:
+        coefficients_s: the same as a line, for charges and estimates: fixed, a prompt's token, KV token that prompts
+            read, own token with its part of those beyond the few in a batch as large as the last, KV token it reads.
     """
 
-    def __init__(self, prompt_tile: int = PROMPT_TILE) -> None:
-        self.prompt_tile = prompt_tile
+    def __init__(self, prompt_tile: int = PROMPT_TILE, few_tokens: int = 0) -> None:
+        self.prompt_tile, self.few_tokens = prompt_tile, few_tokens
         self.coefficients_s: Features = NOMINAL_S
         self.is_ready = False  # enough steps of both kinds were measured to predict one
         self.error_p50 = 0.0  # of the last steps: |predicted - measured| / measured
         self.error_p90 = 0.0
         self._fit: Features = (0.0, 0.0, 0.0, 0.0, 0.0)
+        self._linear_s = self._fit  # see coefficients_s
+        self._num_own = 1  # own tokens of the last step that had any
         self._with_prompts, self._without = _Memory(), _Memory()
         self._spread = FIRST_SPREAD
         self._errors: deque[float] = deque(maxlen=ERROR_WINDOW)
@@ -109,18 +116,23 @@ class StepCostModel:
     @property
     def rough_s(self) -> Features | None:
         """The fit so far, for estimates: under a rush there may be no step without a prompt for a long time."""
-        return None if self._num_observed < 2 * LEAST_STEPS else self._fit
+        return None if self._num_observed < 2 * LEAST_STEPS else self._linear_s
 
     def predict(self, work: StepWork) -> float:
         """Seconds; meaningless before is_ready."""
         fixed, a, b, c, d = self._fit
-        return fixed + a * work.prompt_tokens + b * work.prompt_kv + c * work.own_tokens + d * work.own_kv
+        num_beyond = max(0, work.prompt_tokens + work.own_tokens - self.few_tokens)
+        return fixed + a * num_beyond + b * work.prompt_kv + c * work.own_tokens + d * work.own_kv
 
-    def prefill_s(self, start: int, end: int, num_prompt_tokens: int) -> float:
-        """What positions `start` to `end` - 1 of a sequence with so long a prompt add to a step."""
+    def prefill_s(self, start: int, end: int, num_prompt_tokens: int, num_few: int = 0) -> float:
+        """What positions `start` to `end` - 1 of a sequence with so long a prompt add to a step.
+
+        Args:
+            num_few: tokens that the step has less than the few.
+        """
         work = StepWork(tile=self.prompt_tile)
         work.add(start, end, num_prompt_tokens)
-        return row_cost_s(self.coefficients_s, work)
+        return row_cost_s(self.coefficients_s, work) - self.coefficients_s[1] * min(num_few, end - start)
 
     def observe(self, work: StepWork, seconds: float) -> None:
         """Learn from a step. One that took no time says nothing."""
@@ -128,12 +140,16 @@ class StepCostModel:
         if seconds <= 0:
             return
         predicted = self.predict(work)
+        error = abs(predicted - seconds) / seconds
         if self.is_ready:
-            self._note_error(abs(predicted - seconds) / seconds)
+            self._note_error(error)
         memory = self._with_prompts if self._has_prompt else self._without
-        memory.note(work.features, seconds, self._weight(predicted, seconds))
+        num_beyond = max(0, work.prompt_tokens + work.own_tokens - self.few_tokens)
+        features = 1.0, num_beyond, work.prompt_kv, work.own_tokens, work.own_kv
+        memory.note(features, seconds, self._weight(predicted, seconds))
+        self._num_own = work.own_tokens or self._num_own
         self._num_observed += 1
-        if memory.is_due:
+        if memory.is_due or error > SURPRISE:
             self._solve()
 
     def _weight(self, predicted: float, seconds: float) -> float:
@@ -147,10 +163,11 @@ class StepCostModel:
 
     def _solve(self) -> None:
         moments = (self._with_prompts.learn() + self._without.learn()).tolist()
-        self._fit = _descend(moments, self._fit)
+        self._fit = fixed, a, b, c, d = _descend(moments, self._fit)
+        self._linear_s = fixed, a, b, c + a * max(0.0, 1 - self.few_tokens / self._num_own), d
         self.is_ready = min(self._with_prompts.num_steps, self._without.num_steps) >= LEAST_STEPS
         if self.is_ready:
-            self.coefficients_s = self._fit
+            self.coefficients_s = self._linear_s
 
     def _note_error(self, error: float) -> None:
         self._errors.append(error)
@@ -215,12 +232,14 @@ class PrefillAllowance:
     Args:
         seconds: by the model; infinite where no target is set or nobody decodes.
         is_due: something has to be granted, however little is left.
+        num_few: tokens that the step has less than the model's few.
     """
 
-    def __init__(self, model: StepCostModel, seconds: float, is_due: bool = True) -> None:
+    def __init__(self, model: StepCostModel, seconds: float, is_due: bool = True, num_few: int = 0) -> None:
         self._model = model
         self._seconds = seconds
         self._is_due = is_due
+        self._num_few = num_few
 
     @property
     def is_spent(self) -> bool:
@@ -229,6 +248,10 @@ class PrefillAllowance:
     def spend(self, seconds: float) -> None:
         """The step does something else as well, for so long."""
         self._seconds -= seconds
+
+    def use_up(self) -> None:
+        """Nothing is left."""
+        self._seconds, self._is_due = 0.0, False
 
     def chunk(self, start: int, end: int, num_prompt_tokens: int, max_tokens: int) -> int:
         """How many tokens from `start` on, of those up to `end`, may be computed now.
@@ -242,6 +265,7 @@ class PrefillAllowance:
             limit = self._cut(start, limit, num_prompt_tokens)
         if limit > start:
             self._seconds -= self._cost_s(start, limit, num_prompt_tokens)
+            self._num_few = max(0, self._num_few - (limit - start))
             self._is_due = False
         return limit - start
 
@@ -272,7 +296,9 @@ class PrefillAllowance:
         return self._cost_s(start, end, num_prompt_tokens) <= self._seconds
 
     def _cost_s(self, start: int, end: int, num_prompt_tokens: int) -> float:
-        return 0.0 if math.isinf(self._seconds) else self._model.prefill_s(start, end, num_prompt_tokens)
+        if math.isinf(self._seconds):
+            return 0.0
+        return self._model.prefill_s(start, end, num_prompt_tokens, self._num_few)
 
 
 def allow_prefill(
@@ -281,7 +307,8 @@ def allow_prefill(
     """What may be computed beside these decodes: up to the target for a step of all who could decode by now.
 
     The target is not for those alone who do: with many prompts waiting, the batch would stay small, and the queue
-    grow. What streams notice stays bounded by what they notice once the prompts have become streams.
+    grow. What streams notice stays bounded by what they notice once the prompts have become streams. One prompt makes
+    no queue: it is bound by those who do decode.
 
     Args:
         inter_token_target: see EngineConfig.
@@ -292,8 +319,10 @@ def allow_prefill(
     if not model.is_ready:
         is_bare = model.wants_bare_decode
         return PrefillAllowance(model, 0.0, is_due=False) if is_bare else PrefillAllowance(model, math.inf)
-    soon = StepWork(own_tokens=decodes.own_tokens + num_coming, own_kv=decodes.own_kv)
-    return PrefillAllowance(model, inter_token_target * model.predict(soon) - model.predict(decodes))
+    num_soon = decodes.own_tokens + max(0, num_coming - 1)
+    soon = StepWork(own_tokens=num_soon, own_kv=decodes.own_kv)
+    seconds = inter_token_target * model.predict(soon) - model.predict(decodes)
+    return PrefillAllowance(model, seconds, num_few=max(0, model.few_tokens - decodes.own_tokens))
 
 
 def row_cost_s(coefficients_s: Features, work: StepWork) -> float:

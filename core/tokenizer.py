@@ -40,12 +40,18 @@ class Tokenizer:
     Args:
         tokenizer_json: the content of tokenizer.json.
         tokenizer_config: the content of tokenizer_config.json: special tokens, add_bos_token, add_eos_token.
+        num_embeddings: of the model: texts with tokens beyond are refused; None: there are none.
 
     Raises:
         UnsupportedTokenizer: the decoder is neither byte-level nor SentencePiece-like, or the content is broken.
     """
 
-    def __init__(self, tokenizer_json: str | bytes, tokenizer_config: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer_json: str | bytes,
+        tokenizer_config: Mapping[str, Any] | None = None,
+        num_embeddings: int | None = None,
+    ) -> None:
         config = tokenizer_config or {}
         self.special_tokens = named_special_tokens(config)  # e.g. {"bos_token": "<s>"}
         backend = _load(tokenizer_json, config, self.special_tokens)
@@ -54,6 +60,9 @@ class Tokenizer:
         self._backend = backend
         self._token_strs = {token_id: string for string, token_id in backend.get_vocab(with_added_tokens=True).items()}
         self.vocab_size = max(self._token_strs, default=-1) + 1  # ids are below it; the logits may be wider
+        self._num_computable = (
+            num_embeddings if num_embeddings is not None and num_embeddings < self.vocab_size else None
+        )
         self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
         self.bos_id = self.id_of(self.special_tokens.get("bos_token"))
         self.eos_id = self.id_of(self.special_tokens.get("eos_token"))
@@ -71,7 +80,7 @@ class Tokenizer:
                 which has them already.
 
         Raises:
-            InvalidRequest: the text has a lone surrogate: it is not Unicode.
+            InvalidRequest: the text has a lone surrogate: it is not Unicode; or a token that the model does not know.
         """
         try:
             text.encode()
@@ -81,7 +90,14 @@ class Tokenizer:
                 "Send valid Unicode."
             ) from error
         # Of the library's ways this one alone lets other threads run; offsets, which nobody asks for, are left out
-        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        if self._num_computable is not None and max(ids, default=0) >= self._num_computable:
+            unknown = next(token_id for token_id in ids if token_id >= self._num_computable)
+            raise InvalidRequest(
+                f"The text has the token {self.str_of(unknown)!r} ({unknown}), which the tokenizer knows and the model "
+                f"does not: its ids end at {self._num_computable - 1}. Leave it out."
+            )
+        return ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of a whole sequence; ids that do not exist say nothing."""

@@ -108,7 +108,7 @@ def _with_packed(checkpoint: Checkpoint, packing: PackedConfig) -> Checkpoint:
         parts = {part: tensors.pop(f"{module}.{part}") for part in PARTS if f"{module}.{part}" in tensors}
         missing = [f"{module}.{part}" for part in NEEDED_PARTS if part not in parts]
         if missing:
-            raise bad_checkpoint(f"{module} is packed, but without {named_tensors(missing)}.")
+            raise bad_checkpoint(f"{checkpoint.path}: {module} is packed, but without {named_tensors(missing)}.")
         tensors[f"{module}.weight"] = _matrix(packing, module, parts)
     return Checkpoint(checkpoint.path, tensors, packing)
 
@@ -121,11 +121,15 @@ def _with_fp8(checkpoint: Checkpoint, packing: Fp8Config) -> Checkpoint:
         module = name.removesuffix(".weight")
         scales = [scale for scale in SCALES if f"{module}.{scale}" in tensors]
         if module == name or len(values.shape) != 2 or len(scales) != 1:
-            raise bad_checkpoint(f"{name} is stored as {FP8_FORMAT}, but is no matrix with a {' or a '.join(SCALES)}.")
+            raise bad_checkpoint(
+                f"{values.file}: {name} is stored as {FP8_FORMAT}, but is no matrix with a {' or a '.join(SCALES)}."
+            )
         scale = tensors.pop(f"{module}.{scales[0]}")
         if scale.format not in FLOAT_BYTES or not is_scale_of(values.shape, scale.shape, packing):
             found, asked = f"{list(scale.shape)} as {scale.format}", described_scales(values.shape, packing)
-            raise bad_checkpoint(f"{module}.{scales[0]} is {found}; config.json and its weight ask for {asked}.")
+            raise bad_checkpoint(
+                f"{scale.file}: {module}.{scales[0]} is {found}; config.json and its weight ask for {asked}."
+            )
         parts = {"weight": values, scales[0]: scale}
         size_bytes = values.size_bytes + scale.size_bytes
         tensors[name] = TensorHeader(values.file, values.shape, FP8_FORMAT, size_bytes, parts)
@@ -135,13 +139,17 @@ def _with_fp8(checkpoint: Checkpoint, packing: Fp8Config) -> Checkpoint:
 def _matrix(packing: PackedConfig, module: str, parts: dict[str, TensorHeader]) -> TensorHeader:
     qweight = parts["qweight"]
     if len(qweight.shape) != 2:
-        raise bad_checkpoint(f"{module}.qweight has the shape {list(qweight.shape)}, which no matrix has.")
+        raise bad_checkpoint(
+            f"{qweight.file}: {module}.qweight has the shape {list(qweight.shape)}, which no matrix has."
+        )
     shape = matrix_shape(packing, qweight.shape)
     expected = part_shapes(packing, *shape)
     for name, header in parts.items():
         if header.shape != expected[name] or header.format not in PARTS[name]:
             found = f"{list(header.shape)} as {header.format}"
-            raise bad_checkpoint(f"{module}.{name} is {found}; its qweight asks for {list(expected[name])}.")
+            raise bad_checkpoint(
+                f"{header.file}: {module}.{name} is {found}; its qweight asks for {list(expected[name])}."
+            )
     size_bytes = sum(header.size_bytes for header in parts.values())
     return TensorHeader(qweight.file, shape, f"{packing.method.upper()} {packing.bits} bit", size_bytes, parts)
 
@@ -165,7 +173,9 @@ def _open_directory(directory: Path, has_fp8: bool) -> Checkpoint:
                     tensors[name] = _header(reader, name, file, has_fp8)
     missing = sorted(listed.keys() - tensors.keys())
     if missing:
-        raise bad_checkpoint(f"{INDEX_FILE} lists tensors that their files do not hold: {named_tensors(missing)}.")
+        raise bad_checkpoint(
+            f"{directory / INDEX_FILE} lists tensors that their files do not hold: {named_tensors(missing)}."
+        )
     return Checkpoint(directory, tensors)
 
 
@@ -288,13 +298,13 @@ def _listed_tensors(directory: Path) -> dict[str, Path]:
         weight_map = json.loads(index_file.read_bytes())["weight_map"]
         listed = {str(name): str(file) for name, file in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise bad_checkpoint(f"{INDEX_FILE} is not an index with a weight_map ({error}).") from error
+        raise bad_checkpoint(f"{index_file} is not an index with a weight_map ({error}).") from error
     for file in set(listed.values()):
         # A plain name: an index may not lead out of its directory.
         if file != Path(file).name or file in ("", ".", "..") or "\\" in file or not file.endswith(".safetensors"):
-            raise bad_checkpoint(f"{INDEX_FILE} names {file!r}, which is not a safetensors file of its own directory.")
+            raise bad_checkpoint(f"{index_file} names {file!r}, which is not a safetensors file of its own directory.")
     if not listed:
-        raise bad_checkpoint(f"{INDEX_FILE} lists no tensors.")
+        raise bad_checkpoint(f"{index_file} lists no tensors.")
     return {name: directory / file for name, file in listed.items()}
 
 
@@ -332,7 +342,9 @@ def _header(reader: Any, name: str, file: Path, has_fp8: bool) -> TensorHeader:
     supported = (*FLOAT_BYTES, FP8_FORMAT) if has_fp8 else tuple(FLOAT_BYTES)
     if number_format not in supported and not is_packed and not name.endswith(IGNORED_SUFFIXES):
         beside = "" if has_fp8 else f", and {FP8_FORMAT} where config.json has a quantization_config that says so"
-        raise bad_checkpoint(f"{name} is stored as {number_format}; supported are {', '.join(supported)}{beside}.")
+        raise bad_checkpoint(
+            f"{file}: {name} is stored as {number_format}; supported are {', '.join(supported)}{beside}."
+        )
     number_bytes = {**FLOAT_BYTES, BYTES: 1, INTEGERS: 4, FP8_FORMAT: 1}.get(number_format, 0)
     size_bytes = number_bytes * int(torch.Size(shape).numel())
     return TensorHeader(file, shape, number_format, size_bytes)
@@ -344,4 +356,4 @@ def named_tensors(names: list[str]) -> str:
 
 
 def bad_checkpoint(cause: str) -> BadCheckpoint:
-    return BadCheckpoint(cause, "download the model's directory again, or name another with --model.")
+    return BadCheckpoint(cause, "download the model again, or name another with --model.")

@@ -4,7 +4,6 @@ Measured at start on the model's own cache, and kept per device and versions. Th
 in any company: another one serves only where it is faster by LEAST_GAIN. Thread: engine (choosing at start).
 """
 
-import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -15,13 +14,12 @@ from torch import Tensor
 
 from core.config import BLOCK_SIZE
 from gpu.attention import TILE_TOKENS, AttentionKernels, RaggedRows
-from gpu.device_products import Timer, graph_seconds, machine_name
+from gpu.device_clock import NEVER_S, Timer, graph_seconds, seconds_or_never
+from gpu.device_products import machine_name
 from gpu.kv_cache import LayerKV
 from gpu.measured_file import measured_file, read_kept, write_kept
 from gpu.scores import PLAIN, Scores
 from gpu.varlen_attention import VarlenAttention
-
-logger = logging.getLogger(__name__)
 
 LEAST_GAIN = 1.2
 # Rows, their context and their new tokens, each so far as the cache has blocks; on the geometric mean.
@@ -96,25 +94,24 @@ class DeviceAttention:
         return self.attends
 
     def _is_varlen_faster(self, kv: LayerKV, num_heads: int, shapes: tuple[tuple[int, int, int], ...]) -> bool:
-        """By enough, where both can."""
+        """By enough, where both can; one that fails is the slower."""
         if self._varlen is None:
             return False
-        gain, num_blocks = 1.0, kv.both.shape[1]
+        gain, num_blocks, device = 1.0, kv.both.shape[1], kv.keys.device
         for num_rows, context, num_new in shapes:
             if num_rows * context > num_blocks * BLOCK_SIZE:
                 continue
-            rows = _even_rows(num_rows, context, num_new, kv.keys.device)
+            rows = _even_rows(num_rows, context, num_new, device)
             query = kv.keys.new_zeros(num_rows * num_new, num_heads, kv.keys.shape[2])
             if not self._varlen.can_attend(query, rows, PLAIN):
                 return False
-            gain *= self._clock(partial(self.kernels.attend, query, kv, rows, PLAIN)) / LEAST_GAIN
-            try:
-                gain /= self._clock(partial(self._varlen.attend, query, kv, rows, PLAIN))
-            except torch.AcceleratorError:  # nothing succeeds after it
-                raise
-            except (RuntimeError, ValueError) as error:  # of a build without it, or a device that it does not know
-                logger.warning("Torch's FlashAttention does not serve here: %s", error)
+            by_kernels = partial(self.kernels.attend, query, kv, rows, PLAIN)
+            by_varlen = partial(self._varlen.attend, query, kv, rows, PLAIN)
+            kernels_s = seconds_or_never(self._clock, by_kernels, "Triton's attention", device)
+            varlen_s = seconds_or_never(self._clock, by_varlen, "torch's FlashAttention", device)
+            if varlen_s == NEVER_S:
                 return False
+            gain *= kernels_s / varlen_s / LEAST_GAIN
         return gain > 1
 
 

@@ -4,7 +4,7 @@ Measured at start on the model's own matrices, and kept per device and versions.
 rows and in one for many, whatever their number: the two round differently. Thread: engine (choosing at start).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpu.device_clock import NEVER_S, Timer, graph_seconds, seconds_or_never
 from gpu.linear import Linear
 from gpu.measured_file import measured_file, read_kept, write_kept
 
@@ -24,10 +25,6 @@ MEASURED_FEW = (1, 4, 16)  # rows; on the geometric mean
 MEASURED_MANY = (64, 512)
 # Of one shape's matrices, in turn: more than a device's cache keeps (an H200 has 50 MB), so that they are read anew.
 PROBE_BYTES = 256 * 1024**2
-TIMED_ROUNDS = 3
-
-Timer = Callable[[Callable[[], object]], float]
-"""Some work on the device, which it may do several times -> the seconds it takes"""
 
 
 @dataclass(slots=True)
@@ -104,7 +101,7 @@ class DeviceProducts:
         here = known.setdefault(machine, {})
         new = {key: shape for key, shape in self._shapes.items() if key not in here}
         for key, shape in new.items():
-            here[key] = self._measure(shape)
+            here[key] = self._measure(key, shape)
         if new:
             write_kept(
                 path, {name: {key: asdict(found) for key, found in kept.items()} for name, kept in known.items()}
@@ -114,41 +111,31 @@ class DeviceProducts:
             del shape.products[:]  # they were kept to be measured
         return {key: shape.served for key, shape in self._shapes.items()}
 
-    def _measure(self, shape: _Shape) -> Served:
-        few = self._is_kernel_faster(shape, MEASURED_FEW)
-        return Served(few, shape.has_many and self._is_kernel_faster(shape, MEASURED_MANY))
+    def _measure(self, key: str, shape: _Shape) -> Served:
+        few = self._is_kernel_faster(key, shape, MEASURED_FEW)
+        return Served(few, shape.has_many and self._is_kernel_faster(key, shape, MEASURED_MANY))
 
-    def _is_kernel_faster(self, shape: _Shape, rows: Sequence[int]) -> bool:
-        ratio = 1.0
+    def _is_kernel_faster(self, key: str, shape: _Shape, rows: Sequence[int]) -> bool:
+        """One that fails is the slower."""
+        ratio, kernels, torchs = 1.0, [each.kernel for each in shape.products], [each.torchs for each in shape.products]
         for num_rows in rows:
-            x = torch.zeros(num_rows, shape.num_in, dtype=self._dtype, device=self._device)
-            by_kernel = self._clock(partial(_multiply_all, [product.kernel for product in shape.products], x))
-            ratio *= by_kernel / self._clock(partial(_multiply_all, [each.torchs for each in shape.products], x))
+            by_kernel = self._seconds(f"Triton's product of {num_rows} rows with {key}", kernels, shape, num_rows)
+            if by_kernel == NEVER_S:
+                return False
+            by_torch = self._seconds(f"torch's product of {num_rows} rows with {key}", torchs, shape, num_rows)
+            if by_torch == NEVER_S:
+                return True
+            ratio *= by_kernel / by_torch
         return ratio < 1
+
+    def _seconds(self, name: str, products: Sequence[Linear], shape: _Shape, num_rows: int) -> float:
+        x = torch.zeros(num_rows, shape.num_in, dtype=self._dtype, device=self._device)
+        return seconds_or_never(self._clock, partial(_multiply_all, products, x), name, self._device)
 
 
 def _multiply_all(products: Sequence[Linear], x: Tensor) -> None:
     for product in products:
         product(x)
-
-
-def graph_seconds(work: Callable[[], object]) -> float:
-    """The best round on a CUDA device, of a graph as decode replays it: what the host takes to launch is not in it."""
-    work()  # compiles, and loads libraries
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    graph.replay()
-    best_ms = float("inf")
-    for _ in range(TIMED_ROUNDS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        best_ms = min(best_ms, start.elapsed_time(end))
-    return best_ms / 1000
 
 
 def products_file() -> Path:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gpu.batch import DeviceBatch
-from gpu.sampler import Drawn, RowLogprobs
+from gpu.sampler import AskedLogprobs, Drawn, RowLogprobs
 from gpu.streams import Event, Streams
 
 NUM_BUFFERS = 2  # steps whose tokens may be on their way
@@ -59,12 +59,17 @@ class DrawnTokens:
         logprobs = None if drawn.logprobs is None else self._sent(drawn.logprobs)
         return OnTheirWay(token_ids, is_finite, logprobs, self._streams.current.record())
 
-    def _sent(self, logprobs: RowLogprobs) -> RowLogprobs:
-        kept = []
-        for found in (logprobs.drawn, logprobs.top, logprobs.top_ids):
-            kept.append(self._host(found.numel(), found.dtype).view(found.shape))
-            self._send(found, kept[-1])
-        return RowLogprobs(logprobs.rows, logprobs.num_top, *kept)
+    def _sent(self, asked: AskedLogprobs) -> RowLogprobs:
+        num_rows, size = len(asked.rows), len(asked.rows) * asked.most
+        drawn, top = self._host(num_rows, torch.float32), self._host(size, torch.float32).view(num_rows, -1)
+        kept = (drawn, top, self._host(size, torch.int64).view(num_rows, -1))
+
+        def send() -> None:
+            for source, target in zip(asked.find(), kept, strict=True):
+                target.copy_(source, non_blocking=True)
+
+        self._streams.current.run(send)
+        return RowLogprobs(asked.rows, asked.num_top, *kept)
 
     def _send(self, source: Tensor, target: Tensor) -> None:
         self._streams.current.run(lambda: target.copy_(source, non_blocking=True))

@@ -22,7 +22,7 @@ from gpu.memory_plan import MemoryPlan, plan_memory
 from gpu.model import Model
 from gpu.sampler import Sampler
 from gpu.step_graphs import StepGraphs
-from gpu.step_shapes import NUM_LATER, StepShape, StepShapes, max_decodes
+from gpu.step_shapes import StepShape, StepShapes, max_decodes
 from gpu.streams import Streams
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class CountedGraphs:
     Args:
         memory: the plan that holds them.
         shapes: that can be captured.
-        most_graphs: that may be, at start and later; 0: none.
+        most_graphs: that may be; 0: none.
     """
 
     memory: MemoryPlan
@@ -84,7 +84,7 @@ def count_graphs(
         rows, heads = max_decodes(engine), parts.model.config.num_heads
         parts.attention.reserve(rows, memory.max_model_len, heads, cache.layers[0])
     tables = BlockTables(engine.max_sequences, memory.max_model_len, cache.scratch_block)
-    steps = DeviceSteps(parts.model, cache, parts.sampler, tables, parts.streams, shapes)
+    steps = DeviceSteps(parts.model, cache, parts.sampler, tables, parts.streams, shapes, engine.max_batch_tokens)
     steps.graphs.recorder = recorder
     taken, shapes = measure_graphs(steps.graphs), steps.graphs.shapes
     steps.graphs.drop()
@@ -141,7 +141,7 @@ def plan_with(
         return False
 
     num_shapes = len(shapes.in_order)
-    most = bisect_right(range(1, num_shapes + NUM_LATER + 1), False, key=is_too_much)
+    most = bisect_right(range(1, num_shapes + 1), False, key=is_too_much)
     if most < num_shapes:
         logger.warning("there is memory for %d of %d CUDA graphs: other steps are sent without", most, num_shapes)
     return CountedGraphs(planned(most), shapes, most)

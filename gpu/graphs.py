@@ -80,8 +80,9 @@ class CudaRecorder:
                 work()
             free_bytes = self._free_bytes()
             graph = torch.cuda.CUDAGraph()
+            before = torch.cuda.stream(torch.cuda.current_stream(self._device))  # a capture that fails leaves its own
             # Another thread may use the driver meanwhile: it is none of the graph's.
-            with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+            with before, torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
                 work()
             graph.replay()  # the driver takes the rest of its part when a graph is first sent
             return CudaGraph(graph, max(0, free_bytes - self._free_bytes()))

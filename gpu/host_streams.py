@@ -46,6 +46,9 @@ class HostStreams:
     def pinned(self, size_bytes: int) -> Tensor:
         return torch.empty(size_bytes, dtype=torch.uint8)
 
+    def pinned_for_good(self, size_bytes: int) -> Tensor:
+        return self.pinned(size_bytes)
+
     def on_device(self, size_bytes: int) -> Tensor:
         return torch.empty(size_bytes, dtype=torch.uint8)
 

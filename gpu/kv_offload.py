@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from core.config import BLOCK_SIZE, EngineConfig, ModelConfig
-from core.errors import StartupError
+from core.errors import ExitCode, StartupError
 from core.plan import BlockCopies, BlockLabel
 from gpu.checkpoint import Checkpoint
 from gpu.device import DeviceChoice, free_memory_bytes, to_device
@@ -43,7 +43,7 @@ class HostMemory:
         self._num_staged = max(1, STAGING_BYTES // self.block_bytes)
         self._cache, self._stream = cache, streams.current
         shape = (num_slots, config.num_layers, 2, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
-        pinned = streams.pinned(num_slots * self.block_bytes)
+        pinned = streams.pinned_for_good(num_slots * self.block_bytes)
         self.tensor = pinned.view(dtype).view(shape)  # [slots, layers, 2, 16, kv_heads, head_dim]
 
     def copy(self, copies: BlockCopies) -> "CopyTicket":
@@ -160,7 +160,11 @@ def open_offload(
     if engine.kv_offload_bytes == 0:
         return None
     num_slots = offload_slots(config, engine, choice.dtype, free_memory_bytes(torch.device("cpu")))
-    memory = HostMemory(config, num_slots, cache, streams)
+    try:
+        memory = HostMemory(config, num_slots, cache, streams)
+    except (OSError, RuntimeError) as error:
+        cause = f"Host memory of --kv-offload-memory cannot be pinned for the device: {error}."
+        raise StartupError(cause, "less --kv-offload-memory.", ExitCode.MEMORY) from error
     offload = KVOffload(memory)
     offload.copy_s = memory.measure()
     if engine.kv_offload_dir is not None:

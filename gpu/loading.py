@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from core.config import EngineConfig, ModelConfig
-from core.plan import Runner, SequenceStart, StepPlan, Ticket
+from core.errors import ExitCode, StartupError
+from core.plan import DeviceError, Runner, SequenceStart, StepPlan, Ticket
 from core.types import SamplingParams
 from gpu.checkpoint import Checkpoint, Progress, open_checkpoint
 from gpu.device import DeviceChoice, apply_threads, choose_device, free_memory_bytes
@@ -50,10 +51,14 @@ def load_runner(
     apply_threads(choice)
     checkpoint = open_checkpoint(directory, config.packing)
     memory = plan_checkpoint(config, engine, choice, checkpoint, free_memory_bytes(choice.device))
-    runner = load_planned(checkpoint, config, engine, memory, progress, find=find)
-    warm_up(runner)
-    runner.open_graphs(graph_progress)
-    runner.open_offload(engine, checkpoint)
+    try:
+        runner = load_planned(checkpoint, config, engine, memory, progress, find=find)
+        warm_up(runner)
+        runner.open_graphs(graph_progress)
+        runner.open_offload(engine, checkpoint)
+    except DeviceError as error:
+        fix = "start it again; nvidia-smi and the system's log say what has become of the device."
+        raise StartupError(f"The device is lost: {error}", fix, ExitCode.DEVICE) from error
     return runner
 
 

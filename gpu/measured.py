@@ -187,11 +187,18 @@ def _is_kernel_faster(
     return ratio < 1
 
 
-def measured_here(choice: DeviceChoice) -> Mapping[str, Measured | Served]:
-    """What is known of this machine: by shape of model; of a device, by shape of matrix."""
+def measured_here(choice: DeviceChoice, config: ModelConfig | None) -> Mapping[str, Measured | Served]:
+    """What is known of this machine: by shape of model; of a device, by shape of matrix.
+
+    Args:
+        config: of a model: what is known of its sizes alone, on a CPU; None: of all.
+    """
     if choice.device.type == "cuda":
         return products_here(choice.device)
-    return read_measured(cache_file()).get(_machine(choice), {})
+    known = read_measured(cache_file()).get(_machine(choice), {})
+    if config is None:
+        return known
+    return {shape: found for shape, found in known.items() if f"{shape},".startswith(f"{_sizes(config, choice)},")}
 
 
 def load_average() -> float:
@@ -255,9 +262,12 @@ def _shape(
     sampler: SamplerChoice | None,
     elementwise: ElementwiseProbe | None,
 ) -> str:
-    mlp = f"{config.intermediate_size}" if config.experts is None else f"{config.experts.num_experts} experts"
     kernel = "" if product is None else ", numba" if product.is_open else ", numba alone"
     drawn = "" if sampler is None else f", of {config.vocab_size:,} tokens"
     between = "" if elementwise is None else ", norms"
-    sizes = f"{config.hidden_size} x {mlp}, {config.query_size} + {config.kv_size}"
-    return f"{sizes}, {choice.dtype_name}{kernel}{between}{drawn}"
+    return f"{_sizes(config, choice)}{kernel}{between}{drawn}"
+
+
+def _sizes(config: ModelConfig, choice: DeviceChoice) -> str:
+    mlp = f"{config.intermediate_size}" if config.experts is None else f"{config.experts.num_experts} experts"
+    return f"{config.hidden_size} x {mlp}, {config.query_size} + {config.kv_size}, {choice.dtype_name}"

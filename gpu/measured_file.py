@@ -15,10 +15,25 @@ from typing import Any, TypeVar
 Found = TypeVar("Found")
 
 
-def measured_file(name: str) -> Path:
-    """Source: XDG Base Directory Specification: a relative path is not valid, and ignored."""
+NOWHERE = Path(os.devnull)  # no directory: what is kept below it is not there, and cannot be written
+
+
+def cache_home() -> Path:
+    """The user's cache directory; NOWHERE for one without a home, as in a container with a number for a user.
+
+    Source: XDG Base Directory Specification: a relative path is not valid, and ignored.
+    """
     named = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (named if named.is_absolute() else Path.home() / ".cache") / "steploop" / name
+    if named.is_absolute():
+        return named
+    try:
+        return Path.home() / ".cache"
+    except RuntimeError:  # pathlib's word for it
+        return NOWHERE
+
+
+def measured_file(name: str) -> Path:
+    return cache_home() / "steploop" / name
 
 
 def read_kept(path: Path, parse: Callable[[Any], Found]) -> dict[str, dict[str, Found]]:

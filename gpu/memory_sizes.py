@@ -23,7 +23,7 @@ from gpu.quantize import can_quantize, floats, operator_group_size, stored_bytes
 from gpu.quantized_linear import DEVICE_SLAB_BYTES, SLAB_BYTES
 from gpu.scores import MAX_SCORES
 from gpu.staged_copies import staged_bytes
-from gpu.step_shapes import NUM_LATER, max_decodes, step_shapes
+from gpu.step_shapes import max_decodes, step_shapes
 from gpu.tied_head import can_gather
 
 # Of a graph: a generous guess at what the driver keeps of a kernel that it will launch. It is for estimates, before
@@ -114,14 +114,16 @@ def _layer_width(model: ModelConfig) -> int:
 
 
 def _decoding_bytes(model: ModelConfig, engine: EngineConfig, max_model_len: int, device: DeviceChoice) -> int:
-    """Where rows stay on the device: what splits of a context have found, until they are merged; tables; logits."""
+    """Where rows stay on the device: what splits of a context have found, until they are merged; tables, of the tokens
+    that slots have seen too; logits.
+    """
     if not _may_have_device_rows(model, device):
         return 0
     rows, width = max_decodes(engine), num_blocks_for(max_model_len)
     shape = kernel_shape(model.num_heads, model.num_kv_heads, model.head_dim, device.dtype)
     splits = rows * shape.splits_of(width * BLOCK_SIZE) * model.num_heads * (model.head_dim + 2) * 4  # float32
     tables = (engine.max_sequences + rows) * width * 4  # of slots and of rows, int32
-    return splits + tables + rows * model.vocab_size * 4
+    return splits + tables + (engine.max_sequences + rows) * model.vocab_size * 4
 
 
 def _may_have_device_rows(model: ModelConfig, device: DeviceChoice) -> bool:
@@ -137,7 +139,7 @@ def graphs_size_bytes(model: ModelConfig, engine: EngineConfig, device: DeviceCh
     rows, tokens = max_decodes(engine), max(shape.num_tokens for shape in shapes.largest)
     pool = (tokens * _layer_width(model) + rows * model.vocab_size) * dtype.itemsize
     nodes = GRAPH_NODES + GRAPH_NODES_A_LAYER * model.num_layers
-    driver = (len(shapes.in_order) + NUM_LATER) * nodes * GRAPH_NODE_BYTES
+    driver = len(shapes.in_order) * nodes * GRAPH_NODE_BYTES
     return pool + _expert_activation_bytes(model, tokens, dtype) + bytes_per_block(model, dtype) + driver
 
 

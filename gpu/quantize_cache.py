@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from core.config import EngineConfig
+from gpu.measured_file import cache_home
 from gpu.quantize import QuantizedWeight, Weight, can_quantize, quantize
 
 FOLDER = Path("steploop", "quantized")
@@ -64,6 +65,8 @@ class QuantizeCache:
                     return
                 file.unlink(missing_ok=True)
                 excess -= size
+        except (FileNotFoundError, NotADirectoryError):
+            return  # nothing was kept
         except OSError as error:
             logger.warning("the cache of quantised weights in %s is not trimmed: %s", self._directory, error)
 
@@ -102,9 +105,7 @@ def quantizing(engine: EngineConfig) -> Iterator[Callable[[Tensor], Weight] | No
 
 
 def cache_directory() -> Path:
-    """Source: XDG Base Directory Specification: an XDG_CACHE_HOME that is not absolute does not count."""
-    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (given if given.is_absolute() else Path.home() / ".cache") / FOLDER
+    return cache_home() / FOLDER
 
 
 def digest(weight: Tensor, scheme: str) -> str:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from core.types import TokenLogprobs
 from gpu.attention import TILE_TOKENS
 from gpu.batch import BatchBuilder, SampledRows
 from gpu.checkpoint import Checkpoint
-from gpu.device import last_level_cache_bytes
+from gpu.device import FEW_TOKENS, last_level_cache_bytes
 from gpu.device_attention import DeviceAttention
 from gpu.drawn_tokens import DrawnTokens, OnTheirWay
 from gpu.elementwise_speed import find_elementwise
@@ -109,12 +110,14 @@ class ModelRunner:
             self._streams = open_streams(device)
             self._sampler = Sampler(engine.max_sequences, config.vocab_size, device, operators.sampler)
             self._drawn = DrawnTokens(engine.max_sequences, self._streams, self._sampler.last_tokens)
-            self.measured = self._measure(memory)
+            with _device_errors():
+                self.measured = self._measure(memory)
             self._recorder = find_recorder(engine, memory.device, operators)
             counted = self._count_graphs(memory)
             self.memory = memory = counted.memory
             self._cache = KVCache(config, memory.num_blocks, dtype, device, has_padding=self._recorder is not None)
-            self._choose_attention(memory.max_model_len)
+            with _device_errors():
+                self._choose_attention(memory.max_model_len)
         self.limits = RunnerLimits(
             num_blocks=memory.num_blocks,
             block_size=BLOCK_SIZE,
@@ -125,6 +128,7 @@ class ModelRunner:
             block_bytes=bytes_per_block(config, dtype),
             max_in_flight=steps_in_flight(engine.overlap, device),
             prompt_tile=TILE_TOKENS if operators.attention is None else operators.attention.prompt_tile,
+            few_tokens=FEW_TOKENS[device.type],
         )
         self._builder = BatchBuilder(
             engine.max_sequences,
@@ -173,7 +177,7 @@ class ModelRunner:
 
         parts = (self._model, self._cache, self._sampler, self._builder.tables, self._streams)
         with torch.inference_mode():
-            steps = DeviceSteps(*parts, counted.shapes)
+            steps = DeviceSteps(*parts, counted.shapes, self._engine.max_batch_tokens)
         steps.graphs.most_graphs = counted.most_graphs
         return steps
 
@@ -309,7 +313,7 @@ class ModelRunner:
         """Zero what is not finite in the blocks of these: others may come to share them."""
         with torch.inference_mode():
             for slot in slots:
-                self._cache.make_finite(self._builder.blocks_of(slot))
+                self._streams.current.run(partial(self._cache.make_finite, self._builder.blocks_of(slot)))
 
 
 def steps_in_flight(overlap: str, device: torch.device) -> int:

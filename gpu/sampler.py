@@ -13,6 +13,7 @@ feature costs only the steps in which a row uses it, and a step of greedy rows i
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -43,13 +44,31 @@ class RowLogprobs:
     top_ids: Tensor  # [some, most asked for]
 
 
+@dataclass(frozen=True, slots=True)
+class AskedLogprobs:
+    """Log probabilities that some rows ask for.
+
+    Args:
+        most: likeliest tokens that any of them asks for.
+        find: starts to compute what RowLogprobs has of them: (drawn, top, top_ids).
+    """
+
+    rows: IntArray  # [some]
+    num_top: list[int]  # [some]
+    most: int
+    find: Callable[[], tuple[Tensor, Tensor, Tensor]]
+
+    def found(self) -> RowLogprobs:
+        return RowLogprobs(self.rows, self.num_top, *self.find())
+
+
 @dataclass(slots=True)
 class Drawn:
     """What was drawn, still on the device."""
 
     token_ids: Tensor  # [rows]
     is_finite: Tensor  # [rows]: False: the logits are broken and the token means nothing
-    logprobs: RowLogprobs | None
+    logprobs: AskedLogprobs | None
 
 
 class DrawRows(Protocol):
@@ -60,6 +79,14 @@ class DrawRows(Protocol):
     """
 
     keeps_last: bool
+
+    @property
+    def logprobs(self) -> Tensor | None:
+        """Of the rows that were drawn last and ask for them, [rows at least, 3], float32; None: torch computes them.
+
+        The drawn token's, and what to subtract from any logit, one after the other, to have that token's.
+        """
+        ...
 
     def can_draw(self, slots: IntArray) -> bool:
         """Whether it knows all that these ask for; torch draws where it does not."""
@@ -108,10 +135,6 @@ class Sampler:
         """Give the slot to a new sequence."""
         self._asked.start(start)
 
-    def have_penalties(self, slots: IntArray) -> bool:
-        """Whether any of them asks for some."""
-        return bool((self._numbers(slots, Number.FEATURES) & Feature.PENALTIES).any())
-
     def sample(self, logits: Tensor, slots: IntArray, positions: IntArray) -> Drawn:
         """Draw a token per row.
 
@@ -122,21 +145,34 @@ class Sampler:
         """
         if self.kernel is not None and self._uses_kernel and self.kernel.can_draw(slots):
             token_ids, is_finite = self.kernel(logits, slots, positions)
-            has_kept = self.kernel.keeps_last
+            has_kept, logprobs = self.kernel.keeps_last, self.kernel.logprobs
         else:
             is_finite = logits.sum(-1).isfinite()  # [rows]: any NaN or infinity makes the sum one
             token_ids = self._draw_rows(logits, slots, positions)
-            has_kept = False
+            has_kept, logprobs = False, None
         if not has_kept:
             self.last_tokens.index_copy_(0, self._ids(slots), token_ids)
-        return self.told(logits, token_ids, is_finite, slots)
+        return self.told(logits, token_ids, is_finite, slots, logprobs)
 
-    def told(self, logits: Tensor, token_ids: Tensor, is_finite: Tensor, slots: IntArray) -> Drawn:
-        """What was drawn, with the logprobs that these slots ask for."""
+    def told(
+        self, logits: Tensor, token_ids: Tensor, is_finite: Tensor, slots: IntArray, logprobs: Tensor | None
+    ) -> Drawn:
+        """What was drawn, with the logprobs that these slots ask for.
+
+        Args:
+            logprobs: the kernel's, see DrawRows.
+        """
         features = self._numbers(slots, Number.FEATURES)  # [rows]
-        asking = np.flatnonzero(features & Feature.LOGPROBS)
-        logprobs = self._logprobs(logits, token_ids, slots, asking) if len(asking) else None
-        return Drawn(token_ids, is_finite, logprobs)
+        rows = np.flatnonzero(features & Feature.LOGPROBS)
+        if not len(rows):
+            return Drawn(token_ids, is_finite, None)
+        num_top: list[int] = self._asked.num_logprobs[slots[rows]].tolist()
+        most = min(max(num_top), self._vocab_size)
+        if logprobs is None:
+            find = partial(_logprobs, logits, token_ids, rows, most)
+        else:
+            find = partial(_logprobs_with, logprobs, logits, rows, most)
+        return Drawn(token_ids, is_finite, AskedLogprobs(rows, num_top, most, find))
 
     def _draw_rows(self, logits: Tensor, slots: IntArray, positions: IntArray) -> Tensor:
         features = self._numbers(slots, Number.FEATURES)  # [rows]
@@ -169,12 +205,11 @@ class Sampler:
 
     def _penalise(self, adjusted: Tensor, penalised: IntArray, slots: IntArray) -> None:
         """Sources: repetition, arXiv:1909.05858 section 4.1; presence and frequency, OpenAI's API reference."""
-        assert self._asked.seen is not None
-        row_slots = slots[penalised]
+        table, row_slots = self._asked.write_seen(), slots[penalised]
         repetition, presence, frequency = (
             self._factors(row_slots, factor) for factor in (Factor.REPETITION, Factor.PRESENCE, Factor.FREQUENCY)
         )  # [some, 1] each
-        rows, seen = self._ids(penalised), self._asked.seen[self._ids(row_slots)]
+        rows, seen = self._ids(penalised), table[self._ids(row_slots)]
         logits, counts = adjusted[rows], seen >> 1  # [some, vocab]
         repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
         logits = torch.where(seen > 0, repeated, logits)
@@ -205,14 +240,6 @@ class Sampler:
             self._factors(slots, Factor.LEAST),
         )
 
-    def _logprobs(self, logits: Tensor, token_ids: Tensor, slots: IntArray, asked: IntArray) -> RowLogprobs:
-        rows = self._ids(asked)
-        num_top: list[int] = self._asked.num_logprobs[slots[asked]].tolist()
-        logprobs = logits[rows].log_softmax(-1)  # [some, vocab]
-        drawn = logprobs.gather(1, token_ids[rows].unsqueeze(1)).squeeze(1)
-        top, top_ids = logprobs.topk(min(max(num_top), self._vocab_size))
-        return RowLogprobs(asked, num_top, drawn, top, top_ids)
-
     def _count_drawn(self, token_ids: Tensor, slots: IntArray, penalised: IntArray) -> None:
         assert self._asked.seen is not None
         index = (self._ids(slots[penalised]), token_ids[self._ids(penalised)])
@@ -234,3 +261,24 @@ class Sampler:
 
     def _ids(self, values: Any) -> Tensor:
         return to_device(np.asarray(values, np.int64), self._device)
+
+
+def _logprobs(logits: Tensor, token_ids: Tensor, rows: IntArray, most: int) -> tuple[Tensor, Tensor, Tensor]:
+    """See AskedLogprobs."""
+    logprobs = _some_of(logits, rows).log_softmax(-1)  # [some, vocab]
+    drawn = logprobs.gather(1, _some_of(token_ids, rows).unsqueeze(1)).squeeze(1)
+    return drawn, *logprobs.topk(most)
+
+
+def _logprobs_with(made: Tensor, logits: Tensor, rows: IntArray, most: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The same with what a kernel has made: see DrawRows."""
+    made = _some_of(made, rows)  # [some, 3]
+    if not most:
+        return made[:, 0], made[:, :0], made[:, :0].long()
+    top, top_ids = _some_of(logits, rows).topk(most)  # [some, most]
+    return made[:, 0], top - made[:, 1:2] - made[:, 2:], top_ids
+
+
+def _some_of(found: Tensor, rows: IntArray) -> Tensor:
+    """Rows of it, without numbers of theirs that would have to be copied to the device."""
+    return found if len(rows) == len(found) else torch.stack([found[row] for row in rows.tolist()])

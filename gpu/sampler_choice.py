@@ -8,6 +8,7 @@ from importlib.util import find_spec
 import torch
 
 from core.config import ModelConfig
+from gpu.cpu_kernels.code_cache import has_room
 from gpu.device import DeviceChoice
 from gpu.sampler import SamplerChoice
 
@@ -35,7 +36,9 @@ def why_no_sampling_kernel(config: ModelConfig, choice: DeviceChoice) -> str | N
     if choice.device.type == "cpu":
         if config.num_parameters < MIN_PARAMETERS:
             return "the model is too small to repay loading it"
-        return "numba is not installed" if find_spec("numba") is None else None
+        if find_spec("numba") is None:
+            return "numba is not installed"
+        return None if has_room() else "there is no directory that numba could keep compiled code in"
     if choice.device.type != "cuda" or torch.version.hip is not None:
         return f"it is not tested on {choice.device.type}"
     if find_spec("triton") is None:

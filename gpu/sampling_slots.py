@@ -1,17 +1,20 @@
 """What each slot's request asks of sampling, as columns that kernels read. Thread: engine.
 
 Written when a slot gets a new occupant, not per step; only the tokens seen and the last one change as they are drawn.
+The table of tokens seen lies on the device: what a start brings to it is kept until somebody reads it, or copies it up
+with what else the step needs.
 Lists are as long as a request makes them: `addresses` tells a kernel on the host where they lie.
 """
 
 import enum
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from core.plan import SequenceStart
+from core.plan import Int32Array, SequenceStart
 from core.types import SamplingParams
 from gpu.filters import LEAST_TEMPERATURE, least_of, slope_of
 
@@ -67,6 +70,17 @@ class Address(enum.IntEnum):
     KNOWN_ROOM = 5
 
 
+@dataclass(frozen=True, slots=True)
+class SeenTokens:
+    """
+    Args:
+        counts: of each: 2 * how often in the output, + 1 if in the prompt.
+    """
+
+    token_ids: Int64Array  # [some], each once
+    counts: Int32Array  # [some]
+
+
 class SamplingSlots:
     """Of all slots.
 
@@ -88,6 +102,7 @@ class SamplingSlots:
         self.seen: Tensor | None = None  # int32 [slots, vocab]: 2 * how often in the output, + 1 if in the prompt
         self.vocab_size, self.device = vocab_size, device
         self._changed: set[int] = set()
+        self._seen_at_start: dict[int, SeenTokens] = {}  # of slots whose rows are another's still
 
     def start(self, start: SequenceStart) -> Feature:
         """Give the slot to a new sequence; returns what it needs."""
@@ -130,15 +145,28 @@ class SamplingSlots:
         changed, self._changed = self._changed, set()
         return changed
 
+    def take_seen(self) -> dict[int, "SeenTokens"]:
+        """Slot -> what its row of the table is to hold, and nothing else, where that is not there yet."""
+        found, self._seen_at_start = self._seen_at_start, {}
+        return found
+
     def reserve_seen(self) -> Tensor:
-        """Make the table of tokens seen, where there is none yet: most servers never need it."""
+        """Make the table of tokens seen, where there is none yet: where a CPU computes, most servers never need it."""
         if self.seen is None:
             self.seen = torch.zeros((len(self.numbers), self.vocab_size), dtype=torch.int32, device=self.device)
         return self.seen
 
+    def write_seen(self) -> Tensor:
+        """The table of tokens seen, up to date."""
+        table = self.reserve_seen()
+        for slot, seen in self.take_seen().items():
+            row = torch.zeros(self.vocab_size, dtype=torch.int32)
+            row[torch.from_numpy(seen.token_ids)] = torch.from_numpy(seen.counts)
+            table[slot] = row.to(self.device)
+        return table
+
     def _see(self, start: SequenceStart) -> int:
         """Note all tokens known; returns how many different ones there are."""
-        table = self.reserve_seen()
         token_ids = np.array(start.token_ids, dtype=np.int64)
         seen = 2 * np.bincount(token_ids[start.num_prompt_tokens :], minlength=self.vocab_size)
         seen[token_ids[: start.num_prompt_tokens]] += 1  # once each: an index that repeats adds once
@@ -146,7 +174,7 @@ class SamplingSlots:
         room = min(self.vocab_size, len(known) + start.sampling.max_tokens + 1)
         self.known_ids[start.slot] = np.empty(room, dtype=np.int64)
         self.known_ids[start.slot][: len(known)] = known
-        table[start.slot] = torch.from_numpy(seen.astype(np.int32)).to(self.device)
+        self._seen_at_start[start.slot] = SeenTokens(known, seen[known].astype(np.int32))
         return len(known)
 
 

@@ -25,13 +25,14 @@ Fill = Callable[[Target, Tensor], None]
 class _Stage:
     """
     Args:
-        copied: out of the pinned bytes; used: by what computes, on the device. None: never yet.
+        used: by what computes, on the device; at first by whoever had that memory before.
+        copied: out of the pinned bytes; None: never yet.
     """
 
     pinned: Tensor
     on_device: Tensor
+    used: Event
     copied: Event | None = None
-    used: Event | None = None
 
 
 class StagedCopies:
@@ -64,8 +65,7 @@ class StagedCopies:
             stage.copied.synchronize()  # its last slice has left for the device
         pinned, on_device = (_as(buffer, rows) for buffer in (stage.pinned, stage.on_device))
         pinned.copy_(rows)  # reads the file
-        if stage.used is not None:
-            side.wait(stage.used)
+        side.wait(stage.used)
         side.run(lambda: on_device.copy_(pinned, non_blocking=True))
         stage.copied = side.record()
         current.wait(stage.copied)
@@ -75,15 +75,15 @@ class StagedCopies:
     def _enlarge(self, buffer_bytes: int) -> None:
         """The smaller ones may go once nothing reads them any more."""
         for stage in self._stages:
-            if stage.used is not None:
-                stage.used.synchronize()
+            stage.used.synchronize()
         self._stages.clear()  # before the others are there
         self._stages = self._make_stages(buffer_bytes)
         self._buffer_bytes = buffer_bytes
 
     def _make_stages(self, buffer_bytes: int) -> list[_Stage]:
         streams = self._streams
-        return [_Stage(streams.pinned(buffer_bytes), streams.on_device(buffer_bytes)) for _ in range(NUM_BUFFERS)]
+        buffers = [(streams.pinned(buffer_bytes), streams.on_device(buffer_bytes)) for _ in range(NUM_BUFFERS)]
+        return [_Stage(*buffer, streams.current.record()) for buffer in buffers]
 
 
 def fill_on(device: torch.device) -> Fill:

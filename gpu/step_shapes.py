@@ -17,7 +17,6 @@ MOST_TOKENS = 1024  # of prompts, in a step
 # A dozen kernels of a layer, sent one by one, 10 µs each in Python; an H100 or H200 at three quarters of its ceiling.
 LAYER_SENDING_S, MULTIPLIED_FLOPS = 120e-6, 600e12
 DECODES_BESIDE = (0, 4, 12, 32, 128, 512)  # rows that decode beside chunks; with MOST_PROMPTS, up to 16 draw in 16
-NUM_LATER = 32  # graphs that may be captured long after the start: of rows with penalties
 MOST_PROMPTS = 4  # whose chunks share a step; of more, as when a rush of short ones begins, the device has enough to do
 
 
@@ -45,20 +44,17 @@ class StepShape:
         prompts = f"{self.num_prompt_tokens} tokens of prompts beside " if self.num_prompts else ""
         return f"{prompts}{self.num_decodes} rows"
 
-    def serves(self, step: "StepShape", num_drawn: int) -> bool:
+    def serves(self, step: "StepShape") -> bool:
         """Whether a step may be padded to this: nothing of it is computed in other sums for that.
 
         Products of few rows and of many are cut differently (kernels/product.py), those with the head too.
-
-        Args:
-            num_drawn: of its rows.
         """
         return (
             step.num_decodes <= self.num_decodes
             and step.num_prompts <= self.num_prompts
             and step.num_prompt_tokens <= self.num_prompt_tokens
             and _are_cut_alike(step.num_tokens, self.num_tokens)
-            and (num_drawn == 0 or _are_cut_alike(num_drawn, self.num_rows))
+            and _are_cut_alike(step.num_rows, self.num_rows)
         )
 
 
@@ -78,12 +74,11 @@ class StepShapes:
     decodes: tuple[int, ...]
     chunks: tuple[StepShape, ...] = ()
 
-    def of_decodes(self, num_rows: int) -> StepShape:
-        return StepShape(self.decodes[bisect_left(self.decodes, num_rows)])
-
-    def of_chunks(self, step: StepShape, num_drawn: int) -> StepShape | None:
+    def of(self, step: StepShape) -> StepShape | None:
         """The least that serves; None: none does."""
-        return next((shape for shape in self.chunks if shape.serves(step, num_drawn)), None)
+        if not step.num_prompts:
+            return StepShape(self.decodes[bisect_left(self.decodes, step.num_decodes)])
+        return next((shape for shape in self.chunks if shape.serves(step)), None)
 
     @property
     def largest(self) -> tuple[StepShape, ...]:

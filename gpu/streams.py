@@ -10,6 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from gpu.pinned_memory import pinned_for_good
+
 
 class Event(Protocol):
     """A point in the work of a stream."""
@@ -50,11 +52,19 @@ class Streams(Protocol):
     side: Stream
 
     def pinned(self, size_bytes: int) -> Tensor:
-        """Memory of the host that a device copies from and to by itself: bytes."""
+        """Memory of the host that a device copies from and to by itself: bytes. For small ones, that may go again."""
+        ...
+
+    def pinned_for_good(self, size_bytes: int) -> Tensor:
+        """The same of exactly so many bytes, until the process ends.
+
+        Raises:
+            OSError, RuntimeError: it cannot be had.
+        """
         ...
 
     def on_device(self, size_bytes: int) -> Tensor:
-        """Memory of the device: bytes."""
+        """Memory of the device: bytes. What was sent to `current` before may still use it, for whoever had it."""
         ...
 
 
@@ -103,6 +113,9 @@ class CudaStreams:
 
     def pinned(self, size_bytes: int) -> Tensor:
         return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def pinned_for_good(self, size_bytes: int) -> Tensor:
+        return pinned_for_good(size_bytes)
 
     def on_device(self, size_bytes: int) -> Tensor:
         return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)

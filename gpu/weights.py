@@ -93,7 +93,9 @@ def load_weights(
     with TensorSource(checkpoint, dtype, progress, fill, None if shard is None else shard.cut) as source:
         for name in _extra_biases(checkpoint, expected):
             if source.tensor(name).any():
-                raise bad_checkpoint(f"{name} is not zero, and the architecture has no such parameter.")
+                raise bad_checkpoint(
+                    f"{checkpoint.path}: {name} is not zero, and the architecture has no such parameter."
+                )
         source.fill(end_targets(part, weights))
         for index in range(part.num_layers):
             layer = empty_layer(part, index, dtype, device)
@@ -129,7 +131,7 @@ def _extra_biases(checkpoint: Checkpoint, wanted: dict[str, Target]) -> set[str]
 def _check(checkpoint: Checkpoint, wanted: dict[str, Target], config: ModelConfig) -> None:
     missing = sorted(wanted.keys() - checkpoint.tensors.keys())
     if missing:
-        raise bad_checkpoint(f"{len(missing)} tensors are missing: {named_tensors(missing)}.")
+        raise bad_checkpoint(f"{checkpoint.path}: {len(missing)} tensors are missing: {named_tensors(missing)}.")
     tied = {HEAD} if config.tie_embeddings else set()
     unexpected = sorted(
         name
@@ -137,15 +139,18 @@ def _check(checkpoint: Checkpoint, wanted: dict[str, Target], config: ModelConfi
         if not name.endswith(IGNORED_SUFFIXES)
     )
     if unexpected:
-        raise bad_checkpoint(f"{len(unexpected)} tensors are not this architecture's: {named_tensors(unexpected)}.")
+        raise bad_checkpoint(
+            f"{checkpoint.path}: {len(unexpected)} tensors are not this architecture's: {named_tensors(unexpected)}."
+        )
     for name, target in wanted.items():
         header = checkpoint.tensors[name]
         if header.shape != target.shape:
-            raise bad_checkpoint(
-                f"{name} has the shape {list(header.shape)}, config.json asks for {list(target.shape)}."
-            )
+            found, asked = list(header.shape), list(target.shape)
+            raise bad_checkpoint(f"{header.file}: {name} has the shape {found}, the configuration asks for {asked}.")
         if (header.format == BYTES) != target.is_packed:
-            raise bad_checkpoint(f"{name} is stored as {header.format}, which is not the format config.json says.")
+            raise bad_checkpoint(
+                f"{header.file}: {name} is stored as {header.format}, which is not the format config.json says."
+            )
 
 
 def _check_tied(source: TensorSource, config: ModelConfig) -> None:
@@ -153,4 +158,5 @@ def _check_tied(source: TensorSource, config: ModelConfig) -> None:
     if not config.tie_embeddings or HEAD not in source.checkpoint.tensors:
         return
     if not torch.equal(source.numbers(HEAD), source.numbers(EMBEDDING)):
-        raise bad_checkpoint("tie_word_embeddings is true, but lm_head.weight differs from model.embed_tokens.weight.")
+        what = "tie_word_embeddings is true, but lm_head.weight differs from model.embed_tokens.weight"
+        raise bad_checkpoint(f"{source.checkpoint.path}: {what}.")

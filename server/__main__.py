@@ -134,22 +134,25 @@ async def _serve_until_stopped(config: "ServerConfig", started: "Started") -> No
     await server.wait_stopped()
 
 
-def model_path(config: "ServerConfig", is_offline: bool = False) -> Path:
+def model_path(config: "ServerConfig", fetches: bool = True) -> Path:
     """The directory or GGUF file to serve, fetched where it is on a hub and not yet here.
 
     Args:
-        is_offline: fetch nothing.
+        fetches: else it is an error that it is not here.
 
     Raises:
-        StartupError: see server.commands.hub.fetch.
+        StartupError: see server.commands.hub.fetch, and cached of hub_cache.
     """
-    from server.commands.hub import environment_hub, fetch
+    from server.commands.hub import fetch
+    from server.commands.hub_cache import cached, environment_hub
     from server.commands.progress import MIN_FETCHED_BYTES, byte_progress
     from server.values import HubId
 
     if isinstance(config.model, HubId):
+        if not fetches:
+            return cached(environment_hub(), config.model)
         with byte_progress(sys.stderr, f"fetching {config.model}", MIN_FETCHED_BYTES) as report_bytes:
-            return fetch(environment_hub(is_offline), config.model, report_bytes)
+            return fetch(environment_hub(), config.model, report_bytes)
     return config.model or DEMO_DIRECTORY
 
 
@@ -158,10 +161,9 @@ def engine_loader(config: "ServerConfig") -> "LoadEngine":
     import random
     import time
 
-    from core.config import parse_model_config
     from core.engine import Engine
     from core.scheduler import Scheduler
-    from server.commands.model_files import read_model_files
+    from server.commands.model_files import parse_config, read_model_files
     from server.commands.progress import MIN_LOADED_BYTES, byte_progress, count_progress
     from server.process import EngineFacts, LoadedEngine
 
@@ -172,7 +174,7 @@ def engine_loader(config: "ServerConfig") -> "LoadEngine":
         path = model_path(config)
         report_stage("reading the model's files")
         files = read_model_files(path, config.max_model_len, config.chat_template)
-        model = parse_model_config(files.config)
+        model = parse_config(path, files.config)
         report_stage("importing torch")
         from gpu.loading import load_runner
         from gpu.parallel.runner import ParallelRunner, load_parallel_runner

@@ -20,7 +20,7 @@ from server.__main__ import INTERRUPTED, run_process
 from server.commands.command_names import ANSWERED_AT_ONCE, COMMANDS, name_commands
 
 if TYPE_CHECKING:
-    from core.config import EngineConfig
+    from core.config import EngineConfig, ModelConfig
     from gpu.device import DeviceChoice
     from server.commands.chat_client import HttpChatBackend
     from server.commands.doctor import MachineFacts, PlanFacts, QualityFacts
@@ -141,7 +141,7 @@ def _doctor(arguments: argparse.Namespace, config: "ServerConfig") -> int:
 
 
 def _models(arguments: argparse.Namespace, config: "ServerConfig") -> int:
-    from server.commands.hub import environment_hub
+    from server.commands.hub_cache import environment_hub
     from server.commands.model_list import find_models, print_json, print_table
     from server.values import BadValueError, existing_directory
 
@@ -150,7 +150,7 @@ def _models(arguments: argparse.Namespace, config: "ServerConfig") -> int:
     except BadValueError as error:
         fix = "name a directory of models" if error.proposal is None else f"--dir {error.proposal}"
         raise StartupError(f"--dir must be {error.expected}", fix, ExitCode.USAGE) from error
-    found = find_models(directories, environment_hub(is_offline=True))
+    found = find_models(directories, environment_hub())
     listed = describe_models([("", None), *found], config)
     (print_json if arguments.json else print_table)(listed, sys.stdout)
     return ExitCode.OK
@@ -251,6 +251,7 @@ def find_machine(config: "ServerConfig") -> "MachineFacts":
     except DeviceUnavailable as error:
         choice, device_error = choose_device(replace(engine, device="cpu")), error
     apply_threads(choice)
+    model = _model_config(config)
     is_cuda = choice.device.type == "cuda"
     host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return MachineFacts(
@@ -265,8 +266,20 @@ def find_machine(config: "ServerConfig") -> "MachineFacts":
         free_bytes=free_memory_bytes(choice.device),
         bandwidth_bytes_per_s=measure_bandwidth(choice.device),
         device_error=device_error,
-        measured_threads=tuple((shape, str(found)) for shape, found in measured_here(choice).items()),
+        measured_threads=tuple((shape, str(found)) for shape, found in measured_here(choice, model).items()),
     )
+
+
+def _model_config(config: "ServerConfig") -> "ModelConfig | None":
+    """None: the model is not here, or not understood."""
+    from server.__main__ import model_path
+    from server.commands.model_files import parse_config, read_model_config
+
+    try:
+        path = model_path(config, fetches=False)
+        return parse_config(path, read_model_config(path))
+    except StartupError:
+        return None
 
 
 def describe_models(found: Sequence[tuple[str, Path | None]], config: "ServerConfig") -> "list[ModelFacts]":
@@ -291,15 +304,14 @@ def describe_models(found: Sequence[tuple[str, Path | None]], config: "ServerCon
 
 def _described(facts: "ModelFacts", engine: "EngineConfig", choice: "DeviceChoice", free_bytes: int) -> "ModelFacts":
     """A model's name and path, with all that its headers say."""
-    from core.config import parse_model_config
     from gpu.checkpoint import open_checkpoint
     from gpu.memory_plan import memory_needed
     from gpu.weights import check_checkpoint
-    from server.commands.model_files import check_tokenizer, read_model_config
+    from server.commands.model_files import check_tokenizer, parse_config, read_model_config
     from server.values import format_size
 
     try:
-        model = parse_model_config(read_model_config(facts.path))
+        model = parse_config(facts.path, read_model_config(facts.path))
         checkpoint = open_checkpoint(facts.path, model.packing)
         check_checkpoint(checkpoint, model)
         check_tokenizer(facts.path)
@@ -325,15 +337,15 @@ def measure_quality(config: "ServerConfig") -> "list[QualityFacts]":
     Raises:
         StartupError: the model is missing or not understood, or it does not fit.
     """
-    from core.config import QUANTIZE_SCHEMES, parse_model_config
+    from core.config import QUANTIZE_SCHEMES
     from gpu.loading import load_runner
     from gpu.quality import HELD_TEXT, Predictions, held_tokens, predict
     from server.__main__ import model_path
     from server.commands.doctor import QualityFacts
-    from server.commands.model_files import read_model_files
+    from server.commands.model_files import parse_config, read_model_files
 
-    files = read_model_files(model_path(config, is_offline=True), config.max_model_len, config.chat_template)
-    model = parse_model_config(files.config)
+    files = read_model_files(model_path(config, fetches=False), config.max_model_len, config.chat_template)
+    model = parse_config(files.path, files.config)
     context = config.max_model_len or model.max_position
     tokens = held_tokens(files.tokenizer.encode(HELD_TEXT.read_text(encoding="utf-8")), context)
     if len(tokens) < 2:
@@ -360,7 +372,6 @@ def find_plan(config: "ServerConfig") -> "PlanFacts":
     Raises:
         StartupError: the model is missing or not understood, or it does not fit.
     """
-    from core.config import parse_model_config
     from gpu.kept_matrices import kept_scheme
     from gpu.kernel_choice import describe_attention, describe_graphs, describe_products
     from gpu.memory_plan import estimate
@@ -368,10 +379,10 @@ def find_plan(config: "ServerConfig") -> "PlanFacts":
     from gpu.parallel.shards import part_of
     from server.__main__ import model_path, served_name
     from server.commands.doctor import PlanFacts
-    from server.commands.model_files import read_model_files
+    from server.commands.model_files import parse_config, read_model_files
 
-    files = read_model_files(model_path(config, is_offline=True), config.max_model_len, config.chat_template)
-    model = parse_model_config(files.config)
+    files = read_model_files(model_path(config, fetches=False), config.max_model_len, config.chat_template)
+    model = parse_config(files.path, files.config)
     engine = config.to_engine_config()
     plan = (estimate if engine.tensor_parallel == 1 else estimate_ranks)(files.path, model, engine)
     part, layers = part_of(model, engine.tensor_parallel), kept_scheme(model, config.quantize, plan.device.device)

@@ -42,8 +42,8 @@ class Output(Protocol):
     """Where deltas end up: the connections, each with what it has to write. server.wire.write_batch implements it."""
 
     @property
-    def num_dirty(self) -> int:
-        """Connections that wait to be flushed."""
+    def num_writes(self) -> int:
+        """Of connections so far: those that wait to be flushed, and those that were made without."""
         ...
 
     def expect_flush(self) -> None:
@@ -199,12 +199,12 @@ class EngineClient:
         """A slice of them, from this one on; returns which is next."""
         handles, output = self._handles, self._output
         last = min(row + SLICE_ROWS, len(delivery.token_ids))
-        most_dirty = output.num_dirty + SLICE_CONNECTIONS
+        most_writes = output.num_writes + SLICE_CONNECTIONS
         columns = delivery.request_ids[row:last], delivery.indexes[row:last], delivery.token_ids[row:last]
         rows = zip(*columns, strict=True)
         before_s, num_alike = 0.0, 0  # neighbours' last texts mostly came at one time: so many at this one
-        # One row makes one connection dirty at most: so many can be handled before it is worth a look
-        while row < last and (num_rows := most_dirty - output.num_dirty) > 0:
+        # One row makes one write at most: so many can be handled before it is worth a look
+        while row < last and (num_rows := most_writes - output.num_writes) > 0:
             num_rows = min(num_rows, last - row)
             for request_id, index, token_id in islice(rows, num_rows):
                 handle = handles[request_id]

@@ -188,7 +188,7 @@ def factor_or_none(low: float, high: float) -> Callable[[str], float]:
 
 def model_source(text: str) -> Path | HubId:
     """A directory, a GGUF file, or org/name[@revision] on a hub where no such path exists."""
-    path = Path(text_value(text)).expanduser()
+    path = _expanded(text)
     if path.is_dir() or (path.is_file() and path.suffix == GGUF_SUFFIX):
         return path
     if path.exists():
@@ -229,8 +229,17 @@ def show_models(directory: Path) -> str:
     return f"the models in {directory.absolute()}: {', '.join(map(str, models[:SHOWN_MODELS]))}{more}"
 
 
+def _expanded(text: str) -> Path:
+    """With the home directory that ~ or ~name stands for."""
+    try:
+        return Path(text_value(text)).expanduser()
+    except RuntimeError as error:  # pathlib's word for a home that nobody has
+        name = text.partition("/")[0]
+        raise BadValueError(f"a path that can be found, and nobody knows the home directory {name}") from error
+
+
 def existing_directory(text: str) -> Path:
-    path = Path(text_value(text)).expanduser()
+    path = _expanded(text)
     if not path.exists():
         raise _missing("a directory", path, names_near(path, os.path.isdir))
     if not path.is_dir():
@@ -240,7 +249,7 @@ def existing_directory(text: str) -> Path:
 
 def file_value(text: str) -> Path:
     """The path of a file, there or not."""
-    path = Path(text_value(text)).expanduser()
+    path = _expanded(text)
     if path.is_dir():
         raise MissingPathError("a file, and this is a directory")
     return path
@@ -248,14 +257,14 @@ def file_value(text: str) -> Path:
 
 def directory_value(text: str) -> Path:
     """The path of a directory, there or not."""
-    path = Path(text_value(text)).expanduser()
+    path = _expanded(text)
     if path.exists() and not path.is_dir():
         raise MissingPathError("a directory, and this is a file")
     return path
 
 
 def existing_file(text: str) -> Path:
-    path = Path(text_value(text)).expanduser()
+    path = _expanded(text)
     if not path.exists():
         raise _missing("a file", path, names_near(path, os.path.isfile))
     if not path.is_file():

@@ -35,3 +35,16 @@ def make_client_certificate(directory: Path, ca: tuple[Path, Path], subject: str
     command += ["-addext", f"subjectAltName={','.join(names)}"] if names else []
     subprocess.run([*command, "-out", str(certificate), "-keyout", str(key)], check=True, capture_output=True)
     return certificate, key
+
+
+def make_revocations(directory: Path, ca: tuple[Path, Path], *revoked: Path) -> Path:
+    """Write the CA's certificate and the list of those certificates of its own that it has revoked, in one file."""
+    database, settings, found = directory / "index.txt", directory / "ca.conf", directory / "revoked.pem"
+    database.write_text("")
+    settings.write_text(f"[ca]\ndefault_ca=own\n[own]\ndatabase={database}\ndefault_md=sha256\ndefault_crl_days=2\n")
+    command = ["openssl", "ca", "-config", str(settings), "-cert", str(ca[0]), "-keyfile", str(ca[1])]
+    for certificate in revoked:
+        subprocess.run([*command, "-revoke", str(certificate)], check=True, capture_output=True)
+    subprocess.run([*command, "-gencrl", "-out", str(found)], check=True, capture_output=True)
+    found.write_bytes(ca[0].read_bytes() + found.read_bytes())
+    return found

@@ -23,6 +23,7 @@ class DeliveryLog:
     def __init__(self) -> None:
         self.deliveries: list[StepDelivery] = []
         self.chunks: list[TokenChunk] = []
+        self._chunks_of: dict[str, list[TokenChunk]] = {}
         self._tokens: dict[tuple[str, int], list[int]] = {}
 
     def __call__(self, delivery: StepDelivery) -> None:
@@ -32,25 +33,29 @@ class DeliveryLog:
             self._tokens.setdefault((request_id, index), []).append(token_id)
         for chunk in delivery.chunks:
             self._tokens.setdefault((chunk.request_id, chunk.index), []).extend(chunk.token_ids)
+            self._chunks_of.setdefault(chunk.request_id, []).append(chunk)
         self.chunks += delivery.chunks
 
     def tokens(self, request_id: str, index: int = 0) -> list[int]:
         return self._tokens.get((request_id, index), [])
 
+    def chunks_of(self, request_id: str) -> list[TokenChunk]:
+        return self._chunks_of.get(request_id, [])
+
     def prompt_logprobs(self, request_id: str) -> list[TokenLogprobs]:
-        return [told for chunk in self.chunks if chunk.request_id == request_id for told in chunk.prompt_logprobs]
+        return [told for chunk in self.chunks_of(request_id) for told in chunk.prompt_logprobs]
 
     def terminals(self, request_id: str) -> list[TokenChunk]:
-        return [chunk for chunk in self.chunks if chunk.request_id == request_id and chunk.is_terminal]
+        return [chunk for chunk in self.chunks_of(request_id) if chunk.is_terminal]
 
     def terminal(self, request_id: str) -> TokenChunk:
         """The request's terminal chunk, which must be the only one and its last news."""
         (terminal,) = self.terminals(request_id)
-        assert [chunk for chunk in self.chunks if chunk.request_id == request_id][-1] is terminal
+        assert self.chunks_of(request_id)[-1] is terminal
         return terminal
 
     def finish_reason(self, request_id: str, index: int = 0) -> FinishReason | None:
-        reasons = [c.finish_reason for c in self.chunks if c.request_id == request_id and c.index == index]
+        reasons = [chunk.finish_reason for chunk in self.chunks_of(request_id) if chunk.index == index]
         return reasons[-1] if reasons else None
 
 

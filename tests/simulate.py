@@ -2,7 +2,8 @@
 
 First the scheduler's machine over its block pool and prefix cache (tests/core/scheduler_machine.py), with one step in
 flight and with two, without host memory and with it (tests/core/test_offload_machine.py), in turn by seed; then the
-whole server with every fault (tests/server/fault_history.py). A failing seed is printed, with how to run it again.
+whole server with every fault (tests/server/fault_history.py). A failing seed is printed, with how to run it again, and
+how fast it all went.
 """
 
 import argparse
@@ -19,9 +20,10 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import TypeVar
 
-from tests.core.scheduler_machine import OverlapMachine, SchedulerMachine, run_machine
-from tests.core.test_offload_machine import CrampedOffloadMachine, OffloadMachine, OverlapOffloadMachine
-from tests.server.fault_history import FaultHistory, Tally
+from tests.core.drawn_rules import run_seeded
+from tests.core.test_offload_machine import MACHINES
+from tests.server.fault_checks import Tally
+from tests.server.fault_history import FaultHistory
 
 J = TypeVar("J")
 T = TypeVar("T")
@@ -31,7 +33,6 @@ HISTORIES_PER_JOB = 10
 GC_THRESHOLD = 50_000  # objects: a server of a hundred requests is all garbage at its end, and hardly any before
 MACHINE_STEPS = 10_000_000
 HISTORIES = 2_000
-MACHINES = (SchedulerMachine, OverlapMachine, OffloadMachine, CrampedOffloadMachine, OverlapOffloadMachine)  # by seed
 
 
 def run_fault_histories(seeds: Iterable[int]) -> Tally:
@@ -42,23 +43,9 @@ def run_fault_histories(seeds: Iterable[int]) -> Tally:
     return tally
 
 
-def run_machine_histories(num_steps: int, first_seed: int) -> int:
-    """Histories of the scheduler's machines until they have made so many steps. Returns how many seeds that took."""
-    return _seeds_for(num_steps, map(run_machine_of, itertools.count(first_seed)))
-
-
 def run_machine_of(seed: int) -> int:
     """Some histories of the machine whose turn it is. Returns how many steps they had."""
-    return _noted(seed, "machine", lambda seed: run_machine(seed, MACHINES[seed % len(MACHINES)]))
-
-
-def _seeds_for(num_steps: int, steps_by_seed: Iterable[int]) -> int:
-    """How many seeds it takes to make so many steps."""
-    for num_seeds, num_made in enumerate(steps_by_seed, 1):
-        num_steps -= num_made
-        if num_steps <= 0:
-            return num_seeds
-    raise AssertionError("there are more seeds")
+    return _noted(seed, "machine", lambda seed: run_seeded(seed, MACHINES[seed % len(MACHINES)]))
 
 
 def _noted(seed: int, kind: str, run: Callable[[int], T]) -> T:
@@ -67,6 +54,15 @@ def _noted(seed: int, kind: str, run: Callable[[int], T]) -> T:
     except BaseException as error:
         error.add_note(f'run it again: make simulate ARGS="--only {kind} --seed {seed}"')
         raise
+
+
+def seeds_for(num_steps: int, steps_by_seed: Iterable[int]) -> int:
+    """How many seeds it takes to make so many steps."""
+    for num_seeds, num_made in enumerate(steps_by_seed, 1):
+        num_steps -= num_made
+        if num_steps <= 0:
+            return num_seeds
+    raise AssertionError("there are more seeds")
 
 
 def in_processes(num_processes: int, job: Callable[[J], T], arguments: Iterable[J]) -> Generator[T, None, None]:
@@ -113,7 +109,7 @@ def _run_machine(arguments: argparse.Namespace) -> None:
         print(f"the scheduler's machine, seed {arguments.seed}: {num_steps} steps hold; {rate.of(num_steps, 'steps')}")
         return
     results = in_processes(arguments.processes, run_machine_of, itertools.count(arguments.first_seed))
-    num_seeds = _seeds_for(arguments.steps, results)
+    num_seeds = seeds_for(arguments.steps, results)
     results.close()
     text = rate.of(arguments.steps, "steps")
     print(f"the scheduler's machine: {arguments.steps} steps and more, of {num_seeds} seeds, hold; {text}")

@@ -31,6 +31,7 @@ from bench.work import (
 from core.config import EngineConfig, parse_model_config
 from gpu.device import num_physical_cores
 from gpu.loading import load_runner
+from tests.packed_files import save_pair
 from tests.test_bench_models import TINY
 
 PROBES = (
@@ -169,6 +170,11 @@ def test_a_probe_reads_with_all_cores_what_it_says_it_holds() -> None:
 
 def test_the_work_of_a_directory_is_that_of_its_shape(tiny_directory: Path) -> None:
     assert work_of(tiny_directory) == work_of_preset({**QWEN2_05B, **TINY})
+
+
+def test_the_work_of_packed_matrices_is_that_of_their_floats(tmp_path: Path) -> None:
+    packed, floats = save_pair(tmp_path, {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False})
+    assert work_of(packed) == work_of(floats)
 
 
 def test_a_directory_without_a_model_is_a_cause_and_a_fix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 from gpu.cpu_kernels.sampling import Arguments, sample_rows, scratch_bytes
 from gpu.cpu_kernels.team import Kernel
 from gpu.sampler import IntArray
-from gpu.sampling_slots import SamplingSlots
+from gpu.sampling_slots import Feature, Number, SamplingSlots
 
 
 class RowSampler:
@@ -17,6 +17,7 @@ class RowSampler:
     """
 
     keeps_last = False
+    logprobs = None  # torch computes them
 
     def __init__(self, asked: SamplingSlots) -> None:
         self._asked = asked
@@ -44,7 +45,8 @@ class RowSampler:
         told.logits, told.slots, told.positions = logits.data_ptr(), slots.ctypes.data, positions.ctypes.data
         told.numbers, told.factors = asked.numbers.ctypes.data, asked.factors.ctypes.data
         told.addresses = asked.addresses.ctypes.data
-        told.seen = 0 if asked.seen is None else asked.seen.data_ptr()
+        has_penalties = asked.numbers[slots, Number.FEATURES] & Feature.PENALTIES
+        told.seen = asked.write_seen().data_ptr() if has_penalties.any() else 0
         told.token_ids, told.is_finite = token_ids.data_ptr(), is_finite.data_ptr()
         told.scratch, told.num_rows, told.vocab_size = self._scratch.ctypes.data, num_rows, vocab_size
         told.num_slots = len(asked.numbers)

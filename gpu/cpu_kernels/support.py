@@ -7,6 +7,7 @@ from importlib.util import find_spec
 import torch
 
 from core.config import ModelConfig
+from gpu.cpu_kernels.code_cache import has_room
 from gpu.device import DeviceChoice, cpu_flags
 from gpu.linear import keeps_rows
 
@@ -31,6 +32,8 @@ def why_no_kernels(config: ModelConfig, choice: DeviceChoice) -> str | None:
         return "the model is too small to repay loading them"
     if find_spec("numba") is None:
         return "numba is not installed"
+    if not has_room():
+        return "there is no directory that numba could keep compiled code in"
     return None
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from core.config import ExpertsConfig, ModelConfig
 from gpu.attention import AttentionKernels
-from gpu.device_products import DeviceProducts, Timer
+from gpu.device_clock import Timer
+from gpu.device_products import DeviceProducts
 from gpu.expert_weights import ExpertWeights
 from gpu.kernels.block_sizes import (
     COLUMN_WARPS,

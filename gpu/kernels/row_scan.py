@@ -29,34 +29,33 @@ from gpu.kernels.sampling_rules import key_of, most_noise_of, noise_of, uniforms
 
 
 @triton.jit
-def _penalise(row, seen, first, end, HAS_SEEN: tl.constexpr, BLOCK: tl.constexpr):
+def _penalise(row, seen, first, end, BLOCK: tl.constexpr):
     """Logits first..end - 1 to scratch, with penalties where the slot asks for them."""
     for start in range(first, end, BLOCK):
         tokens = start + tl.arange(0, BLOCK)
         is_inside = tokens < end
         value = tl.load(row.logits + tokens, mask=is_inside).to(tl.float32)
-        if HAS_SEEN:
-            if row.features & PENALTIES:
-                repetition, presence = tl.load(row.factors + REPETITION), tl.load(row.factors + PRESENCE)
-                known = tl.load(seen + tokens, mask=is_inside, other=0)
-                count = (known >> 1).to(tl.float32)
-                repeated = tl.where(value > 0, tl.math.div_rn(value, repetition), value * repetition)
-                value = tl.where(known > 0, repeated, value)
-                value = value - tl.load(row.factors + FREQUENCY) * count - presence * (count > 0).to(tl.float32)
+        if row.features & PENALTIES:
+            repetition, presence = tl.load(row.factors + REPETITION), tl.load(row.factors + PRESENCE)
+            known = tl.load(seen + tokens, mask=is_inside, other=0)
+            count = (known >> 1).to(tl.float32)
+            repeated = tl.where(value > 0, tl.math.div_rn(value, repetition), value * repetition)
+            value = tl.where(known > 0, repeated, value)
+            value = value - tl.load(row.factors + FREQUENCY) * count - presence * (count > 0).to(tl.float32)
         tl.store(row.scratch + tokens, value, mask=is_inside)
 
 
 @triton.jit
 def adjust(
     row, seen, biases, bias_ids, stop_ids, first, end,
-    HAS_SEEN: tl.constexpr, MAX_BIASES: tl.constexpr, MAX_STOP_IDS: tl.constexpr, BLOCK: tl.constexpr,
+    MAX_BIASES: tl.constexpr, MAX_STOP_IDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Penalties, logit_bias and min_tokens, of tokens first..end - 1, to scratch. See sampler._adjust.
 
     Args:
         seen, biases, bias_ids, stop_ids: of the slot.
     """
-    _penalise(row, seen, first, end, HAS_SEEN, BLOCK)
+    _penalise(row, seen, first, end, BLOCK)
     tl.debug_barrier()
     if row.features & BIAS:
         places = tl.arange(0, MAX_BIASES)

@@ -20,6 +20,7 @@ from gpu.kernels.sampling_layout import (
     MINUS_INFINITY,
     NO_TOKEN,
     NUM_FACTORS,
+    NUM_LOGPROBS,
     NUM_NUMBERS,
     PENALTIES,
     SEGMENT,
@@ -29,8 +30,7 @@ from gpu.kernels.sampling_layout import (
 
 @triton.jit
 def _finish(
-    row, index, slot, token, num_broken, top, total, seen, token_ids, is_finite, logprobs, last_tokens,
-    HAS_SEEN: tl.constexpr,
+    row, index, slot, token, num_broken, top, total, seen, token_ids, is_finite, logprobs, last_tokens
 ):  # fmt: skip
     """What is told of a row, the index-th."""
     token = tl.where((num_broken == 0) & (token < row.vocab_size), token, 0)
@@ -38,11 +38,12 @@ def _finish(
     tl.store(last_tokens + slot, token.to(tl.int64))
     tl.store(is_finite + index, (num_broken == 0).to(tl.int8))
     if row.features & LOGPROBS:
-        tl.store(logprobs + index, tl.load(row.logits + token).to(tl.float32) - top - tl.log(total))
-    if HAS_SEEN:
-        if row.features & PENALTIES:
-            place = seen + token
-            tl.store(place, tl.load(place) + 2)
+        place, log_total = logprobs + index * NUM_LOGPROBS, tl.log(total)
+        tl.store(place, tl.load(row.logits + token).to(tl.float32) - top - log_total)
+        tl.store(place + 1, top)
+        tl.store(place + 2, log_total)
+    if row.features & PENALTIES:
+        tl.store(seen + token, tl.load(seen + token) + 2)
 
 
 @triton.jit
@@ -55,7 +56,7 @@ def sample_rows(
     biases,  # float32 [slots, MAX_BIASES]
     bias_ids,  # int32 [slots, MAX_BIASES]
     stop_ids,  # int32 [slots, MAX_STOP_IDS]
-    seen,  # int32 [slots, vocab], written; see SamplingSlots; not read without HAS_SEEN
+    seen,  # int32 [slots, vocab], written; see SamplingSlots
     scratch,  # float32 [rows, vocab]
     maxima,  # float32 [rows, segments]
     listed,  # int32 [rows, segments]
@@ -63,10 +64,9 @@ def sample_rows(
     tokens_kept,  # int32 [rows, GROUP * SEGMENT]
     token_ids,  # int64 [rows], written
     is_finite,  # int8 [rows], written
-    logprobs,  # float32 [rows]: written where the slot asks
+    logprobs,  # float32 [rows, NUM_LOGPROBS]: written where the slot asks; see sampler.DrawRows
     last_tokens,  # int64 [slots], written: what the slot drew last
     vocab_size,
-    HAS_SEEN: tl.constexpr,
     MAX_BIASES: tl.constexpr,
     MAX_STOP_IDS: tl.constexpr,
     GROUP: tl.constexpr,  # segments read at once
@@ -89,7 +89,7 @@ def sample_rows(
         if row.features & ADJUSTED:
             adjust(
                 row, seen, biases + slot * MAX_BIASES, bias_ids + slot * MAX_BIASES, stop_ids + slot * MAX_STOP_IDS,
-                0, vocab_size, HAS_SEEN, MAX_BIASES, MAX_STOP_IDS, GROUP * SEGMENT,
+                0, vocab_size, MAX_BIASES, MAX_STOP_IDS, GROUP * SEGMENT,
             )  # fmt: skip
         _, token, num_broken = scan(row, 0, vocab_size, GROUP)
         tl.debug_barrier()
@@ -98,9 +98,7 @@ def sample_rows(
                 row, listed + index * num_segments, values + index * GROUP * SEGMENT,
                 tokens_kept + index * GROUP * SEGMENT, GROUP, SEGMENTS,
             )  # fmt: skip
-        _finish(
-            row, index, slot, token, num_broken, top, total, seen, token_ids, is_finite, logprobs, last_tokens, HAS_SEEN
-        )
+        _finish(row, index, slot, token, num_broken, top, total, seen, token_ids, is_finite, logprobs, last_tokens)
 
 
 @triton.jit
@@ -110,7 +108,6 @@ def scan_rows(
     found_tokens,  # int32 [rows, splits, 2], written: the best's token, and how many logits are not finite
     vocab_size,
     range_size,  # tokens of a split, whole groups of segments
-    HAS_SEEN: tl.constexpr,
     MAX_BIASES: tl.constexpr,
     MAX_STOP_IDS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -134,7 +131,7 @@ def scan_rows(
         if row.features & ADJUSTED:
             adjust(
                 row, seen + slot * vocab_size, biases + slot * MAX_BIASES, bias_ids + slot * MAX_BIASES,
-                stop_ids + slot * MAX_STOP_IDS, first, end, HAS_SEEN, MAX_BIASES, MAX_STOP_IDS, GROUP * SEGMENT,
+                stop_ids + slot * MAX_STOP_IDS, first, end, MAX_BIASES, MAX_STOP_IDS, GROUP * SEGMENT,
             )  # fmt: skip
         best, token, num_broken = scan(row, first, end, GROUP)
         place = index * tl.num_programs(1) + split
@@ -151,7 +148,6 @@ def end_rows(
     found, found_tokens, token_ids, is_finite, logprobs, last_tokens,
     vocab_size,
     num_splits,
-    HAS_SEEN: tl.constexpr,
     SPLITS: tl.constexpr,  # >= num_splits
     GROUP: tl.constexpr,
     SEGMENTS: tl.constexpr,
@@ -183,5 +179,5 @@ def end_rows(
             )  # fmt: skip
         _finish(
             row, index, slot, token, num_broken, top, total, seen + slot * vocab_size, token_ids, is_finite, logprobs,
-            last_tokens, HAS_SEEN,
+            last_tokens,
         )  # fmt: skip

@@ -18,6 +18,7 @@ LOGPROBS, ADJUSTED = tl.constexpr(int(Feature.LOGPROBS)), tl.constexpr(int(_ADJU
 FEATURES, TOP_K, SEED, FREE_FROM, NUM_BIASES, NUM_STOP_IDS = (tl.constexpr(int(n)) for n in Number)
 INVERSE, SLOPE, TOP_P, LEAST, REPETITION, PRESENCE, FREQUENCY = (tl.constexpr(int(f)) for f in Factor)
 NUM_NUMBERS, NUM_FACTORS = tl.constexpr(len(Number)), tl.constexpr(len(Factor))
+NUM_LOGPROBS = tl.constexpr(3)  # of a row: see sampler.DrawRows
 NO_TOKEN = tl.constexpr(0x7FFFFFFF)
 MINUS_INFINITY = tl.constexpr(float("-inf"))
 

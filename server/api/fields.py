@@ -18,7 +18,7 @@ MAX_CACHE_SALT = 256  # characters: enough for any digest
 # Below it the division of logits overflows, and the draw is greedy all the same.
 _GREEDY_TEMPERATURE = 1e-4
 
-_RANGES: tuple[tuple[str, float, float], ...] = (
+RANGES: tuple[tuple[str, float, float], ...] = (
     ("temperature", 0, 2),
     ("top_k", -1, 2**63 - 1),
     ("min_p", 0, 1),
@@ -215,7 +215,7 @@ def _or(value: Any, default: Any) -> Any:
 
 
 def _check_ranges(fields: SamplingFields) -> None:
-    for name, low, high in _RANGES:
+    for name, low, high in RANGES:
         value = getattr(fields, name)
         if value is not None:
             _check_range(name, value, low, high)

@@ -11,6 +11,7 @@ from typing import TextIO
 
 from core.errors import ExitCode, StartupError
 from server.commands.console import new_console
+from server.commands.hub_cache import NotFetched
 from server.commands.versions import LISTED, VersionOf, check_floors, installed_version, versions
 from server.listening.binds import Bind, PassedAddress, TcpAddress
 from server.listening.listening_sockets import open_binds
@@ -41,7 +42,7 @@ class MachineFacts:
     Args:
         threads: compute threads on a CPU, at most.
         device_error: the device asked for is not there; the device's fields are then those of the CPU.
-        measured_threads: of each shape of model served here before, what its steps compute with; see gpu/measured.py.
+        measured_threads: of the model's shape, what its steps were found to compute with best; see gpu/measured.py.
         bandwidth_bytes_per_s: read from the device's memory; every decode step reads all weights once.
     """
 
@@ -194,10 +195,12 @@ def serving_section(find: Callable[[], PlanFacts], binds: Sequence[Bind]) -> Sec
     """What `serve` would serve, with the same settings.
 
     Args:
-        find: raises StartupError where the model is missing or does not fit.
+        find: raises StartupError where the model is missing or does not fit, NotFetched where `serve` would fetch it.
     """
     try:
         facts = plan_facts(find())
+    except NotFetched as error:
+        facts = (Fact("model", error.cause),)
     except StartupError as error:
         facts = (Fact("model", "cannot be served", error),)
     addresses = (attempt("address", partial(try_bind, bind)) for bind in binds)

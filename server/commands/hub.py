@@ -2,33 +2,39 @@
 
 Only what is served is fetched: JSON, templates, safetensors; never pickle or code. A file goes on where an earlier
 attempt stopped, and enters the cache once its size and hash are those the hub names; until then it is `*.incomplete`.
-huggingface_hub's own download checks sizes alone and starts over. The cache has its layout (blobs/, snapshots/, refs/),
-so that its other users find the files.
+huggingface_hub's own download checks sizes alone and starts over.
 """
 
-import difflib
+import errno
 import fcntl
-import hashlib
-import json
+import logging
 import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from core.errors import ExitCode, StartupError
+from server.commands.hub_cache import (
+    DEFAULT_REVISION,
+    INDEX_FILE,
+    REQUIRED,
+    SINGLE_FILE,
+    Hub,
+    find_cached,
+    is_commit,
+    not_here_offline,
+    not_here_unreachable,
+    shards_of,
+    shown,
+)
+from server.commands.hub_client import HubFile, HubRefusal, chunks, list_files, transport_errors
 from server.commands.progress import ReportBytes
-from server.values import HubId, format_size, near_models
+from server.values import HubId, format_size
 
-DEFAULT_REVISION = "main"
-TIMEOUT_S = 20.0  # for the hub's next byte
 CHUNK_BYTES = 2**20
-INDEX_FILE = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
-REQUIRED = ("config.json", "tokenizer.json")
 OPTIONAL = (
     "generation_config.json",
     "tokenizer_config.json",
@@ -36,56 +42,15 @@ OPTIONAL = (
     "chat_template.jinja",
 )
 _TEMPLATE = re.compile(r"additional_chat_templates/[\w.-]+\.jinja")
-_SHARD = re.compile(r"[\w.-]+\.safetensors")
-_COMMIT = re.compile(r"[0-9a-f]{40}")
-_HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
-
-@dataclass(frozen=True, slots=True)
-class Hub:
-    """Where models are looked for.
-
-    Args:
-        endpoint: URL, without a slash at its end.
-        cache: the directory that huggingface_hub keeps models in.
-        is_offline: look in the cache only.
-    """
-
-    endpoint: str
-    cache: Path
-    token: str | None = None
-    is_offline: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class HubFile:
-    """A file as the hub lists it.
-
-    Args:
-        digest: of the content: SHA-256 in hex, or git's SHA-1 of a small file.
-    """
-
-    name: str
-    size_bytes: int
-    digest: str
-
-    def new_hash(self) -> Any:
-        """Source: git's object format for blobs; git-lfs for the others."""
-        if len(self.digest) == 64:
-            return hashlib.sha256()
-        return hashlib.sha1(f"blob {self.size_bytes}\0".encode(), usedforsecurity=False)
-
-
-def environment_hub(is_offline: bool = False) -> Hub:
-    """The hub that HF_ENDPOINT, HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE and HF_TOKEN (or a login's file) name."""
-    from huggingface_hub import constants, get_token
-
-    offline = is_offline or constants.is_offline_mode()
-    return Hub(constants.ENDPOINT, Path(constants.HF_HUB_CACHE), get_token(), offline)
+logger = logging.getLogger(__name__)
 
 
 def fetch(hub: Hub, model: HubId, report: ReportBytes) -> Path:
     """The directory of a model's files, which are fetched where the cache does not have them.
+
+    Where the hub does not list it, but the cache has it, that serves, with a warning.
 
     Args:
         report: called with (bytes done, bytes in all); never when nothing is missing.
@@ -93,137 +58,92 @@ def fetch(hub: Hub, model: HubId, report: ReportBytes) -> Path:
     Raises:
         StartupError: not found, not reachable and not cached, not of a kind that is served, or not what its hash says.
     """
+    found = find_cached(hub, model)
     if hub.is_offline:
-        return _cached(hub, model, "nothing is fetched now (HF_HUB_OFFLINE, --estimate, doctor)")
+        if found is None:
+            raise not_here_offline(hub, model)
+        return found
     try:
-        commit, files = _list_files(hub, model)
-        folder = hub.cache / f"models--{model.repo.replace('/', '--')}"
-        snapshot = folder / "snapshots" / commit
-        if INDEX_FILE in files and SINGLE_FILE not in files:
-            _place(hub, model, commit, [files[INDEX_FILE]], lambda done, total: None)
-            wanted = _wanted(hub, model, files, _shards(snapshot / INDEX_FILE))
-        else:
-            wanted = _wanted(hub, model, files, {SINGLE_FILE})
-        _place(hub, model, commit, wanted, report)
-        revision = model.revision or DEFAULT_REVISION
-        if not _COMMIT.fullmatch(revision):
-            reference = folder / "refs" / revision
-            reference.parent.mkdir(parents=True, exist_ok=True)
-            reference.write_text(commit)
-        return snapshot
-    except _transport_errors() as error:
-        return _cached(hub, model, f"{hub.endpoint} cannot be reached ({error or type(error).__name__})")
+        commit, files = list_files(hub, model)
+    except transport_errors() as error:
+        if found is None:
+            raise not_here_unreachable(hub, model, error) from error
+        return _in_spite_of(f"cannot be reached ({error or type(error).__name__})", hub, model, found)
+    except HubRefusal as error:
+        if found is None:
+            raise
+        return _in_spite_of(f"does not list it: {error.reason}", hub, model, found)
+    try:
+        return _fetch_commit(hub, model, commit, files, report)
     except OSError as error:
         cause = f"{model} cannot be kept in {hub.cache}: {error.strerror or error}"
-        raise StartupError(cause, "make it writable, or name another: HF_HOME=DIR", ExitCode.MODEL) from error
+        fix = "make room" if error.errno in _FULL else "make it writable"
+        raise StartupError(cause, f"{fix}, or name another directory: HF_HOME=DIR", ExitCode.MODEL) from error
 
 
-def cached_models(hub: Hub) -> list[tuple[HubId, Path]]:
-    """Models whose files are all in the cache, with their directories, by name."""
-    found = []
-    for folder in sorted(hub.cache.glob("models--*--*")):
-        name = folder.name.removeprefix("models--").replace("--", "/", 1)
-        for reference in sorted(path for path in (folder / "refs").rglob("*") if path.is_file()):
-            revision = reference.relative_to(folder / "refs").as_posix()
-            snapshot = folder / "snapshots" / reference.read_text().strip()
-            if _is_complete(snapshot):
-                found.append((HubId(name, None if revision == DEFAULT_REVISION else revision), snapshot))
+def _in_spite_of(reason: str, hub: Hub, model: HubId, found: Path) -> Path:
+    logger.warning("%s is served as %s has it; %s %s", model, found, hub.endpoint, reason)
     return found
 
 
-# What the hub has.
-
-
-def _list_files(hub: Hub, model: HubId) -> tuple[str, dict[str, HubFile]]:
-    """The revision's commit, and its files by name.
-
-    Source: huggingface.co/docs/hub/api, GET /api/models/{repo}/revision/{revision}.
-    """
-    from huggingface_hub import errors, get_session, hf_raise_for_status
-
-    revision = (model.revision or DEFAULT_REVISION).replace("/", "%2F")
-    url = f"{hub.endpoint}/api/models/{model.repo}/revision/{revision}"
-    try:
-        response = get_session().get(url, params={"blobs": "true"}, headers=_headers(hub), timeout=TIMEOUT_S)
-        hf_raise_for_status(response)
-    except errors.GatedRepoError as error:
-        fix = f"accept its terms at {hub.endpoint}/{model.repo}, and give the token of who did: HF_TOKEN=hf_..."
-        raise StartupError(f"{model} is gated: the hub wants its terms accepted", fix, ExitCode.MODEL) from error
-    except errors.HfHubHTTPError as error:
-        if error.response.status_code in (401, 404):
-            raise _not_found(hub, model, "there is none, or it is shown only with a token (HF_TOKEN)") from error
-        cause = f"{url} answered {error.response.status_code}"
-        raise StartupError(cause, "try again later", ExitCode.MODEL) from error
-    try:
-        listing = json.loads(response.content)
-        files = [_hub_file(entry) for entry in listing["siblings"]]
-        commit = listing["sha"]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _odd_answer(url, error) from error
-    if not isinstance(commit, str) or not _COMMIT.fullmatch(commit):
-        raise _odd_answer(url, f"the commit {commit!r}")
-    return commit, {file.name: file for file in files}
-
-
-def _hub_file(entry: dict[str, Any]) -> HubFile:
-    size_bytes = entry["size"]
-    digest = (entry.get("lfs") or {}).get("sha256") or entry["blobId"]
-    if not isinstance(size_bytes, int) or size_bytes < 0 or not _HASH.fullmatch(digest):
-        raise ValueError(f"{entry['rfilename']} has the size {size_bytes!r} and the hash {digest!r}")
-    return HubFile(str(entry["rfilename"]), size_bytes, digest)
+def _fetch_commit(hub: Hub, model: HubId, commit: str, files: Mapping[str, HubFile], report: ReportBytes) -> Path:
+    """What is missing of a listed commit; the revision's name then leads to it."""
+    snapshot = hub.folder(model) / "snapshots" / commit
+    if INDEX_FILE in files and SINGLE_FILE not in files:
+        _place(hub, model, commit, [files[INDEX_FILE]], lambda done, total: None)
+        wanted = _wanted(hub, model, files, shards_of(snapshot / INDEX_FILE))
+    else:
+        wanted = _wanted(hub, model, files, {SINGLE_FILE})
+    _place(hub, model, commit, wanted, report)
+    revision = model.revision or DEFAULT_REVISION
+    if not is_commit(revision):
+        reference = hub.folder(model) / "refs" / revision
+        reference.parent.mkdir(parents=True, exist_ok=True)
+        reference.write_text(commit)
+    return snapshot
 
 
 def _wanted(hub: Hub, model: HubId, files: Mapping[str, HubFile], weights: set[str]) -> list[HubFile]:
     missing = [name for name in (*REQUIRED, *sorted(weights)) if name not in files]
     if missing:
         raise StartupError(
-            f"{model} on {hub.endpoint} has no {', '.join(missing)}; it has {_shown(sorted(files))}",
-            _fix_missing(files),
+            f"{model} on {hub.endpoint} has no {', '.join(missing)}; it has {shown(sorted(files))}",
+            _fix_missing(model, files),
             ExitCode.MODEL,
         )
     small = [name for name in files if name in REQUIRED or name in OPTIONAL or _TEMPLATE.fullmatch(name)]
     return [files[name] for name in (*small, *sorted(weights))]
 
 
-def _fix_missing(files: Mapping[str, HubFile]) -> str:
-    if any(name.endswith(".gguf") for name in files):
-        return "download one of its GGUF files, and --model FILE.gguf"
+def _fix_missing(model: HubId, files: Mapping[str, HubFile]) -> str:
+    gguf = sorted(name for name in files if name.endswith(".gguf"))
+    if gguf:
+        return (
+            f"download one of its GGUF files (hf download {model.repo} {gguf[0]} --local-dir .) and --model FILE.gguf"
+        )
     if any(name.endswith((".bin", ".pt", ".pth")) for name in files):
         return "name a model with safetensors: pickled weights can run code, and are not read"
     return "name a model with safetensors and a tokenizer.json"
-
-
-def _shards(index: Path) -> set[str]:
-    """The files that an index names, all of its own directory."""
-    try:
-        names = set(json.loads(index.read_bytes())["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        cause = f"{INDEX_FILE} of {index.parent} is not an index with a weight_map ({error})"
-        raise StartupError(cause, "name another model", ExitCode.MODEL) from error
-    odd = [name for name in names if not isinstance(name, str) or not _SHARD.fullmatch(name)]
-    if odd or not names:
-        cause = f"{INDEX_FILE} of {index.parent} names {odd or 'nothing'}, not safetensors of its own directory"
-        raise StartupError(cause, "name another model", ExitCode.MODEL)
-    return {*names, INDEX_FILE}
 
 
 # Into the cache.
 
 
 def _place(hub: Hub, model: HubId, commit: str, files: list[HubFile], report: ReportBytes) -> None:
-    folder = hub.cache / f"models--{model.repo.replace('/', '--')}"
+    folder = hub.folder(model)
     snapshot = folder / "snapshots" / commit
     missing = [file for file in files if not _is_placed(folder / "blobs" / file.digest, file)]
     total = sum(file.size_bytes for file in missing)
     (folder / "blobs").mkdir(parents=True, exist_ok=True)
+    needed = total - sum(_here_bytes(folder / "blobs" / file.digest) for file in missing)
     free = shutil.disk_usage(folder).free
-    if total > free:
-        cause = f"{model} needs {format_size(total)} in {hub.cache}, {format_size(free)} are free"
+    if needed > free:
+        cause = f"{model} needs {format_size(needed)} more in {hub.cache}, {format_size(free)} are free"
         raise StartupError(cause, "make room, or name another directory: HF_HOME=DIR", ExitCode.MODEL)
     done = 0
     for file in missing:
         url = f"{hub.endpoint}/{model.repo}/resolve/{commit}/{file.name}"
-        for position in _download(hub, url, folder / "blobs" / file.digest, file):
+        for position in _download(hub, model, url, folder / "blobs" / file.digest, file):
             report(done + position, total)
         done += file.size_bytes
     for file in files:
@@ -234,6 +154,16 @@ def _is_placed(blob: Path, file: HubFile) -> bool:
     return blob.is_file() and blob.stat().st_size == file.size_bytes
 
 
+def _incomplete(blob: Path) -> Path:
+    return blob.with_name(f"{blob.name}.incomplete")
+
+
+def _here_bytes(blob: Path) -> int:
+    """What earlier attempts have left of it."""
+    incomplete = _incomplete(blob)
+    return incomplete.stat().st_size if incomplete.is_file() else 0
+
+
 def _link(link: Path, blob: Path) -> None:
     link.parent.mkdir(parents=True, exist_ok=True)
     if not link.exists():
@@ -241,19 +171,19 @@ def _link(link: Path, blob: Path) -> None:
         link.symlink_to(os.path.relpath(blob, link.parent))
 
 
-def _download(hub: Hub, url: str, blob: Path, file: HubFile) -> Iterator[int]:
+def _download(hub: Hub, model: HubId, url: str, blob: Path, file: HubFile) -> Iterator[int]:
     """Fetch one file, going on from what is there; gives the bytes that are there as it goes.
 
     A broken connection is made anew as long as each comes further than those before.
     """
-    incomplete = blob.with_name(f"{blob.name}.incomplete")
+    incomplete = _incomplete(blob)
     with _locked(incomplete, url) as stream:
         digest, position = _digest_so_far(stream, file)
         yield position
         reached = position
         while position < file.size_bytes:
             try:
-                for chunk in _chunks(hub, url, position):
+                for chunk in chunks(hub, model, url, position):
                     if chunk is None:  # from the start after all
                         digest, position = file.new_hash(), 0
                         stream.seek(0)
@@ -265,7 +195,7 @@ def _download(hub: Hub, url: str, blob: Path, file: HubFile) -> Iterator[int]:
                     stream.write(chunk)
                     digest.update(chunk)
                     yield position
-            except _transport_errors() as error:
+            except transport_errors() as error:
                 if position <= reached:
                     raise _stopped(url, position, file, error) from error
                 reached = position
@@ -299,74 +229,6 @@ def _digest_so_far(stream: IO[bytes], file: HubFile) -> tuple[Any, int]:
     return digest, position
 
 
-def _chunks(hub: Hub, url: str, position: int) -> Iterator[bytes | None]:
-    """The file's bytes from a position; None first where the hub begins at the start instead."""
-    from huggingface_hub import errors, get_session, hf_raise_for_status
-
-    headers = _headers(hub) | {"accept-encoding": "identity"}
-    headers |= {"range": f"bytes={position}-"} if position else {}
-    with get_session().stream("GET", url, headers=headers, timeout=TIMEOUT_S) as response:
-        try:
-            hf_raise_for_status(response)
-        except errors.HfHubHTTPError as error:
-            cause = f"{url} answered {response.status_code}"
-            raise StartupError(cause, "try again later: what has come is kept", ExitCode.MODEL) from error
-        if position and not response.headers.get("content-range", "").startswith(f"bytes {position}-"):
-            yield None
-        yield from response.iter_bytes()  # as they come: what has come is kept
-
-
-def _headers(hub: Hub) -> dict[str, str]:
-    return {"user-agent": "steploop"} | ({"authorization": f"Bearer {hub.token}"} if hub.token else {})
-
-
-def _transport_errors() -> tuple[type[Exception], ...]:
-    """What huggingface_hub's HTTP client raises for a connection that is not made, or breaks."""
-    import httpx2
-
-    return (httpx2.RequestError,)
-
-
-# What is here already.
-
-
-def _cached(hub: Hub, model: HubId, reason: str) -> Path:
-    folder = hub.cache / f"models--{model.repo.replace('/', '--')}"
-    revision = model.revision or DEFAULT_REVISION
-    reference = folder / "refs" / revision
-    commit = reference.read_text().strip() if reference.is_file() else revision
-    if _is_complete(folder / "snapshots" / commit):
-        return folder / "snapshots" / commit
-    raise _not_found(hub, model, reason)
-
-
-def _is_complete(snapshot: Path) -> bool:
-    """It has the configuration, a tokenizer and all of the weights."""
-    names = set(REQUIRED)
-    if not (snapshot / SINGLE_FILE).exists():
-        if not (snapshot / INDEX_FILE).exists():
-            return False
-        try:
-            names |= _shards(snapshot / INDEX_FILE)
-        except StartupError:
-            return False
-    return all((snapshot / name).exists() for name in names)
-
-
-def _not_found(hub: Hub, model: HubId, reason: str) -> StartupError:
-    known = {str(found): found for found, _ in cached_models(hub)}
-    by_end = {name.rpartition("/")[2].lower(): name for name in known}
-    wanted = model.repo.rpartition("/")[2].lower()
-    near = difflib.get_close_matches(str(model), known, 3, 0.6)
-    near += [by_end[end] for end in difflib.get_close_matches(wanted, by_end, 3, 0.6)]
-    near += map(str, near_models(Path(model.repo)))  # it may have been meant as a path
-    cause = f"model {model} is not here: looked for it in {hub.cache} and at {hub.endpoint}: {reason}"
-    if near:
-        return StartupError(cause, f"did you mean {', '.join(dict.fromkeys(near))}?", ExitCode.MODEL)
-    listed = f"; the cache has {_shown(list(known))}" if known else "; the cache has no model"
-    return StartupError(cause, f"check the name, or give a directory or a .gguf file{listed}", ExitCode.MODEL)
-
-
 def _stopped(url: str, position: int, file: HubFile, error: Exception) -> StartupError:
     sizes = f"{format_size(position)} of {format_size(file.size_bytes)}"
     cause = f"{url} stopped at {sizes}: {error or type(error).__name__}"
@@ -376,11 +238,3 @@ def _stopped(url: str, position: int, file: HubFile, error: Exception) -> Startu
 def _not_as_listed(url: str, num_bytes: int, digest: str, file: HubFile) -> StartupError:
     cause = f"{url} is not what the hub lists: {num_bytes} bytes, {digest}; not {file.size_bytes}, {file.digest}"
     return StartupError(cause, "try again; if it stays so, the hub or something between is broken", ExitCode.MODEL)
-
-
-def _odd_answer(url: str, what: object) -> StartupError:
-    return StartupError(f"{url} does not answer as a hub: {what}", "check HF_ENDPOINT", ExitCode.MODEL)
-
-
-def _shown(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

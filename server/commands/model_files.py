@@ -7,6 +7,9 @@ templates: no pickle, no code from the model directory. The weights are the engi
 import json
 import math
 import mmap
+import os
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,16 +17,22 @@ from typing import Any
 import numpy as np
 
 from core.chat_template import ChatTemplate, ChatTemplateSyntaxError
-from core.config import stated_context
+from core.config import ModelConfig, parse_model_config, stated_context
+from core.config_fields import BAD_FIELD_FIX, CONFIG_PREFIX
 from core.errors import ExitCode, StartupError
 from core.gguf import SUFFIX as GGUF_SUFFIX
 from core.gguf import GgufFile, parse_gguf
-from core.gguf_model import ROPE_FACTORS, config_of, generation_of
+from core.gguf_model import ROPE_FACTORS, config_of, generation_of, keys_of
 from core.gguf_tokenizer import end_ids, tokenizer_files
 from core.tokenizer import Tokenizer, UnsupportedTokenizer
+from server.api.fields import RANGES
 from server.values import show_models
 
+CONFIG_FILE = "config.json"
 TOKENIZER_FILE = "tokenizer.json"
+GENERATION_FILE = "generation_config.json"
+# Of recommended values: as of requests; but -1 or more stands for no top_k, and a top_p of 0 for the likeliest token.
+_BOUNDS = {name: (low, high) for name, low, high in RANGES} | {"top_p": (0, 1), "top_k": (-math.inf, math.inf)}
 MAX_FILE_BYTES = 256 * 2**20  # the largest tokenizer.json known is 35 MB
 
 
@@ -59,17 +68,22 @@ class ModelFiles:
 
 @dataclass(frozen=True, slots=True)
 class _Contents:
-    """The files' contents, as a directory's names have them."""
+    """The files' contents, as a directory's names have them.
+
+    Args:
+        keys: names of fields -> what a GGUF file calls them; empty: it is a directory.
+    """
 
     config: dict[str, Any]
     generation_config: dict[str, Any]
     tokenizer_config: dict[str, Any]
     tokenizer_json: str
     template_sources: dict[str, str]
+    keys: dict[str, str]
 
 
 def is_gguf(path: Path) -> bool:
-    return path.suffix == GGUF_SUFFIX and path.is_file()
+    return path.suffix == GGUF_SUFFIX and os.path.isfile(path)
 
 
 def read_model_files(path: Path, context_limit: int | None = None, template_file: Path | None = None) -> ModelFiles:
@@ -85,21 +99,21 @@ def read_model_files(path: Path, context_limit: int | None = None, template_file
     has_template = template_file is None
     contents = _gguf_contents(path) if is_gguf(path) else _directory_contents(_existing_directory(path), has_template)
     try:
-        tokenizer = Tokenizer(contents.tokenizer_json, contents.tokenizer_config)
+        tokenizer = Tokenizer(contents.tokenizer_json, contents.tokenizer_config, _num_embeddings(contents.config))
     except UnsupportedTokenizer as error:
         where = path if is_gguf(path) else path / "tokenizer.json"
         raise StartupError(
             f"{where}: {error}", "download it again, or serve a model with a supported tokenizer", ExitCode.MODEL
         ) from error
-    limit = context_limit or _context_of(contents.config, path)
+    limit = context_limit or _context_of(path, contents)
     sources = contents.template_sources if template_file is None else {"default": _read_text(template_file)}
     return ModelFiles(
         path,
         contents.config,
         tokenizer,
         _template(sources, template_file or path, tokenizer, limit),
-        _defaults(path, contents.generation_config),
-        _eos_ids(path, contents.config, contents.generation_config, tokenizer),
+        _defaults(path, contents),
+        _eos_ids(path, contents, tokenizer),
     )
 
 
@@ -111,9 +125,19 @@ def read_model_config(path: Path) -> dict[str, Any]:
     """
     if not is_gguf(path):
         return _read_json(_existing_directory(path) / "config.json")
-    content = _mapped(path)
-    header = parse_gguf(content, str(path))
-    return config_of(header, _rope_factors(header, content))
+    return _gguf_config(path)[1]
+
+
+def parse_config(path: Path, config: Mapping[str, Any]) -> ModelConfig:
+    """What read_model_files or read_model_config found, understood.
+
+    Raises:
+        StartupError: as parse_model_config; it names the file, and a GGUF file's own keys.
+    """
+    try:
+        return parse_model_config(config)
+    except StartupError as error:
+        raise _told_of(path, error, keys_of(_gguf_header(path)[0].metadata) if is_gguf(path) else {}) from error
 
 
 def check_tokenizer(path: Path) -> None:
@@ -128,20 +152,55 @@ def check_tokenizer(path: Path) -> None:
 
 def _directory_contents(directory: Path, has_template: bool) -> _Contents:
     config = _read_json(directory / "config.json")
-    generation = _read_json(directory / "generation_config.json", is_optional=True)
+    generation = _read_json(directory / GENERATION_FILE, is_optional=True)
     tokenizer_config = _read_tokenizer_config(directory)
     tokenizer_json = _read_text(directory / "tokenizer.json")
     sources = _template_sources(directory, tokenizer_config) if has_template else {}
-    return _Contents(config, generation, tokenizer_config, tokenizer_json, sources)
+    return _Contents(config, generation, tokenizer_config, tokenizer_json, sources, {})
 
 
 def _gguf_contents(file: Path) -> _Contents:
-    content = _mapped(file)
-    header = parse_gguf(content, str(file))
-    config = config_of(header, _rope_factors(header, content))
-    tokenizer_json, tokenizer_config = tokenizer_files(header.metadata, config["vocab_size"])
+    header, config = _gguf_config(file)
+    try:
+        tokenizer_json, tokenizer_config = tokenizer_files(header.metadata, config["vocab_size"])
+    except StartupError as error:
+        raise _told_of(file, error, {}) from error
     generation = {**generation_of(header.metadata), "eos_token_id": end_ids(header.metadata)}
-    return _Contents(config, generation, tokenizer_config, tokenizer_json, _named_templates(file, tokenizer_config))
+    templates = _named_templates(file, tokenizer_config)
+    return _Contents(config, generation, tokenizer_config, tokenizer_json, templates, keys_of(header.metadata))
+
+
+def _gguf_header(file: Path) -> tuple[GgufFile, memoryview]:
+    """And the whole file."""
+    content = _mapped(file)
+    return parse_gguf(content, str(file)), content
+
+
+def _gguf_config(file: Path) -> tuple[GgufFile, dict[str, Any]]:
+    """The header, and what config.json would say."""
+    header, content = _gguf_header(file)
+    try:
+        return header, config_of(header, _rope_factors(header, content))
+    except StartupError as error:
+        raise _told_of(file, error, {}) from error
+
+
+def _told_of(path: Path, error: StartupError, keys: Mapping[str, str]) -> StartupError:
+    """The error of a field with the file that it is in.
+
+    Args:
+        keys: as _Contents has them; a field that is not among them keeps its name.
+    """
+
+    def in_its_words(text: str) -> str:
+        return re.sub(r"\w+", lambda match: keys.get(match[0], match[0]), text)
+
+    is_field = error.cause.startswith(CONFIG_PREFIX)
+    what = error.cause.removeprefix(CONFIG_PREFIX)
+    if is_gguf(path):
+        fix = "download it again, or name another." if error.fix == BAD_FIELD_FIX else in_its_words(error.fix)
+        return type(error)(f"{path}: {in_its_words(what)}", fix, error.exit_code)
+    return type(error)(f"{path / CONFIG_FILE if is_field else path}: {what}", error.fix, error.exit_code)
 
 
 def _mapped(file: Path) -> memoryview:
@@ -226,11 +285,17 @@ def _read_tokenizer_config(directory: Path) -> dict[str, Any]:
     return {**config, **_read_json(directory / "special_tokens_map.json", is_optional=True)}
 
 
-def _context_of(config: dict[str, Any], path: Path) -> int:
+def _context_of(path: Path, contents: _Contents) -> int:
     try:
-        return stated_context(config)
+        return stated_context(contents.config)
     except StartupError as error:
-        raise StartupError(f"{path}: {error.cause}", error.fix, error.exit_code) from error
+        raise _told_of(path, error, contents.keys) from error
+
+
+def _num_embeddings(config: Mapping[str, Any]) -> int | None:
+    """None: parse_config will say what is wrong with it."""
+    found = config.get("vocab_size")
+    return found if isinstance(found, int) else None
 
 
 def _template(sources: dict[str, str], where: Path, tokenizer: Tokenizer, limit: int) -> ChatTemplate:
@@ -265,34 +330,43 @@ def _is_named_template(entry: Any) -> bool:
     return isinstance(entry, dict) and isinstance(entry.get("name"), str) and isinstance(entry.get("template"), str)
 
 
-def _defaults(path: Path, generation: dict[str, Any]) -> GenerationDefaults:
-    """What the model's makers recommend; greedy where they say do_sample: false."""
+def _defaults(path: Path, contents: _Contents) -> GenerationDefaults:
+    """What the model's makers recommend; greedy where they say do_sample: false.
+
+    Raises:
+        StartupError: they recommend what no request may ask for.
+    """
     found: dict[str, Any] = {}
     for name in GenerationDefaults.__slots__:
-        value = generation.get(name)
+        value = contents.generation_config.get(name)
         if value is None:
             continue
-        if not _is_number(value) or (name == "top_k" and value != int(value)) or (name != "top_k" and value < 0):
-            cause = f"generation_config.json of {path}: {name} is {value!r}, which it cannot be"
-            raise StartupError(cause, f"mend or remove {name} there", ExitCode.MODEL)
+        if not _is_number(value) or (name == "top_k" and value != int(value)) or not _is_within(_BOUNDS[name], value):
+            where = contents.keys.get(name, f"{GENERATION_FILE}: {name}")
+            raise StartupError(f"{path}: {where} is {value!r}, which it cannot be", "mend or remove it", ExitCode.MODEL)
         found[name] = max(0, int(value)) if name == "top_k" else float(value)  # some write -1 for all
-    if generation.get("do_sample") is False:
+    if contents.generation_config.get("do_sample") is False:
         found["temperature"] = 0.0
     return GenerationDefaults(**found)
+
+
+def _is_within(bounds: tuple[float, float], value: float) -> bool:
+    return bounds[0] <= value <= bounds[1]
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _eos_ids(path: Path, config: dict[str, Any], generation: dict[str, Any], tokenizer: Tokenizer) -> tuple[int, ...]:
-    """generation_config.json's, else config.json's, and the tokenizer's own beside them."""
-    named = generation.get("eos_token_id")
+def _eos_ids(path: Path, contents: _Contents, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """generation_config.json's, else config.json's, and the tokenizer's own beside them; those that can be drawn."""
+    file, named = GENERATION_FILE, contents.generation_config.get("eos_token_id")
     if named is None:
-        named = config.get("eos_token_id")
+        file, named = CONFIG_FILE, contents.config.get("eos_token_id")
     ids = [] if named is None else named if isinstance(named, list) else [named]
     if not all(isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in ids):
-        cause = f"{path}: eos_token_id is {named!r}, neither an id nor a list of ids"
-        raise StartupError(cause, "mend it in generation_config.json", ExitCode.MODEL)
+        cause = f"{path / file}: eos_token_id is {named!r}, neither an id nor a list of ids"
+        raise StartupError(cause, "mend it there", ExitCode.MODEL)
     own = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
-    return tuple(dict.fromkeys([*ids, *own]))
+    num_ids = _num_embeddings(contents.config)
+    return tuple(i for i in dict.fromkeys([*ids, *own]) if i >= 0 and (num_ids is None or i < num_ids))

@@ -4,13 +4,14 @@ Facts come in as they are found (server/cli.py asks gpu for its own); nothing he
 """
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
 from server.commands.console import new_console
-from server.commands.hub import Hub, cached_models
+from server.commands.hub_cache import Hub, cached_models
 from server.commands.model_files import is_gguf
 from server.values import format_count, format_size
 
@@ -44,20 +45,33 @@ class ModelFacts:
 
 def find_models(directories: Sequence[Path], hub: Hub) -> list[tuple[str, Path]]:
     """Names and paths of what looks like a model: in the directories, then in the hub's cache."""
-    local = {path.resolve(): path for directory in directories for path in _models_below(directory, MAX_DEPTH)}
-    return [(str(path), path) for path in local.values()] + [(str(name), path) for name, path in cached_models(hub)]
+    paths = [path for directory in directories for path in _models_below(directory, MAX_DEPTH)]
+    local: dict[str, Path] = {}
+    for path in sorted(paths, key=lambda path: len(path.parts)):  # links may lead to it in ways that are longer
+        local.setdefault(os.path.realpath(path), path)
+    return [(str(path), path) for path in sorted(local.values())] + [
+        (str(name), path) for name, path in cached_models(hub)
+    ]
 
 
 def _models_below(path: Path, depth: int) -> Iterator[Path]:
     if is_gguf(path):
         yield path
-    elif path.is_dir():
-        if (path / "config.json").is_file() and any(any(path.glob(name)) for name in WEIGHTS):
+    elif os.path.isdir(path):
+        if os.path.isfile(path / "config.json") and any(any(path.glob(name)) for name in WEIGHTS):
             yield path
         if depth >= 0:
-            for entry in sorted(path.iterdir()):
+            for entry in _entries(path):
                 if not entry.name.startswith("."):
                     yield from _models_below(entry, depth - 1)
+
+
+def _entries(directory: Path) -> list[Path]:
+    """None of what may not be looked into."""
+    try:
+        return sorted(directory.iterdir())
+    except OSError:
+        return []
 
 
 def print_json(models: Sequence[ModelFacts], stream: TextIO) -> None:

@@ -105,6 +105,8 @@ def _tcp_address(text: str) -> TcpAddress:
     host, colon, port = text.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
+    elif text.startswith("[") and text.endswith("]"):
+        raise BadValueError(_EXPECTED, f"{text}:{DEFAULT_PORT}")
     elif ":" in host:
         raise BadValueError(f"{_EXPECTED}; an IPv6 address stands in brackets", f"[{host}]:{port}")
     if not port.isascii() or not port.isdigit() or len(port) > 5 or int(port) > 65_535:

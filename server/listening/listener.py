@@ -28,7 +28,7 @@ from server.wire.connection_limits import ConnectionLimits
 from server.wire.exchanges import ConnectionContext, Handler, Refuse
 from server.wire.peer import Peer, socket_peer
 from server.wire.response_fields import HttpDate
-from server.wire.tls import CLIENT_HELLO_BYTES, REFUSED_ALERT, ServerTls, version_alert
+from server.wire.tls import REFUSED_ALERT, ServerTls
 from server.wire.write_batch import WriteBatch
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,6 @@ HANDSHAKE_S = 5.0
 NOTSENT_BYTES = 16 * 1024  # a loopback's kernel takes 4 MB without it
 
 _UNIX_SEND_BUFFER_BYTES = 32 * 1024  # TCP_NOTSENT_LOWAT's part: the kernel's default takes 200 KiB before we notice
-_HELLO_BYTES = 2**14 + 5  # a TLS record, at most (RFC 5246 §6.2.1): no ClientHello of old has more
 _LATE_GRACE_S = 1.0  # for answers to connections that came while others were waited for
 _ABORT_GRACE_S = 1.0  # for handlers to settle what they hold, once their connections are gone
 
@@ -219,15 +218,9 @@ class Listener:
             if not first:
                 self.refusals.add(HANDSHAKE, connection.peer)
                 return
-            if first[:1].isalpha():  # of a method, in the clear; a TLS record begins with 22
+            if first.isalpha():  # of a method, in the clear; a TLS record begins with 22
                 connection.misdirect()
                 tls = None
-            elif alert := version_alert(first):
-                self.refusals.add(HANDSHAKE, connection.peer)
-                with contextlib.suppress(OSError):
-                    accepted.recv(_HELLO_BYTES)  # a close with bytes unread sends RST, which would overtake the alert
-                    accepted.send(alert)
-                return
         try:
             if tls is None:  # it is open in a turn of the loop, and uvloop would not tell it of a cancellation
                 self._opening[connection].may_be_cancelled = False
@@ -243,10 +236,7 @@ class Listener:
                 self.refusals.add(HANDSHAKE, connection.peer)
 
     async def _hear_first(self, accepted: socket.socket, end: float) -> bytes:
-        """Of what comes first, enough to know what it is, unless that comes in pieces. It stays where it is.
-
-        b"": the connection has ended, or nothing came by then.
-        """
+        """The first byte that comes, which stays where it is; b"": the connection has ended, or none came by then."""
         try:
             async with asyncio.timeout_at(end):
                 return await _peek(self._loop, accepted)
@@ -264,7 +254,9 @@ class Listener:
             return False
         if header.source is None:
             return True
-        client = self.gate.identify(header.source)
+        client = header.source
+        if client.address is not None:  # its clients over a Unix socket are not ours, whom `unix` trusts
+            client = self.gate.identify(client)
         reason = None if client.is_proxy else self.gate.why_refused(client)
         if reason is not None:
             self.refusals.add(reason, client)
@@ -385,7 +377,7 @@ async def _peek(loop: asyncio.AbstractEventLoop, accepted: socket.socket) -> byt
         await readable.wait()
     finally:
         loop.remove_reader(accepted)
-    return accepted.recv(CLIENT_HELLO_BYTES, socket.MSG_PEEK)
+    return accepted.recv(1, socket.MSG_PEEK)
 
 
 async def _read_proxy_header(loop: asyncio.AbstractEventLoop, accepted: socket.socket) -> ProxyHeader:

@@ -8,6 +8,8 @@ from server.wire.peer import IpAddress
 
 IpNetwork = IPv4Network | IPv6Network
 
+_MAPPED_BITS = 96  # of an IPv6 address, before the IPv4 address in it
+
 UNIX = "unix"  # where proxies are named: whoever connects to one of our Unix sockets
 
 _EXPECTED = "a network or an address, such as 10.0.0.0/8, 192.0.2.7 or 2001:db8::/32"
@@ -35,7 +37,7 @@ class NetworkSet:
 
 
 def network_value(text: str) -> IpNetwork:
-    """A network; an address is the network of itself alone.
+    """A network; an address is the network of itself alone. IPv4 written as IPv6 is IPv4, as its addresses are.
 
     Raises:
         BadValueError: it is none, or has bits behind its prefix.
@@ -46,10 +48,18 @@ def network_value(text: str) -> IpNetwork:
     except ValueError as error:
         raise BadValueError(_EXPECTED) from error
     try:
-        return ip_network(text)
+        return _plain_network(ip_network(text))
     except ValueError as error:
         cause = f"{_EXPECTED}; {text} has bits behind its prefix, its network is {network}"
         raise BadValueError(cause, str(network)) from error
+
+
+def _plain_network(network: IpNetwork) -> IpNetwork:
+    """As wire.peer.plain_address has addresses (RFC 4291 §2.5.5.2)."""
+    mapped = network.network_address.ipv4_mapped if isinstance(network, IPv6Network) else None
+    if mapped is None or network.prefixlen < _MAPPED_BITS:
+        return network
+    return IPv4Network((mapped, network.prefixlen - _MAPPED_BITS))
 
 
 def proxy_value(text: str) -> IpNetwork | str:

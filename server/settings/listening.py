@@ -64,7 +64,8 @@ class ListeningSettings:
         None,
         existing_file,
         "FILE",
-        "PEM certificates of those who sign clients' certificates: clients are asked for theirs; read again on SIGHUP",
+        "PEM certificates of those who sign clients' certificates, and lists of what they have revoked: clients are"
+        " asked for theirs; read again on SIGHUP",
     )
     tls_client_auth: str | None = _SERVER.setting(
         "tls-client-auth",

@@ -7,13 +7,17 @@ from dataclasses import dataclass
 
 from server.settings.option import Group, KiB, MiB
 from server.wire.connection_limits import ConnectionLimits, Http2Limits
-from server.wire.frame_limits import FrameLimits, Rate, format_rate, rate_value
+from server.wire.frame_limits import FrameLimits, Rate, format_rate, rate_from
 from server.wire.http1_prefilter import HeadLimits
 
 _CONNECTION = Group("limits of a connection")
 _DEFAULTS = ConnectionLimits()
 _FRAMES = _DEFAULTS.http2.frames
 _LIST_PER_HEAD = _DEFAULTS.http2.list_bytes // _DEFAULTS.head.head_bytes
+# With less no client of ours could be served: nghttp begins with five PRIORITY frames and reads with WINDOW_UPDATEs
+_LEAST_SETTINGS = 2  # the client's own, and that it has heard of ours
+_LEAST_SETTINGS_ENTRIES = 8
+_LEAST_EMPTY_FRAMES = 16
 _PARTS_OF_CONTROL = _DEFAULTS.max_control_bytes // _DEFAULTS.control_bytes
 
 
@@ -90,24 +94,29 @@ class WireSettings:
     max_resets: Rate = _CONNECTION.setting(
         "max-resets",
         _FRAMES.resets,
-        rate_value,
+        rate_from(1),
         "RATE",
         "HTTP/2: of streams, by the client or for its faults",
         show=format_rate,
     )
     max_pings: Rate = _CONNECTION.setting(
-        "max-pings", _FRAMES.pings, rate_value, "RATE", "HTTP/2: PING frames", show=format_rate
+        "max-pings", _FRAMES.pings, rate_from(1), "RATE", "HTTP/2: PING frames", show=format_rate
     )
     max_settings: Rate = _CONNECTION.setting(
-        "max-settings", _FRAMES.settings, rate_value, "RATE", "HTTP/2: SETTINGS frames", show=format_rate
+        "max-settings",
+        _FRAMES.settings,
+        rate_from(_LEAST_SETTINGS),
+        "RATE",
+        "HTTP/2: SETTINGS frames",
+        show=format_rate,
     )
     max_settings_entries: int = _CONNECTION.count(
-        "max-settings-entries", _FRAMES.num_settings, (1, 2730), "HTTP/2: in one of them"
+        "max-settings-entries", _FRAMES.num_settings, (_LEAST_SETTINGS_ENTRIES, 2730), "HTTP/2: in one of them"
     )
     max_empty_frames: int = _CONNECTION.count(
         "max-empty-frames",
         _FRAMES.num_overhead_frames,
-        (1, 1_000_000),
+        (_LEAST_EMPTY_FRAMES, 1_000_000),
         "frames, and chunks of HTTP/1.1, that carry next to nothing, beyond what the content beside them earns",
     )
     max_control_output_bytes: int = _CONNECTION.size(

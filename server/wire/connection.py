@@ -159,6 +159,11 @@ class Connection(asyncio.Protocol):
         return self._closing is _Closing.NO
 
     @property
+    def transport(self) -> asyncio.Transport:
+        """For who writes to it at once: nothing may wait in `out`."""
+        return self._transport
+
+    @property
     def takes_output(self) -> bool:
         """The last has not been written yet."""
         return self._closing in (_Closing.NO, _Closing.LAST_WORDS)

@@ -31,7 +31,10 @@ _MAX_PADDING_BYTES = 256
 _SETTING_BYTES = 6
 _PRIORITY_BYTES = 5
 _GOAWAY_BYTES = 8
-_FRAMES_PER_HEAD = 4  # of other kinds, that cost as much: 0.1 ms with h2, more with the handler that begins
+# Frames of other kinds that cost as much as a request's head: 0.1 ms with h2, more with the handler that begins; and
+# bytes of its block that cost as much as one: up to 2 µs each, in indices of one byte and names in Huffman's code
+_FRAMES_PER_HEAD = 4
+_BLOCK_BYTES_PER_FRAME = 64
 _MOST = 2**24 - 1
 # RFC 9113 §6: whether a frame is of a stream (None: of either), and how long it may be. Another length of PRIORITY is a
 # stream error (§6.3).
@@ -48,6 +51,7 @@ _SHAPES = {
 }
 _ANY_SHAPE = (None, 0, _MOST)
 _PASSED_AS_THEY_ARE = frozenset((DATA, RST_STREAM, PING, CONTINUATION))
+_OF_HEADS = frozenset((HEADERS, CONTINUATION))
 _31_BITS = 0x7FFFFFFF  # RFC 9113 §4.1, §6.3, §6.9: the bit before them is reserved
 
 
@@ -83,6 +87,7 @@ class FrameGate:
     Attributes:
         refusal: why the connection is to end; nothing is let through from then on.
         faults: streams to be reset, once what was let through with them has been read; to be taken by whoever reads it.
+        block_bytes: of each header block that is complete, by stream; to be emptied by whoever has read them.
         goaway_code: of the client's GOAWAY, once it has come.
         least_table_size: a SETTINGS_HEADER_TABLE_SIZE that its own frame replaced by another.
     """
@@ -91,10 +96,11 @@ class FrameGate:
         """
         Args:
             highest_stream_id: that is open already.
-            frames_at_once: let through by one call; the head of a request is worth _FRAMES_PER_HEAD.
+            frames_at_once: let through by one call; the head of a request is worth _FRAMES_PER_HEAD, or more.
         """
         self.refusal: Refusal | None = None
         self.faults: list[StreamFault] = []
+        self.block_bytes: dict[int, int] = {}
         self.goaway_code: int | None = None
         self.least_table_size: int | None = None
         self._limits = limits
@@ -203,7 +209,7 @@ class FrameGate:
     def _check(self, header: _Header, now: float) -> None:
         """What a frame's header tells."""
         kind, flags = header.kind, header.flags
-        self._num_left -= _FRAMES_PER_HEAD if kind == HEADERS else 1
+        self._num_left -= _num_worth(header) if kind in _OF_HEADS else 1
         if header.length > self._limits.frame_bytes:
             raise Refusal(ErrorCodes.FRAME_SIZE_ERROR, f"The frame is {header.length} bytes long.")
         if not self._has_settings:
@@ -211,7 +217,7 @@ class FrameGate:
             if kind != SETTINGS or flags & _ACK:
                 raise Refusal(ErrorCodes.PROTOCOL_ERROR, "The first frame is not SETTINGS.")
             self._has_settings = True
-        self._is_head = kind in (HEADERS, CONTINUATION)
+        self._is_head = kind in _OF_HEADS
         if self._block_stream or kind == CONTINUATION:
             self._check_continuation(header)
             return
@@ -306,10 +312,14 @@ class FrameGate:
         return stream_id > self._highest_stream_id or stream_id % 2 == 0
 
     def _begin_block(self, header: _Header) -> None:
+        if header.length > self._limits.header_block_bytes:  # where larger frames are taken
+            raise Refusal(ErrorCodes.ENHANCE_YOUR_CALM, "The header block is too large.")
         self.count_content(header.length)
         self._num_blocks += 1
         self._highest_stream_id = max(self._highest_stream_id, header.stream_id)
-        if not header.flags & END_HEADERS:
+        if header.flags & END_HEADERS:
+            self.block_bytes[header.stream_id] = header.length
+        else:
             self._block_stream = header.stream_id
             self._block_bytes = header.length
             self._num_continuations = 0
@@ -326,6 +336,7 @@ class FrameGate:
         ):
             raise Refusal(ErrorCodes.ENHANCE_YOUR_CALM, "The header block is too large.")  # CVE-2024-27316
         if header.flags & END_HEADERS:
+            self.block_bytes[self._block_stream] = self._block_bytes
             self._block_stream = 0
 
     def _check_data(self, length: int, flags: int) -> None:
@@ -342,6 +353,12 @@ class FrameGate:
     def _spend(self, budget: Budget, name: str, now: float) -> None:
         if not budget.take(now):
             raise Refusal(ErrorCodes.ENHANCE_YOUR_CALM, f"Too many {name} frames.")
+
+
+def _num_worth(header: _Header) -> int:
+    """Of a block, in frames of other kinds that cost as much."""
+    least = _FRAMES_PER_HEAD if header.kind == HEADERS else 1
+    return max(least, header.length // _BLOCK_BYTES_PER_FRAME)
 
 
 def _check_shape(header: _Header) -> None:

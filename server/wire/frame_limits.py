@@ -1,6 +1,7 @@
 """How many frames of each kind a peer may send, and how fast. Thread: loop. Time is an argument."""
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from server.values import BadValueError
@@ -16,16 +17,17 @@ class Rate:
     per_s: float
 
 
-def rate_value(text: str) -> Rate:
-    """A rate as operators write it: 200+20/s.
+def rate_from(least_burst: int) -> Callable[[str], Rate]:
+    """What reads a rate as operators write it: 200+20/s. It raises BadValueError where that is none, or too little."""
 
-    Raises:
-        BadValueError: it is none.
-    """
-    match = _RATE.fullmatch(text.strip())
-    if match is None or not int(match[1]):
-        raise BadValueError("a burst and a rate, such as 200+20/s: 200 at once, and 20 more each second")
-    return Rate(int(match[1]), float(match[2]))
+    def parse(text: str) -> Rate:
+        match = _RATE.fullmatch(text.strip())
+        if match is None or int(match[1]) < least_burst:
+            least = f"; {least_burst} at once, at least" if least_burst > 1 else ""
+            raise BadValueError(f"a burst and a rate, such as 200+20/s: 200 at once, and 20 more each second{least}")
+        return Rate(int(match[1]), float(match[2]))
+
+    return parse
 
 
 def format_rate(rate: Rate) -> str:

@@ -20,6 +20,7 @@ from hyperframe.frame import Frame, RstStreamFrame
 
 from server.wire.connection_limits import Http2Limits
 from server.wire.frame_gate import FRAME_HEADER, SETTINGS
+from server.wire.hpack_decoder import RequestDecoder
 from server.wire.hpack_encoder import ResponseEncoder
 from server.wire.http1_prefilter import HeadLimits
 
@@ -142,6 +143,7 @@ def new_h2_connection(head: HeadLimits, limits: Http2Limits, upgrade: bytes | No
     connection.local_settings = local
     connection.max_inbound_frame_size = limits.frames.frame_bytes
     connection.encoder = ResponseEncoder()
+    connection.decoder = RequestDecoder()
     connection.decoder.max_header_list_size = limits.list_bytes
     if upgrade is None:
         connection.initiate_connection()

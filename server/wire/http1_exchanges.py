@@ -229,17 +229,21 @@ class Http1Exchanges:
     def text_writer(self, stream: HttpStream, frame: TextFrame) -> TextWriter:
         if not self._protocol.is_sending_chunks:
             return partial(stream.send_text, frame)
-        out, add, encoded = self._out, self._batch.add, frame.encoded
+        batch, encoded, transport = self._batch, frame.encoded, self._connection.transport
+        is_closing, write_out = transport.is_closing, transport.write
         heads, tail = ChunkHeads(frame.head), frame.tail + b"\r\n"
         num_more = len(frame.tail)
 
         def write(text: str) -> None:
-            if stream.is_open:
-                said = encoded[text]
-                out.append(heads[len(said) + num_more] + said + tail)
-                if not self._is_dirty:
-                    self._is_dirty = True
-                    add(self)
+            if not stream.is_open:
+                return
+            said = encoded[text]
+            data = heads[len(said) + num_more] + said + tail
+            if self._is_dirty:
+                self._out.append(data)
+            elif not is_closing():
+                batch.num_writes += 1
+                write_out(data)  # the transport gathers what is written in one turn of the loop
 
         return write
 

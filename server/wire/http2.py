@@ -28,6 +28,7 @@ from server.wire.messages import (
 
 MAX_STREAM_ID = 2**31 - 1
 DRAIN_PING = b"steploop"
+_FIELD_BYTES = 100  # that a field takes, beside its name and value, which the table may have as well
 
 
 class Http2Protocol:
@@ -64,6 +65,7 @@ class Http2Protocol:
         self._gate = FrameGate(limits.frames, 0 if upgrade is None else 1, frames_at_once)
         self._out: list[bytes] = []
         self._num_refused = 0
+        self._head_bytes = 0  # of open streams; those of some that have ended may be among them
         self._last_stream_id = 0  # whose request was taken
         self._is_draining = False
         self._goaway_id = MAX_STREAM_ID  # above which streams are refused
@@ -126,6 +128,7 @@ class Http2Protocol:
         for fault in self._gate.faults:
             self._end_malformed(fault.stream_id, events, fault.code)
         self._gate.faults.clear()
+        self._gate.block_bytes.clear()
         clamp_encoder(self._h2, self._gate.least_table_size)
         self._gate.least_table_size = None
         self._collect()
@@ -183,12 +186,14 @@ class Http2Protocol:
         h2_stream = self._h2.streams.get(stream_id)
         if h2_stream is None or h2_stream.closed:
             return  # it was reset by a later frame of the same read
-        if len(self._streams) + len(self.early) >= self._limits.num_streams or stream_id > self._goaway_id:
+        fields = [(bytes(name), bytes(value)) for name, value in event.headers or ()]
+        num_bytes = _weight(fields, self._gate.block_bytes.get(stream_id, 0))
+        has_room = len(self._streams) + len(self.early) < self._limits.num_streams and self._has_room_for(num_bytes)
+        if not has_room or stream_id > self._goaway_id:
             self._refuse(stream_id)
             return
         self._num_refused = 0
         has_body = event.stream_ended is None
-        fields = [(bytes(name), bytes(value)) for name, value in event.headers or ()]
         stream = Http2Stream(h2_stream, (b":method", b"HEAD") in fields, not has_body)
         try:
             request = read_request(stream_id, fields, has_body, self._head_limits)
@@ -200,9 +205,17 @@ class Http2Protocol:
             events.append(ProtocolViolation(stream_id, refusal.status, refusal.message))
         else:
             events.append(request)
+        stream.head_bytes = num_bytes
+        self._head_bytes += num_bytes
         self._streams[stream_id] = stream
         self._last_stream_id = stream_id
         self.num_requests += 1
+
+    def _has_room_for(self, num_bytes: int) -> bool:
+        """The open streams' heads leave room for one more, of this weight."""
+        if self._head_bytes + num_bytes > self._limits.heads_bytes:  # those that have ended are in it, perhaps
+            self._head_bytes = sum(stream.head_bytes for stream in self._streams.values())
+        return not self._streams or self._head_bytes + num_bytes <= self._limits.heads_bytes
 
     def _refuse(self, stream_id: int) -> None:
         """RFC 9113 §5.1.2 and §8.7: nothing has been done with it, and it may be tried again."""
@@ -350,3 +363,9 @@ class Http2Protocol:
             self.early |= dict.fromkeys(self.responses.early, self._limits.early_bytes)
             self.responses.early.clear()
         return output
+
+
+def _weight(fields: list[tuple[bytes, bytes]], num_block_bytes: int) -> int:
+    """Bytes that a request's head makes us hold: the table's are shared, the path is decoded anew for each."""
+    num_path_bytes = sum(len(value) for name, value in fields if name == b":path")
+    return _FIELD_BYTES * len(fields) + num_block_bytes + num_path_bytes

@@ -6,7 +6,7 @@ was when this was written; where it is not, every frame goes through h2, as trai
 
 import enum
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from h2.config import H2Configuration
@@ -14,12 +14,14 @@ from h2.connection import ConnectionInputs, H2Connection
 from h2.stream import H2Stream, StreamInputs, StreamState
 
 from server.wire.frame_gate import CONTINUATION, DATA, END_HEADERS, END_STREAM, FRAME_HEADER, HEADER_BYTES, HEADERS
+from server.wire.messages import TextFrame, TextWriter
 
 _SENDING = (StreamState.HALF_CLOSED_REMOTE, StreamState.OPEN)  # the usual one first: found by identity
 _SEND_FINAL, _SEND_INFORMATIONAL = StreamInputs.SEND_HEADERS, StreamInputs.SEND_INFORMATIONAL_HEADERS
 _LENGTH_BYTES = 3  # RFC 9113 §4.1: of a frame, ahead of all else in its header
 PIECE_BYTES = 1024  # of a body, and so many at most: any frame has room for it
 _LENGTHS = tuple(size.to_bytes(_LENGTH_BYTES, "big") for size in range(PIECE_BYTES + 1))
+_PARTS = 4  # that a piece's frame is kept in until it is written
 
 
 class OutgoingBody:
@@ -32,15 +34,17 @@ class OutgoingBody:
         num_partly_sent: bytes that were taken while more was there.
         num_unsent: bytes.
         is_ending: nothing follows what is there.
+        takes_pieces: it has begun, has not ended, and its length was not declared.
     """
 
-    __slots__ = ("data", "frame_end", "h2", "is_ending", "num_partly_sent", "num_unsent", "start")
+    __slots__ = ("data", "frame_end", "h2", "is_ending", "num_partly_sent", "num_unsent", "start", "takes_pieces")
 
     def __init__(self, stream: H2Stream) -> None:
         self.h2 = stream
         self.frame_end = FRAME_HEADER.pack(0, 0, DATA, 0, stream.stream_id)[_LENGTH_BYTES:]
         self.num_partly_sent = self.num_unsent = 0
         self.is_ending = False
+        self.takes_pieces = False
         self.data = b""
         self.start = 0
 
@@ -120,35 +124,77 @@ def frame_next(connection: H2Connection, body: OutgoingBody, frames: list[bytes]
     return HEADER_BYTES + size
 
 
-def frame_pieces(
-    connection: H2Connection, bodies: Mapping[int, OutgoingBody], frames: list[bytes], limit_bytes: int
-) -> tuple[int, list[int]]:
-    """Append a DATA frame of each body that fits into the windows and the limit as it is, by hand.
+class Pieces:
+    """DATA frames of the texts that most steps are of: small, whole, one of each stream; made as they are said.
+
+    They wait for take(), and go before what else the streams have to send. h2's windows are the streams' at once, and
+    the connection's after take(), what they were if h2 had sent them.
 
     Args:
-        bodies: by stream, which is open for them; each with at most PIECE_BYTES, and none of them begun or ending.
-        limit_bytes: of the frames' payloads.
+        limit_bytes: of the payloads until take().
 
-    Returns:
-        Bytes of the frames; the streams that are left as they were.
+    Attributes:
+        frames: each as its length, the rest of its header with the text's head, the text, and its tail.
     """
-    room = window = min(connection.outbound_flow_control_window, limit_bytes)
-    left = []
-    for stream_id, body in bodies.items():
-        size = body.num_unsent
-        stream = body.h2
-        stream_window = stream.outbound_flow_control_window
-        if size > room or size > stream_window:
-            left.append(stream_id)
-            continue
-        room -= size
-        stream.outbound_flow_control_window = stream_window - size
-        frames += (_LENGTHS[size], body.frame_end, body.data)
-        body.data = b""
-        body.num_unsent = 0
-    num_sent = window - room
-    connection.outbound_flow_control_window -= num_sent
-    return num_sent + HEADER_BYTES * (len(bodies) - len(left)), left
+
+    def __init__(self, connection: H2Connection, limit_bytes: int) -> None:
+        self._connection = connection
+        self._limit_bytes = limit_bytes
+        self.frames: list[bytes] = []
+        self._has_room = False  # it is known, since the last take()
+        self._room = self._most = 0  # bytes that may be said until take(), and might at first
+
+    def writer(
+        self, body: OutgoingBody, frame: TextFrame, send: Callable[[bytes], None], begin: Callable[[], bool]
+    ) -> TextWriter:
+        """Says texts on a stream, one call each.
+
+        Args:
+            send: takes what is no such piece: it is long, or has no window, or others have their turn before it.
+            begin: called before the first piece since take(), and has to see that there is another. False: pieces
+                have to wait.
+        """
+        stream, frames, (head, encoded, tail) = body.h2, self.frames, frame
+        start, num_more = body.frame_end + head, len(head) + len(tail)
+
+        def write(text: str) -> None:
+            if not self._has_room:
+                self._find_room(begin())
+            said = encoded[text]
+            size = len(said) + num_more
+            window = stream.outbound_flow_control_window
+            if size > self._room or size > window or size > PIECE_BYTES or body.num_unsent or not body.takes_pieces:
+                send(head + said + tail)
+                return
+            self._room -= size
+            stream.outbound_flow_control_window = window - size
+            frames.extend((_LENGTHS[size], start, said, tail))
+
+        return write
+
+    def _find_room(self, is_free: bool) -> None:
+        self._has_room = True
+        window = self._connection.outbound_flow_control_window
+        self._room = self._most = max(0, min(window, self._limit_bytes)) if is_free else 0
+
+    def take(self, frames: list[bytes]) -> int:
+        """Append the frames; their bytes."""
+        num_sent = self._most - self._room
+        self._connection.outbound_flow_control_window -= num_sent
+        self._has_room = False
+        self._room = self._most = 0
+        frames += self.frames
+        num_frames = len(self.frames) // _PARTS
+        self.frames.clear()
+        return num_sent + HEADER_BYTES * num_frames
+
+    def forget(self, body: OutgoingBody) -> None:
+        """The stream has been reset: nothing of it may follow."""
+        frames = self.frames
+        for i in reversed(range(0, len(frames), _PARTS)):
+            if frames[i + 1].startswith(body.frame_end):
+                self._room += int.from_bytes(frames[i], "big")
+                del frames[i : i + _PARTS]
 
 
 def last_frame(connection: H2Connection, body: OutgoingBody, by_hand: bool) -> bytes:

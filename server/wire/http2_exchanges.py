@@ -318,10 +318,12 @@ class Http2Exchanges:
         if not self._responses.awaits_flush and (self._protocol.has_output or self._connection.out):
             self._call_flush()
 
-    def _call_flush(self) -> None:
+    def _call_flush(self) -> bool:
+        """False: it will write none of the bodies."""
         if not self._responses.awaits_flush:
             self._responses.awaits_flush = True
             self._batch.add(self)
+        return not self._connection.is_writing_paused
 
     def flush(self) -> None:
         """Write what has been sent and what the windows let through, at once."""

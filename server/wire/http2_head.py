@@ -6,8 +6,8 @@ connection where RFC 9113 §8.1.1 has only the stream at fault.
 
 import base64
 import binascii
+import functools
 import re
-import sys
 from collections.abc import Iterable
 
 from server.wire.http1_prefilter import HeadLimits, HeadRefused, is_authority
@@ -26,6 +26,7 @@ _NOT_KEPT = frozenset((b"host", b"cookie"))
 _OF_UPGRADE = (b"connection", b"upgrade", b"http2-settings")
 _OF_PROXIES = frozenset((b"forwarded", b"via", b"x-forwarded-for"))
 _SETTING_BYTES = 6
+_NUM_PATHS_KEPT = 32
 _FIELD_OVERHEAD_BYTES = 32  # RFC 9113 §6.5.2, SETTINGS_MAX_HEADER_LIST_SIZE
 
 
@@ -52,17 +53,27 @@ def read_request(
         raise Malformed  # RFC 9113 §8.1.1: the DATA frames must add up to it
     rest = (field for field in headers if field[0] not in _NOT_KEPT)
     headers = ((b"host", _authority(pseudo.get(b":authority"), headers)), *rest)
-    route, _, query = path.decode("ascii").partition("?")
+    route, query = _route_and_query(path)
     return HttpRequest(
         stream_id=stream_id,
         method=method.decode("ascii"),
-        path=sys.intern(route),  # an index of one byte may say it on each of many streams
-        query=sys.intern(query),
+        path=route,
+        query=query,
         headers=headers,
         has_body=has_body,
         expects_continue=has_body
         and any(key == b"expect" and value.lower() == b"100-continue" for key, value in headers),
     )
+
+
+@functools.lru_cache(_NUM_PATHS_KEPT)
+def _route_and_query(path: bytes) -> tuple[str, str]:
+    """The same strings, where an index of one byte says the path on each of many streams.
+
+    Not sys.intern, which in Python 3.12.0 to 3.12.5 keeps them for ever (CPython issue 113993).
+    """
+    route, _, query = path.decode("ascii").partition("?")
+    return route, query
 
 
 def _target(pseudo: dict[bytes, bytes]) -> tuple[bytes, bytes]:

@@ -10,18 +10,11 @@ from http import HTTPStatus
 from h2.connection import H2Connection
 from h2.stream import H2Stream
 
-from server.wire.http2_data import (
-    PIECE_BYTES,
-    OutgoingBody,
-    frame_head,
-    frame_next,
-    frame_pieces,
-    h2_is_as_known,
-    last_frame,
-)
+from server.wire.http2_data import OutgoingBody, Pieces, frame_head, frame_next, h2_is_as_known, last_frame
 from server.wire.messages import Headers, ResponseHead, TextFrame, TextWriter
 from server.wire.response_fields import ResponseError, check_fields
 
+PIECES_BYTES = 64 * 1024  # of all streams, in one take_data
 _STATUS = {status.value: (b":status", b"%d" % status.value) for status in HTTPStatus}
 
 
@@ -30,29 +23,29 @@ class Http2Stream(OutgoingBody):
 
     Attributes:
         awaited: bytes of the request's body that were declared, and have not come.
+        head_bytes: that the request's head weighs.
         has_read_request: nothing of it is still to come.
         remaining: of a counted body, not yet given to send_data.
-        takes_pieces: its body has begun, has not ended, and is not counted.
     """
 
     __slots__ = (
         "awaited",
         "has_read_request",
+        "head_bytes",
         "is_head_request",
         "is_head_sent",
         "remaining",
         "sends_body",
-        "takes_pieces",
         "trailers",
     )
 
     def __init__(self, stream: H2Stream, is_head_request: bool, has_read_request: bool) -> None:
         super().__init__(stream)
         self.awaited: int | None = None
+        self.head_bytes = 0
         self.is_head_request = is_head_request
         self.has_read_request = has_read_request
         self.is_head_sent = False
-        self.takes_pieces = False
         self.sends_body = True
         self.trailers: Headers = ()
         self.remaining: int | None = None
@@ -63,7 +56,7 @@ class DataOutput:
     """What take_data gives.
 
     Args:
-        sent: ids of the streams whose frames these are; an id may be there twice.
+        sent: ids of the streams whose frames these are, but for pieces; an id may be there twice.
         held: ids of those that have bytes, but no window.
         num_bytes: of the frames.
         has_more: the limit has cut it short.
@@ -98,12 +91,13 @@ class Responses:
         self.awaits_flush = False
         self.early: list[int] = []
         self._ready: dict[int, Http2Stream] = {}  # may have something to send, in their turn
-        self._pieces: dict[int, Http2Stream] = {}  # have a piece, whole and given since; their turn is after the others
+        self._has_left = False  # take_data has, some of these: their turn is before any piece's
+        self._pieces = Pieces(connection, PIECES_BYTES)
 
     @property
     def has_some(self) -> bool:
         """take_data may have something."""
-        return bool(self._ready or self._pieces)
+        return bool(self._ready or self._pieces.frames)
 
     def num_unsent(self, stream_id: int) -> int:
         """Bytes of the stream's body that take_data has not given; 0 when it is gone."""
@@ -127,20 +121,21 @@ class Responses:
     def wake(self, stream_id: int) -> None:
         """Its window may have opened."""
         stream = self.streams.get(stream_id)
-        if stream is not None:
+        if stream is not None and (stream.num_unsent or stream.is_ending):
             self._ready[stream_id] = stream
 
     def wake_all(self) -> None:
         """Any window may have opened."""
-        self._ready.update(self.streams)
+        for stream_id in self.streams:
+            self.wake(stream_id)
 
     def forget(self, stream_id: int) -> bool:
         """Send nothing more of it. Returns whether there was something to be sent."""
         self._ready.pop(stream_id, None)
-        self._pieces.pop(stream_id, None)
         stream = self.streams.pop(stream_id, None)
         if stream is not None:
             stream.takes_pieces = False
+            self._pieces.forget(stream)
         return stream is not None
 
     def clear(self) -> None:
@@ -197,29 +192,21 @@ class Responses:
         return stream.num_unsent
 
     def text_writer(
-        self, stream_id: int, frame: TextFrame, send: Callable[[bytes], None], call_flush: Callable[[], None]
+        self, stream_id: int, frame: TextFrame, send: Callable[[bytes], None], call_flush: Callable[[], bool]
     ) -> TextWriter:
         """send_data of one stream for texts, which are small pieces, one call each; its head has been sent.
 
         Args:
-            send: takes what is more: a long piece, one that comes while another is unsent, or after the body's end.
-            call_flush: makes that take_data is called.
+            send: takes what is no such piece, and data beyond the body's end.
+            call_flush: makes that take_data is called. False: not soon.
         """
-        stream, pieces, (head, encoded, tail) = self.streams[stream_id], self._pieces, frame
+        if not self._by_hand:
+            return lambda text: send(frame.around(text))
 
-        def write(text: str) -> None:
-            data = head + encoded[text] + tail
-            size = len(data)
-            if stream.num_unsent or size > PIECE_BYTES or not stream.takes_pieces:
-                send(data)
-                return
-            stream.data = data
-            stream.num_unsent = size
-            pieces[stream_id] = stream
-            if not self.awaits_flush:
-                call_flush()
+        def begin() -> bool:
+            return call_flush() and not self._has_left
 
-        return write
+        return self._pieces.writer(self.streams[stream_id], frame, send, begin)
 
     def send_end(self, stream_id: int, trailers: Headers = ()) -> None:
         """Nothing follows in this body but the trailers.
@@ -248,7 +235,7 @@ class Responses:
         output = DataOutput([], [], [], 0, False)
         frames, sent, connection, by_hand = output.frames, output.sent, self._h2, self._by_hand
         shut_out: dict[int, Http2Stream] = {}  # by the connection's window: their turn is kept
-        num_bytes = self._take_pieces(output, limit_bytes) if self._pieces else 0
+        num_bytes = self._pieces.take(frames)
         while self._ready and num_bytes < limit_bytes:
             turn = iter(self._ready.items())
             self._ready = {}
@@ -272,20 +259,8 @@ class Responses:
         output.num_bytes = num_bytes
         output.has_more = bool(self._ready)
         self._ready.update(shut_out)
+        self._has_left = bool(self._ready)
         return output
-
-    def _take_pieces(self, output: DataOutput, limit_bytes: int) -> int:
-        """What most steps are of: a piece of each stream, which fits into its windows. The others have their turn."""
-        pieces, num_bytes = self._pieces, 0
-        if self._by_hand and not self._ready:
-            num_bytes, left = frame_pieces(self._h2, pieces, output.frames, limit_bytes)
-            for stream_id in left:
-                self._ready[stream_id] = pieces.pop(stream_id)
-            output.sent.extend(pieces)
-        else:
-            self._ready.update(pieces)
-        pieces.clear()
-        return num_bytes
 
     def _frame_ending(self, stream_id: int, stream: Http2Stream, frames: list[bytes]) -> int:
         """Of a body to which nothing will be added: the last frame, or, where that has to wait, one more before it."""

@@ -4,6 +4,7 @@ TLS 1.2 with forward secrecy and authenticated ciphers only (RFC 9113 §9.2.2 li
 """
 
 import enum
+import logging
 import re
 import ssl
 from collections.abc import Mapping
@@ -14,14 +15,12 @@ from typing import Any
 from core.errors import ExitCode, StartupError
 from server.wire.peer import ClientCertificate
 
+logger = logging.getLogger(__name__)
+
 ALPN = ("h2", "http/1.1")
 REFUSED_ALERT = bytes((21, 3, 3, 0, 2, 2, 80))  # RFC 8446 §5.1, §6: fatal internal_error, to who gets no handshake
 
-CLIENT_HELLO_BYTES = 11  # from the record's type to what the client takes for its latest version: RFC 5246 §6.2.1, §7.4
-
 _CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"  # of TLS 1.2; those of 1.3 are all fit
-
-
 _KEY = b"PRIVATE KEY-----"  # ends the first line of any of PEM's keys (RFC 7468 §10, §11 and before them)
 # RFC 4514 §3: the names that may stand for their types
 _SHORT_NAMES = {
@@ -57,6 +56,28 @@ class TlsFiles:
     key: Path | None = None
     client_ca: Path | None = None
     client_auth: ClientAuth = ClientAuth.REQUIRED
+
+
+class _TellingHandshake(ssl.SSLObject):
+    """TLS whose peer is told why the handshake has failed (RFC 8446 §6.2).
+
+    asyncio and uvloop drop, with the connection, the alert that OpenSSL has written. They send it if the handshake goes
+    on to them: then it fails with what the peer says next, its end or the deadline.
+    """
+
+    _failure: ssl.SSLError | None = None
+
+    def do_handshake(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        try:
+            super().do_handshake()
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            raise
+        except ssl.SSLError as error:
+            logger.debug("a TLS handshake has failed: %s", error)
+            self._failure = error
+            raise ssl.SSLWantReadError from error
 
 
 class ServerTls:
@@ -95,6 +116,7 @@ class ServerTls:
         context.set_ciphers(_CIPHERS)
         context.options |= ssl.OP_NO_RENEGOTIATION | ssl.OP_NO_COMPRESSION
         context.set_alpn_protocols(list(ALPN))
+        context.sslobject_class = _TellingHandshake
         try:
             context.load_cert_chain(self.files.certificate, self.files.key, password=_no_password)
         except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
@@ -102,21 +124,6 @@ class ServerTls:
         if self.files.client_ca is not None:
             _ask_for_certificates(context, self.files.client_ca, self.files.client_auth)
         return context
-
-
-def version_alert(hello: bytes) -> bytes:
-    """What tells a client that all the versions it knows are too old for us (RFC 8446 §6.2); b"": it knows others.
-
-    Neither asyncio nor uvloop sends the alert that a handshake has failed with: what OpenSSL has written of it is
-    thrown away with the connection.
-
-    Args:
-        hello: the first CLIENT_HELLO_BYTES that have come, or fewer.
-    """
-    is_hello = len(hello) == CLIENT_HELLO_BYTES and (hello[0], hello[5]) == (22, 1)
-    if not is_hello or not (3, 0) <= (hello[9], hello[10]) < (3, 3):  # RFC 8446 §4.1.2: clients of 1.3 say 3.3, too
-        return b""
-    return bytes((21, hello[9], hello[10], 0, 2, 2, 70))  # fatal protocol_version, in a record that it can read
 
 
 def _ask_for_certificates(context: ssl.SSLContext, client_ca: Path, client_auth: ClientAuth) -> None:
@@ -129,6 +136,8 @@ def _ask_for_certificates(context: ssl.SSLContext, client_ca: Path, client_auth:
             ExitCode.CONFIGURATION,
         ) from error
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # whoever is in the file is trusted, root or not
+    if context.cert_store_stats()["crl"]:  # OpenSSL reads the file's lists, and asks none of them unless told to
+        context.verify_flags |= ssl.VERIFY_CRL_CHECK_LEAF
     context.verify_mode = ssl.CERT_REQUIRED if client_auth is ClientAuth.REQUIRED else ssl.CERT_OPTIONAL
 
 

@@ -9,23 +9,24 @@ class Flushable(Protocol):
 
 
 class WriteBatch:
-    """The connections with bytes to write. Whoever delivers a step calls flush_all; otherwise the loop soon does."""
+    """The connections with bytes to write. Whoever delivers a step calls flush_all; otherwise the loop soon does.
 
-    __slots__ = ("_dirty", "_is_expected", "_is_scheduled", "_loop")
+    Attributes:
+        num_writes: by connections so far: those that wait for flush_all, and those that were made without.
+    """
+
+    __slots__ = ("_dirty", "_is_expected", "_is_scheduled", "_loop", "num_writes")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.num_writes = 0
         self._loop = loop
         self._dirty: list[Flushable] = []
         self._is_scheduled = False
         self._is_expected = False
 
-    @property
-    def num_dirty(self) -> int:
-        """Connections that wait to be flushed."""
-        return len(self._dirty)
-
     def add(self, connection: Flushable) -> None:
         """Flush it in the next flush_all. The connection sees to it that it is added once."""
+        self.num_writes += 1
         self._dirty.append(connection)
         if not (self._is_expected or self._is_scheduled):
             self._is_scheduled = True

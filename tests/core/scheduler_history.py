@@ -51,112 +51,135 @@ class SchedulerHistory(RuleBasedStateMachine):
         self.requests: dict[str, Request] = {}
         self.starts: dict[tuple[str, int], SequenceStart] = {}
         self.sequences: dict[str, list[Sequence]] = {}
+        self.present: list[Sequence] = []  # those that have not ended, or that hold something
         self.paused: set[str] = set()
         self.in_flight: deque[Sent] = deque()
-
-    def all_sequences(self) -> list[Sequence]:
-        return [sequence for sequences in self.sequences.values() for sequence in sequences]
 
     # After each call
 
     @invariant()
+    def everything_holds(self) -> None:
+        self._forget_the_gone()
+        self.blocks_are_conserved()
+        self.slots_are_conserved()
+        self.everyone_is_in_one_place()
+        self.accounts_add_up()
+        self.bounds_hold_for_all_that_run()
+        self.only_running_sequences_hold_blocks()
+        self.everyone_knows_what_is_in_flight()
+        self.no_parent_is_evicted_before_its_children()
+        self.no_two_domains_share_a_block()
+
+    def _forget_the_gone(self) -> None:
+        """Who has ended and holds nothing. What it took all the same would be seen as held by nobody."""
+        self.present = [
+            s
+            for s in self.present
+            if s.state is not SequenceState.FINISHED or s.table.blocks or s.slot >= 0 or s.num_in_flight
+        ]
+
     def blocks_are_conserved(self) -> None:
         pool = self.scheduler.pool
-        held = Counter(block for sequence in self.all_sequences() for block in sequence.table.blocks)
-        assert all(pool._references[block] == held[block] for block in range(pool.num_blocks))
-        assert len(pool._empty) + pool.num_kept + len(held) == pool.num_blocks
-        assert set(pool._empty).isdisjoint(pool._kept)
-        assert held.keys().isdisjoint(pool._kept)
+        held = [0] * pool.num_blocks
+        for sequence in self.present:
+            for block in sequence.table.blocks:
+                held[block] += 1
+        assert pool._references == held
+        free = {*pool._empty, *pool._kept}
+        assert len(free) == len(pool._empty) + len(pool._kept)
+        assert free == {block for block, num_holders in enumerate(held) if not num_holders}
 
-    @invariant()
     def slots_are_conserved(self) -> None:
-        occupied = [sequence.slot for sequence in self.all_sequences() if sequence.slot >= 0]
-        assert sorted(occupied + self.scheduler._states.free_slots) == list(
-            range(len(self.scheduler._states.occupants))
-        )
+        states = self.scheduler._states
+        occupied = [sequence.slot for sequence in self.present if sequence.slot >= 0]
+        assert sorted(occupied + states.free_slots) == list(range(len(states.occupants)))
 
-    @invariant()
     def everyone_is_in_one_place(self) -> None:
-        live = [s for s in self.all_sequences() if s.state is not SequenceState.FINISHED]
-        assert set(self.scheduler._states.running) == {s for s in live if s.state is SequenceState.RUNNING}
-        unforked = {s for group in self.scheduler._states.groups.values() for s in group.unforked.values()}
-        waiting = {s for s in live if s.state is SequenceState.WAITING and not s.is_paused} - unforked
-        queues = self.scheduler._states.waiting._classes
-        assert waiting == {s for queue in queues.values() for line in queue.tenants.values() for s in line}
-        assert len(self.scheduler._states.waiting) == len(waiting)
+        states = self.scheduler._states
+        assert states.running.keys() == {s for s in self.present if s.state is SequenceState.RUNNING}
+        unforked = {s for group in states.groups.values() for s in group.unforked.values()}
+        waiting = {s for s in self.present if s.state is SequenceState.WAITING and not s.is_paused} - unforked
+        queues = states.waiting._classes
+        queued = [s for queue in queues.values() for line in queue.tenants.values() for s in line]
+        assert len(states.waiting) == len(queued) == len(waiting)
+        assert waiting == set(queued)
         for queue in queues.values():
             due = {name: sorted(filter(_HAS_DEADLINE, line), key=_DUE_ORDER) for name, line in queue.tenants.items()}
             assert queue._due.tenants == {name: line for name, line in due.items() if line}
             assert queue._due._firsts == sorted((line[0] for line in due.values() if line), key=_DUE_ORDER)
 
-    @invariant()
     def accounts_add_up(self) -> None:
+        states = self.scheduler._states
+        alive = [group.tenant for group in states.groups.values()]
+        running = [sequence.tenant for sequence in states.running]
         for tenant in self.scheduler.shares.tenants():
-            requests = [g.request for g in self.scheduler._states.groups.values() if g.tenant is tenant]
-            assert tenant.num_live == len(requests)
-            running = [s for s in self.scheduler._states.running if s.tenant is tenant]
-            assert tenant.num_running == len(running)
-            assert abs(tenant.prepaid_s - sum(s.prepaid_s for s in running)) < 1e-9
+            assert tenant.num_live == alive.count(tenant)
+            assert tenant.num_running == running.count(tenant)
+            prepaid_s = sum([s.prepaid_s for s in states.running if s.tenant is tenant])
+            assert abs(tenant.prepaid_s - prepaid_s) < 1e-9
             assert tenant.credit_s >= 0
 
-    @invariant()
     def bounds_hold_for_all_that_run(self) -> None:
-        bounds, exact = self.scheduler._states.charges.bounds, RunningBounds()
-        exact.fit(self.scheduler._states.running)
+        states = self.scheduler._states
+        bounds, exact = states.charges.bounds, RunningBounds()
+        exact.fit(states.running)
         assert bounds.most_s >= exact.most_s - 1e-9
         assert bounds.most_running >= exact.most_running
         for priority, level in exact.least_levels.items():
             assert bounds.least_levels[priority] <= level
-        found = self.scheduler._states.waiting.head(self.clock())
+        found = states.waiting.head(self.clock())
         if found is not None and bounds.rule_out(*found):
-            assert not outranked(self.scheduler._states.running, *found, 0.0, self.clock())
+            assert not outranked(states.running, *found, 0.0, self.clock())
 
-    @invariant()
     def only_running_sequences_hold_blocks(self) -> None:
-        holders = [s for s in self.all_sequences() if s.table.blocks]
-        assert all(s.state is SequenceState.RUNNING or s.is_in_flight for s in holders)
+        for sequence in self.present:
+            if sequence.table.blocks:
+                assert sequence.state is SequenceState.RUNNING or sequence.is_in_flight
 
-    @invariant()
     def everyone_knows_what_is_in_flight(self) -> None:
         flights = list(self.scheduler._in_flight)
         assert [flight.plan for flight in flights] == [sent.plan for sent in self.in_flight]
-        for sequence in self.all_sequences():
-            rows = [
-                (flight.plan, flight.sequences.index(sequence)) for flight in flights if sequence in flight.sequences
-            ]
-            assert sequence.num_in_flight == len(rows)
-            assert sequence.num_pending == sum(bool(plan.samples[row]) for plan, row in rows)
+        samples = dict[Sequence, list[int]]()  # of each of its rows
+        for flight in flights:
+            assert len(set(flight.sequences)) == len(flight.sequences)
+            for sequence, num_samples in zip(flight.sequences, flight.plan.samples.tolist(), strict=True):
+                samples.setdefault(sequence, []).append(num_samples)
+        assert samples.keys() <= set(self.present)
+        for sequence in self.present:
+            if sequence in samples:
+                assert sequence.num_in_flight == len(samples[sequence])
+                assert sequence.num_pending == sum(samples[sequence])
+            else:
+                assert sequence.num_in_flight == sequence.num_pending == 0
             if sequence.state is not SequenceState.FINISHED:
                 most = max(sequence.max_length, sequence.num_prompt_tokens + 1)  # max_tokens may be 0
                 assert len(sequence.token_ids) + sequence.num_pending <= most
 
-    @invariant()
     def no_parent_is_evicted_before_its_children(self) -> None:
         cache = self.scheduler.cache
-        assert {cache._keys[block]: block for block in cache._blocks.values()} == cache._blocks
-        evictable = list(cache.pool._kept)
-        block_of = {serial: block for block, serial in enumerate(cache._serials) if serial}
-        for i, block in enumerate(evictable):
+        assert all(cache._keys[block] == key for key, block in cache._blocks.items())
+        assert len(cache) == sum(key is not None for key in cache._keys)
+        earlier = set[int]()  # serials
+        for block in cache.pool._kept:
             key = cache._keys[block]
             assert key is not None
-            parent = key[0]
-            if isinstance(parent, int) and parent in block_of:  # else it was forgotten: nobody finds the child either
-                assert block_of[parent] not in evictable[:i]
+            assert key[0] not in earlier
+            earlier.add(cache._serials[block])
 
-    @invariant()
     def no_two_domains_share_a_block(self) -> None:
-        for sequence in self.all_sequences():
-            for block in sequence.table.blocks[: sequence.table.num_published]:
-                serial = self.scheduler.cache._serials[block]
-                if serial:
-                    assert self.domains.setdefault(serial, sequence.table.domain) == sequence.table.domain
+        serials = self.scheduler.cache._serials
+        for sequence in self.present:
+            table = sequence.table
+            for block in table.blocks[: table.num_published]:
+                if serials[block]:
+                    assert self.domains.setdefault(serials[block], table.domain) == table.domain
 
     # At the end
 
     def check_answer(self, request: Request) -> None:
         terminal = self.log.terminal(request.request_id)
         sequences = self.sequences[request.request_id]
-        ends = Counter(c.index for c in self.log.chunks if c.request_id == request.request_id and c.finish_reason)
+        ends = Counter(chunk.index for chunk in self.log.chunks_of(request.request_id) if chunk.finish_reason)
         assert ends == Counter(range(max(1, len(sequences))))
         num_billed = 0
         for sequence in sequences:
@@ -197,6 +220,6 @@ class SchedulerHistory(RuleBasedStateMachine):
             ]
         )
         assert told == wanted[: len(told)]
-        ends = {c.finish_reason for c in self.log.chunks if c.request_id == request.request_id}
+        ends = {chunk.finish_reason for chunk in self.log.chunks_of(request.request_id)}
         if any(s.num_own_tokens for s in self.sequences[request.request_id]) or FinishReason.LENGTH in ends:
             assert len(told) == len(wanted)

@@ -8,17 +8,22 @@ from dataclasses import replace
 import hypothesis
 import numpy as np
 from hypothesis import HealthCheck, Phase, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import invariant, run_state_machine_as_test
 
 from core.plan import SequenceStart, StepOutput, StepPlan
 from core.sequence import Sequence, SequenceState
 from core.types import FinishReason, TokenLogprobs
+from tests.core.drawn_rules import drawn_rule, drawn_start
 from tests.core.scheduler_history import SchedulerHistory, Sent
 from tests.fakes import charge, make_request, small_limits
 
 VOCAB_SIZE = 30
+MOST_PRESENT = 20  # sequences: of three classes and three tenants each, and a longer queue makes no other history
 PROMPTS = tuple(tuple((3 * i + (i >= fork)) % 29 for i in range(20)) for fork in (1, 6, 12, 20))
+
+
+def _has_requests(machine: SchedulerHistory) -> bool:
+    return bool(machine.requests)
 
 
 class SchedulerMachine(SchedulerHistory):
@@ -27,11 +32,11 @@ class SchedulerMachine(SchedulerHistory):
     num_host_blocks = 0
     max_in_flight = 1
 
-    @initialize(
-        num_blocks=st.integers(3, 14),
-        block_size=st.sampled_from((1, 2, 4)),
-        max_batch_tokens=st.integers(1, 9),
-        has_prefix_cache=st.sampled_from((True, True, True, False)),
+    @drawn_start(
+        num_blocks=range(3, 15),
+        block_size=(1, 2, 4),
+        max_batch_tokens=range(1, 10),
+        has_prefix_cache=(True, True, True, False),
     )
     def begin(self, num_blocks: int, block_size: int, max_batch_tokens: int, has_prefix_cache: bool) -> None:
         limits = small_limits(
@@ -45,17 +50,19 @@ class SchedulerMachine(SchedulerHistory):
 
     # Rules
 
-    @rule(
-        num_prompt_tokens=st.integers(1, 20),
-        max_tokens=st.integers(0, 12),
-        num_sequences=st.sampled_from((1, 1, 2, 3)),
-        priority=st.sampled_from((0, 0, 1, -2)),
-        tenant=st.sampled_from(("", "a", "b")),
-        due_in_s=st.sampled_from((None, None, 0.0, 20.0)),
-        min_tokens=st.sampled_from((0, 3)),
-        prompt=st.sampled_from(PROMPTS),
-        salt=st.sampled_from(("", "", "s")),
-        num_prompt_logprobs=st.sampled_from((None, None, 0, 2)),
+    @drawn_rule(
+        lambda self: len(self.present) < MOST_PRESENT,
+        is_vital=True,
+        num_prompt_tokens=range(1, 21),
+        max_tokens=range(13),
+        num_sequences=(1, 1, 2, 3),
+        priority=(0, 0, 1, -2),
+        tenant=("", "a", "b"),
+        due_in_s=(None, None, 0.0, 20.0),
+        min_tokens=(0, 3),
+        prompt=PROMPTS,
+        salt=("", "", "s"),
+        num_prompt_logprobs=(None, None, 0, 2),
     )
     def submit(
         self,
@@ -88,31 +95,28 @@ class SchedulerMachine(SchedulerHistory):
         self.scheduler.submit(request)
         group = self.scheduler._states.groups.get(request.request_id)
         self.sequences[request.request_id] = [] if group is None else list(group.sequences)
+        self.present += self.sequences[request.request_id]
         for sequence in self.sequences[request.request_id]:
             self.remember(sequence)
 
-    @precondition(lambda self: self.requests)
-    @rule(pick=st.integers(0, 99), index=st.sampled_from((None, None, 0, 1)), kept=st.sampled_from((None, 0, 2)))
+    @drawn_rule(_has_requests, pick=range(100), index=(None, None, 0, 1), kept=(None, 0, 2))
     def cancel(self, pick: int, index: int | None, kept: int | None) -> None:
         reason = FinishReason.CANCELLED if kept is None else FinishReason.STOP
         self.scheduler.cancel(self.pick(pick), reason, index, kept)
 
-    @precondition(lambda self: self.requests)
-    @rule(pick=st.integers(0, 99))
+    @drawn_rule(_has_requests, pick=range(100))
     def pause(self, pick: int) -> None:
         self.scheduler.pause(self.pick(pick))
         self.paused.add(self.pick(pick))
 
-    @precondition(lambda self: self.paused)
-    @rule(pick=st.integers(0, 99))
+    @drawn_rule(lambda self: self.paused, pick=range(100))
     def resume(self, pick: int) -> None:
         request_id = sorted(self.paused)[pick % len(self.paused)]
         self.scheduler.resume(request_id)
         self.paused.remove(request_id)
 
-    @precondition(lambda self: self.may_send())
-    @rule(
-        failing=st.sampled_from((None, None, None, None, 0, 1, 2)), raises=st.sampled_from((None,) * 8 + ("", "done"))
+    @drawn_rule(
+        lambda self: self.may_send(), failing=(None, None, None, None, 0, 1, 2), raises=(None,) * 8 + ("", "done")
     )
     def plan(self, failing: int | None = None, raises: str | None = None) -> None:
         """
@@ -139,8 +143,7 @@ class SchedulerMachine(SchedulerHistory):
             if raises != "":
                 self.runner.spoil(made, failing)
 
-    @precondition(lambda self: self.in_flight)
-    @rule(computed_again=st.booleans())
+    @drawn_rule(lambda self: self.in_flight, computed_again=(False, True))
     def apply(self, computed_again: bool = False) -> None:
         sent = self.in_flight.popleft()
         if sent.has_raised:
@@ -165,15 +168,13 @@ class SchedulerMachine(SchedulerHistory):
                 self.runner.spoil(sent.plan, sent.failing)
         self.log(self.scheduler.apply(sent.plan, output, self.clock()))
 
-    @precondition(lambda self: len(self.in_flight) > 1)
-    @rule()
+    @drawn_rule(lambda self: len(self.in_flight) > 1)
     def raise_when_collected(self) -> None:
         """Both steps are lost."""
         self.in_flight.clear()
         self.log(self.scheduler.lose_in_flight(self.clock()))
 
-    @precondition(lambda self: not self.in_flight)
-    @rule(prompt=st.sampled_from(PROMPTS), num_prompt_tokens=st.integers(2, 8), failing=st.integers(0, 2))
+    @drawn_rule(lambda self: not self.in_flight, prompt=PROMPTS, num_prompt_tokens=range(2, 9), failing=range(3))
     def lose_a_row_beside_others_that_share_its_prompt(
         self, prompt: tuple[int, ...], num_prompt_tokens: int, failing: int
     ) -> None:
@@ -182,22 +183,22 @@ class SchedulerMachine(SchedulerHistory):
         self.plan(failing=failing)
         self.send_and_apply()
 
-    @rule(seconds=st.sampled_from((0.1, 3.0, 40.0)))
+    @drawn_rule(seconds=(0.1, 3.0, 40.0))
     def let_time_pass(self, seconds: float) -> None:
         """Classes age, deadlines come near; in mid-step it makes the step slow."""
         self.clock.advance(seconds)
 
-    @rule(name=st.sampled_from(("", "a", "b")))
+    @drawn_rule(name=("", "a", "b"))
     def find_a_tenant_far_ahead(self, name: str) -> None:
         for tenant in self.scheduler.shares.tenants():
             if tenant.name == name:
                 charge(self.scheduler, tenant, 5.0)
 
-    @rule()
+    @drawn_rule()
     def clear_cache(self) -> None:
         self.scheduler.cache.clear()
 
-    @rule()
+    @drawn_rule(is_vital=True)
     def step(self) -> None:
         """Plan and apply in one, so that most histories get somewhere."""
         for _ in range(3):
@@ -208,14 +209,15 @@ class SchedulerMachine(SchedulerHistory):
             return
         for request_id in list(self.paused):
             self.scheduler.resume(request_id)
-        num_tokens = sum(s.max_length for s in self.all_sequences() if s.state is not SequenceState.FINISHED)
+        num_tokens = sum(s.max_length for s in self.present if s.state is not SequenceState.FINISHED)
         for _ in range(3000 + 20 * num_tokens):  # each step computes one at least, and many of them again
             self.send_and_apply()
             if not self.in_flight:
                 self.plan()
                 if not self.in_flight:
                     break
-        self.blocks_are_conserved()
+        self.everything_holds()
+        assert not self.present
         assert self.scheduler.pool.num_used == 0
         for request in self.requests.values():
             self.check_answer(request)

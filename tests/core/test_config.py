@@ -80,6 +80,7 @@ def test_defaults_of_old_configurations() -> None:
         ({"is_causal": False}, "is_causal=False"),
         ({"layer_types": ["sliding_attention"] * 32}, "sliding_attention"),
         ({"layer_types": ["linear_attention"] * 32}, "linear_attention"),
+        ({"layer_types": [["full_attention"]] * 32}, "layer_types"),
         ({"architectures": ["MistralForCausalLM"], "layer_types": ["full_attention"] * 32}, "full_attention"),
         ({"quantization_config": {"quant_method": "mxfp8"}}, "quantization_config"),
         ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0\.5"),

@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis.stateful import invariant
 
 from core.host_blocks import HostBlocks
-from tests.core.scheduler_machine import SHORT_HISTORIES, SchedulerMachine
+from tests.core.scheduler_machine import SHORT_HISTORIES, OverlapMachine, SchedulerMachine
 
 
 def assert_slots_are_conserved(host: HostBlocks) -> None:
@@ -18,10 +18,11 @@ class OffloadMachine(SchedulerMachine):
     num_host_blocks = 6
 
     @invariant()
-    def host_slots_are_conserved(self) -> None:
+    def everything_holds(self) -> None:
+        super().everything_holds()
         assert_slots_are_conserved(self.scheduler.host)
+        self.a_serial_names_one_content()
 
-    @invariant()
     def a_serial_names_one_content(self) -> None:
         """On the device and on the host: a hit on either goes on with the same blocks."""
         cache, host = self.scheduler.cache, self.scheduler.host
@@ -42,6 +43,8 @@ class OverlapOffloadMachine(OffloadMachine):
     num_host_blocks = 4
     max_in_flight = 2
 
+
+MACHINES = (SchedulerMachine, OverlapMachine, OffloadMachine, CrampedOffloadMachine, OverlapOffloadMachine)  # by seed
 
 TestOverlapOffload = OverlapOffloadMachine.TestCase
 TestOverlapOffload.settings = settings(SHORT_HISTORIES, max_examples=50)

@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from core.burst import WINDOW_S
 from core.plan import RunnerLimits
 from core.scheduler import Scheduler
 from core.simulation import CostModel, Simulation
@@ -105,10 +106,15 @@ def test_late_light_tenant_is_not_queued_behind_a_flood() -> None:
     assert simulation.scheduler.stats().num_preemptions >= 1
 
 
+class OneSecondSteps(EngineUnderTest):
+    cost = CostModel(fixed_s=1.0, token_s=0.0)
+
+
 @pytest.mark.parametrize("priority", [-4, -1, 0])
-def test_low_class_runs_within_its_bound_though_higher_ones_never_let_a_slot_go(priority: int) -> None:
-    under_test = EngineUnderTest(small_limits(max_sequences=2, num_blocks=400))
-    under_test.runner._cost = CostModel(fixed_s=1.0, token_s=0.0)
+def test_low_class_runs_within_its_bound_though_higher_ones_never_let_a_slot_go(
+    priority: int, steps_in_flight: int
+) -> None:
+    under_test = OneSecondSteps(small_limits(max_sequences=2, num_blocks=400))
     under_test.send(*(Submit(make_request(f"h{number}", 4, 150, priority=TOP_CLASS)) for number in range(2)))
     under_test.step()
     start_s = under_test.clock()
@@ -120,7 +126,7 @@ def test_low_class_runs_within_its_bound_though_higher_ones_never_let_a_slot_go(
         under_test.send(Submit(high))
         under_test.step()
         waited_s = under_test.clock() - start_s
-        assert waited_s <= bound_s(priority) + 2.0, "one step to be noticed, one to compute"
+        assert waited_s <= bound_s(priority) + 1.0 + steps_in_flight, "a step to be noticed, those in flight, its own"
     assert waited_s > bound_s(priority) / 2  # and the high ones did go first
 
 
@@ -205,14 +211,17 @@ def token_gaps(inter_token_target: float | None) -> tuple[np.ndarray, np.ndarray
 
 def test_long_prompt_slows_running_streams_by_no_more_than_the_target() -> None:
     quiet, loud, prefill_s = token_gaps(1.6)
-    assert loud.max() <= 1.7 * np.median(quiet)  # a ninth is about to join them
+    assert loud.max() <= 1.62 * np.median(quiet)
     assert prefill_s > 3.0  # it was there
 
 
 def rush(inter_token_target: float | None) -> tuple[list[float], list[int]]:
-    """Ten long prompts come to an engine that has measured nothing: seconds and prompt tokens of each step."""
+    """Ten long prompts come to an engine that has measured nothing: seconds and prompt tokens of each step.
+
+    They have come one after the other: no stream gives way to the others (core/burst.py).
+    """
     under_test = EngineUnderTest(MIXED, inter_token_target=inter_token_target, has_prefix_cache=False)
-    requests = [make_request(f"r{i}", 1500, 400) for i in range(10)]
+    requests = [make_request(f"r{i}", 1500, 400, arrival_s=2 * i * WINDOW_S) for i in range(10)]
     under_test.send(*map(Submit, requests))
     seconds, num_tokens, done = [], [], 0
     while done < sum(len(request.prompt_ids) for request in requests):

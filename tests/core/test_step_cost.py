@@ -16,11 +16,13 @@ from core.step_cost import (
 )
 from tests.call_counter import CallCounter
 
-TRUE_S: Features = (0.02, 7e-4, 2e-6, 6e-4, 1.5e-6)
+TRUE_S: Features = (0.02, 7e-4, 2e-6, 1e-4, 1.5e-6)  # fixed, each token, its KV; beside that an own one, its KV
 
 
-def seconds_of(work: StepWork, coefficients_s: Features = TRUE_S) -> float:
-    return sum(a * b for a, b in zip(coefficients_s, work.features, strict=True))
+def seconds_of(work: StepWork, few_tokens: int = 0) -> float:
+    num_beyond = max(0, work.prompt_tokens + work.own_tokens - few_tokens)
+    features = 1.0, num_beyond, work.prompt_kv, work.own_tokens, work.own_kv
+    return sum(a * b for a, b in zip(TRUE_S, features, strict=True))
 
 
 def random_step(rng: random.Random) -> StepWork:
@@ -124,6 +126,29 @@ def test_steps_without_prompts_do_not_make_it_forget_prompts() -> None:
     assert model.predict(chunk) == pytest.approx(seconds_of(chunk), rel=0.05)
 
 
+def test_batch_that_grows_beyond_the_few_is_predicted_before_it_was_measured() -> None:
+    rng, model = random.Random(6), StepCostModel(few_tokens=8)
+    for number in range(200):
+        work = StepWork(own_tokens=rng.choice((1, 4)), own_kv=rng.randint(100, 8000))
+        if number % 3 == 0:
+            work = StepWork(prompt_tokens=512, prompt_kv=rng.randint(2000, 60_000))
+        model.observe(work, seconds_of(work, few_tokens=8))
+    for num_own in (1, 8, 9, 16, 64):
+        work = StepWork(own_tokens=num_own, own_kv=500 * num_own)
+        assert model.predict(work) == pytest.approx(seconds_of(work, few_tokens=8), rel=0.03)
+
+
+@pytest.mark.parametrize("num_own", [4, 8, 16, 64])
+def test_own_token_is_charged_its_part_of_those_beyond_the_few(num_own: int) -> None:
+    model, works = StepCostModel(few_tokens=8), [StepWork(own_tokens=num_own, own_kv=500 * num_own)] * 2
+    works[1:] = [StepWork(512, 3000.0, num_own, 500 * num_own)]
+    for work in works * 100:
+        model.observe(work, seconds_of(work, few_tokens=8))
+    fixed_s, _, _, own_s, own_kv_s = model.coefficients_s
+    together_s = fixed_s + num_own * own_s + works[0].own_kv * own_kv_s
+    assert together_s == pytest.approx(seconds_of(works[0], few_tokens=8), rel=0.02)
+
+
 def test_predictions_are_used_once_both_kinds_of_step_were_seen() -> None:
     model = StepCostModel()
     for _ in range(100):
@@ -147,6 +172,14 @@ def test_each_of_the_first_steps_counts_at_once_and_later_ones_many_at_a_time() 
             solved.append(number)
     assert solved[:LEAST_STEPS] == list(range(1, LEAST_STEPS + 1))
     assert len([number for number in solved if number > 300]) <= 700 / SOLVE_EVERY + 2
+
+
+def test_step_that_was_far_off_counts_at_once_however_many_were_seen() -> None:
+    model, work = trained(1000), StepWork(own_tokens=30, own_kv=30_000)
+    for share, num_solved in ((1.0, 0), (0.8, 1), (1.3, 1), (1.0, 0)):
+        with CallCounter(lambda path: path.endswith("/step_cost.py")) as counter:
+            model.observe(work, share * seconds_of(work))
+        assert counter.calls["_descend"] == num_solved
 
 
 # The allowance
@@ -188,6 +221,13 @@ def test_first_chunk_may_be_half_a_block_where_only_new_tokens_are_computed() ->
 
 def test_block_that_was_begun_is_ended_first() -> None:
     assert allowance(0.0).chunk(37, 4096, 4096, max_tokens=512) == 11
+
+
+def test_tokens_that_lack_to_the_few_take_nothing_of_the_seconds() -> None:
+    model = trained(2000)
+    bound, freer = (PrefillAllowance(model, 0.018, num_few=few) for few in (0, 23))
+    assert bound.chunk(0, 2000, 2000, max_tokens=512) == 25
+    assert [freer.chunk(0, n, n, max_tokens=512) for n in (2000, 10)] == [48, 0]
 
 
 def test_several_prompts_share_a_step() -> None:

@@ -24,7 +24,7 @@ from server.process import Server
 from server.wire.frame_gate import DATA, GOAWAY, HEADERS, PREFACE, RST_STREAM, SETTINGS
 from tests.e2e.raw_http import post_bytes, request_bytes
 from tests.server.cancel_storm import END_HEADERS, END_STREAM, HEAD
-from tests.server.http2_frames import frame
+from tests.server.raw_http2 import frame
 from tests.server.tiny_model import write_tiny_model
 
 MODEL = "tiny"  # its directory's name

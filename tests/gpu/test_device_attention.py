@@ -185,9 +185,21 @@ def test_without_torchs_nothing_is_measured() -> None:
     assert chosen.choose(small_kv(), 2) == Attends()
 
 
-def test_where_torchs_fails_the_kernels_serve() -> None:
+@pytest.mark.parametrize("error", [RuntimeError, torch.AcceleratorError, NotImplementedError])
+def test_where_torchs_fails_the_kernels_serve(error: type[Exception], caplog: pytest.LogCaptureFixture) -> None:
     def refuse(*args: Any, **options: Any) -> Tensor:
-        raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
+        raise error("FlashAttention only supports Ampere GPUs or newer.")
 
     chosen = DeviceAttention(Kernels(), VarlenAttention(refuse, True), Clock(1.0, 1.0, 1.0, 1.0))
     assert chosen.choose(small_kv(), 2) == Attends()
+    told = "torch's FlashAttention does not serve here"
+    assert [record.getMessage()[: len(told)] for record in caplog.records] == [told] * 2
+
+
+def test_where_the_kernels_fail_torchs_serves_what_it_knows() -> None:
+    class Failing(Kernels):
+        def attend(self, *args: Any) -> Tensor:
+            raise RuntimeError("out of resource: shared memory")
+
+    chosen = DeviceAttention(Failing(), VarlenAttention(varlen, True), Clock(*[1.0] * 8))
+    assert chosen.choose(small_kv(), 2) == Attends(True, True)

@@ -81,6 +81,21 @@ def test_the_faster_serves_its_rows(few: bool, many: bool) -> None:
     assert bench.who(packed, MOST_FEW_ROWS + 1) == names[many]
 
 
+@pytest.mark.parametrize("failing", ["kernel int8", "torch"])
+def test_one_that_fails_is_struck_and_the_start_goes_on(failing: str, caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench(lambda rows: 1.5 if failing == "torch" else 0.5)
+    products = bench.products()
+
+    def fail(x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("out of resource: shared memory")
+
+    ways = {name: fail if name == failing else bench.product(name) for name in ("kernel int8", "torch")}
+    products.make("int8", ways["kernel int8"], ways["torch"], SIZE, 24)
+    is_kernel = failing == "torch"
+    assert products.choose() == {"int8 6 x 4": Served(is_kernel, is_kernel)}
+    assert [" does not serve here: " in record.getMessage() for record in caplog.records] == [True, True]
+
+
 def test_all_of_a_shapes_rows_decide_together() -> None:
     """Twice as fast for one row, and a little slower for others: the geometric mean counts."""
     bench = Bench(lambda rows: 0.5 if rows == 1 else 1.3)

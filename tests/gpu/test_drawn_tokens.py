@@ -1,13 +1,14 @@
 """Drawn tokens come down behind an event, those of two steps side by side, however late a device copies them."""
 
+import numpy as np
 import torch
 
 from gpu.drawn_tokens import DrawnTokens
-from gpu.sampler import Drawn, RowLogprobs
+from gpu.sampler import AskedLogprobs, Drawn
 from tests.gpu.late_streams import LateStreams
 
 
-def drawn(*token_ids: int, logprobs: RowLogprobs | None = None) -> Drawn:
+def drawn(*token_ids: int, logprobs: AskedLogprobs | None = None) -> Drawn:
     return Drawn(torch.tensor(token_ids), torch.tensor([token_id > 0 for token_id in token_ids]), logprobs)
 
 
@@ -36,11 +37,15 @@ def test_buffers_take_turns_and_are_made_once() -> None:
 
 
 def test_logprobs_come_with_their_tokens() -> None:
+    """They are computed when the device comes to it."""
     tokens = DrawnTokens(4, LateStreams(), torch.zeros(4, dtype=torch.int64))
-    asked = RowLogprobs(
-        torch.tensor([1]).numpy(), [2], torch.tensor([-0.5]), torch.tensor([[-0.5, -1.5]]), torch.tensor([[7, 3]])
-    )
-    sent = tokens.send(drawn(5, 7, logprobs=asked))
+    logits = torch.full((1,), torch.nan)
+
+    def find() -> tuple[torch.Tensor, ...]:
+        return logits * 1, torch.tensor([[-0.5, -1.5]]), torch.tensor([[7, 3]])
+
+    sent = tokens.send(drawn(5, 7, logprobs=AskedLogprobs(np.array([1]), [2], 2, find)))
+    logits.fill_(-0.5)
     sent.wait()
     assert sent.logprobs is not None
     assert sent.logprobs.rows.tolist() == [1]

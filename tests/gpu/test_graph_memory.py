@@ -13,7 +13,7 @@ from gpu.graphs import GRANULE_BYTES, CaptureError, NoRoomForGraph
 from gpu.kv_cache import bytes_per_block
 from gpu.memory_plan import GIB, MIB, OWN_MEMORY_SHARE, MemoryPlan, plan_memory
 from gpu.step_graphs import StepGraphs
-from gpu.step_shapes import NUM_LATER, StepShape, StepShapes, chunk_shapes, decode_sizes, step_shapes
+from gpu.step_shapes import StepShape, StepShapes, chunk_shapes, decode_sizes, step_shapes
 from tests.gpu.test_memory_plan import CUDA, MODEL
 
 SHAPES = StepShapes(decode_sizes(64), chunk_shapes(64, 128))
@@ -54,7 +54,7 @@ class MeasuredRecorder:
 
 
 def graphs_of(recorder: MeasuredRecorder) -> StepGraphs:
-    graphs = StepGraphs(lambda part, shape: None, lambda shape: None, SHAPES)
+    graphs = StepGraphs(lambda shape: None, lambda shape: None, SHAPES)
     graphs.recorder = recorder
     return graphs
 
@@ -122,7 +122,7 @@ def test_keys_and_values_get_what_graphs_leave(other_bytes: int) -> None:
     taken = GraphBytes(2, POOL_BYTES, other_bytes)
     before, found = counted(taken, 60)
     block_bytes = bytes_per_block(MODEL, CUDA.dtype)
-    num_graphs = len(found.shapes.in_order) + NUM_LATER
+    num_graphs = len(found.shapes.in_order)
     assert found.most_graphs == num_graphs
     assert found.memory.graph_bytes == POOL_BYTES + (num_graphs - 2) * other_bytes + block_bytes
     more = OWN_MEMORY_SHARE * (before.graph_bytes - found.memory.graph_bytes)  # their part of what is left
@@ -136,8 +136,9 @@ def test_where_the_operator_asks_for_more_keys_and_values_there_are_fewer_graphs
     taken = GraphBytes(2, POOL_BYTES, 256 * MIB)
     plain, _ = counted(taken)
     room = plain.free_bytes - plain.weights_bytes - plain.activation_bytes
+    graph_bytes = taken.of(6) + 2 * MIB
     with caplog.at_level(logging.WARNING):
-        before, found = counted(taken, kv_memory_bytes=room - plain.graph_bytes - MIB)
+        before, found = counted(taken, kv_memory_bytes=room - graph_bytes)
     assert found.memory.kv_bytes == before.kv_bytes
     assert found.memory.total_bytes <= found.memory.free_bytes
     num_shapes = len(found.shapes.in_order)
@@ -145,7 +146,7 @@ def test_where_the_operator_asks_for_more_keys_and_values_there_are_fewer_graphs
     told = f"there is memory for {found.most_graphs} of {num_shapes} CUDA graphs: other steps are sent without"
     assert [record.getMessage() for record in caplog.records] == [told]
     one_more = taken.of(found.most_graphs + 1) + bytes_per_block(MODEL, CUDA.dtype)
-    engine = EngineConfig(max_model_len=8192, kv_memory_bytes=room - plain.graph_bytes - MIB)
+    engine = EngineConfig(max_model_len=8192, kv_memory_bytes=room - graph_bytes)
     with pytest.raises(NotEnoughMemory):
         plan_memory(MODEL, engine, CUDA, 0, before.free_bytes, before.weights_bytes, one_more)
 
@@ -153,6 +154,6 @@ def test_where_the_operator_asks_for_more_keys_and_values_there_are_fewer_graphs
 def test_where_not_even_the_largest_have_room_there_are_none() -> None:
     plain, _ = counted(GraphBytes(2, 0, 0))
     room = plain.free_bytes - plain.weights_bytes - plain.activation_bytes
-    _, found = counted(GraphBytes(2, 90 * GIB, MIB), kv_memory_bytes=room - plain.graph_bytes - MIB)
+    _, found = counted(GraphBytes(2, 90 * GIB, MIB), kv_memory_bytes=room - plain.graph_bytes - GIB)
     assert found.most_graphs == 0
     assert found.memory.graph_bytes == 0

@@ -13,10 +13,11 @@ import torch
 
 from core.config import parse_model_config
 from core.engine import Engine
-from core.errors import StartupError
+from core.errors import ExitCode, StartupError
 from core.plan import BlockCopies
 from core.scheduler import Scheduler
 from core.types import ClearCache, Message, Request, SamplingParams, Submit
+from gpu.host_streams import HostStreams
 from gpu.kv_cache import KVCache
 from gpu.kv_file import SUFFIX
 from gpu.kv_offload import HostMemory
@@ -99,7 +100,8 @@ def test_copies_go_behind_what_was_sent_and_come_before_what_is(directory: Path)
         assert torch.equal(memory.tensor[2], before[:, :, 4])
         assert torch.equal(memory.tensor[0], before[:, :, 1])
         assert torch.equal(cache.tensor[:, :, 5], before[:, :, 4])
-        assert streams.pinned_bytes == [3 * memory.block_bytes]
+        assert streams.for_good_bytes == [3 * memory.block_bytes]
+        assert streams.pinned_bytes == []  # of a pool that rounds up
         streams.finish()
         assert not cache.tensor[:, :, [1, 4]].any()
 
@@ -303,3 +305,15 @@ def test_directory_that_cannot_be_cleared_of_strange_files_is_told_with_its_fix(
 def test_too_little_memory_for_a_block_is_refused_with_the_least_that_helps(directory: Path) -> None:
     with pytest.raises(StartupError, match="at least 1MiB"):
         open_runner(directory, replace(HOST, kv_offload_bytes=100))
+
+
+def test_memory_that_the_driver_does_not_pin_is_told_with_its_fix(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(streams: HostStreams, size_bytes: int) -> torch.Tensor:
+        raise RuntimeError("out of memory (2)")
+
+    monkeypatch.setattr(HostStreams, "pinned_for_good", refuse)
+    with pytest.raises(StartupError, match=r"cannot be pinned for the device: out of memory \(2\)") as caught:
+        open_runner(directory, HOST)
+    assert (caught.value.fix, caught.value.exit_code) == ("less --kv-offload-memory.", ExitCode.MEMORY)

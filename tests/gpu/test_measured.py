@@ -237,7 +237,7 @@ def test_where_onednn_is_no_choice_the_kernel_multiplies_unmeasured(
     monkeypatch.setattr(measuring, "measure_products", refuse)
     product = ProductChoice(uses_kernel=True, is_open=False)
     assert choose_measured(LARGE, TWO_CORES, PROBES, product) == Measured(FEW_THEN_ALL, True)
-    assert next(iter(measured_here(TWO_CORES))).endswith("numba alone")
+    assert next(iter(measured_here(TWO_CORES, LARGE))).endswith("numba alone")
     assert product.uses_kernel
 
 
@@ -276,7 +276,9 @@ def test_a_large_model_is_measured_once_per_machine_and_shape(measured: list[int
     choose_measured(dataclasses.replace(LARGE, intermediate_size=4096), TWO_CORES, PROBES)
     choose_measured(LARGE, dataclasses.replace(TWO_CORES, threads=4), PROBES)
     assert measured == [2, 2, 4]
-    assert len(measured_here(TWO_CORES)) == 2
+    assert len(measured_here(TWO_CORES, None)) == 2
+    assert list(measured_here(TWO_CORES, LARGE).values()) == [Measured(FEW_THEN_ALL)]
+    assert not measured_here(TWO_CORES, dataclasses.replace(LARGE, hidden_size=LARGE.hidden_size * 10))
     assert [path.name for path in cache.parent.iterdir()] == [cache.name]
 
 
@@ -302,7 +304,7 @@ def test_a_broken_file_is_as_none_and_is_replaced(content: bytes, measured: list
     cache.write_bytes(content)
     assert read_measured(cache) == {}
     assert choose_measured(LARGE, TWO_CORES, PROBES) == Measured(FEW_THEN_ALL)
-    assert list(measured_here(TWO_CORES).values()) == [Measured(FEW_THEN_ALL)]
+    assert list(measured_here(TWO_CORES, None).values()) == [Measured(FEW_THEN_ALL)]
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(

@@ -10,6 +10,7 @@ import torch
 
 from core.config import QUANTIZE_SCHEMES
 from gpu import quantize_cache
+from gpu.measured_file import measured_file, read_kept, write_kept
 from gpu.quantize import QuantizedWeight, quantize
 from gpu.quantize_cache import QuantizeCache, cache_directory, quantizing
 from tests.gpu.conftest import ENGINE, open_runner
@@ -115,7 +116,8 @@ def test_what_cannot_be_written_is_not_kept(tmp_path: Path, caplog: pytest.LogCa
     assert same(cache.quantize(weight_of(0), "int8"), quantize(weight_of(0), "int8"))
     cache.quantize(weight_of(1), "int8")
     assert [record.getMessage() for record in caplog.records if "not kept" in record.getMessage()] != []
-    assert len([record for record in caplog.records if "not kept" in record.getMessage()]) == 1
+    cache.trim()
+    assert len(caplog.records) == 1
 
 
 def test_the_cache_lies_where_the_desktop_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -124,6 +126,20 @@ def test_the_cache_lies_where_the_desktop_says(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert cache_directory() == tmp_path / "home" / ".cache" / "steploop" / "quantized"
+
+
+def test_who_has_no_home_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    assert not cache_directory().parent.exists()
+    cache = QuantizeCache(cache_directory(), LIMIT)
+    assert same(cache.quantize(weight_of(0), "int8"), quantize(weight_of(0), "int8"))
+    assert read_kept(measured_file("measured.json"), str) == {}
+    write_kept(measured_file("measured.json"), {})
 
 
 def test_a_matrix_that_no_group_divides_stays_as_it_is() -> None:

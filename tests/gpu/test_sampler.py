@@ -170,8 +170,9 @@ def test_logprobs_are_of_the_raw_logits() -> None:
     logits = random_logits(3)
     asked = params(temperature=0.1, logit_bias=((5, 100.0),), num_logprobs=2)
     sampler = make_sampler(params(), asked, params(num_logprobs=0))
-    found = draw(sampler, logits).logprobs
-    assert found is not None
+    asked_for = draw(sampler, logits).logprobs
+    assert asked_for is not None
+    found = asked_for.found()
     want = logits[1].log_softmax(-1)
     assert found.rows.tolist() == [1, 2]
     assert found.num_top == [2, 0]

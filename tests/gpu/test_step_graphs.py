@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from gpu.graphs import CaptureError, NoRoomForGraph
-from gpu.step_graphs import Part, StepGraphs
+from gpu.step_graphs import StepGraphs
 from gpu.step_shapes import StepShape, StepShapes
 
 CHUNKS = (StepShape(0, 1, 16), StepShape(4, 1, 28))
@@ -54,7 +54,7 @@ def make_graphs(
 ) -> tuple[StepGraphs, list[str]]:
     log: list[str] = []
     graphs = StepGraphs(
-        lambda part, shape: log.append(f"{part.value} {shape}"),
+        lambda shape: log.append(f"step {shape}"),
         lambda shape: log.append(f"pad {shape}"),
         StepShapes(sizes, chunks),
     )
@@ -79,25 +79,25 @@ def test_the_largest_are_captured_first_then_small_ones_on_rows_that_are_padding
     assert log == [f"{what} {shape}" for shape in shapes for what in ("pad", "step")]
     assert told == [(number, 5) for number in range(1, 6)]
     assert graphs.size_bytes == 25
-    assert [graphs.of_decodes(num_rows).num_rows for num_rows in (1, 2, 3, 4)] == [1, 2, 4, 4]
+    assert [graphs.of(StepShape(count)) for count in (1, 2, 3, 4)] == [StepShape(count) for count in (1, 2, 4, 4)]
 
 
 def test_a_graph_is_captured_once_and_replayed() -> None:
     graphs, log = make_graphs((1, 2))
     for _ in range(2):
-        graphs.prepare(Part.DRAW, StepShape(2))
-        graphs.run(Part.DRAW, StepShape(2))
-    assert log == ["pad 2 rows", "draw 2 rows", "replay", "replay"]
+        graphs.prepare(StepShape(2))
+        assert graphs.replay(StepShape(2))
+    assert log == ["pad 2 rows", "step 2 rows", "replay", "replay"]
     assert graphs.num_captured == 1
 
 
-def test_without_graphs_a_step_has_as_many_rows_as_it_has_and_no_chunk() -> None:
+def test_without_graphs_no_step_has_one() -> None:
     graphs, log = make_graphs((1, 4), is_on=False, chunks=CHUNKS)
     graphs.capture_all(lambda done, total: pytest.fail("nothing is captured"))
-    graphs.prepare(Part.STEP, StepShape(3))
-    graphs.run(Part.STEP, graphs.of_decodes(3))
-    assert log == ["step 3 rows"]
-    assert graphs.of_chunks(CHUNKS[0], 1) is None
+    graphs.prepare(StepShape(4))
+    assert not graphs.replay(StepShape(4))
+    assert log == []
+    assert (graphs.of(StepShape(3)), graphs.of(CHUNKS[0])) == (None, None)
 
 
 @pytest.mark.parametrize("fails", [4, 1])
@@ -108,9 +108,10 @@ def test_where_decodes_cannot_be_captured_all_goes_on_without(fails: int, caplog
     assert messages(caplog) == [f"no CUDA graphs: a step of {fails} rows cannot be captured: a host reads"]
     assert graphs.num_captured == 0
     log.clear()
-    graphs.prepare(Part.STEP, StepShape(3))
-    graphs.run(Part.STEP, graphs.of_decodes(3))
-    assert log == ["step 3 rows"]
+    graphs.prepare(StepShape(4))
+    assert graphs.of(StepShape(3)) is None
+    assert not graphs.replay(StepShape(4))
+    assert log == []
 
 
 def test_where_chunks_cannot_be_captured_decodes_are(caplog: pytest.LogCaptureFixture) -> None:
@@ -120,8 +121,8 @@ def test_where_chunks_cannot_be_captured_decodes_are(caplog: pytest.LogCaptureFi
     why = "no CUDA graphs of prompts: a step of 16 tokens of prompts beside 0 rows cannot be captured: a host reads"
     assert messages(caplog) == [why]
     assert graphs.num_captured == 2
-    assert graphs.of_chunks(CHUNKS[0], 1) is None
-    graphs.prepare(Part.STEP, CHUNKS[0])
+    assert graphs.of(CHUNKS[0]) is None
+    graphs.prepare(CHUNKS[0])
     assert graphs.num_captured == 2
 
 
@@ -135,14 +136,15 @@ def test_where_memory_ends_those_that_are_there_serve(is_told: bool, caplog: pyt
     assert graphs.num_captured == 4  # the two largest, and of one and two rows
     expected = "no more CUDA graphs than 4: no memory for 4 rows: memory has ended"
     assert messages(caplog) == ([] if is_told else [expected])
-    assert [graphs.of_decodes(num_rows).num_rows for num_rows in (1, 2, 3, 4, 6)] == [1, 2, 3, 3 + 1, 8]
-    assert graphs.of_chunks(StepShape(0, 1, 9), 1) is None
-    assert graphs.of_chunks(StepShape(2, 1, 20), 3) == CHUNKS[1]
+    served = [graphs.of(StepShape(count)) for count in (1, 2, 3, 4, 6)]
+    assert served == [StepShape(1), StepShape(2), None, None, StepShape(8)]
+    assert graphs.of(StepShape(0, 1, 9)) is None
+    assert graphs.of(StepShape(2, 1, 20)) == CHUNKS[1]
     log.clear()
-    graphs.prepare(Part.STEP, graphs.of_decodes(3))
-    graphs.run(Part.STEP, graphs.of_decodes(3))
-    graphs.run(Part.STEP, graphs.of_decodes(8))
-    assert log == ["step 3 rows", "replay"]
+    graphs.prepare(StepShape(4))
+    assert not graphs.replay(StepShape(4))
+    assert graphs.replay(StepShape(8))
+    assert log == ["replay"]
 
 
 def test_dropped_graphs_leave_room_for_others() -> None:

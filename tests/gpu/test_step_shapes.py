@@ -91,36 +91,35 @@ SHAPES = StepShapes(decode_sizes(64), chunk_shapes(64, 256))
 
 
 @pytest.mark.parametrize(
-    ("step", "num_drawn", "padded"),
+    ("step", "padded"),
     [
-        ((0, 1, 9), 1, (0, 4, 16)),
-        ((0, 1, 16), 0, (0, 4, 16)),
-        ((0, 1, 17), 1, (0, 4, 32)),
-        ((3, 2, 12), 5, (4, 4, 12)),
-        ((12, 1, 64), 13, (12, 4, 64)),
-        ((20, 1, 65), 21, (32, 4, 128)),
-        ((40, 3, 20), 43, (60, 4, 32)),
-        ((0, 4, 256), 4, (0, 4, 256)),
+        ((0, 1, 9), (0, 4, 16)),
+        ((0, 1, 16), (0, 4, 16)),
+        ((0, 1, 17), (0, 4, 32)),
+        ((3, 2, 12), (4, 4, 12)),
+        ((12, 1, 64), (12, 4, 64)),
+        ((20, 1, 65), (32, 4, 128)),
+        ((40, 3, 20), (60, 4, 32)),
+        ((0, 4, 256), (0, 4, 256)),
+        ((5, 0, 0), (8, 0, 0)),
     ],
 )
-def test_a_step_is_padded_to_the_least_that_holds_it(
-    step: tuple[int, int, int], num_drawn: int, padded: tuple[int, int, int]
-) -> None:
-    assert SHAPES.of_chunks(StepShape(*step), num_drawn) == StepShape(*padded)
+def test_a_step_is_padded_to_the_least_that_holds_it(step: tuple[int, int, int], padded: tuple[int, int, int]) -> None:
+    assert SHAPES.of(StepShape(*step)) == StepShape(*padded)
 
 
 @pytest.mark.parametrize(
-    ("step", "num_drawn"),
+    "step",
     [
-        ((0, 5, 20), 5),  # too many prompts
-        ((61, 1, 20), 62),  # too many decodes
-        ((0, 1, 257), 1),  # too many tokens
-        ((2, 1, 14), 3),  # 16 tokens in products of few rows, and no such shape has room for them
-        ((14, 1, 40), 15),  # 15 rows in the head's product, of few rows; and 36 if it were padded
+        (0, 5, 20),  # too many prompts
+        (61, 1, 20),  # too many decodes
+        (0, 1, 257),  # too many tokens
+        (2, 1, 14),  # 16 tokens in products of few rows, and no such shape has room for them
+        (14, 1, 40),  # 15 rows in the head's product, of few rows; and 36 if it were padded
     ],
 )
-def test_a_step_that_would_be_computed_otherwise_has_no_shape(step: tuple[int, int, int], num_drawn: int) -> None:
-    assert SHAPES.of_chunks(StepShape(*step), num_drawn) is None
+def test_a_step_that_would_be_computed_otherwise_has_no_shape(step: tuple[int, int, int]) -> None:
+    assert SHAPES.of(StepShape(*step)) is None
 
 
 def test_they_are_captured_from_the_largest_of_each_kind_and_then_upwards() -> None:

@@ -1,7 +1,6 @@
 """What the host sends up once a step arrives as it was, however late a device copies and reads it."""
 
 import numpy as np
-import pytest
 import torch
 
 from gpu.uploads import Uploads
@@ -44,6 +43,13 @@ def test_the_host_waits_for_no_copy_but_that_of_two_steps_ago() -> None:
     assert streams.side.num_late > 0
 
 
-def test_what_does_not_fit_is_a_bug() -> None:
-    with pytest.raises(AssertionError):
-        Uploads(LateStreams(), room=2).send((int32(1, 2, 3),), lambda parts: None)
+def test_a_step_that_brings_more_is_one_copy_too_and_what_was_enlarged_stays_so() -> None:
+    streams, found = LateStreams(), []
+    uploads = Uploads(streams, room=2)
+    sizes = [1, 9, 2, 3, 16, 8]
+    for size in sizes:
+        uploads.send((np.full(size, size, np.int32),), lambda parts: found.append(parts[0].tolist()))
+    streams.finish()
+    assert found == [[size] * size for size in sizes]
+    assert streams.side.num_started == len(sizes)
+    assert streams.pinned_bytes == streams.device_bytes == [8, 8, 64, 64]

@@ -24,7 +24,7 @@ from server.gate.tenants import LOCAL_NAME
 from server.wire.connection_limits import ConnectionLimits, Http2Limits
 from server.wire.frame_gate import DATA, GOAWAY, HEADER_BYTES, HEADERS, PREFACE, RST_STREAM, SETTINGS
 from server.wire.frame_limits import FrameLimits, Rate
-from tests.server.http2_frames import frame
+from tests.server.raw_http2 import frame
 from tests.server.simulated_server import TOKENIZER, SimulatedServer, completion, request
 
 NUM_OPEN = 24  # requests, for eight slots

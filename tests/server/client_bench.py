@@ -32,17 +32,19 @@ class Connections:
 
     def __init__(self) -> None:
         self.journal: list[str] = []
-        self.dirty: set[str] = set()
+        self.num_writes = 0
+        self._dirty: set[str] = set()
 
-    @property
-    def num_dirty(self) -> int:
-        return len(self.dirty)
+    def write(self, connection: str) -> None:
+        if connection not in self._dirty:
+            self._dirty.add(connection)
+            self.num_writes += 1
 
     def expect_flush(self) -> None:
         """Nothing is flushed but by flush_all."""
 
     def flush_all(self) -> None:
-        self.dirty.clear()
+        self._dirty.clear()
         self.journal.append("/")
 
 
@@ -83,7 +85,7 @@ class Sink:
         self.times_s.append(now_s)
         self.clocks[choice].last_s = now_s
         self._connections.journal.append(delta.text)
-        self._connections.dirty.add(self._connection)
+        self._connections.write(self._connection)
 
     def on_mark(self, choice: int, num_tokens: int) -> int:
         self.marked.append((choice, num_tokens))

@@ -71,6 +71,6 @@ SAMPLES = {
     "max-control-output": "2MiB",
     "max-resets": "20+2.5/s",
     "max-pings": "20+0/s",
-    "max-settings": "1+1/s",
+    "max-settings": "2+1/s",
     "max-top-logprobs": "5",
 }

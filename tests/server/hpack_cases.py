@@ -116,6 +116,13 @@ SIZES = (
     case("4.2", "size update to what SETTINGS allow", headers(table_size(TABLE_BYTES) + block()), answers()),
     case("4.2", "size update past that", headers(table_size(TABLE_BYTES + 1) + block()), ends(COMPRESSION)),
     case("4.2", "two size updates", headers(table_size(0) + table_size(TABLE_BYTES) + block()), answers()),
+    case(
+        "4.2",
+        "three size updates",
+        headers(table_size(0) + table_size(100) + table_size(TABLE_BYTES) + block()),
+        ends(COMPRESSION),
+    ),
+    case("4.2", "three size updates, long", headers(table_size(4000) * 3 + block()), ends(COMPRESSION)),
     case("6.3", "second size update past the limit", headers(table_size(0) + table_size(5000)), ends(COMPRESSION)),
     case("6.3", "size update of 2^28", headers(table_size(2**28) + block()), ends(COMPRESSION)),
     broken("4.2", "size update at the end of a block", table_size(100)),

@@ -57,7 +57,7 @@ class Pair:
         """As send, by the stream's writer."""
         if stream_id not in self._writers:
             self._writers[stream_id] = self.server.responses.text_writer(
-                stream_id, PLAIN, partial(self._send_data, stream_id), lambda: None
+                stream_id, PLAIN, partial(self._send_data, stream_id), lambda: True
             )
         self._writers[stream_id](data.decode())
         self.sent[stream_id] += data
@@ -95,7 +95,8 @@ class Pair:
                 assert min(window, theirs.inbound_flow_control_window) <= 0
 
     def open_windows(self) -> None:
-        self.client.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: 2**20})
+        """For more than all steps of one history send."""
+        self.client.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: 2**24})
         self.exchange()
         self.client.increment_flow_control_window(2**24)
         self.exchange()

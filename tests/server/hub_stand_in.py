@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
 
+LISTING = "the list of files"
 LARGE_BYTES = 4096  # files from here on are LFS's, and lie behind a redirect to another host
 
 
@@ -30,6 +31,7 @@ class HubStandIn:
         token: shows nothing without it.
         breaks_after: for each answer with a file, in turn: bytes after which the connection breaks.
         corrupted: names of files whose last byte is another than listed.
+        refused: name of a file, or LISTING -> (status, the hub's own code) that it is answered with.
         has_ranges: answers a range with one.
     """
 
@@ -37,6 +39,7 @@ class HubStandIn:
     token: str | None = None
     breaks_after: list[int] = field(default_factory=list)
     corrupted: set[str] = field(default_factory=set)
+    refused: dict[str, tuple[int, str]] = field(default_factory=dict)
     has_ranges: bool = True
     asked: list[Asked] = field(default_factory=list)
     endpoint: str = ""
@@ -78,6 +81,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._file(parts[3], hub.repos["/".join(parts[1:3])][parts[3]])
         elif hub.token and authorization != f"Bearer {hub.token}":
             self._answer(401, b"{}")
+        elif (refused := hub.refused.get(LISTING if parts[0] == "api" else parts[-1])) is not None:
+            self._answer(refused[0], b"{}", {"x-error-code": refused[1]})
         elif parts[:2] == ["api", "models"]:
             self._listing("/".join(parts[2:4]), unquote(parts[5]))
         else:

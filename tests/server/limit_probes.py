@@ -75,8 +75,21 @@ def streams_insisted_on(num_streams: int) -> str:
     return outcome_of([get(b"/wait", stream) for stream in range(1, 2 * num_streams, 2)])
 
 
+def block_of(num_bytes: int, path: bytes) -> bytes:
+    """Of four pseudo-fields and one more."""
+    return next(one for n in range(num_bytes, 0, -1) if len(one := block((b"x", b"y" * n), path=path)) == num_bytes)
+
+
+def heads_at_once(num_bytes: int) -> str:
+    """What the last of 48 open requests gets, whose heads weigh so much together: a block, a path, five fields."""
+    streams = range(1, 96, 2)
+    share, rest = divmod(num_bytes, len(streams))
+    first, last = block_of(share - 505, b"/wait"), block_of(share + rest - 505, b"/wait")
+    return outcome_of([headers(last if stream == streams[-1] else first, stream=stream) for stream in streams], 95)
+
+
 def header_block_of(num_bytes: int) -> str:
-    whole = next(whole for n in range(num_bytes, 0, -1) if len(whole := block((b"x", b"y" * n))) == num_bytes)
+    whole = block_of(num_bytes, b"/now")
     pieces = [whole[start : start + 16_384] for start in range(0, num_bytes, 16_384)]
     rest = [continuation(piece, 0) for piece in pieces[1:]]
     return outcome_of([headers(pieces[0], END_STREAM), *rest[:-1], continuation(pieces[-1])])

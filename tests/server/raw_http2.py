@@ -67,6 +67,11 @@ class Frame:
         return header + (stream | (RESERVED if self.reserved else 0)).to_bytes(4, "big") + payload
 
 
+def frame(kind: int, payload: bytes = b"", flags: int = 0, stream_id: int = 0) -> bytes:
+    """One frame of the stream with this id, as it is sent."""
+    return Frame(kind, payload, flags, stream_id).encode(0)
+
+
 def wire(frames: Iterable[Frame], base: int = 0) -> bytes:
     return b"".join(frame.encode(base) for frame in frames)
 

@@ -10,7 +10,7 @@ from hpack import Decoder, Encoder, NeverIndexedHeaderTuple
 from server.wire.frame_gate import DATA, FRAME_HEADER, HEADER_BYTES, HEADERS, PREFACE, RST_STREAM, SETTINGS
 from tests.server.fakes import MemoryTransport
 from tests.server.http1_reader import read_response
-from tests.server.http2_frames import frame
+from tests.server.raw_http2 import frame
 from tests.server.simulated_server import Answer, request
 
 END_STREAM, END_HEADERS = 0x1, 0x4

@@ -44,6 +44,7 @@ from tests.server.raw_http2 import (
     priority,
     rst,
     settings,
+    table_size,
     text,
     window_update,
     wire,
@@ -242,13 +243,23 @@ def crumbs() -> Turns:
 
 
 def long_paths() -> Turns:
-    """Open requests for one path of 4 kB, which is one byte but for the first."""
+    """Open requests for one path of 4 kB, which is one byte but for the first: most are refused."""
     entry = literal(b":path", b"/read?" + b"a" * 3900, 0x40)
     head = block(without=b"path", method=b"POST")
     return itertools.chain(
         [(headers(head + entry, END_HEADERS, 5),)],
         by_stream(lambda s: headers(head + indexed(62), END_HEADERS, s), first=7),
     )
+
+
+def large_heads() -> Turns:
+    return by_stream(lambda s: headers(block((b"x", b"y" * 15_000), path=b"/later"), stream=s))
+
+
+def indexed_fields() -> Turns:
+    """As many as a request may have, in as few bytes."""
+    head = block(path=b"/later") + indexed(15) * 96  # RFC 7541 §A: accept-charset
+    return by_stream(lambda s: headers(head, stream=s))
 
 
 def wait(stream: int) -> Frame:
@@ -288,9 +299,18 @@ ATTACKS = (
     Attack("CONTINUATION flood", lambda: repeated(continuation(b"", 0)), 9, 60, (headers(TINY, END_STREAM),)),
     Attack("CONTINUATION of much", lambda: repeated(continuation(bytes(LARGEST), 0)), 2, 60, (headers(TINY, 0),)),
     Attack("HPACK bomb", bomb, 3, 600, sent=2, handlers=2),
+    Attack(
+        "table resized again and again",
+        lambda: by_stream(lambda stream: headers(table_size(0) * LARGEST, stream=stream)),
+        1,
+        120,
+        code=ErrorCodes.COMPRESSION_ERROR,
+    ),
     Attack("large header lists", large_lists, 100, 500, code=None, sent=2, handlers=1),
     Attack("crumbs of a cookie on open streams", crumbs, 256, 750, code=None, handlers=256),
-    Attack("long paths on open streams", long_paths, 256, 750, code=None, handlers=256),
+    Attack("long paths on open streams", long_paths, 256, 750, code=None, sent=1, handlers=179),
+    Attack("large heads on open streams", large_heads, 256, 250, code=None, sent=1, handlers=51),
+    Attack("indexed fields on open streams", indexed_fields, 256, 1000, code=None, sent=1, handlers=81),
     Attack("head that is dribbled", dribbled, 1000, 50, code=None),
     Attack(
         "tiny requests without a window",

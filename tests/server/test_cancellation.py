@@ -12,7 +12,7 @@ from core.types import Cancel, FinishReason
 from server.wire.frame_gate import GOAWAY
 from tests.server.fakes import MemoryTransport
 from tests.server.http2_client import Http2Client, fields
-from tests.server.http2_frames import frame
+from tests.server.raw_http2 import frame
 from tests.server.simulated_server import LIMITS, STREAM, TOKENIZER, SimulatedServer, answers, chat, completion, request
 
 POST = fields(method="POST", path="/v1/completions")

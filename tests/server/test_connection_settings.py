@@ -17,7 +17,10 @@ from server.settings.option import Option, rows_of
 from server.settings.requests import RequestSettings
 from server.settings.wire import WireSettings
 from server.wire.connection_limits import ConnectionLimits
+from tests.server.fakes import MemoryServer
 from tests.server.given_settings import SAMPLES, refusal
+from tests.server.raw_http2 import ACK, get, priority, settings, wire
+from tests.server.raw_peer import MemoryPeer, respond
 
 
 def test_what_a_connection_may_take_is_by_default_what_the_protocols_default_to() -> None:
@@ -42,6 +45,22 @@ def test_a_head_that_is_not_too_large_fits_however_it_is_packed() -> None:
 def test_a_rate_is_a_burst_and_a_rate(text: str) -> None:
     message = str(refusal({"max_resets": text}, {}))
     assert "200+20/s: 200 at once, and 20 more each second" in message
+
+
+@pytest.mark.parametrize(
+    ("field", "too_little"), [("max_settings", "1+9/s"), ("max_settings_entries", "7"), ("max_empty_frames", "15")]
+)
+def test_no_limit_on_frames_is_less_than_any_client_sends(field: str, too_little: str) -> None:
+    assert too_little in str(refusal({field: too_little}, {}))
+
+
+def test_least_limits_on_frames_let_a_client_be_served() -> None:
+    least = load_config({"max_settings": "2+0/s", "max_settings_entries": "8", "max_empty_frames": "16"}, {})
+    server = MemoryServer(respond, least.connection_limits)
+    peer = MemoryPeer(server)
+    peer.send(wire([settings(flags=ACK), *[priority(stream=stream) for stream in range(3, 13, 2)], get()]))
+    assert peer.seen.statuses == {1: 200}
+    server.close()
 
 
 def addresses(config: ServerConfig, passed: Sequence[PassedSocket] = ()) -> list[str]:

@@ -22,6 +22,7 @@ from server.commands.doctor import (
     try_bind,
     version_section,
 )
+from server.commands.hub_cache import NotFetched
 from server.listening.binds import Bind, TcpAddress, bind_value
 
 FREE_PORT = Bind(TcpAddress(port=0))
@@ -94,6 +95,13 @@ def test_plan_names_the_host_memory_that_is_asked_for() -> None:
 def test_plan_names_the_directory_that_outlives_the_process() -> None:
     lines = plan_lines(dataclasses.replace(PLAN, offload_bytes=2**30, offload_dir="/var/cache/kv"))
     assert "KV files     in /var/cache/kv: what lies in host memory, for the next start" in lines
+
+
+def test_a_model_that_serve_would_fetch_is_no_error() -> None:
+    missing = NotFetched("model org/tiny is not in the cache yet", "fetch it first")
+    section = serving_section(lambda: raising(missing), [FREE_PORT])
+    assert exit_code([section]) == ExitCode.OK
+    assert "model org/tiny is not in the cache yet" in report(section)
 
 
 def test_a_healthy_report_ends_with_yes_and_zero() -> None:

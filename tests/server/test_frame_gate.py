@@ -21,7 +21,7 @@ from server.wire.frame_gate import (
     StreamFault,
 )
 from server.wire.frame_limits import FrameLimits
-from tests.server.http2_frames import frame
+from tests.server.raw_http2 import frame
 
 START = PREFACE + frame(SETTINGS)
 END_HEADERS = 0x4
@@ -101,6 +101,13 @@ def test_frame_is_refused_by_its_header_before_its_payload() -> None:
     assert gate.receive(frame(DATA, bytes(2**20), stream_id=1)[:9], 0.0) == b""
     assert gate.refusal is not None
     assert gate.receive(b"anything", 0.0) == b""
+
+
+@pytest.mark.parametrize(("num_bytes", "code"), [(32_768, None), (32_769, CALM)])
+def test_header_block_is_as_limited_in_one_large_frame(num_bytes: int, code: ErrorCodes | None) -> None:
+    gate = FrameGate(FrameLimits(frame_bytes=65_536))
+    gate.receive(START + frame(HEADERS, bytes(num_bytes), END_HEADERS, 1), 0.0)
+    assert (gate.refusal and gate.refusal.code) == code
 
 
 def test_rates_fill_up_again_with_time() -> None:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from server.wire.connection_limits import Http2Limits
 from server.wire.http1_prefilter import HeadLimits
 from server.wire.http2 import Http2Protocol
+from server.wire.http2_head import read_request
 from server.wire.messages import HttpRequest
 from tests.server.http2_client import fields
 from tests.server.http2_pair import HEAD
@@ -54,3 +55,16 @@ def test_no_frames_are_more_than_a_refusal(frames: list[bytes]) -> None:
                 protocol.responses.send_end(event.stream_id)
         protocol.take_control()
         protocol.take_data(2**20)
+
+
+def query_of(path: str) -> str:
+    pairs = [(name.encode(), value.encode()) for name, value in fields(path=path)]
+    return read_request(1, pairs, False, HeadLimits()).query
+
+
+def test_a_path_that_is_said_again_takes_no_more_room_until_others_have_come() -> None:
+    first = query_of("/read?asked")
+    assert query_of("/read?asked") is first
+    for number in range(100):
+        query_of(f"/read?{number}")
+    assert query_of("/read?asked") is not first

@@ -5,11 +5,11 @@ from h2.connection import H2Connection
 from h2.errors import ErrorCodes
 
 from server.wire.connection_limits import ConnectionLimits
+from server.wire.frame_gate import GOAWAY
 from server.wire.stream import HttpStream
 from tests.server.http2_client import POST, Http2Client, fields, without_goaways
-from tests.server.http2_frames import GOAWAY, frame
 from tests.server.memory_connection import Hold, Serve, answer, echo
-from tests.server.raw_http2 import INITIAL_WINDOW, get, settings, window_update, wire
+from tests.server.raw_http2 import INITIAL_WINDOW, frame, get, settings, window_update, wire
 from tests.server.raw_peer import MemoryPeer
 
 

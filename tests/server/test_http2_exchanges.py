@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from core.errors import ErrorKind, ServiceError
 from server.wire.connection_limits import ConnectionLimits, Http2Limits
+from server.wire.frame_gate import SETTINGS
 from server.wire.frame_limits import FrameLimits
 from server.wire.stream import HttpStream
 from tests.server.fakes import MemoryServer
 from tests.server.http2_client import INITIAL_WINDOW, POST, Http2Client, fields
-from tests.server.http2_frames import SETTINGS, frame
 from tests.server.memory_connection import STREAMED, Hold, Serve, answer, echo
-from tests.server.raw_http2 import END_STREAM, data, get, rst, wire
+from tests.server.raw_http2 import END_STREAM, data, frame, get, rst, wire
 from tests.server.raw_http2 import post as raw_post
 from tests.server.raw_peer import MemoryPeer, respond
 

@@ -8,11 +8,12 @@ import pytest
 from h2.errors import ErrorCodes
 
 from server.wire.connection_limits import ConnectionLimits, Http2Limits
+from server.wire.frame_gate import PING, RST_STREAM, SETTINGS
 from server.wire.frame_limits import FrameLimits, Rate
 from server.wire.stream import HttpStream
 from tests.server.http2_client import POST, Http2Client, fields
-from tests.server.http2_frames import PING, RST_STREAM, SETTINGS, frame
 from tests.server.memory_connection import STREAMED, Hold, Serve, answer, echo
+from tests.server.raw_http2 import frame
 
 # What goes wrong.
 

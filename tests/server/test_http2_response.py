@@ -1,12 +1,16 @@
 """Responses against h2 as the peer: what it receives is what was sent, and its windows agree with ours."""
 
+from functools import partial
+
 import pytest
 from h2 import events
 from h2.errors import ErrorCodes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from server.wire.frame_gate import FRAME_HEADER, HEADER_BYTES
 from server.wire.http2_data import PIECE_BYTES
+from server.wire.http2_response import PIECES_BYTES
 from server.wire.messages import HttpRequest, ResponseHead
 from server.wire.response_fields import ResponseError
 from tests.server.http2_client import fields
@@ -50,6 +54,16 @@ def test_peer_receives_what_was_sent_and_its_windows_agree(
     pair.finish()
 
 
+def stream_ids(frames: list[bytes]) -> list[int]:
+    """Whose they are, in order."""
+    data, found = b"".join(frames), []
+    while data:
+        high, low, _, _, stream_id = FRAME_HEADER.unpack_from(data)
+        found.append(stream_id)
+        data = data[HEADER_BYTES + (high << 16 | low) :]
+    return found
+
+
 def test_pieces_go_with_one_frame_each_in_the_order_of_their_streams() -> None:
     pair = Pair()
     ids = [pair.open() for _ in range(3)]
@@ -57,7 +71,7 @@ def test_pieces_go_with_one_frame_each_in_the_order_of_their_streams() -> None:
     for stream_id in (ids[2], ids[0], ids[1]):
         pair.say(stream_id, b"x" * 10)
     output = pair.server.take_data(2**30)
-    assert (output.sent, output.num_bytes, output.has_more) == ([ids[2], ids[0], ids[1]], 3 * 19, False)
+    assert (stream_ids(output.frames), output.num_bytes, output.has_more) == ([ids[2], ids[0], ids[1]], 3 * 19, False)
     assert not pair.server.take_data(2**30).frames
 
 
@@ -69,10 +83,51 @@ def test_piece_that_the_connection_has_no_window_for_keeps_its_turn() -> None:
     for stream_id in (first, second, third):
         pair.say(stream_id, b"x" * 600)
     output = pair.server.take_data(2**30)
-    assert (output.sent, output.held) == ([first, second], [third, second])
+    assert (stream_ids(output.frames), output.held) == ([first, second], [third, second])
     pair.say(first, b"y" * 10)
     pair.server._h2.outbound_flow_control_window = 600
-    assert pair.server.take_data(2**30).sent == [third]
+    assert stream_ids(pair.server.take_data(2**30).frames) == [third]
+
+
+def test_pieces_that_are_not_taken_yet_are_none_of_a_stream_that_is_reset() -> None:
+    pair = Pair()
+    ids = [pair.open() for _ in range(3)]
+    pair.exchange()
+    window = pair.server._h2.outbound_flow_control_window
+    for stream_id in (*ids, ids[1]):
+        pair.say(stream_id, b"x" * 10)
+    pair.server.reset(ids[1], ErrorCodes.CANCEL)
+    pair.say(ids[2], b"y" * 7)
+    output = pair.server.take_data(2**30)
+    assert stream_ids(output.frames) == [ids[0], ids[2], ids[2]]
+    assert output.num_bytes == 10 + 10 + 7 + 3 * 9
+    assert pair.server._h2.outbound_flow_control_window == window - 27
+
+
+def test_no_piece_goes_before_others_whose_turn_it_is_nor_beyond_what_one_write_takes() -> None:
+    pair = Pair()
+    pair.open_windows()
+    first, second, third = (pair.open() for _ in range(3))
+    pair.exchange()
+    pair.send(first, b"x" * 10)
+    pair.send(second, b"y" * 10)
+    assert stream_ids(pair.server.take_data(1).frames) == [first]
+    pair.say(third, b"z" * 10)
+    assert stream_ids(pair.server.take_data(2**30).frames) == [second, third]
+    for _ in range(PIECES_BYTES // PIECE_BYTES):
+        pair.say(first, b"x" * PIECE_BYTES)
+    pair.say(second, b"y")
+    assert pair.server.responses.num_unsent(second) == 1
+    assert stream_ids(pair.server.take_data(2**30).frames)[-2:] == [first, second]
+
+
+def test_no_piece_is_framed_while_the_transport_takes_nothing() -> None:
+    pair = Pair()
+    stream_id = pair.open()
+    pair.exchange()
+    write = pair.server.responses.text_writer(stream_id, PLAIN, partial(pair.send, stream_id), lambda: False)
+    write("12345")
+    assert pair.server.responses.num_unsent(stream_id) == 5
 
 
 def test_writer_leaves_to_send_what_is_no_piece() -> None:
@@ -84,14 +139,14 @@ def test_writer_leaves_to_send_what_is_no_piece() -> None:
     pair.server.responses.send_head(counted, ResponseHead(200, ((b"content-length", b"9"),)))
     left: list[bytes] = []
     plain, ended, reset, of_counted = (
-        pair.server.responses.text_writer(stream_id, PLAIN, left.append, lambda: None) for stream_id in (*ids, counted)
+        pair.server.responses.text_writer(stream_id, PLAIN, left.append, lambda: True) for stream_id in (*ids, counted)
     )
     pair.server.responses.send_end(ids[1])
     pair.server.reset(ids[2], ErrorCodes.CANCEL)
     for write, text in ((ended, "1"), (reset, "2"), (of_counted, "3"), (plain, "4"), (plain, "5")):
         write(text)
     plain("6" * (PIECE_BYTES + 1))
-    assert left == [b"1", b"2", b"3", b"5", b"6" * (PIECE_BYTES + 1)]
+    assert left == [b"1", b"2", b"3", b"6" * (PIECE_BYTES + 1)]
 
 
 def test_piece_that_its_stream_has_no_window_for_waits_alone() -> None:
@@ -102,7 +157,7 @@ def test_piece_that_its_stream_has_no_window_for_waits_alone() -> None:
     pair.say(shut, b"x" * 10)
     pair.say(open_, b"y" * 10)
     output = pair.server.take_data(2**30)
-    assert (output.sent, output.held) == ([open_, shut], [shut])  # of the piece went what there was room for
+    assert (stream_ids(output.frames), output.held) == ([open_, shut], [shut])  # of the piece went what had room
     assert pair.server.responses.num_unsent(shut) == 1
     output = pair.server.take_data(2**30)
     assert (output.sent, output.held) == ([], [])  # until its window opens

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,9 +13,10 @@ import huggingface_hub
 import pytest
 
 from core.errors import ExitCode, StartupError
-from server.commands.hub import Hub, cached_models, fetch
+from server.commands.hub import fetch
+from server.commands.hub_cache import Hub, NotFetched, cached, cached_models, environment_hub
 from server.values import HubId
-from tests.server.hub_stand_in import HubStandIn, running
+from tests.server.hub_stand_in import LISTING, HubStandIn, running
 from tests.server.tiny_model import write_tiny_model
 
 WEIGHTS = bytes(range(256)) * 40
@@ -159,9 +161,11 @@ def test_a_model_that_is_not_there_is_told_with_what_lies_near(hub: Hub) -> None
     assert hub.endpoint in error.cause
     assert error.fix.endswith("the cache has no model")
     fetch(hub, MODEL, no_report)
+    assert "org/tiny has no revision 'v3'" in refusal(hub, HubId("org/tiny", "v3")).cause
     for near in (HubId("org/tyni"), HubId("gro/Tiny"), HubId("org/tiny", "v3")):
-        assert refusal(hub, near).fix == "did you mean org/tiny?"
-    assert refusal(hub, HubId("meta/other")).fix.endswith("the cache has org/tiny")
+        assert refusal(hub, near).fix.endswith("did you mean org/tiny?")
+    for other in (HubId("meta/other"), HubId("org/both")):
+        assert refusal(hub, other).fix.endswith("the cache has org/tiny")
 
 
 def test_without_the_hub_the_cache_serves(hub: Hub, tmp_path: Path) -> None:
@@ -181,6 +185,70 @@ def test_the_token_is_shown_to_the_hub_alone(hub: Hub, stand_in: HubStandIn) -> 
     fetch(replace(hub, token="hf_secret"), MODEL, no_report)
     shown = {asked.path.startswith("/cdn/"): asked.authorization for asked in stand_in.asked}
     assert shown == {False: "Bearer hf_secret", True: None}
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_a_hub_out_of_order_is_told_and_the_cache_serves(status: int, hub: Hub, stand_in: HubStandIn) -> None:
+    stand_in.refused = {LISTING: (status, "")}
+    assert refusal(hub).cause.endswith(f"answered {status}")
+    stand_in.refused = {}
+    path = fetch(hub, MODEL, no_report)
+    stand_in.refused = {LISTING: (status, "")}
+    assert fetch(hub, MODEL, no_report) == path
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_gated_model_shows_its_list_and_refuses_its_files(status: int, hub: Hub, stand_in: HubStandIn) -> None:
+    stand_in.refused = {"config.json": (status, "GatedRepo")}
+    error = refusal(hub)
+    assert "org/tiny is gated" in error.cause
+    assert "no token is given" in error.cause
+    assert f"{hub.endpoint}/org/tiny" in error.fix
+    assert "the token given (HF_TOKEN) is not of who did" in refusal(replace(hub, token="hf_other")).cause
+
+
+def test_a_token_without_the_right_is_told(hub: Hub, stand_in: HubStandIn) -> None:
+    stand_in.refused = {LISTING: (403, "")}
+    assert "HF_TOKEN" in refusal(hub).fix
+    stand_in.refused = {LISTING: (401, "")}
+    assert "hidden from the token given" in refusal(replace(hub, token="hf_other")).cause
+
+
+def test_a_login_that_cannot_be_read_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "token").write_bytes(b"\xff")
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "token"))
+    with pytest.raises(StartupError, match=str(tmp_path / "token")):
+        environment_hub()
+
+
+def test_what_has_come_already_needs_no_room(hub: Hub, stand_in: HubStandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = [len(TINY[name]) for name in TINY if name.endswith((".json", ".jinja"))]
+    stand_in.breaks_after = [*sizes, 3000, 0]
+    refusal(hub)
+    free = shutil.disk_usage(hub.cache)._replace(free=len(WEIGHTS) - 3000)
+    monkeypatch.setattr("server.commands.hub.shutil.disk_usage", lambda folder: free)
+    fetch(hub, MODEL, no_report)
+    stand_in.repos["org/tiny"]["model.safetensors"] = WEIGHTS[:-1]
+    assert "more in" in refusal(hub).cause
+
+
+def test_what_is_not_fetched_yet_is_none_of_what_serve_would_refuse(hub: Hub) -> None:
+    with pytest.raises(NotFetched, match="steploop serve --model org/tiny"):
+        cached(hub, MODEL)
+    with pytest.raises(StartupError, match="HF_HUB_OFFLINE") as caught:
+        cached(replace(hub, is_offline=True), MODEL)
+    assert not isinstance(caught.value, NotFetched)
+    path = fetch(hub, MODEL, no_report)
+    assert cached(hub, MODEL) == path
+
+
+def test_a_reference_that_is_none_is_as_no_model(hub: Hub) -> None:
+    fetch(hub, MODEL, no_report)
+    for content in (b"\xff\xfe", b"", b"../.."):
+        (hub.cache / "models--org--tiny" / "refs" / "main").write_bytes(content)
+        assert cached_models(hub) == []
+        assert "is not here" in refusal(replace(hub, is_offline=True)).cause
 
 
 @pytest.mark.parametrize(

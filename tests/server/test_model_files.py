@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from core.errors import InvalidRequest, StartupError
-from server.commands.model_files import GenerationDefaults, ModelFiles, read_model_files
+from server.commands.model_files import GenerationDefaults, ModelFiles, parse_config, read_model_files
 from tests.core.small_tokenizers import byte_level
 
 NOW = datetime(2026, 7, 4)
@@ -192,3 +192,37 @@ def test_missing_override_of_the_template_is_named(directory: Path) -> None:
     error = refusal(directory, template_file=directory.parent / "chatlm.jinja")
     assert "chatlm.jinja is missing" in error.cause
     assert error.fix == "check its name"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("temperature", 3), ("top_p", 1.5), ("min_p", 7), ("repetition_penalty", 0), ("repetition_penalty", 1e30)],
+)
+def test_recommended_sampling_that_no_request_may_ask_for_is_refused(name: str, value: float, directory: Path) -> None:
+    write(directory, "generation_config.json", {name: value})
+    assert refusal(directory).cause == f"{directory}: generation_config.json: {name} is {value!r}, which it cannot be"
+
+
+def test_ends_that_the_model_cannot_say_are_none(directory: Path) -> None:
+    write(directory, "config.json", {**CONFIG, "vocab_size": 300})
+    write(directory, "generation_config.json", {"eos_token_id": [2, 300, -1, 10**9]})
+    assert read_model_files(directory).eos_ids == (2,)
+
+
+def test_a_text_with_tokens_beyond_the_embedding_is_refused(directory: Path) -> None:
+    whole = read_model_files(directory).tokenizer
+    ids = whole.encode("a step")
+    write(directory, "config.json", {**CONFIG, "vocab_size": max(ids)})
+    tokenizer = read_model_files(directory).tokenizer
+    with pytest.raises(InvalidRequest, match=rf"\({max(ids)}\).*its ids end at {max(ids) - 1}"):
+        tokenizer.encode("a step")
+    known = "".join(whole.text_of(i) for i in ids if i < max(ids))
+    assert max(tokenizer.encode(known), default=0) < max(ids)
+
+
+def test_a_field_that_is_not_understood_is_told_with_its_file(directory: Path) -> None:
+    with pytest.raises(StartupError) as caught:
+        parse_config(directory, {**CONFIG, "hidden_size": "64"})
+    assert caught.value.cause == f"{directory / 'config.json'}: hidden_size='64' is not a positive integer."
+    write(directory, "config.json", {**CONFIG, "max_position_embeddings": 0})
+    assert refusal(directory).cause.startswith(f"{directory / 'config.json'}: max_position_embeddings=0 ")

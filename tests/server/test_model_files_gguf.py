@@ -21,7 +21,7 @@ from core import gguf_tokenizer
 from core.config import parse_model_config
 from core.errors import ExitCode, StartupError
 from core.gguf import parse_gguf
-from server.commands.model_files import read_model_files
+from server.commands.model_files import parse_config, read_model_files
 from tests.core.small_tokenizers import TEXT, byte_level, sentencepiece
 from tests.gguf_files import byte_level_metadata, parsed, sentencepiece_metadata, write_gguf
 from tests.server.tiny_model import CHATML, write_tiny_model
@@ -55,7 +55,7 @@ def metadata() -> dict[str, Any]:
 
 def refusal(file: Path) -> StartupError:
     with pytest.raises(StartupError) as caught:
-        parse_model_config(read_model_files(file).config)
+        parse_config(file, read_model_files(file).config)
     assert caught.value.exit_code == ExitCode.MODEL
     return caught.value
 
@@ -207,8 +207,14 @@ def test_ends_are_those_named_and_those_that_mean_nothing_else(
         ({"llama.rope.scaling.type": "yarn"}, "rope.scaling.type='yarn'"),
         ({"llama.rope.dimension_count": 4}, "rope.dimension_count=4"),
         ({"llama.attention.causal": 0}, "attention.causal=0"),
-        ({"llama.block_count": 2**31}, "2147483648 layers"),
-        ({"llama.attention.head_count": [4, 4]}, "num_attention_heads"),
+        ({"llama.block_count": 2**31}, "block_count is 2147483648"),
+        ({"llama.attention.head_count": [4, 4]}, r"rewritten\.gguf: llama\.attention\.head_count=\[4, 4\]"),
+        ({"llama.attention.head_count_kv": 3}, r"head_count=4 is not a multiple of llama\.attention\.head_count_kv=3"),
+        ({"llama.rope.freq_base": 0}, r"rewritten\.gguf: llama\.rope\.freq_base=0"),
+        ({"llama.context_length": 0}, r"rewritten\.gguf: llama\.context_length=0.*download it again"),
+        ({"general.sampling.temp": "hot"}, r"rewritten\.gguf: general\.sampling\.temp is 'hot'"),
+        ({"tokenizer.ggml.pre": ["a"]}, r"rewritten\.gguf: GGUF pre-tokenizer"),
+        ({"tokenizer.ggml.merges": "a b"}, r"rewritten\.gguf: .*tokenizer\.ggml\.merges is not a list"),
         ({"split.count": 3}, "one of 3 parts.*llama-gguf-split"),
         ({"general.alignment": 24}, "not a power of two"),
     ],
@@ -220,7 +226,7 @@ def test_what_would_be_served_wrong_is_refused(
     kept = {key: value for key, value in metadata.items() if key not in fields}
     file = rewritten(write_gguf(directory, tmp_path / "m.gguf", metadata=kept), fields)
     with pytest.raises(StartupError, match=f"(?s){message}"):
-        parse_model_config(read_model_files(file).config)
+        parse_config(file, read_model_files(file).config)
 
 
 def rewritten(file: Path, fields: dict[str, Any]) -> Path:
@@ -321,4 +327,4 @@ def test_bytes_changed_anywhere_in_the_header_never_crash(
         changed[place] ^= 1 << choose.randrange(8)
         file.write_bytes(changed)
         with contextlib.suppress(StartupError):  # and nothing else
-            parse_model_config(read_model_files(file).config)
+            parse_config(file, read_model_files(file).config)

@@ -1,7 +1,9 @@
 """Which models are found, and what is said of each."""
 
+import errno
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import huggingface_hub.constants
@@ -9,7 +11,7 @@ import pytest
 
 from core.errors import ExitCode
 from server.cli import main
-from server.commands.hub import Hub
+from server.commands.hub_cache import Hub
 from server.commands.model_list import find_models
 from tests.gguf_files import Q, write_gguf
 from tests.server.tiny_model import CONTEXT, write_tiny_model
@@ -40,6 +42,29 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_models_are_found_in_directories_files_and_the_cache(models: Path, tmp_path: Path) -> None:
     found = find_models([models, models / "org"], Hub("http://hub", tmp_path / "cache"))
     assert [name for name, _ in found] == [str(models / "org" / "tiny"), str(models / "tiny.gguf"), "org/real"]
+
+
+def test_links_that_lead_in_circles_show_nothing_twice_nor_by_a_longer_way(models: Path, tmp_path: Path) -> None:
+    (models / "again").symlink_to(models)
+    (models / "lost").symlink_to(models / "nowhere")
+    found = find_models([models], Hub("http://hub", tmp_path / "cache"))
+    assert [name for name, _ in found] == [str(models / "org" / "tiny"), str(models / "tiny.gguf"), "org/real"]
+
+
+def test_a_directory_that_may_not_be_looked_into_hides_the_others_not(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (models / "private").mkdir()
+    look = Path.iterdir
+
+    def iterdir(path: Path) -> Iterator[Path]:
+        if path.name == "private":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return look(path)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    found = find_models([models], Hub("http://hub", tmp_path / "cache"))
+    assert str(models / "org" / "tiny") in [name for name, _ in found]
 
 
 def listed(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, dict[str, object]]:

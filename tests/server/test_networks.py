@@ -19,6 +19,10 @@ from server.values import BadValueError
         ("10.0.0.0/255.0.0.0", "10.0.0.0/8"),
         ("2001:db8::/32", "2001:db8::/32"),
         ("::1", "::1/128"),
+        ("::/0", "::/0"),
+        ("::ffff:192.0.2.7", "192.0.2.7/32"),
+        ("::ffff:10.0.0.0/104", "10.0.0.0/8"),
+        ("::ffff:0:0/96", "0.0.0.0/0"),
     ],
 )
 def test_a_network_is_what_is_written(text: str, network: str) -> None:

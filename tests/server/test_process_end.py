@@ -159,21 +159,34 @@ def test_second_stop_waits_for_nobody_who_does_not_move() -> None:
     run(scenario)
 
 
-def test_graceful_stop_lets_an_answer_finish() -> None:
-    async def scenario() -> None:
-        gate = threading.Semaphore(3)
-        GatedRunner.gate = gate
-        running = Running(load_with(GatedRunner))
-        await running.server.wait_ready()
-        reader, writer = await open_with(running.server, chat(**STREAM))
-        begun = await reader.readuntil(b"data: ")
-        running.server.stop(1000)
-        gate.release(100)
-        (answer,) = answers(begun + await reader.read())
-        writer.close()
+class GatedStream:
+    """A server in the midst of an answer, which goes on when it is let."""
+
+    def __init__(self, **settings: Any) -> None:
+        self._gate = GatedRunner.gate = threading.Semaphore(3)
+        self.running = Running(load_with(GatedRunner), **settings)
+
+    async def begin(self) -> None:
+        await self.running.server.wait_ready()
+        self._reader, self._writer = await open_with(self.running.server, chat(**STREAM))
+        self._begun = await self._reader.readuntil(b"data: ")
+
+    async def finish(self) -> None:
+        """The answer comes to its own end, and the process with it."""
+        self._gate.release(100)
+        (answer,) = answers(self._begun + await self._reader.read())
+        self._writer.close()
         assert answer.events[-1] == "[DONE]"
         assert answer.finish_reason() == "length"
-        assert await running.exit is ExitCode.OK
+        assert await self.running.exit is ExitCode.OK
+
+
+def test_graceful_stop_lets_an_answer_finish() -> None:
+    async def scenario() -> None:
+        stream = GatedStream()
+        await stream.begin()
+        stream.running.server.stop(1000)
+        await stream.finish()
 
     run(scenario)
 
@@ -184,24 +197,16 @@ def test_admin_drain_lets_an_answer_finish_and_ends_the_process_even_if_asked_tw
     caplog.set_level(logging.INFO, "server")
 
     async def scenario() -> None:
-        gate = threading.Semaphore(3)
-        GatedRunner.gate = gate
-        running = Running(load_with(GatedRunner), drain_timeout_s=1000.0)
-        await running.server.wait_ready()
-        reader, writer = await open_with(running.server, chat(**STREAM))
-        begun = await reader.readuntil(b"data: ")
-        idle_reader, idle_writer = await open_with(running.server, b"POST /admin/drain HTTP/1.1\r\n")
-        told = await ask(running.server, request("POST", "/admin/drain"))
+        stream = GatedStream(drain_timeout_s=1000.0)
+        await stream.begin()
+        server = stream.running.server
+        idle_reader, idle_writer = await open_with(server, b"POST /admin/drain HTTP/1.1\r\n")
+        told = await ask(server, request("POST", "/admin/drain"))
         assert (told.status, told.json) == (202, {"status": "draining", "grace_s": 1000.0, "num_in_progress": 1})
         idle_writer.write(b"Host: a\r\n\r\n")  # a head that was on its way
         again = await read_answer(idle_reader, idle_writer)
         assert again.status == 202
-        gate.release(100)
-        (answer,) = answers(begun + await reader.read())
-        writer.close()
-        assert answer.events[-1] == "[DONE]"
-        assert answer.finish_reason() == "length"
-        assert await running.exit is ExitCode.OK
+        await stream.finish()
 
     run(scenario)
     assert caplog.text.count("as /admin/drain asks") == 1

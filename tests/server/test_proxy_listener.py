@@ -14,6 +14,7 @@ from server.listening.client_gate import ClientRules
 from server.listening.listener import HANDSHAKE_S, Listener, ListenerConfig
 from server.listening.networks import UNIX as UNIX_PROXIES
 from server.listening.refusals import DENIED, MAX_CONNECTIONS, MAX_PER_ADDRESS, PROXY_HEADER, UNTRUSTED_PROXY
+from server.wire.exchanges import Handler
 from server.wire.stream import HttpStream
 from server.wire.tls import ServerTls, TlsFiles
 from tests.certificates import make_certificate, needs_openssl
@@ -21,7 +22,7 @@ from tests.server.fakes import refuse
 from tests.server.memory_connection import answer
 from tests.server.test_listener import run
 from tests.server.test_proxy_protocol import HEADERS
-from tests.server.test_tls import trusting, wait_until
+from tests.server.tls_server import trusting, wait_until
 
 GET = b"GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
 TCP4, TCP6, LOCAL = HEADERS["tcp4"][0], HEADERS["tcp6 with tlvs"][0], HEADERS["local"][0]
@@ -38,11 +39,12 @@ async def serving(
     tls: ServerTls | None = None,
     max_connections: int = 100,
     handshake_s: float = HANDSHAKE_S,
+    handler: Handler = say_who,
 ) -> AsyncIterator[Listener]:
     binds = (Bind(TcpAddress(port=0), takes_proxy=True),)
     clients = rules or ClientRules(trusted_proxies=TRUSTED)
     config = ListenerConfig(binds, max_connections=max_connections, clients=clients, tls=tls, handshake_s=handshake_s)
-    listener = Listener(say_who, refuse, config)
+    listener = Listener(handler, refuse, config)
     await listener.start()
     try:
         yield listener
@@ -130,6 +132,19 @@ def test_only_trusted_proxies_are_listened_to() -> None:
         async with serving() as listener:
             assert await exchange(listener, TCP4 + GET, source="127.0.0.2") == b""
             assert listener.refusals.counts[UNTRUSTED_PROXY] == 1
+
+    run(scenario)
+
+
+def test_the_proxys_own_clients_over_a_unix_socket_are_no_proxies_of_ours() -> None:
+    async def say_trust(stream: HttpStream) -> None:
+        answer(stream, 200, str(stream.peer.is_proxy).encode())
+
+    async def scenario() -> None:
+        rules = ClientRules(trusted_proxies=(*TRUSTED, UNIX_PROXIES))
+        async with serving(rules, handler=say_trust) as listener:
+            assert body(await exchange(listener, LOCAL + GET)) == b"True"
+            assert body(await exchange(listener, HEADERS["unix"][0] + GET)) == b"False"
 
     run(scenario)
 

@@ -102,9 +102,9 @@ CHAT = {"messages": [{"role": "user", "content": "step"}]}
 @pytest.mark.parametrize(
     ("start", "surface", "calls_per_token", "writes_per_step", "slices_per_step"),
     [
-        pytest.param(over_http1, CHAT, 4.7, 64, 4, id="HTTP/1.1"),
-        pytest.param(over_http2(1), CHAT, 1.6, 1, 1, id="HTTP/2"),
-        pytest.param(over_http2(1), CHAT | {"stop": ["xx", "\n"]}, 1.6, 1, 1, id="HTTP/2, stop strings"),
+        pytest.param(over_http1, CHAT, 1.5, 64, 4, id="HTTP/1.1"),
+        pytest.param(over_http2(1), CHAT, 1.5, 1, 1, id="HTTP/2"),
+        pytest.param(over_http2(1), CHAT | {"stop": ["xx", "\n"]}, 1.5, 1, 1, id="HTTP/2, stop strings"),
         pytest.param(over_http2(8), CHAT, 3.1, 8, 1, id="HTTP/2, 8 connections"),
     ],
 )

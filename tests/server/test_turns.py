@@ -6,7 +6,7 @@ from server.wire.connection_limits import ConnectionLimits
 from server.wire.messages import ResponseHead
 from server.wire.stream import HttpStream
 from tests.server.fakes import MemoryServer
-from tests.server.raw_http2 import END_STREAM, START, data, get, post, wire
+from tests.server.raw_http2 import END_STREAM, START, block, data, headers, post, wire
 
 LIMITS = ConnectionLimits()
 PIECE = b"x" * 256
@@ -92,24 +92,30 @@ def test_nothing_more_is_read_while_pieces_wait_for_their_turn() -> None:
     server.close()
 
 
-def test_requests_of_one_read_are_begun_turn_by_turn() -> None:
+def num_begun_by_turn(num_requests: int, num_bytes: int) -> list[int]:
+    """Of requests that come in one read, each with so many bytes in a field."""
     begun: list[int] = []
     reader = Reader()
     server = MemoryServer(reader)
     peer = server.connect()
-    num_requests = 100
-    peer.feed(START + wire([get(b"/", 2 * i + 1) for i in range(num_requests)]))
+    head = block((b"x", b"y" * num_bytes))
+    peer.feed(START + wire([headers(head, stream=2 * i + 1) for i in range(num_requests)]))
 
     def look() -> None:
         begun.append(reader.num_begun)
-        if len(reader.answered) < num_requests:
+        if server.listener.num_open and reader.num_begun < num_requests:
             server.loop.call_soon(look)
 
     server.loop.call_soon(look)
     server.loop.settle()
-    turns = [after - before for before, after in zip([0, *begun], begun, strict=False)]
-    assert max(turns) <= LIMITS.pieces_per_turn / 4
     server.close()
+    assert reader.num_begun == num_requests
+    return [after - before for before, after in zip([0, *begun], begun, strict=False)]
+
+
+@pytest.mark.parametrize(("num_bytes", "most"), [(0, 16), (450, 10), (4096, 1)])
+def test_requests_of_one_read_are_begun_in_turns_the_fewer_the_larger_their_heads(num_bytes: int, most: int) -> None:
+    assert max(num_begun_by_turn(40, num_bytes)) == most
 
 
 @pytest.mark.parametrize("upload", [CHUNKED, FRAMED], ids=["HTTP/1.1", "HTTP/2"])

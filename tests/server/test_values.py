@@ -14,9 +14,11 @@ from server.values import (
     existing_directory,
     existing_file,
     factor_or_none,
+    file_value,
     format_count,
     format_duration,
     format_size,
+    model_source,
     names_near,
     nearest,
     size_between,
@@ -170,3 +172,9 @@ def test_what_is_proposed_is_of_the_kind_asked_for(
 def test_names_with_little_in_common_are_not_near(name: str, other: str, tmp_path: Path) -> None:
     (tmp_path / other).mkdir()
     assert names_near(tmp_path / name, os.path.isdir) == []
+
+
+def test_a_home_that_nobody_has_is_told() -> None:
+    for parse in (model_source, existing_directory, file_value):
+        with pytest.raises(BadValueError, match="home directory ~nobody-here"):
+            parse("~nobody-here/model")

@@ -214,7 +214,7 @@ def sampling_cases() -> list[Case]:
         ("scan_rows", "*bf16", lists),
         ("end_rows", "*fp16", segments | {"SPLITS": shape.num_splits}),
     ):
-        constants |= {"HAS_SEEN": True, "GROUP": shape.group}
+        constants |= {"GROUP": shape.group}
         types = {"logits": logits} | arguments
         kernel = f"gpu.kernels.sampling:{name}"
         cases.append(Case(kernel, types, constants, num_warps=shape.num_warps, enable_fp_fusion=False))

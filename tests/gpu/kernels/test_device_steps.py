@@ -7,12 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import numpy as np
 import pytest
 import torch
 
-from core.config import BLOCK_SIZE, parse_model_config
+from core.config import BLOCK_SIZE, EngineConfig, parse_model_config
 from core.plan import PENDING
 from core.types import Request, SamplingParams
 from gpu import device_steps
@@ -24,9 +22,7 @@ from gpu.kernels.device_sampler import MAX_BIASES
 from gpu.loading import load_runner
 from gpu.memory_plan import MemoryPlan
 from gpu.runner import ModelRunner
-from gpu.step_graphs import Part
-from gpu.step_inputs import KnownPlan
-from gpu.step_shapes import NUM_LATER, StepShape, StepShapes
+from gpu.step_shapes import StepShape, StepShapes
 from gpu.twin_graphs import TwinRecorder
 from tests.gpu.conftest import ENGINE, no_progress
 from tests.gpu.driver import GREEDY, DrivenSequence, Driver, make_plan
@@ -58,11 +54,13 @@ def uncounted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def open_runner(directory: Path, graphs: str, max_sequences: int = 4, max_model_len: int = 64) -> ModelRunner:
     """Steps of 16 tokens, and of 32 of prompts, have graphs, beside two that decode or none."""
-    changed = dataclasses.replace(
-        ENGINE, graphs=graphs, max_sequences=max_sequences, max_model_len=max_model_len, max_batch_tokens=32
-    )
+    sizes = {"max_sequences": max_sequences, "max_model_len": max_model_len, "max_batch_tokens": 32}
+    return open_with(directory, dataclasses.replace(ENGINE, graphs=graphs, **sizes))
+
+
+def open_with(directory: Path, engine: EngineConfig) -> ModelRunner:
     return load_runner(
-        directory, parse_model_config(read_config(directory)), changed, no_progress, find=find_interpreted
+        directory, parse_model_config(read_config(directory)), engine, no_progress, find=find_interpreted
     )
 
 
@@ -71,17 +69,17 @@ def steps_of(runner: ModelRunner) -> DeviceSteps:
     return runner._steps
 
 
-def replays(monkeypatch: pytest.MonkeyPatch, runner: ModelRunner) -> list[tuple[Part, StepShape]]:
+def replays(monkeypatch: pytest.MonkeyPatch, runner: ModelRunner) -> list[StepShape]:
     """The graphs that are replayed from now on."""
     graphs, found = steps_of(runner).graphs, []
-    inner = graphs.run
+    inner = graphs.replay
 
-    def noted(part: Part, shape: StepShape) -> None:
-        if (part, shape) in graphs._graphs:
-            found.append((part, shape))
-        inner(part, shape)
+    def noted(shape: StepShape) -> bool:
+        is_replayed = inner(shape)
+        found.extend([shape] * is_replayed)
+        return is_replayed
 
-    monkeypatch.setattr(graphs, "run", noted)
+    monkeypatch.setattr(graphs, "replay", noted)
     return found
 
 
@@ -121,20 +119,16 @@ def test_greedy_tokens_are_the_oracles(family: str, graphs: str, model_directory
 
 
 def draw_workload(rng: random.Random, num_requests: int, most_tokens: int) -> Workload:
-    """Requests with all that can be asked of sampling, clients that leave, pauses; too few blocks for all.
-
-    The last alone asks for penalties: steps without it draw inside.
-    """
+    """Requests with all that can be asked of sampling, clients that leave, pauses; too few blocks for all."""
     requests, pauses, stops, leaves = [], {}, Names(), Names()
     for number in range(num_requests):
         name, max_tokens = f"r{number}", rng.randint(most_tokens // 2, most_tokens)
         prompt = tuple(rng.choices(range(3, 300), k=rng.randint(1, 20)))
         sampling = draw_sampling(rng, max_tokens)
-        penalty = 0.5 if number == num_requests - 1 else 0.0
         request = Request(
             request_id=name,
             prompt_ids=prompt,
-            sampling=msgspec.structs.replace(sampling, repetition_penalty=1.0, frequency_penalty=penalty),
+            sampling=sampling,
             arrival_s=number * 1e-3,
             num_sequences=1 + number % 2,
         )
@@ -157,10 +151,8 @@ def compare(directory: Path, seed: int, num_requests: int, most_tokens: int, mon
     overlapped, num_pending, _ = run(open_runner(directory, "lazy"), workload, 2)
     assert overlapped == expected
     assert num_pending > most_tokens
-    assert {part for part, _ in replayed} == set(Part)  # some ask for penalties, and some steps have none
     assert len(replayed) > most_tokens
-    chunks = {(shape.num_decodes > 0, part) for part, shape in replayed if shape.num_prompts}
-    assert chunks >= {(False, Part.STEP), (True, Part.STEP), (True, Part.FORWARD)}
+    assert {shape.num_decodes > 0 for shape in replayed if shape.num_prompts} == {False, True}
     return num_preempted
 
 
@@ -192,7 +184,7 @@ def test_chunks_of_any_length_are_computed_by_graphs_of_a_few(
     driver.preempt(second)
     driver.step({second.slot: 5}, second, first, third)
     driver.step(None, third, second)
-    shapes = [(shape.num_decodes, shape.num_prompt_tokens) for _, shape in replayed]
+    shapes = [(shape.num_decodes, shape.num_prompt_tokens) for shape in replayed]
     assert shapes == [(0, 16)] * 4 + [(2, 14), (2, 32), (2, 14), (2, 14), (2, 32)]
     oracle = Oracle(model_directory("llama3"))
     for sequence in (first, second, third):
@@ -213,7 +205,7 @@ def test_padding_writes_to_a_block_of_its_own(model_directory: Directory) -> Non
     runner = open_runner(model_directory("llama3"), "on")
     driver = Driver(runner)
     sequences = started(driver, PROMPTS)
-    assert steps_of(runner).graphs.of_decodes(len(sequences)) == StepShape(4)
+    assert steps_of(runner).graphs.of(StepShape(len(sequences))) == StepShape(4)
     cache = runner._cache
     foreign = sorted(set(range(cache.num_blocks + 1)) - {block for one in sequences for block in one.blocks})
     with torch.inference_mode():
@@ -265,29 +257,31 @@ def test_a_row_that_fails_costs_itself_alone_and_its_token_is_drawn_by_nobody(mo
 
 
 @pytest.mark.parametrize(
-    ("asked", "parts"),
+    ("asked", "is_replayed"),
     [
-        ({"temperature": 0.8, "top_p": 0.9}, [Part.STEP]),
-        ({"num_logprobs": 3}, [Part.STEP]),
-        ({"frequency_penalty": 0.5, "temperature": 1.0}, [Part.FORWARD, Part.DRAW]),
-        ({"logit_bias": tuple((token_id % 300, 0.1) for token_id in range(MAX_BIASES + 1))}, [Part.FORWARD]),
+        ({"temperature": 0.8, "top_p": 0.9}, True),
+        ({"num_logprobs": 3}, True),
+        ({"frequency_penalty": 0.5, "temperature": 1.0}, True),
+        ({"logit_bias": ((7, 2.0),), "min_tokens": 5, "top_k": 9, "min_p": 0.1, "temperature": 1.0}, True),
+        ({"logit_bias": tuple((token_id % 300, 0.1) for token_id in range(MAX_BIASES + 1))}, False),
     ],
-    ids=["temperature", "logprobs", "penalties", "too many biases"],
+    ids=["temperature", "logprobs", "penalties", "others", "too many biases"],
 )
-def test_what_a_graph_cannot_draw_is_drawn_behind_it(
-    asked: dict[str, Any], parts: list[Part], model_directory: Directory, monkeypatch: pytest.MonkeyPatch
+def test_a_graph_draws_what_the_kernel_knows_and_torch_the_rest(
+    asked: dict[str, Any], is_replayed: bool, model_directory: Directory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a graph of its own, or by torch: the tokens and logprobs of a runner without graphs."""
+    """The tokens and logprobs of a runner without graphs; none is captured while it serves."""
     sampling = SamplingParams(**{"max_tokens": 9, "temperature": 0.0, **asked})
     told = []
-    for graphs in ("off", "lazy"):
+    for graphs in ("off", "on"):
         runner = open_runner(model_directory("llama3"), graphs)
-        driver = Driver(runner)
+        driver, num_captured = Driver(runner), steps_of(runner).graphs.num_captured
         sequences = started(driver, PROMPTS, sampling)
         replayed = replays(monkeypatch, runner)
         outputs = [driver.step(None, *sequences) for _ in range(2)]
         told.append([(output.token_ids.tolist(), output.logprobs) for output in outputs])
-        assert replayed == ([(part, StepShape(4)) for part in parts] * 2 if graphs == "lazy" else [])
+        assert replayed == ([StepShape(4)] * 2 if is_replayed and graphs == "on" else [])
+        assert steps_of(runner).graphs.num_captured == num_captured
     assert told[0] == told[1]
 
 
@@ -352,7 +346,7 @@ def test_a_chunk_whose_length_the_host_reads_is_refused_and_decodes_are_not(
     assert (runner.captured.num_graphs, runner.captured.num_of_prompts) == (3, 0)
     replayed = replays(monkeypatch, runner)
     found = tokens_with_joins_and_leaves(runner)
-    assert {shape.num_prompts for _, shape in replayed} == {0}
+    assert {shape.num_prompts for shape in replayed} == {0}
     oracle = Oracle(directory)
     assert found == [oracle.greedy(list(prompt), len(one)) for prompt, one in zip(PROMPTS, found, strict=True)]
 
@@ -370,7 +364,7 @@ def test_keys_and_values_are_sized_when_it_is_known_what_graphs_take(
         steps_of(runner).graphs.capture_all(no_progress)
     assert len(recorder.graphs) == 7
     assert 0 < steps_of(runner).graphs.size_bytes <= runner.memory.graph_bytes
-    assert steps_of(runner).graphs.most_graphs == 7 + NUM_LATER
+    assert steps_of(runner).graphs.most_graphs == 7
     assert not caplog.records
 
 
@@ -414,19 +408,29 @@ def test_a_model_that_the_kernels_do_not_know_has_no_graphs(
     assert "no CUDA graphs" in caplog.text
 
 
-def test_tables_that_grow_by_more_than_one_copy_holds_arrive_whole(model_directory: Directory) -> None:
-    """Prompts of many blocks, and tables whose slots were another's before."""
+def test_a_step_that_brings_more_than_usual_is_one_copy_too(
+    model_directory: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts of many blocks, slots that start with lists, and tables whose slots were another's before."""
     runner = open_runner(model_directory("llama3"), "off", max_sequences=16, max_model_len=256)
-    steps = steps_of(runner)
-    driver = Driver(runner)
+    steps, driver = steps_of(runner), Driver(runner)
+    sizes: list[int] = []
+    inner = steps._uploads.send
+
+    def send(parts: Any, use: Any) -> None:
+        sizes.append(sum(part.size for part in parts))
+        inner(parts, use)
+
+    monkeypatch.setattr(steps._uploads, "send", send)
+    room = steps._uploads._buffers[0].pinned.numel()
+    sampling = SamplingParams(temperature=1.0, logit_bias=((5, 1.0),), presence_penalty=0.5, max_tokens=9)
     for _ in range(2):
-        sequences = [driver.add([5] * 60) for _ in range(16)]
-        tables = [(one.slot, place, driver.free_blocks.pop()) for one in sequences for place in range(16)]
+        sequences = [driver.add([5] * (3 + number), sampling) for number in range(16)]
+        driver.step(dict.fromkeys((one.slot for one in sequences), 2), *sequences)
+        tables = [(one.slot, place, driver.free_blocks.pop()) for one in sequences for place in range(1, 16)]
         steps._tables.grow(make_plan([], tables=tables))
-        assert 2 * len(tables) > steps._uploads.room
+        driver.step(dict.fromkeys((one.slot for one in sequences), 1), *sequences)
+        assert steps._device_tables.tolist() == steps._tables.blocks.tolist()
         for one in sequences:
-            plan = make_plan([(one.slot, 60, [5], True)])
-            with torch.inference_mode():
-                steps._bring_up(KnownPlan(plan, np.array([0]), np.array([], int)), StepShape(1))
-            assert steps._device_tables[one.slot].tolist() == steps._tables.blocks[one.slot].tolist()
-            driver.free_slots.append(one.slot)
+            driver.remove(one)
+    assert [size > room for size in sizes] == [True] * 4

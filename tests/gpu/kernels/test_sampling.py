@@ -13,7 +13,7 @@ from gpu.sampler import Sampler, SamplerChoice
 from gpu.sampling_slots import SamplingSlots
 
 ASKED: tuple[dict[str, Any], ...] = (
-    {"temperature": 0.0},
+    {"temperature": 0.0, "num_logprobs": 3},
     {"temperature": 0.7},
     {"temperature": 1.3, "top_k": 2, "min_p": 0.05},
     {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "num_logprobs": 0},
@@ -75,10 +75,15 @@ def test_a_sampler_draws_the_same_tokens_with_it(
         assert drawn.is_finite.all()
         assert torch.equal(by_kernel.last_tokens, want.token_ids)
         assert want.logprobs is not None
-        assert torch.allclose(launcher.logprobs[want.logprobs.rows], want.logprobs.drawn, atol=1e-5)
-    assert by_kernel._asked.seen is not None
-    assert by_torch._asked.seen is not None
-    assert torch.equal(by_kernel._asked.seen, by_torch._asked.seen)
+        assert drawn.logprobs is not None
+        told, expected = drawn.logprobs.found(), want.logprobs.found()
+        assert told.rows.tolist() == expected.rows.tolist()
+        assert (told.num_top, told.top_ids.tolist()) == (expected.num_top, expected.top_ids.tolist())
+        assert torch.allclose(told.drawn, expected.drawn, atol=1e-5)
+        assert torch.allclose(told.top, expected.top, atol=1e-5)
+        assert torch.equal(told.drawn, launcher.logprobs[told.rows, 0])
+        assert told.drawn[0] == told.top[0, 0]  # the likeliest is told as such
+    assert torch.equal(by_kernel._asked.write_seen(), by_torch._asked.write_seen())
     assert torch.equal(logits, before)
 
 
