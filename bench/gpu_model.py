@@ -230,10 +230,10 @@ def _prefix(model: str, context: Context) -> Iterator[Row]:
 def _split(model: str, context: Context) -> Iterator[Row]:
     captured = runner_of(model, context).captured
     yield Row(table_of(model), {"measure": "graphs captured", "figure": captured.num_graphs})
-    yield Row(table_of(model), {"measure": "of steps with prompts", "figure": captured.num_of_prompts})
-    yield Row(table_of(model), {"measure": "to capture them, s", "figure": captured.took_s})
+    yield Row(table_of(model), {"measure": "graphs of steps with prompts", "figure": captured.num_of_prompts})
+    yield Row(table_of(model), {"measure": "to capture the graphs, s", "figure": captured.took_s})
     counted = runner_of(model, context).memory.graph_bytes / 2**20
-    cells: dict[str, Cell] = {"measure": "they take, MiB", "figure": captured.size_bytes / 2**20, "limit": counted}
+    cells: dict[str, Cell] = {"measure": "graphs take, MiB", "figure": captured.size_bytes / 2**20, "limit": counted}
     yield Row(table_of(model), cells, "", "limit: what was counted for them")
     yield from _split_of(model, context, runner_of(model, context))
 
