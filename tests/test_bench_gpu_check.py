@@ -244,6 +244,18 @@ def test_a_target_is_judged_on_its_own_device_alone(monkeypatch: pytest.MonkeyPa
     assert verdict(on_cpu, 1, 100) == ""
 
 
+def test_a_target_that_is_missed_is_named_and_fails_the_check(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu_targets, "device_name", lambda context: "NVIDIA L4")
+    results = Results("model", "", None)
+    results.add(judged(Context(torch.device("cuda"), False), "a table", "tiny", gpu_targets.IDLE, 0.06))
+    results.show()
+    told = f"below target: a table: measure {gpu_targets.IDLE}  figure 0.06  target <= 0.05"
+    assert told in capsys.readouterr().out
+    assert [row.verdict for row in results.faults] == [BELOW]
+
+
 def test_shares_of_rates_and_times_grow_with_what_is_reached() -> None:
     rows = [judged(Context(CPU, False), "", "", measure, 4.0, 5.0) for measure in ("x, tokens/s", "x, ms")]
     assert [row.cells["share"] for row in rows] == [0.8, 1.25]
