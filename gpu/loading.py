@@ -13,8 +13,10 @@ from core.plan import DeviceError, Runner, SequenceStart, StepPlan, Ticket
 from core.types import SamplingParams
 from gpu.checkpoint import Checkpoint, Progress, open_checkpoint
 from gpu.device import DeviceChoice, apply_threads, choose_device, free_memory_bytes
+from gpu.device_products import MOST_FEW_ROWS
 from gpu.kept_matrices import kept_scheme
 from gpu.kernel_choice import find_operators
+from gpu.kv_cache import num_blocks_for
 from gpu.memory_plan import MemoryPlan, plan_checkpoint
 from gpu.operators import Operators
 from gpu.parallel.ranks import Ranks
@@ -23,9 +25,9 @@ from gpu.quantize_cache import quantizing
 from gpu.runner import ModelRunner
 from gpu.spent_memory import drop_code_pages, trim_heap
 from gpu.staged_copies import fill_on
-from gpu.weights import MatrixForm, load_weights
+from gpu.weights import MatrixForm, check_checkpoint, load_weights
 
-WARM_UP_TOKENS = 8
+WARM_UP_TOKENS = 2 * MOST_FEW_ROWS  # of a prompt: more rows than those that products are cut otherwise for
 FindOperators = Callable[[ModelConfig, DeviceChoice], Operators]
 
 
@@ -50,6 +52,7 @@ def load_runner(
     choice = choose_device(engine)
     apply_threads(choice)
     checkpoint = open_checkpoint(directory, config.packing)
+    check_checkpoint(checkpoint, config)
     memory = plan_checkpoint(config, engine, choice, checkpoint, free_memory_bytes(choice.device))
     try:
         runner = load_planned(checkpoint, config, engine, memory, progress, find=find)
@@ -92,30 +95,32 @@ def load_planned(
 
 def warm_up(runner: Runner[Ticket]) -> None:
     """Step once with a short prompt and once with one token: libraries load and compile what they need."""
-    params = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9)
-    prompt = (0,) * max(1, min(WARM_UP_TOKENS, runner.limits.max_model_len - 1))
+    params = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, num_logprobs=1)
+    prompt = (0,) * max(1, min(WARM_UP_TOKENS, runner.limits.max_model_len - 1, runner.limits.max_batch_tokens))
     start = SequenceStart(0, prompt, len(prompt), params, seed=0, stop_ids=())
-    for plan in (_one_row_plan(0, len(prompt), [start]), _one_row_plan(len(prompt), 1, [])):
+    num_blocks = num_blocks_for(len(prompt) + 1)
+    for plan in (_one_row_plan(0, len(prompt), num_blocks, [start]), _one_row_plan(len(prompt), 1, 0, [])):
         ticket = runner.forward(plan)
         runner.sample(ticket)
         runner.collect(ticket)
 
 
-def _one_row_plan(start: int, length: int, sequence_starts: list[SequenceStart]) -> StepPlan:
-    """Slot 0 computes token 0 at these positions, in block 0, and samples."""
+def _one_row_plan(start: int, length: int, num_blocks: int, sequence_starts: list[SequenceStart]) -> StepPlan:
+    """Slot 0 computes token 0 at these positions, and samples; num_blocks: that it gets, the first ones."""
 
     def column(*values: int) -> Any:
         return np.array(values, dtype=np.int32)
 
+    blocks = range(num_blocks)
     return StepPlan(
         slots=column(0),
         starts=column(start),
         lengths=column(length),
         samples=np.array([True]),
         token_ids=column(*[0] * length),
-        table_slots=column(0),
-        table_positions=column(0),
-        table_blocks=column(0),
+        table_slots=column(*[0] * num_blocks),
+        table_positions=column(*blocks),
+        table_blocks=column(*blocks),
         copy_sources=column(),
         copy_targets=column(),
         sequence_starts=sequence_starts,

@@ -14,7 +14,7 @@ from gpu.kernels.block_sizes import (
     row_warps,
 )
 from gpu.kernels.device_rows import TOKENS
-from gpu.kernels.device_sampler import MAX_BIASES, MAX_STOP_IDS, SHAPES
+from gpu.kernels.device_sampler import MAX_BIASES, MAX_STOP_IDS, SHAPES, Shape
 from gpu.kernels.operators import ACTIVATIONS
 from gpu.kernels.product import GROUPED, INT4, PLAIN, SCALED, Matrix
 from gpu.scores import PLAIN as PLAIN_SCORES
@@ -31,6 +31,18 @@ HEADS: list[tuple[tuple[int, int, int], torch.dtype, bool, Scores]] = [
     ((64, 8, 64), torch.bfloat16, True, SINKS),  # gpt-oss
     ((8, 4, 256), torch.bfloat16, True, CAPPED),  # Gemma 2 2B
     ((32, 32, 80), torch.float16, False, PLAIN_SCORES),  # Phi 2's heads
+    ((64, 8, 64), torch.bfloat16, False, SINKS),  # gpt-oss's other layers
+    ((8, 4, 256), torch.bfloat16, False, CAPPED),  # Gemma 2's other layers
+    ((4, 1, 256), torch.bfloat16, True, PLAIN_SCORES),  # Gemma 3 1B
+    ((16, 16, 256), torch.float16, False, PLAIN_SCORES),  # Gemma 7B's heads
+    ((24, 8, 128), torch.bfloat16, False, PLAIN_SCORES),  # Llama 3.2 3B: 3 heads of a key
+    ((64, 8, 128), torch.float16, False, PLAIN_SCORES),  # Llama 3 70B: 8
+    ((14, 2, 64), torch.bfloat16, False, PLAIN_SCORES),  # Qwen 2.5 0.5B: 7
+    ((32, 32, 96), torch.bfloat16, True, PLAIN_SCORES),  # Phi 3 mini
+    ((24, 8, 80), torch.bfloat16, True, CAPPED),
+    ((64, 1, 64), torch.bfloat16, False, PLAIN_SCORES),  # one key for all: as many heads as a decode's tile has rows
+    ((8, 2, 512), torch.bfloat16, False, PLAIN_SCORES),  # the largest heads
+    ((8, 4, 256), torch.float32, True, CAPPED),
 ]
 # Bits of a weight, form, and format; None: the rows'
 FORMATS = (
@@ -43,6 +55,18 @@ FORMATS = (
 )
 SCALES = {SCALED: torch.bfloat16, INT4: torch.bfloat16, GROUPED: torch.float32}  # those of PLAIN are not read
 MANY_ROWS = SMALL_ROWS + 1  # for which there are larger tiles
+WIDE = ("num_out", "num_in", "row_stride", "x_stride", "split_inputs")  # multiples of 16 in all models
+ODD_PRODUCTS = [  # bits, form, format, rows, group
+    (bits, form, stored, num_rows, group)
+    for bits, form, stored, groups in (
+        (16, PLAIN, None, (1,)),
+        (8, SCALED, torch.float8_e4m3fn, (1,)),
+        (4, INT4, torch.uint8, (32, 64)),
+        (8, GROUPED, torch.float8_e4m3fn, (32, 64)),
+    )
+    for num_rows in (SMALL_ROWS, MANY_ROWS)
+    for group in groups
+]
 ATTENTION_INTEGERS = ("num_rows", "num_decodes", "num_programs", "query_stride", "table_stride", "window")
 TABLES = ("tables", "ends", "offsets", "tiles", "num_tiles", "splits", "split_offsets")
 
@@ -124,6 +148,8 @@ def elementwise_cases() -> list[Case]:
                 "BLOCK": next_power_of_two(128),
             }
             cases.append(Case(f"{module}:rotate_and_store", stored, constants, 4, multiples_of_16=("head_dim",)))
+        one_key = constants | {"NORM": 1, "HEADS": 4, "BLOCK": 256, "num_heads": 4, "num_kv_heads": 1}  # Gemma 3 1B
+        cases.append(Case(f"{module}:rotate_and_store", stored, one_key, 4, multiples_of_16=("head_dim",)))
         gated = {"gate_up": rows, "out": rows, "width": "i32", "slope": "fp32", "limit": "fp32"}
         for number in ACTIVATIONS.values():
             constants = {"ACTIVATION": number, "BLOCK": 1024}
@@ -140,20 +166,28 @@ def _product_arguments(rows: torch.dtype, values: torch.dtype, scales: torch.dty
     }
 
 
-def _tile_constants(form: int, tile: ProductTile, **others: object) -> dict[str, object]:
+def _tile_constants(form: int, tile: ProductTile, group: int = 128, **others: object) -> dict[str, object]:
     blocks = {"BLOCK_M": tile.rows, "BLOCK_N": tile.outputs, "BLOCK_K": tile.inputs}
-    group = 128 if form in (INT4, GROUPED) else 1
+    group = group if form in (INT4, GROUPED) else 1
     return {"FORM": form, "HAS_BIAS": True, "GROUP": group, "IS_WHOLE": True, "PRECISION": "ieee", **blocks, **others}
 
 
-def tile_of(bits: int, form: int, num_rows: int) -> ProductTile:
+def tile_of(bits: int, form: int, num_rows: int, group: int = 128) -> ProductTile:
     none = torch.empty(0)
-    return Matrix(form, none, none, none, num_out=0, num_in=0, num_bits=bits, group=128).tile(num_rows)
+    return Matrix(form, none, none, none, num_out=0, num_in=0, num_bits=bits, group=group).tile(num_rows)
+
+
+def _odd_product(bits: int, form: int, stored: torch.dtype | None, num_rows: int, group: int) -> Case:
+    """Without a bias, of bfloat16: inputs that end within a tile where there are no groups, or groups as told."""
+    tile, rows = tile_of(bits, form, num_rows, group), torch.bfloat16
+    arguments = _product_arguments(rows, stored or rows, SCALES.get(form, rows), rows)
+    has_groups = form in (INT4, GROUPED)
+    constants = _tile_constants(form, tile, group, SPLITS=1, HAS_BIAS=False, IS_WHOLE=has_groups)
+    return Case("gpu.kernels.products:multiply", arguments, constants, tile.num_warps, tile.num_stages, WIDE)
 
 
 def product_cases() -> list[Case]:
     module, cases = "gpu.kernels.products", []
-    wide = ("num_out", "num_in", "row_stride", "x_stride", "split_inputs")
     for dtype in (torch.bfloat16, torch.float16):
         for bits, form, stored in FORMATS:
             if bits == 32 and dtype != torch.bfloat16:
@@ -168,7 +202,8 @@ def product_cases() -> list[Case]:
                     rows, values, SCALES.get(form, rows), torch.float32 if splits > 1 else rows
                 )
                 constants = _tile_constants(form, tile, SPLITS=splits)
-                cases.append(Case(f"{module}:multiply", arguments, constants, tile.num_warps, tile.num_stages, wide))
+                cases.append(Case(f"{module}:multiply", arguments, constants, tile.num_warps, tile.num_stages, WIDE))
+    cases += [_odd_product(*odd) for odd in ODD_PRODUCTS]
     added = {"parts": "*fp32", "bias": "*bf16", "out": "*bf16", "num_rows": "i32", "num_out": "i32"}
     constants = {"HAS_BIAS": True, "SPLITS": MAX_SPLITS, "BLOCK": 1024}
     cases.append(Case(f"{module}:add_splits", added, constants, multiples_of_16=("num_out",)))
@@ -198,8 +233,11 @@ def expert_cases() -> list[Case]:
 
 
 def sampling_cases() -> list[Case]:
-    """Each of its kernels in one of the formats of logits; of a vocabulary of 262,144."""
-    shape, cases = SHAPES[0][1], []
+    """As rows of any number are read: of float32, which serves, in vocabularies of up to 2 ** 15, 17 and 18 tokens.
+
+    And each kernel in one of the other formats of logits.
+    """
+    cases = []
     floats = ("factors", "biases", "scratch", "maxima", "values", "logprobs", "found")
     arguments = (
         dict.fromkeys(floats, "*fp32")
@@ -208,16 +246,23 @@ def sampling_cases() -> list[Case]:
         | dict.fromkeys(("vocab_size", "range_size", "num_splits"), "i32")
         | {"is_finite": "*i8"}
     )
-    lists, segments = {"MAX_BIASES": MAX_BIASES, "MAX_STOP_IDS": MAX_STOP_IDS}, {"SEGMENTS": 2048}
-    for name, logits, constants in (
-        ("sample_rows", "*fp32", lists | segments),
-        ("scan_rows", "*bf16", lists),
-        ("end_rows", "*fp16", segments | {"SPLITS": shape.num_splits}),
-    ):
-        constants |= {"GROUP": shape.group}
-        types = {"logits": logits} | arguments
-        kernel = f"gpu.kernels.sampling:{name}"
-        cases.append(Case(kernel, types, constants, num_warps=shape.num_warps, enable_fp_fusion=False))
+    lists = {"MAX_BIASES": MAX_BIASES, "MAX_STOP_IDS": MAX_STOP_IDS}
+
+    def add(name: str, logits: str, shape: Shape, constants: dict[str, Any], multiples: tuple[str, ...] = ()) -> None:
+        types, options = {"logits": logits} | arguments, {"num_warps": shape.num_warps, "enable_fp_fusion": False}
+        kernel, constants = f"gpu.kernels.sampling:{name}", constants | {"GROUP": shape.group}
+        cases.append(Case(kernel, types, constants, multiples_of_16=multiples, **options))
+
+    multiples = ("vocab_size", "range_size")
+    split, whole = SHAPES[0][1], SHAPES[-1][1]
+    for segments in (256, 1024, 2048):
+        add("sample_rows", "*fp32", whole, lists | {"SEGMENTS": segments}, multiples)
+        for shape in {shape.num_splits: shape for _, shape in SHAPES if shape.num_splits > 1}.values():
+            add("end_rows", "*fp32", shape, {"SEGMENTS": segments, "SPLITS": shape.num_splits}, multiples)
+    add("scan_rows", "*fp32", split, lists, multiples)
+    add("sample_rows", "*bf16", whole, lists | {"SEGMENTS": 2048})
+    add("scan_rows", "*bf16", split, lists)
+    add("end_rows", "*fp16", split, {"SEGMENTS": 2048, "SPLITS": split.num_splits})
     return cases
 
 
@@ -229,11 +274,16 @@ def row_cases() -> list[Case]:
         ids = {"token_ids": "*i64"}
         cases.append(Case(f"{module}:embed", rows | ids, {"BLOCK": 1024}, multiples_of_16=("width",)))
         cases.append(Case(f"{module}:scatter", rows, {"BLOCK": 1024}))
+    numbers = dict.fromkeys(("table", "rows", "slots"), "*i32") | {"width": "i32"}
+    for width in (1, 12, 512):  # a table's entries, and what slots ask of sampling; 1 is a constant
+        constants: dict[str, Any] = {"BLOCK": next_power_of_two(width)} | ({"width": 1} if width == 1 else {})
+        cases.append(Case(f"{module}:scatter", numbers, constants))
     ints = ("step", "tables", "ends", "row_tables")
     longs = ("last_tokens", "token_ids", "kv_slots", "drawn_slots", "drawn_positions")
     types = dict.fromkeys(ints, "*i32") | dict.fromkeys(longs, "*i64") | {"positions": "*fp32"}
     types |= dict.fromkeys(("step_stride", "width", "scratch_block", "padding_block"), "i32")
-    cases.append(Case(f"{module}:lay_out_rows", types, {"BLOCK_TOKENS": 16, "BLOCK": 1024}))
+    for constants in ({}, {"scratch_block": 1}):  # of a cache of one block, on which graphs are tried
+        cases.append(Case(f"{module}:lay_out_rows", types, constants | {"BLOCK_TOKENS": 16, "BLOCK": 1024}))
     tokens = types | {"num_tokens": "i32"}
     cases.append(Case(f"{module}:lay_out_tokens", tokens, {"BLOCK_TOKENS": 16, "BLOCK": TOKENS}))
     return cases
