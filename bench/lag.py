@@ -30,8 +30,9 @@ from bench.results import RESULTS_DIR, Cell, Table, command_line, print_tables, 
 from core.types import StepDelivery
 from server.config import ServerConfig
 from server.engine_thread import Inbox
+from server.loaded_engine import LoadedEngine
 from server.observing.logs import configure_logging
-from server.process import SWITCH_INTERVAL_S, LoadedEngine, Server
+from server.process import SWITCH_INTERVAL_S, Server
 
 STREAMS = 64
 STEP_S = 0.02

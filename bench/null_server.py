@@ -25,8 +25,9 @@ from core.types import StepDelivery
 from server.commands.model_files import GenerationDefaults, ModelFiles
 from server.config import ServerConfig
 from server.engine_thread import Inbox
+from server.loaded_engine import EngineFacts, LoadedEngine
 from server.observing.logs import configure_logging
-from server.process import EngineFacts, LoadedEngine, serve
+from server.process import serve
 
 MAX_MODEL_LEN = 16_384
 NUM_TOKENS = 256 * 1_024  # that many streams of that many tokens fit at once

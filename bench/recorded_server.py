@@ -24,8 +24,9 @@ from core.types import FinishReason, Request, StepDelivery, TokenChunk
 from server.commands.model_files import ModelFiles, read_model_files
 from server.config import ServerConfig
 from server.engine_thread import Inbox
+from server.loaded_engine import LoadedEngine
 from server.observing.logs import configure_logging
-from server.process import LoadedEngine, serve
+from server.process import serve
 
 
 class StepRecord(msgspec.Struct, array_like=True):

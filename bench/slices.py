@@ -24,8 +24,9 @@ from core.types import StepDelivery
 from server import engine_client
 from server.config import ServerConfig
 from server.engine_thread import Inbox
+from server.loaded_engine import LoadedEngine
 from server.observing.logs import configure_logging
-from server.process import SWITCH_INTERVAL_S, LoadedEngine, Server
+from server.process import SWITCH_INTERVAL_S, Server
 
 SIZES = (16, 32, 64, 128, 256)
 LOADS = ((False, 64, 64), (False, 256, 256), (True, 1, 64), (True, 4, 256))  # HTTP/2, connections, streams

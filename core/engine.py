@@ -19,6 +19,7 @@ from core.inspection import BooksDoNotBalance, check_conservation, snapshot_of
 from core.plan import BlockStore, DeviceError, Runner, StepOutput, StepPlan
 from core.scheduler import Scheduler
 from core.sent_steps import SentSteps
+from core.snapshot import NO_STORE
 from core.types import (
     Cancel,
     ClearCache,
@@ -141,10 +142,14 @@ class Engine:
             return
         self._store.keep(self._scheduler.offload_kept())
 
-    def _drop_forgotten(self) -> None:
-        """At once: no step may come, and the process may be killed."""
+    def _drop_forgotten(self, is_asked: bool = False) -> None:
+        """At once: no step may come, and the process may be killed.
+
+        Args:
+            is_asked: what could not be deleted before is tried again, even where there is nothing new to delete.
+        """
         slots = self._scheduler.host.take_dropped()
-        if slots and self._store is not None:
+        if (slots or is_asked) and self._store is not None:
             self._store.drop(slots)
 
     def _break(self, message: str, cause: Exception | None = None) -> NoReturn:
@@ -167,8 +172,12 @@ class Engine:
             self._tell(delivery)
 
     def _tell(self, delivery: StepDelivery) -> None:
+        store = NO_STORE if self._store is None else self._store.state
+        if store.num_undeleted or store.num_unwritten:
+            counts = {"num_undeleted_blocks": store.num_undeleted, "num_unwritten_blocks": store.num_unwritten}
+            delivery = msgspec.structs.replace(delivery, stats=msgspec.structs.replace(delivery.stats, **counts))
         if self._inspect is not None:
-            snapshot = snapshot_of(self._scheduler.view(), self._inspect.serial, self._clock())
+            snapshot = snapshot_of(self._scheduler.view(), self._inspect.serial, self._clock(), store)
             delivery = msgspec.structs.replace(delivery, snapshot=snapshot)
             self._inspect = None
         self._deliver(delivery)
@@ -186,6 +195,6 @@ class Engine:
                     self._scheduler.resume(request_id)
                 case ClearCache():
                     self._scheduler.cache.clear()
-                    self._drop_forgotten()
+                    self._drop_forgotten(is_asked=True)
                 case Inspect() as inspect:
                     self._inspect = inspect

@@ -93,16 +93,27 @@ def tokenizer_files(metadata: Mapping[str, Any], vocab_size: int) -> tuple[str, 
 
 
 def end_ids(metadata: Mapping[str, Any]) -> list[int]:
-    """Tokens that end an answer: those the metadata names, and control tokens that can mean nothing else."""
+    """Tokens that end an answer: those the metadata names, and control tokens that can mean nothing else.
+
+    Raises:
+        BadCheckpoint: it names what is no token.
+    """
     tokens = metadata.get("tokenizer.ggml.tokens", [])
     types = metadata.get("tokenizer.ggml.token_type", [])
-    named = [metadata.get(f"tokenizer.ggml.{key}_token_id") for key in _END_KEYS]
+    named = [_end_id(metadata, f"tokenizer.ggml.{key}_token_id", len(tokens)) for key in _END_KEYS]
     by_name = [
         token_id
         for token_id, (token, kind) in enumerate(zip(tokens, types, strict=False))
         if kind == CONTROL and token in _END_TOKENS
     ]
     return list(dict.fromkeys([*(token_id for token_id in named if token_id is not None), *by_name]))
+
+
+def _end_id(metadata: Mapping[str, Any], key: str, num_tokens: int) -> int | None:
+    token_id = metadata.get(key)
+    if token_id is not None and (not isinstance(token_id, int) or not 0 <= token_id < num_tokens):
+        raise _bad(f"{key} is {token_id!r}, of {num_tokens} tokens")
+    return token_id
 
 
 def _tokens(metadata: Mapping[str, Any], vocab_size: int) -> tuple[list[str], list[int]]:

@@ -11,11 +11,13 @@ from core.fairness import Tenant
 from core.prefix_cache import PrefixCache
 from core.sequence import NO_SLOT, Sequence, SequenceGroup, SequenceState
 from core.snapshot import (
+    NO_STORE,
     BlockCounts,
     EngineSnapshot,
     LiveSequence,
     StepComposition,
     StepCostFit,
+    StoreState,
     TenantCounters,
     WaitingLine,
 )
@@ -49,7 +51,7 @@ class SchedulerView:
     tenants: Seq[Tenant]
 
 
-def snapshot_of(view: SchedulerView, serial: int, now: float) -> EngineSnapshot:
+def snapshot_of(view: SchedulerView, serial: int, now: float, store: StoreState = NO_STORE) -> EngineSnapshot:
     """
     Args:
         now: monotonic seconds, as requests' arrivals.
@@ -62,6 +64,7 @@ def snapshot_of(view: SchedulerView, serial: int, now: float) -> EngineSnapshot:
         blocks=_blocks(view),
         step_cost=_fit(view.step_cost),
         tenants=tuple(map(_counters, view.tenants)),
+        store=store,
     )
 
 

@@ -16,12 +16,17 @@ from core.fp8_config import parse_fp8
 _NEUTRAL: dict[str, dict[str, tuple[Any, ...]]] = {
     "gptq": {
         "checkpoint_format": ("gptq", "gptq_v2", None),
+        "format": ("gptq", "gptq_v2", None),  # newer GPTQModel's word for it, beside the other
         "is_marlin_format": (False, None),
         "use_marlin_format": (False, None),
         "pack_dtype": ("int32", None),
         "dynamic": ({}, None),  # modules with settings of their own
     },
-    "awq": {"zero_point": (True, None), "version": ("gemm", "GEMM", None), "modules_to_fuse": ({}, [], None)},
+    "awq": {
+        "zero_point": (True, None),
+        "modules_to_fuse": ({}, [], None),
+        **dict.fromkeys(("version", "checkpoint_format", "format"), ("gemm", "GEMM", None)),
+    },
 }
 METHODS = tuple(_NEUTRAL)
 
@@ -65,8 +70,15 @@ def parse_packed(config: Mapping[str, Any]) -> PackedConfig | None:
     if bits not in (4, 8):
         raise unsupported_field("quantization_config.bits", bits, (4, 8))
     # Of the first format stored zeros are one less: source: AutoGPTQ, QuantLinear.pack.
-    zero_offset = 0 if given.get("checkpoint_format") == "gptq_v2" else 1
+    zero_offset = 0 if _gptq_format(given) == "gptq_v2" else 1
     return PackedConfig("gptq", bits, _group_size(given, "group_size"), read_bool(given, "desc_act"), zero_offset)
+
+
+def _gptq_format(given: Mapping[str, Any]) -> str:
+    named = {str(given[name]) for name in ("checkpoint_format", "format") if given.get(name) is not None}
+    if len(named) > 1:
+        raise bad_field(f"quantization_config: checkpoint_format and format are {' and '.join(sorted(named))}.")
+    return next(iter(named), "gptq")
 
 
 def refuse_other_methods(config: Mapping[str, Any]) -> None:

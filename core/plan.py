@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from core.blocks import BlockKey
+from core.snapshot import StoreState
 from core.types import SamplingParams, TokenLogprobs
 
 Int32Array = npt.NDArray[np.int32]
@@ -167,9 +168,12 @@ class BlockStore(Protocol):
 
     def drop(self, slots: list[int]) -> None:
         """What was copied out to these nobody may find any more, after a restart of the process neither. Returns at
-        once; what is copied out from now on is kept.
+        once; what is copied out from now on is kept. What could not be deleted before is tried again.
         """
         ...
+
+    @property
+    def state(self) -> StoreState: ...
 
     def keep(self, copies: BlockCopies | None) -> None:
         """After the last step: copy these out, and return once all that was copied out is kept, or time is up."""

@@ -85,6 +85,23 @@ class TenantCounters(msgspec.Struct, frozen=True, kw_only=True):
     num_running: int  # sequences that hold blocks
 
 
+class StoreState(msgspec.Struct, frozen=True, kw_only=True):
+    """What has become of the blocks that are kept beyond the end of the process.
+
+    Args:
+        is_deleting: some that were forgotten are still to be deleted.
+        num_undeleted: that were forgotten and could not be deleted: a restarted server may find them.
+        num_unwritten: that could not be written, since the start.
+    """
+
+    is_deleting: bool = False
+    num_undeleted: int = 0
+    num_unwritten: int = 0
+
+
+NO_STORE = StoreState()
+
+
 class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to Inspect.
 
@@ -99,3 +116,4 @@ class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     blocks: BlockCounts
     step_cost: StepCostFit
     tenants: tuple[TenantCounters, ...]
+    store: StoreState

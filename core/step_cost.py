@@ -29,6 +29,7 @@ NEWS_SHARE = 1 / 8
 SURPRISE = 0.1  # a step that was off by more of what it took is news enough
 NUM_SWEEPS = 6
 ERROR_WINDOW, ERROR_REFRESH = 256, 32  # steps
+MOST_LATE = 0.15  # what is off by more is not the machine's unrest but the model's, which learns
 
 Features = tuple[float, float, float, float, float]
 Float64Array = npt.NDArray[np.float64]
@@ -84,6 +85,9 @@ class StepCostModel:
         prompt_tile, few_tokens: see RunnerLimits.
 
     Attributes:
+        is_ready: enough steps of both kinds were measured to predict one.
+        error_p50, error_p90: of the last steps: |predicted - measured| / measured.
+        late_p90: nine of ten of the last steps took at most this part longer than predicted: MOST_LATE at most.
         coefficients_s: the same as a line, for charges and estimates: fixed, a prompt's token, KV token that prompts
             read, own token with its part of those beyond the few in a batch as large as the last, KV token it reads.
     """
@@ -91,16 +95,15 @@ class StepCostModel:
     def __init__(self, prompt_tile: int = PROMPT_TILE, few_tokens: int = 0) -> None:
         self.prompt_tile, self.few_tokens = prompt_tile, few_tokens
         self.coefficients_s: Features = NOMINAL_S
-        self.is_ready = False  # enough steps of both kinds were measured to predict one
-        self.error_p50 = 0.0  # of the last steps: |predicted - measured| / measured
-        self.error_p90 = 0.0
+        self.is_ready = False
+        self.error_p50 = self.error_p90 = self.late_p90 = 0.0
         self._fit: Features = (0.0, 0.0, 0.0, 0.0, 0.0)
         self._linear_s = self._fit  # see coefficients_s
         self._num_own = 1  # own tokens of the last step that had any
         self._with_prompts, self._without = _Memory(), _Memory()
         self._spread = FIRST_SPREAD
-        self._errors: deque[float] = deque(maxlen=ERROR_WINDOW)
-        self._num_errors = 0
+        self._excesses: deque[float] = deque(maxlen=ERROR_WINDOW)  # (measured - predicted) / predicted
+        self._num_excesses = 0
         self._num_observed = 0
         self._has_prompt = False  # the last step
 
@@ -140,16 +143,15 @@ class StepCostModel:
         if seconds <= 0:
             return
         predicted = self.predict(work)
-        error = abs(predicted - seconds) / seconds
-        if self.is_ready:
-            self._note_error(error)
+        if self.is_ready and predicted > 0:
+            self._note_excess(seconds / predicted - 1)
         memory = self._with_prompts if self._has_prompt else self._without
         num_beyond = max(0, work.prompt_tokens + work.own_tokens - self.few_tokens)
         features = 1.0, num_beyond, work.prompt_kv, work.own_tokens, work.own_kv
         memory.note(features, seconds, self._weight(predicted, seconds))
         self._num_own = work.own_tokens or self._num_own
         self._num_observed += 1
-        if memory.is_due or error > SURPRISE:
+        if memory.is_due or abs(predicted - seconds) > SURPRISE * seconds:
             self._solve()
 
     def _weight(self, predicted: float, seconds: float) -> float:
@@ -169,12 +171,14 @@ class StepCostModel:
         if self.is_ready:
             self.coefficients_s = self._linear_s
 
-    def _note_error(self, error: float) -> None:
-        self._errors.append(error)
-        self._num_errors += 1
-        if self._num_errors % ERROR_REFRESH == 0:
-            ordered = sorted(self._errors)
-            self.error_p50, self.error_p90 = (ordered[int(share * (len(ordered) - 1))] for share in (0.5, 0.9))
+    def _note_excess(self, excess: float) -> None:
+        self._excesses.append(excess)
+        self._num_excesses += 1
+        if self._num_excesses % ERROR_REFRESH == 0:
+            errors = sorted(abs(excess) / (1 + excess) for excess in self._excesses)
+            self.error_p50, self.error_p90 = (errors[int(share * (len(errors) - 1))] for share in (0.5, 0.9))
+            late = sorted(self._excesses)[int(0.9 * (len(errors) - 1))]
+            self.late_p90 = min(max(late, 0.0), MOST_LATE)
 
 
 class _Memory:
@@ -308,7 +312,8 @@ def allow_prefill(
 
     The target is not for those alone who do: with many prompts waiting, the batch would stay small, and the queue
     grow. What streams notice stays bounded by what they notice once the prompts have become streams. One prompt makes
-    no queue: it is bound by those who do decode.
+    no queue: it is bound by those who do decode. As much is left as the machine's unrest may take: nine of ten steps
+    stay under the target, and not every other one.
 
     Args:
         inter_token_target: see EngineConfig.
@@ -321,7 +326,7 @@ def allow_prefill(
         return PrefillAllowance(model, 0.0, is_due=False) if is_bare else PrefillAllowance(model, math.inf)
     num_soon = decodes.own_tokens + max(0, num_coming - 1)
     soon = StepWork(own_tokens=num_soon, own_kv=decodes.own_kv)
-    seconds = inter_token_target * model.predict(soon) - model.predict(decodes)
+    seconds = inter_token_target / (1 + model.late_p90) * model.predict(soon) - model.predict(decodes)
     return PrefillAllowance(model, seconds, num_few=max(0, model.few_tokens - decodes.own_tokens))
 
 

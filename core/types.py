@@ -250,6 +250,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_offloaded_blocks: int = 0  # copied to the host
     num_restored_blocks: int = 0  # copied back
     num_recomputed_blocks: int = 0  # found on the host, and computed all the same: that was cheaper
+    num_unwritten_blocks: int = 0  # that could not be written to the directory, since the start
+    num_undeleted_blocks: int = 0  # that were forgotten, and lie in the directory still: they could not be deleted
     block_bytes: int = 0
     step_s: float = 0.0  # duration of the last step
     step_cost_s: tuple[float, float, float, float, float] | None = None  # StepCostModel.rough_s

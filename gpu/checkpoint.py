@@ -251,13 +251,12 @@ class TensorSource:
     def unpacked(self, name: str) -> UnpackedWeight | Fp8Weight:
         """A matrix that has parts."""
         assert self.checkpoint.packing is not None
-        module = name.removesuffix(".weight")
-        parts = {
-            part: self._reader(header.file).get_tensor(f"{module}.{part}")
-            for part, header in self.checkpoint.tensors[name].parts.items()
-        }
+        module, found = name.removesuffix(".weight"), self.checkpoint.tensors[name]
+        parts = {part: self._reader(header.file).get_tensor(f"{module}.{part}") for part, header in found.parts.items()}
         packing = self.checkpoint.packing
-        return Fp8Weight.of(packing, parts) if isinstance(packing, Fp8Config) else unpack(packing, parts, module)
+        if isinstance(packing, Fp8Config):
+            return Fp8Weight.of(packing, parts)
+        return unpack(packing, parts, f"{found.file}: {module}")
 
     def finish(self) -> None:
         """Tensors that nobody wanted count as done, too."""

@@ -7,7 +7,6 @@ its chain, by names that are given once and for ever. What is torn, of another m
 gone is deleted, never served. Files are readable for their owner alone: they hold prompts.
 """
 
-import contextlib
 import fcntl
 import hashlib
 import logging
@@ -15,7 +14,6 @@ import os
 import secrets
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable
 from pathlib import Path
 from queue import SimpleQueue
@@ -23,12 +21,13 @@ from queue import SimpleQueue
 from core.blocks import BlockKey
 from core.config import BLOCK_SIZE, ModelConfig
 from core.plan import BlockLabel
+from core.snapshot import StoreState
 from gpu.checkpoint import Checkpoint
 from gpu.kv_file import DIGEST_BYTES, SUFFIX, BadFile, Header, encode, encode_header, read_content, read_header
+from gpu.kv_slot_files import PART_SUFFIX, SlotFiles
 
-PART_SUFFIX, LOCK_NAME = ".kv.part", "lock"
+LOCK_NAME = "lock"
 QUEUE_BYTES = 64 * 1024**2  # that wait for the disk; what comes on top is written at the end
-DATE_STEP_NS = 1_000_000  # file systems that keep coarser times are not worth an order
 SAVE_S = 8.0  # at the end: the process is given ten seconds
 
 logger = logging.getLogger(__name__)
@@ -40,12 +39,20 @@ class KVDirectory:
     Args:
         limit_bytes: of all files together; the least recently used go first. None: as many as there are slots.
         block_bytes: of each one's keys and values.
+        clock: monotonic seconds.
 
     Raises:
         OSError: the directory cannot be used; BlockingIOError: another process uses it.
     """
 
-    def __init__(self, path: Path, limit_bytes: int | None, fingerprint: str, block_bytes: int) -> None:
+    def __init__(
+        self,
+        path: Path,
+        limit_bytes: int | None,
+        fingerprint: str,
+        block_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -59,7 +66,11 @@ class KVDirectory:
         self._run = secrets.token_hex(16)
         self._loaded_names: dict[int, str] = {}  # by serial
         self._unwritten: dict[int, BlockLabel] = {}  # by slot: there was no room in the queue
-        self._files = _Files(path, limit_bytes)
+        self._labels: dict[int, BlockLabel] = {}  # by slot: as it was put
+        self._failed: dict[int, BlockLabel] = {}  # by slot: what the writer could not write
+        self._num_drops = 0  # asked for ...
+        self._num_dropped = 0  # ... and done, counted by the writer
+        self._files = SlotFiles(path, limit_bytes, clock)
         self._unused = _Unused()
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._room = threading.Semaphore(max(1, QUEUE_BYTES // block_bytes))
@@ -93,22 +104,34 @@ class KVDirectory:
 
     def put(self, slot: int, label: BlockLabel, content: bytes) -> None:
         """Have a slot's content written, in place of what it held before; later, when too much waits already."""
+        self._labels[slot] = label
         if self._room.acquire(blocking=False):
             self._unwritten.pop(slot, None)
-            header = self._header(label)
-            self._queue_place(slot, header)
+            self._queue_place(slot, self._header(label))
             self._queue.put(self._files.trim)
-            self._queue_write(header, content)
+            self._queue_write(slot, label, content)
         else:
             self._queue.put(lambda: self._files.drop(slot))
             self._unwritten[slot] = label
 
     def drop(self, slots: Iterable[int]) -> None:
-        """Have the files of these deleted, for good once the writer has come to it."""
+        """Have the files of these deleted, for good once the writer has come to it; and what could not be before."""
         slots = list(slots)
         for slot in slots:
             self._unwritten.pop(slot, None)
-        self._queue.put(lambda: self._files.drop_for_good(slots))
+            self._labels.pop(slot, None)
+        self._num_drops += 1
+        self._queue.put(lambda: self._drop_for_good(slots))
+
+    @property
+    def state(self) -> StoreState:
+        """What has become of the files, as far as the writer has come."""
+        is_deleting = self._num_dropped < self._num_drops  # read first: what is counted now is in the counts below
+        return StoreState(
+            is_deleting=is_deleting,
+            num_undeleted=self._files.num_undeleted,
+            num_unwritten=self._files.num_unwritten,
+        )
 
     def use(self, slots: Iterable[int]) -> None:
         """These are used now, the last of them last."""
@@ -123,7 +146,9 @@ class KVDirectory:
             used: as for use(), these among them: what has no room goes by this order, not by that of the writing.
         """
         deadline_s = time.monotonic() + SAVE_S
-        labels = self._unwritten | labels
+        failed = {slot: label for slot, label in self._failed.copy().items() if self._labels.get(slot) is label}
+        labels = failed | self._unwritten | labels
+        self._queue.put(self._files.retry_now)
         for slot, label in labels.items():
             self._queue_place(slot, self._header(label))
         self.use(used)
@@ -132,7 +157,7 @@ class KVDirectory:
             if not self._room.acquire(timeout=max(0.0, deadline_s - time.monotonic())):
                 logger.warning("not all keys and values could be written to %s within %g s", self._path, SAVE_S)
                 break
-            self._queue_write(self._header(label), read(slot))
+            self._queue_write(slot, label, read(slot))
         self._queue.put(self._files.date_by_use)
         self.close(deadline_s)
 
@@ -147,9 +172,19 @@ class KVDirectory:
         beside_bytes = self._block_bytes + DIGEST_BYTES
         self._queue.put(lambda: self._files.place(slot, header.name, len(encode_header(header)) + beside_bytes))
 
-    def _queue_write(self, header: Header, content: bytes) -> None:
-        self._queue.put(lambda: self._files.write(header.name, encode(header, content)))
+    def _queue_write(self, slot: int, label: BlockLabel, content: bytes) -> None:
+        header = self._header(label)
+
+        def write() -> None:
+            if not self._files.write(header.name, encode(header, content)):
+                self._failed[slot] = label
+
+        self._queue.put(write)
         self._queue.put(self._room.release)
+
+    def _drop_for_good(self, slots: list[int]) -> None:
+        self._files.drop_for_good(slots)
+        self._num_dropped += 1
 
     def _header(self, label: BlockLabel) -> Header:
         parent, tokens = label.key
@@ -231,93 +266,6 @@ class _Unused:
         for reason, names in self._files.items():
             which = f"{path / min(names)}{f' and {len(names) - 1} more are' if len(names) > 1 else ' is'}"
             logger.warning("%s not used: %s", which, reason)
-
-
-class _Files:
-    """Which slot has which file: each file is one slot's. Thread: the writer, after load()."""
-
-    def __init__(self, path: Path, limit_bytes: int | None) -> None:
-        self._path = path
-        self._limit_bytes = limit_bytes
-        self._num_bytes = 0
-        self._names: dict[int, str] = {}  # by slot
-        self._slots: dict[str, int] = {}  # by name
-        self._sizes: OrderedDict[str, int] = OrderedDict()  # least recently used first
-        self._is_writable = True
-
-    def take(self, slot: int, name: str) -> None:
-        """A file that is there already."""
-        self._add(slot, name, self._file(name).stat().st_size)
-        self._sizes.move_to_end(name, last=False)  # the newest are loaded first
-
-    def place(self, slot: int, name: str, size_bytes: int) -> None:
-        """This file is the slot's from now on, last used; it is yet to be written."""
-        self.drop(slot)
-        if name in self._slots:  # the block had given way here, and is copied out again from the device
-            self.drop(self._slots[name])
-        self._add(slot, name, size_bytes)
-
-    def write(self, name: str, content: bytes) -> None:
-        """Unless it had to give way, or was dropped, since it was placed."""
-        if not self._is_writable or name not in self._slots:
-            return
-        aside = self._path / f"{name}{PART_SUFFIX}"
-        try:
-            with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as writer:
-                writer.write(content)
-            os.replace(aside, self._file(name))
-        except OSError as error:
-            self._is_writable = False
-            logger.warning("keys and values are written to %s no more: %s", self._path, error)
-            aside.unlink(missing_ok=True)
-
-    def drop(self, slot: int) -> None:
-        """Delete its file, if it has one."""
-        name = self._names.pop(slot, None)
-        if name is None:
-            return
-        del self._slots[name]
-        self._num_bytes -= self._sizes.pop(name)
-        try:
-            self._file(name).unlink(missing_ok=True)
-        except OSError as error:
-            logger.warning("%s cannot be deleted: %s", self._file(name), error)
-
-    def drop_for_good(self, slots: list[int]) -> None:
-        """Also if the machine stops."""
-        for slot in slots:
-            self.drop(slot)
-        try:
-            directory = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                os.fsync(directory)
-            finally:
-                os.close(directory)
-        except OSError as error:
-            logger.warning("deletions in %s may be undone by a power failure: %s", self._path, error)
-
-    def use(self, slots: list[int]) -> None:
-        for slot in slots:
-            if slot in self._names:
-                self._sizes.move_to_end(self._names[slot])
-
-    def trim(self) -> None:
-        while self._limit_bytes is not None and self._num_bytes > self._limit_bytes:
-            self.drop(self._slots[next(iter(self._sizes))])
-
-    def date_by_use(self) -> None:
-        """Let the files' times say which was used last: the next process takes those first."""
-        now_ns = time.time_ns()
-        for age, name in enumerate(reversed(self._sizes)):
-            with contextlib.suppress(OSError):  # not written
-                os.utime(self._file(name), ns=(now_ns - age * DATE_STEP_NS,) * 2)
-
-    def _add(self, slot: int, name: str, size_bytes: int) -> None:
-        self._names[slot], self._slots[name], self._sizes[name] = name, slot, size_bytes
-        self._num_bytes += size_bytes
-
-    def _file(self, name: str) -> Path:
-        return self._path / f"{name}{SUFFIX}"
 
 
 def model_fingerprint(checkpoint: Checkpoint, config: ModelConfig, dtype_name: str, quantize: str | None) -> str:

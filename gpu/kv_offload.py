@@ -17,6 +17,7 @@ from torch import Tensor
 from core.config import BLOCK_SIZE, EngineConfig, ModelConfig
 from core.errors import ExitCode, StartupError
 from core.plan import BlockCopies, BlockLabel
+from core.snapshot import NO_STORE, StoreState
 from gpu.checkpoint import Checkpoint
 from gpu.device import DeviceChoice, free_memory_bytes, to_device
 from gpu.kv_cache import KVCache, bytes_per_block
@@ -127,6 +128,10 @@ class KVOffload:
             for slot, label in ticket.copies.labels.items():
                 self.directory.put(slot, label, self.memory.read(slot))
         return took_s if ticket.copies.num_copies else 0.0
+
+    @property
+    def state(self) -> StoreState:
+        return NO_STORE if self.directory is None else self.directory.state
 
     def drop(self, slots: list[int]) -> None:
         """Have the files of these deleted."""

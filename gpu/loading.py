@@ -25,7 +25,7 @@ from gpu.quantize_cache import quantizing
 from gpu.runner import ModelRunner
 from gpu.spent_memory import drop_code_pages, trim_heap
 from gpu.staged_copies import fill_on
-from gpu.weights import MatrixForm, load_weights
+from gpu.weights import MatrixForm, check_checkpoint, load_weights
 
 WARM_UP_TOKENS = 2 * MOST_FEW_ROWS  # of a prompt: more rows than those that products are cut otherwise for
 FindOperators = Callable[[ModelConfig, DeviceChoice], Operators]
@@ -52,6 +52,7 @@ def load_runner(
     choice = choose_device(engine)
     apply_threads(choice)
     checkpoint = open_checkpoint(directory, config.packing)
+    check_checkpoint(checkpoint, config)
     memory = plan_checkpoint(config, engine, choice, checkpoint, free_memory_bytes(choice.device))
     try:
         runner = load_planned(checkpoint, config, engine, memory, progress, find=find)

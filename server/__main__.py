@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from core.types import StepDelivery
     from server.config import ServerConfig
     from server.engine_thread import Inbox
-    from server.process import LoadEngine, Server
+    from server.loaded_engine import LoadEngine
+    from server.process import Server
 
     Started = Future[tuple[asyncio.AbstractEventLoop, Server]]
 
@@ -165,7 +166,7 @@ def engine_loader(config: "ServerConfig") -> "LoadEngine":
     from core.scheduler import Scheduler
     from server.commands.model_files import parse_config, read_model_files
     from server.commands.progress import MIN_LOADED_BYTES, byte_progress, count_progress
-    from server.process import EngineFacts, LoadedEngine
+    from server.loaded_engine import EngineFacts, LoadedEngine
 
     def load(
         inbox: "Inbox", deliver: "Callable[[StepDelivery], None]", report_stage: "Callable[[str], None]"

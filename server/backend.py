@@ -142,9 +142,10 @@ class Backend(Protocol):
         ...
 
     async def clear_cache(self) -> None:
-        """Let no request find what was computed before now. Returns once that is so.
+        """Let no request find what was computed before now, after a restart neither. Returns once that is so.
 
         Raises:
-            ServiceError: the engine has failed.
+            ServiceError: the engine has failed; or no request finds it now, but one after a restart may: some of its
+                files could not be deleted, or not in time.
         """
         ...

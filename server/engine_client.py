@@ -37,6 +37,9 @@ from server.request_handle import RequestHandle, RequestSequence
 SLICE_ROWS = 64
 SLICE_CONNECTIONS = 16  # DESIGN, The way through it
 
+LOOK_S, MOST_LOOKS = 0.05, 200  # while the files of a cleared cache are deleted
+_CLEARED = "No request finds now what was computed before"
+
 
 class Output(Protocol):
     """Where deltas end up: the connections, each with what it has to write. server.wire.write_batch implements it."""
@@ -137,7 +140,21 @@ class EngineClient:
 
     async def clear_cache(self) -> None:
         self._post(ClearCache())
-        await self.inspect()
+        store = (await self.inspect()).store
+        for _ in range(MOST_LOOKS):
+            if not store.is_deleting:
+                break
+            await asyncio.sleep(LOOK_S)
+            store = (await self.inspect()).store
+        if store.is_deleting:
+            message = f"{_CLEARED}, but its files are still being deleted. Ask again."
+            raise ServiceError(ErrorKind.UNAVAILABLE, message, "cache_files_pending", retry_after_s=MOST_LOOKS * LOOK_S)
+        if store.num_undeleted:
+            message = (
+                f"{_CLEARED}, but {store.num_undeleted} of its files could not be deleted: a restarted server may read "
+                "them. The log says which and why. Mend that and ask again."
+            )
+            raise ServiceError(ErrorKind.ENGINE, message, "cache_files_undeleted")
 
     def deliver(self, delivery: StepDelivery) -> None:
         """Take one step's news: the first slice of it now, the others in turn with the loop's other work."""

@@ -13,34 +13,30 @@ import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeVar
 
-from core.engine import Engine
 from core.errors import ErrorKind, ExitCode, ServiceError, StartupError
-from core.plan import RunnerLimits
-from core.types import EngineStats, StepDelivery
+from core.types import StepDelivery
 from core.wait_estimate import EngineRoom
 from server import __version__
-from server.api.models import ServedModel, ServerCard
-from server.api.surface import GenerationDefaults, RequestLimits
 from server.app import App
 from server.app_state import Readiness
 from server.banner import BannerFacts, Place, banner_lines, is_public, places_of
 from server.clock import Clock
-from server.commands.model_files import ModelFiles
 from server.config import ServerConfig
 from server.engine_client import EngineClient
-from server.engine_thread import EngineThread, Inbox
+from server.engine_thread import EngineThread
 from server.gate.admission import Admission
 from server.gate.cross_origin import CrossOrigin
 from server.gate.gate import Gate, warn_of_models
 from server.ledger.setup import open_ledger
-from server.lifecycle import Lifecycle, PromptReader
+from server.lifecycle import Lifecycle
 from server.listening.descriptors import allow_connections
 from server.listening.listener import ALL_HELD_BODY_BYTES, Listener, ListenerConfig
 from server.listening.listening_sockets import shown_addresses
 from server.listening.socket_activation import PassedSocket, take_passed_sockets
+from server.loaded_engine import EngineFacts, LoadedEngine, LoadEngine, generation_defaults, prompt_reader, server_card
 from server.observing.loop_lag import LoopLag
 from server.observing.metrics import Metrics
 from server.observing.otel import TraceExporter
@@ -58,39 +54,6 @@ GC_THRESHOLDS = (100_000, 50, 100)  # collections stall every stream: few, after
 FAREWELL_S = 2.0  # for the last error events to leave
 HURRIED_FAREWELL_S = 1.0  # likewise, for who has signalled twice
 ENGINE_STOP_S = 10.0  # for the step that runs
-
-
-@dataclass(frozen=True, slots=True)
-class EngineFacts:
-    """What was loaded, as the operator and the clients are told."""
-
-    model_name: str
-    is_demonstration: bool
-    num_parameters: int
-    dtype: str
-    device: str
-    device_reason: str
-    kv_size_bytes: int
-    context_origin: str
-    limits: RunnerLimits
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedEngine:
-    """What the engine thread has when it is ready to step.
-
-    Args:
-        stats: the scheduler's, before its first step.
-    """
-
-    engine: Engine
-    files: ModelFiles
-    facts: EngineFacts
-    stats: EngineStats
-
-
-# Runs on the engine thread: (inbox, where to deliver, what to call with the stage reached) -> engine
-LoadEngine = Callable[[Inbox, Callable[[StepDelivery], None], Callable[[str], None]], LoadedEngine]
 
 
 class Server:
@@ -269,11 +232,11 @@ class Server:
         client.stats = loaded.stats  # until the first delivery
         self._client = client
         self._metrics.model_name = loaded.facts.model_name
-        reader = _prompt_reader(loaded, self._clock)
-        self._app.state.card = _server_card(reader.cards[0], loaded, self._places)
+        reader = prompt_reader(loaded, self._clock)
+        self._app.state.card = server_card(reader.cards[0], loaded, self._places)
         self._app.state.lifecycle = Lifecycle(
             reader=reader,
-            defaults=_generation_defaults(loaded, self._config.request_limits),
+            defaults=generation_defaults(loaded, self._config.request_limits),
             backend=client,
             clock=self._clock,
             offload=self._offload,
@@ -447,43 +410,4 @@ def listener_config(config: ServerConfig, tls: ServerTls | None, passed: Sequenc
             idle_s=config.idle_timeout_s,
             stall_s=config.stall_timeout_s,
         ),
-    )
-
-
-def _prompt_reader(loaded: LoadedEngine, clock: Clock) -> PromptReader:
-    facts, files = loaded.facts, loaded.files
-    card = ServedModel(
-        id=facts.model_name,
-        created_s=int(clock.unix()),
-        max_model_len=facts.limits.max_model_len,
-        description=DEMONSTRATION if facts.is_demonstration else None,
-    )
-    return PromptReader((card,), files.tokenizer, files.chat_template, facts.limits.max_model_len, clock.unix)
-
-
-def _server_card(model: ServedModel, loaded: LoadedEngine, places: Sequence[Place]) -> ServerCard:
-    limits, config = loaded.facts.limits, loaded.files.config
-    return ServerCard(
-        model=model,
-        model_type=config.get("model_type"),
-        architectures=tuple(config.get("architectures") or ()),
-        version=__version__,
-        max_sequences=limits.max_sequences,
-        max_batch_tokens=limits.max_batch_tokens,
-        num_kv_tokens=limits.num_blocks * limits.block_size,
-        binds=tuple(map(str, places)),
-    )
-
-
-DEMONSTRATION = "demonstration model: it has memorised a glossary of LLM serving and knows nothing else"
-
-
-def _generation_defaults(loaded: LoadedEngine, limits: RequestLimits) -> GenerationDefaults:
-    """The model's own recommendations, where its generation_config.json has any."""
-    recommended = loaded.files.defaults
-    known = {name: getattr(recommended, name) for name in recommended.__slots__}
-    return GenerationDefaults(
-        vocab_size=loaded.facts.limits.vocab_size,
-        limits=limits,
-        **{name: value for name, value in known.items() if value is not None},
     )

@@ -163,9 +163,9 @@ def _gguf_contents(file: Path) -> _Contents:
     header, config = _gguf_config(file)
     try:
         tokenizer_json, tokenizer_config = tokenizer_files(header.metadata, config["vocab_size"])
+        generation = {**generation_of(header.metadata), "eos_token_id": end_ids(header.metadata)}
     except StartupError as error:
         raise _told_of(file, error, {}) from error
-    generation = {**generation_of(header.metadata), "eos_token_id": end_ids(header.metadata)}
     templates = _named_templates(file, tokenizer_config)
     return _Contents(config, generation, tokenizer_config, tokenizer_json, templates, keys_of(header.metadata))
 

@@ -254,6 +254,10 @@ class Metrics:
         page.counter("steploop_kv_restored_blocks_total", "KV blocks copied back.", stats.num_restored_blocks)
         help_text = "KV blocks found there and computed again: that was faster."
         page.counter("steploop_kv_recomputed_blocks_total", help_text, stats.num_recomputed_blocks)
+        help_text = "KV blocks that could not be written to the directory."
+        page.counter("steploop_kv_unwritten_blocks_total", help_text, stats.num_unwritten_blocks)
+        help_text = "Forgotten KV blocks whose files could not be deleted from it."
+        page.gauge("steploop_kv_undeleted_blocks", help_text, stats.num_undeleted_blocks)
         copied = {"out": stats.num_offloaded_blocks, "back": stats.num_restored_blocks}
         copied_bytes = {direction: count * stats.block_bytes for direction, count in copied.items()}
         page.counters("steploop_kv_copied_bytes_total", "Of these copies.", "direction", copied_bytes)

@@ -76,6 +76,13 @@ class WireSettings:
         (1, 65_536),
         "HTTP/2: above --max-concurrent-streams, one after the other; more end the connection",
     )
+    max_heads_bytes: int = _CONNECTION.size(
+        "max-heads",
+        _DEFAULTS.http2.heads_bytes,
+        (16 * KiB, 64 * MiB),
+        "HTTP/2: of the requests that are open, together, and 100 bytes for each field; but for a single one, more are"
+        " refused",
+    )
     max_frame_bytes: int = _CONNECTION.size(
         "max-frame",
         _FRAMES.frame_bytes,
@@ -149,6 +156,7 @@ class WireSettings:
             frames=frames,
             num_streams=self.max_concurrent_streams,
             num_refused=self.max_refused_streams,
+            heads_bytes=self.max_heads_bytes,
             list_bytes=_LIST_PER_HEAD * self.max_head_bytes,
         )
         return ConnectionLimits(

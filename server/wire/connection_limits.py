@@ -16,7 +16,7 @@ class Http2Limits:
     Args:
         num_streams: at once, as advertised; more are refused, up to num_refused in a row.
         window_bytes: of a connection's request bodies, that the peer may send before they are read.
-        head_bytes_per_stream: on average, of the open requests; more are refused as more streams are.
+        heads_bytes: that the heads of the open requests weigh together; what is more is refused as more streams are.
         list_bytes: of a header list, decoded, before it is taken for an attack; head limits answer 431 below that.
         early_bytes: of a request that go on coming, for linger_s, after its answer.
     """
@@ -25,14 +25,9 @@ class Http2Limits:
     num_streams: int = 256
     num_refused: int = 256
     window_bytes: int = 512 * 1024
-    head_bytes_per_stream: int = 3 * 1024
+    heads_bytes: int = 768 * 1024
     list_bytes: int = 64 * 1024
     early_bytes: int = LINGER_BYTES
-
-    @property
-    def heads_bytes(self) -> int:
-        """Of all open requests together."""
-        return self.num_streams * self.head_bytes_per_stream
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 
 _REQUEST_LINE = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+ [\x21-\x7e]+ HTTP/1\.([01])")
-_FIELD = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*(.*?)[ \t]*", re.DOTALL)
+_NAME = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):")
 _CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")  # every CTL except HTAB
 CONTENT_LENGTH = re.compile(rb"[0-9]{1,19}")  # 19 digits: below 2**64
 _HOST = re.compile(rb"(?:\[[0-9A-Za-z:.%_~-]+\]|[0-9A-Za-z._~%!$&'()*+,;=-]*)(?::[0-9]*)?")
@@ -164,15 +164,16 @@ def check_head(head: bytes) -> tuple[Framing, int]:
 
 
 def _split_field(line: bytes) -> tuple[bytes, bytes]:
-    match = _FIELD.fullmatch(line)
+    match = _NAME.match(line)
     if match is None:
         # RFC 9112 §5.1: white space between the name and the colon MUST be rejected with 400
         raise HeadRefused(400, "A header line is not `name: value`.")
-    if _CONTROL.search(match[2]):
+    value = line[match.end() :].strip(b" \t")
+    if _CONTROL.search(value):
         # RFC 9110 §5.5: NUL, CR and LF in a value are dangerous, other control characters are invalid;
         # RFC 9112 §2.2: a bare CR is not a line end
         raise HeadRefused(400, "A header value holds a control character.")
-    return match[1].lower(), match[2]
+    return match[1].lower(), value
 
 
 def _check_hosts(hosts: list[bytes], is_http10: bool) -> None:

@@ -10,6 +10,7 @@ from core.host_blocks import HostBlocks
 from core.plan import BlockCopies, BlockLabel, StepPlan
 from core.scheduler import Scheduler
 from core.simulation import SimulatedRunner
+from core.snapshot import StoreState
 from core.types import ClearCache, Message, Submit, Usage
 from tests.core.kv_oracle import ChainCheckingRunner
 from tests.core.test_offload_machine import assert_slots_are_conserved
@@ -107,6 +108,10 @@ class DropLog:
 
     def drop(self, slots: list[int]) -> None:
         self.slots += slots
+
+    @property
+    def state(self) -> StoreState:
+        return StoreState(num_undeleted=len(self.slots), num_unwritten=2)
 
     def keep(self, copies: BlockCopies | None) -> None:
         """Nothing."""

@@ -23,6 +23,10 @@ def test_a_plain_model_has_none() -> None:
 def test_stored_zeros_are_one_less_in_the_first_gptq_format_only() -> None:
     assert parse(**GPTQ) == PackedConfig("gptq", 4, 128, has_order=False, zero_offset=1)
     assert parse(**GPTQ, checkpoint_format="gptq_v2") == PackedConfig("gptq", 4, 128, has_order=False, zero_offset=0)
+    assert parse(**GPTQ, format="gptq_v2") == parse(**GPTQ, checkpoint_format="gptq_v2", format="gptq_v2")
+    assert parse(**GPTQ, format="gptq_v2") == parse(**GPTQ, checkpoint_format="gptq_v2")
+    with pytest.raises(BadCheckpoint, match="gptq and gptq_v2"):
+        parse(**GPTQ, checkpoint_format="gptq", format="gptq_v2")
     assert parse(**AWQ) == PackedConfig("awq", 4, 128, has_order=False, zero_offset=0)
 
 
@@ -54,7 +58,10 @@ def test_four_bits_in_groups_of_neighbours_are_kept(fields: dict[str, Any], is_k
         ({**GPTQ, "is_marlin_format": True}, "is_marlin_format"),
         ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format='marlin'"),
         ({**GPTQ, "dynamic": {"-:.*down": {}}}, "dynamic"),
+        ({**GPTQ, "format": "marlin"}, "quantization_config.format='marlin'"),
         ({**AWQ, "version": "gemv"}, "version='gemv'"),
+        ({**AWQ, "format": "gemv"}, "quantization_config.format='gemv'"),
+        ({**AWQ, "checkpoint_format": "gemv_fast"}, "checkpoint_format='gemv_fast'"),
         ({**AWQ, "zero_point": False}, "zero_point"),
         ({**AWQ, "bits": 8}, "bits=8"),
     ],

@@ -7,8 +7,9 @@ import msgspec
 import numpy as np
 import pytest
 
+import core.step_cost
 from core.burst import WINDOW_S
-from core.plan import RunnerLimits
+from core.plan import RunnerLimits, StepPlan
 from core.scheduler import Scheduler
 from core.simulation import CostModel, Simulation
 from core.step_cost import LEAST_STEPS
@@ -178,9 +179,11 @@ def test_out_of_blocks_the_paused_go_first_then_the_lower_class_then_those_over_
 MIXED = RunnerLimits(1200, 16, 16, 512, 5000, 1000)
 
 
-def token_gaps(inter_token_target: float | None) -> tuple[np.ndarray, np.ndarray, float]:
+def token_gaps(
+    inter_token_target: float | None, engine: type[EngineUnderTest] = EngineUnderTest
+) -> tuple[np.ndarray, np.ndarray, float]:
     """Gaps of streams without and with a long prompt beside them, and that prompt's prefill, in seconds."""
-    under_test = EngineUnderTest(MIXED, inter_token_target=inter_token_target, has_prefix_cache=False)
+    under_test = engine(MIXED, inter_token_target=inter_token_target, has_prefix_cache=False)
     times: dict[str, list[float]] = defaultdict(list)
 
     def step() -> None:
@@ -213,6 +216,28 @@ def test_long_prompt_slows_running_streams_by_no_more_than_the_target() -> None:
     quiet, loud, prefill_s = token_gaps(1.6)
     assert loud.max() <= 1.62 * np.median(quiet)
     assert prefill_s > 3.0  # it was there
+
+
+class UnrestCost(CostModel):
+    """One step of five takes an eighth longer, as it happens."""
+
+    def step_s(self, plan: StepPlan) -> float:
+        is_held_up = random.Random(int(plan.starts.sum())).random() < 0.2
+        return super().step_s(plan) * (1.125 if is_held_up else 1.0)
+
+
+class UnrestEngine(EngineUnderTest):
+    cost = UnrestCost(fixed_s=0.02, token_s=1e-4)
+
+
+def test_as_much_as_a_machine_in_unrest_may_take_is_left_of_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    def late_share() -> float:
+        quiet, loud, _ = token_gaps(1.6, UnrestEngine)
+        return float(np.mean(loud > 1.6 * np.median(quiet)))
+
+    assert late_share() < 0.25
+    monkeypatch.setattr(core.step_cost, "MOST_LATE", 0.0)
+    assert late_share() > 0.5
 
 
 def rush(inter_token_target: float | None) -> tuple[list[float], list[int]]:

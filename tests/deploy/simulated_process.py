@@ -19,8 +19,9 @@ from server import engine_watch
 from server.commands.command_line import build_parsers, flags_given
 from server.config_sources import load_config
 from server.engine_thread import Inbox
+from server.loaded_engine import LoadedEngine
 from server.observing.logs import configure_logging
-from server.process import LoadedEngine, serve
+from server.process import serve
 from tests.server.running_server import load_with
 
 

@@ -11,8 +11,11 @@ from pathlib import Path
 import pytest
 
 from core.plan import BlockLabel
+from core.simulation import SimulatedClock
+from core.snapshot import StoreState
 from gpu.kv_directory import KVDirectory
 from gpu.kv_file import LENGTH, MAGIC, SUFFIX
+from gpu.kv_slot_files import RETRY_S
 
 BLOCK_BYTES = 100
 
@@ -141,6 +144,79 @@ def test_dropped_files_are_gone_once_the_writer_has_come_to_it(tmp_path: Path) -
         wait_written(directory)
         assert num_files(tmp_path) == 1
     assert found(tmp_path) == {content(2)}
+
+
+@contextmanager
+def gone(path: Path) -> Iterator[None]:
+    """Nothing can be written or deleted there: it is no directory for a while."""
+    aside = path.rename(path.with_name("aside"))
+    path.touch()
+    yield
+    path.unlink()
+    aside.rename(path)
+
+
+def test_disk_that_fails_is_tried_again_after_a_while(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path, clock = tmp_path / "kv", SimulatedClock()
+    directory = KVDirectory(path, None, "f" * 64, BLOCK_BYTES, clock)
+
+    def put(serial: int) -> int:
+        directory.put(serial, label(serial), content(serial))
+        wait_written(directory)
+        return directory.state.num_unwritten
+
+    with caplog.at_level("INFO", "gpu.kv_slot_files"):
+        assert put(1) == 0
+        with gone(path):
+            assert put(2) == 1
+        assert put(3) == 2
+        clock.advance(RETRY_S - 1)
+        assert put(4) == 3
+        clock.advance(1)
+        assert put(5) == 3
+    assert num_files(path) == 2
+    assert ["not written" in caplog.messages[0], "again" in caplog.messages[-1]] == [True, True]
+    assert len(caplog.messages) == 2
+    directory.save({}, (), content)
+    assert found(path) == {content(serial) for serial in range(1, 6)}
+
+
+def test_disk_that_still_fails_is_told_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path, clock = tmp_path / "kv", SimulatedClock()
+    directory = KVDirectory(path, None, "f" * 64, BLOCK_BYTES, clock)
+    with gone(path):
+        for serial in range(1, 4):
+            directory.put(serial, label(serial), content(serial))
+            wait_written(directory)
+            clock.advance(RETRY_S)
+    assert len(caplog.messages) == 1
+    assert directory.state.num_unwritten == 3
+    directory.drop([2])
+    directory.put(3, label(4), content(4))
+    directory.save({}, (), content)
+    assert found(path) == {content(1), content(4)}
+
+
+def test_file_that_cannot_be_deleted_is_counted_until_it_can(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with opened(tmp_path) as directory:
+        directory.put(0, label(1), content(1))
+        directory.put(1, label(2), content(2))
+        wait_written(directory)
+        file = min(tmp_path.glob(f"*{SUFFIX}"))
+        file.unlink()
+        file.mkdir()
+        directory.drop([0, 1])
+        directory.drop([])
+        wait_written(directory)
+        assert directory.state == StoreState(num_undeleted=1)
+        assert [message for message in caplog.messages if "cannot be deleted" in message] == caplog.messages
+        assert len(caplog.messages) == 1
+        file.rmdir()
+        file.touch()
+        directory.drop([])
+        wait_written(directory)
+        assert directory.state == StoreState()
+    assert num_files(tmp_path) == 0
 
 
 HEADER = {"fingerprint": "f" * 64, "name": "strange", "parent": None, "domain": ["tenant", ""], "content": "00" * 64}

@@ -155,6 +155,15 @@ def test_a_group_that_is_not_there_is_named(tmp_path: Path) -> None:
         load(directory)
 
 
+def test_a_matrix_that_is_not_there_is_named(tmp_path: Path) -> None:
+    directory, _ = save_pair(tmp_path, GPTQ)
+    tensors = load_file(directory / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.qweight"]
+    save_file(tensors, directory / "model.safetensors")
+    with pytest.raises(BadCheckpoint, match=r"packed: 1 tensors are missing: model\.layers\.1\.mlp\.up_proj\.weight"):
+        open_runner(directory)
+
+
 def test_packed_tensors_without_a_configuration_are_not_the_architectures(tmp_path: Path) -> None:
     directory, _ = save_pair(tmp_path, GPTQ)
     config = read_config(directory)

@@ -65,6 +65,7 @@ SAMPLES = {
     "lazy-graphs": "true",
     "handshake-timeout": "1s",
     "max-head": "8KiB",
+    "max-heads": "1MiB",
     "max-unsent": "8KiB",
     "max-frame": "32KiB",
     "max-header-block": "20KiB",

@@ -17,7 +17,8 @@ from core.types import StepDelivery
 from server.commands.model_files import GenerationDefaults, ModelFiles
 from server.config import ServerConfig
 from server.engine_thread import Inbox
-from server.process import EngineFacts, LoadedEngine, LoadEngine, Server
+from server.loaded_engine import EngineFacts, LoadedEngine, LoadEngine
+from server.process import Server
 from tests.core.chat_templates import CHATML
 from tests.server.simulated_server import EOS_ID, MODEL, TOKENIZER, Answer, answers
 

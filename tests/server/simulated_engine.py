@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from core.engine import Engine, EngineBroken
-from core.plan import StepOutput, StepPlan
+from core.plan import BlockStore, StepOutput, StepPlan
 from core.scheduler import Scheduler
 from core.simulation import SimulatedClock, SimulatedRunner
 from core.types import FinishReason, Message, StepDelivery, TokenLogprobs
@@ -82,6 +82,7 @@ class SteppedEngine:
         loop: VirtualTimeLoop,
         schedule: Schedule,
         take: Callable[[StepDelivery], None],
+        store: BlockStore | None = None,
     ) -> None:
         self.posted: list[Message] = []
         self.delivered: list[StepDelivery] = []
@@ -92,7 +93,7 @@ class SteppedEngine:
         self._take = take
         self._inbox: deque[Message] = deque()
         self._on_its_way: deque[StepDelivery] = deque()
-        self._engine = Engine(scheduler, runner, loop.time, self._inbox, self._send)
+        self._engine = Engine(scheduler, runner, loop.time, self._inbox, self._send, store)
 
     @property
     def wants_step(self) -> bool:

@@ -18,7 +18,7 @@ import orjson
 
 from core.chat_template import ChatTemplate
 from core.config import INTER_TOKEN_TARGET
-from core.plan import RunnerLimits
+from core.plan import BlockStore, RunnerLimits
 from core.scheduler import Scheduler
 from core.simulation import CostModel, SimulatedClock, SimulatedRunner
 from core.tokenizer import Tokenizer
@@ -175,6 +175,7 @@ class SimulatedServer:
         is_ready: the model is loaded.
         ledger: its file; None: there is none.
         first_id: of requests: r1, r2, ...
+        store: of blocks beyond the end of the process.
     """
 
     def __init__(
@@ -197,6 +198,7 @@ class SimulatedServer:
         ledger: Path | None = None,
         prices: Prices = NO_PRICES,
         first_id: int = 1,
+        store: BlockStore | None = None,
     ) -> None:
         self.loop = VirtualTimeLoop()
         self.limits = limits
@@ -206,7 +208,8 @@ class SimulatedServer:
         time = LoopClock(self.loop)
         clock = Clock(time, lambda: UNIX_S + time())
         self.scheduler = Scheduler(limits, (EOS_ID,), seeds=lambda: 1234)
-        self.engine = SteppedEngine(self.scheduler, runner(limits, cost, time), self.loop, schedule, self._take)
+        model = runner(limits, cost, time)
+        self.engine = SteppedEngine(self.scheduler, model, self.loop, schedule, self._take, store)
         self.posted, self.delivered = self.engine.posted, self.engine.delivered
         self.ledger_writer = None if ledger is None else InlineWriter(ledger, self.loop)
         config = ServerConfig(api_keys=keys, tenants=tenants, prices=prices, ledger=ledger)

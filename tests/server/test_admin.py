@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 
-from core.plan import DeviceError, StepOutput, StepPlan
+from core.plan import BlockCopies, DeviceError, StepOutput, StepPlan
 from core.simulation import SimulatedRunner
+from core.snapshot import StoreState
 from core.types import ClearCache, Inspect
+from server.engine_client import LOOK_S, MOST_LOOKS
 from server.gate.keys import Scope
 from server.gate.tenants import Tenant
 from tests.server.simulated_server import STREAM, SimulatedServer, answers, completion, request
@@ -94,6 +96,64 @@ def test_cache_is_told_to_be_cleared_once_the_engine_has_done_it() -> None:
     assert not asked.received
     server.run()
     assert answers(bytes(asked.received))[0].status == 200
+    server.close()
+
+
+class SlowStore:
+    """A BlockStore whose files take two looks to be deleted, and some of them cannot be, until somebody mends that."""
+
+    def __init__(self, num_undeleted: int = 0, num_looks: int = 2) -> None:
+        self.num_undeleted = num_undeleted
+        self._num_looks = num_looks
+        self._num_to_come = 0
+        self.num_drops = 0
+
+    def drop(self, slots: list[int]) -> None:
+        self.num_drops += 1
+        self._num_to_come = self._num_looks
+
+    @property
+    def state(self) -> StoreState:
+        self._num_to_come -= 1
+        return StoreState(is_deleting=self._num_to_come >= 0, num_undeleted=self.num_undeleted)
+
+    def keep(self, copies: BlockCopies | None) -> None:
+        """Nothing."""
+
+
+def test_cache_is_cleared_when_its_files_are_deleted() -> None:
+    store = SlowStore()
+    server = SimulatedServer(store=store)
+    asked = server.send(request("POST", "/admin/cache/clear"))
+    server.run()
+    assert not asked.received
+    server.run_for(3 * LOOK_S)
+    assert answers(bytes(asked.received))[0].json == {"status": "cleared"}
+    server.close()
+
+
+def test_files_that_could_not_be_deleted_are_told_and_tried_again() -> None:
+    store = SlowStore(num_undeleted=3, num_looks=0)
+    server = SimulatedServer(store=store)
+    answer = server.ask(request("POST", "/admin/cache/clear"))
+    assert (answer.status, answer.json["error"]["code"]) == (500, "cache_files_undeleted")
+    assert "3 of its files" in answer.json["error"]["message"]
+    assert (
+        b'\nsteploop_kv_undeleted_blocks{model_name="small"} 3\n' in server.ask(request("GET", "/metrics"), "GET").body
+    )
+    store.num_undeleted = 0
+    assert server.ask(request("POST", "/admin/cache/clear")).status == 200
+    assert store.num_drops == 2
+    server.close()
+
+
+def test_deletion_that_hangs_is_told() -> None:
+    server = SimulatedServer(store=SlowStore(num_looks=10 * MOST_LOOKS))
+    asked = server.send(request("POST", "/admin/cache/clear"))
+    server.run_for((MOST_LOOKS + 1) * LOOK_S)
+    (answer,) = answers(bytes(asked.received))
+    assert (answer.status, answer.json["error"]["code"]) == (503, "cache_files_pending")
+    assert answer.headers["retry-after"] == "10"
     server.close()
 
 

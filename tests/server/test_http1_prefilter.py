@@ -157,3 +157,13 @@ def test_h11_would_have_let_these_pass() -> None:
         parser = h11.Connection(h11.SERVER)
         parser.receive_data(ATTACKS[name])
         assert type(parser.next_event()) is h11.Request, name
+
+
+@pytest.mark.parametrize("space", [b" ", b"\t", b" \t"])
+def test_white_space_within_a_value_is_gone_through_once(space: bytes) -> None:
+    """In linear time: looked at from each of its bytes, it would take hours."""
+    value = b"a" + space * 2**20 + b"b"
+    assert check_head(b"GET / HTTP/1.1\r\nHost: a\r\nContent-Length:" + space + b"7\r\nX: " + value + b"\r\n\r\n") == (
+        Framing.COUNTED,
+        7,
+    )

@@ -123,7 +123,7 @@ TABLE = (
     row(
         "concurrent streams, insisted on", HTTP2.num_streams + HTTP2.num_refused, 512, probes.streams_insisted_on, CALM
     ),
-    row("heads of open streams", HTTP2.heads_bytes, 256 * 3 * KiB, probes.heads_at_once, "RST_STREAM REFUSED_STREAM"),
+    row("heads of open streams", HTTP2.heads_bytes, 768 * KiB, probes.heads_at_once, "RST_STREAM REFUSED_STREAM"),
     row("header block", FRAMES.header_block_bytes, 32 * KiB, probes.header_block_of, CALM, at="431"),
     row("CONTINUATION frames", FRAMES.num_continuations, 8, probes.continuations, CALM),
     row("decoded list", CONNECTION.head.head_bytes, 16 * KiB, probes.header_list_of, "431"),

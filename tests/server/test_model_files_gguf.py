@@ -213,6 +213,8 @@ def test_ends_are_those_named_and_those_that_mean_nothing_else(
         ({"llama.rope.freq_base": 0}, r"rewritten\.gguf: llama\.rope\.freq_base=0"),
         ({"llama.context_length": 0}, r"rewritten\.gguf: llama\.context_length=0.*download it again"),
         ({"general.sampling.temp": "hot"}, r"rewritten\.gguf: general\.sampling\.temp is 'hot'"),
+        ({"tokenizer.ggml.eot_token_id": [1, 2]}, r"rewritten\.gguf: .*eot_token_id is \[1, 2\]"),
+        ({"tokenizer.ggml.eom_token_id": 10_000}, "eom_token_id is 10000"),
         ({"tokenizer.ggml.pre": ["a"]}, r"rewritten\.gguf: GGUF pre-tokenizer"),
         ({"tokenizer.ggml.merges": "a b"}, r"rewritten\.gguf: .*tokenizer\.ggml\.merges is not a list"),
         ({"split.count": 3}, "one of 3 parts.*llama-gguf-split"),

@@ -17,7 +17,8 @@ from core.plan import BlockLabel
 from server import __version__
 from server.config import ServerConfig
 from server.ledger.prices import ModelPrice, Prices
-from server.process import LoadedEngine, Server
+from server.loaded_engine import LoadedEngine
+from server.process import Server
 from tests.server.running_server import LIMITS, Running, ask, closing, load_with, run
 from tests.server.simulated_server import MODEL, STREAM, chat, request
 from tests.server.test_metrics import samples_of

@@ -17,7 +17,7 @@ from core.plan import DeviceError, StepOutput, StepPlan
 from core.simulation import SimulatedRunner
 from server import process
 from server.config import ServerConfig
-from server.process import LoadedEngine
+from server.loaded_engine import LoadedEngine
 from server.supervision import EngineLost
 from tests.server.raw_http2 import START, Seen, post
 from tests.server.running_server import LIMIT_S, Running, ask, closing, load_with, open_with, read_answer, run

@@ -1,0 +1,89 @@
+"""What the engine thread has loaded, and what clients are told and served of it. Thread: main, at start."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from core.engine import Engine
+from core.plan import RunnerLimits
+from core.types import EngineStats, StepDelivery
+from server import __version__
+from server.api.models import ServedModel, ServerCard
+from server.api.surface import GenerationDefaults, RequestLimits
+from server.banner import Place
+from server.clock import Clock
+from server.commands.model_files import ModelFiles
+from server.engine_thread import Inbox
+from server.lifecycle import PromptReader
+
+DEMONSTRATION = "demonstration model: it has memorised a glossary of LLM serving and knows nothing else"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What was loaded, as the operator and the clients are told."""
+
+    model_name: str
+    is_demonstration: bool
+    num_parameters: int
+    dtype: str
+    device: str
+    device_reason: str
+    kv_size_bytes: int
+    context_origin: str
+    limits: RunnerLimits
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedEngine:
+    """What the engine thread has when it is ready to step.
+
+    Args:
+        stats: the scheduler's, before its first step.
+    """
+
+    engine: Engine
+    files: ModelFiles
+    facts: EngineFacts
+    stats: EngineStats
+
+
+# Runs on the engine thread: (inbox, where to deliver, what to call with the stage reached) -> engine
+LoadEngine = Callable[[Inbox, Callable[[StepDelivery], None], Callable[[str], None]], LoadedEngine]
+
+
+def prompt_reader(loaded: LoadedEngine, clock: Clock) -> PromptReader:
+    """What makes token ids of prompts for the one model that is served."""
+    facts, files = loaded.facts, loaded.files
+    card = ServedModel(
+        id=facts.model_name,
+        created_s=int(clock.unix()),
+        max_model_len=facts.limits.max_model_len,
+        description=DEMONSTRATION if facts.is_demonstration else None,
+    )
+    return PromptReader((card,), files.tokenizer, files.chat_template, facts.limits.max_model_len, clock.unix)
+
+
+def server_card(model: ServedModel, loaded: LoadedEngine, places: Sequence[Place]) -> ServerCard:
+    """This server, as routers see it."""
+    limits, config = loaded.facts.limits, loaded.files.config
+    return ServerCard(
+        model=model,
+        model_type=config.get("model_type"),
+        architectures=tuple(config.get("architectures") or ()),
+        version=__version__,
+        max_sequences=limits.max_sequences,
+        max_batch_tokens=limits.max_batch_tokens,
+        num_kv_tokens=limits.num_blocks * limits.block_size,
+        binds=tuple(map(str, places)),
+    )
+
+
+def generation_defaults(loaded: LoadedEngine, limits: RequestLimits) -> GenerationDefaults:
+    """The model's own recommendations, where its generation_config.json has any."""
+    recommended = loaded.files.defaults
+    known = {name: getattr(recommended, name) for name in recommended.__slots__}
+    return GenerationDefaults(
+        vocab_size=loaded.facts.limits.vocab_size,
+        limits=limits,
+        **{name: value for name, value in known.items() if value is not None},
+    )
