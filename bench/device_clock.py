@@ -44,7 +44,8 @@ def median_s(calls: Sequence[Callable[[], object]], device: torch.device, rounds
 
 def _captured(calls: Sequence[Callable[[], object]]) -> Callable[[], None]:
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    before = torch.cuda.stream(torch.cuda.current_stream())  # a capture that fails leaves its own
+    with before, torch.cuda.graph(graph):
         _call_all(calls)
     return graph.replay
 
