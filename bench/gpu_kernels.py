@@ -23,7 +23,7 @@ from bench.gpu_environment import ceilings_case
 from bench.gpu_parts import BELOW, OK, WRONG, Case, Context, Row
 from bench.gpu_problems import Problem
 from bench.gpu_targets import device_name, target_of
-from bench.gpu_variants import variant_cases
+from bench.gpu_variants import other_formats, variant_cases
 from bench.results import Cell
 from gpu.device import DTYPES
 
@@ -53,14 +53,19 @@ BUILDERS: Mapping[str, Callable[..., Problem]] = {
 
 
 def cases(is_quick: bool, is_device: bool) -> list[Case]:
-    """This part's: all errors first, by several workers at once, which fills Triton's cache of what is compiled."""
+    """This part's: errors first, by several workers at once, which fills Triton's cache of what is compiled."""
     timed, variants = timed_cases(is_quick, is_device), variant_cases(is_quick, is_device)
-    checked = {case.name: case for case in (*timed, *variants)}
     return [
         ceilings_case(),
-        *(_case(f"error of {name}", partial(_check, case), ERRORS, True) for name, case in checked.items()),
+        *_checks([*timed, *variants]),
         *(_case(f"time of {case.name}", partial(_time, case), TIMES, False) for case in timed),
+        *_checks(other_formats(is_quick, is_device)),
     ]
+
+
+def _checks(cases: Sequence[KernelCase]) -> list[Case]:
+    by_name = {case.name: case for case in cases}
+    return [_case(f"error of {name}", partial(_check, case), ERRORS, True) for name, case in by_name.items()]
 
 
 def _case(name: str, run: Callable[[Context], Iterator[Row]], table: str, is_shared: bool) -> Case:

@@ -59,7 +59,7 @@ def sample(generator: Generator, dtype: torch.dtype, rows: int, vocab: int, asks
 
 
 def logprobs(generator: Generator, dtype: torch.dtype, rows: int, vocab: int) -> Problem:
-    """Of the drawn tokens, whatever else is asked for."""
+    """Of the drawn tokens and of all others, whatever else is asked for."""
     from gpu.kernels.device_sampler import DeviceSampler
 
     logits, asked = _logits(generator, dtype, rows, vocab), SamplingSlots(rows, vocab, generator.device)
@@ -68,17 +68,16 @@ def logprobs(generator: Generator, dtype: torch.dtype, rows: int, vocab: int) ->
     kernel = DeviceSampler(asked)
     kernel.place(np.arange(rows), np.full(rows, len(PROMPT + OUTPUT)))
 
-    def reference() -> tuple[Tensor]:
-        drawn = kernel.token_ids[:rows].unsqueeze(1)
-        return (logits.double().log_softmax(-1).gather(1, drawn).squeeze(1),)
+    def reference() -> tuple[Tensor, Tensor]:
+        exact = logits.double().log_softmax(-1)
+        return exact.gather(1, kernel.token_ids[:rows].unsqueeze(1)).squeeze(1), exact
+
+    def found(_: Any) -> tuple[Tensor, Tensor]:
+        drawn, top, log_total = kernel.logprobs[:rows].unbind(-1)
+        return drawn, logits - top.unsqueeze(1) - log_total.unsqueeze(1)
 
     return Problem(
-        dtype,
-        lambda: kernel.launch(logits),
-        reference,
-        logits.nbytes,
-        outputs=lambda _: (kernel.logprobs[:rows],),
-        tolerance=LOGPROB_TOLERANCE,
+        dtype, lambda: kernel.launch(logits), reference, logits.nbytes, outputs=found, tolerance=LOGPROB_TOLERANCE
     )
 
 

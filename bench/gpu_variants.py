@@ -42,7 +42,13 @@ def variant_cases(is_quick: bool, is_device: bool) -> list[KernelCase]:
     found += _between("bfloat16", 7, 2880, 0.22)
     found += _products((1, 3, 16, 17, 300), 1000, 1056, ("plain", "int8", "fp8", "int4"))
     found += _experts((1, 40, 700), {"hidden": 1024, "experts": 32, "active": 4, "width": 512})
-    for dtype in FLOATS:
+    return found
+
+
+def other_formats(is_quick: bool, is_device: bool) -> list[KernelCase]:
+    """Variants in formats that few models are served in."""
+    found: list[KernelCase] = []
+    for dtype in () if is_quick or not is_device else FLOATS:
         for scores in ({}, {"window": 128, "sinks": True}, {"cap": 30.0}):
             found += [case for sizes in HEADS[:3] for case in _attention({**_heads(*sizes), **scores}, dtype)]
         found += _between(dtype, 7, 2880, 0.22)

@@ -30,7 +30,7 @@ from bench.gpu_problems import Problem, add_norm
 from bench.gpu_results import Results
 from bench.gpu_run import Run, run_all, run_part
 from bench.gpu_targets import SINGLE_STREAM, judged, target_of
-from bench.gpu_variants import variant_cases
+from bench.gpu_variants import other_formats, variant_cases
 from bench.results import read_result
 from core.types import SamplingParams
 from tests import deadly_cases, meeting_cases
@@ -110,7 +110,8 @@ def test_every_kernel_has_a_problem_and_solves_it(known_speed: None, tmp_path: P
 
 
 def all_cases(is_quick: bool, is_device: bool) -> list[KernelCase]:
-    return timed_cases(is_quick, is_device) + variant_cases(is_quick, is_device)
+    variants = variant_cases(is_quick, is_device) + other_formats(is_quick, is_device)
+    return timed_cases(is_quick, is_device) + variants
 
 
 @pytest.mark.parametrize(("is_quick", "is_device"), [(False, True), (False, False)])
@@ -241,6 +242,18 @@ def test_a_target_is_judged_on_its_own_device_alone(monkeypatch: pytest.MonkeyPa
     assert [verdict(context, 17, limit) for limit in (21, 20)] == [BELOW, OK]
     assert judged(context, "a table", "llama-8b", gpu_targets.first_token_of(1024), 100.0).verdict == ""
     assert verdict(on_cpu, 1, 100) == ""
+
+
+def test_a_target_that_is_missed_is_named_and_fails_the_check(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu_targets, "device_name", lambda context: "NVIDIA L4")
+    results = Results("model", "", None)
+    results.add(judged(Context(torch.device("cuda"), False), "a table", "tiny", gpu_targets.IDLE, 0.06))
+    results.show()
+    told = f"below target: a table: measure {gpu_targets.IDLE}  figure 0.06  target <= 0.05"
+    assert told in capsys.readouterr().out
+    assert [row.verdict for row in results.faults] == [BELOW]
 
 
 def test_shares_of_rates_and_times_grow_with_what_is_reached() -> None:
