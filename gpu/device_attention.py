@@ -1,10 +1,11 @@
 """Attention on a device that has several kernels for it: which of them serves decodes, and which prompts.
 
-Measured at start on the model's own cache, and kept per device and versions. The first of them rounds a row the same
-in any company: another one serves only where it is faster by LEAST_GAIN. Thread: engine (choosing at start).
+Measured at start on the model's own cache, and kept per device and versions. Triton's rounds a row the same in any
+company: another one serves only where it is faster by LEAST_GAIN. Thread: engine (choosing at start).
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -19,7 +20,8 @@ from gpu.device_products import machine_name
 from gpu.kv_cache import LayerKV
 from gpu.measured_file import measured_file, read_kept, write_kept
 from gpu.scores import PLAIN, Scores
-from gpu.varlen_attention import VarlenAttention
+
+Shape = tuple[int, int, int]
 
 LEAST_GAIN = 1.2
 # Rows, their context and their new tokens, each so far as the cache has blocks; on the geometric mean.
@@ -27,16 +29,18 @@ MEASURED_DECODES = ((1, 1024, 1), (16, 1024, 1), (64, 512, 1), (4, 8192, 1))
 MEASURED_EXTENDS = ((1, 2048, 2048), (4, 512, 512), (1, 8192, 1024))
 
 
+KERNELS, FLASH, SDPA = "Triton's kernel", "torch's FlashAttention", "torch's SDPA"
+
+
 @dataclass(frozen=True, slots=True)
 class Attends:
-    """Who does: whether torch's FlashAttention, in steps of decodes alone and in others."""
+    """Who does, in steps of decodes alone and in others: one of KERNELS, FLASH, SDPA."""
 
-    varlen_decodes: bool = False
-    varlen_extends: bool = False
+    decodes: str = KERNELS
+    extends: str = KERNELS
 
     def __str__(self) -> str:
-        names = {True: "torch's FlashAttention", False: "Triton's kernel"}
-        return f"decodes by {names[self.varlen_decodes]}, prompts by {names[self.varlen_extends]}"
+        return f"decodes by {self.decodes}, prompts by {self.extends}"
 
 
 class DeviceKernels(AttentionKernels, Protocol):
@@ -47,12 +51,18 @@ class DeviceKernels(AttentionKernels, Protocol):
         ...
 
 
+class Alternative(AttentionKernels, Protocol):
+    """AttentionKernels that know some steps alone."""
+
+    def can_attend(self, query: Tensor, rows: RaggedRows, scores: Scores) -> bool: ...
+
+
 class DeviceAttention:
-    """AttentionKernels: of two, whichever is chosen for a step's kind.
+    """AttentionKernels: of several, whichever is chosen for a step's kind.
 
     Args:
         kernels: serve everywhere.
-        varlen: may serve what it knows; None: torch has none that would do.
+        alternatives: by name, may serve what they know.
         clock: what measures.
     """
 
@@ -61,17 +71,17 @@ class DeviceAttention:
     prompt_tile = TILE_TOKENS
 
     def __init__(
-        self, kernels: DeviceKernels, varlen: VarlenAttention | None = None, clock: Timer = graph_seconds
+        self, kernels: DeviceKernels, alternatives: Mapping[str, Alternative] = {}, clock: Timer = graph_seconds
     ) -> None:
         self.kernels = kernels
         self.attends = Attends()
-        self._varlen = varlen
+        self._alternatives = alternatives
         self._clock = clock
 
     def attend(self, query: Tensor, kv: LayerKV, rows: RaggedRows, scores: Scores) -> Tensor:
-        is_varlen = self.attends.varlen_decodes if _are_decodes(rows) else self.attends.varlen_extends
-        if is_varlen and self._varlen is not None and self._varlen.can_attend(query, rows, scores):
-            return self._varlen.attend(query, kv, rows, scores)
+        chosen = self._alternatives.get(self.attends.decodes if _are_decodes(rows) else self.attends.extends)
+        if chosen is not None and chosen.can_attend(query, rows, scores):
+            return chosen.attend(query, kv, rows, scores)
         return self.kernels.attend(query, kv, rows, scores)
 
     def reserve(self, num_decodes: int, context: int, num_heads: int, kv: LayerKV) -> None:
@@ -86,33 +96,40 @@ class DeviceAttention:
         here = known.setdefault(machine, {})
         if name not in here:
             here[name] = Attends(
-                self._is_varlen_faster(kv, num_heads, MEASURED_DECODES),
-                self._is_varlen_faster(kv, num_heads, MEASURED_EXTENDS),
+                self._fastest(kv, num_heads, MEASURED_DECODES),
+                self._fastest(kv, num_heads, MEASURED_EXTENDS),
             )
             write_kept(path, {at: {of: asdict(found) for of, found in kept.items()} for at, kept in known.items()})
         self.attends = here[name]
         return self.attends
 
-    def _is_varlen_faster(self, kv: LayerKV, num_heads: int, shapes: tuple[tuple[int, int, int], ...]) -> bool:
-        """By enough, where both can; one that fails is the slower."""
-        if self._varlen is None:
-            return False
-        gain, num_blocks, device = 1.0, kv.both.shape[1], kv.keys.device
+    def _fastest(self, kv: LayerKV, num_heads: int, shapes: Sequence[Shape]) -> str:
+        """By enough; the kernels where no other is."""
+        num_tokens = kv.both.shape[1] * BLOCK_SIZE
+        fitting = [shape for shape in shapes if shape[0] * shape[1] <= num_tokens]
+        gains = {name: self._gain(name, kv, num_heads, fitting) for name in self._alternatives}
+        best = max(gains, key=gains.__getitem__, default=KERNELS)
+        return best if gains.get(best, 0.0) > LEAST_GAIN else KERNELS
+
+    def _gain(self, name: str, kv: LayerKV, num_heads: int, shapes: Sequence[Shape]) -> float:
+        """How many times as fast as the kernels it is: the geometric mean over what it knows of the shapes.
+
+        One that fails, or knows none, is the slower.
+        """
+        other, device, gains = self._alternatives[name], kv.keys.device, []
         for num_rows, context, num_new in shapes:
-            if num_rows * context > num_blocks * BLOCK_SIZE:
-                continue
             rows = _even_rows(num_rows, context, num_new, device)
             query = kv.keys.new_zeros(num_rows * num_new, num_heads, kv.keys.shape[2])
-            if not self._varlen.can_attend(query, rows, PLAIN):
-                return False
-            by_kernels = partial(self.kernels.attend, query, kv, rows, PLAIN)
-            by_varlen = partial(self._varlen.attend, query, kv, rows, PLAIN)
-            kernels_s = seconds_or_never(self._clock, by_kernels, "Triton's attention", device)
-            varlen_s = seconds_or_never(self._clock, by_varlen, "torch's FlashAttention", device)
-            if varlen_s == NEVER_S:
-                return False
-            gain *= kernels_s / varlen_s / LEAST_GAIN
-        return gain > 1
+            if not other.can_attend(query, rows, PLAIN):
+                continue
+            kernels_s = seconds_or_never(
+                self._clock, partial(self.kernels.attend, query, kv, rows, PLAIN), KERNELS, device
+            )
+            other_s = seconds_or_never(self._clock, partial(other.attend, query, kv, rows, PLAIN), name, device)
+            if other_s == NEVER_S:
+                return 0.0
+            gains.append(kernels_s / other_s)
+        return math.prod(gains) ** (1 / len(gains)) if gains else 0.0
 
 
 def heads_name(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> str:
@@ -145,7 +162,7 @@ def _checked(found: Any) -> Attends:
     Raises:
         ValueError, TypeError, KeyError: it is not what Attends holds.
     """
-    decodes, extends = found["varlen_decodes"], found["varlen_extends"]
-    if not isinstance(decodes, bool) or not isinstance(extends, bool):
-        raise ValueError("neither one nor the other")
+    decodes, extends = found["decodes"], found["extends"]
+    if not {decodes, extends} <= {KERNELS, FLASH, SDPA}:
+        raise ValueError("none of them")
     return Attends(decodes, extends)
