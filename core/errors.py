@@ -88,6 +88,7 @@ class ExitCode(enum.IntEnum):
     VERSION = 8
     UNREACHABLE = 9
     ENGINE = 10
+    TRANSIENT = 11
 
     @property
     def meaning(self) -> str:
@@ -106,6 +107,7 @@ _EXIT_CODE_MEANINGS = {
     ExitCode.VERSION: "a dependency is missing or older than its security floor",
     ExitCode.UNREACHABLE: "no server answers there, it refused, or a request failed (chat, bench)",
     ExitCode.ENGINE: "the engine broke while serving",
+    ExitCode.TRANSIENT: "what prevents the start may pass: a full disk, a ledger or directory that another server has",
 }
 
 
