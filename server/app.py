@@ -181,6 +181,7 @@ class App:
             exchange.stream.end()
             return
         route, exchange.argument = find_route(exchange.request.path, exchange.request.method)
+        exchange.asks_generation = route.needs_tokens
         if route.scope is not None:
             exchange.caller = self._gate.authenticator.identify(exchange.request, exchange.client.certificate)
             exchange.caller.check_scope(route.scope)

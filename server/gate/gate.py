@@ -65,6 +65,10 @@ class Gate:
         return self.authenticator.directory
 
     @property
+    def jwks_age_s(self) -> float | None:
+        return None if self._source is None else self._source.age_s
+
+    @property
     def num_valid_keys(self) -> int:
         return self.directory.num_valid_keys(self._clock.unix())
 
@@ -104,7 +108,8 @@ class Gate:
         Raises:
             StartupError: it is not fit.
         """
-        directory = load_directory(config)
+        # A CA or an issuer that the new configuration names is asked at the next start: until then it closes nothing
+        directory = load_directory(replace(self._config, **{name: getattr(config, name) for name in RELOADED}))
         if directory.is_open and not self.directory.is_open:
             cause = "the new configuration names no tenants and no keys, and would let everybody in"
             raise StartupError(cause, "restart the server if that is what you want", ExitCode.CONFIGURATION)

@@ -139,6 +139,11 @@ class KeySource:
             raise KeysUnavailable(FETCHING_S if self.is_fetching else RETRY_S)
         return key
 
+    @property
+    def age_s(self) -> float | None:
+        """Since a URL's keys were fetched; None: they never were, or come from a file."""
+        return None if self._fetched_s is None else self._clock() - self._fetched_s
+
     def _age_s(self) -> float:
         """Of the URL's keys; those that were never had are too old."""
         return MAX_AGE_S if self._fetched_s is None else self._clock() - self._fetched_s
