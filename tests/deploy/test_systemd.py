@@ -98,7 +98,9 @@ def test_sighup_reloads_a_server_that_nobody_supervises_and_opens_none(simulate:
         return ask(server.port, "GET", "/v1/models", api_key=key).status
 
     reload("", "reloaded: tenants=0 keys=0")
-    assert status() == 200
+    assert (status(), server.metrics()["steploop_reload_success"]) == (200, 1)
+    reload("port: 1", "is not TOML")
+    assert (status(), server.metrics()["steploop_reload_success"]) == (200, 0)
     tenant = f'[[tenants]]\nname = "acme"\nkey_sha256 = ["{sha256(b"k").hexdigest()}"]\n'
     reload(tenant, "reloaded: tenants=1 keys=1")
     assert (status(), status("k")) == (401, 200)

@@ -209,6 +209,13 @@ def test_a_file_that_is_not_fit_changes_nothing(write: Callable[..., ServerConfi
     assert gate.directory is before
 
 
+def test_an_issuer_that_is_asked_from_the_next_start_on_closes_nothing_until_then(tmp_path: Path) -> None:
+    gate = Gate(ServerConfig(), CLOCK)
+    (tmp_path / "jwks.json").write_text("{}")
+    gate.prepare(ServerConfig(jwks=tmp_path / "jwks.json"))()
+    assert gate.directory.is_open
+
+
 def test_keys_that_are_no_longer_taken_are_not_counted(write: Callable[..., ServerConfig]) -> None:
     gone = key_of("acme", "gone")[:-1]
     past = f'{gone}, "expires": "1970-01-01T00:00:00Z"}}, {gone}, "revoked": "1969-01-01T00:00:00Z"}}'
