@@ -397,6 +397,7 @@ def listener_config(config: ServerConfig, tls: ServerTls | None, passed: Sequenc
         passed=passed,
         unix_mode=config.unix_mode,
         tls=tls,
+        takes_upgrade=config.h2c_upgrade,
         max_connections=config.max_connections,
         clients=config.client_rules,
         held_body_bytes=max(ALL_HELD_BODY_BYTES, config.max_body_bytes),

@@ -60,6 +60,7 @@ class ConnectionContext:
     date: Callable[[], bytes]
     bodies: BodyRoom
     clock: Callable[[], float]  # monotonic seconds, finer than the loop's
+    takes_upgrade: bool = False  # from HTTP/1.1 to HTTP/2
 
 
 class Exchanges(Flushable, Protocol):

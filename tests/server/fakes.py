@@ -177,12 +177,14 @@ class MemoryServer:
         refuse: Refuse = refuse,
         clients: ClientRules | None = None,
         held_body_bytes: int = ALL_HELD_BODY_BYTES,
+        takes_upgrade: bool = False,
     ) -> None:
         self.loop = VirtualTimeLoop() if loop is None else loop
         config = ListenerConfig(
             connection=limits or ConnectionLimits(),
             clients=clients or ClientRules(),
             held_body_bytes=held_body_bytes,
+            takes_upgrade=takes_upgrade,
         )
         self.listener = Listener(handler, refuse, config, self.loop, lambda: 0.0, self.loop.time)
 
