@@ -30,6 +30,7 @@ class AccessRecord(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         status: as sent; 499 when the client left first.
         finish_reason: of a generation, over all its sequences.
+        http2_error: the code of the RST_STREAM or GOAWAY that was sent instead of an answer with that status.
         tenant: whose request it was; None: nobody, or there are no tenants and no keys.
         key_id: the prefix of the key that it showed.
         client: its address, and its port where it is known.
@@ -49,6 +50,7 @@ class AccessRecord(msgspec.Struct, frozen=True, kw_only=True):
     num_completion_tokens: int | None = None
     finish_reason: str | None = None
     error_code: str | None = None
+    http2_error: str | None = None
     tenant: str | None = None
     key_id: str | None = None
     client: str | None = None
@@ -74,6 +76,7 @@ def access_line(record: AccessRecord) -> str:
     words = (
         ("finish", record.finish_reason),
         ("error", record.error_code),
+        ("http2", record.http2_error),
         ("tenant", record.tenant),
         ("key", record.key_id),
         ("client", record.client),

@@ -189,7 +189,7 @@ class Http1Exchanges:
             self._connection.abort()
             return
         self._protocol.stop_reading()
-        headers, body = self._refusal(status, message, self._connection.peer, self._waiting_since, self._stream)
+        headers, body = self._refusal(status, message, self._connection.peer, self._waiting_since, self._stream, None)
         self._append(self._protocol.send_head(ResponseHead(status, headers)))
         self._append(self._protocol.send_data(body))
         self._connection.end_after_output()

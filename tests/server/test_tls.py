@@ -181,6 +181,12 @@ def test_peer_in_the_middle_of_an_upload_reads_why_it_is_refused(tmp_path: Path,
     uvloop.run(main())
 
 
+async def send_for_ever(client: RawTlsClient) -> None:
+    while True:
+        client.send(bytes(2**20))
+        await client.drain()
+
+
 def test_peer_that_does_not_stop_its_upload_is_cut_off(tmp_path: Path) -> None:
     certificate, key = make_certificate(tmp_path)
 
@@ -191,9 +197,7 @@ def test_peer_that_does_not_stop_its_upload_is_cut_off(tmp_path: Path) -> None:
             await client.shake_hands()
             client.send(START + frame(PING, bytes(8), stream_id=3))
             with pytest.raises(ConnectionError):
-                while True:
-                    client.send(bytes(2**20))
-                    await client.drain()
+                await send_for_ever(client)
             await wait_until(lambda: listener.num_open == 0)
             client.close()
 
