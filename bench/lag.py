@@ -1,4 +1,6 @@
-"""What long bodies, long chat templates and reconnects cost everybody else: `python -m bench.lag`. In milliseconds, p50, p99, most.
+"""What long bodies, long chat templates and reconnects cost everybody else: `python -m bench.lag`.
+
+In milliseconds: p50, p99, most.
 
 One server with a null runner decodes STREAMS streams, a step every STEP_S; beside it others post one body after the
 other, each of which is parsed, rendered and refused or answered. Measured in the server's process:
