@@ -106,7 +106,7 @@ class PromptReader:
                 text = self.chat_template.render(messages, now=now, param=field_name)
                 if marks is not None:
                     marks.enter(Stage.TOKENIZE)
-                return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+                return tuple(self.tokenizer.encode_chat(text))
 
     def encode_checked(self, prompt: Prompt, param: str, marks: StageMarks | None = None) -> tuple[int, ...]:
         """

@@ -24,7 +24,7 @@ from core.gguf import SUFFIX as GGUF_SUFFIX
 from core.gguf import GgufFile, parse_gguf
 from core.gguf_model import ROPE_FACTORS, config_of, generation_of, keys_of
 from core.gguf_tokenizer import end_ids, tokenizer_files
-from core.tokenizer import Tokenizer, UnsupportedTokenizer
+from core.tokenizer import Tokenizer, UnsupportedTokenizer, named_special_tokens
 from server.api.fields import RANGES
 from server.values import show_models
 
@@ -86,32 +86,33 @@ def is_gguf(path: Path) -> bool:
     return path.suffix == GGUF_SUFFIX and os.path.isfile(path)
 
 
-def read_model_files(path: Path, context_limit: int | None = None, template_file: Path | None = None) -> ModelFiles:
+def read_model_files(
+    path: Path,
+    context_limit: int | None = None,
+    template_file: Path | None = None,
+    allows_special_in_content: bool = False,
+) -> ModelFiles:
     """Read a model directory, or a GGUF file's metadata.
 
     Args:
         context_limit: tokens; None: the model's own.
         template_file: a chat template to use instead of the model's.
+        allows_special_in_content: what messages spell as a control token is one.
 
     Raises:
         StartupError: what is missing or broken, by name, and what to do.
     """
     has_template = template_file is None
     contents = _gguf_contents(path) if is_gguf(path) else _directory_contents(_existing_directory(path), has_template)
-    try:
-        tokenizer = Tokenizer(contents.tokenizer_json, contents.tokenizer_config, _num_embeddings(contents.config))
-    except UnsupportedTokenizer as error:
-        where = path if is_gguf(path) else path / "tokenizer.json"
-        raise StartupError(
-            f"{where}: {error}", "download it again, or serve a model with a supported tokenizer", ExitCode.MODEL
-        ) from error
     limit = context_limit or _context_of(path, contents)
     sources = contents.template_sources if template_file is None else {"default": _read_text(template_file)}
+    special_tokens = named_special_tokens(contents.tokenizer_config)
+    template = _template(sources, template_file or path, special_tokens, limit, not allows_special_in_content)
     return ModelFiles(
         path,
         contents.config,
-        tokenizer,
-        _template(sources, template_file or path, tokenizer, limit),
+        tokenizer := _tokenizer(path, contents, template),
+        template,
         _defaults(path, contents),
         _eos_ids(path, contents, tokenizer),
     )
@@ -298,11 +299,29 @@ def _num_embeddings(config: Mapping[str, Any]) -> int | None:
     return found if isinstance(found, int) else None
 
 
-def _template(sources: dict[str, str], where: Path, tokenizer: Tokenizer, limit: int) -> ChatTemplate:
+def _template(
+    sources: dict[str, str], where: Path, special_tokens: dict[str, str], limit: int, marks_content: bool
+) -> ChatTemplate:
     try:
-        return ChatTemplate(sources, tokenizer.special_tokens, limit)
+        return ChatTemplate(sources, special_tokens, limit, marks_content)
     except ChatTemplateSyntaxError as error:
         raise StartupError(f"{where}: {error}", "mend it, or give --chat-template FILE", ExitCode.MODEL) from error
+
+
+def _tokenizer(path: Path, contents: _Contents, template: ChatTemplate) -> Tokenizer:
+    try:
+        return Tokenizer(
+            contents.tokenizer_json,
+            contents.tokenizer_config,
+            _num_embeddings(contents.config),
+            template.sources.values(),
+            template.user_turn(),
+        )
+    except UnsupportedTokenizer as error:
+        where = path if is_gguf(path) else path / "tokenizer.json"
+        raise StartupError(
+            f"{where}: {error}", "download it again, or serve a model with a supported tokenizer", ExitCode.MODEL
+        ) from error
 
 
 def _template_sources(directory: Path, tokenizer_config: dict[str, Any]) -> dict[str, str]:
