@@ -83,6 +83,35 @@ def test_generation_config_gives_defaults(directory: Path) -> None:
     assert read_model_files(directory).defaults == expected
 
 
+def test_generation_config_gives_bounds_of_answers_and_tokens_never_sampled(directory: Path) -> None:
+    values = {"min_new_tokens": 3, "max_new_tokens": 50, "suppress_tokens": [7, 9], "bad_words_ids": [[9], [11]]}
+    neutral = {"typical_p": 1.0, "no_repeat_ngram_size": 0, "epsilon_cutoff": 0.0, "sequence_bias": None}
+    write(directory, "generation_config.json", values | neutral)
+    expected = GenerationDefaults(min_tokens=3, max_tokens=50, suppressed_ids=(7, 9, 11))
+    assert read_model_files(directory).defaults == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("typical_p", 0.9),
+        ("no_repeat_ngram_size", 3),
+        ("bad_words_ids", [[1, 2]]),
+        ("bad_words_ids", [1]),
+        ("bad_words_ids", [["a"]]),
+        ("suppress_tokens", [-1]),
+        ("suppress_tokens", 5),
+        ("begin_suppress_tokens", [220]),
+        ("min_new_tokens", -1),
+        ("max_new_tokens", 0),
+        ("max_new_tokens", True),
+    ],
+)
+def test_generation_config_that_is_not_served_is_refused_by_name(directory: Path, name: str, value: Any) -> None:
+    write(directory, "generation_config.json", {name: value})
+    assert name in refusal(directory).cause
+
+
 def test_model_that_says_not_to_sample_is_greedy(directory: Path) -> None:
     write(directory, "generation_config.json", {"do_sample": False, "temperature": 0.6})
     assert read_model_files(directory).defaults.temperature == 0.0
