@@ -6,7 +6,7 @@ Thread: loop; `encode` of long texts may be offloaded, and may run in several th
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import tokenizers
@@ -188,25 +188,29 @@ class _ControlTokens:
         """Whether a control token may stand in it that not the template wrote."""
         if not self._tokens:
             return False
-        if not self._is_spelled_out:
-            return True
+        return not self._is_spelled_out or next(self._refused_spellings(text), None) is not None
+
+    def _refused_spellings(self, text: MarkedText) -> Iterator[slice]:
+        """Where others than the template have spelled one."""
         match = self._spelled.search(text)
         while match is not None:
-            if self._is_refused(self._ids[match[0]], text.origins[match.start() : match.end()]):
-                return True
+            place = slice(match.start(), match.end())
+            if self._is_refused(self._ids[match[0]], text.origins[place]):
+                yield place
             match = self._spelled.search(text, match.start() + 1)
-        return False
 
     def encode(self, text: MarkedText) -> list[int]:
         """The ids, where the library sees control tokens only in what may have them."""
-        plain = visible = str.__str__(text)
-        found = self._found(visible)
+        plain = str.__str__(text)
+        spelled = list(self._refused_spellings(text))
+        visible = _blanked(plain, spelled, text.origins) if spelled else plain
+        ids, found = self._found(visible)
         while refused := [place for place in found if self._is_refused(place.id, text.origins[place.core])]:
             visible = _blanked(visible, [place.core for place in refused], text.origins)
-            found = self._found(visible)  # a token of the template's own that a refused one covered
+            _, found = self._found(visible)  # a token of the template's own that a refused one covered
         if visible is plain:
-            return _ids(self._backend, [plain], add_special_tokens=False)[0]
-        ids: list[int] = []
+            return ids
+        ids = []
         end = 0
         for place in found:
             ids += self._plain_ids(plain[end : place.whole.start], is_first=end == 0)
@@ -214,15 +218,15 @@ class _ControlTokens:
             end = place.whole.stop
         return ids + self._plain_ids(plain[end:], is_first=end == 0)
 
-    def _found(self, text: str) -> list["_Place"]:
-        """Control tokens as the library sees them."""
+    def _found(self, text: str) -> tuple[list[int], list["_Place"]]:
+        """The ids, and control tokens as the library sees them."""
         encoding = self._backend.encode_batch([text], add_special_tokens=False)[0]
-        offsets = encoding.offsets
+        ids: list[int] = encoding.ids
         found = []
-        for at, token_id in enumerate(encoding.ids):
-            if (token := self._tokens.get(token_id)) is None:
+        for at, token_id in enumerate(ids):
+            if (token := self._tokens.get(token_id)) is None or (place := encoding.token_to_chars(at)) is None:
                 continue
-            start, stop = offsets[at]
+            start, stop = place
             covered = text[start:stop]
             core_at = covered.find(token.content)
             if core_at >= 0:
@@ -232,7 +236,7 @@ class _ControlTokens:
             else:  # the id of characters that the model does not know
                 continue
             found.append(_Place(token_id, core, slice(start, stop)))
-        return found
+        return ids, found
 
     def _is_refused(self, token_id: int, origins: bytes) -> bool:
         return max(origins, default=0) >= self._refused_from[token_id]
