@@ -207,7 +207,7 @@ def engine_loader(config: "ServerConfig") -> "LoadEngine":
         report_stage("finding the model's files")
         path = model_path(config)
         report_stage("reading the model's files")
-        files = read_model_files(path, config.max_model_len, config.chat_template)
+        files = read_model_files(path, config.max_model_len, config.chat_template, config.allow_special_in_content)
         model = parse_config(path, files.config)
         report_stage("importing torch")
         from gpu.loading import load_runner
