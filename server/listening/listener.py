@@ -192,8 +192,8 @@ class Listener:
             self.refusals.add(reason, peer)
             return None
         connection = Connection(self._context, peer)
-        self._connections.add(connection)
         self.gate.enter(peer)
+        self._connections.add(connection)
         if self._is_draining:
             connection.close_after_answer()
         return connection

@@ -22,7 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hpack import Encoder, NeverIndexedHeaderTuple
+from hpack import Decoder, Encoder, NeverIndexedHeaderTuple
 
 from server.ledger.records import State
 from server.wire.frame_gate import DATA, GOAWAY, HEADER_BYTES, HEADERS, PREFACE, RST_STREAM, SETTINGS
@@ -213,7 +213,8 @@ class ClientStorm:
                 self._tell(_judge(answer.status, answer.body, body))
 
     async def _ask_http2(self) -> None:
-        body, content, is_over = self._wish(), b"", False
+        body, status, content, is_over = self._wish(), 0, b"", False
+        decoder = Decoder()
         async with Line(self._port) as line:
             await line.send(opening(2**30) + chat_frames(GOOD_KEY, body, 1))
             while not is_over:
@@ -222,20 +223,20 @@ class ClientStorm:
                     await line.send(frame(SETTINGS, b"", 1))
                 elif kind in (RST_STREAM, GOAWAY):
                     raise ConnectionError(f"frame {kind}: {payload!r}")
+                elif kind == HEADERS:
+                    status = status or int(dict(decoder.decode(payload))[":status"])
                 elif kind == DATA:
                     content += payload
                 is_over = stream_id == 1 and kind in (DATA, HEADERS) and bool(flags & END_STREAM)
-        self._tell(_judge(200, content, body))
+        self._tell(_judge(status, content, body))
 
     # Those who do not
 
     async def _misbehave(self) -> None:
         while True:
             way = self._random.choice(self._ways)
-            try:
+            with suppress(OSError, asyncio.IncompleteReadError):  # they are cut off, as they deserve
                 await way()
-            except (OSError, asyncio.IncompleteReadError):  # they are cut off, as they deserve
-                pass
             self.done[way.__name__.strip("_").replace("_", " ")] += 1
 
     async def _attack(self) -> None:
