@@ -133,9 +133,9 @@ class Answer:
         if entry is None:
             self._body.start()
         else:
+            held = HeldBody(self._body)
             entry.reserve(ticket.num_reserved, self._progress, self._on_reserved)
-            self._body = self._held = HeldBody(self._body)
-            self._entry = entry
+            self._entry, self._body, self._held = entry, held, held
         for request in requests:
             self._prompt_lengths.append(len(request.prompt_ids))
             first_choice = len(self._clocks)
@@ -155,8 +155,10 @@ class Answer:
 
     def close(self) -> None:
         """Let go of timers, and of what is still being generated if the task itself is cancelled. Idempotent."""
-        self._cancel()
-        self._body.close()
+        try:
+            self._cancel()
+        finally:
+            self._body.close()
         if self._has_ended:  # no news will come of any; settled already, unless that failed
             usage = total_usage(self._usages)
             self._settle(usage)

@@ -185,9 +185,9 @@ class EngineClient:
     def _deliver_slice(self) -> None:
         if not self._deliveries:
             return
-        now_s = self._clock()
-        self._output.expect_flush()
         try:
+            now_s = self._clock()
+            self._output.expect_flush()
             self._take_slice(self._deliveries[0], now_s)
             self.work.busy_s += self._clock() - now_s
         except Exception:  # of no request, for those are ended by what they raise; the rows behind are still to be told

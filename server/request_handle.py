@@ -190,7 +190,12 @@ class RequestHandle:
         """The terminal chunk, once it has been told: nothing more will come."""
         assert chunk.usage is not None, "it is terminal"
         self.cost = chunk.cost
-        self._end(self._cut(chunk.usage), self._error)
+        try:
+            usage = self._cut(chunk.usage)
+        except Exception:
+            logger.exception("an answer's tokens cannot be counted", extra={"request_id": self.request.request_id})
+            usage = chunk.usage  # the engine's count
+        self._end(usage, self._error)
 
     def on_engine_mark(self, mark: EngineMark) -> None:
         self._sink.on_engine_mark(mark)

@@ -36,6 +36,7 @@ from server.wire.messages import (
     TextWriter,
 )
 from server.wire.peer import Peer
+from server.wire.response_fields import ResponseError
 from server.wire.stream import HttpStream, WrittenCallback, tell_written
 
 if TYPE_CHECKING:
@@ -291,7 +292,13 @@ class Http2Exchanges:
         self._on_changed()
 
     def write_head(self, stream: HttpStream, head: ResponseHead) -> None:
-        self._responses.send_head(stream.request.stream_id, head)
+        try:
+            self._responses.send_head(stream.request.stream_id, head)
+        except ResponseError:  # nothing of it has been encoded
+            raise
+        except Exception:  # what half a head has put into HPACK's table, the peer would never hear
+            self.break_down()
+            raise
         self._mark_dirty()
 
     def write_data(self, stream: HttpStream, data: bytes) -> None:

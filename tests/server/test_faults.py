@@ -26,6 +26,7 @@ from server.gate.tenants import Limits, Tenant
 from server.held_body import HeldBody as LedgerBody
 from server.ledger.ledger import Entry
 from server.ledger.records import State
+from server.ledger.store import LedgerStore
 from server.lifecycle import PromptReader
 from server.listening.listener import Listener
 from server.observing.accounting import Accounting
@@ -228,6 +229,7 @@ CALLED_OUT: dict[tuple[type, str], tuple[int, ...]] = {
     (RequestHandle, "on_token"): (1, 9),
     (RequestHandle, "on_chunk"): (1, 4),
     (RequestHandle, "on_engine_mark"): (1, 4),
+    (RequestHandle, "_cut"): (1, 4),
     (StreamedBody, "start"): (1, 2),
     (StreamedBody, "text_teller"): (1, 3),
     (StreamedBody, "complete"): (1, 3),
@@ -243,6 +245,7 @@ CALLED_OUT: dict[tuple[type, str], tuple[int, ...]] = {
     (Entry, "settle"): (1, 4),
     (Entry, "settled_row"): (1, 4),
     (Entry, "current_progress"): (1, 2),
+    (LedgerStore, "_apply"): (1, 5, 8),
     (Accounting, "close"): (1, 4),
     (Histogram, "observe"): (1, 7, 30),
     (Http2Response, "take_data"): (1, 5),
@@ -335,8 +338,10 @@ class Crowd:
         assert len({row.request_id for row in found}) == len(found)
 
 
-def crowd_without_fault(path: Path) -> list[list[tuple[str, ...] | None]]:
-    crowd = Crowd(path)
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> list[list[tuple[str, ...] | None]]:
+    """What the crowd is told where nothing fails: everything."""
+    crowd = Crowd(tmp_path_factory.mktemp("crowd") / "ledger.db")
     crowd.run()
     crowd.end()
     assert not crowd.faults
@@ -355,8 +360,8 @@ def test_fault_costs_one_connection_or_request_whoever_calls_it(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     tmp_path: Path,
+    expected: list[list[tuple[str, ...] | None]],
 ) -> None:
-    expected = crowd_without_fault(tmp_path / "expected.db")
     crowd = Crowd(tmp_path / "ledger.db")
     guilty = Nth(number)
     fail_at(monkeypatch, *place, guilty)
