@@ -259,8 +259,8 @@ class Ledger:
         return round(self._unix() * MICRO)
 
     def begin(self, entry: Entry, on_reserved: Callable[[bool], None]) -> None:
-        self._entries[entry] = None
         self._write(Reserve(entry.row), on_reserved)
+        self._entries[entry] = None
         if self._checkpoint is None:
             self._checkpoint = self._loop.call_later(CHECKPOINT_S, self._write_checkpoint)
 

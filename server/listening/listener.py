@@ -166,6 +166,8 @@ class Listener:
     # The beginning of a connection.
 
     def _welcome(self, bind: Bind, family: int, accepted: socket.socket, address: Any) -> None:
+        if family == socket.AF_UNIX:
+            accepted.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_SEND_BUFFER_BYTES)
         connection = self.admit(socket_peer(family, address), bind.takes_proxy)
         if connection is None:
             if self._config.tls is not None and not (bind.is_plain or bind.takes_proxy):
@@ -173,8 +175,6 @@ class Listener:
                     accepted.send(REFUSED_ALERT)
             accepted.close()
             return
-        if family == socket.AF_UNIX:
-            accepted.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_SEND_BUFFER_BYTES)
         task = self._loop.create_task(self._open(connection, bind, accepted))
         self._opening[connection] = _Opening(task)
         task.add_done_callback(partial(self._end_opening, connection, accepted))
