@@ -11,7 +11,8 @@
 # make simulate     random histories of every fault against the simulated server, and 10 million steps of the scheduler's
 #                   machine (15 minutes on two cores); ARGS="--seed N" one again, --steps and --histories for other numbers
 # make crash        kill a server under load ten thousand times (half an hour) and read its ledger each time
-# make storm        a million random cancels against the simulated server (10 minutes); nothing may be left of them
+# make storm        clients that misbehave beside 2,500 requests that do not, over real sockets (two minutes), then a million
+#                   random cancels against the simulated server (10 minutes); nobody is harmed, and nothing may be left
 #
 # TORCH_INDEX=URL   where torch comes from, when not from your default index: for the CPU build
 #                   https://download.pytorch.org/whl/cpu, for CUDA builds https://download.pytorch.org/whl/cu130
@@ -130,6 +131,7 @@ crash: $(VENV)/.installed
 
 .PHONY: storm
 storm: $(VENV)/.installed-test
+	$(VENV)/bin/python -m tests.e2e.client_storm 2500
 	$(VENV)/bin/python -m tests.server.cancel_storm 1000000
 
 .PHONY: simulate
