@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from gpu.device import cpu_flags
 from gpu.linear import ProductChoice, can_pack, keeps_rows, make_linear, pack, packed_linear
 
-pytest.importorskip("numba", reason="needs numba: pip install 'steploop[cpu]'")
 if "avx512_bf16" not in cpu_flags() or not can_pack(torch.bfloat16, torch.device("cpu")):
     pytest.skip("needs a CPU with avx512_bf16, and a torch with oneDNN's packed products", allow_module_level=True)
 

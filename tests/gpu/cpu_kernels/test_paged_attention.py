@@ -10,7 +10,6 @@ from gpu.device import cpu_flags
 from gpu.kv_cache import LayerKV
 from gpu.scores import PLAIN, Scores
 
-pytest.importorskip("numba", reason="needs numba: pip install 'steploop[cpu]'")
 if "avx512_bf16" not in cpu_flags():
     pytest.skip("needs a CPU with avx512_bf16", allow_module_level=True)
 

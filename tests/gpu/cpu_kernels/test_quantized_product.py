@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from gpu.device import cpu_flags
 from gpu.quantize import QuantizedWeight, dequantize, quantize
 
-pytest.importorskip("numba", reason="needs numba: pip install 'steploop[cpu]'")
 if "avx512_bf16" not in cpu_flags():
     pytest.skip("needs a CPU with avx512_bf16", allow_module_level=True)
 

@@ -10,15 +10,12 @@ from hypothesis import strategies as st
 
 from core.plan import SequenceStart
 from core.types import SamplingParams
+from gpu.cpu_kernels import sampling, thresholds
+from gpu.cpu_kernels.row_sampler import RowSampler
 from gpu.noise import gumbel_noise
 from gpu.sampler import Sampler, SamplerChoice
 from tests.gpu.filter_cases import FilterCase, filter_cases
 from tests.gpu.test_sampler import assert_distributed_as
-
-pytest.importorskip("numba", reason="needs numba: pip install 'steploop[cpu]'")
-
-from gpu.cpu_kernels import sampling, thresholds
-from gpu.cpu_kernels.row_sampler import RowSampler
 
 CPU = torch.device("cpu")
 STOP_IDS = (5, 6)

@@ -5,11 +5,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="needs triton: pip install 'steploop[gpu]'")
+pytest.importorskip("triton", reason="needs triton: pip install triton")
 
 
 IS_INTERPRETED = os.environ["TRITON_INTERPRET"] != "0"
@@ -68,7 +67,7 @@ def patched_once() -> Iterator[None]:
 def _dot_in_order(_: Any, a: Any, b: Any, total: Any, *__: Any) -> Any:
     """The interpreter's tl.dot, of [rows, inputs] by [inputs, outputs]: one input after the other.
 
-    Its own asks numpy, whose BLAS adds in an order that depends on the CPU, on a tile's size and on a row's place in it.
+    Its own asks numpy, whose BLAS adds in an order that depends on the CPU, on the tile and on a row's place in it.
     """
     from triton.runtime.interpreter import TensorHandle
 
