@@ -134,6 +134,7 @@ def test_the_search_finds_the_largest_number_that_enough_reach(numbers: list[flo
     assert thresholds.largest_reaching(values, weights.copy(), len(values), needed, room, bins) == want
 
 
+@pytest.mark.bits
 def test_noise_is_torchs_to_the_last_bit() -> None:
     key, token_ids = 2**63 + 12345, np.arange(20_000)
     uniforms = [sampling._uniform(np.uint64(key), token) for token in token_ids]
