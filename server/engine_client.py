@@ -126,7 +126,8 @@ class EngineClient:
     def _detokenizer(
         self, request: Request, continues_text: bool, forbidden: Sequence[Matcher]
     ) -> Detokenizer | ScreenedDetokenizer:
-        detokenizer = Detokenizer(self._table, request.sampling.stop, continues_text)
+        sampling = request.sampling
+        detokenizer = Detokenizer(self._table, sampling.stop, continues_text, sampling.min_tokens)
         return ScreenedDetokenizer(detokenizer, TextScreen(forbidden)) if forbidden else detokenizer
 
     def inspect(self) -> Awaitable[EngineSnapshot]:
