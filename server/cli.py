@@ -70,7 +70,7 @@ def _as_startup_error(error: Exception) -> StartupError:
     from server.commands.versions import LISTED
 
     if isinstance(error, ModuleNotFoundError) and error.name in LISTED:
-        fix = f"python -m pip install {error.name}; steploop doctor lists what is needed"
+        fix = f"{sys.executable} -m pip install {error.name}; steploop doctor lists what is needed"
         return StartupError(f"{error.name} is not installed", fix, ExitCode.VERSION)
     cause = f"this is a bug: {type(error).__name__}: {error}"
     return StartupError(cause, "run it again with --debug, and report the traceback", ExitCode.INTERNAL)
