@@ -15,7 +15,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Macro
 
-from core.errors import InvalidRequest
+from core.errors import InvalidRequest, context_overflow
 from core.template_budget import Budget, BudgetedEnvironment, BudgetExceeded, TooMuchText, use_budget
 
 # Texts run to some 4 characters a token, seldom to 8: more than this cannot fit the context.
@@ -55,6 +55,7 @@ class ChatTemplate:
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str], context_limit: int) -> None:
         self.sources = dict(sources)
         self._special_tokens = dict(special_tokens)
+        self._context_limit = context_limit
         self._max_output_chars = max_text_chars(context_limit)
         environment = _new_environment()
         self._templates = {name: self._compile(environment, name, text) for name, text in sources.items()}
@@ -114,9 +115,9 @@ class ChatTemplate:
             with use_budget(self._new_budget()):
                 return self._join(template, variables)
         except TooMuchText as error:
+            but = f"in its chat template the messages come to more than {self._max_output_chars} characters"
             raise InvalidRequest(
-                f"In the model's chat template the messages come to more than {self._max_output_chars} characters, "
-                "which its context cannot hold. Shorten them.",
+                context_overflow(self._context_limit, but, "Shorten the messages."),
                 param,
                 "context_length_exceeded",
             ) from error

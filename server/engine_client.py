@@ -64,6 +64,7 @@ class EngineClient:
     Args:
         post: puts a message into the engine's inbox.
         table: what the model's tokens say.
+        full_table: likewise, special tokens by their names.
         output: of all connections; flushed after each slice.
         call_soon: the loop's.
         clock: monotonic seconds; read twice a slice.
@@ -75,6 +76,7 @@ class EngineClient:
         self,
         post: Callable[[Message], None],
         table: TokenTable,
+        full_table: TokenTable,
         output: Output,
         call_soon: Callable[[Callable[[], None]], object],
         clock: Callable[[], float],
@@ -85,6 +87,7 @@ class EngineClient:
         self.work = LoopWork()
         self._post = post
         self._table = table
+        self._full_table = full_table
         self._output = output
         self._call_soon = call_soon
         self._clock = clock
@@ -126,7 +129,8 @@ class EngineClient:
     def _detokenizer(
         self, request: Request, continues_text: bool, forbidden: Sequence[Matcher]
     ) -> Detokenizer | ScreenedDetokenizer:
-        detokenizer = Detokenizer(self._table, request.sampling.stop, continues_text)
+        table = self._table if request.sampling.skip_special_tokens else self._full_table
+        detokenizer = Detokenizer(table, request.sampling.stop, continues_text)
         return ScreenedDetokenizer(detokenizer, TextScreen(forbidden)) if forbidden else detokenizer
 
     def inspect(self) -> Awaitable[EngineSnapshot]:

@@ -98,7 +98,7 @@ def test_a_conversation_is_taken_with_our_own_items_in_it() -> None:
         ({"text": {"format": {"type": "json_object"}}}, "text.format"),
         ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"max_tokens": 5}, "max_tokens"),
+        ({"max_tokens": 5, "max_output_tokens": 6}, "max_tokens"),
         ({"max_completion_tokens": 5}, "max_completion_tokens"),
         ({"include": ["reasoning.encrypted_content", "usage"]}, "include[1]"),
         ({"top_logprobs": 21}, "top_logprobs"),
@@ -250,7 +250,7 @@ def test_the_sdk_reads_a_whole_answer() -> None:
     data = whole(Choice(0, "Hello", FinishReason.STOP, list(LOGPROBS)), top_logprobs=2, temperature=0.25, timings=True)
     assert data.pop("timings") == {"queue_ms": 0.5}
     response = Response.model_validate(data, strict=True)
-    assert response.model_extra == {"store": False}  # OpenAI's answers have it, the SDK's type does not
+    assert response.model_extra == {"store": False, "presence_penalty": 0.0, "frequency_penalty": 0.0}  # OpenAI's answers have it, the SDK's type does not
     assert json.loads(response.model_dump_json(exclude_unset=True)) == data
     with sdk_reading(json.dumps(data).encode()) as client:
         read = client.responses.create(model="tiny", input="Hi")
