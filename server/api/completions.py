@@ -33,6 +33,7 @@ from server.wire import sse
 from server.wire.messages import TextFrame
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
+MAX_ANSWERS = 4096  # prompts times n: 16,384 kept the loop from others for up to 0.9 s, 4,096 for 0.2
 
 RULES = rules_of(Surface.COMPLETIONS)
 
@@ -58,9 +59,13 @@ class CompletionsSurface:
         if wire.logprobs is not None:
             num_logprobs = fields.checked_top_logprobs(wire.logprobs, "logprobs", defaults.limits)
         wishes = fields.token_wishes(wire, num_logprobs, defaults.limits, bool(wire.echo))
+        prompts = _prompts(wire.prompt, defaults, wire.add_special_tokens is not False)
+        if len(prompts) * _num_sequences(wire) > MAX_ANSWERS:
+            message = f"{len(prompts)} prompts with n answers each must be at most {MAX_ANSWERS} answers. Send fewer."
+            raise InvalidRequest(message, "n")
         return GenerationCall(
             model=model,
-            prompts=_prompts(wire.prompt, defaults, wire.add_special_tokens is not False),
+            prompts=prompts,
             sampling=fields.sampling_params(wire, defaults, max_tokens, wishes, bool(wire.echo)),
             num_sequences=_num_sequences(wire),
             cache_salt=fields.checked_cache_salt(wire.cache_salt),

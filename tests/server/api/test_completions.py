@@ -117,6 +117,7 @@ def test_a_stream_by_the_letter() -> None:
     deltas = [(0, say("Hel")), (0, say("")), (0, say("lo", FinishReason.LENGTH))]
     *chunks, last, done = [data for _, data in read_events(wire.stream(answer, *deltas, timings={"queue_ms": 1.0}))]
     envelope = {"id": "cmpl-abc123", "object": "text_completion", "created": 1_700_000_000, "model": "tiny"}
+    envelope["system_fingerprint"] = "fp_1"
     assert chunks == [
         envelope | {"choices": [{"index": 0, "text": text, "logprobs": None, "finish_reason": why}], "usage": None}
         for text, why in (("Hel", None), ("lo", "length"))
@@ -294,3 +295,22 @@ def test_a_reason_that_the_wire_lacks_is_not_written(reason: FinishReason) -> No
 def test_timings_are_in_the_whole_answer_when_asked_for() -> None:
     assert whole(Choice(0, "a", FinishReason.STOP), timings=True)["timings"] == {"queue_ms": 0.5}
     assert "timings" not in whole(Choice(0, "a", FinishReason.STOP))
+
+
+def test_prompts_times_n_are_bounded() -> None:
+    ask: dict[str, Any] = {"prompt": ["a"] * 256}
+    assert len(wire.parse(SURFACE, **ask, n=16).prompts) == 256
+    assert wire.refusal(SURFACE, **ask, n=17).param == "n"
+
+
+def test_ids_are_told_of_each_prompt() -> None:
+    call = wire.parse(SURFACE, prompt=["First", "Second"], stream=True, return_token_ids=True)
+    context = msgspec.structs.replace(CONTEXT, prompt_ids=((7,), (8, 9)))
+    last = Delta(text="Hel", num_tokens=1, logprobs=LOGPROBS[:1], finish_reason=FinishReason.LENGTH)
+    reply = SURFACE.stream_reply(call, context)
+    chunks = [data["choices"][0] for _, data in read_events(reply.start() + reply.delta(1, last))]
+    assert [(one["prompt_token_ids"], one["token_ids"]) for one in chunks] == [([7], []), ([8, 9], []), (None, [1])]
+    assert all(one["logprobs"] is None for one in chunks)
+    choices = [Choice(i, "Hel", FinishReason.LENGTH, list(LOGPROBS[:1])) for i in range(2)]
+    answer = json.loads(SURFACE.whole_reply(call, context, choices, USAGE, {}))
+    assert [(one["prompt_token_ids"], one["token_ids"]) for one in answer["choices"]] == [([7], [1]), ([8, 9], [1])]
