@@ -1,4 +1,4 @@
-"""The table of fields: what it says, the surfaces do and docs/api.md shows; the vendors' SDKs know no field beyond it."""
+"""The table of fields: the surfaces do what it says, docs/api.md shows it, and the SDKs know no field beyond it."""
 
 from pathlib import Path
 from typing import Any
