@@ -129,8 +129,9 @@ class EngineClient:
     def _detokenizer(
         self, request: Request, continues_text: bool, forbidden: Sequence[Matcher]
     ) -> Detokenizer | ScreenedDetokenizer:
-        table = self._table if request.sampling.skip_special_tokens else self._full_table
-        detokenizer = Detokenizer(table, request.sampling.stop, continues_text)
+        sampling = request.sampling
+        table = self._table if sampling.skip_special_tokens else self._full_table
+        detokenizer = Detokenizer(table, sampling.stop, continues_text, sampling.min_tokens)
         return ScreenedDetokenizer(detokenizer, TextScreen(forbidden)) if forbidden else detokenizer
 
     def inspect(self) -> Awaitable[EngineSnapshot]:

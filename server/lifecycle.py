@@ -108,7 +108,7 @@ class PromptReader:
                 text = self.chat_template.render(messages, now=now, param=field_name)
                 if marks is not None:
                     marks.enter(Stage.TOKENIZE)
-                return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+                return tuple(self.tokenizer.encode_chat(text))
 
     def encode_checked(self, prompt: Prompt, param: str, marks: StageMarks | None = None) -> tuple[int, ...]:
         """
@@ -350,11 +350,11 @@ class Lifecycle:
         """
         context, min_tokens = self.reader.max_model_len, call.sampling.min_tokens
         max_tokens = min(call.sampling.max_tokens, context - num_prompt_tokens)
-        if min_tokens > max_tokens:
+        if min_tokens > max(max_tokens, self.defaults.min_tokens):
             but = f"min_tokens is {min_tokens}, and the prompt of {num_prompt_tokens} leaves {max_tokens}"
             message = context_overflow(context, but, "Ask for fewer tokens, or shorten the prompt.")
             raise InvalidRequest(message, "min_tokens", "context_length_exceeded")
-        return msgspec.structs.replace(call.sampling, max_tokens=max_tokens)
+        return msgspec.structs.replace(call.sampling, max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens))
 
     def _requests(
         self, call: GenerationCall, prompts: list[tuple[int, ...]], request_id: str, timings: StageClock, tenant: Tenant

@@ -6,6 +6,7 @@ It decides nothing about requests: that the engine is silent, or lost, goes to t
 import asyncio
 import faulthandler
 import logging
+import os
 from collections.abc import Callable
 from typing import Protocol
 
@@ -141,10 +142,18 @@ class Supervision:
             self._process.on_silence(True)
 
     def _lose(self, silence_s: float) -> None:
-        faulthandler.dump_traceback(all_threads=True)
+        logger.critical("the stacks of all threads:\n%s", _stacks())
         self._process.on_failed(EngineLost(f"busy with one step for {silence_s:.1f} s; the stacks are above"))
 
     def _tell_stopping(self) -> None:
         num = self._process.num_in_progress
         draining = f"Draining: {num} {'request' if num == 1 else 'requests'} in progress"
         self._manager.tell_stopping(draining if self._cause is None else f"Failed: {self._cause.cause}")
+
+
+def _stacks() -> str:
+    """Of all threads, by way of the log: its reader may be as stuck as the engine is."""
+    with open(os.memfd_create("stacks"), "w+") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        return file.read()

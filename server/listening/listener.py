@@ -56,6 +56,7 @@ class ListenerConfig:
         handshake_s: for what comes ahead of HTTP, from the accept: TLS, or a PROXY header.
         notsent_bytes: that the kernel takes of a TCP connection before it has sent the rest.
         tls: None: in the clear.
+        takes_upgrade: from HTTP/1.1 to HTTP/2, in the clear; a proxy before us must not hand it on.
     """
 
     binds: Sequence[Bind] = (Bind(),)
@@ -69,6 +70,7 @@ class ListenerConfig:
     handshake_s: float = HANDSHAKE_S
     notsent_bytes: int = NOTSENT_BYTES
     tls: ServerTls | None = None
+    takes_upgrade: bool = False
 
 
 @dataclass(slots=True)
@@ -118,6 +120,7 @@ class Listener:
             HttpDate(wall_clock),
             BodyRoom(config.held_body_bytes),
             clock,
+            config.takes_upgrade,
         )
         self._acceptors: list[tuple[ListeningSocket, Acceptor]] = []  # of the sockets that are still open
         self._connections: set[Connection] = set()

@@ -50,6 +50,7 @@ class Http1Exchanges:
         self._batch = context.batch
         self._out = connection.out
         self._refusal = context.refuse
+        self._takes_upgrade = context.takes_upgrade
         self._misdirected = misdirected
         self._protocol = Http1Protocol(context.limits.head, context.date, context.limits.pieces_per_turn)
         self._stream: HttpStream | None = None
@@ -171,7 +172,8 @@ class Http1Exchanges:
         self._body_clock = None
         stream = self._stream = HttpStream(request, self, self._received_s)
         self._task = self._connection.serve(stream)
-        if request.stream_id == 1 and not self._connection.is_secure and not self.peer.is_proxy:
+        may_upgrade = self._takes_upgrade and not self._connection.is_secure and not self.peer.is_proxy
+        if may_upgrade and request.stream_id == 1:
             self._upgrade = upgrade_settings(request, self._limits.http2.frames.num_settings)
 
     def fail(self, stream: HttpStream) -> None:
@@ -187,7 +189,7 @@ class Http1Exchanges:
             self._connection.abort()
             return
         self._protocol.stop_reading()
-        headers, body = self._refusal(status, message, self._connection.peer, self._waiting_since, self._stream)
+        headers, body = self._refusal(status, message, self._connection.peer, self._waiting_since, self._stream, None)
         self._append(self._protocol.send_head(ResponseHead(status, headers)))
         self._append(self._protocol.send_data(body))
         self._connection.end_after_output()

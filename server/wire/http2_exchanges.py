@@ -126,6 +126,7 @@ class Http2Exchanges:
             self._received_s = self._clock()
         self._handle_events(protocol.receive(data, now))
         if protocol.has_failed:
+            self._tell_refusal(protocol.failed_with, None)
             self._end()
             return
         if protocol.has_peer_left:
@@ -194,6 +195,9 @@ class Http2Exchanges:
                 if exchange is not None:
                     self._uploads.complete(exchange.upload)
             elif type(event) is StreamReset:
+                if event.refused_with is not None:
+                    exchange = self._exchanges.get(event.stream_id)
+                    self._tell_refusal(event.refused_with, None if exchange is None else exchange.stream)
                 self._progress.forget(event.stream_id)
                 self._over.discard(event.stream_id)
                 self._drop(event.stream_id)
@@ -237,11 +241,18 @@ class Http2Exchanges:
 
     def _answer_error(self, stream_id: int, status: int, message: str, stream: HttpStream | None) -> None:
         since = self._head_since if stream_id == self._pending_head else self._loop.time()
-        headers, body = self._refuse(status, message, self._connection.peer, since, stream)
+        headers, body = self._refuse(status, message, self._connection.peer, since, stream, None)
         self._responses.send_head(stream_id, ResponseHead(status, headers))
         self._responses.send_data(stream_id, body)
         self._responses.send_end(stream_id)
         self._mark_dirty()
+
+    def _tell_refusal(self, code: ErrorCodes, stream: HttpStream | None) -> None:
+        """Of a request, or of a connection, that has RST_STREAM or GOAWAY for its answer: it is accounted for, too."""
+        status = 400
+        if code in (ErrorCodes.REFUSED_STREAM, ErrorCodes.ENHANCE_YOUR_CALM):
+            status = 503 if self._is_draining else 429
+        self._refuse(status, code.name, self._connection.peer, self._clock(), stream, code)
 
     def fail(self, stream: HttpStream) -> None:
         stream_id = stream.request.stream_id
@@ -428,7 +439,8 @@ class Http2Exchanges:
 
     def _end_slow_head(self) -> None:
         if self._pending_head:  # a request's, which is accounted for; a GOAWAY is all that can be said of it
-            self._refuse(408, slow_head(self._limits.head_s), self._connection.peer, self._head_since, None)
+            peer, calm = self._connection.peer, ErrorCodes.ENHANCE_YOUR_CALM
+            self._refuse(408, slow_head(self._limits.head_s), peer, self._head_since, None, calm)
         self._protocol.fail(ErrorCodes.ENHANCE_YOUR_CALM)
         self._end()
 
