@@ -48,6 +48,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...] = ()  # beside the model's own
     ignore_eos: bool = False
     num_logprobs: int | None = None  # None: none; k: the drawn token's and the k likeliest
+    skip_special_tokens: bool = True  # in the text; likewise the detokenizer's
     num_prompt_logprobs: int | None = None  # as much of the prompt's tokens but the first; beside num_logprobs only
 
 

@@ -208,7 +208,7 @@ class Answer:
             self._time_first_token(now_s)
             self._end_news()
         self._place.on_first_token(choice, now_s)
-        self._watch.arm()
+        self._watch.begin()
 
     def say(self, text: str) -> None:
         """Send a comment, once the stream may say anything."""

@@ -226,6 +226,7 @@ class Server:
         client = EngineClient(
             self._engine_thread.post,
             loaded.files.tokenizer.table,
+            loaded.files.tokenizer.full_table,
             self.listener.batch,
             self._loop.call_soon,
             self._clock.monotonic,
