@@ -52,7 +52,7 @@ def load_runner(
     choice = choose_device(engine)
     apply_threads(choice)
     checkpoint = open_checkpoint(directory, config.packing)
-    check_checkpoint(checkpoint, config)
+    config = check_checkpoint(checkpoint, config)
     memory = plan_checkpoint(config, engine, choice, checkpoint, free_memory_bytes(choice.device))
     try:
         runner = load_planned(checkpoint, config, engine, memory, progress, find=find)

@@ -313,7 +313,7 @@ def _described(facts: "ModelFacts", engine: "EngineConfig", choice: "DeviceChoic
     try:
         model = parse_config(facts.path, read_model_config(facts.path))
         checkpoint = open_checkpoint(facts.path, model.packing)
-        check_checkpoint(checkpoint, model)
+        model = check_checkpoint(checkpoint, model)
         check_tokenizer(facts.path)
         needed_bytes = memory_needed(model, engine, choice, checkpoint)
     except StartupError as error:
