@@ -74,8 +74,10 @@ def run_server(config: "ServerConfig", read_config: "Callable[[], ServerConfig]"
 
     import uvloop
 
+    from gpu import limit_arenas
     from server.process import serve
 
+    limit_arenas()
     faulthandler.enable()  # a watchdog ends what hangs by SIGABRT: the log has the stacks
     return uvloop.run(serve(config, engine_loader(config), read_config))
 
