@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from core.errors import DeviceUnavailable, ExitCode, StartupError
-from server.__main__ import INTERRUPTED, run_process
+from server.__main__ import INTERRUPTED, as_memory_error, check_address_space, run_process
 from server.commands.command_names import ANSWERED_AT_ONCE, COMMANDS, name_commands
 
 if TYPE_CHECKING:
@@ -64,6 +64,9 @@ def _tell(error: StartupError) -> int:
 def _as_startup_error(error: Exception) -> StartupError:
     from server.commands.versions import LISTED
 
+    refused = as_memory_error(error)
+    if refused is not None:
+        return refused
     if isinstance(error, ModuleNotFoundError) and error.name in LISTED:
         fix = f"python -m pip install {error.name}; steploop doctor lists what is needed"
         return StartupError(f"{error.name} is not installed", fix, ExitCode.VERSION)
@@ -96,6 +99,8 @@ def _run(argv: list[str]) -> int:
     if arguments.command == "bench":
         by_command["bench"].error("what to measure? steploop bench serve --help")
     config = load_config(flags_given(arguments), os.environ)
+    if arguments.command in ("serve", "doctor", "models"):
+        check_address_space()
     commands = {"serve": _serve, "chat": _chat, "doctor": _doctor, "models": _models, "keys": _keys, "usage": _usage}
     return commands[arguments.command](arguments, config)
 
