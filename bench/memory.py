@@ -128,7 +128,9 @@ def table_of(looks: Sequence[Look], name: str) -> Table:
         sizes = (round(size / 1e6) for size in (look.size_bytes, look.size_bytes - start_bytes))
         rows.append((look.num_requests, round(look.took_s), round(look.cpu_s), *sizes, is_kept))
     title = f"Resident memory under a mixed load, KV cache of {KV_BYTES // 10**6} MB, {name}"
-    return Table(title, ("requests", "seconds", "CPU seconds", "MB", "more than at the start", "KV + 150 MB kept"), tuple(rows))
+    return Table(
+        title, ("requests", "seconds", "CPU seconds", "MB", "more than at the start", "KV + 150 MB kept"), tuple(rows)
+    )
 
 
 def main(argv: Sequence[str]) -> int:

@@ -11,7 +11,7 @@ import os
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 # oneDNN keeps a compiled primitive of half a megabyte for each number of rows that a product has had, 1,024 of them.
 if "DNNL_PRIMITIVE_CACHE_CAPACITY" not in os.environ:  # the older name, which is read too
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
 
 _M_ARENA_MAX = -8  # mallopt(3), malloc.h
 

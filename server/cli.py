@@ -134,6 +134,8 @@ def _doctor(arguments: argparse.Namespace, config: "ServerConfig") -> int:
         version_section,
     )
 
+    if arguments.measure:
+        measure_anew(config)
     sections = [
         version_section(),
         machine_section(find_machine(config)),
@@ -334,6 +336,28 @@ def _described(facts: "ModelFacts", engine: "EngineConfig", choice: "DeviceChoic
         fits=fits,
         reason=None if fits else f"{format_size(free_bytes)} free",
     )
+
+
+def measure_anew(config: "ServerConfig") -> None:
+    """Forget what was measured for the model on this machine, and load it, which measures and keeps that.
+
+    Raises:
+        StartupError: the model is missing or not understood, or it does not fit.
+    """
+    from gpu.device import choose_device
+    from gpu.loading import load_runner
+    from gpu.measured import forget_measured
+    from server.__main__ import model_path
+    from server.commands.model_files import parse_config, read_model_config
+
+    path, engine = model_path(config, fetches=False), replace(config.to_engine_config(), tensor_parallel=1)
+    model = parse_config(path, read_model_config(path))
+    choice = choose_device(engine)
+    if choice.device.type == "cpu":
+        forget_measured(choice, model)
+    _report("measuring threads and kernels")
+    runner = load_runner(path, model, engine, lambda done, total: None)
+    _report(f"measured: {runner.measured}")
 
 
 def measure_quality(config: "ServerConfig") -> "list[QualityFacts]":
