@@ -49,7 +49,7 @@ class Clients:
     """Callers on one loop, each with one request at a time.
 
     Args:
-        most: tokens of a prompt.
+        vocab_size: prompts are random ids below it.
     """
 
     def __init__(self, port: int, vocab_size: int, seed: int = 0) -> None:

@@ -64,7 +64,7 @@ class MemoryPlan:
 
 
 def estimate(directory: Path, model: ModelConfig, engine: EngineConfig) -> MemoryPlan:
-    """Plan the memory of a model's directory; reads the headers of its files, and the head of a tied model that has one.
+    """Plan the memory of a model's directory; reads headers only, and the head of a tied model that has one.
 
     Raises:
         BadCheckpoint: the directory's files, or tensors that are not those of its config.json.

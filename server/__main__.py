@@ -182,7 +182,7 @@ def check_address_space() -> None:
 
 
 def as_memory_error(error: BaseException) -> "StartupError | None":
-    """What ulimit -v has refused, in whatever words: the loader's, torch's, the interpreter's; None: it was not that."""
+    """What ulimit -v has refused, in the words of the loader, torch or the interpreter; None: it was not that."""
     import resource
 
     from core.errors import StartupError
