@@ -29,7 +29,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         seed: of the noise, which depends on nothing else but the position; None: the engine draws one. The
             same seed and request give the same tokens whatever runs beside them, where the runner's sums are rounded
-            the same way in any company: in bfloat16 on a CPU. In float32 they may differ in the seventh digit.
+            the same way in any company, to the last bit: in bfloat16 and float32 on a CPU. Models quantised to int8,
+            fp8 or int4, and GPUs, promise the noise only.
         max_tokens: 0: the prompt is computed, and nothing is said.
     """
 
