@@ -18,6 +18,7 @@ from server.app_state import AppState, Readiness
 from server.clock import Clock
 from server.exchange import Exchange
 from server.gate.cross_origin import CrossOrigin
+from server.gate.deadlines import OwnDeadlineExceeded
 from server.gate.gate import Gate
 from server.gate.keys import mask_keys
 from server.gate.rate_limit_fields import limit_headers
@@ -234,6 +235,8 @@ class App:
             headers += ((b"allow", error.allowed.encode()),)
         if error.kind is ErrorKind.AUTHENTICATION:
             headers += ((b"www-authenticate", b"Bearer"),)  # RFC 9110 §11.6.1: a 401 names its scheme
+        if error.kind is ErrorKind.DEADLINE_EXCEEDED and not isinstance(error, OwnDeadlineExceeded):
+            headers += ((b"x-should-retry", b"false"),)  # its client's own: SDKs would try a 504 twice more
         if error.retry_after_s is not None:
             headers += _retry_headers(error.retry_after_s)
         exchange.send(error_body(error), status_of(error), headers)

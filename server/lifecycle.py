@@ -6,6 +6,7 @@
 for the end. In between no task runs: the engine client calls the Answer with each delta, which writes into the stream.
 """
 
+import logging
 import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from core.chat_template import ChatTemplate, max_text_chars
-from core.errors import ContextLengthExceeded, ErrorKind, InvalidRequest, ServiceError
+from core.errors import ContextLengthExceeded, ErrorKind, InvalidRequest, ServiceError, context_overflow
 from core.tokenizer import Tokenizer
 from core.types import Request, SamplingParams, Usage
 from core.waiting import TOP_CLASS
@@ -48,6 +49,8 @@ from server.observing.request_ids import client_request_id
 from server.observing.timing import Stage, StageClock, StageMarks
 from server.wire.stream import HttpStream
 
+logger = logging.getLogger(__name__)
+
 OFFLOAD_BYTES = 8 * 1024  # a body from this size on is parsed and tokenized off the loop: 2.5 ms, measured
 
 NOTHING_USED = Outcome(Usage(0, 0), (), None)  # by what is answered from memory
@@ -70,6 +73,7 @@ class PromptReader:
 
     Args:
         cards: what /v1/models shows, one per name.
+        fingerprint: of the model and of what computes it.
     """
 
     cards: tuple[ServedModel, ...]
@@ -77,6 +81,7 @@ class PromptReader:
     chat_template: ChatTemplate
     max_model_len: int
     unix_clock: Callable[[], float]
+    fingerprint: str = "fp_steploop"
 
     def cards_for(self, tenant: Tenant) -> tuple[ServedModel, ...]:
         """The models that it may use."""
@@ -94,11 +99,11 @@ class PromptReader:
         match prompt:
             case IdsPrompt(ids):
                 return ids
-            case TextPrompt(text):
+            case TextPrompt(text, adds_special_tokens):
                 self._check_length(text, param)
                 if marks is not None:
                     marks.enter(Stage.TOKENIZE)
-                return tuple(self.tokenizer.encode(text))
+                return tuple(self.tokenizer.encode(text, adds_special_tokens))
             case ChatPrompt(messages, field_name):
                 now = datetime.fromtimestamp(self.unix_clock())
                 if marks is not None:
@@ -123,10 +128,8 @@ class PromptReader:
     def _check_length(self, text: str, param: str) -> None:
         limit = max_text_chars(self.max_model_len)
         if len(text) > limit:
-            message = (
-                f"This model's context is {self.max_model_len} tokens, but the prompt has {len(text)} characters,"
-                f" more than the {limit} that could fit. Shorten the prompt."
-            )
+            but = f"the prompt has {len(text)} characters, and at most {limit} could fit"
+            message = context_overflow(self.max_model_len, but, "Shorten the prompt.")
             raise InvalidRequest(message, param, "context_length_exceeded")
 
     def texts_of(self, prompt: Prompt) -> list[str]:
@@ -135,8 +138,10 @@ class PromptReader:
             return [text for message in prompt.messages for name, text in message.items() if name != "role"]
         return [prompt.text if isinstance(prompt, TextPrompt) else self.tokenizer.decode(prompt.ids)]
 
-    def text_of(self, prompt: Prompt) -> str:
-        return prompt.text if isinstance(prompt, TextPrompt) else self.tokenizer.decode(self.encode(prompt))
+    def text_of(self, prompt: Prompt, skip_special_tokens: bool = True) -> str:
+        if isinstance(prompt, TextPrompt):
+            return prompt.text
+        return self.tokenizer.decode(self.encode(prompt), skip_special_tokens)
 
 
 @dataclass(slots=True)
@@ -271,8 +276,8 @@ class Lifecycle:
             answer.submit(self.backend, requests, continues_text, ticket, entry)
             return await answer.wait_finished()
         finally:
-            answer.close()
             del self.active[request_id]
+            answer.close()
 
     def _check_open(self) -> None:
         if self._farewell is not None:
@@ -291,23 +296,25 @@ class Lifecycle:
     def fail_all(self, error: ServiceError) -> None:
         """Break off every generation in progress, each with its error event or answer; none begins after it."""
         self._farewell = error
-        for _, answer in list(self.active.values()):
-            answer.fail(error)
+        for request_id, (_, answer) in list(self.active.items()):
+            try:
+                answer.fail(error)
+            except Exception:  # the others are to be told as well
+                logger.exception("an answer cannot be broken off", extra={"request_id": request_id})
 
     async def _prepare(self, surface: Surface, body: bytes, tenant: Tenant, timings: StageClock) -> _Prepared:
         marks = StageMarks(self.clock.monotonic)
 
-        def defaults_of(model: str) -> GenerationDefaults:
-            find_model(self.reader.cards_for(tenant), model)
-            return self.defaults
+        def defaults_of(model: str | None) -> tuple[str, GenerationDefaults]:
+            return find_model(self.reader.cards_for(tenant), model).id, self.defaults
 
         def parse() -> _Prepared:
             marks.enter(Stage.VALIDATE)
             call = surface.parse(body, defaults_of)
             rules = rule_book(tenant.text_rules)
-            if rules.on_answer and call.sampling.num_logprobs is not None:
-                message = "logprobs would tell what the operator's text rules may hold back. Leave them out."
-                raise InvalidRequest(message, "logprobs", "unsupported_parameter")
+            if rules.on_answer and (param := call.tokens.param) is not None:
+                message = f"{param} would tell what the operator's text rules may hold back. Leave it out."
+                raise InvalidRequest(message, param, "unsupported_parameter")
             for i, prompt in enumerate(call.prompts if rules.on_prompt or (call.echo and rules.on_answer) else ()):
                 param = _param(prompt, i, len(call.prompts))
                 rules.check_prompt(self.reader.texts_of(prompt), param, is_echoed=call.echo)
@@ -350,10 +357,8 @@ class Lifecycle:
         context, min_tokens = self.reader.max_model_len, call.sampling.min_tokens
         max_tokens = min(call.sampling.max_tokens, context - num_prompt_tokens)
         if min_tokens > max(max_tokens, self.defaults.min_tokens):
-            message = (
-                f"min_tokens is {min_tokens}, but the context of {context} tokens leaves {max_tokens} after a prompt of"
-                f" {num_prompt_tokens}. Ask for fewer, or shorten the prompt."
-            )
+            but = f"min_tokens is {min_tokens}, and the prompt of {num_prompt_tokens} leaves {max_tokens}"
+            message = context_overflow(context, but, "Ask for fewer tokens, or shorten the prompt.")
             raise InvalidRequest(message, "min_tokens", "context_length_exceeded")
         return msgspec.structs.replace(call.sampling, max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens))
 
@@ -381,16 +386,21 @@ class Lifecycle:
         ]
 
     def _reply_context(self, call: GenerationCall, prompts: list[tuple[int, ...]], request_id: str) -> ReplyContext:
-        tokenizer = self.reader.tokenizer
+        tokenizer, hides_special = self.reader.tokenizer, call.sampling.skip_special_tokens
         return ReplyContext(
             reply_id=request_id,
             created_s=int(self.clock.unix()),
             model=call.model,
+            unix_clock=self.clock.unix,
+            fingerprint=self.reader.fingerprint,
             token_str=tokenizer.text_of,
             token_bytes=tokenizer.bytes_of,
-            prompt_texts=tuple(map(self.reader.text_of, call.prompts)) if call.echo else (),
-            prompt_ids=tuple(prompts) if call.echo else (),
-            special_ids=tokenizer.special_ids,
+            prompt_lengths=tuple(map(len, prompts)),
+            prompt_texts=tuple(self.reader.text_of(prompt, hides_special) for prompt in call.prompts)
+            if call.echo
+            else (),
+            prompt_ids=tuple(prompts) if call.echo or call.tokens.returns_ids else (),
+            special_ids=tokenizer.special_ids if hides_special else frozenset(),
         )
 
 

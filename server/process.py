@@ -214,8 +214,8 @@ class Server:
         What has not ended by its error soon after that (a reader has stopped, half a head has come) is aborted.
         """
         if self._stopping.done():
-            self._say_farewell()
             self.listener.hurry(HURRIED_FAREWELL_S)
+            self._say_farewell()
         else:
             self._stopping.set_result(grace_s)
 
@@ -235,6 +235,7 @@ class Server:
         client = EngineClient(
             self._engine_thread.post,
             loaded.files.tokenizer.table,
+            loaded.files.tokenizer.full_table,
             self.listener.batch,
             self._loop.call_soon,
             self._clock.monotonic,
@@ -288,9 +289,11 @@ class Server:
 
     def on_delivery(self, delivery: StepDelivery) -> None:
         assert self._client is not None, "nothing is delivered before the engine is ready"
-        self._supervision.on_step(delivery.stats)
-        self._metrics.observe_step(delivery.stats)
-        self._client.deliver(delivery)
+        try:
+            self._supervision.on_step(delivery.stats)
+            self._metrics.observe_step(delivery.stats)
+        finally:  # the engine waits for its end, and every request for its tokens
+            self._client.deliver(delivery)
 
     def on_beat(self, gil_wait_s: float) -> None:
         self._metrics.gil_wait.observe(gil_wait_s)

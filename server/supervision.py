@@ -104,6 +104,9 @@ class Supervision:
             self.last_reload = time.time(), False
             logger.error("the reload failed, all stays as it was: %s; %s", error.cause, error.fix)
             status = f"Serving as before: the reload failed: {error.cause}"
+        except Exception:
+            logger.exception("the reload failed")
+            status = "Serving: the reload failed, the log says how far it has come"
         if is_ready:
             self._manager.tell_ready(status)
 

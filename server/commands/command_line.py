@@ -109,6 +109,11 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="load the model, plain and quantised (--quantize SCHEME, or both), and compare what they say of a text",
     )
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="load the model and measure anew which threads and kernels are the fastest for it (on a CPU)",
+    )
     _add_options(parser, OPTIONS)
 
 

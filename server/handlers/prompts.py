@@ -43,6 +43,17 @@ async def tokenize_prompt(state: AppState, exchange: Exchange) -> None:
     await _answer_computed(state, exchange, work)
 
 
+async def show_tokenizer_info(state: AppState, exchange: Exchange) -> None:
+    """The special tokens by name, the chat template and the context: what evaluation asks before it tokenizes."""
+    find_model(state.cards_for(exchange)[:1], None)
+    reader = state.served.reader
+    exchange.send(
+        tokenize.tokenizer_info_reply(
+            reader.tokenizer.special_tokens, reader.chat_template.sources.get("default"), reader.max_model_len
+        )
+    )
+
+
 async def detokenize(state: AppState, exchange: Exchange) -> None:
     reader, cards = state.served.reader, state.cards_for(exchange)
     vocab_size = state.served.defaults.vocab_size
@@ -60,9 +71,8 @@ async def detokenize(state: AppState, exchange: Exchange) -> None:
 async def count_input_tokens(state: AppState, exchange: Exchange) -> None:
     reader, cards = state.served.reader, state.cards_for(exchange)
 
-    def defaults_of(model: str) -> GenerationDefaults:
-        find_model(cards, model)
-        return state.served.defaults
+    def defaults_of(model: str | None) -> tuple[str, GenerationDefaults]:
+        return find_model(cards, model).id, state.served.defaults
 
     def work(body: bytes) -> tuple[bytes, tuple[str, ...]]:
         call = ResponsesSurface().parse(body, defaults_of)

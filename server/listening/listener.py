@@ -169,6 +169,8 @@ class Listener:
     # The beginning of a connection.
 
     def _welcome(self, bind: Bind, family: int, accepted: socket.socket, address: Any) -> None:
+        if family == socket.AF_UNIX:
+            accepted.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_SEND_BUFFER_BYTES)
         connection = self.admit(socket_peer(family, address), bind.takes_proxy)
         if connection is None:
             if self._config.tls is not None and not (bind.is_plain or bind.takes_proxy):
@@ -176,8 +178,6 @@ class Listener:
                     accepted.send(REFUSED_ALERT)
             accepted.close()
             return
-        if family == socket.AF_UNIX:
-            accepted.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_SEND_BUFFER_BYTES)
         task = self._loop.create_task(self._open(connection, bind, accepted))
         self._opening[connection] = _Opening(task)
         task.add_done_callback(partial(self._end_opening, connection, accepted))
@@ -195,8 +195,8 @@ class Listener:
             self.refusals.add(reason, peer)
             return None
         connection = Connection(self._context, peer)
-        self._connections.add(connection)
         self.gate.enter(peer)
+        self._connections.add(connection)
         if self._is_draining:
             connection.close_after_answer()
         return connection

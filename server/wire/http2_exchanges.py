@@ -10,6 +10,7 @@ Decisions a reader may look for:
 """
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING
@@ -35,10 +36,13 @@ from server.wire.messages import (
     TextWriter,
 )
 from server.wire.peer import Peer
-from server.wire.stream import HttpStream, WrittenCallback
+from server.wire.response_fields import ResponseError
+from server.wire.stream import HttpStream, WrittenCallback, tell_written
 
 if TYPE_CHECKING:
     from server.wire.connection import Connection
+
+logger = logging.getLogger(__name__)
 
 _FLUSH_BYTES = 64 * 1024  # of bodies, in one write
 _UNSENT_BYTES = 512 * 1024  # of all streams: each may have its share, down to _LEAST_UNSENT_BYTES
@@ -73,7 +77,7 @@ class Http2Exchanges:
         self._responses = self._protocol.responses
         self._exchanges: dict[int, _Exchange] = {}
         room = BodyRoom(limits.held_body_bytes, context.bodies)
-        self._uploads = Http2Uploads(self._protocol, limits, room, context.loop.time, self._on_changed)
+        self._uploads = Http2Uploads(self._protocol, limits, room, context.loop.time, self._on_changed, self.break_down)
         enough_bytes = limits.stall_s * limits.stall_bytes_per_s
         self._progress = Http2Progress(
             limits.stall_s, enough_bytes, self._responses.num_unsent, self._responses.num_partly_sent
@@ -153,7 +157,7 @@ class Http2Exchanges:
         """While the transport takes nothing, its own clock runs, and those of the streams stand still."""
         for exchange in tuple(self._exchanges.values()):
             if is_blocked or exchange.stream.request.stream_id not in self._over:
-                exchange.stream.set_blocked(is_blocked)
+                self._set_blocked(exchange.stream, is_blocked)
         if is_blocked:
             self._blocked_since = self._loop.time()
         else:
@@ -162,9 +166,22 @@ class Http2Exchanges:
             self._idle_since = self._loop.time()
             self.flush()
 
+    def _set_blocked(self, stream: HttpStream, is_blocked: bool) -> None:
+        """What its handler makes of it is its own, and costs no other stream."""
+        try:
+            stream.set_blocked(is_blocked)
+        except Exception:
+            logger.exception("a stream cannot be paused or resumed, and is reset")
+            self._protocol.reset(stream.request.stream_id, ErrorCodes.INTERNAL_ERROR)
+            self._mark_dirty()
+            self._drop(stream.request.stream_id)
+
     def end_of_peer(self) -> None:
         for stream_id in tuple(self._exchanges):
-            self._drop(stream_id)
+            try:
+                self._drop(stream_id)
+            except Exception:
+                logger.exception("a stream of a client that has gone cannot be dropped in order")
         self._has_peer = False
         self._tell_written()
 
@@ -172,9 +189,11 @@ class Http2Exchanges:
         """The stream has no peer any more: tell its handler, or cancel it."""
         exchange = self._exchanges.get(stream_id)
         if exchange is not None:
-            self._forget(stream_id)
-            if not exchange.stream.disconnect() and exchange.task is not None:
-                exchange.task.cancel()
+            try:
+                self._forget(stream_id)
+            finally:
+                if not exchange.stream.disconnect() and exchange.task is not None:
+                    exchange.task.cancel()
 
     def _forget(self, stream_id: int) -> None:
         self._uploads.forget(self._exchanges.pop(stream_id).upload)
@@ -284,7 +303,13 @@ class Http2Exchanges:
         self._on_changed()
 
     def write_head(self, stream: HttpStream, head: ResponseHead) -> None:
-        self._responses.send_head(stream.request.stream_id, head)
+        try:
+            self._responses.send_head(stream.request.stream_id, head)
+        except ResponseError:  # nothing of it has been encoded
+            raise
+        except Exception:  # what half a head has put into HPACK's table, the peer would never hear
+            self.break_down()
+            raise
         self._mark_dirty()
 
     def write_data(self, stream: HttpStream, data: bytes) -> None:
@@ -313,12 +338,14 @@ class Http2Exchanges:
         if not self._on_written:
             return
         waiting, self._on_written = self._on_written, []
-        now_s = self._clock()
+        callbacks = []
         for stream_id, callback in waiting:
             if not self._has_peer or self._responses.is_written(stream_id):
-                callback(now_s)
+                callbacks.append(callback)
             else:
                 self._on_written.append((stream_id, callback))
+        if callbacks:
+            tell_written(callbacks, self._clock())
 
     def _on_changed(self) -> None:
         """There may be something to write, and other clocks."""
@@ -335,6 +362,9 @@ class Http2Exchanges:
             self._responses.awaits_flush = True
             self._batch.add(self)
         return not self._connection.is_writing_paused
+
+    def break_down(self) -> None:
+        self._connection.break_down()
 
     def flush(self) -> None:
         """Write what has been sent and what the windows let through, at once."""
@@ -391,7 +421,7 @@ class Http2Exchanges:
             is_over = num_unsent > (high // 4 if exchange.stream.is_blocked else high)
             if not is_over and num_unsent <= _LEAST_UNSENT_BYTES:
                 self._over.discard(stream_id)
-            exchange.stream.set_blocked(is_over or self._connection.is_writing_paused)
+            self._set_blocked(exchange.stream, is_over or self._connection.is_writing_paused)
 
     # The end, and the clocks.
 

@@ -40,11 +40,11 @@ def all_routes() -> list[tuple[str, str, Route]]:
     return fixed + [(f"{path}x", *one) for path, methods in PREFIXES.items() for one in methods.items()]
 
 
-def test_each_route_asks_for_its_right_and_all_but_two_for_one() -> None:
+def test_each_route_asks_for_its_right_and_all_but_probes_for_one() -> None:
     server = SimulatedServer(tenants=(ACME,))
     scopes = {(method, path): route.scope for path, method, route in all_routes()}
     public = {path for (_, path), scope in scopes.items() if scope is None}
-    assert public == {"/health", "/ready"}
+    assert public == {"/health", "/ping", "/ready"}
     assert {path for (_, path), scope in scopes.items() if scope is Scope.METRICS} == {"/metrics"}
     is_admins = {path: scope is Scope.ADMIN for (_, path), scope in scopes.items()}
     assert is_admins == {path: path.startswith("/admin/") for path in is_admins}

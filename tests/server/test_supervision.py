@@ -79,3 +79,25 @@ def test_long_step_that_was_foreseen_is_no_silence(process: Process) -> None:
     process.hangs = True
     process.loop.advance(55)
     assert process.told == []
+
+
+class RecordingManager(ServiceManager):
+    """What a service manager would be told."""
+
+    def __init__(self) -> None:
+        super().__init__({}, 1)
+        self.told: list[str] = []
+
+    def _send(self, *lines: str) -> None:
+        self.told.append(lines[0])
+
+
+def test_reload_that_fails_by_a_fault_of_ours_is_over_for_the_manager_too(
+    process: Process, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = RecordingManager()
+    supervision = Supervision(process, manager, process.loop)
+    supervision.on_ready(max_batch_tokens=16)
+    supervision.reload(lambda: 1 // 0)
+    assert manager.told == ["READY=1", "RELOADING=1", "READY=1"]
+    assert "ZeroDivisionError" in caplog.text
