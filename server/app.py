@@ -182,7 +182,8 @@ class App:
             return
         route, exchange.argument = find_route(exchange.request.path, exchange.request.method)
         if route.scope is not None:
-            exchange.caller = self._gate.authenticator.identify(exchange.request, exchange.client.certificate)
+            client = exchange.client
+            exchange.caller = self._gate.authenticator.identify(exchange.request, client.certificate, client.network)
             exchange.caller.check_scope(route.scope)
         if route.needs_model:
             self.state.readiness.check()

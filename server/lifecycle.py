@@ -35,6 +35,7 @@ from server.api.surface import (
 from server.backend import Backend
 from server.clock import Clock
 from server.gate.admission import Admission, Asker, Place
+from server.gate.auth import Caller
 from server.gate.deadlines import ANY_TIME, Deadlines
 from server.gate.queue_news import QueueNews
 from server.gate.quota import Ticket
@@ -173,12 +174,12 @@ class Lifecycle:
             ServiceError: nothing of the answer has been sent yet.
         """
         self._check_open()
-        tenant = ticket.caller.tenant
+        tenant, sharing_name = ticket.caller.tenant, ticket.caller.sharing_name
         # As it would be for the most that the body can ask for
-        asker = Asker(tenant.priority_of(TOP_CLASS), tenant.name, tenant.share, is_due=True)
+        asker = Asker(tenant.priority_of(TOP_CLASS), sharing_name, tenant.share, is_due=True)
         self.admission.check_hope(asker, self.deadlines.replaced_by(tenant.deadlines).ttft_s)
         timings.enter(Stage.BODY, self.clock.monotonic())
-        body = await self.read_body(stream)
+        body = await self.read_body(stream, sharing_name)
         claim = self.idempotency.claim(tenant.name, stream.request, body)
         if claim is None:
             return await self._generate_placed(surface, stream, body, request_id, timings, ticket)
@@ -197,15 +198,18 @@ class Lifecycle:
         finally:
             claim.leave()
 
-    async def read_body(self, stream: HttpStream) -> bytes:
+    async def read_body(self, stream: HttpStream, sharing_name: str) -> bytes:
         """
+        Args:
+            sharing_name: the caller's.
+
         Raises:
             ServiceError: there is no room for it, which is told before it is read where its head says how long it is;
                 or see HttpStream.read_body.
             ClientDisconnected: the peer left.
         """
         declared = stream.request.header(b"content-length")
-        self.admission.check(0 if declared is None else int(declared))
+        self.admission.check(sharing_name, 0 if declared is None else int(declared))
         return await stream.read_body(self.max_body_bytes)
 
     async def _generate_placed(
@@ -217,7 +221,7 @@ class Lifecycle:
         timings: StageClock,
         ticket: Ticket,
     ) -> Outcome:
-        place = self.admission.enter(len(body))  # others came while this one's body did
+        place = self.admission.enter(ticket.caller.sharing_name, len(body))  # others came while this one's body did
         usage = None
         try:
             outcome = await self._generate(surface, stream, body, request_id, timings, ticket, place)
@@ -254,11 +258,12 @@ class Lifecycle:
             place,
         )
         stream.on_disconnect = answer.on_disconnect
-        stream.on_blocked, stream.on_unblocked = answer.pause, answer.resume
+        stream.on_blocked, stream.on_unblocked = answer.on_blocked, answer.on_unblocked
+        place.end = answer.fail
         self.active[request_id] = tenant.name, answer
         try:
             continues_text = not isinstance(call.prompts[0], ChatPrompt)
-            requests = self._requests(call, prompts, request_id, timings, tenant)
+            requests = self._requests(call, prompts, request_id, timings, ticket.caller)
             answer.forbidden = rule_book(tenant.text_rules).on_answer
             place.admit(requests, timings.arrived_s + deadlines.ttft_s, self.clock.monotonic())
             if call.is_stream and call.tells_queue:
@@ -358,8 +363,9 @@ class Lifecycle:
         return msgspec.structs.replace(call.sampling, max_tokens=max_tokens)
 
     def _requests(
-        self, call: GenerationCall, prompts: list[tuple[int, ...]], request_id: str, timings: StageClock, tenant: Tenant
+        self, call: GenerationCall, prompts: list[tuple[int, ...]], request_id: str, timings: StageClock, caller: Caller
     ) -> list[Request]:
+        tenant = caller.tenant
         # The server's own deadline is no wish to be served before others
         asked_ttft_s = ANY_TIME.replaced_by(tenant.deadlines).narrowed_by(call.deadlines).ttft_s
         return [
@@ -369,7 +375,7 @@ class Lifecycle:
                 sampling=self._sampling(call, len(ids)),
                 arrival_s=timings.arrived_s,
                 num_sequences=call.num_sequences,
-                tenant=tenant.name,
+                tenant=caller.sharing_name,
                 share=tenant.share,
                 priority=tenant.priority_of(call.priority),
                 deadline_s=timings.arrived_s + asked_ttft_s if asked_ttft_s < math.inf else None,

@@ -6,7 +6,7 @@ is, everyone is the tenant `local`, and the process listens to this machine alon
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from hmac import compare_digest
 
@@ -42,11 +42,18 @@ class Caller:
     Args:
         key_id: the prefix of the key it showed, or of the digest of one that is not in the keys file; None: it showed
             none.
+        network: where nobody need say who he is: the address it came from, of IPv6 the /64.
     """
 
     tenant: Tenant
     scopes: frozenset[Scope] = ALL_SCOPES
     key_id: str | None = None
+    network: str | None = None
+
+    @property
+    def sharing_name(self) -> str:
+        """As whom it shares the machine with others."""
+        return self.tenant.name if self.network is None else f"{self.tenant.name} {self.network}"
 
     def check_scope(self, scope: Scope) -> None:
         """
@@ -159,14 +166,19 @@ class Authenticator:
         self._combinations = [tuple(way.split("+")) for way in ways]
         self._identify = {KEY: self._by_key, JWT: self._by_jwt, CERTIFICATE: self._by_certificate}
 
-    def identify(self, request: HttpRequest, certificate: ClientCertificate | None) -> Caller:
+    def identify(
+        self, request: HttpRequest, certificate: ClientCertificate | None, network: str | None = None
+    ) -> Caller:
         """
+        Args:
+            network: that it came from (Peer.network).
+
         Raises:
             ServiceError: authentication: what it shows is missing, unknown or no longer good; or unavailable: that
                 cannot be told just now.
         """
         if self.directory.is_open:
-            return LOCAL_CALLER
+            return replace(LOCAL_CALLER, network=network)
         for ways in self._combinations:
             callers = [self._identify[way](request, certificate) for way in ways]
             present = [caller for caller in callers if caller is not None]

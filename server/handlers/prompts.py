@@ -77,7 +77,7 @@ async def _answer_computed(
 ) -> None:
     """Answer with what `work` makes of the body: reply, names of unknown fields. It may run elsewhere."""
     body = await _read_json(state, exchange)
-    place = state.served.admission.enter(len(body))
+    place = state.served.admission.enter(exchange.known_caller.sharing_name, len(body))
     try:
         reply, unknown_fields = await state.served.compute(lambda: work(body), len(body))
     finally:
@@ -89,7 +89,7 @@ async def _answer_computed(
 async def _read_json(state: AppState, exchange: Exchange) -> bytes:
     check_media_type(exchange.request)
     exchange.timings.enter(Stage.BODY, exchange.clock())
-    body = await state.served.read_body(exchange.stream)
+    body = await state.served.read_body(exchange.stream, exchange.known_caller.sharing_name)
     exchange.timings.enter(Stage.ANSWER, exchange.clock())
     return body
 
