@@ -117,6 +117,16 @@ class App:
         for stream in self.state.exchanges:
             stream.fail_body(error)
 
+    def end_revoked(self) -> None:
+        """Break off whatever is in progress for those who have been revoked: what they have used is billed."""
+        message = "What this request was sent with has been revoked. Ask the operator for another key."
+        error = ServiceError(ErrorKind.AUTHENTICATION, message, "invalid_api_key")
+        for stream, exchange in list(self.state.exchanges.items()):
+            if exchange.caller is not None and self._gate.directory.has_revoked(exchange.caller):
+                stream.fail_body(error)
+                if self.state.lifecycle is not None:
+                    self.state.lifecycle.fail(exchange.request_id, error)
+
     def refuse(
         self, status: int, message: str, peer: Peer, since: float, stream: HttpStream | None
     ) -> tuple[Headers, bytes]:
@@ -182,8 +192,7 @@ class App:
             return
         route, exchange.argument = find_route(exchange.request.path, exchange.request.method)
         if route.scope is not None:
-            client = exchange.client
-            exchange.caller = self._gate.authenticator.identify(exchange.request, client.certificate, client.network)
+            exchange.caller = await self._gate.identify(exchange.request, exchange.client)
             exchange.caller.check_scope(route.scope)
         if route.needs_model:
             self.state.readiness.check()

@@ -198,10 +198,11 @@ class Lifecycle:
         finally:
             claim.leave()
 
-    async def read_body(self, stream: HttpStream, sharing_name: str) -> bytes:
+    async def read_body(self, stream: HttpStream, sharing_name: str, most_bytes: float = math.inf) -> bytes:
         """
         Args:
             sharing_name: the caller's.
+            most_bytes: that what is asked for can need, where that is less than any body may have.
 
         Raises:
             ServiceError: there is no room for it, which is told before it is read where its head says how long it is;
@@ -210,7 +211,7 @@ class Lifecycle:
         """
         declared = stream.request.header(b"content-length")
         self.admission.check(sharing_name, 0 if declared is None else int(declared))
-        return await stream.read_body(self.max_body_bytes)
+        return await stream.read_body(round(min(self.max_body_bytes, most_bytes)))
 
     async def _generate_placed(
         self,
@@ -285,10 +286,21 @@ class Lifecycle:
         if self.ledger is not None:
             self.ledger.check()
 
-    def cancel(self, request_id: str, tenant: str) -> bool:
-        """End a generation at its owner's wish. False: the tenant has none of that id whose answer is still open."""
+    def fail(self, request_id: str, error: ServiceError) -> None:
+        """Break off a generation, if it is in progress."""
+        if request_id in self.active:
+            self.active[request_id][1].fail(error)
+
+    def cancel(self, request_id: str, tenant: str | None) -> bool:
+        """End a generation at its owner's wish, or an operator's.
+
+        Args:
+            tenant: None: of any.
+
+        Returns: False: the tenant has none of that id whose answer is still open.
+        """
         owner, answer = self.active.get(request_id, (None, None))
-        if answer is None or owner != tenant or not answer.is_open:
+        if answer is None or tenant not in (None, owner) or not answer.is_open:
             return False
         answer.fail(ServiceError(ErrorKind.CANCELLED, "The request was cancelled by DELETE.", "request_cancelled"))
         return True

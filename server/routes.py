@@ -66,6 +66,10 @@ ROUTES: dict[str, dict[str, Route]] = {
 # Of paths that begin so; the rest is the handler's argument
 PREFIXES: dict[str, dict[str, Route]] = {
     "/v1/models/": {"GET": Route(models.get_model, ASKS)},
+    "/admin/requests/": {
+        "GET": Route(requests.show_request, Scope.ADMIN, needs_model=False),
+        "DELETE": Route(requests.delete_request, Scope.ADMIN),
+    },
     "/v1/requests/": {
         "GET": Route(requests.show_request, ASKS, needs_model=False),
         "DELETE": Route(requests.delete_request, ASKS),
