@@ -10,6 +10,7 @@ from functools import partial
 from secrets import token_hex
 
 from core.errors import ErrorKind, ServiceError
+from core.types import Usage
 from server.answer_body import answer_headers, content_headers
 from server.api.envelope import PROTOCOL_CODES, error_body, protocol_error_body, status_of
 from server.app_state import AppState, Readiness
@@ -33,6 +34,7 @@ from server.wire.stream import ClientDisconnected, HttpStream
 
 logger = logging.getLogger(__name__)
 
+NO_USAGE = Usage(0, 0)
 INTERNAL = ServiceError(
     ErrorKind.ENGINE, "The server failed to answer. The fault is not in the request; try again later.", "internal_error"
 )
@@ -212,7 +214,8 @@ class App:
             await route.handler(self.state, exchange)
         except ServiceError as error:
             outcome = exchange.outcome
-            if error.kind is ErrorKind.UNAVAILABLE and (outcome is None or outcome.is_refused):
+            is_untouched = outcome is None or outcome.is_refused or outcome.usage == NO_USAGE
+            if error.kind is ErrorKind.UNAVAILABLE and is_untouched:
                 ticket.give_back()
             raise
         finally:

@@ -52,7 +52,7 @@ class Caller:
     tenant: Tenant
     scopes: frozenset[Scope] = ALL_SCOPES
     key_id: str | None = None
-    network: str | None = None
+    network: str | None = field(default=None, compare=False)
     digest: bytes | None = field(default=None, compare=False, repr=False)
     subject: str | None = None
 

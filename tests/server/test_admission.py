@@ -9,6 +9,7 @@ from ipaddress import ip_network
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from core.errors import ServiceError
 from core.plan import RunnerLimits
@@ -18,7 +19,7 @@ from core.waiting import AGEING_S
 from server.gate.admission import LEAST_RETRY_S, PATIENCE_S, Admission, Asker, Place
 from server.gate.deadlines import DeadlineTable
 from server.gate.queue_limits import QueueLimits
-from server.gate.tenants import Tenant
+from server.gate.tenants import Limits, Tenant
 from server.lifecycle import OFFLOAD_BYTES
 from server.listening.client_gate import ClientRules
 from tests.server.fakes import PEER, MemoryTransport
@@ -181,12 +182,16 @@ def test_paused_streams_go_for_the_tenants_own_requests_too_once_their_reader_ha
 
 
 def test_what_one_tenant_has_above_its_part_it_gives_back_when_others_ask() -> None:
-    with serving(limits=ONE_AT_A_TIME, tenants=named("flood", "light"), max_requests=16) as server:
+    bounded = [structs.replace(one, limits=Limits(requests_per_minute=60)) for one in named("flood", "light")]
+    with serving(limits=ONE_AT_A_TIME, tenants=tuple(bounded), max_requests=16) as server:
         flood = [server.send(keyed("flood", prompt=[i + 1] * 4, max_tokens=30)) for i in range(16)]
         server.step()
         light = [server.send(keyed("light", prompt=[i + 50] * 4)) for i in range(4)]
         more = server.send(keyed("flood"))
         server.run()
+        bucket = server.gate.quotas._accounts["flood", None].requests
+        assert bucket is not None
+        assert bucket.capacity - bucket.available(server.gate.quotas._clock()) <= 13  # who had to go counts for nothing
         assert [the_answer(one).status for one in flood] == [200] * 13 + [503] * 3  # the latest, not what has begun
         assert [the_answer(one).status for one in light] == [200, 200, 200, 503]
         assert code(the_answer(more)) == (503, "overloaded")
