@@ -525,13 +525,13 @@ class Place:
             usage: None: it was never handed to the engine, or its task was cancelled.
         """
         admission = self._admission
-        self._tell_margin(now_s, has_come=False)
+        self._release()
         self._stop_waiting()
         if self._num_begun and usage is not None:
             admission.note_answer(usage.num_completion_tokens / self._num_begun)
         for answer in self._answers.values():
             admission.end_answer(answer)
-        self._release()
+        self._tell_margin(now_s, has_come=False)
 
     @property
     def has_begun(self) -> bool:
