@@ -268,6 +268,15 @@ class Answer:
             self._cancel()
             self._leave_ledger_behind()
 
+    def on_blocked(self) -> None:
+        """The reader has stopped."""
+        self._place.pause()
+        self.pause()
+
+    def on_unblocked(self) -> None:
+        self._place.resume()
+        self.resume()
+
     def pause(self) -> None:
         """Until as many resume() have come."""
         self._num_holds += 1

@@ -12,6 +12,7 @@ from secrets import token_hex
 from h2.errors import ErrorCodes
 
 from core.errors import ErrorKind, ServiceError
+from core.types import Usage
 from server.answer_body import answer_headers, content_headers
 from server.api.envelope import PROTOCOL_CODES, error_body, protocol_error_body, status_of
 from server.app_state import AppState, Readiness
@@ -36,6 +37,7 @@ from server.wire.stream import ClientDisconnected, HttpStream
 
 logger = logging.getLogger(__name__)
 
+NO_USAGE = Usage(0, 0)
 INTERNAL = ServiceError(
     ErrorKind.ENGINE, "The server failed to answer. The fault is not in the request; try again later.", "internal_error"
 )
@@ -120,6 +122,16 @@ class App:
         for stream in self.state.exchanges:
             stream.fail_body(error)
 
+    def end_revoked(self) -> None:
+        """Break off whatever is in progress for those who have been revoked: what they have used is billed."""
+        message = "What this request was sent with has been revoked. Ask the operator for another key."
+        error = ServiceError(ErrorKind.AUTHENTICATION, message, "invalid_api_key")
+        for stream, exchange in list(self.state.exchanges.items()):
+            if exchange.caller is not None and self._gate.directory.has_revoked(exchange.caller):
+                stream.fail_body(error)
+                if self.state.lifecycle is not None:
+                    self.state.lifecycle.fail(exchange.request_id, error)
+
     def refuse(
         self,
         status: int,
@@ -201,7 +213,7 @@ class App:
         route, exchange.argument = find_route(exchange.request.path, exchange.request.method)
         exchange.asks_generation = route.needs_tokens
         if route.scope is not None:
-            exchange.caller = self._gate.authenticator.identify(exchange.request, exchange.client.certificate)
+            exchange.caller = await self._gate.identify(exchange.request, exchange.client)
             exchange.caller.check_scope(route.scope)
         if route.needs_model:
             self.state.readiness.check()
@@ -221,7 +233,8 @@ class App:
             await route.handler(self.state, exchange)
         except ServiceError as error:
             outcome = exchange.outcome
-            if error.kind is ErrorKind.UNAVAILABLE and (outcome is None or outcome.is_refused):
+            is_untouched = outcome is None or outcome.is_refused or outcome.usage == NO_USAGE
+            if error.kind is ErrorKind.UNAVAILABLE and is_untouched:
                 ticket.give_back()
             raise
         finally:

@@ -36,6 +36,7 @@ from server.api.surface import (
 from server.backend import Backend
 from server.clock import Clock
 from server.gate.admission import Admission, Asker, Place
+from server.gate.auth import Caller
 from server.gate.deadlines import ANY_TIME, Deadlines
 from server.gate.queue_news import QueueNews
 from server.gate.quota import Ticket
@@ -178,12 +179,12 @@ class Lifecycle:
             ServiceError: nothing of the answer has been sent yet.
         """
         self._check_open()
-        tenant = ticket.caller.tenant
+        tenant, sharing_name = ticket.caller.tenant, ticket.caller.sharing_name
         # As it would be for the most that the body can ask for
-        asker = Asker(tenant.priority_of(TOP_CLASS), tenant.name, tenant.share, is_due=True)
+        asker = Asker(tenant.priority_of(TOP_CLASS), sharing_name, tenant.share, is_due=True)
         self.admission.check_hope(asker, self.deadlines.replaced_by(tenant.deadlines).ttft_s)
         timings.enter(Stage.BODY, self.clock.monotonic())
-        body = await self.read_body(stream)
+        body = await self.read_body(stream, sharing_name)
         claim = self.idempotency.claim(tenant.name, stream.request, body)
         if claim is None:
             return await self._generate_placed(surface, stream, body, request_id, timings, ticket)
@@ -202,16 +203,20 @@ class Lifecycle:
         finally:
             claim.leave()
 
-    async def read_body(self, stream: HttpStream) -> bytes:
+    async def read_body(self, stream: HttpStream, sharing_name: str, most_bytes: float = math.inf) -> bytes:
         """
+        Args:
+            sharing_name: the caller's.
+            most_bytes: that what is asked for can need, where that is less than any body may have.
+
         Raises:
             ServiceError: there is no room for it, which is told before it is read where its head says how long it is;
                 or see HttpStream.read_body.
             ClientDisconnected: the peer left.
         """
         declared = stream.request.header(b"content-length")
-        self.admission.check(0 if declared is None else int(declared))
-        return await stream.read_body(self.max_body_bytes)
+        self.admission.check(sharing_name, 0 if declared is None else int(declared))
+        return await stream.read_body(round(min(self.max_body_bytes, most_bytes)))
 
     async def _generate_placed(
         self,
@@ -222,7 +227,7 @@ class Lifecycle:
         timings: StageClock,
         ticket: Ticket,
     ) -> Outcome:
-        place = self.admission.enter(len(body))  # others came while this one's body did
+        place = self.admission.enter(ticket.caller.sharing_name, len(body))  # others came while this one's body did
         usage = None
         try:
             outcome = await self._generate(surface, stream, body, request_id, timings, ticket, place)
@@ -259,11 +264,12 @@ class Lifecycle:
             place,
         )
         stream.on_disconnect = answer.on_disconnect
-        stream.on_blocked, stream.on_unblocked = answer.pause, answer.resume
+        stream.on_blocked, stream.on_unblocked = answer.on_blocked, answer.on_unblocked
+        place.end = answer.fail
         self.active[request_id] = tenant.name, answer
         try:
             continues_text = not isinstance(call.prompts[0], ChatPrompt)
-            requests = self._requests(call, prompts, request_id, timings, tenant)
+            requests = self._requests(call, prompts, request_id, timings, ticket.caller)
             answer.forbidden = rule_book(tenant.text_rules).on_answer
             place.admit(requests, timings.arrived_s + deadlines.ttft_s, self.clock.monotonic())
             if call.is_stream and call.tells_queue:
@@ -285,10 +291,21 @@ class Lifecycle:
         if self.ledger is not None:
             self.ledger.check()
 
-    def cancel(self, request_id: str, tenant: str) -> bool:
-        """End a generation at its owner's wish. False: the tenant has none of that id whose answer is still open."""
+    def fail(self, request_id: str, error: ServiceError) -> None:
+        """Break off a generation, if it is in progress."""
+        if request_id in self.active:
+            self.active[request_id][1].fail(error)
+
+    def cancel(self, request_id: str, tenant: str | None) -> bool:
+        """End a generation at its owner's wish, or an operator's.
+
+        Args:
+            tenant: None: of any.
+
+        Returns: False: the tenant has none of that id whose answer is still open.
+        """
         owner, answer = self.active.get(request_id, (None, None))
-        if answer is None or owner != tenant or not answer.is_open:
+        if answer is None or tenant not in (None, owner) or not answer.is_open:
             return False
         answer.fail(ServiceError(ErrorKind.CANCELLED, "The request was cancelled by DELETE.", "request_cancelled"))
         return True
@@ -363,8 +380,9 @@ class Lifecycle:
         return msgspec.structs.replace(call.sampling, max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens))
 
     def _requests(
-        self, call: GenerationCall, prompts: list[tuple[int, ...]], request_id: str, timings: StageClock, tenant: Tenant
+        self, call: GenerationCall, prompts: list[tuple[int, ...]], request_id: str, timings: StageClock, caller: Caller
     ) -> list[Request]:
+        tenant = caller.tenant
         # The server's own deadline is no wish to be served before others
         asked_ttft_s = ANY_TIME.replaced_by(tenant.deadlines).narrowed_by(call.deadlines).ttft_s
         return [
@@ -374,7 +392,7 @@ class Lifecycle:
                 sampling=self._sampling(call, len(ids)),
                 arrival_s=timings.arrived_s,
                 num_sequences=call.num_sequences,
-                tenant=tenant.name,
+                tenant=caller.sharing_name,
                 share=tenant.share,
                 priority=tenant.priority_of(call.priority),
                 deadline_s=timings.arrived_s + asked_ttft_s if asked_ttft_s < math.inf else None,

@@ -197,6 +197,19 @@ class Server:
     def _reload(self) -> None:
         """
         Raises:
+            StartupError: something of it is not fit; all stays as it was, but for who is no longer named.
+        """
+        try:
+            self._reload_all()
+        except StartupError:
+            self._gate.revoke()
+            raise
+        finally:
+            self._app.end_revoked()
+
+    def _reload_all(self) -> None:
+        """
+        Raises:
             StartupError: something of it is not fit; all stays as it was.
         """
         config = self._read_config()

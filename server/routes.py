@@ -77,6 +77,10 @@ ROUTES |= {
 PREFIXES: dict[str, dict[str, Route]] = {
     "/v1/models/": {"GET": Route(models.get_model, ASKS)},
     "/models/": {"GET": Route(models.get_model, ASKS)},
+    "/admin/requests/": {
+        "GET": Route(requests.show_request, Scope.ADMIN, needs_model=False),
+        "DELETE": Route(requests.delete_request, Scope.ADMIN),
+    },
     "/v1/requests/": {
         "GET": Route(requests.show_request, ASKS, needs_model=False),
         "DELETE": Route(requests.delete_request, ASKS),

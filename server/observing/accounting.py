@@ -108,7 +108,7 @@ class Accounting:
 def _record(account: Account, status: int, error_code: str | None) -> AccessRecord:
     timings, outcome, certificate = account.timings, account.outcome, account.client.certificate
     usage = None if outcome is None else outcome.usage
-    caller = None if account.caller is LOCAL_CALLER else account.caller
+    caller = None if account.caller == LOCAL_CALLER else account.caller
     return AccessRecord(
         request_id=account.request_id,
         method=account.request.method,

@@ -12,6 +12,7 @@ from server.gate.tenants import Limits, Tenant
 from server.lifecycle import OFFLOAD_BYTES
 from tests.server.simulated_app import ask, refusal_of
 from tests.server.simulated_server import (
+    LIMITS,
     MODEL,
     STREAM,
     TOKENIZER,
@@ -226,6 +227,15 @@ def test_input_tokens_are_those_the_answer_bills() -> None:
     assert counted == {"object": "response.input_tokens", "input_tokens": whole["usage"]["input_tokens"]}
 
 
+def test_no_more_ids_are_detokenized_than_a_context_holds() -> None:
+    num_ids = LIMITS.max_model_len
+    assert ask(request("POST", "/detokenize", {"tokens": [64] * num_ids})).status == 200
+    longer = ask(request("POST", "/detokenize", {"tokens": [64] * (num_ids + 1)}))
+    assert refusal_of(longer) == (400, "context_length_exceeded")
+    assert longer.json["error"]["param"] == "tokens"
+    assert ask(request("POST", "/detokenize", {"tokens": [64] * 4000})).status == 413  # without parsing it
+
+
 @pytest.mark.parametrize("size", [1, OFFLOAD_BYTES])
 def test_tokenizing_a_long_text_is_work_for_elsewhere(size: int) -> None:
     server = SimulatedServer()
@@ -237,8 +247,10 @@ def test_tokenizing_a_long_text_is_work_for_elsewhere(size: int) -> None:
 
     server.lifecycle.offload = offload
     assert server.ask(request("POST", "/tokenize", {"prompt": "^" * size})).json["count"] > 0
-    assert server.ask(request("POST", "/detokenize", {"tokens": [64] * size})).json["prompt"] == "^" * size
-    assert len(offloaded) == (2 if size > 1 else 0)
+    num_ids = min(size, LIMITS.max_model_len)
+    detokenized = server.ask(request("POST", "/detokenize", {"tokens": [64] * num_ids}))
+    assert detokenized.json["prompt"] == "^" * num_ids
+    assert len(offloaded) == (1 if size > 1 else 0)
     server.close()
 
 
