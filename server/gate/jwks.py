@@ -139,6 +139,7 @@ class KeySource:
         """Since a URL's keys were fetched; None: they never were, or come from a file."""
         return None if self._fetched_s is None else self._clock() - self._fetched_s
 
+    @property
     def is_fetching(self) -> bool:
         """From its URL, right now."""
         return self._fetching is not None
