@@ -51,8 +51,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP_INSTALL) --editable .
 	@touch $@
 
+# Builds of torch for CUDA bring the Triton that they were made with; the others bring none
 $(VENV)/.installed-test: $(VENV)/.installed
 	$(PIP_INSTALL) --editable '.[test]'
+	$(VENV)/bin/python -m pip show --quiet triton 2>/dev/null || $(PIP_INSTALL) triton==3.9.0
 	@touch $@
 
 $(VENV)/.installed-bench: $(VENV)/.installed
