@@ -9,7 +9,7 @@ from core.config import EngineConfig, ModelConfig
 from gpu.cpu_kernels import support as cpu
 from gpu.device import DeviceChoice
 from gpu.device_attention import Attends, DeviceAttention, attention_here, heads_name
-from gpu.graphs import GraphRecorder, open_recorder
+from gpu.graphs import CudaRecorder, GraphRecorder
 from gpu.kernels import support as cuda
 from gpu.operators import Operators
 from gpu.sampler_choice import find_sampler
@@ -43,7 +43,7 @@ def find_recorder(engine: EngineConfig, choice: DeviceChoice, operators: Operato
     if engine.graphs == "off" or (engine.graphs == "auto" and choice.device.type != "cuda"):
         return None
     if operators.has_device_rows and operators.ranks is None:
-        return open_recorder(choice.device)
+        return CudaRecorder(choice.device)
     if engine.graphs != "auto":
         logger.warning("no CUDA graphs: the model is not computed by kernels that read their rows on the device")
     return None
