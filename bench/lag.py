@@ -1,4 +1,6 @@
-"""What long bodies and long chat templates cost everybody else: `python -m bench.lag`. In milliseconds, p50, p99, most.
+"""What long bodies, long chat templates and reconnects cost everybody else: `python -m bench.lag`.
+
+In milliseconds: p50, p99, most.
 
 One server with a null runner decodes STREAMS streams, a step every STEP_S; beside it others post one body after the
 other, each of which is parsed, rendered and refused or answered. Measured in the server's process:
@@ -12,6 +14,7 @@ import argparse
 import asyncio
 import http.client
 import json
+import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -33,6 +36,7 @@ from server.engine_thread import Inbox
 from server.loaded_engine import LoadedEngine
 from server.observing.logs import configure_logging
 from server.process import SWITCH_INTERVAL_S, Server
+from server.wire.frame_gate import PREFACE
 
 STREAMS = 64
 STEP_S = 0.02
@@ -96,6 +100,7 @@ class Case:
     name: str
     path: str = ""
     make_body: Callable[[], bytes] | None = None
+    reconnects: bool = False  # instead, HTTP/2 connections that each break the protocol, and are ended by GOAWAY
 
 
 CASES = (
@@ -103,11 +108,14 @@ CASES = (
     Case("8 MiB of text", "/v1/completions", long_text),
     Case("8 MiB of ids", "/v1/completions", long_ids),
     Case("4,080 messages", "/v1/chat/completions", many_messages),
+    Case("reconnects ended by GOAWAY", reconnects=True),
 )
 
 
 def post_bodies(port: int, case: Case, duration_s: float) -> int:
     """Post one after the other for so long. Returns how many were answered. A process of its own runs this."""
+    if case.reconnects:
+        return reconnect(port, duration_s)
     if case.make_body is None:
         time.sleep(duration_s)
         return 0
@@ -117,6 +125,18 @@ def post_bodies(port: int, case: Case, duration_s: float) -> int:
         connection.request("POST", case.path, body, {"content-type": "application/json"})
         connection.getresponse().read()
         connection.close()
+        num += 1
+    return num
+
+
+def reconnect(port: int, duration_s: float) -> int:
+    """Open HTTP/2 connections, a PING on a stream in each, and wait for their end. Returns how many there were."""
+    num, end_s = 0, time.monotonic() + duration_s
+    while time.monotonic() < end_s:
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            client.sendall(PREFACE + bytes(3) + b"\x04" + bytes(5) + b"\0\0\x08\x06\0\0\0\0\x03" + bytes(8))
+            while client.recv(4096):
+                pass
         num += 1
     return num
 
@@ -171,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     seconds = QUICK_S if arguments.quick else arguments.seconds
     rows = tuple(uvloop.run(measure(case, seconds)) for case in CASES)
     waits = ("gil_wait p50 ms", "p99 ms", "most ms")
-    columns = ("beside 64 streams", "posted/s", *waits, "loop lag p50 ms", "p99 ms", "most ms")
+    columns = ("beside 64 streams", "posted or opened/s", *waits, "loop lag p50 ms", "p99 ms", "most ms")
     tables = [Table("What long bodies cost the others", columns, rows)]
     print_tables(tables)
     if arguments.quick and arguments.json is None:

@@ -1,7 +1,7 @@
 """Result files as one markdown page and PNG plots: `python -m bench.report [FILE...] [--out DIR]`.
 
 Knows no bench: every table of a result file becomes a table, every table that has a plot a picture. Pictures need
-matplotlib (`pip install 'steploop[bench]'`); without it the page has the tables alone, and says so on stderr.
+matplotlib (`make bench` installs it); without it the page has the tables alone, and says so on stderr.
 """
 
 import argparse
@@ -133,7 +133,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        print("bench.report: no pictures, matplotlib is missing\nFix: pip install 'steploop[bench]'", file=sys.stderr)
+        fix = f"{sys.executable} -m pip install matplotlib"
+        print(f"bench.report: no pictures, matplotlib is missing\nFix: {fix}", file=sys.stderr)
         draws = False
     else:
         draws = True

@@ -1,7 +1,12 @@
-"""An asyncio loop whose time jumps to the next timer when nothing is ready: nobody sleeps, every run is the same."""
+"""An asyncio loop whose time jumps to the next timer when nothing is ready: nobody sleeps, every run is the same.
+
+Its timers are uvloop's, which the server runs on: delays are whole milliseconds, and one that rounds to 0 is a plain
+callback of the next turn, whose handle has no `when()`.
+"""
 
 import asyncio
 import collections
+import contextvars
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -43,6 +48,19 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
 
     def time(self) -> float:
         return self._now
+
+    def call_later(  # type: ignore[override]
+        self, delay: float, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
+    ) -> asyncio.Handle:
+        delay_ms = round(max(delay, 0.0) * 1000)
+        if delay_ms == 0:
+            return self.call_soon(callback, *args, context=context)
+        return super().call_at(self._now + delay_ms / 1000, callback, *args, context=context)
+
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
+    ) -> asyncio.Handle:
+        return self.call_later(when - self._now, callback, *args, context=context)
 
     def next_timer(self) -> float | None:
         """When the next timer fires."""

@@ -16,6 +16,7 @@ from jinja2.parser import Parser
 from jinja2.runtime import Macro
 
 from core.errors import InvalidRequest
+from core.marked_text import Origin, joined, marked
 from core.template_budget import Budget, BudgetedEnvironment, BudgetExceeded, TooMuchText, use_budget
 
 # Texts run to some 4 characters a token, seldom to 8: more than this cannot fit the context.
@@ -24,6 +25,7 @@ MIN_OUTPUT_CHARS = 65_536  # a tiny context's limit: the count of tokens is the 
 MAX_MADE_PER_OUTPUT = 8  # all strings made on the way, in largest outputs: templates take contents apart and join them
 MAX_OPERATIONS = 250_000  # turns, calls, filters: under a second of Python; 1,000 messages take some 16,000
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "strftime_now"})
+_MODEL_ROLES = frozenset({"assistant", "system", "developer"})
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # the first is what templates read
 
 NO_TEMPLATE = (
@@ -47,13 +49,22 @@ class ChatTemplate:
         sources: by name: "default", and perhaps "tool_use" for requests with tools. Empty: the model has none.
         special_tokens: what templates know by name, e.g. {"bos_token": "<s>"}.
         context_limit: tokens of the model's context: bounds the text.
+        marks_content: what requests bring is marked as theirs (core/marked_text.py), so that none of it becomes a
+            control token.
 
     Raises:
         ChatTemplateSyntaxError
     """
 
-    def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str], context_limit: int) -> None:
+    def __init__(
+        self,
+        sources: Mapping[str, str],
+        special_tokens: Mapping[str, str],
+        context_limit: int,
+        marks_content: bool = True,
+    ) -> None:
         self.sources = dict(sources)
+        self._marks_content = marks_content
         self._special_tokens = dict(special_tokens)
         self._max_output_chars = max_text_chars(context_limit)
         environment = _new_environment()
@@ -69,7 +80,7 @@ class ChatTemplate:
         template_kwargs: Mapping[str, Any] | None = None,
         param: str = "messages",
     ) -> str:
-        """The prompt of a chat, special tokens written out: encode it with add_special_tokens=False.
+        """The prompt of a chat, special tokens written out: for Tokenizer.encode_chat.
 
         Args:
             messages: role, content and what else the template reads (tool_calls, name...): JSON values only. At least
@@ -92,14 +103,29 @@ class ChatTemplate:
             raise InvalidRequest(f"chat_template_kwargs may not set {', '.join(taken)}.", "chat_template_kwargs")
         variables = {
             **self._special_tokens,
-            **extra,
-            "messages": [_prepared(message) for message in messages],
-            "tools": None if tools is None else list(tools),
+            **self._marked(extra),
+            "messages": [self._marked_message(_prepared(message)) for message in messages],
+            "tools": None if tools is None else self._marked(list(tools)),
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
             "strftime_now": now.strftime,
         }
         return self._run(template, variables, param)
+
+    def _marked(self, value: Any, origin: Origin = Origin.USER) -> Any:
+        return marked(value, origin) if self._marks_content else value
+
+    def _marked_message(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Field by field. Roles are the template's words."""
+        origin = Origin.MODEL if message.get("role") in _MODEL_ROLES else Origin.USER
+        return {name: value if name == "role" else self._marked(value, origin) for name, value in message.items()}
+
+    def user_turn(self) -> str:
+        """A user's message as the template writes it; "" where it writes none alone."""
+        try:
+            return self.render([{"role": "user", "content": "x"}], now=datetime.min, add_generation_prompt=False)
+        except InvalidRequest:
+            return ""
 
     def _choose(self, param: str, has_tools: bool) -> Template:
         if has_tools and "tool_use" in self._templates:
@@ -136,7 +162,7 @@ class ChatTemplate:
             num_chars += len(piece)
             if num_chars > self._max_output_chars:
                 raise TooMuchText
-        return "".join(pieces)
+        return joined(pieces)
 
     def _compile(self, environment: BudgetedEnvironment, name: str, source: str) -> Template:
         try:

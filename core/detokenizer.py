@@ -64,6 +64,7 @@ class Detokenizer:
 
     Args:
         stop: strings that end the text and are not part of it; none of them empty.
+        min_tokens: what so many tokens complete does not end the text, and is part of it.
         continues_text: the tokens go on with a text (raw completions) and keep their leading space; a text of its own
             (a chat's answer) loses the one that its tokenizer puts there.
 
@@ -77,6 +78,7 @@ class Detokenizer:
         "_decoder",
         "_held",
         "_is_in_character",
+        "_min_tokens",
         "_num_to_strip",
         "_stop",
         "_stop_firsts",
@@ -90,9 +92,12 @@ class Detokenizer:
 
     stop_reason = FinishReason.STOP  # what a sequence ends with whose text is stopped
 
-    def __init__(self, table: TokenTable, stop: tuple[str, ...] = (), continues_text: bool = False) -> None:
+    def __init__(
+        self, table: TokenTable, stop: tuple[str, ...] = (), continues_text: bool = False, min_tokens: int = 0
+    ) -> None:
         self.is_stopped = False  # a stop string was completed
         self.num_tokens_kept = 0
+        self._min_tokens = min_tokens
         self._table = table
         self._texts = table.texts
         self._stop = stop
@@ -158,11 +163,12 @@ class Detokenizer:
         return text[num_spaces:]
 
     def _emit(self, text: str) -> str:
-        if self._held:
+        num_held = len(self._held)
+        if num_held:
             text = self._held + text
         elif not any(first in text for first in self._stop_firsts):
             return text
-        end = _first_stop(text, self._stop)
+        end = _first_stop(text, self._stop, num_held) if self.num_tokens_kept > self._min_tokens else None
         if end is not None:
             self.is_stopped = True
             self._held = ""
@@ -183,9 +189,14 @@ def _num_leading_spaces(text: str, limit: int) -> int:
     return min(limit, len(text) - len(text.lstrip(" ")))
 
 
-def _first_stop(text: str, stop: tuple[str, ...]) -> int | None:
-    """Where the stop string begins that is completed first, the longest of several; None without one."""
-    found = [(at + len(string), at) for string in stop if (at := text.find(string)) >= 0]
+def _first_stop(text: str, stop: tuple[str, ...], num_old: int) -> int | None:
+    """Where the stop string begins that is completed first, the longest of several; None without one.
+
+    Args:
+        num_old: characters that were there before: none is completed within them.
+    """
+    starts = ((string, text.find(string, max(0, num_old - len(string) + 1))) for string in stop)
+    found = [(at + len(string), at) for string, at in starts if at >= 0]
     return min(found)[1] if found else None
 
 

@@ -4,22 +4,25 @@ jinja2's own sandbox keeps templates from Python's insides, not from looping or 
 template is instrumented before it is compiled (each turn of a loop or macro, each literal list, each `~`), and calls,
 filters and operators are intercepted. What could grow by a product (`*`, replace, join, format, indent) is measured
 before it is done; the rest grows by a sum and is counted after. So neither time nor memory outgrows the budget by more
-than a factor; it is not a clock. Thread: whichever renders; renders may run side by side.
+than a factor; it is not a clock. On the same ways strings keep their marks (core/marked_text.py).
+Thread: whichever renders; renders may run side by side.
 """
 
 import re
 from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, ValuesView
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 from jinja2 import nodes
 from jinja2.exceptions import SecurityError
-from jinja2.runtime import Context
+from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
+
+from core.marked_text import MarkedText, joined, tracked, unmarked, written
 
 MAX_INT_BITS = 4096
 MAX_WIDTH = 10_000  # a number given to a method of strings, or to a filter that pads
@@ -37,6 +40,11 @@ _INDENTING_FILTERS = frozenset({"indent", "tojson", "wordwrap"})
 _PADDING_FILTERS = frozenset({"batch", "center", "round", "slice"})
 # Filters that write out the whole of a list or dict.
 _WRITING_FILTERS = frozenset({"join", "pprint", "string", "tojson", "urlencode", "xmlattr", "safe", "e", "escape"})
+# Filters that hand on what they are given, or call one method of it. What others put together may have lost marks.
+_FAITHFUL_FILTERS = frozenset(
+    {"attr", "d", "default", "first", "join", "last", "lower", "max", "min", "random", "replace", "reverse", "string"}
+    | {"tojson", "trim", "upper"}
+)
 _CONTAINERS = (list, tuple, set, frozenset, KeysView, ValuesView, ItemsView)
 
 
@@ -134,6 +142,7 @@ class BudgetedEnvironment(ImmutableSandboxedEnvironment):
         super().__init__(finalize=_spend_output, **options)
         # Called by name from the instrumented tree.
         self.spend_turn, self.spend_value, self.concatenate = _spend_turn, _spend_value, _concatenate
+        self.concat = joined  # type: ignore[method-assign]  # jinja2's own is an attribute
         self.globals["namespace"] = _Namespace
         self.globals["dict"] = _Dict()
         self.globals.pop("lipsum")
@@ -158,9 +167,14 @@ class BudgetedEnvironment(ImmutableSandboxedEnvironment):
         if __obj is _spend_value or __obj is _concatenate:
             return __obj(*args)
         owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
+        again = None
         if isinstance(owner, str):
             args = _check_string_method(owner, name, args)
-        return _spend_value(super().call(__context, __obj, *args, **kwargs))
+            again = partial(_call_method, name)
+        result = super().call(__context, __obj, *args, **kwargs)
+        if not isinstance(__obj, Macro):  # whose words are the template's own, and joined
+            result = tracked(result, (owner, args, kwargs), again)
+        return _spend_value(result)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         wrapped = super().wrap_str_format(value)
@@ -170,7 +184,9 @@ class BudgetedEnvironment(ImmutableSandboxedEnvironment):
 
         def formatted(*args: Any, **kwargs: Any) -> str:
             _check_format(template, "{", [args, kwargs])
-            return wrapped(*args, **kwargs)
+            again = None if isinstance(template, MarkedText) else lambda _, args, kwargs: wrapped(*args, **kwargs)
+            formatted: str = tracked(wrapped(*args, **kwargs), (template, args, kwargs), again)
+            return formatted
 
         return formatted
 
@@ -181,7 +197,8 @@ class BudgetedEnvironment(ImmutableSandboxedEnvironment):
             _check_int(left.bit_length() * abs(right))
         elif operator == "%" and isinstance(left, str):
             _check_format(left, "%", right)
-        return _spend_value(super().call_binop(context, operator, left, right))
+        operation = partial(super().call_binop, context, operator)
+        return _spend_value(tracked(operation(left, right), (left, right), operation))
 
 
 class _Namespace(Namespace):
@@ -282,14 +299,18 @@ def _spend_output(value: Any) -> Any:
     """Ahead of every `{{ value }}`, as jinja2's finalize."""
     budget = _budget.get()
     budget.spend(1, len(value) if isinstance(value, str) else budget.written_chars(value))
-    return value
+    return written(value)
 
 
 def _concatenate(*values: Any) -> str:
     """`a ~ b`: as jinja2's own, in an environment without autoescape."""
     budget = _budget.get()
     budget.spend(1, sum(map(budget.written_chars, values)))
-    return "".join(map(str, values))
+    return joined(map(written, values))
+
+
+def _call_method(name: str, owner: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return getattr(owner, name)(*args, **kwargs)
 
 
 def _budgeted_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -304,9 +325,19 @@ def _budgeted_filter(name: str, function: Callable[..., Any]) -> Callable[..., A
         if name in _WRITING_FILTERS:
             budget.check(budget.written_chars(subject))
         _check_filter(name, subject, rest, kwargs)
-        return _spend_value(function(*leading, subject, *rest, **kwargs))
+        operation = partial(_apply, function, leading)
+        result = operation(subject, rest, kwargs)
+        if name not in _FAITHFUL_FILTERS:
+            result = unmarked(result)
+        return _spend_value(tracked(result, (subject, rest, kwargs), operation))
 
     return filtered
+
+
+def _apply(
+    function: Callable[..., Any], leading: tuple[Any, ...], subject: Any, rest: list[Any], kwargs: dict[str, Any]
+) -> Any:
+    return function(*leading, subject, *rest, **kwargs)
 
 
 def _check_filter(name: str, subject: Any, args: list[Any], kwargs: dict[str, Any]) -> None:

@@ -3,16 +3,18 @@
 Thread: loop; `encode` of long texts may be offloaded, and may run in several threads at once.
 """
 
+import itertools
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from typing import Any, NamedTuple
 
 import tokenizers
 from tokenizers import AddedToken, Regex, pre_tokenizers, processors
 
 from core.detokenizer import TokenTable
 from core.errors import InvalidRequest
+from core.marked_text import MarkedText, Origin
 
 # A longer piece is cut before BPE sees it: its merges take O(n log n) time and memory in the piece's length, and a run
 # of one class of characters is one piece, however long. No piece of a real text is near it.
@@ -27,6 +29,11 @@ _METASPACE_PIECE = "(?m:.{1,%d}_{0,%d}[^_]{0,%d})".replace("_", METASPACE) % (
 )
 _SUPPORTED = "only ByteLevel, and SentencePiece's Replace/Metaspace, ByteFallback, Fuse and Strip are"
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
+# Added tokens that are not special count as control tokens where a template writes them, or in the shape that all know:
+# `<think>`, `<|file_sep|>`; but not words, nor the white space and HTML that Gemma's has
+_MARKUP = re.compile(r"(?=.*\w)[^\w\s].*[^\w\s]", re.DOTALL)
+_PIPED = re.compile(r"<[|\uff5c].*[|\uff5c]>", re.DOTALL)
+_BLANK = "\N{OBJECT REPLACEMENT CHARACTER}"  # stands where a control token is not one; no token has it
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -41,6 +48,8 @@ class Tokenizer:
         tokenizer_json: the content of tokenizer.json.
         tokenizer_config: the content of tokenizer_config.json: special tokens, add_bos_token, add_eos_token.
         num_embeddings: of the model: texts with tokens beyond are refused; None: there are none.
+        templates: the chat templates' sources: the added tokens that they name are control tokens.
+        user_turn: a user's message as the template writes it: none of its tokens is ever an assistant's to write.
 
     Raises:
         UnsupportedTokenizer: the decoder is neither byte-level nor SentencePiece-like, or the content is broken.
@@ -51,6 +60,8 @@ class Tokenizer:
         tokenizer_json: str | bytes,
         tokenizer_config: Mapping[str, Any] | None = None,
         num_embeddings: int | None = None,
+        templates: Iterable[str] = (),
+        user_turn: str = "",
     ) -> None:
         config = tokenizer_config or {}
         self.special_tokens = named_special_tokens(config)  # e.g. {"bos_token": "<s>"}
@@ -71,6 +82,7 @@ class Tokenizer:
         self.full_table = TokenTable(all_bytes, strip_start)  # special tokens by their names
         shown = [b"" if token_id in self.special_ids else data for token_id, data in enumerate(all_bytes)]
         self.table = TokenTable(shown, strip_start)  # special tokens say nothing: what answers are made of
+        self._control = _ControlTokens(backend, "\n".join(templates), user_turn)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of a text.
@@ -82,6 +94,27 @@ class Tokenizer:
         Raises:
             InvalidRequest: the text has a lone surrogate: it is not Unicode; or a token that the model does not know.
         """
+        return self._encoded(text, lambda: _ids(self._backend, [text], add_special_tokens)[0])
+
+    def encode_chat(self, text: str) -> list[int]:
+        """The ids of a rendered chat template, whose control tokens are those alone that the template wrote.
+
+        What marks say that others wrote is plain text to it, also where it joins with the template's to a token's
+        name: in users' words every control token, in the model's own those that no answer shows and those that begin
+        a user's turn. So an assistant's turn is read as it was generated: its `<think>` is the token.
+
+        Raises:
+            InvalidRequest: as encode.
+        """
+
+        def ids() -> list[int]:
+            if isinstance(text, MarkedText) and self._control.may_be_forged(text):
+                return self._control.encode(text)
+            return _ids(self._backend, [text], add_special_tokens=False)[0]
+
+        return self._encoded(text, ids)
+
+    def _encoded(self, text: str, encode: Callable[[], list[int]]) -> list[int]:
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -89,8 +122,7 @@ class Tokenizer:
                 f"The text has a lone surrogate (U+{ord(text[error.start]):04X}) at character {error.start}. "
                 "Send valid Unicode."
             ) from error
-        # Of the library's ways this one alone lets other threads run; offsets, which nobody asks for, are left out
-        ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        ids = encode()
         if self._num_computable is not None and max(ids, default=0) >= self._num_computable:
             unknown = next(token_id for token_id in ids if token_id >= self._num_computable)
             raise InvalidRequest(
@@ -120,6 +152,155 @@ class Tokenizer:
         return self.bytes_of(token_id).decode("utf-8", errors="replace")
 
 
+class _ControlTokens:
+    """The tokens that give a chat its form, kept apart from text that only spells them.
+
+    Every special token is one, and of the other added ones those that _MARKUP and _PIPED tell.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, templates: str, user_turn: str) -> None:
+        added = backend.get_added_tokens_decoder()
+        in_turn = set(_ids(backend, [user_turn], add_special_tokens=False)[0]) if user_turn else set()
+        self._tokens: dict[int, AddedToken] = {}
+        self._refused_from: dict[int, Origin] = {}  # the lowest origin whose characters it may not have
+        for token_id, token in added.items():
+            is_markup = _MARKUP.fullmatch(token.content) is not None
+            if token.special or (is_markup and token_id in in_turn):
+                self._refused_from[token_id] = Origin.MODEL
+            elif is_markup and (token.content in templates or _PIPED.fullmatch(token.content)):
+                self._refused_from[token_id] = Origin.USER
+            else:
+                continue
+            self._tokens[token_id] = token
+        self._backend = backend
+        # A normalizer may turn other characters into a token's: then only the library knows where one is
+        self._is_spelled_out = backend.normalizer is None or not any(t.normalized for t in self._tokens.values())
+        longest_first = sorted({t.content for t in self._tokens.values() if t.content}, key=len, reverse=True)
+        self._spelled = re.compile("|".join(map(re.escape, longest_first)))
+        self._ids = {token.content: token_id for token_id, token in self._tokens.items()}
+        self._plain = _without_control(backend, self._tokens.keys())
+        self._plain_inner = self._plain  # for what does not begin the text
+        if (pre_tokenizer := _never_prepending(backend.pre_tokenizer)) is not None:
+            self._plain_inner = _without_control(backend, self._tokens.keys())
+            self._plain_inner.pre_tokenizer = pre_tokenizer
+
+    def may_be_forged(self, text: MarkedText) -> bool:
+        """Whether a control token may stand in it that not the template wrote."""
+        if not self._tokens:
+            return False
+        return not self._is_spelled_out or next(self._refused_spellings(text), None) is not None
+
+    def _refused_spellings(self, text: MarkedText) -> Iterator[slice]:
+        """Where others than the template have spelled one."""
+        match = self._spelled.search(text)
+        while match is not None:
+            place = slice(match.start(), match.end())
+            if self._is_refused(self._ids[match[0]], text.origins[place]):
+                yield place
+            match = self._spelled.search(text, match.start() + 1)
+
+    def encode(self, text: MarkedText) -> list[int]:
+        """The ids, where the library sees control tokens only in what may have them."""
+        plain = str.__str__(text)
+        spelled = list(self._refused_spellings(text))
+        visible = _blanked(plain, spelled, text.origins) if spelled else plain
+        ids, found = self._found(visible)
+        while refused := [place for place in found if self._is_refused(place.id, text.origins[place.core])]:
+            visible = _blanked(visible, [place.core for place in refused], text.origins)
+            _, found = self._found(visible)  # a token of the template's own that a refused one covered
+        if visible is plain:
+            return ids
+        ids = []
+        end = 0
+        for place in found:
+            ids += self._plain_ids(plain[end : place.whole.start], is_first=end == 0)
+            ids.append(place.id)
+            end = place.whole.stop
+        return ids + self._plain_ids(plain[end:], is_first=end == 0)
+
+    def _found(self, text: str) -> tuple[list[int], list["_Place"]]:
+        """The ids, and control tokens as the library sees them."""
+        encoding = self._backend.encode_batch([text], add_special_tokens=False)[0]
+        ids: list[int] = encoding.ids
+        found = []
+        for at, token_id in enumerate(ids):
+            if (token := self._tokens.get(token_id)) is None or (place := encoding.token_to_chars(at)) is None:
+                continue
+            start, stop = place
+            covered = text[start:stop]
+            core_at = covered.find(token.content)
+            if core_at >= 0:
+                core = slice(start + core_at, start + core_at + len(token.content))
+            elif token.normalized and _BLANK not in covered:
+                core = slice(start, stop)
+            else:  # the id of characters that the model does not know
+                continue
+            found.append(_Place(token_id, core, slice(start, stop)))
+        return ids, found
+
+    def _is_refused(self, token_id: int, origins: bytes) -> bool:
+        return max(origins, default=0) >= self._refused_from[token_id]
+
+    def _plain_ids(self, text: str, is_first: bool) -> list[int]:
+        """Of text without control tokens, whatever it spells."""
+        if not text:
+            return []
+        backend = self._plain if is_first else self._plain_inner
+        ids = _ids(backend, [text], add_special_tokens=False)[0]
+        if self._tokens.keys().isdisjoint(ids):
+            return ids
+        # The model's own pieces have the token's name, or unknown characters its id: cut the names
+        cuts = [0, *(match.start() + 1 for match in self._spelled.finditer(text)), len(text)]
+        pieces = [text[start:stop] for start, stop in itertools.pairwise(cuts)]
+        head, *rest = pieces
+        inner = _ids(self._plain_inner, rest, add_special_tokens=False)
+        return [*_ids(backend, [head], add_special_tokens=False)[0], *itertools.chain.from_iterable(inner)]
+
+
+class _Place(NamedTuple):
+    """Where a control token is in a text: its name, and with the white space around that it takes too."""
+
+    id: int
+    core: slice
+    whole: slice
+
+
+def _blanked(text: str, places: Sequence[slice], origins: bytes) -> str:
+    """The text without what others than the template wrote there."""
+    characters = list(text)
+    for place in places:
+        for at in range(*place.indices(len(text))):
+            if origins[at]:
+                characters[at] = _BLANK
+    return "".join(characters)
+
+
+def _without_control(backend: tokenizers.Tokenizer, control_ids: Set[int]) -> tokenizers.Tokenizer:
+    """The same model, to which the control tokens' names are plain text."""
+    plain = tokenizers.Tokenizer(backend.model)  # shared, not copied
+    if backend.normalizer is not None:
+        plain.normalizer = backend.normalizer
+    if backend.pre_tokenizer is not None:
+        plain.pre_tokenizer = backend.pre_tokenizer
+    tokens = []
+    for token_id, token in sorted(backend.get_added_tokens_decoder().items()):
+        token.special = token_id in control_ids
+        tokens.append(token)
+    plain.add_tokens(tokens)  # in the order of their ids, so that each gets its own
+    plain.encode_special_tokens = True
+    return plain
+
+
+def _never_prepending(pre_tokenizer: Any) -> Any:
+    """The pre-tokenizer for a text's later parts, where it puts a space before its first; None: it is the same."""
+    state = b"" if pre_tokenizer is None else pre_tokenizer.__getstate__()
+    if b'"prepend_scheme":"first"' not in state:
+        return None
+    changed = pre_tokenizers.Metaspace()  # whose state may be any pre-tokenizer's
+    changed.__setstate__(state.replace(b'"prepend_scheme":"first"', b'"prepend_scheme":"never"'))
+    return changed
+
+
 def named_special_tokens(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
     """The special tokens that have a name, e.g. {"eos_token": "</s>"}: also what chat templates know them by."""
     found = {}
@@ -130,6 +311,11 @@ def named_special_tokens(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
         if isinstance(token, str):
             found[name] = token
     return found
+
+
+def _ids(backend: tokenizers.Tokenizer, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+    # Of the library's ways this one alone lets other threads run; offsets, which nobody asks for, are left out
+    return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)]
 
 
 def _load(
@@ -167,14 +353,23 @@ def _add_missing_tokens(
 def _set_template(
     backend: tokenizers.Tokenizer, tokenizer_config: Mapping[str, Any], special_tokens: Mapping[str, str]
 ) -> None:
-    """BOS and EOS around raw texts, where tokenizer_config.json says so in words: it then overrides tokenizer.json."""
-    if "add_bos_token" not in tokenizer_config and "add_eos_token" not in tokenizer_config:
-        return
-    before = special_tokens.get("bos_token") if tokenizer_config.get("add_bos_token") else None
-    after = special_tokens.get("eos_token") if tokenizer_config.get("add_eos_token") else None
-    pieces = [*([before] if before else []), "$A", *([after] if after else [])]
-    ids = [(token, backend.token_to_id(token)) for token in {before, after} if token is not None]
-    backend.post_processor = processors.TemplateProcessing(single=pieces, special_tokens=ids)
+    """BOS and EOS around raw texts, each where tokenizer_config.json says so in words; else tokenizer.json decides."""
+    encoding = backend.encode("x", add_special_tokens=True)
+    own = [at for at, is_added in enumerate(encoding.special_tokens_mask) if not is_added]
+    first, last = (own[0], own[-1]) if own else (len(encoding.ids), len(encoding.ids))
+    found = (encoding.tokens[:first], encoding.tokens[last + 1 :])
+    before, after = map(list, found)
+    for side, name in ((before, "bos_token"), (after, "eos_token")):
+        token, is_wanted = special_tokens.get(name), tokenizer_config.get(f"add_{name}")
+        if token is None or is_wanted is None or bool(is_wanted) == (token in side):
+            continue
+        if not is_wanted:
+            side.remove(token)
+        else:
+            side.insert(0 if side is before else len(side), token)
+    if (before, after) != found:
+        ids = [(token, backend.token_to_id(token)) for token in {*before, *after}]
+        backend.post_processor = processors.TemplateProcessing(single=[*before, "$A", *after], special_tokens=ids)
 
 
 def _cut_long_pieces(backend: tokenizers.Tokenizer) -> None:

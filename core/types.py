@@ -42,7 +42,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     presence_penalty: float = 0.0  # over output
     frequency_penalty: float = 0.0  # over output
     logit_bias: tuple[tuple[int, float], ...] = ()
-    min_tokens: int = 0  # until then no stop id is drawn
+    min_tokens: int = 0  # until then no stop id is drawn, and no stop string ends the text
     seed: int | None = None
     stop: tuple[str, ...] = ()  # matched on the loop's side, by the detokenizer
     stop_token_ids: tuple[int, ...] = ()  # beside the model's own

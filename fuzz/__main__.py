@@ -18,7 +18,7 @@ _INPUT_TIMEOUT_S = 20
 def main() -> int:
     arguments = _parser().parse_args()
     if importlib.util.find_spec("atheris") is None:
-        print("error: atheris is not installed", "fix: make fuzz, or pip install 'steploop[fuzz]'", sep="\n")
+        print("error: atheris is not installed", "fix: make fuzz", sep="\n")
         return 1
     failed = [name for name in arguments.target or TARGETS if not _fuzz(name, arguments.seconds, arguments.save)]
     if failed:

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
 
 if TYPE_CHECKING:
     import asyncio
@@ -36,6 +36,7 @@ def run_process() -> NoReturn:
     import may be swallowed there, or shown with a traceback.
     """
     signal.signal(signal.SIGINT, lambda number, frame: os._exit(INTERRUPTED))
+    _open_standard_streams()
     from server.cli import main
 
     try:
@@ -44,6 +45,18 @@ def run_process() -> NoReturn:
         exit_code = INTERRUPTED
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_process(exit_code)
+
+
+def _open_standard_streams() -> None:
+    """Those that are closed (`2>&-`) lead nowhere: no file of ours gets their number, and what is said there."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest that is free
+    sys.stdin = sys.stdin or os.fdopen(0)
+    sys.stdout = sys.stdout or os.fdopen(1, "w")
+    sys.stderr = sys.stderr or os.fdopen(2, "w")
 
 
 def end_process(exit_code: int) -> NoReturn:
@@ -76,8 +89,16 @@ def run_server(config: "ServerConfig", read_config: "Callable[[], ServerConfig]"
 
     from server.process import serve
 
-    faulthandler.enable()  # a watchdog ends what hangs by SIGABRT: the log has the stacks
+    faulthandler.enable(_unblocking(sys.stderr))  # a watchdog ends what hangs by SIGABRT: the log has the stacks
     return uvloop.run(serve(config, engine_loader(config), read_config))
+
+
+def _unblocking(stream: TextIO) -> int | TextIO:
+    """The same file, to write to without a wait for its reader; the stream where that cannot be had."""
+    try:
+        return os.open(f"/proc/self/fd/{stream.fileno()}", os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK)
+    except OSError:  # a socket's: journald's, which reads
+        return stream
 
 
 def start_in_thread(config: "ServerConfig") -> "tuple[str, Callable[[], None]]":
@@ -135,6 +156,18 @@ async def _serve_until_stopped(config: "ServerConfig", started: "Started") -> No
     await server.wait_stopped()
 
 
+def _progress_stream() -> TextIO:
+    """A terminal's bar, or a server's log; without one, stderr."""
+    import logging
+
+    from server.observing.logs import LoggedLines, LogHandler
+
+    is_logged = any(isinstance(handler, LogHandler) for handler in logging.getLogger().handlers)
+    return (
+        cast(TextIO, LoggedLines(logging.getLogger(__name__))) if is_logged and not sys.stderr.isatty() else sys.stderr
+    )
+
+
 def model_path(config: "ServerConfig", fetches: bool = True) -> Path:
     """The directory or GGUF file to serve, fetched where it is on a hub and not yet here.
 
@@ -152,7 +185,7 @@ def model_path(config: "ServerConfig", fetches: bool = True) -> Path:
     if isinstance(config.model, HubId):
         if not fetches:
             return cached(environment_hub(), config.model)
-        with byte_progress(sys.stderr, f"fetching {config.model}", MIN_FETCHED_BYTES) as report_bytes:
+        with byte_progress(_progress_stream(), f"fetching {config.model}", MIN_FETCHED_BYTES) as report_bytes:
             return fetch(environment_hub(), config.model, report_bytes)
     return config.model or DEMO_DIRECTORY
 
@@ -174,7 +207,7 @@ def engine_loader(config: "ServerConfig") -> "LoadEngine":
         report_stage("finding the model's files")
         path = model_path(config)
         report_stage("reading the model's files")
-        files = read_model_files(path, config.max_model_len, config.chat_template)
+        files = read_model_files(path, config.max_model_len, config.chat_template, config.allow_special_in_content)
         model = parse_config(path, files.config)
         report_stage("importing torch")
         from gpu.loading import load_runner
@@ -185,8 +218,8 @@ def engine_loader(config: "ServerConfig") -> "LoadEngine":
         report_stage("loading weights")
         runner: ModelRunner | ParallelRunner
         with (
-            byte_progress(sys.stderr, "loading weights", MIN_LOADED_BYTES) as report_bytes,
-            count_progress(sys.stderr, "capturing CUDA graphs") as report_graphs,
+            byte_progress(_progress_stream(), "loading weights", MIN_LOADED_BYTES) as report_bytes,
+            count_progress(_progress_stream(), "capturing CUDA graphs") as report_graphs,
         ):
             if engine.tensor_parallel == 1:
                 runner = load_runner(files.path, model, engine, report_bytes, report_graphs)

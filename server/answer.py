@@ -1,6 +1,7 @@
 """The answer to one generation while it comes into being: deltas in, a surface's bytes out. Thread: loop."""
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -23,6 +24,8 @@ from server.observing.metrics import Metrics
 from server.observing.timing import Stage, StageClock
 from server.wire.sse import comment
 from server.wire.stream import HttpStream
+
+logger = logging.getLogger(__name__)
 
 CLIENT_GONE = 499  # nginx's word for it; in logs and the ledger only
 
@@ -130,9 +133,9 @@ class Answer:
         if entry is None:
             self._body.start()
         else:
-            self._body = self._held = HeldBody(self._body)
+            held = HeldBody(self._body)
             entry.reserve(ticket.num_reserved, self._progress, self._on_reserved)
-            self._entry = entry
+            self._entry, self._body, self._held = entry, held, held
         for request in requests:
             self._prompt_lengths.append(len(request.prompt_ids))
             first_choice = len(self._clocks)
@@ -152,8 +155,10 @@ class Answer:
 
     def close(self) -> None:
         """Let go of timers, and of what is still being generated if the task itself is cancelled. Idempotent."""
-        self._body.close()
-        self._cancel()
+        try:
+            self._cancel()
+        finally:
+            self._body.close()
         if self._has_ended:  # no news will come of any; settled already, unless that failed
             usage = total_usage(self._usages)
             self._settle(usage)
@@ -249,7 +254,10 @@ class Answer:
         if not self._is_open:
             return
         self._error = error
-        self._body.break_off(error)
+        try:
+            self._body.break_off(error)
+        except Exception as fault:  # it cannot even be told: the connection's end tells it
+            self._break_down(fault)
         is_late = error.kind is ErrorKind.DEADLINE_EXCEEDED
         self._cancel(FinishReason.DEADLINE if is_late else FinishReason.CANCELLED)
         self._leave_ledger_behind()
@@ -289,12 +297,12 @@ class Answer:
 
     def _cancel(self, reason: FinishReason = FinishReason.CANCELLED) -> None:
         self._is_open = False
+        for handle in self._handles:
+            handle.cancel(reason)
         self._watch.close()
         self._end_news()
         if self._allowance is not None:
             self._allowance.close()
-        for handle in self._handles:
-            handle.cancel(reason)
 
     @property
     def _has_ended(self) -> bool:
@@ -333,9 +341,12 @@ class Answer:
         self._finished.set_result(usage)
 
     def _break_down(self, fault: Exception) -> None:
-        """Whatever a surface can raise: the request's task must not wait for ever."""
+        """Whatever a surface can raise: the request's task must not wait for ever. It calls close() when it ends."""
         if not self._finished.done():
             self._finished.set_exception(fault)
+        else:
+            logger.error("an answer that nobody waits for has failed", exc_info=fault)
+            self.close()
 
     # The ledger's side.
 
@@ -371,8 +382,8 @@ class Answer:
             self._break_down(fault)
 
     def _write_end(self, entry: Entry, usage: Usage) -> None:
-        self._is_settling = True
         entry.settle(self._end(usage), lambda is_durable: self._on_settled(usage, is_durable))
+        self._is_settling = True
 
     def _end(self, usage: Usage) -> End:
         error = self._error

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from functools import partial
 from secrets import token_hex
 
+from h2.errors import ErrorCodes
+
 from core.errors import ErrorKind, ServiceError
 from server.answer_body import answer_headers, content_headers
 from server.api.envelope import PROTOCOL_CODES, error_body, protocol_error_body, status_of
@@ -118,7 +120,13 @@ class App:
             stream.fail_body(error)
 
     def refuse(
-        self, status: int, message: str, peer: Peer, since: float, stream: HttpStream | None
+        self,
+        status: int,
+        message: str,
+        peer: Peer,
+        since: float,
+        stream: HttpStream | None,
+        http2_error: ErrorCodes | None,
     ) -> tuple[Headers, bytes]:
         """What the connection answers where no handler can: no request came of the bytes, or its body broke off.
 
@@ -127,22 +135,31 @@ class App:
             peer: of the connection.
             since: when the first byte came of what is no request, on the loop's clock.
             stream: whose body it was; its handler hears that nobody waits for it any more.
+            http2_error: what is sent instead, by RST_STREAM or GOAWAY.
         """
-        account: Account | None = None if stream is None else self.state.exchanges.get(stream)
+        error_name = None if http2_error is None else http2_error.name
+        account: Exchange | None = None if stream is None else self.state.exchanges.get(stream)
         now = self._clock.monotonic()
         if account is not None:
-            account.refused_status = status
+            account.http2_error = error_name
+            if not account.stream.head_sent:
+                account.refused_status = status
             account.timings.enter(Stage.LAST_FLUSH, now)
         else:
             request = NO_REQUEST if stream is None else stream.request  # whose handler has not begun
-            account = Account(
-                request=request, client=peer, request_id=self._new_request_id(), timings=StageClock(since)
+            nobody = Account(
+                request=request,
+                client=peer,
+                request_id=self._new_request_id(),
+                timings=StageClock(since),
+                http2_error=error_name,
             )
-            account.timings.enter(Stage.LAST_FLUSH, now)
-            self.state.accounting.close(account, status, PROTOCOL_CODES[status])
+            nobody.timings.enter(Stage.LAST_FLUSH, now)
+            self.state.accounting.close(nobody, status, PROTOCOL_CODES[status])
+        told = account or nobody
         body = protocol_error_body(status, message)
-        headers = (*content_headers(body), *answer_headers(account.timings), *account.identity_headers)
-        return (*headers, *self._cross_origin.headers(account.request)), body
+        headers = (*content_headers(body), *answer_headers(told.timings), *told.identity_headers)
+        return (*headers, *self._cross_origin.headers(told.request)), body
 
     def _trace_of(self, exchange: Exchange) -> TraceContext | None:
         """The trace that the client names."""

@@ -5,6 +5,7 @@ Thread: main.
 """
 
 import argparse
+import logging
 import os
 import signal
 import sys
@@ -57,15 +58,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _tell(error: StartupError) -> int:
-    print(f"error: {error.cause}\nfix: {error.fix}", file=sys.stderr)
+    print("\n".join(_error_lines(error)), file=sys.stderr)
     return int(error.exit_code)
+
+
+def _error_lines(error: StartupError) -> list[str]:
+    return [f"error: {error.cause}", f"fix: {error.fix}"]
 
 
 def _as_startup_error(error: Exception) -> StartupError:
     from server.commands.versions import LISTED
 
     if isinstance(error, ModuleNotFoundError) and error.name in LISTED:
-        fix = f"python -m pip install {error.name}; steploop doctor lists what is needed"
+        fix = f"{sys.executable} -m pip install {error.name}; steploop doctor lists what is needed"
         return StartupError(f"{error.name} is not installed", fix, ExitCode.VERSION)
     cause = f"this is a bug: {type(error).__name__}: {error}"
     return StartupError(cause, "run it again with --debug, and report the traceback", ExitCode.INTERNAL)
@@ -112,11 +117,21 @@ def _serve(arguments: argparse.Namespace, config: "ServerConfig") -> int:
     from server.__main__ import run_server
     from server.commands.command_line import flags_given
     from server.config_sources import load_config
-    from server.observing.logs import configure_logging
+    from server.observing.logs import configure_logging, log_everything, tell
 
-    configure_logging(config.log_level, config.log_format)
+    log = configure_logging(config.log_level, config.log_format)
+    log_everything()
     flags = flags_given(arguments)
-    return run_server(config, lambda: load_config(flags, os.environ))
+    try:
+        return run_server(config, lambda: load_config(flags, os.environ))
+    except Exception as error:
+        if arguments.debug:
+            raise
+        told = error if isinstance(error, StartupError) else _as_startup_error(error)
+        tell(_error_lines(told), sys.stderr, logging.CRITICAL)
+        return int(told.exit_code)
+    finally:
+        log.close()
 
 
 def _doctor(arguments: argparse.Namespace, config: "ServerConfig") -> int:

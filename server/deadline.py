@@ -16,7 +16,7 @@ class DeadlineTimer:
         next_due: the deadline in the loop's seconds, or None.
     """
 
-    __slots__ = ("_handle", "_loop", "_next_due", "_on_due")
+    __slots__ = ("_armed_for", "_handle", "_loop", "_next_due", "_on_due")
 
     def __init__(
         self,
@@ -27,13 +27,16 @@ class DeadlineTimer:
         self._loop = loop
         self._next_due = next_due
         self._on_due = on_due
-        self._handle: asyncio.TimerHandle | None = None
+        # A plain Handle, which knows no `when()`, where uvloop's delay rounds to 0 ms: the due time is kept here
+        self._handle: asyncio.Handle | None = None
+        self._armed_for = 0.0
 
     def arm(self) -> None:
         due = self._next_due()
-        if due is None or (self._handle is not None and self._handle.when() <= due):
+        if due is None or (self._handle is not None and self._armed_for <= due):
             return
         self.cancel()
+        self._armed_for = due
         self._handle = self._loop.call_at(due, self._fire)
 
     def cancel(self) -> None:

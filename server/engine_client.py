@@ -6,6 +6,7 @@ same request has the same text and the same usage whatever the timing.
 """
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import islice
@@ -29,6 +30,8 @@ from server.gate.text_rules import Matcher
 from server.gate.text_screen import ScreenedDetokenizer, TextScreen
 from server.observing.exposition import Histogram
 from server.request_handle import RequestHandle, RequestSequence
+
+logger = logging.getLogger(__name__)
 
 # What is handled before other callbacks of the loop, and the engine thread, get their turn: so many rows, or as many as
 # make so many connections write, whichever comes first. A write costs more than all else of a token, and streams that
@@ -126,7 +129,8 @@ class EngineClient:
     def _detokenizer(
         self, request: Request, continues_text: bool, forbidden: Sequence[Matcher]
     ) -> Detokenizer | ScreenedDetokenizer:
-        detokenizer = Detokenizer(self._table, request.sampling.stop, continues_text)
+        sampling = request.sampling
+        detokenizer = Detokenizer(self._table, sampling.stop, continues_text, sampling.min_tokens)
         return ScreenedDetokenizer(detokenizer, TextScreen(forbidden)) if forbidden else detokenizer
 
     def inspect(self) -> Awaitable[EngineSnapshot]:
@@ -182,38 +186,51 @@ class EngineClient:
     def _deliver_slice(self) -> None:
         if not self._deliveries:
             return
-        now_s = self._clock()
-        self._output.expect_flush()
         try:
+            now_s = self._clock()
+            self._output.expect_flush()
             self._take_slice(self._deliveries[0], now_s)
             self.work.busy_s += self._clock() - now_s
+        except Exception:  # of no request, for those are ended by what they raise; the rows behind are still to be told
+            logger.exception("a step's news cannot be accounted for")
         finally:
             self._output.flush_all()
         if self._deliveries:
             self._call_soon(self._deliver_slice)
 
     def _take_slice(self, delivery: StepDelivery, now_s: float) -> None:
-        start = self._next_row
+        start, num_rows = self._next_row, len(delivery.token_ids)
         if delivery.marks and start == 0:
             for mark in delivery.marks:
-                self._handles[mark.request_id].on_engine_mark(mark)
-        end = num_rows = len(delivery.token_ids)
+                try:
+                    self._handles[mark.request_id].on_engine_mark(mark)
+                except Exception:
+                    self._break_off(mark.request_id)
         if start < num_rows:
-            end = self._deliver_rows(delivery, start, now_s)
-            self.work.num_tokens += end - start
-        if end == num_rows:
-            if delivery.chunks:
-                self._deliver_chunks(delivery.chunks, now_s)
-            self.stats = delivery.stats
-            if delivery.snapshot is not None:
-                self._answer_inspections(delivery.snapshot)
+            self._deliver_rows(delivery, start, now_s)
+            self.work.num_tokens += self._next_row - start
+        if self._next_row == num_rows:
             self._deliveries.popleft()
-            self._on_delivered()
-            end = 0
-        self._next_row = end
+            self._next_row = 0
+            try:
+                if delivery.chunks:
+                    self._deliver_chunks(delivery.chunks, now_s)
+                self.stats = delivery.stats
+                if delivery.snapshot is not None:
+                    self._answer_inspections(delivery.snapshot)
+            finally:
+                self._on_delivered()  # or the engine would wait for it
 
-    def _deliver_rows(self, delivery: StepDelivery, row: int, now_s: float) -> int:
-        """A slice of them, from this one on; returns which is next."""
+    def _break_off(self, request_id: str) -> None:
+        """What is being handled was raised where the request was told of something: it ends, and no other does."""
+        handle = self._handles.get(request_id)
+        if handle is None:
+            logger.exception("the engine tells of a request that is not in progress", extra={"request_id": request_id})
+        else:
+            handle.break_off()
+
+    def _deliver_rows(self, delivery: StepDelivery, row: int, now_s: float) -> None:
+        """A slice of them, from this one on; _next_row says how far it has come."""
         handles, output = self._handles, self._output
         last = min(row + SLICE_ROWS, len(delivery.token_ids))
         most_writes = output.num_writes + SLICE_CONNECTIONS
@@ -223,46 +240,49 @@ class EngineClient:
         # One row makes one write at most: so many can be handled before it is worth a look
         while row < last and (num_rows := most_writes - output.num_writes) > 0:
             num_rows = min(num_rows, last - row)
+            row = self._next_row = row + num_rows
             for request_id, index, token_id in islice(rows, num_rows):
-                handle = handles[request_id]
-                sequence = handle.sequences[index]
-                tell = sequence.tell
-                if tell is None:
-                    handle.on_token(sequence, token_id, now_s)
-                    continue
                 try:
-                    text = sequence.plain_texts[token_id]
-                except IndexError:  # the tokenizer knows of no such id
-                    text = None
-                if not text:
-                    handle.on_token(sequence, token_id, now_s)
-                    continue
-                clock = sequence.clock
-                if clock.last_s != before_s:
-                    assert clock.last_s is not None, "who takes the short way has said something"
-                    if num_alike:
-                        self._gaps.observe(now_s - before_s, num_alike)
-                    before_s, num_alike = clock.last_s, 0
-                num_alike += 1
-                clock.last_s = now_s
-                sequence.num_tokens = num_tokens = sequence.num_tokens + 1
-                try:
+                    handle = handles[request_id]
+                    sequence = handle.sequences[index]
+                    tell = sequence.tell
+                    if tell is None:
+                        handle.on_token(sequence, token_id, now_s)
+                        continue
+                    try:
+                        text = sequence.plain_texts[token_id]
+                    except IndexError:  # the tokenizer knows of no such id
+                        text = None
+                    if not text:
+                        handle.on_token(sequence, token_id, now_s)
+                        continue
+                    clock = sequence.clock
+                    if clock.last_s != before_s:
+                        assert clock.last_s is not None, "who takes the short way has said something"
+                        if num_alike:
+                            self._gaps.observe(now_s - before_s, num_alike)
+                        before_s, num_alike = clock.last_s, 0
+                    num_alike += 1
+                    clock.last_s = now_s
+                    sequence.num_tokens = num_tokens = sequence.num_tokens + 1
                     tell(text)
                     if num_tokens >= sequence.mark:
                         handle.pass_mark(sequence)
                 except Exception:  # whatever a writer of answers can raise
-                    handle.break_off()
-            row += num_rows
+                    self._break_off(request_id)
         if num_alike:
             self._gaps.observe(now_s - before_s, num_alike)
-        return row
 
     def _deliver_chunks(self, chunks: Sequence[TokenChunk], now_s: float) -> None:
         for chunk in chunks:
-            handle = self._handles[chunk.request_id]
+            try:
+                self._handles[chunk.request_id].on_chunk(chunk, now_s)
+            except Exception:
+                self._break_off(chunk.request_id)
             if chunk.is_terminal:
-                del self._handles[chunk.request_id]
-            handle.on_chunk(chunk, now_s)
+                handle = self._handles.pop(chunk.request_id, None)
+                if handle is not None:
+                    handle.end(chunk)
         self.work.num_tokens += len(chunks)
 
     def _answer_inspections(self, snapshot: EngineSnapshot) -> None:

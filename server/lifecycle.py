@@ -6,6 +6,7 @@
 for the end. In between no task runs: the engine client calls the Answer with each delta, which writes into the stream.
 """
 
+import logging
 import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -47,6 +48,8 @@ from server.observing.metrics import Metrics
 from server.observing.request_ids import client_request_id
 from server.observing.timing import Stage, StageClock, StageMarks
 from server.wire.stream import HttpStream
+
+logger = logging.getLogger(__name__)
 
 OFFLOAD_BYTES = 8 * 1024  # a body from this size on is parsed and tokenized off the loop: 2.5 ms, measured
 
@@ -106,7 +109,7 @@ class PromptReader:
                 text = self.chat_template.render(messages, now=now, param=field_name)
                 if marks is not None:
                     marks.enter(Stage.TOKENIZE)
-                return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+                return tuple(self.tokenizer.encode_chat(text))
 
     def encode_checked(self, prompt: Prompt, param: str, marks: StageMarks | None = None) -> tuple[int, ...]:
         """
@@ -271,8 +274,8 @@ class Lifecycle:
             answer.submit(self.backend, requests, continues_text, ticket, entry)
             return await answer.wait_finished()
         finally:
-            answer.close()
             del self.active[request_id]
+            answer.close()
 
     def _check_open(self) -> None:
         if self._farewell is not None:
@@ -291,8 +294,11 @@ class Lifecycle:
     def fail_all(self, error: ServiceError) -> None:
         """Break off every generation in progress, each with its error event or answer; none begins after it."""
         self._farewell = error
-        for _, answer in list(self.active.values()):
-            answer.fail(error)
+        for request_id, (_, answer) in list(self.active.items()):
+            try:
+                answer.fail(error)
+            except Exception:  # the others are to be told as well
+                logger.exception("an answer cannot be broken off", extra={"request_id": request_id})
 
     async def _prepare(self, surface: Surface, body: bytes, tenant: Tenant, timings: StageClock) -> _Prepared:
         marks = StageMarks(self.clock.monotonic)
@@ -349,13 +355,13 @@ class Lifecycle:
         """
         context, min_tokens = self.reader.max_model_len, call.sampling.min_tokens
         max_tokens = min(call.sampling.max_tokens, context - num_prompt_tokens)
-        if min_tokens > max_tokens:
+        if min_tokens > max(max_tokens, self.defaults.min_tokens):
             message = (
                 f"min_tokens is {min_tokens}, but the context of {context} tokens leaves {max_tokens} after a prompt of"
                 f" {num_prompt_tokens}. Ask for fewer, or shorten the prompt."
             )
             raise InvalidRequest(message, "min_tokens", "context_length_exceeded")
-        return msgspec.structs.replace(call.sampling, max_tokens=max_tokens)
+        return msgspec.structs.replace(call.sampling, max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens))
 
     def _requests(
         self, call: GenerationCall, prompts: list[tuple[int, ...]], request_id: str, timings: StageClock, tenant: Tenant

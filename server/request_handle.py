@@ -112,7 +112,7 @@ class RequestHandle:
     A sink that raises has a fault of ours: its request ends with an error, and its neighbours go on.
     """
 
-    __slots__ = ("_error", "_is_cancelled", "_post", "_sink", "cost", "request", "sequences")
+    __slots__ = ("_error", "_has_ended", "_is_cancelled", "_post", "_sink", "cost", "request", "sequences")
 
     def __init__(
         self, request: Request, sequences: list[RequestSequence], sink: DeltaSink, post: Callable[[Message], None]
@@ -123,6 +123,7 @@ class RequestHandle:
         self._sink = sink
         self._post = post
         self._is_cancelled = False
+        self._has_ended = False
         self._error: str | None = None
 
     def cancel(self, reason: FinishReason) -> None:
@@ -184,9 +185,17 @@ class RequestHandle:
                 self.break_off()
         if chunk.error is not None:
             self._error = chunk.error
-        if chunk.usage is not None:
-            self.cost = chunk.cost
-            self._end(self._cut(chunk.usage), self._error)
+
+    def end(self, chunk: TokenChunk) -> None:
+        """The terminal chunk, once it has been told: nothing more will come."""
+        assert chunk.usage is not None, "it is terminal"
+        self.cost = chunk.cost
+        try:
+            usage = self._cut(chunk.usage)
+        except Exception:
+            logger.exception("an answer's tokens cannot be counted", extra={"request_id": self.request.request_id})
+            usage = chunk.usage  # the engine's count
+        self._end(usage, self._error)
 
     def on_engine_mark(self, mark: EngineMark) -> None:
         self._sink.on_engine_mark(mark)
@@ -246,6 +255,9 @@ class RequestHandle:
         self._post(Cancel(self.request.request_id, reason, sequence.index, sequence.num_tokens))
 
     def _end(self, usage: Usage, error: str | None) -> None:
+        if self._has_ended:
+            return
+        self._has_ended = True
         try:
             self._sink.on_end(usage, error)
         except Exception:  # it was its last news: there is nothing left to cancel

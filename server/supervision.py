@@ -6,6 +6,7 @@ It decides nothing about requests: that the engine is silent, or lost, goes to t
 import asyncio
 import faulthandler
 import logging
+import os
 from collections.abc import Callable
 from typing import Protocol
 
@@ -99,6 +100,9 @@ class Supervision:
         except StartupError as error:
             logger.error("the reload failed, all stays as it was: %s; %s", error.cause, error.fix)
             status = f"Serving as before: the reload failed: {error.cause}"
+        except Exception:
+            logger.exception("the reload failed")
+            status = "Serving: the reload failed, the log says how far it has come"
         if is_ready:
             self._manager.tell_ready(status)
 
@@ -141,10 +145,18 @@ class Supervision:
             self._process.on_silence(True)
 
     def _lose(self, silence_s: float) -> None:
-        faulthandler.dump_traceback(all_threads=True)
+        logger.critical("the stacks of all threads:\n%s", _stacks())
         self._process.on_failed(EngineLost(f"busy with one step for {silence_s:.1f} s; the stacks are above"))
 
     def _tell_stopping(self) -> None:
         num = self._process.num_in_progress
         draining = f"Draining: {num} {'request' if num == 1 else 'requests'} in progress"
         self._manager.tell_stopping(draining if self._cause is None else f"Failed: {self._cause.cause}")
+
+
+def _stacks() -> str:
+    """Of all threads, by way of the log: its reader may be as stuck as the engine is."""
+    with open(os.memfd_create("stacks"), "w+") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        return file.read()

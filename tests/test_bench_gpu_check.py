@@ -86,7 +86,7 @@ def known_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_kernels_are_held_against_their_references(builder: str, known_speed: None, tmp_path: Path) -> None:
-    pytest.importorskip("triton", reason="needs triton: pip install 'steploop[gpu]'")
+    pytest.importorskip("triton", reason="needs triton: pip install triton")
     code, rows = run_here("kernels", builder, tmp_path)
     assert code == 0
     assert verdicts(rows)
@@ -102,7 +102,7 @@ def test_kernels_are_held_against_their_references(builder: str, known_speed: No
 
 @pytest.mark.slow
 def test_every_kernel_has_a_problem_and_solves_it(known_speed: None, tmp_path: Path) -> None:
-    pytest.importorskip("triton", reason="needs triton: pip install 'steploop[gpu]'")
+    pytest.importorskip("triton", reason="needs triton: pip install triton")
     code, rows = run_here("kernels", "", tmp_path)
     assert code == 0
     assert verdicts(rows) == [OK] * len({case.name for case in all_cases(True, False)})
@@ -159,7 +159,7 @@ def unwritten(out: torch.Tensor) -> None:
 def test_a_kernel_that_is_wrong_is_told_and_fails_the_check(
     fault: Callable[[torch.Tensor], object], known_speed: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("triton", reason="needs triton: pip install 'steploop[gpu]'")
+    pytest.importorskip("triton", reason="needs triton: pip install triton")
     monkeypatch.setattr(gpu_kernels, "BUILDERS", {**gpu_kernels.BUILDERS, "planted": planted(fault)})
     case = KernelCase("planted", {"rows": 2, "width": 24}, "float32")
     right = KernelCase("add_norm", {"rows": 2, "width": 24}, "float32")
@@ -176,7 +176,7 @@ def test_a_kernel_that_raises_costs_its_own_row(
     def build(*args: Any, **shape: Any) -> Problem:
         raise RuntimeError("first\nCUDA error: what the last line says\n")
 
-    pytest.importorskip("triton", reason="needs triton: pip install 'steploop[gpu]'")
+    pytest.importorskip("triton", reason="needs triton: pip install triton")
     monkeypatch.setattr(gpu_kernels, "BUILDERS", {**gpu_kernels.BUILDERS, "planted": build})
     cases = [KernelCase("planted"), KernelCase("decoding_rows", {"rows": 2, "slots": 5, "width": 8}, "float32")]
     monkeypatch.setattr(gpu_kernels, "variant_cases", lambda is_quick, is_device: cases)

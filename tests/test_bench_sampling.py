@@ -2,12 +2,7 @@
 
 from pathlib import Path
 
-import pytest
-
 from bench.results import read_result
-
-pytest.importorskip("numba", reason="needs numba: pip install 'steploop[cpu]'")
-
 from bench.sampling import REQUESTS, main
 
 

@@ -1,7 +1,12 @@
 """The rule of the house, held over the syntax trees: server → core ← gpu, and what each layer may import at all."""
 
 import ast
+import re
+import sys
+import tomllib
+from importlib.metadata import packages_distributions
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -149,7 +154,7 @@ def test_what_core_may_not_do_is_found(source: str) -> None:
     assert core_faults(source)
 
 
-def test_only_the_engine_and_two_writers_of_files_start_threads() -> None:
+def test_only_the_engine_and_three_writers_of_files_start_threads() -> None:
     starters = [
         path.relative_to(ROOT).as_posix()
         for layer in ("core", "server", "gpu")
@@ -157,4 +162,54 @@ def test_only_the_engine_and_two_writers_of_files_start_threads() -> None:
         if path.relative_to(ROOT).as_posix() not in WIRING
         and any(module == "threading" for _, module in imported_modules(ast.parse(path.read_text())))
     ]
-    assert starters == ["server/engine_thread.py", "server/ledger/thread.py", "gpu/kv_directory.py"]
+    assert starters == [
+        "server/engine_thread.py",
+        "server/ledger/thread.py",
+        "server/observing/logs.py",
+        "gpu/kv_directory.py",
+    ]
+
+
+def project() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def test_what_is_imported_is_declared() -> None:
+    """That another dependency brings it along today is no promise."""
+    declared = project()["project"]["dependencies"]
+    for extra in ("gpu", "otel"):  # looked for before they are imported
+        declared += project()["project"]["optional-dependencies"][extra]
+    names = {distribution_name(requirement) for requirement in declared}
+    ours = sys.stdlib_module_names | {"bench", "core", "gpu", "server"}
+    found = {
+        module.split(".")[0] for layer in ("core", "server", "gpu") for module in modules_imported_in(layer)
+    } - ours
+    distributions = packages_distributions()
+    undeclared = {name for name in found if not names & {*map(distribution_name, distributions.get(name, [name]))}}
+    assert not undeclared
+    assert len(found) > 15
+
+
+def test_the_wheel_has_what_it_imports_and_nothing_that_stays_in_the_checkout() -> None:
+    """Of bench, what `steploop bench` needs; of the embedded model, its files and not its training."""
+    packages, modules = project()["tool"]["setuptools"]["packages"], project()["tool"]["setuptools"]["py-modules"]
+    folders = {path.parent for layer in ("core", "server", "gpu") for path in files_of(layer)} - {ROOT / "gpu" / "demo"}
+    assert sorted(packages) == sorted(str(folder.relative_to(ROOT)).replace("/", ".") for folder in folders)
+    imported = {module for package in packages for module in modules_imported_in(package.replace(".", "/"), "*.py")}
+    assert not {module for module in imported if module.startswith("gpu.demo")}
+    needed: set[str] = set()
+    while new := {module for module in imported if module.startswith("bench.")} - needed:
+        needed |= new
+        imported = {module for name in new for module in modules_imported_in("bench", f"{name.split('.')[1]}.py")}
+    assert sorted(modules) == sorted(needed)
+
+
+def modules_imported_in(folder: str, pattern: str = "**/*.py") -> set[str]:
+    return {
+        module for path in (ROOT / folder).glob(pattern) for _, module in imported_modules(ast.parse(path.read_text()))
+    }
+
+
+def distribution_name(requirement: str) -> str:
+    """Source: PEP 503's normal form."""
+    return re.sub(r"[-_.]+", "-", re.split(r"[^\w.-]", requirement)[0]).lower()

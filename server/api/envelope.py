@@ -33,9 +33,11 @@ PROTOCOL_CODES = {
     400: "malformed_request",
     408: "request_timeout",
     414: "request_line_too_long",
+    429: "rate_limit_exceeded",
     431: "headers_too_large",
     500: "internal_error",
     501: "not_implemented",
+    503: "draining",
 }
 _TYPES = dict(STATUSES.values())
 

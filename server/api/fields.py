@@ -1,5 +1,6 @@
 """The sampling fields that all surfaces share, their ranges, and the SamplingParams made of them. Thread: loop."""
 
+import math
 from typing import Any
 
 import msgspec
@@ -129,6 +130,9 @@ def sampling_params(
     _check_ranges(fields)
     if fields.n is not None:
         _check_range("n", fields.n, 1, limits.num_choices)
+    if max_tokens == UNLIMITED_TOKENS:
+        max_tokens = defaults.max_tokens
+    biases = _logit_bias(fields.logit_bias or {}, defaults.vocab_size, limits.num_logit_biases)
     temperature = _or(fields.temperature, defaults.temperature)
     top_k = _or(fields.top_k, defaults.top_k)
     return SamplingParams(
@@ -140,8 +144,8 @@ def sampling_params(
         repetition_penalty=_or(fields.repetition_penalty, defaults.repetition_penalty),
         presence_penalty=fields.presence_penalty or 0.0,
         frequency_penalty=fields.frequency_penalty or 0.0,
-        logit_bias=_logit_bias(fields.logit_bias or {}, defaults.vocab_size, limits.num_logit_biases),
-        min_tokens=_min_tokens(fields.min_tokens or 0, max_tokens),
+        logit_bias=_without(biases, defaults.suppressed_ids) if defaults.suppressed_ids else biases,
+        min_tokens=_min_tokens(_or(fields.min_tokens, min(defaults.min_tokens, max_tokens)), max_tokens),
         seed=None if fields.seed is None else fields.seed % 2**64,
         stop=_stops(fields.stop, limits.num_stops),
         stop_token_ids=_stop_token_ids(fields.stop_token_ids or [], defaults.vocab_size),
@@ -243,6 +247,11 @@ def _logit_bias(biases: dict[str, float], vocab_size: int, most: int) -> tuple[t
             raise InvalidRequest(f"Keys of logit_bias must be token ids from 0 to {vocab_size - 1}.", param)
         _check_range(param, value, -100, 100)
     return tuple((int(key), value) for key, value in biases.items())
+
+
+def _without(biases: tuple[tuple[int, float], ...], suppressed_ids: tuple[int, ...]) -> tuple[tuple[int, float], ...]:
+    """The biases, and those ids never sampled."""
+    return tuple((dict(biases) | dict.fromkeys(suppressed_ids, -math.inf)).items())
 
 
 def _is_id(key: str, vocab_size: int) -> bool:

@@ -60,6 +60,9 @@ class GenerationDefaults(msgspec.Struct, frozen=True):
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    min_tokens: int = 0
+    max_tokens: int = UNLIMITED_TOKENS
+    suppressed_ids: tuple[int, ...] = ()  # never sampled, whatever a request asks
     limits: RequestLimits = RequestLimits()
 
 

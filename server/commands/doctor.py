@@ -4,6 +4,7 @@ Facts come in as they are found (server/cli.py asks gpu for its own); nothing he
 """
 
 import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +13,7 @@ from typing import TextIO
 from core.errors import ExitCode, StartupError
 from server.commands.console import new_console
 from server.commands.hub_cache import NotFetched
-from server.commands.versions import LISTED, VersionOf, check_floors, installed_version, versions
+from server.commands.versions import LISTED, NOT_EVERYWHERE, VersionOf, check_floors, installed_version, versions
 from server.listening.binds import Bind, PassedAddress, TcpAddress
 from server.listening.listening_sockets import open_binds
 from server.values import format_count, format_size
@@ -163,8 +164,8 @@ def version_section(version_of: VersionOf = installed_version) -> Section:
     """What is installed; a missing dependency, or one below its security floor, is an error."""
     facts = []
     for name, version in versions(version_of):
-        is_missing = name in LISTED and version == "missing"
-        missing = StartupError(f"{name} is not installed", f"python -m pip install {name}", ExitCode.VERSION)
+        is_missing = name in LISTED and name not in NOT_EVERYWHERE and version == "missing"
+        missing = StartupError(f"{name} is not installed", f"{sys.executable} -m pip install {name}", ExitCode.VERSION)
         facts.append(Fact(name, version, missing if is_missing else None))
     return Section("Versions", (*facts, attempt("security floors", lambda: _floors_held(version_of))))
 

@@ -24,7 +24,7 @@ from core.gguf import SUFFIX as GGUF_SUFFIX
 from core.gguf import GgufFile, parse_gguf
 from core.gguf_model import ROPE_FACTORS, config_of, generation_of, keys_of
 from core.gguf_tokenizer import end_ids, tokenizer_files
-from core.tokenizer import Tokenizer, UnsupportedTokenizer
+from core.tokenizer import Tokenizer, UnsupportedTokenizer, named_special_tokens
 from server.api.fields import RANGES
 from server.values import show_models
 
@@ -33,6 +33,16 @@ TOKENIZER_FILE = "tokenizer.json"
 GENERATION_FILE = "generation_config.json"
 # Of recommended values: as of requests; but -1 or more stands for no top_k, and a top_p of 0 for the likeliest token.
 _BOUNDS = {name: (low, high) for name, low, high in RANGES} | {"top_p": (0, 1), "top_k": (-math.inf, math.inf)}
+_SAMPLING_NUMBERS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+# generation_config.json's fields that change what is sampled, and are not built, with the values that change nothing.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "typical_p": (1,),
+    "no_repeat_ngram_size": (0,),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+    "begin_suppress_tokens": ([],),
+    "sequence_bias": ({}, []),
+}
 MAX_FILE_BYTES = 256 * 2**20  # the largest tokenizer.json known is 35 MB
 
 
@@ -45,6 +55,9 @@ class GenerationDefaults:
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    max_tokens: int | None = None
+    suppressed_ids: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,32 +99,33 @@ def is_gguf(path: Path) -> bool:
     return path.suffix == GGUF_SUFFIX and os.path.isfile(path)
 
 
-def read_model_files(path: Path, context_limit: int | None = None, template_file: Path | None = None) -> ModelFiles:
+def read_model_files(
+    path: Path,
+    context_limit: int | None = None,
+    template_file: Path | None = None,
+    allows_special_in_content: bool = False,
+) -> ModelFiles:
     """Read a model directory, or a GGUF file's metadata.
 
     Args:
         context_limit: tokens; None: the model's own.
         template_file: a chat template to use instead of the model's.
+        allows_special_in_content: what messages spell as a control token is one.
 
     Raises:
         StartupError: what is missing or broken, by name, and what to do.
     """
     has_template = template_file is None
     contents = _gguf_contents(path) if is_gguf(path) else _directory_contents(_existing_directory(path), has_template)
-    try:
-        tokenizer = Tokenizer(contents.tokenizer_json, contents.tokenizer_config, _num_embeddings(contents.config))
-    except UnsupportedTokenizer as error:
-        where = path if is_gguf(path) else path / "tokenizer.json"
-        raise StartupError(
-            f"{where}: {error}", "download it again, or serve a model with a supported tokenizer", ExitCode.MODEL
-        ) from error
     limit = context_limit or _context_of(path, contents)
     sources = contents.template_sources if template_file is None else {"default": _read_text(template_file)}
+    special_tokens = named_special_tokens(contents.tokenizer_config)
+    template = _template(sources, template_file or path, special_tokens, limit, not allows_special_in_content)
     return ModelFiles(
         path,
         contents.config,
-        tokenizer,
-        _template(sources, template_file or path, tokenizer, limit),
+        tokenizer := _tokenizer(path, contents, template),
+        template,
         _defaults(path, contents),
         _eos_ids(path, contents, tokenizer),
     )
@@ -298,11 +312,29 @@ def _num_embeddings(config: Mapping[str, Any]) -> int | None:
     return found if isinstance(found, int) else None
 
 
-def _template(sources: dict[str, str], where: Path, tokenizer: Tokenizer, limit: int) -> ChatTemplate:
+def _template(
+    sources: dict[str, str], where: Path, special_tokens: dict[str, str], limit: int, marks_content: bool
+) -> ChatTemplate:
     try:
-        return ChatTemplate(sources, tokenizer.special_tokens, limit)
+        return ChatTemplate(sources, special_tokens, limit, marks_content)
     except ChatTemplateSyntaxError as error:
         raise StartupError(f"{where}: {error}", "mend it, or give --chat-template FILE", ExitCode.MODEL) from error
+
+
+def _tokenizer(path: Path, contents: _Contents, template: ChatTemplate) -> Tokenizer:
+    try:
+        return Tokenizer(
+            contents.tokenizer_json,
+            contents.tokenizer_config,
+            _num_embeddings(contents.config),
+            template.sources.values(),
+            template.user_turn(),
+        )
+    except UnsupportedTokenizer as error:
+        where = path if is_gguf(path) else path / "tokenizer.json"
+        raise StartupError(
+            f"{where}: {error}", "download it again, or serve a model with a supported tokenizer", ExitCode.MODEL
+        ) from error
 
 
 def _template_sources(directory: Path, tokenizer_config: dict[str, Any]) -> dict[str, str]:
@@ -336,18 +368,63 @@ def _defaults(path: Path, contents: _Contents) -> GenerationDefaults:
     Raises:
         StartupError: they recommend what no request may ask for.
     """
+    generation = contents.generation_config
     found: dict[str, Any] = {}
-    for name in GenerationDefaults.__slots__:
-        value = contents.generation_config.get(name)
+    for name in _SAMPLING_NUMBERS:
+        value = generation.get(name)
         if value is None:
             continue
         if not _is_number(value) or (name == "top_k" and value != int(value)) or not _is_within(_BOUNDS[name], value):
-            where = contents.keys.get(name, f"{GENERATION_FILE}: {name}")
-            raise StartupError(f"{path}: {where} is {value!r}, which it cannot be", "mend or remove it", ExitCode.MODEL)
+            raise _bad_default(path, contents, name)
         found[name] = max(0, int(value)) if name == "top_k" else float(value)  # some write -1 for all
-    if contents.generation_config.get("do_sample") is False:
+    if generation.get("do_sample") is False:
         found["temperature"] = 0.0
+    for name, lowest in (("min_tokens", 0), ("max_tokens", 1)):
+        field = name.replace("_", "_new_")
+        if (value := generation.get(field)) is not None:
+            if not _is_id(value, 2**31) or value < lowest:
+                raise _bad_default(path, contents, field)
+            found[name] = value
+    if suppressed_ids := _suppressed_ids(path, contents):
+        found["suppressed_ids"] = suppressed_ids
+    for name, neutral in _NEUTRAL.items():
+        if generation.get(name) is not None and generation[name] not in neutral:
+            raise StartupError(
+                f"{path}: {GENERATION_FILE} asks for {name} = {str(generation[name])[:64]}, which is not supported",
+                "remove it there: answers are then sampled without it",
+                ExitCode.MODEL,
+            )
     return GenerationDefaults(**found)
+
+
+def _suppressed_ids(path: Path, contents: _Contents) -> tuple[int, ...]:
+    """What is never to be sampled: suppress_tokens, and bad_words_ids of one token each."""
+    suppressed = contents.generation_config.get("suppress_tokens") or []
+    words = contents.generation_config.get("bad_words_ids") or []
+    limit = _num_embeddings(contents.config) or 2**31
+    if not isinstance(suppressed, list) or not all(_is_id(token_id, limit) for token_id in suppressed):
+        raise _bad_default(path, contents, "suppress_tokens")
+    if not isinstance(words, list) or not all(isinstance(word, list) and word for word in words):
+        raise _bad_default(path, contents, "bad_words_ids")
+    if any(len(word) > 1 for word in words):
+        raise StartupError(
+            f"{path}: {GENERATION_FILE}: bad_words_ids has words of several tokens, which are not supported",
+            "leave words of one token there, or none",
+            ExitCode.MODEL,
+        )
+    if not all(_is_id(word[0], limit) for word in words):
+        raise _bad_default(path, contents, "bad_words_ids")
+    return tuple(dict.fromkeys([*suppressed, *(word[0] for word in words)]))
+
+
+def _bad_default(path: Path, contents: _Contents, name: str) -> StartupError:
+    where = contents.keys.get(name, f"{GENERATION_FILE}: {name}")
+    value = repr(contents.generation_config[name])[:64]
+    return StartupError(f"{path}: {where} is {value}, which it cannot be", "mend or remove it", ExitCode.MODEL)
+
+
+def _is_id(value: Any, limit: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < limit
 
 
 def _is_within(bounds: tuple[float, float], value: float) -> bool:

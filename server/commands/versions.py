@@ -5,6 +5,7 @@ Thread: main.
 
 import platform
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,8 +26,13 @@ LISTED = (
     "huggingface_hub",
     "numpy",
     "torch",
+    "numba",
+    "joserfc",
+    "google-re2",
+    "httpx2",
     "rich",
 )
+NOT_EVERYWHERE = ("numba",)  # has no wheels for some machines: torch serves there
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +75,7 @@ def check_floors(version_of: VersionOf = installed_version) -> None:
         return
     cause = "; ".join(f"{floor.distribution} is {version or 'missing'} ({floor.reason})" for floor, version in broken)
     wanted = " ".join(f"'{floor.distribution}>={floor.minimum}'" for floor, _ in broken)
-    raise StartupError(cause, f"python -m pip install {wanted}", ExitCode.VERSION)
+    raise StartupError(cause, f"{sys.executable} -m pip install {wanted}", ExitCode.VERSION)
 
 
 def is_at_least(version: str | None, minimum: str) -> bool:

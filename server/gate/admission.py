@@ -415,12 +415,12 @@ class Place:
             usage: None: it was never handed to the engine, or its task was cancelled.
         """
         admission = self._admission
-        self._tell_margin(now_s, has_come=False)
+        admission.num_requests -= 1
+        admission.num_bytes -= self._num_bytes
         for entry in self._entries.values():
             admission.remove(entry)
         if self._num_begun and usage is not None:
             admission.note_answer(usage.num_completion_tokens / self._num_begun)
         for answer in self._answers.values():
             admission.end_answer(answer)
-        admission.num_requests -= 1
-        admission.num_bytes -= self._num_bytes
+        self._tell_margin(now_s, has_come=False)

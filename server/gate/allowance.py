@@ -9,12 +9,15 @@ meanwhile, and ends when nothing is left. Where nothing can come by then, as of 
 """
 
 import asyncio
+import logging
 from typing import Protocol
 
 from core.types import Request
 from server.api.surface import Extras
 from server.backend import NEVER
 from server.gate.quota import FIRST_TOKENS, S_NS, TOP_UP_TOKENS, Shortage, Ticket
+
+logger = logging.getLogger(__name__)
 
 AHEAD_TOKENS = 32  # at 100 tokens/s of a stream a third of a second: the loop is seldom later
 MAX_WAIT_S = 10.0
@@ -137,6 +140,14 @@ class Allowance:
         self._timer = self._loop.call_at(min(now_s + min(wait_s, POLL_S), self._give_up_s), self._try_again)
 
     def _try_again(self) -> None:
+        """A fault of ours must not leave it held: nobody else would let it go on."""
+        try:
+            self._look_again()
+        except Exception:
+            logger.exception("an answer that waits for its quota cannot go on, and ends")
+            self._end()
+
+    def _look_again(self) -> None:
         for choice in list(self._short):
             if not self._try_top_up(choice):
                 break

@@ -5,7 +5,6 @@ here. While it cannot be had, the old keys go on to count, for MAX_AGE_S; then, 
 told to come back.
 """
 
-import importlib.util
 import logging
 import urllib.parse
 import warnings
@@ -111,11 +110,8 @@ class KeySource:
     def __init__(self, source: Path | JwksUrl, clock: Callable[[], float]) -> None:
         """
         Raises:
-            StartupError: the file is not fit, or the library that reads keys is missing.
+            StartupError: the file is not fit.
         """
-        if importlib.util.find_spec("joserfc") is None:
-            fix = "python -m pip install 'steploop[jwt]'"
-            raise StartupError("--jwks needs joserfc, which is not installed", fix, ExitCode.VERSION)
         self._keys: Mapping[str | None, Key] = {} if isinstance(source, JwksUrl) else _read_file(source)
         self.is_fetching = False
         self._source = source

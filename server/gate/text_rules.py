@@ -1,11 +1,10 @@
 """What a tenant's prompts and answers must not say: [[tenants.text_rules]] of the TOML file. Frozen; any thread.
 
-A phrase is literal. A pattern is RE2's: it never backtracks, so that no text takes it long; the extra `rules` has it.
+A phrase is literal. A pattern is RE2's: it never backtracks, so that no text takes it long.
 How a stream is held back while it may yet say one: server/gate/text_screen.py.
 """
 
 import functools
-import importlib.util
 import re
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal, Protocol
@@ -169,16 +168,14 @@ def check_rules(rules: tuple[TextRule, ...], owner: str) -> None:
         owner: as messages name it.
 
     Raises:
-        StartupError: there are too many, one is no pattern, or the library that patterns need is missing.
+        StartupError: there are too many, or one is no pattern.
     """
     if len(rules) > MAX_RULES:
         cause = f"{owner} has {len(rules)} text_rules"
         raise StartupError(cause, f"at most {MAX_RULES}: join patterns by |", ExitCode.CONFIGURATION)
-    patterns = [rule for rule in rules if rule.pattern is not None]
-    if patterns and importlib.util.find_spec("re2") is None:
-        cause = f"{owner} has text_rules with a pattern, which need google-re2, and it is not installed"
-        raise StartupError(cause, "python -m pip install 'steploop[rules]', or use phrases", ExitCode.VERSION)
-    for rule in patterns:
+    for rule in rules:
+        if rule.pattern is None:
+            continue
         try:
             _matchers([rule])
         except ValueError as error:

@@ -85,11 +85,14 @@ class Journal:
         """In one transaction; where one of them cannot be taken by any database, the others without it."""
         try:
             self._store.commit(writes)
-        except BAD_WRITE as error:
-            if len(writes) > 1:
-                return [self._commit([write])[0] for write in writes]
-            logger.error("the ledger cannot take %s: %s", type(writes[0]).__name__, error)
-            return [False]
+        except Exception as error:
+            if isinstance(error, (sqlite3.Error, OSError)) and not isinstance(error, BAD_WRITE):
+                raise  # the disk's, and so of all of them
+            is_ours = not isinstance(error, BAD_WRITE)
+            if is_ours or len(writes) == 1:
+                kinds = ", ".join(sorted({type(write).__name__ for write in writes}))
+                logger.error("the ledger cannot take %s: %s", kinds, error, exc_info=is_ours)
+            return [False] if len(writes) == 1 else [self._commit([write])[0] for write in writes]
         return [True] * len(writes)
 
     def _replay(self) -> None:

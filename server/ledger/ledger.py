@@ -9,7 +9,7 @@ settle into the spill journal.
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -141,9 +141,11 @@ class Entry:
         end_before = self.end
         if not is_durable:
             self.ledger.drop(self)
-        on_reserved(is_durable)
-        if is_durable and end_before is not None and self.end is not None:
-            self._write_end(self.end)
+        try:
+            on_reserved(is_durable)
+        finally:
+            if is_durable and end_before is not None and self.end is not None:
+                self._write_end(self.end)
 
     def _write_end(self, end: End) -> None:
         self.ledger.settle(self, self.settled_row(end), self._note_settled)
@@ -257,8 +259,8 @@ class Ledger:
         return round(self._unix() * MICRO)
 
     def begin(self, entry: Entry, on_reserved: Callable[[bool], None]) -> None:
-        self._entries[entry] = None
         self._write(Reserve(entry.row), on_reserved)
+        self._entries[entry] = None
         if self._checkpoint is None:
             self._checkpoint = self._loop.call_later(CHECKPOINT_S, self._write_checkpoint)
 
@@ -293,16 +295,24 @@ class Ledger:
         if self.fault is not None:
             self._write(Probe(), _ignore)  # perhaps it takes writes by now
         for entry in list(self._entries):
-            self.settle(entry, entry.last_row(), _ignore)
+            self._settle_last(entry)
         self._write_unkept()
         self._writer.close()
+
+    def _settle_last(self, entry: Entry) -> None:
+        try:
+            self.settle(entry, entry.last_row(), _ignore)
+        except Exception:  # the next process closes it, as it was last checkpointed
+            logger.exception("a request that is in progress cannot be settled", extra=_extra(entry))
 
     def _write(self, write: Write, tell: Callable[[bool], None]) -> None:
         def on_written(is_durable: bool, written: Written) -> None:
             self._num_untold -= 1
             self._waits_since_s = self._loop.time() if self._num_untold else None
-            self._note_fault(written.fault)
-            tell(is_durable)
+            try:
+                self._note_fault(written.fault)
+            finally:
+                tell(is_durable)
 
         self._num_untold += 1
         if self._waits_since_s is None:
@@ -347,9 +357,17 @@ class Ledger:
         self._checkpoint = None
         if not self._entries:
             return
-        if self.fault is None:
-            self._write(Checkpoint(tuple(entry.current_progress() for entry in self._entries)), _ignore)
         self._checkpoint = self._loop.call_later(CHECKPOINT_S, self._write_checkpoint)
+        if self.fault is None:
+            self._write(Checkpoint(tuple(self._progress())), _ignore)
+
+    def _progress(self) -> Iterator[Progress]:
+        """Of all that are in progress, but for those whose own cannot be told."""
+        for entry in self._entries:
+            try:
+                yield entry.current_progress()
+            except Exception:
+                logger.exception("a request's progress cannot be written down", extra=_extra(entry))
 
     def _prune_old(self) -> None:
         assert self._keep_s is not None
@@ -359,6 +377,11 @@ class Ledger:
     def _on_pruned(self, is_durable: bool, written: Written) -> None:
         self._note_fault(written.fault)
         self._prune = self._loop.call_later(0.1 if written.has_more else PRUNE_S, self._prune_old)
+
+
+def _extra(entry: Entry) -> Mapping[str, str]:
+    """Of a log record that is the entry's."""
+    return {"request_id": entry.row.request_id}
 
 
 def unavailable() -> ServiceError:

@@ -113,4 +113,7 @@ def write_batch(journal: Journal, batch: Sequence[Item]) -> Written:
 def tell_batch(batch: Sequence[Item], written: Written) -> None:
     """Thread: loop."""
     for (_, tell), is_durable in zip(batch, written.are_durable, strict=True):
-        tell(is_durable, written)
+        try:
+            tell(is_durable, written)
+        except Exception:  # a fault of ours: the others of the transaction wait for word as well
+            logger.exception("who waits for the ledger cannot be told")

@@ -61,7 +61,11 @@ class Acceptor:
                     return
                 continue  # accept(2): network errors of the connection to be, which is gone now
             accepted.setblocking(False)
-            self._welcome(accepted, address)
+            try:
+                self._welcome(accepted, address)
+            except Exception:  # a fault of ours: those behind it in the queue are to come in
+                logger.exception("a connection cannot be taken, and is closed")
+                accepted.close()
 
     def _pause_for(self, error: OSError) -> None:
         if not self.num_pauses:

@@ -56,6 +56,7 @@ class ListenerConfig:
         handshake_s: for what comes ahead of HTTP, from the accept: TLS, or a PROXY header.
         notsent_bytes: that the kernel takes of a TCP connection before it has sent the rest.
         tls: None: in the clear.
+        takes_upgrade: from HTTP/1.1 to HTTP/2, in the clear; a proxy before us must not hand it on.
     """
 
     binds: Sequence[Bind] = (Bind(),)
@@ -69,6 +70,7 @@ class ListenerConfig:
     handshake_s: float = HANDSHAKE_S
     notsent_bytes: int = NOTSENT_BYTES
     tls: ServerTls | None = None
+    takes_upgrade: bool = False
 
 
 @dataclass(slots=True)
@@ -118,6 +120,7 @@ class Listener:
             HttpDate(wall_clock),
             BodyRoom(config.held_body_bytes),
             clock,
+            config.takes_upgrade,
         )
         self._acceptors: list[tuple[ListeningSocket, Acceptor]] = []  # of the sockets that are still open
         self._connections: set[Connection] = set()
@@ -166,6 +169,8 @@ class Listener:
     # The beginning of a connection.
 
     def _welcome(self, bind: Bind, family: int, accepted: socket.socket, address: Any) -> None:
+        if family == socket.AF_UNIX:
+            accepted.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_SEND_BUFFER_BYTES)
         connection = self.admit(socket_peer(family, address), bind.takes_proxy)
         if connection is None:
             if self._config.tls is not None and not (bind.is_plain or bind.takes_proxy):
@@ -173,8 +178,6 @@ class Listener:
                     accepted.send(REFUSED_ALERT)
             accepted.close()
             return
-        if family == socket.AF_UNIX:
-            accepted.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_SEND_BUFFER_BYTES)
         task = self._loop.create_task(self._open(connection, bind, accepted))
         self._opening[connection] = _Opening(task)
         task.add_done_callback(partial(self._end_opening, connection, accepted))
@@ -192,8 +195,8 @@ class Listener:
             self.refusals.add(reason, peer)
             return None
         connection = Connection(self._context, peer)
-        self._connections.add(connection)
         self.gate.enter(peer)
+        self._connections.add(connection)
         if self._is_draining:
             connection.close_after_answer()
         return connection

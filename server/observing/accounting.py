@@ -45,6 +45,7 @@ class Account:
     caller: Caller | None = None
     outcome: Outcome | None = None  # of a generation
     refused_status: int | None = None  # what the connection answered, over the handler's head
+    http2_error: str | None = None  # and the code of HTTP/2 that it sent instead
 
     @property
     def identity_headers(self) -> Headers:
@@ -119,6 +120,7 @@ def _record(account: Account, status: int, error_code: str | None) -> AccessReco
         num_completion_tokens=None if usage is None else usage.num_completion_tokens,
         finish_reason=None if outcome is None else ",".join(outcome.finish_reasons) or None,
         error_code=error_code,
+        http2_error=account.http2_error,
         tenant=None if caller is None else caller.tenant.name,
         key_id=None if caller is None else caller.key_id,
         client=str(account.client),

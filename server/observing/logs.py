@@ -2,12 +2,22 @@
 
 Never prompts, completions, keys or query strings. What clients chose (paths, aliases) is escaped: no line is forged,
 and masked where it looks like a key (server/gate/keys.py).
+
+Whoever logs never waits: a thread of its own writes the lines. What the log's reader does not take in time is dropped,
+counted, and told once it reads again.
 """
 
+import contextlib
+import io
 import logging
+import os
+import select
 import sys
+import threading
+import time
 from contextvars import ContextVar
 from datetime import UTC, datetime
+from queue import Empty, SimpleQueue
 from typing import Any, TextIO
 
 import msgspec
@@ -18,6 +28,10 @@ NO_REQUEST = "-"
 current_request_id: ContextVar[str] = ContextVar("request_id", default=NO_REQUEST)
 
 current_trace_id: ContextVar[str | None] = ContextVar("trace_id", default=None)  # likewise; None: it has none
+
+MAX_WAITING_BYTES = 4 * 1024 * 1024  # of lines that the log's reader has not taken
+GATHER_S = 0.005  # lines of so long are one write
+FLUSH_S = 1.0  # at the exit, for a reader that does not read
 
 LEAST_SHOWN_MS = 0.005  # of a stage, in a line for people; JSON has them all
 OUR_LOGGERS = ("server", "core", "gpu", "bench")
@@ -30,6 +44,7 @@ class AccessRecord(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         status: as sent; 499 when the client left first.
         finish_reason: of a generation, over all its sequences.
+        http2_error: the code of the RST_STREAM or GOAWAY that was sent instead of an answer with that status.
         tenant: whose request it was; None: nobody, or there are no tenants and no keys.
         key_id: the prefix of the key that it showed.
         client: its address, and its port where it is known.
@@ -49,6 +64,7 @@ class AccessRecord(msgspec.Struct, frozen=True, kw_only=True):
     num_completion_tokens: int | None = None
     finish_reason: str | None = None
     error_code: str | None = None
+    http2_error: str | None = None
     tenant: str | None = None
     key_id: str | None = None
     client: str | None = None
@@ -74,6 +90,7 @@ def access_line(record: AccessRecord) -> str:
     words = (
         ("finish", record.finish_reason),
         ("error", record.error_code),
+        ("http2", record.http2_error),
         ("tenant", record.tenant),
         ("key", record.key_id),
         ("client", record.client),
@@ -137,21 +154,175 @@ class JsonFormatter(logging.Formatter):
         return orjson.dumps(_without_surrogates(fields)).decode()
 
 
-def configure_logging(level: str, log_format: str, stream: TextIO | None = None) -> None:
+class LogHandler(logging.Handler):
+    """Formats on the caller's thread, writes on its own, and never waits for the stream's reader.
+
+    Attributes:
+        num_dropped: lines, since the start.
+    """
+
+    def __init__(self, stream: TextIO, formatter: logging.Formatter) -> None:
+        super().__init__()
+        self.setFormatter(formatter)
+        self.num_dropped = 0
+        self._stream = stream
+        self._queue: SimpleQueue[tuple[TextIO, str] | threading.Event | None] = SimpleQueue()
+        self._num_put = 0  # characters, under the handler's lock
+        self._num_taken = 0  # by the thread alone
+        self._num_told = 0
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._write, name="log", daemon=True)
+        self._thread.start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            text = self.format(record) + "\n"
+        except Exception:
+            self.handleError(record)
+        else:
+            self.put(text)
+
+    def put(self, text: str, stream: TextIO | None = None) -> None:
+        """Have it written, to the log's stream if to no other; drop it where too much waits."""
+        self.acquire()
+        try:
+            if self._is_closed or self._num_put - self._num_taken > MAX_WAITING_BYTES:
+                self.num_dropped += 1
+                return
+            self._num_put += len(text)
+            self._queue.put((stream or self._stream, text))
+        finally:
+            self.release()
+
+    def flush(self) -> None:
+        """Wait until all is written, FLUSH_S at most."""
+        if not self._is_closed:
+            written = threading.Event()
+            self._queue.put(written)
+            written.wait(FLUSH_S)
+
+    def close(self) -> None:
+        """Write what waits, for FLUSH_S at most; take nothing more. Idempotent."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._queue.put(None)
+            self._thread.join(FLUSH_S)
+        super().close()
+
+    def _write(self) -> None:
+        """Thread: its own."""
+        while True:
+            entry = self._queue.get()
+            if isinstance(entry, tuple) and not self._is_closed:
+                time.sleep(GATHER_S)
+            gathered: dict[TextIO, list[str]] = {}
+            with contextlib.suppress(Empty):
+                while isinstance(entry, tuple):
+                    gathered.setdefault(entry[0], []).append(entry[1])
+                    entry = self._queue.get_nowait()
+            for stream, texts in gathered.items():
+                text = "".join(texts)
+                if not _write_out(stream, text):
+                    self.num_dropped += len(texts)
+                self._num_taken += len(text)
+            self._tell_drops()
+            if entry is None:
+                return
+            if isinstance(entry, threading.Event):
+                entry.set()
+
+    def _tell_drops(self) -> None:
+        """Once the reader has taken half of what waited."""
+        num_new = self.num_dropped - self._num_told
+        if num_new and self._num_put - self._num_taken < MAX_WAITING_BYTES // 2:
+            message = f"{num_new} lines of the log are lost: its reader did not keep up"
+            if _write_out(self._stream, self.format(_record(message, logging.WARNING)) + "\n"):
+                self._num_told += num_new
+
+
+def _write_out(stream: TextIO, text: str) -> bool:
+    """False: nobody takes it. Past the stream's own buffer, whose lock would hold up the process's end."""
+    try:
+        descriptor = stream.fileno()
+    except (OSError, AttributeError):  # in memory
+        stream.write(text)
+        return True
+    data = memoryview(text.encode("utf-8", "backslashreplace"))
+    while data:
+        try:
+            data = data[os.write(descriptor, data) :]
+        except BlockingIOError:
+            select.select((), (descriptor,), ())
+        except OSError:
+            return False
+    return True
+
+
+def _record(message: str, level: int) -> logging.LogRecord:
+    name = logging.getLevelName(level)
+    return logging.makeLogRecord({"name": __name__, "levelno": level, "levelname": name, "msg": message})
+
+
+def configure_logging(level: str, log_format: str, stream: TextIO | None = None) -> LogHandler:
     """Send our loggers' records of this level and above to the stream (default: stderr), replacing what was set.
 
     Of other packages' records only warnings and worse: what torch has to say at "info" is nobody's here.
     """
-    handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
+    handler = LogHandler(stream or sys.stderr, JsonFormatter() if log_format == "json" else TextFormatter())
     root = logging.getLogger()
     for former in root.handlers[:]:
         root.removeHandler(former)
+        if isinstance(former, LogHandler):
+            former.close()
     root.addHandler(handler)
     ours = logging.getLevelNamesMapping()[level.upper()]
     root.setLevel(max(ours, logging.WARNING))
     for name in OUR_LOGGERS:
         logging.getLogger(name).setLevel(ours)
+    return handler
+
+
+def num_lines_dropped() -> int:
+    return sum(one.num_dropped for one in logging.getLogger().handlers if isinstance(one, LogHandler))
+
+
+def tell(lines: list[str], stream: TextIO, level: int = logging.INFO) -> None:
+    """What is said whatever the level, to people as it is: beside JSON it is a JSON line, too."""
+    text = "\n".join(lines)
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, LogHandler):
+            is_json = isinstance(handler.formatter, JsonFormatter)
+            handler.put(f"{handler.format(_record(text, level)) if is_json else text}\n", stream)
+            return
+    print(text, file=stream, flush=True)
+
+
+def log_everything() -> None:
+    """Warnings, and what breaks in threads and finalizers, are log records like others."""
+    logging.captureWarnings(True)
+    logger = logging.getLogger(__name__)
+
+    def tell_thread(failed: threading.ExceptHookArgs) -> None:
+        error = failed.exc_value or failed.exc_type()
+        logger.error("a thread has failed: %r", failed.thread, exc_info=error)
+
+    def tell_unraisable(failed: "sys.UnraisableHookArgs") -> None:
+        logger.error("%s: %r", failed.err_msg or "exception ignored", failed.object, exc_info=failed.exc_value)
+
+    threading.excepthook = tell_thread
+    sys.unraisablehook = tell_unraisable
+
+
+class LoggedLines(io.TextIOBase):
+    """A stream whose lines are log records."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger = logger
+
+    def write(self, text: str) -> int:
+        for line in text.splitlines():
+            self._logger.info(line)
+        return len(text)
 
 
 def _utc(record: logging.LogRecord) -> str:

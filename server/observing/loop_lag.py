@@ -31,5 +31,6 @@ class LoopLag:
             self._timer.cancel()
 
     def _tick(self) -> None:
-        self._lags.observe(max(0.0, self._clock() - self._due_s))
+        late_s = max(0.0, self._clock() - self._due_s)
         self.start()
+        self._lags.observe(late_s)

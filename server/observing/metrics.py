@@ -16,6 +16,7 @@ import msgspec
 from core.types import EngineStats, Usage
 from server.gate.keys import mask_keys
 from server.observing.exposition import Histogram, Page
+from server.observing.logs import num_lines_dropped
 from server.observing.nvml import DeviceMonitor
 from server.observing.process_memory import cpu_s, resident_bytes
 from server.observing.slo import NO_PROMISES, SloMonitor, SloRules
@@ -203,6 +204,9 @@ class Metrics:
         help_text = (
             "Generations whose clients left before the end. Responses of status 499 also count clients that left while"
             " their body was still coming, and answers that DELETE cancelled."
+        )
+        page.counter(
+            "steploop_log_lines_dropped_total", "Lines that the log's reader did not take.", num_lines_dropped()
         )
         page.counter("steploop_disconnects_total", help_text, self.num_disconnects)
 

@@ -1,5 +1,5 @@
-"""Generations as OpenTelemetry spans, sent by OTLP over HTTP: the request, and below it each stage. Needs the extra
-`otel`.
+"""Generations as OpenTelemetry spans, sent by OTLP over HTTP: the request, and below it each stage. Needs
+OpenTelemetry, which the extra `otel` installs.
 
 What is over is handed to another thread, which makes the spans and sends them. What it cannot keep up with, or nobody
 takes, is dropped and told: traces must not cost answers. Thread: loop, where nothing else is said.
@@ -8,6 +8,7 @@ takes, is dropped and told: traces must not cost answers. Thread: loop, where no
 import asyncio
 import logging
 import secrets
+import sys
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +27,7 @@ logger = logging.getLogger(__name__)
 MAX_WAITING = 1024  # generations
 MAX_BATCH = 64  # generations in one request: some thousand spans
 SEND_TIMEOUT_S = 5.0
-CLOSE_TIMEOUT_S = 5.0
+CLOSE_TIMEOUT_S = 0.5  # the exit waits for no collector
 _OPERATIONS = {"/v1/completions": "text_completion"}  # all else is a chat
 _NS_PER_MS = 1_000_000
 
@@ -40,12 +41,12 @@ class TraceExporter:
             endpoint: see server.values.otlp_endpoint.
 
         Raises:
-            StartupError: the extra is not installed.
+            StartupError: OpenTelemetry is not installed.
         """
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         except ImportError as error:
-            fix = "python -m pip install 'steploop[otel]'"
+            fix = f"{sys.executable} -m pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"
             cause = "--otlp-endpoint needs opentelemetry-sdk and its exporter, which are not installed"
             raise StartupError(cause, fix, ExitCode.VERSION) from error
         self._exporter = OTLPSpanExporter(endpoint, timeout=SEND_TIMEOUT_S)

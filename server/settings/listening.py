@@ -89,6 +89,11 @@ class ListeningSettings:
         "NAME",
         f"in which they say it, the one that they set themselves: {X_FORWARDED_FOR}, {FORWARDED} or {NO_HEADER}",
     )
+    h2c_upgrade: bool = _SERVER.switch(
+        "h2c-upgrade",
+        "let HTTP/1.1 clients upgrade to HTTP/2 in the clear. Not behind a proxy: one that hands the upgrade on no"
+        " longer sees what its clients ask for. HTTP/2 by prior knowledge or ALPN needs no switch",
+    )
     allow: tuple[IpNetwork, ...] = _SERVER.setting(
         "allow", (), network_value, "NETWORK", "only clients from there are served; may be repeated", is_list=True
     )

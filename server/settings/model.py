@@ -31,6 +31,10 @@ class ModelSettings:
     chat_template: Path | None = _MODEL.setting(
         "chat-template", None, existing_file, "FILE", "Jinja template, instead of the model's own"
     )
+    allow_special_in_content: bool = _MODEL.switch(
+        "allow-special-in-content",
+        "what messages spell as a control token (<|im_start|>) is one: whoever may write a message can write any turn",
+    )
     max_model_len: int | None = _MODEL.count(
         "max-model-len",
         None,

@@ -13,13 +13,16 @@ class HeldBody:
     Attributes:
         num_bytes: held.
         on_room: called when more may come that was told to wait; perhaps for others of its connection.
+        break_down: called in the handling of what on_room has raised: it costs the body's connection, and not the one
+            that made room.
     """
 
-    __slots__ = ("num_bytes", "on_room")
+    __slots__ = ("break_down", "num_bytes", "on_room")
 
-    def __init__(self, on_room: Callable[[], None]) -> None:
+    def __init__(self, on_room: Callable[[], None], break_down: Callable[[], None]) -> None:
         self.num_bytes = 0
         self.on_room = on_room
+        self.break_down = break_down
 
 
 class BodyRoom:
@@ -73,20 +76,24 @@ class BodyRoom:
         told = self._take_out(body)
         if self._whole is not None:
             told |= self._whole._take_out(body)
-        for on_room in told:
-            on_room()
+        for on_room, break_down in told.items():
+            try:
+                on_room()
+            except Exception:
+                break_down()
 
     @property
     def _oldest(self) -> HeldBody | None:
         return next(iter(self._bodies), None)
 
-    def _take_out(self, body: HeldBody) -> dict[Callable[[], None], None]:
-        """Returns whom to tell, each once."""
+    def _take_out(self, body: HeldBody) -> dict[Callable[[], None], Callable[[], None]]:
+        """Returns whom to tell, each once, and what to call where that fails."""
         was_full, was_oldest = self.is_full, self._oldest is body
         del self._bodies[body]
         self.num_held -= body.num_bytes
         if not was_full:
             return {}
         if not self.is_full:
-            return {other.on_room: None for other in self._bodies}
-        return {self._oldest.on_room: None} if was_oldest and self._oldest is not None else {}
+            return {other.on_room: other.break_down for other in self._bodies}
+        oldest = self._oldest
+        return {oldest.on_room: oldest.break_down} if was_oldest and oldest is not None else {}

@@ -5,6 +5,8 @@ What is said on it is the exchanges' (http1_exchanges, http2_exchanges). Decisio
   but a client that closes everything sends the very same FIN, and its KV blocks must be free at once.
 - After an answer to a broken request, or to one whose body was not read, the sending side is closed and what still
   comes is thrown away for a while: closing with unread bytes sends RST, which would destroy the answer on its way.
+- A fault of ours, wherever the loop or others call a connection, costs that connection: it is logged, and its requests
+  end as if the peer had left. The loop would log it as well, but goes on with a connection that is half done.
 """
 
 import asyncio
@@ -12,7 +14,8 @@ import enum
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import cast
+from functools import wraps
+from typing import Concatenate, ParamSpec, cast
 
 from h2.exceptions import ProtocolError
 
@@ -27,6 +30,8 @@ from server.wire.tls import client_certificate
 
 logger = logging.getLogger(__name__)
 
+P = ParamSpec("P")
+
 PLAIN_ON_TLS = "This port speaks TLS, and the request came in the clear. Ask by https."
 
 
@@ -39,7 +44,41 @@ class _Closing(enum.Enum):
     CLOSED = enum.auto()  # by us; the transport may still have bytes to write
 
 
+def _costs_itself(
+    work: Callable[Concatenate["Connection", P], None],
+) -> Callable[Concatenate["Connection", P], None]:
+    """Of what is called from outside: whatever it raises costs the connection, and not its caller."""
+
+    @wraps(work)
+    def guarded(self: "Connection", /, *args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            work(self, *args, **kwargs)
+        except Exception:
+            self.break_down()
+
+    return guarded
+
+
 _LAST_WORDS = _Closing.LAST_WORDS  # looked up at every write: a member of an enum costs 70 ns, a global 7
+
+
+class _Drain(asyncio.Protocol):
+    """Below TLS that has said its last word.
+
+    Args:
+        tls: hears when the connection is lost.
+        throw_away: what comes.
+    """
+
+    def __init__(self, tls: asyncio.BaseProtocol, throw_away: Callable[[bytes], None]) -> None:
+        self._tls = tls
+        self._throw_away = throw_away
+
+    def data_received(self, data: bytes) -> None:
+        self._throw_away(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._tls.connection_lost(exc)
 
 
 class Connection(asyncio.Protocol):
@@ -86,6 +125,7 @@ class Connection(asyncio.Protocol):
         self._lower = lower
         self.connection_made(transport)
 
+    @_costs_itself
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self._context.registry.opened(self)
@@ -103,10 +143,13 @@ class Connection(asyncio.Protocol):
         if self._closing is not _Closing.NO:
             self._throw_away(data)
             return
-        self._exchanges.receive(data)
-        if len(data) >= self._limits.bytes_per_turn:
-            self._wait_turn()
-        self.adjust()
+        try:  # and no _costs_itself: a call less for every read
+            self._exchanges.receive(data)
+            if len(data) >= self._limits.bytes_per_turn:
+                self._wait_turn()
+            self.adjust()
+        except Exception:
+            self.break_down()
 
     def _wait_turn(self) -> None:
         """Nothing is read, and nothing understood that has been, until the loop has seen to others."""
@@ -114,6 +157,7 @@ class Connection(asyncio.Protocol):
             self._waits_turn = True
             self._loop.call_soon(self._take_turn)
 
+    @_costs_itself
     def _take_turn(self) -> None:
         self._waits_turn = False
         if self._closing is _Closing.NO:
@@ -123,27 +167,35 @@ class Connection(asyncio.Protocol):
 
     def eof_received(self) -> bool:
         """The peer has left. False: the transport closes itself."""
+        self._end_with_peer()
+        return False
+
+    @_costs_itself
+    def _end_with_peer(self) -> None:
         if self._exchanges.has_streams:
             self.abort()
         else:
             self.write_out()
             self.close()
         self._exchanges.end_of_peer()
-        return False
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._closing = _Closing.CLOSED
         self._stalled_since = self._farewell_since = None  # or a late word of the transport's would set the clock again
         self._timer.cancel()
         self.out.clear()
-        self._context.registry.forget(self)
-        self._exchanges.end_of_peer()
+        try:
+            self._context.registry.forget(self)
+        finally:
+            self._exchanges.end_of_peer()
 
+    @_costs_itself
     def pause_writing(self) -> None:
         self.is_writing_paused = True
         self._watch_stall()
         self._exchanges.set_blocked(True)
 
+    @_costs_itself
     def resume_writing(self) -> None:
         self.is_writing_paused = False
         if self._closing is not _Closing.CLOSED:
@@ -190,7 +242,7 @@ class Connection(asyncio.Protocol):
             logger.debug("the client left before its request was read")
         except asyncio.CancelledError:
             if stream.is_open:  # it was not we who cancelled: something that the handler awaited was cancelled
-                self._exchanges.break_off(stream)
+                self._break_off(stream)
             raise
         except Exception:
             logger.exception("a request's handler failed")  # which: the record has its id, and a path may hold a key
@@ -198,7 +250,15 @@ class Connection(asyncio.Protocol):
             if stream.is_open:
                 logger.error("a request's handler left its response open")
         if stream.is_open:
-            self._exchanges.fail(stream)
+            self._fail(stream)
+
+    @_costs_itself
+    def _break_off(self, stream: HttpStream) -> None:
+        self._exchanges.break_off(stream)
+
+    @_costs_itself
+    def _fail(self, stream: HttpStream) -> None:
+        self._exchanges.fail(stream)
 
     def speak_http2(self, data: bytes = b"") -> None:
         """The peer speaks HTTP/2; `data` is all that it has said."""
@@ -259,6 +319,11 @@ class Connection(asyncio.Protocol):
         self.out.clear()
         self._transport.abort()
 
+    def break_down(self) -> None:
+        """A fault of ours is being handled: it ends this connection, and is nobody else's."""
+        logger.exception("the connection from %s has failed, and is closed", self.peer)
+        self.abort()
+
     def close(self) -> None:
         """Close once what is written has been read; a peer that does not read it is given stall_s.
 
@@ -266,7 +331,9 @@ class Connection(asyncio.Protocol):
         it is given linger_s.
         """
         self._closing = _Closing.CLOSED
+        self._adjust_reading()  # what still comes is to be thrown away
         self._transport.close()
+        self._end_tls()
         if self.num_unwritten:
             self._watch_stall()
         if self.is_secure:
@@ -275,13 +342,25 @@ class Connection(asyncio.Protocol):
 
     def linger(self) -> None:
         """Close the sending side, and throw away what still comes."""
-        self._closing = _Closing.LINGERING
-        self._lingering_since = self._loop.time()
         if self._transport.is_closing():
-            return
-        if self._transport.can_write_eof():  # TLS cannot; its peer has been told in the answer
+            self._closing = _Closing.CLOSED
+        elif self._transport.can_write_eof():
+            self._closing = _Closing.LINGERING
+            self._lingering_since = self._loop.time()
             self._transport.write_eof()
-        self.adjust()
+            self.adjust()
+        else:
+            self.close()  # of TLS, whose close_notify ends the sending side alone
+
+    def _end_tls(self) -> None:
+        """Behind the close_notify, FIN; then throw away what comes, as it comes, without deciphering it.
+
+        Not where TLS has more to write than the transport below it takes: the close_notify is behind that.
+        """
+        lower = self._lower
+        if lower is not None and not lower.is_closing() and not self._transport.get_write_buffer_size():
+            lower.set_protocol(_Drain(lower.get_protocol(), self.data_received))
+            lower.write_eof()
 
     def adjust(self) -> None:
         """Reading's brake and the clock, after anything that may concern them."""
@@ -290,6 +369,7 @@ class Connection(asyncio.Protocol):
         self._adjust_reading()
         self._timer.arm()
 
+    @_costs_itself
     def drain(self) -> None:
         """Close now when idle, else after the responses that are under way. A new connection may still ask once."""
         self._is_draining = True
@@ -330,6 +410,7 @@ class Connection(asyncio.Protocol):
             return None
         return self._exchanges.next_due()
 
+    @_costs_itself
     def _on_due(self) -> None:
         if self._farewell_since is not None:
             self._await_farewell(self._farewell_since + self._limits.linger_s)

@@ -8,6 +8,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from h2.errors import ErrorCodes
+
 from server.wire.body_room import BodyRoom
 from server.wire.connection_limits import ConnectionLimits
 from server.wire.messages import Headers
@@ -19,9 +21,9 @@ if TYPE_CHECKING:
     from server.wire.connection import Connection
 
 Handler = Callable[[HttpStream], Awaitable[None]]
-# (status, message, peer, when the first byte came by the loop's clock, the stream whose body or handler failed, if any)
-# -> what ends the exchange
-Refuse = Callable[[int, str, Peer, float, HttpStream | None], tuple[Headers, bytes]]
+# (status, message, peer, when the first byte came by the loop's clock, the stream whose body or handler failed, if any,
+# the code of HTTP/2 that is sent instead of an answer, if one is) -> what ends the exchange
+Refuse = Callable[[int, str, Peer, float, HttpStream | None, ErrorCodes | None], tuple[Headers, bytes]]
 
 SERVER_FAULT = "The server failed to answer. The fault is not in the request; try again later."
 SLOW_BODY = "The body came too slowly. Send it again, faster."
@@ -60,6 +62,7 @@ class ConnectionContext:
     date: Callable[[], bytes]
     bodies: BodyRoom
     clock: Callable[[], float]  # monotonic seconds, finer than the loop's
+    takes_upgrade: bool = False  # from HTTP/1.1 to HTTP/2
 
 
 class Exchanges(Flushable, Protocol):

@@ -30,7 +30,7 @@ from server.wire.messages import (
     TextWriter,
 )
 from server.wire.peer import Peer
-from server.wire.stream import HttpStream, WrittenCallback
+from server.wire.stream import HttpStream, WrittenCallback, tell_written
 
 if TYPE_CHECKING:
     from server.wire.connection import Connection
@@ -50,6 +50,7 @@ class Http1Exchanges:
         self._batch = context.batch
         self._out = connection.out
         self._refusal = context.refuse
+        self._takes_upgrade = context.takes_upgrade
         self._misdirected = misdirected
         self._protocol = Http1Protocol(context.limits.head, context.date, context.limits.pieces_per_turn)
         self._stream: HttpStream | None = None
@@ -121,13 +122,15 @@ class Http1Exchanges:
             self._go_on()
 
     def end_of_peer(self) -> None:
-        self._protocol.receive_eof()
-        self._tell_written()
         stream, task = self._stream, self._task
         self._stream = self._task = None
-        self._end_body()
-        if stream is not None and not stream.disconnect() and task is not None:
-            task.cancel()
+        try:
+            self._protocol.receive_eof()
+            self._tell_written()
+            self._end_body()
+        finally:
+            if stream is not None and not stream.disconnect() and task is not None:
+                task.cancel()
 
     # What the protocol says.
 
@@ -171,7 +174,8 @@ class Http1Exchanges:
         self._body_clock = None
         stream = self._stream = HttpStream(request, self, self._received_s)
         self._task = self._connection.serve(stream)
-        if request.stream_id == 1 and not self._connection.is_secure and not self.peer.is_proxy:
+        may_upgrade = self._takes_upgrade and not self._connection.is_secure and not self.peer.is_proxy
+        if may_upgrade and request.stream_id == 1:
             self._upgrade = upgrade_settings(request, self._limits.http2.frames.num_settings)
 
     def fail(self, stream: HttpStream) -> None:
@@ -187,7 +191,7 @@ class Http1Exchanges:
             self._connection.abort()
             return
         self._protocol.stop_reading()
-        headers, body = self._refusal(status, message, self._connection.peer, self._waiting_since, self._stream)
+        headers, body = self._refusal(status, message, self._connection.peer, self._waiting_since, self._stream, None)
         self._append(self._protocol.send_head(ResponseHead(status, headers)))
         self._append(self._protocol.send_data(body))
         self._connection.end_after_output()
@@ -209,7 +213,7 @@ class Http1Exchanges:
     def start_body(self, stream: HttpStream) -> None:
         self._body_clock = BodyClock(self._limits, self._loop.time())
         if not self._protocol.has_read_request:
-            self._body = HeldBody(self._let_body_on)
+            self._body = HeldBody(self._let_body_on, self.break_down)
             self._room.open(self._body)
             self._room.add(self._body, stream.num_body_bytes)
         # RFC 9110 §10.1.1: 100 may be left out once content has come
@@ -243,7 +247,7 @@ class Http1Exchanges:
                 self._out.append(data)
             elif not is_closing():
                 batch.num_writes += 1
-                write_out(data)  # the transport gathers what is written in one turn of the loop
+                write_out(data)  # at once: mostly it is the only text of the step
 
         return write
 
@@ -268,9 +272,10 @@ class Http1Exchanges:
     def _tell_written(self) -> None:
         if self._on_written:
             callbacks, self._on_written = self._on_written, []
-            now_s = self._clock()
-            for callback in callbacks:
-                callback(now_s)
+            tell_written(callbacks, self._clock())
+
+    def break_down(self) -> None:
+        self._connection.break_down()
 
     def flush(self) -> None:
         """Write what has been sent, at once. Then the next request, or the end."""

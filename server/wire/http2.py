@@ -36,6 +36,7 @@ class Http2Protocol:
 
     Attributes:
         has_failed: the connection ends with the GOAWAY that take_control gives; no event comes any more.
+        failed_with: the code of that GOAWAY.
         num_requests: whose heads have been taken.
         responses: of the open streams.
         early: streams whose answers have ended before their requests, oldest first, and how much may still come.
@@ -59,6 +60,7 @@ class Http2Protocol:
             h2.exceptions.ProtocolError: a setting in it has a value that it cannot have.
         """
         self.has_failed = False
+        self.failed_with = ErrorCodes.NO_ERROR
         self.num_requests = 0
         self._head_limits = head
         self._limits = limits
@@ -140,6 +142,7 @@ class Http2Protocol:
     def fail(self, code: ErrorCodes) -> None:
         """End the connection, and all its streams."""
         self.has_failed = True
+        self.failed_with = code
         self.responses.clear()
         self._write_goaway(self._last_stream_id, code)
 
@@ -191,6 +194,7 @@ class Http2Protocol:
         has_room = len(self._streams) + len(self.early) < self._limits.num_streams and self._has_room_for(num_bytes)
         if not has_room or stream_id > self._goaway_id:
             self._refuse(stream_id)
+            events.append(StreamReset(stream_id, ErrorCodes.REFUSED_STREAM))
             return
         self._num_refused = 0
         has_body = event.stream_ended is None
@@ -199,7 +203,8 @@ class Http2Protocol:
             request = read_request(stream_id, fields, has_body, self._head_limits)
             stream.awaited = content_length(request.headers)
         except Malformed:
-            self._end_malformed(stream_id, events)
+            self.reset(stream_id, ErrorCodes.PROTOCOL_ERROR, is_their_fault=True)
+            events.append(StreamReset(stream_id, ErrorCodes.PROTOCOL_ERROR))
             return
         except HeadRefused as refusal:
             events.append(ProtocolViolation(stream_id, refusal.status, refusal.message))
@@ -262,14 +267,14 @@ class Http2Protocol:
 
     def _end_malformed(self, stream_id: int, events: list[Event], code: ErrorCodes = ErrorCodes.PROTOCOL_ERROR) -> None:
         """RFC 9113 §8.1.1: the stream is at fault, and it alone."""
-        self._forget(stream_id, events)
+        self._forget(stream_id, events, code)
         self.reset(stream_id, code, is_their_fault=True)
 
-    def _forget(self, stream_id: int | None, events: list[Event]) -> None:
+    def _forget(self, stream_id: int | None, events: list[Event], refused_with: ErrorCodes | None = None) -> None:
         assert stream_id is not None
         self.early.pop(stream_id, None)
         if self.responses.forget(stream_id):
-            events.append(StreamReset(stream_id))
+            events.append(StreamReset(stream_id, refused_with))
 
     # What the connection says.
 

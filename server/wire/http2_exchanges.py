@@ -10,6 +10,7 @@ Decisions a reader may look for:
 """
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING
@@ -35,10 +36,13 @@ from server.wire.messages import (
     TextWriter,
 )
 from server.wire.peer import Peer
-from server.wire.stream import HttpStream, WrittenCallback
+from server.wire.response_fields import ResponseError
+from server.wire.stream import HttpStream, WrittenCallback, tell_written
 
 if TYPE_CHECKING:
     from server.wire.connection import Connection
+
+logger = logging.getLogger(__name__)
 
 _FLUSH_BYTES = 64 * 1024  # of bodies, in one write
 _UNSENT_BYTES = 512 * 1024  # of all streams: each may have its share, down to _LEAST_UNSENT_BYTES
@@ -73,7 +77,7 @@ class Http2Exchanges:
         self._responses = self._protocol.responses
         self._exchanges: dict[int, _Exchange] = {}
         room = BodyRoom(limits.held_body_bytes, context.bodies)
-        self._uploads = Http2Uploads(self._protocol, limits, room, context.loop.time, self._on_changed)
+        self._uploads = Http2Uploads(self._protocol, limits, room, context.loop.time, self._on_changed, self.break_down)
         enough_bytes = limits.stall_s * limits.stall_bytes_per_s
         self._progress = Http2Progress(
             limits.stall_s, enough_bytes, self._responses.num_unsent, self._responses.num_partly_sent
@@ -126,6 +130,7 @@ class Http2Exchanges:
             self._received_s = self._clock()
         self._handle_events(protocol.receive(data, now))
         if protocol.has_failed:
+            self._tell_refusal(protocol.failed_with, None)
             self._end()
             return
         if protocol.has_peer_left:
@@ -152,7 +157,7 @@ class Http2Exchanges:
         """While the transport takes nothing, its own clock runs, and those of the streams stand still."""
         for exchange in tuple(self._exchanges.values()):
             if is_blocked or exchange.stream.request.stream_id not in self._over:
-                exchange.stream.set_blocked(is_blocked)
+                self._set_blocked(exchange.stream, is_blocked)
         if is_blocked:
             self._blocked_since = self._loop.time()
         else:
@@ -161,9 +166,22 @@ class Http2Exchanges:
             self._idle_since = self._loop.time()
             self.flush()
 
+    def _set_blocked(self, stream: HttpStream, is_blocked: bool) -> None:
+        """What its handler makes of it is its own, and costs no other stream."""
+        try:
+            stream.set_blocked(is_blocked)
+        except Exception:
+            logger.exception("a stream cannot be paused or resumed, and is reset")
+            self._protocol.reset(stream.request.stream_id, ErrorCodes.INTERNAL_ERROR)
+            self._mark_dirty()
+            self._drop(stream.request.stream_id)
+
     def end_of_peer(self) -> None:
         for stream_id in tuple(self._exchanges):
-            self._drop(stream_id)
+            try:
+                self._drop(stream_id)
+            except Exception:
+                logger.exception("a stream of a client that has gone cannot be dropped in order")
         self._has_peer = False
         self._tell_written()
 
@@ -171,9 +189,11 @@ class Http2Exchanges:
         """The stream has no peer any more: tell its handler, or cancel it."""
         exchange = self._exchanges.get(stream_id)
         if exchange is not None:
-            self._forget(stream_id)
-            if not exchange.stream.disconnect() and exchange.task is not None:
-                exchange.task.cancel()
+            try:
+                self._forget(stream_id)
+            finally:
+                if not exchange.stream.disconnect() and exchange.task is not None:
+                    exchange.task.cancel()
 
     def _forget(self, stream_id: int) -> None:
         self._uploads.forget(self._exchanges.pop(stream_id).upload)
@@ -194,6 +214,9 @@ class Http2Exchanges:
                 if exchange is not None:
                     self._uploads.complete(exchange.upload)
             elif type(event) is StreamReset:
+                if event.refused_with is not None:
+                    exchange = self._exchanges.get(event.stream_id)
+                    self._tell_refusal(event.refused_with, None if exchange is None else exchange.stream)
                 self._progress.forget(event.stream_id)
                 self._over.discard(event.stream_id)
                 self._drop(event.stream_id)
@@ -237,11 +260,18 @@ class Http2Exchanges:
 
     def _answer_error(self, stream_id: int, status: int, message: str, stream: HttpStream | None) -> None:
         since = self._head_since if stream_id == self._pending_head else self._loop.time()
-        headers, body = self._refuse(status, message, self._connection.peer, since, stream)
+        headers, body = self._refuse(status, message, self._connection.peer, since, stream, None)
         self._responses.send_head(stream_id, ResponseHead(status, headers))
         self._responses.send_data(stream_id, body)
         self._responses.send_end(stream_id)
         self._mark_dirty()
+
+    def _tell_refusal(self, code: ErrorCodes, stream: HttpStream | None) -> None:
+        """Of a request, or of a connection, that has RST_STREAM or GOAWAY for its answer: it is accounted for, too."""
+        status = 400
+        if code in (ErrorCodes.REFUSED_STREAM, ErrorCodes.ENHANCE_YOUR_CALM):
+            status = 503 if self._is_draining else 429
+        self._refuse(status, code.name, self._connection.peer, self._clock(), stream, code)
 
     def fail(self, stream: HttpStream) -> None:
         stream_id = stream.request.stream_id
@@ -273,7 +303,13 @@ class Http2Exchanges:
         self._on_changed()
 
     def write_head(self, stream: HttpStream, head: ResponseHead) -> None:
-        self._responses.send_head(stream.request.stream_id, head)
+        try:
+            self._responses.send_head(stream.request.stream_id, head)
+        except ResponseError:  # nothing of it has been encoded
+            raise
+        except Exception:  # what half a head has put into HPACK's table, the peer would never hear
+            self.break_down()
+            raise
         self._mark_dirty()
 
     def write_data(self, stream: HttpStream, data: bytes) -> None:
@@ -302,12 +338,14 @@ class Http2Exchanges:
         if not self._on_written:
             return
         waiting, self._on_written = self._on_written, []
-        now_s = self._clock()
+        callbacks = []
         for stream_id, callback in waiting:
             if not self._has_peer or self._responses.is_written(stream_id):
-                callback(now_s)
+                callbacks.append(callback)
             else:
                 self._on_written.append((stream_id, callback))
+        if callbacks:
+            tell_written(callbacks, self._clock())
 
     def _on_changed(self) -> None:
         """There may be something to write, and other clocks."""
@@ -324,6 +362,9 @@ class Http2Exchanges:
             self._responses.awaits_flush = True
             self._batch.add(self)
         return not self._connection.is_writing_paused
+
+    def break_down(self) -> None:
+        self._connection.break_down()
 
     def flush(self) -> None:
         """Write what has been sent and what the windows let through, at once."""
@@ -380,7 +421,7 @@ class Http2Exchanges:
             is_over = num_unsent > (high // 4 if exchange.stream.is_blocked else high)
             if not is_over and num_unsent <= _LEAST_UNSENT_BYTES:
                 self._over.discard(stream_id)
-            exchange.stream.set_blocked(is_over or self._connection.is_writing_paused)
+            self._set_blocked(exchange.stream, is_over or self._connection.is_writing_paused)
 
     # The end, and the clocks.
 
@@ -428,7 +469,8 @@ class Http2Exchanges:
 
     def _end_slow_head(self) -> None:
         if self._pending_head:  # a request's, which is accounted for; a GOAWAY is all that can be said of it
-            self._refuse(408, slow_head(self._limits.head_s), self._connection.peer, self._head_since, None)
+            peer, calm = self._connection.peer, ErrorCodes.ENHANCE_YOUR_CALM
+            self._refuse(408, slow_head(self._limits.head_s), peer, self._head_since, None, calm)
         self._protocol.fail(ErrorCodes.ENHANCE_YOUR_CALM)
         self._end()
 

@@ -96,8 +96,8 @@ def upgrade_settings(request: HttpRequest, max_settings: int) -> bytes | None:
     """The HTTP2-Settings of an HTTP/1.1 request that may be answered in HTTP/2, padded; None: it may not be.
 
     RFC 7540 §3.2, which RFC 9113 drops and stock Java clients send: `Upgrade: h2c`, and exactly one HTTP2-Settings.
-    Not what has come through a proxy: one that hands the upgrade on (haproxy 2.6) would no longer see what its client
-    asks for, and its rules would not hold.
+    Not what shows that it has come through a proxy: one that hands the upgrade on (haproxy 2.6) would no longer see
+    what its client asks for, and its rules would not hold. A proxy need not show itself: see --h2c-upgrade.
     """
     if any(name in _OF_PROXIES for name, _ in request.headers):
         return None

@@ -45,6 +45,7 @@ class Http2Uploads:
         room: of this connection.
         clock: monotonic seconds.
         changed: called when windows were opened, or clocks set, without the peer's doing.
+        break_down: called in the handling of what is a fault of ours here, but not of whoever called.
 
     Attributes:
         awaited: those whose handlers wait for them.
@@ -57,18 +58,20 @@ class Http2Uploads:
         room: BodyRoom,
         clock: Callable[[], float],
         changed: Callable[[], None],
+        break_down: Callable[[], None],
     ) -> None:
         self._protocol = protocol
         self._limits = limits
         self._room = room
         self._clock = clock
         self._changed = changed
+        self._break_down = break_down
         self.awaited: dict[Upload, BodyClock] = {}
 
     def await_body(self, upload: Upload) -> None:
         """Its handler begins to read it; it is not complete."""
         self.awaited[upload] = BodyClock(self._limits, self._clock())
-        held = upload.held = HeldBody(self._let_on)
+        held = upload.held = HeldBody(self._let_on, self._break_down)
         self._room.open(held)
         if upload.num_unread:
             self._room.add(held, upload.num_unread)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import msgspec
+from h2.errors import ErrorCodes
 
 Headers = tuple[tuple[bytes, bytes], ...]  # names in lower case, in order of arrival
 TextWriter = Callable[[str], None]  # of what a body says next, see TextFrame
@@ -52,9 +53,14 @@ class BodyEnd(msgspec.Struct, frozen=True):
 
 
 class StreamReset(msgspec.Struct, frozen=True):
-    """The peer wants no answer any more: RST_STREAM on HTTP/2, the end of the connection on HTTP/1.1."""
+    """No answer is wanted any more: RST_STREAM on HTTP/2, the end of the connection on HTTP/1.1.
+
+    Args:
+        refused_with: the code of our own RST_STREAM, to a request that is malformed or not taken; None: the peer's.
+    """
 
     stream_id: int
+    refused_with: ErrorCodes | None = None
 
 
 class ProtocolViolation(msgspec.Struct, frozen=True):

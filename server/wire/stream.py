@@ -5,13 +5,16 @@ read; whoever produces is told by on_blocked to stop, and by on_unblocked to go 
 """
 
 import asyncio
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
 from core.errors import ErrorKind, ServiceError
 from server.wire.messages import Headers, HttpRequest, ResponseHead, TextFrame, TextWriter
 from server.wire.peer import Peer
+
+logger = logging.getLogger(__name__)
 
 
 class ClientDisconnected(Exception):
@@ -238,12 +241,25 @@ class HttpStream:
         is_told = self._waiter is not None or self.on_disconnect is not None
         self._wake()
         if self.on_disconnect is not None:
-            self.on_disconnect()
+            try:
+                self.on_disconnect()
+            except Exception:
+                logger.exception("a handler cannot be told that its client has gone, and is cancelled")
+                return False
         return is_told
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+def tell_written(callbacks: Sequence[WrittenCallback], now_s: float) -> None:
+    """Call each, whatever the others raise."""
+    for callback in callbacks:
+        try:
+            callback(now_s)
+        except Exception:  # it was told too late for the answer: there is nobody to tell of it
+            logger.exception("an answer is written, and cannot be accounted for")
 
 
 def _too_large(limit_bytes: int) -> ServiceError:

@@ -20,6 +20,10 @@ logger = logging.getLogger(__name__)
 ALPN = ("h2", "http/1.1")
 REFUSED_ALERT = bytes((21, 3, 3, 0, 2, 2, 80))  # RFC 8446 §5.1, §6: fatal internal_error, to who gets no handshake
 
+_NO_APPLICATION_PROTOCOL = 120  # RFC 7301 §3.2
+_ALPN_EXTENSION = 16  # RFC 7301 §6
+_HANDSHAKE_RECORD = 22  # RFC 8446 §5.1
+_MAX_HELLO_BYTES = 128 * 1024  # OpenSSL's own limit
 _CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"  # of TLS 1.2; those of 1.3 are all fit
 _KEY = b"PRIVATE KEY-----"  # ends the first line of any of PEM's keys (RFC 7468 §10, §11 and before them)
 # RFC 4514 §3: the names that may stand for their types
@@ -58,18 +62,35 @@ class TlsFiles:
     client_auth: ClientAuth = ClientAuth.REQUIRED
 
 
-class _TellingHandshake(ssl.SSLObject):
+class _ServerContext(ssl.SSLContext):
+    """Lets a handshake see its client's first bytes."""
+
+    def wrap_bio(self, incoming: ssl.MemoryBIO, *args: Any, **named: Any) -> ssl.SSLObject:
+        handshake = super().wrap_bio(incoming, *args, **named)
+        if isinstance(handshake, _Handshake):
+            handshake.incoming = incoming
+        return handshake
+
+
+class _Handshake(ssl.SSLObject):
     """TLS whose peer is told why the handshake has failed (RFC 8446 §6.2).
+
+    Whoever offers only protocols that are not spoken here is refused (RFC 7301 §3.2). OpenSSL would go on without one,
+    and Python does not tell what was offered: it is read off the ClientHello.
 
     asyncio and uvloop drop, with the connection, the alert that OpenSSL has written. They send it if the handshake goes
     on to them: then it fails with what the peer says next, its end or the deadline.
     """
 
+    incoming: ssl.MemoryBIO | None = None  # until the ClientHello is whole
+    has_unknown_protocols = False
     _failure: ssl.SSLError | None = None
 
     def do_handshake(self) -> None:
         if self._failure is not None:
             raise self._failure
+        if self.incoming is not None:
+            self._read_hello(self.incoming)
         try:
             super().do_handshake()
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
@@ -78,6 +99,79 @@ class _TellingHandshake(ssl.SSLObject):
             logger.debug("a TLS handshake has failed: %s", error)
             self._failure = error
             raise ssl.SSLWantReadError from error
+
+    def _read_hello(self, incoming: ssl.MemoryBIO) -> None:
+        """OpenSSL takes nothing of it before it is whole, nor is it asked to."""
+        data = incoming.read()
+        incoming.write(data)
+        try:
+            hello = _handshake_message(data)
+            if hello is None:
+                if len(data) < _MAX_HELLO_BYTES:
+                    raise ssl.SSLWantReadError
+            else:
+                offered = _offered_protocols(hello)
+                self.has_unknown_protocols = bool(offered) and not {name.encode() for name in ALPN} & set(offered)
+        except IndexError:
+            pass  # malformed: OpenSSL says so
+        self.incoming = None
+
+
+def _refuse_unknown_protocols(handshake: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> int | None:
+    """OpenSSL calls it with every ClientHello, whether it names a server or not. Returns the alert, if any."""
+    is_refused = isinstance(handshake, _Handshake) and handshake.has_unknown_protocols
+    return _NO_APPLICATION_PROTOCOL if is_refused else None
+
+
+def _handshake_message(data: bytes) -> bytes | None:
+    """The first message of a handshake, without its head, out of the records that it came in; None: it is not whole.
+
+    Raises:
+        IndexError: it is none.
+    """
+    message, position = bytearray(), 0
+    while position + 5 <= len(data):  # RFC 8446 §5.1: type, version, length
+        if data[position] != _HANDSHAKE_RECORD:
+            raise IndexError
+        end = position + 5 + int.from_bytes(data[position + 3 : position + 5], "big")
+        message += data[position + 5 : end]
+        size = 4 + int.from_bytes(message[1:4], "big")  # RFC 8446 §4: type, length
+        if len(message) >= max(size, 4):
+            return bytes(message[4:size])
+        position = end
+    if position < len(data) and data[position] != _HANDSHAKE_RECORD:
+        raise IndexError
+    return None
+
+
+def _offered_protocols(hello: bytes) -> list[bytes]:
+    """Of a ClientHello (RFC 8446 §4.1.2), the names that ALPN offers (RFC 7301 §3.1); none where it is not there.
+
+    Raises:
+        IndexError: it is malformed.
+    """
+    position = 2 + 32  # version, random
+    for num_length_bytes in (1, 2, 1):  # session id, cipher suites, compression methods
+        position += num_length_bytes + _number(hello, position, num_length_bytes)
+    position += 2
+    while position + 4 <= len(hello):
+        kind, size = _number(hello, position, 2), _number(hello, position + 2, 2)
+        position += 4
+        if kind == _ALPN_EXTENSION:
+            names, at = [], position + 2
+            while at < position + size:
+                length = hello[at]
+                names.append(hello[at + 1 : at + 1 + length])
+                at += 1 + length
+            return names
+        position += size
+    return []
+
+
+def _number(data: bytes, position: int, num_bytes: int) -> int:
+    if position + num_bytes > len(data):
+        raise IndexError
+    return int.from_bytes(data[position : position + num_bytes], "big")
 
 
 class ServerTls:
@@ -111,12 +205,13 @@ class ServerTls:
         self.context = self._load()
 
     def _load(self) -> ssl.SSLContext:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context = _ServerContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_ciphers(_CIPHERS)
         context.options |= ssl.OP_NO_RENEGOTIATION | ssl.OP_NO_COMPRESSION
         context.set_alpn_protocols(list(ALPN))
-        context.sslobject_class = _TellingHandshake
+        context.sslobject_class = _Handshake
+        context.sni_callback = _refuse_unknown_protocols
         try:
             context.load_cert_chain(self.files.certificate, self.files.key, password=_no_password)
         except (OSError, ValueError) as error:  # ssl.SSLError is an OSError

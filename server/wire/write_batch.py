@@ -7,6 +7,10 @@ from typing import Protocol
 class Flushable(Protocol):
     def flush(self) -> None: ...
 
+    def break_down(self) -> None:
+        """What flush() has raised is being handled: it costs this connection alone."""
+        ...
+
 
 class WriteBatch:
     """The connections with bytes to write. Whoever delivers a step calls flush_all; otherwise the loop soon does.
@@ -43,7 +47,10 @@ class WriteBatch:
         if dirty:
             self._dirty = []
             for connection in dirty:
-                connection.flush()
+                try:
+                    connection.flush()
+                except Exception:  # a fault of ours: those behind it in the list have done nothing
+                    connection.break_down()
 
     def _flush_scheduled(self) -> None:
         self._is_scheduled = False

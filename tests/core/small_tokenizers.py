@@ -54,3 +54,44 @@ def sentencepiece() -> Tokenizer:
     )
     plain.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     return plain
+
+
+# What the templates of chat_templates.py write: those of SPECIAL_TOKENS are special, as their models have them
+CHAT_SPECIAL = ["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|file|>"]
+CHAT_TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "[INST]"]
+ORDINARY = ["\n\n", "<h1>"]  # as Gemma's: added to the vocabulary, and nobody's control token
+
+
+def for_chats(tokenizer: Tokenizer) -> Tokenizer:
+    """The same with the tokens of chats, of all sorts: two that take white space, one that is normalized."""
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in CHAT_SPECIAL])
+    tokenizer.add_special_tokens([AddedToken("<|strip|>", special=True, normalized=False, lstrip=True, rstrip=True)])
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in CHAT_TAGS + ORDINARY])
+    return tokenizer
+
+
+def metaspace_first() -> Tokenizer:
+    """As newer conversions of Llama 2 and Mistral have it: a space before the text, and none after control tokens."""
+    tokenizer = sentencepiece()
+    tokenizer.normalizer = None
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    return tokenizer
+
+
+def lowercase() -> Tokenizer:
+    """Other characters may become a token's: it is normalized, and its normalizer folds case."""
+    tokenizer = byte_level()
+    tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
+    tokenizer.add_special_tokens([AddedToken("<|fold|>", special=True, normalized=True)])
+    return tokenizer
+
+
+def unigram() -> Tokenizer:
+    """Its model's own pieces have the control tokens' names, so that plain text may come to their ids."""
+    pieces = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), ("<|im_start|>", 0.0), ("<|im_end|>", 0.0)]
+    characters = sorted({c for c in "".join(TEXT) + "<|>_/[]{}\"':,\n%" if c != " "} | {"▁"})
+    made = Tokenizer(models.Unigram([*pieces, *((c, -5.0) for c in characters)], unk_id=0, byte_fallback=False))
+    made.add_special_tokens([name for name, _ in pieces])
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    made.decoder = decoders.Sequence([decoders.Metaspace(prepend_scheme="first"), decoders.Fuse()])
+    return made

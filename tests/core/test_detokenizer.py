@@ -15,10 +15,10 @@ short_texts = st.text(alphabet=st.sampled_from("ab é你😀\N{COMBINING ACUTE A
 stops = st.lists(st.text(alphabet=st.sampled_from("abé😀"), min_size=1, max_size=4), max_size=4).map(tuple)
 
 
-def reference(data: bytes, stop: tuple[str, ...]) -> str:
-    """The complete text, character by character, until one of the stop strings is there."""
+def reference(data: bytes, stop: tuple[str, ...], num_free: int = 0) -> str:
+    """The complete text, character by character, until one of the stop strings is there, which num_free do not end."""
     text = data.decode("utf-8", errors="replace")
-    for end in range(len(text) + 1):
+    for end in range(num_free + 1 if num_free else 0, len(text) + 1):
         completed = [string for string in stop if text[:end].endswith(string)]
         if completed:
             return text[: end - max(map(len, completed))]
@@ -98,6 +98,24 @@ def test_plain_texts_are_what_the_next_token_says(text: str, stop: tuple[str, ..
         assert pushed.push([token_id]) == (read.push([token_id]) if plain is None else plain)
         assert (read.is_stopped, read.num_tokens_kept) == (pushed.is_stopped, pushed.num_tokens_kept)
     assert read.finish() == pushed.finish()
+
+
+@given(st.text(alphabet="ab", max_size=12), stops, st.integers(0, 8), st.lists(st.integers(1, 3), max_size=6))
+def test_stop_strings_that_the_first_tokens_complete_do_not_stop(
+    text: str, stop: tuple[str, ...], min_tokens: int, sizes: list[int]
+) -> None:
+    """min_tokens' tokens are exempt: one that begins in them and is completed later stops."""
+    data = text.encode()
+    expected = reference(data, stop, min(min_tokens, len(data)))
+    for groups in ([[token] for token in data], cut(data, set(itertools.accumulate(sizes)))):
+        detokenizer = Detokenizer(BYTES, stop, min_tokens=min_tokens)
+        emitted = "".join([detokenizer.push(list(group)) for group in groups]) + detokenizer.finish()
+        assert emitted == expected
+        completing = [
+            n for n in range(min_tokens + 1, len(data) + 1) if any(data[:n].endswith(s.encode()) for s in stop)
+        ]
+        assert detokenizer.is_stopped == bool(completing)
+        assert detokenizer.num_tokens_kept == (completing[0] if completing else len(data))
 
 
 def test_tokens_that_cannot_begin_a_stop_string_are_plain_beside_one() -> None:

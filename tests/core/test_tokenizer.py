@@ -1,5 +1,7 @@
 """Ids and text, against transformers' own tokenizer of the same files."""
 
+import json
+import pathlib
 from functools import cache
 from typing import Any
 
@@ -7,7 +9,7 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import decoders
+from tokenizers import decoders, processors
 from transformers import PreTrainedTokenizerFast
 
 from core.detokenizer import Detokenizer
@@ -135,6 +137,27 @@ def test_config_decides_on_bos_and_eos(add_bos: bool, add_eos: bool) -> None:
     tokenizer = Tokenizer(backend("sentencepiece").to_str(), {**flags, **names})
     other = PreTrainedTokenizerFast(tokenizer_object=backend("sentencepiece"), **flags, **names)
     assert tokenizer.encode("a step") == other.encode("a step")
+
+
+@pytest.mark.parametrize("single", ["$A", "<s> $A", "$A </s>", "<s> $A </s>"])
+@pytest.mark.parametrize("flag", [None, True, False])
+@pytest.mark.parametrize("key", ["add_bos_token", "add_eos_token"])
+def test_an_absent_key_leaves_tokenizer_jsons_template(
+    single: str, flag: bool | None, key: str, tmp_path: pathlib.Path
+) -> None:
+    """What the other key says nothing of is as transformers reads it from the same directory."""
+    other = tokenizers.Tokenizer.from_str(backend("sentencepiece").to_str())
+    other.post_processor = processors.TemplateProcessing(single=single, special_tokens=[("<s>", 1), ("</s>", 2)])
+    config = {"bos_token": "<s>", "eos_token": "</s>", **({} if flag is None else {key: flag})}
+    other.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"tokenizer_class": "PreTrainedTokenizerFast"}))
+    ids = Tokenizer(other.to_str(), config).encode("a step")
+    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path).encode("a step")
+    is_bos = key == "add_bos_token"
+    assert (2 in ids if is_bos else 1 in ids) == (2 in theirs if is_bos else 1 in theirs)
+    assert (1 in ids if is_bos else 2 in ids) == (flag if flag is not None else (1 if is_bos else 2) in theirs)
+    if flag is None:
+        assert ids == theirs
 
 
 @pytest.mark.parametrize("kind", KINDS)

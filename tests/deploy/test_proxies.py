@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -91,6 +92,48 @@ def test_client_that_leaves_is_cancelled(client: httpx.Client, gate: Gate, serve
         server.wait_metric("steploop_disconnects_total", 1)
     server.wait_metric("vllm:num_requests_running", 0)
     assert server.metrics()["vllm:generation_tokens_total"] < 20, "the engine had leave to compute all 5000"
+
+
+RULES = """
+defaults
+    mode http
+    timeout connect 10s
+    timeout client 60s
+    timeout server 60s
+frontend front
+    bind fd@{fd}
+    http-request deny if {{ path_beg /admin }}
+    default_backend back
+backend back
+    server steploop 127.0.0.1:{port}
+"""
+ASK_FOR_UPGRADE = (
+    b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: %b\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n\r\n"
+)
+
+
+@pytest.mark.skipif(find("haproxy") is None, reason="needs haproxy: apt-get install haproxy")
+def test_no_upgrade_tunnels_past_the_rules_of_a_proxy_that_adds_no_field(simulate: Simulate, tmp_path: Path) -> None:
+    server = simulate()
+    server.wait_ready()
+    with socket.create_server(("127.0.0.1", 0)) as front:
+        rules = tmp_path / "rules.cfg"
+        rules.write_text(RULES.format(fd=front.fileno(), port=server.port))
+        command = [find("haproxy") or "haproxy", "-db", "-f", str(rules)]
+        haproxy = subprocess.Popen(command, pass_fds=[front.fileno()], stdout=subprocess.DEVNULL)
+        try:
+            with (
+                socket.create_connection(front.getsockname(), TIMEOUT_S) as client,
+                client.makefile("rb") as answers,
+            ):
+                client.sendall(ASK_FOR_UPGRADE % b"Upgrade, HTTP2-Settings")
+                assert answers.readline() == b"HTTP/1.1 200 OK\r\n"
+                client.sendall(b"GET /admin/requests HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+                assert b"HTTP/1.1 403 " in answers.read()
+        finally:
+            haproxy.terminate()
+            haproxy.wait()
+    assert "/admin" not in server.log
 
 
 @pytest.mark.skipif(find("curl") is None, reason="needs curl: apt-get install curl")

@@ -21,7 +21,7 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def server_process(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """One server for all tests that leave it as they found it."""
-    with ready_server(tmp_path_factory.mktemp("server"), small_model) as server:
+    with ready_server(tmp_path_factory.mktemp("server"), small_model, "--h2c-upgrade") as server:
         yield server
 
 

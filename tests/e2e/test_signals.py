@@ -1,18 +1,23 @@
 """How a server ends, and how it refuses to start: by signals and by exit codes of a real process."""
 
 import json
+import re
 import shutil
 import signal
 import socket
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from core.errors import ExitCode
 from tests.e2e.conftest import MODEL
+from tests.e2e.polling import wait_for
 from tests.e2e.raw_http import RawClient, ask, connected, post, post_bytes
-from tests.e2e.server_process import ServerProcess
+from tests.e2e.server_process import REPOSITORY, SMALL, ServerProcess
 
 Spawn = Callable[..., ServerProcess]
 
@@ -164,3 +169,74 @@ def test_context_that_does_not_fit_is_told_one_that_does_and_it_works(spawn: Spa
     assert answer["usage"]["total_tokens"] == int(flag)
     server.send_signal(signal.SIGTERM)
     assert server.wait_exit() == ExitCode.OK
+
+
+@contextmanager
+def serving_beside(directory: Path, model: Path, *flags: str, closes: str = "") -> Iterator[subprocess.Popen[bytes]]:
+    """A server whose stdout is a file of the directory, and whose stderr is a pipe that nobody reads, or as is said."""
+    command = [sys.executable, "-m", "server", "serve", "--port", "0", "--model", str(model), *SMALL, *flags]
+    with (directory / "stdout").open("wb") as output:
+        process = subprocess.Popen(
+            ["sh", "-c", f'exec "$@" {closes}', "sh", *command], cwd=REPOSITORY, stdout=output, stderr=subprocess.PIPE
+        )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def port_told(directory: Path) -> int:
+    stdout = directory / "stdout"
+    wait_for(lambda: b"try " in stdout.read_bytes(), stdout.read_text)
+    found = re.search(r"http://127\.0\.0\.1:(\d+)", stdout.read_text())
+    assert found is not None
+    return int(found[1])
+
+
+def test_log_that_nobody_reads_holds_up_neither_answers_nor_the_end(small_model: Path, tmp_path: Path) -> None:
+    with serving_beside(tmp_path, small_model) as server:
+        port = port_told(tmp_path)
+        with connected(port) as client:
+            for _ in range(900):  # lines of 150 bytes: twice what a pipe takes
+                client.send(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+                assert client.read_answer().status == 200
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(60) == ExitCode.OK
+
+
+def test_stacks_of_a_server_that_is_aborted_wait_for_no_reader(small_model: Path, tmp_path: Path) -> None:
+    with serving_beside(tmp_path, small_model) as server:
+        port = port_told(tmp_path)
+        with connected(port) as client:
+            for _ in range(900):
+                client.send(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+                assert client.read_answer().status == 200
+        server.send_signal(signal.SIGABRT)
+        assert server.wait(60) == -signal.SIGABRT
+
+
+@pytest.mark.parametrize("closes", ["2>&-", "<&- 2>&-"])
+def test_closed_stderr_is_no_fault(small_model: Path, tmp_path: Path, closes: str) -> None:
+    with serving_beside(tmp_path, small_model, closes=closes) as server:
+        assert ask(port_told(tmp_path), "GET", "/health").status == 200
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(60) == ExitCode.OK
+    assert "Traceback" not in (tmp_path / "stdout").read_text()
+
+
+def test_every_line_is_json_where_the_log_is(small_model: Path, tmp_path: Path) -> None:
+    with serving_beside(tmp_path, small_model, "--log-format", "json", closes="2>&1") as server:
+        port = port_told(tmp_path)
+        assert ask(port, "GET", "/health").status == 200
+        other = tmp_path / "other"
+        other.mkdir()
+        with serving_beside(other, small_model, "--log-format", "json", "--port", str(port)) as second:
+            _, refused = second.communicate(timeout=60)
+            assert "in use" in json.loads(refused)["message"]
+            assert second.returncode == ExitCode.PORT
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(60) == ExitCode.OK
+    lines = (tmp_path / "stdout").read_text().splitlines()
+    assert {json.loads(line)["level"] for line in lines} == {"info"}
+    assert len(lines) > 3, "the log, and the banner"

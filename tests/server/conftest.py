@@ -18,7 +18,7 @@ def serve() -> Iterator[Serve]:
     servers: list[MemoryServer] = []
 
     def start(handler: Callable[[HttpStream], object], limits: ConnectionLimits | None = None) -> MemoryServer:
-        servers.append(MemoryServer(handler, limits))  # type: ignore[arg-type] # any handler, also a failing one
+        servers.append(MemoryServer(handler, limits, takes_upgrade=True))  # type: ignore[arg-type] # any handler, also a failing one
         return servers[-1]
 
     yield start

@@ -5,6 +5,8 @@ from collections.abc import Awaitable, Callable
 from ipaddress import IPv4Address
 from typing import Any
 
+from h2.errors import ErrorCodes
+
 from server.answer_body import content_headers
 from server.api.envelope import protocol_error_body
 from server.listening.client_gate import ClientRules
@@ -160,7 +162,9 @@ class MemoryTransport(asyncio.Transport):
             self._protocol.connection_lost(error)
 
 
-def refuse(status: int, message: str, peer: Peer, since: float, stream: HttpStream | None) -> tuple[Headers, bytes]:
+def refuse(
+    status: int, message: str, peer: Peer, since: float, stream: HttpStream | None, code: ErrorCodes | None
+) -> tuple[Headers, bytes]:
     """What a connection answers by itself where no app accounts for it."""
     body = protocol_error_body(status, message)
     return content_headers(body), body
@@ -177,12 +181,14 @@ class MemoryServer:
         refuse: Refuse = refuse,
         clients: ClientRules | None = None,
         held_body_bytes: int = ALL_HELD_BODY_BYTES,
+        takes_upgrade: bool = False,
     ) -> None:
         self.loop = VirtualTimeLoop() if loop is None else loop
         config = ListenerConfig(
             connection=limits or ConnectionLimits(),
             clients=clients or ClientRules(),
             held_body_bytes=held_body_bytes,
+            takes_upgrade=takes_upgrade,
         )
         self.listener = Listener(handler, refuse, config, self.loop, lambda: 0.0, self.loop.time)
 

@@ -88,7 +88,9 @@ class Steploop:
     def __init__(self, is_behind_proxy: bool) -> None:
         self._is_behind_proxy = is_behind_proxy
         self.requests: dict[str, list[str]] = defaultdict(list)  # by the client's address
-        self._listener = Listener(self._serve, refuse, ListenerConfig((Bind(TcpAddress(_HOST, 0)),)))
+        self._listener = Listener(
+            self._serve, refuse, ListenerConfig((Bind(TcpAddress(_HOST, 0)),), takes_upgrade=True)
+        )
 
     async def _serve(self, stream: HttpStream) -> None:
         request = stream.request

@@ -41,6 +41,7 @@ SAMPLES = {
     "tls-client-auth": "optional",
     "trusted-proxies": "unix",
     "forwarded-header": "forwarded",
+    "h2c-upgrade": "true",
     "allow": "10.0.0.0/8",
     "deny": "2001:db8::/32",
     "api-key": "secret",

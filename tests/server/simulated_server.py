@@ -384,9 +384,11 @@ class SimulatedServer:
         self.network.close()
 
     def _take(self, delivery: StepDelivery) -> None:
-        """News of the engine."""
-        self.metrics.observe_step(delivery.stats)
-        self.client.deliver(delivery)
+        """News of the engine, as Server.on_delivery has them."""
+        try:
+            self.metrics.observe_step(delivery.stats)
+        finally:
+            self.client.deliver(delivery)
 
 
 async def _inline(work: Callable[[], Any]) -> Any:

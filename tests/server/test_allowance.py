@@ -263,6 +263,18 @@ def test_a_stream_waits_for_its_quota_to_fill_and_says_the_same_as_without() -> 
     server.close()
 
 
+def test_a_fault_while_it_waits_for_its_quota_ends_a_stream_that_nobody_else_would_let_go_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Allowance, "_look_again", lambda self: 1 // 0)
+    server = server_of(Limits(tokens_per_minute=1_200, burst_tokens=540))
+    answer = ask_long(server, say(max_tokens=700, **STREAM))
+    assert holds(server) == ["Pause"]
+    assert (answer.finish_reason(), answer.usage["completion_tokens"] < 700) == ("length", True)
+    assert "ZeroDivisionError" in caplog.text
+    server.close()
+
+
 @pytest.mark.parametrize("fields", [STREAM, {}, {"n": 2}, {"n": 2, **STREAM}, {"logprobs": 1}])
 def test_a_stream_whose_quota_stays_empty_says_all_that_is_left_ends_and_says_why(fields: dict[str, Any]) -> None:
     n = fields.get("n", 1)

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -87,7 +88,7 @@ def test_body_that_waits_for_room_is_not_called_slow_until_it_has_some(server: M
 def test_body_that_is_given_up_makes_room(is_part: bool) -> None:
     room = BodyRoom(ROOM)
     told: list[str] = []
-    oldest, waiting = HeldBody(lambda: told.append("oldest")), HeldBody(lambda: told.append("waiting"))
+    oldest, waiting = (HeldBody(partial(told.append, name), pytest.fail) for name in ("oldest", "waiting"))
     part = BodyRoom(2 * ROOM, room) if is_part else room
     part.open(oldest)
     room.open(waiting)

@@ -1,6 +1,7 @@
 """The command line: what is light, what is refused and how, what reaches the server."""
 
 import json
+import logging
 import os
 import signal
 import ssl
@@ -219,7 +220,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[ServerConfig]:
         return ExitCode.ENGINE
 
     monkeypatch.setattr("server.__main__.run_server", keep)
-    monkeypatch.setattr("server.observing.logs.configure_logging", lambda level, log_format: None)
+    monkeypatch.setattr("server.observing.logs.configure_logging", lambda level, log_format: logging.NullHandler())
+    monkeypatch.setattr("server.observing.logs.log_everything", lambda: None)
     return configs
 
 

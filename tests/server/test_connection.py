@@ -232,23 +232,6 @@ def test_lingering_is_bounded_in_bytes_and_time(serve: Serve) -> None:
     assert silent.is_lost
 
 
-def test_connection_that_cannot_half_close_lingers_all_the_same(serve: Serve) -> None:
-    server = serve(echo)
-    silent, leaving = server.connect(), server.connect()
-    for transport in (silent, leaving):
-        transport.can_half_close = False
-        transport.feed(b"x\n")
-    server.loop.settle()
-    leaving.feed(b"more")
-    leaving.feed_eof()
-    server.loop.advance(1.9)
-    assert leaving.is_lost
-    assert not silent.is_lost
-    server.loop.advance(0.2)
-    assert silent.is_lost
-    assert error_of(silent) == error_of(leaving) == (400, "malformed_request")
-
-
 @pytest.mark.parametrize(
     ("data", "status", "code"),
     [

@@ -1,8 +1,10 @@
 """One timer for many deadlines, in virtual time."""
 
+import asyncio
 from collections.abc import Iterator
 
 import pytest
+import uvloop
 
 from server.deadline import DeadlineTimer
 from tests.server.virtual_loop import VirtualTimeLoop
@@ -72,3 +74,27 @@ def test_cancelled_timer_is_silent_until_armed_again(loop: VirtualTimeLoop) -> N
     owner.timer.arm()
     loop.advance(0)
     assert owner.told == [15.0]
+
+
+def test_timer_that_is_due_this_turn_may_be_armed_again(loop: VirtualTimeLoop) -> None:
+    """As on uvloop, where the handle of a delay that rounds to 0 ms knows no time."""
+    owner = Owner(loop)
+    owner.due = loop.time() + 0.0003
+    owner.timer.arm()
+    owner.timer.arm()
+    assert loop.next_timer() is None
+    loop.settle()
+    assert len(owner.told) == 1
+
+
+def test_due_time_is_not_asked_of_the_loops_handle() -> None:
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        told = loop.create_future()
+        due = loop.time()
+        timer = DeadlineTimer(loop, lambda: None if told.done() else due, lambda: told.set_result(None))
+        for _ in range(3):
+            timer.arm()
+        await told
+
+    uvloop.run(scenario())

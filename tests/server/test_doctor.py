@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -122,7 +123,7 @@ def test_each_error_is_told_with_its_fix_and_the_first_decides_the_code() -> Non
     assert exit_code(sections) == ExitCode.VERSION
     assert exit_code(sections[1:]) == ExitCode.MEMORY
     text = report(*sections)
-    assert "error: torch is not installed\nfix: python -m pip install torch\n" in text
+    assert f"error: torch is not installed\nfix: {sys.executable} -m pip install torch\n" in text
     assert "fix: --max-model-len 13700\n" in text
     assert text.splitlines()[-1] == "serve would refuse to start"
 

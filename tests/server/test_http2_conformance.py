@@ -210,7 +210,7 @@ class TlsServer:
         self._listener = self.loop.run_until_complete(self._listen(server_tls(certificate, key)))
 
     async def _listen(self, tls: ServerTls | None) -> Listener:
-        limits = ConnectionLimits(head_s=HANG_S, body_s=HANG_S, idle_s=HANG_S, stall_s=HANG_S)
+        limits = ConnectionLimits(head_s=HANG_S, body_s=HANG_S, idle_s=HANG_S, stall_s=HANG_S, linger_s=HANG_S)
         config = ListenerConfig((Bind(TcpAddress(port=0)),), connection=limits, handshake_s=HANG_S, tls=tls)
         listener = Listener(respond, refuse, config)
         await listener.start()
@@ -255,6 +255,10 @@ class TlsPeer:
     def goes_on(self) -> bool:
         return self.seen.has_pong(b"%08d" % self._num_pings)
 
+    def wait_end(self) -> None:
+        """The connection's, which the server has begun."""
+        self._loop.run_until_complete(asyncio.wait_for(self._reader.read(), HANG_S))
+
     def close(self) -> None:
         self._loop.run_until_complete(self._close())
 
@@ -291,6 +295,8 @@ def test_over_tls(tls_server: TlsServer, case: Case) -> None:
     peer.send(wire(case.frames), lambda: has_come(case, peer.seen))
     peer.send(b"")  # what came with it, or after it
     judge(case, peer.seen, peer.goes_on)
+    if case.expected.goaway is not None:
+        peer.wait_end()  # RFC 9113 §5.4.1: the GOAWAY of a connection error is followed by the close
     peer.close()
 
 

@@ -14,6 +14,7 @@ from server.wire.stream import HttpStream
 from tests.server.http2_client import POST, Http2Client, fields
 from tests.server.memory_connection import STREAMED, Hold, Serve, answer, echo
 from tests.server.raw_http2 import frame
+from tests.server.simulated_server import SimulatedServer
 
 # What goes wrong.
 
@@ -119,6 +120,46 @@ def test_malformed_request_resets_its_stream_alone(serve: Serve, headers: list[t
 def test_wellformed_request_is_taken(serve: Serve, headers: list[tuple[str, str]]) -> None:
     client = Http2Client(serve(echo))
     assert client.responses[client.request(headers)].status == 200
+
+
+def refused_stream(client: Http2Client) -> None:
+    client.transport.feed(get_frame(1) + get_frame(3))  # h2 itself keeps to what is advertised
+
+
+def malformed_head(client: Http2Client) -> None:
+    client.h2.config.normalize_outbound_headers = False
+    client.request([*fields(), ("connection", "close")])
+
+
+def too_long_a_body(client: Http2Client) -> None:
+    client.request([*fields(method="POST", path="/v1/completions"), ("content-length", "1")], b"xx")
+
+
+def broken_connection(client: Http2Client) -> None:
+    client.send(frame(PING, bytes(8), stream_id=3))
+
+
+@pytest.mark.parametrize(
+    ("refused", "told"),
+    [
+        (malformed_head, ("-", 400, "PROTOCOL_ERROR")),
+        (too_long_a_body, ("/v1/completions", 400, "PROTOCOL_ERROR")),
+        (refused_stream, ("-", 429, "REFUSED_STREAM")),
+        (broken_connection, ("-", 400, "PROTOCOL_ERROR")),
+    ],
+)
+def test_what_is_refused_without_an_answer_leaves_one_access_line(
+    refused: Callable[[Http2Client], None], told: tuple[str, int, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "server.access")
+    server = SimulatedServer(connection_limits=ConnectionLimits(http2=Http2Limits(num_streams=1)))
+    refused(Http2Client(server.network))
+    server.network.loop.settle()
+    records = [record.access for record in caplog.records if hasattr(record, "access")]
+    assert [(one.path, one.status, one.http2_error) for one in records if one.path != "/"] == [told]
+    server.network.listener.abort()
+    server.run()
+    server.close()
 
 
 def test_request_that_is_refused_and_broken_in_one_read_is_reset(serve: Serve) -> None:

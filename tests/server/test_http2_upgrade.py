@@ -45,9 +45,16 @@ def test_upgrade_with_a_body_is_answered_in_http2(serve: Serve, pieces: tuple[by
     assert client.responses[client.request()].status == 200
 
 
+def test_upgrade_is_left_unless_it_is_asked_for() -> None:
+    """A proxy before us that hands it on, and shows itself by no field, no longer sees what its client asks for."""
+    server = MemoryServer(echo)
+    assert server.exchange(UPGRADE % (b"GET", b"AAMAAABk", b"")).received.startswith(b"HTTP/1.1 200")
+    server.close()
+
+
 def test_upgrade_that_a_trusted_proxy_hands_on_is_left() -> None:
     """Its client would speak to us unseen."""
-    server = MemoryServer(echo, clients=ClientRules(trusted_proxies=(ip_network("192.0.2.0/24"),)))
+    server = MemoryServer(echo, clients=ClientRules(trusted_proxies=(ip_network("192.0.2.0/24"),)), takes_upgrade=True)
     assert server.exchange(UPGRADE % (b"GET", b"AAMAAABk", b"")).received.startswith(b"HTTP/1.1 200")
     server.close()
 

@@ -5,7 +5,6 @@ import base64
 import contextlib
 import hmac
 import json
-import sys
 import warnings
 from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -260,13 +259,6 @@ def test_a_reload_reads_the_file_of_keys_again(tmp_path: Path) -> None:
 def test_keys_without_an_issuer_and_an_audience_are_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(StartupError, match=f"--jwks without --{name.replace('_', '-')}"):
         Gate(config_of(tmp_path, **{name: None}), CLOCK)
-
-
-def test_without_its_library_the_fix_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = config_of(tmp_path)
-    monkeypatch.setitem(sys.modules, "joserfc", None)
-    with pytest.raises(StartupError, match=r"pip install 'steploop\[jwt\]'"):
-        Gate(config, CLOCK)
 
 
 def test_an_issuer_closes_a_server_without_tenants(tmp_path: Path) -> None:

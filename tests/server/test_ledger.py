@@ -1,6 +1,7 @@
 """The ledger through the whole server: what is written when, and what waits for it."""
 
 import random
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from server.ledger.prices import ModelPrice, Prices
 from server.ledger.records import Checkpoint, Prune, State
 from server.ledger.store import PRUNED_ROWS
 from tests.server.fakes import MemoryTransport
-from tests.server.inline_ledger import InlineWriter, rows
+from tests.server.inline_ledger import COMMIT_S, InlineWriter, rows
 from tests.server.simulated_server import MODEL, STREAM, UNIX_S, Answer, SimulatedServer, answers, chat, completion
 from tests.server.virtual_loop import VirtualTimeLoop
 
@@ -169,6 +170,34 @@ def test_what_runs_at_shutdown_is_closed_where_it_is(path: Path) -> None:
     (row,) = rows(path)
     assert (row.state, row.status, row.error_code) == (State.ABORTED, 503, "shutdown")
     assert (row.prompt_tokens, row.completion_tokens, row.counted_tokens, row.price_micro) == (10, 3, 3, 50)
+
+
+def test_request_whose_progress_cannot_be_told_keeps_no_other_from_its_row(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = VirtualTimeLoop()
+    writer = InlineWriter(path, loop)
+    ledger = Ledger(path, writer, PRICES, lambda: UNIX_S, loop)
+
+    def progress(number: int) -> Usage:
+        return Usage(10 // number, 3)
+
+    for number in range(3):
+        subject = Subject(f"r{number}", None, "local", None, MODEL, "/v1/completions", lambda usage: 3)
+        ledger.open(subject).reserve(500, partial(progress, number), lambda is_durable: None)
+    for _ in range(2):
+        loop.advance(CHECKPOINT_S + COMMIT_S)
+        *_, checkpoint = writer.writes
+        assert isinstance(checkpoint, Checkpoint)
+        assert [one.request_id for one in checkpoint.progress] == ["r1", "r2"]
+    ledger.close()
+    loop.close()
+    assert {one.request_id: one.state for one in rows(path)} == {
+        "r0": State.RESERVED,  # the next process closes it
+        "r1": State.ABORTED,
+        "r2": State.ABORTED,
+    }
+    assert caplog.text.count("ZeroDivisionError") == 3
 
 
 def test_days_pools_go_on_from_the_ledger(path: Path) -> None:

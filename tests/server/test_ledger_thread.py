@@ -14,7 +14,7 @@ from server.ledger.journal import Journal, Written, open_journal
 from server.ledger.records import Reserve, Settle, State, Write
 from server.ledger.setup import open_ledger
 from server.ledger.store import LedgerStore
-from server.ledger.thread import DURABLE_S, CommitPace, LedgerThread
+from server.ledger.thread import DURABLE_S, CommitPace, Item, LedgerThread, tell_batch
 from tests.server.test_ledger_journal import row, settled
 
 
@@ -48,6 +48,20 @@ def test_each_is_told_on_the_loop_in_order_once_it_is_durable(tmp_path: Path) ->
 
     asyncio.run(run())
     assert told == [(number, True, threading.get_ident()) for number in range(50)]
+
+
+def test_one_that_cannot_be_told_keeps_word_from_nobody_else(caplog: pytest.LogCaptureFixture) -> None:
+    told: list[int] = []
+
+    def tell(number: int) -> None:
+        if number == 1:
+            raise ZeroDivisionError
+        told.append(number)
+
+    batch: list[Item] = [(Reserve(row(f"r{i}")), lambda is_durable, _, i=i: tell(i)) for i in range(4)]
+    tell_batch(batch, Written([True] * 4, None))
+    assert told == [0, 2, 3]
+    assert "ZeroDivisionError" in caplog.text
 
 
 def latencies_s(took_s: Sequence[float]) -> list[float]:

@@ -77,10 +77,11 @@ def ask_everything(server: SimulatedServer) -> list[str]:
 @pytest.mark.parametrize("runner", [SimulatedRunner, SickRunner, MortalRunner])
 def test_planted_strings_are_in_no_log(runner: type[SimulatedRunner], log_format: str) -> None:
     log = io.StringIO()
-    configure_logging("debug", log_format, log)
+    handler = configure_logging("debug", log_format, log)
     server = SimulatedServer(runner=runner, keys=(KEY,))
     said = ask_everything(server)
     server.close()
+    handler.close()
     written = log.getvalue()
     assert written.count("\n") >= 2 * len(REQUESTS)
     for planted in (PROMPT, KEY, WRONG_KEY, QUERY):
@@ -93,11 +94,12 @@ def test_planted_strings_are_in_no_log(runner: type[SimulatedRunner], log_format
 @pytest.mark.parametrize(("owner", "name"), [(ChatSurface, "parse"), (Detokenizer, "push_token")])
 def test_traceback_of_a_fault_tells_no_text(owner: type, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     log = io.StringIO()
-    configure_logging("debug", "json", log)
+    handler = configure_logging("debug", "json", log)
     server = SimulatedServer(keys=(KEY,))
     fail_at(monkeypatch, owner, name, Once())
     server.ask(with_key(messages(**STREAM)))
     server.close()
+    handler.close()
     assert "Traceback" in log.getvalue()
     assert PROMPT not in log.getvalue()
     assert KEY not in log.getvalue()

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from core.errors import InvalidRequest, StartupError
+from server.api.surface import ChatPrompt, TextPrompt
 from server.commands.model_files import GenerationDefaults, ModelFiles, parse_config, read_model_files
+from server.lifecycle import PromptReader
 from tests.core.small_tokenizers import byte_level
 
 NOW = datetime(2026, 7, 4)
@@ -83,6 +85,35 @@ def test_generation_config_gives_defaults(directory: Path) -> None:
     assert read_model_files(directory).defaults == expected
 
 
+def test_generation_config_gives_bounds_of_answers_and_tokens_never_sampled(directory: Path) -> None:
+    values = {"min_new_tokens": 3, "max_new_tokens": 50, "suppress_tokens": [7, 9], "bad_words_ids": [[9], [11]]}
+    neutral = {"typical_p": 1.0, "no_repeat_ngram_size": 0, "epsilon_cutoff": 0.0, "sequence_bias": None}
+    write(directory, "generation_config.json", values | neutral)
+    expected = GenerationDefaults(min_tokens=3, max_tokens=50, suppressed_ids=(7, 9, 11))
+    assert read_model_files(directory).defaults == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("typical_p", 0.9),
+        ("no_repeat_ngram_size", 3),
+        ("bad_words_ids", [[1, 2]]),
+        ("bad_words_ids", [1]),
+        ("bad_words_ids", [["a"]]),
+        ("suppress_tokens", [-1]),
+        ("suppress_tokens", 5),
+        ("begin_suppress_tokens", [220]),
+        ("min_new_tokens", -1),
+        ("max_new_tokens", 0),
+        ("max_new_tokens", True),
+    ],
+)
+def test_generation_config_that_is_not_served_is_refused_by_name(directory: Path, name: str, value: Any) -> None:
+    write(directory, "generation_config.json", {name: value})
+    assert name in refusal(directory).cause
+
+
 def test_model_that_says_not_to_sample_is_greedy(directory: Path) -> None:
     write(directory, "generation_config.json", {"do_sample": False, "temperature": 0.6})
     assert read_model_files(directory).defaults.temperature == 0.0
@@ -96,6 +127,18 @@ def test_template_in_tokenizer_config_is_a_text_or_named_ones(directory: Path) -
     write(directory, "tokenizer_config.json", {"chat_template": named})
     files = read_model_files(directory)
     assert (rendered(files), rendered(files, tools)) == ("plain", "tools")
+
+
+@pytest.mark.parametrize("allows", [False, True])
+def test_a_message_writes_no_control_token_unless_the_operator_allows_it(directory: Path, allows: bool) -> None:
+    write(directory, "tokenizer_config.json", {"chat_template": "<|im_start|>{{ messages[0].content }}<|im_end|>"})
+    files = read_model_files(directory, allows_special_in_content=allows)
+    reader = PromptReader((), files.tokenizer, files.chat_template, 128, lambda: 0.0)
+    chat = reader.encode(ChatPrompt(({"role": "user", "content": "a<|im_end|>b"},)))
+    assert [token_id for token_id in chat if token_id in files.tokenizer.special_ids] == (
+        [1, 2, 2] if allows else [1, 2]
+    )
+    assert 2 in reader.encode(TextPrompt("a<|im_end|>b"))  # raw
 
 
 def test_template_files_win_over_tokenizer_config_and_the_operators_over_all(directory: Path, tmp_path: Path) -> None:

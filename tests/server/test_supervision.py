@@ -51,7 +51,7 @@ def test_engine_that_beats_is_left_alone(process: Process) -> None:
     assert process.told == []
 
 
-def test_engine_that_hangs_is_not_ready_and_then_lost_once(process: Process, capfd: pytest.CaptureFixture[str]) -> None:
+def test_engine_that_hangs_is_not_ready_and_then_lost_once(process: Process, caplog: pytest.LogCaptureFixture) -> None:
     process.hangs = True
     process.loop.advance(MIN_SILENCE_S)
     assert process.told == []
@@ -59,7 +59,7 @@ def test_engine_that_hangs_is_not_ready_and_then_lost_once(process: Process, cap
     assert process.told == [True]
     process.loop.advance(MIN_SILENCE_S * NUM_SILENCES_TO_DEATH)
     assert process.told == [True, EngineLost]
-    assert "most recent call first" in capfd.readouterr().err  # the stacks of all threads
+    assert "most recent call first" in caplog.text  # the stacks of all threads
     process.loop.advance(1000)
     assert process.told == [True, EngineLost]
 
@@ -79,3 +79,25 @@ def test_long_step_that_was_foreseen_is_no_silence(process: Process) -> None:
     process.hangs = True
     process.loop.advance(55)
     assert process.told == []
+
+
+class RecordingManager(ServiceManager):
+    """What a service manager would be told."""
+
+    def __init__(self) -> None:
+        super().__init__({}, 1)
+        self.told: list[str] = []
+
+    def _send(self, *lines: str) -> None:
+        self.told.append(lines[0])
+
+
+def test_reload_that_fails_by_a_fault_of_ours_is_over_for_the_manager_too(
+    process: Process, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = RecordingManager()
+    supervision = Supervision(process, manager, process.loop)
+    supervision.on_ready(max_batch_tokens=16)
+    supervision.reload(lambda: 1 // 0)
+    assert manager.told == ["READY=1", "RELOADING=1", "READY=1"]
+    assert "ZeroDivisionError" in caplog.text

@@ -1,6 +1,5 @@
 """Text rules: what they find, what they hold back, and what becomes of prompts and answers that break them."""
 
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -182,14 +181,6 @@ def test_bad_rules_stop_the_start_with_what_is_wrong(rules: str, words: list[str
         tenants_of(rules)
     assert all(word in str(caught.value) for word in words), str(caught.value)
     assert caught.value.exit_code == ExitCode.CONFIGURATION
-
-
-def test_patterns_without_their_library_stop_the_start_and_phrases_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "re2", None)
-    assert tenants_of("[{phrase = 'a'}]")[0].text_rules
-    with pytest.raises(StartupError, match=r"steploop\[rules\]") as caught:
-        tenants_of("[{pattern = 'ab'}]")
-    assert caught.value.exit_code == ExitCode.VERSION
 
 
 # The whole server

@@ -1,5 +1,6 @@
-"""Certificates that are served with, refused, and replaced."""
+"""Certificates that are served with, refused, and replaced; the protocols offered; how TLS ends."""
 
+import asyncio
 import os
 import ssl
 from pathlib import Path
@@ -7,11 +8,17 @@ from pathlib import Path
 import h11
 import pytest
 import uvloop
+from h2.errors import ErrorCodes
 
 from core.errors import ExitCode, StartupError
+from server.listening.refusals import HANDSHAKE
+from server.wire.connection_limits import ConnectionLimits
+from server.wire.frame_gate import PING
+from server.wire.stream import HttpStream
 from server.wire.tls import ServerTls, TlsFiles, server_tls
 from tests.certificates import make_certificate, needs_openssl
-from tests.server.tls_server import connect, get_http2, listening, new_client, trusting
+from tests.server.raw_http2 import START, Seen, frame
+from tests.server.tls_server import connect, get_http2, listening, new_client, serving, trusting, wait_until
 
 pytestmark = needs_openssl
 
@@ -35,6 +42,164 @@ def test_alpn_chooses_the_protocol(tmp_path: Path) -> None:
                 assert isinstance(response, h11.Response)
                 assert response.status_code == 200
                 writer.close()
+
+    uvloop.run(main())
+
+
+@pytest.mark.parametrize(
+    "offered", [("acme-tls/1",), ("http/1.0", "h3"), ("x" * 255,) * 60], ids=["one", "two", "many"]
+)
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+@pytest.mark.parametrize("piece_bytes", [1, 2**20])
+def test_who_offers_only_protocols_that_we_do_not_know_is_refused(
+    tmp_path: Path,
+    offered: tuple[str, ...],
+    version: ssl.TLSVersion,
+    piece_bytes: int,
+) -> None:
+    """RFC 7301 §3.2. However its ClientHello is cut, and whether it names a server or not."""
+    certificate, key = make_certificate(tmp_path)
+    context = trusting(certificate, *offered)
+    context.minimum_version = context.maximum_version = version
+    context.check_hostname = False
+
+    async def main() -> None:
+        async with serving(ServerTls(TlsFiles(certificate, key))) as listener:
+            for name in (None, "localhost"):
+                client = RawTlsClient(context, name)
+                await client.open(listener.port)
+                with pytest.raises(ssl.SSLError, match=r"(?i)no.application.protocol"):
+                    await client.shake_hands(piece_bytes)
+                client.close()
+            await wait_until(lambda: listener.num_open == 0)
+            assert listener.refusals.counts[HANDSHAKE] == 2
+            reader, writer = await connect(listener.port, trusting(certificate, "acme-tls/1", "h2"))
+            assert await get_http2(reader, writer, new_client()) == b"/"
+            writer.close()
+
+    uvloop.run(main())
+
+
+class RawTlsClient:
+    """TLS by hand: it sees what the server ends, TLS or the connection, and ends nothing itself."""
+
+    def __init__(self, context: ssl.SSLContext, name: str | None = "127.0.0.1") -> None:
+        self._hear, self._say = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._hear, self._say, server_hostname=name)
+
+    async def open(self, port: int) -> None:
+        self._reader, self._writer = await asyncio.open_connection("127.0.0.1", port)
+
+    async def shake_hands(self, piece_bytes: int = 2**20) -> None:
+        while True:
+            try:
+                self._tls.do_handshake()
+            except ssl.SSLWantReadError:
+                self._write_out(piece_bytes)
+                self._hear.write(await self._reader.read(65_536))
+            else:
+                self._write_out(piece_bytes)
+                return
+
+    def send(self, data: bytes) -> None:
+        self._tls.write(data)
+        self._write_out()
+
+    def _write_out(self, piece_bytes: int = 2**20) -> None:
+        data = self._say.read()
+        for start in range(0, len(data), piece_bytes):
+            self._writer.write(data[start : start + piece_bytes])
+
+    async def drain(self) -> None:
+        await self._writer.drain()
+
+    async def read_to_end(self) -> bytes:
+        """What comes until the server has ended the connection, and before that TLS."""
+        self._hear.write(await self._reader.read())
+        said = bytearray()
+        while True:
+            data = self._tls.read(65_536)  # SSLWantReadError: TLS has not been ended
+            if not data:
+                return bytes(said)
+            said += data
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+async def read_all(stream: HttpStream) -> None:
+    await stream.read_body(2**30)
+
+
+UNBOUNDED = ConnectionLimits(linger_s=1e6, idle_s=1e6, stall_s=1e6)  # no clock ends what is tried here
+
+
+def test_connection_error_is_followed_by_the_end_of_tls_and_of_the_connection_at_once(tmp_path: Path) -> None:
+    """RFC 9113 §5.4.1: a PING on a stream. A hundred times: what is between is a race."""
+    certificate, key = make_certificate(tmp_path)
+    context = trusting(certificate, "h2")
+
+    async def main() -> None:
+        async with serving(ServerTls(TlsFiles(certificate, key)), limits=UNBOUNDED) as listener:
+            for _ in range(100):
+                client = RawTlsClient(context)
+                await client.open(listener.port)
+                await client.shake_hands()
+                client.send(START)
+                client.send(frame(PING, bytes(8), stream_id=3))
+                seen = Seen()
+                seen.add(await client.read_to_end())
+                assert seen.goaway is ErrorCodes.PROTOCOL_ERROR
+                client.close()
+            await wait_until(lambda: listener.num_open == 0)
+
+    uvloop.run(main())
+
+
+@pytest.mark.parametrize("alpn", ["h2", "http/1.1"])
+def test_peer_in_the_middle_of_an_upload_reads_why_it_is_refused(tmp_path: Path, alpn: str) -> None:
+    certificate, key = make_certificate(tmp_path)
+    begin = {
+        "h2": START + frame(PING, bytes(8), stream_id=3),
+        "http/1.1": b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nx\r\n",
+    }
+
+    async def main() -> None:
+        async with serving(ServerTls(TlsFiles(certificate, key)), handler=read_all, limits=UNBOUNDED) as listener:
+            client = RawTlsClient(trusting(certificate, alpn))
+            await client.open(listener.port)
+            await client.shake_hands()
+            client.send(begin[alpn])
+            for _ in range(12):  # MiB: less than is thrown away at most
+                client.send(bytes(2**20))
+                await client.drain()
+            said = await client.read_to_end()
+            assert said.startswith(b"HTTP/1.1 400 ") if alpn == "http/1.1" else b"\0\0\x08\x07\0" in said
+            client.close()
+            await wait_until(lambda: listener.num_open == 0)
+
+    uvloop.run(main())
+
+
+async def send_for_ever(client: RawTlsClient) -> None:
+    while True:
+        client.send(bytes(2**20))
+        await client.drain()
+
+
+def test_peer_that_does_not_stop_its_upload_is_cut_off(tmp_path: Path) -> None:
+    certificate, key = make_certificate(tmp_path)
+
+    async def main() -> None:
+        async with serving(ServerTls(TlsFiles(certificate, key)), limits=UNBOUNDED) as listener:
+            client = RawTlsClient(trusting(certificate, "h2"))
+            await client.open(listener.port)
+            await client.shake_hands()
+            client.send(START + frame(PING, bytes(8), stream_id=3))
+            with pytest.raises(ConnectionError):
+                await send_for_ever(client)
+            await wait_until(lambda: listener.num_open == 0)
+            client.close()
 
     uvloop.run(main())
 

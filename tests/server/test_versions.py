@@ -1,5 +1,7 @@
 """Security floors: what is too old to serve with."""
 
+import sys
+
 import pytest
 
 from core.errors import ExitCode, StartupError
@@ -39,7 +41,7 @@ def test_below_a_floor_start_is_refused_with_reason_and_command(found: str | Non
     assert error.exit_code == ExitCode.VERSION
     assert f"h11 is {found or 'missing'}" in error.cause
     assert "CVE-2025-43859" in error.cause
-    assert error.fix == "python -m pip install 'h11>=0.16.0'"
+    assert error.fix == f"{sys.executable} -m pip install 'h11>=0.16.0'"
 
 
 def test_all_broken_floors_are_named_at_once() -> None:

@@ -21,6 +21,9 @@ class Dirty:
         if self._next_dirty is not None:
             self._batch.add(self._next_dirty)
 
+    def break_down(self) -> None:
+        raise AssertionError("nothing has failed")
+
 
 @pytest.fixture
 def loop() -> Iterator[VirtualTimeLoop]:
@@ -69,3 +72,26 @@ def test_who_is_expected_to_flush_spares_the_loop_a_callback(loop: VirtualTimeLo
     batch.add(later)  # the expectation has come true
     loop.settle()
     assert later.num_flushes == 1
+
+
+class Faulty(Dirty):
+    """Raises in its flush."""
+
+    num_faults = 0
+
+    def flush(self) -> None:
+        super().flush()
+        raise ZeroDivisionError
+
+    def break_down(self) -> None:
+        self.num_faults += 1
+
+
+def test_connection_that_cannot_be_flushed_keeps_none_from_its_own(loop: VirtualTimeLoop) -> None:
+    batch = WriteBatch(loop)
+    before, faulty, behind = Dirty(batch), Faulty(batch), Dirty(batch)
+    for _ in range(2):
+        for dirty in (before, faulty, behind):
+            batch.add(dirty)
+        loop.settle()
+    assert (before.num_flushes, faulty.num_faults, behind.num_flushes) == (2, 2, 2)

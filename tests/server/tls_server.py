@@ -12,6 +12,7 @@ from h2.connection import H2Connection
 
 from server.listening.binds import Bind, TcpAddress
 from server.listening.listener import Listener, ListenerConfig
+from server.wire.connection_limits import ConnectionLimits
 from server.wire.exchanges import Handler
 from server.wire.stream import HttpStream
 from server.wire.tls import ServerTls
@@ -37,8 +38,14 @@ async def listening(tls: ServerTls) -> AsyncIterator[int]:
 
 
 @asynccontextmanager
-async def serving(tls: ServerTls, max_connections: int = 100, handler: Handler = say_path) -> AsyncIterator[Listener]:
-    config = ListenerConfig((Bind(TcpAddress(port=0)),), max_connections=max_connections, tls=tls)
+async def serving(
+    tls: ServerTls,
+    max_connections: int = 100,
+    handler: Handler = say_path,
+    limits: ConnectionLimits | None = None,
+) -> AsyncIterator[Listener]:
+    limits = limits or ConnectionLimits()
+    config = ListenerConfig((Bind(TcpAddress(port=0)),), max_connections=max_connections, connection=limits, tls=tls)
     listener = Listener(handler, refuse, config)
     await listener.start()
     try:

@@ -80,7 +80,6 @@ def logits(directory: Path, dtype: str) -> torch.Tensor:
 def test_the_kernels_logits_are_as_near_to_float32_as_torchs(
     windowed_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("numba", reason="needs numba: pip install 'steploop[cpu]'")
     exact, torchs = (logits(windowed_model, dtype) for dtype in ("float32", "bfloat16"))
     monkeypatch.setattr(support, "MIN_PARAMETERS", 0)
     kernels = logits(windowed_model, "bfloat16")
@@ -123,7 +122,6 @@ def test_where_the_system_refuses_tiles_torch_serves(monkeypatch: pytest.MonkeyP
 
 
 def test_who_multiplies_and_attends_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("numba", reason="needs numba: pip install 'steploop[cpu]'")
     for flags, products, attends in (
         (set(), "numba's kernel or oneDNN, as measured", "numba's kernel over block tables"),
         ({support.TILE_FLAG}, "numba's kernel, by AMX", "numba's kernel over block tables, by AMX"),

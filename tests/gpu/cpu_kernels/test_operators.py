@@ -9,7 +9,6 @@ from gpu.operators import Operators
 from tests.gpu import operator_cases
 from tests.gpu.operator_cases import CONFIG, EPS, NORMS, kv_of, norms_of, rotation_of
 
-pytest.importorskip("numba", reason="needs numba: pip install 'steploop[cpu]'")
 if "avx512_bf16" not in cpu_flags():
     pytest.skip("needs a CPU with avx512_bf16", allow_module_level=True)
 

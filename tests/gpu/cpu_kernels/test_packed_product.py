@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from gpu.device import cpu_flags
 from gpu.linear import ProductChoice, can_pack, keeps_rows, make_linear, pack, packed_linear
 
-pytest.importorskip("numba", reason="needs numba: pip install 'steploop[cpu]'")
 if "avx512_bf16" not in cpu_flags() or not can_pack(torch.bfloat16, torch.device("cpu")):
     pytest.skip("needs a CPU with avx512_bf16, and a torch with oneDNN's packed products", allow_module_level=True)
 
@@ -45,6 +44,7 @@ def test_products_are_torchs(
     assert torch.allclose(product(x).float(), want, rtol=2.0**-8, atol=1e-3)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize(("num_out", "num_in"), [(192, 2176), (896, 4864), (1152, 896), (64, 4096)])
 def test_a_row_is_rounded_the_same_in_any_company(make: PackedProducts, num_out: int, num_in: int) -> None:
     """With one thread or two, of a panel and of several, of a piece of one block and of several."""

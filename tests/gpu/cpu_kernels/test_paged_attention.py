@@ -10,7 +10,6 @@ from gpu.device import cpu_flags
 from gpu.kv_cache import LayerKV
 from gpu.scores import PLAIN, Scores
 
-pytest.importorskip("numba", reason="needs numba: pip install 'steploop[cpu]'")
 if "avx512_bf16" not in cpu_flags():
     pytest.skip("needs a CPU with avx512_bf16", allow_module_level=True)
 
@@ -156,6 +155,7 @@ def test_an_early_score_far_above_the_others_outlives_all_chunks(kernel: PagedAt
     assert torch.equal(got[399], kv.values[slot, 0])
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("window", [None, 100])
 def test_a_token_is_rounded_the_same_in_any_chunk(kernel: PagedAttention, window: int | None) -> None:
     _, kv, rows = make_case([500], 2, 1, 64, None)

@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from gpu.device import cpu_flags
 from gpu.quantize import QuantizedWeight, dequantize, quantize
 
-pytest.importorskip("numba", reason="needs numba: pip install 'steploop[cpu]'")
 if "avx512_bf16" not in cpu_flags():
     pytest.skip("needs a CPU with avx512_bf16", allow_module_level=True)
 
@@ -37,6 +36,7 @@ def test_products_are_the_dequantised_matrixs(
         assert torch.allclose(make_product(weight, bias)(x).float(), want, rtol=2.0**-8, atol=2e-3)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("scheme", ["int4", "int8"])
 def test_a_row_is_rounded_the_same_in_any_company(scheme: str) -> None:
     product, x = make_product(quantize(noise(192, 1120) + 0.5, scheme), None), noise(600, 1120)

@@ -10,15 +10,12 @@ from hypothesis import strategies as st
 
 from core.plan import SequenceStart
 from core.types import SamplingParams
+from gpu.cpu_kernels import sampling, thresholds
+from gpu.cpu_kernels.row_sampler import RowSampler
 from gpu.noise import gumbel_noise
 from gpu.sampler import Sampler, SamplerChoice
 from tests.gpu.filter_cases import FilterCase, filter_cases
 from tests.gpu.test_sampler import assert_distributed_as
-
-pytest.importorskip("numba", reason="needs numba: pip install 'steploop[cpu]'")
-
-from gpu.cpu_kernels import sampling, thresholds
-from gpu.cpu_kernels.row_sampler import RowSampler
 
 CPU = torch.device("cpu")
 STOP_IDS = (5, 6)
@@ -137,6 +134,7 @@ def test_the_search_finds_the_largest_number_that_enough_reach(numbers: list[flo
     assert thresholds.largest_reaching(values, weights.copy(), len(values), needed, room, bins) == want
 
 
+@pytest.mark.bits
 def test_noise_is_torchs_to_the_last_bit() -> None:
     key, token_ids = 2**63 + 12345, np.arange(20_000)
     uniforms = [sampling._uniform(np.uint64(key), token) for token in token_ids]

@@ -1,11 +1,9 @@
 """What the kernels are written with."""
 
+import numba
 import numpy as np
-import pytest
 
-numba = pytest.importorskip("numba", reason="needs numba: pip install 'steploop[cpu]'")
-
-from gpu.cpu_kernels.vectors import keep  # noqa: E402
+from gpu.cpu_kernels.vectors import keep
 
 
 def test_an_array_that_is_kept_is_not_freed_while_its_address_is_used() -> None:

@@ -172,6 +172,7 @@ def test_scores_are_scaled_capped_and_shared_with_sinks(
     assert_near(case.attend(scores), case.want(scores))
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("window", [None, 40])
 def test_a_row_is_rounded_the_same_in_any_company(window: int | None, device: torch.device) -> None:
     """To the last bit: beside longer and shorter rows, beside prompts, and by however many programs."""
@@ -194,6 +195,7 @@ def test_a_row_is_rounded_the_same_in_any_company(window: int | None, device: to
         assert torch.equal(alone.attend(), whole[slice(*tokens)])
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("per_kv", [1, 3])
 def test_a_token_is_rounded_the_same_in_any_chunk(window: int | None, per_kv: int, device: torch.device) -> None:

@@ -1,6 +1,7 @@
 """Through the chat surface: the fields are the same on all of them."""
 
 import json
+import math
 from typing import Any
 
 import pytest
@@ -33,6 +34,26 @@ def param(**fields: Any) -> str | None:
 def test_silence_means_the_models_defaults() -> None:
     assert sampling() == SamplingParams(max_tokens=UNLIMITED_TOKENS, temperature=0.6, top_k=20, top_p=0.9)
     assert sampling(temperature=None, stop=None, logit_bias=None, n=None) == sampling()
+
+
+def test_the_models_bounds_of_answers_hold_where_the_request_has_none() -> None:
+    defaults = GenerationDefaults(vocab_size=100, min_tokens=5, max_tokens=20)
+
+    def of(**asked: Any) -> tuple[int, int]:
+        body = json.dumps({"model": "m", **ASK, **asked}).encode()
+        found = ChatSurface().parse(body, lambda model: defaults).sampling
+        return found.min_tokens, found.max_tokens
+
+    assert of() == (5, 20)
+    assert of(max_tokens=3) == (3, 3)
+    assert of(min_tokens=0, max_tokens=40) == (0, 40)
+
+
+def test_what_the_model_suppresses_is_never_sampled_whatever_is_asked() -> None:
+    body = json.dumps({"model": "m", **ASK, "logit_bias": {"7": 100, "8": 1}}).encode()
+    defaults = GenerationDefaults(vocab_size=100, suppressed_ids=(7, 9))
+    biases = dict(ChatSurface().parse(body, lambda model: defaults).sampling.logit_bias)
+    assert biases == {7: -math.inf, 8: 1, 9: -math.inf}
 
 
 def test_every_field_arrives() -> None:
