@@ -92,6 +92,7 @@ bench: $(VENV)/.installed-bench
 	$(VENV)/bin/python -m bench.lag
 	$(VENV)/bin/python -m bench.ledger
 	$(VENV)/bin/python -m bench.limits
+	$(VENV)/bin/python -m bench.memory
 	$(VENV)/bin/python -m bench.scale
 	$(VENV)/bin/python -m bench.scheduler
 	$(VENV)/bin/python -m bench.timing

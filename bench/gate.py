@@ -134,7 +134,7 @@ def admission_checks() -> dict[str, Check]:
         admission = Admission(NO_LIMITS, ROOM, lambda: STATS, time.monotonic)
 
         def admit(tenant: str) -> Place:
-            place = admission.enter(1_000)
+            place = admission.enter(tenant, 1_000)
             place.admit([msgspec.structs.replace(REQUEST, tenant=tenant)], float("inf"), time.monotonic())
             return place
 
@@ -143,7 +143,7 @@ def admission_checks() -> dict[str, Check]:
 
         def go() -> None:
             admission.check_hope(Asker(0, "acme", 1, is_due=True), PLENTY)
-            admission.check(1_000)
+            admission.check("acme", 1_000)
             place = admit("acme")
             place.on_first_token(0, time.monotonic())
             place.on_choice_end(0)

@@ -63,7 +63,7 @@ class Cases:
     """What to measure. Counts are of tokens, unless they say otherwise.
 
     Args:
-        num_prompts: long ones, one after the other, while the streams run; one more before goes unmeasured.
+        num_prompts: long ones, one after the other, while the streams run; one more before is measured apart.
         num_quiet_steps: before each of them, and after it.
     """
 
@@ -89,12 +89,14 @@ class Run:
     Args:
         quiet_gaps_s: between two tokens of a stream, without a long prompt: what the machine does to steps shows there.
         gaps_s: the same with one.
+        first_gaps_s: likewise, with the first prompt of a scheduler's life.
         net_s: of each prompt: its steps, less what their decodes alone would have taken, as predicted.
         error_p90: of the step-cost model, over the last steps.
     """
 
     quiet_gaps_s: list[float] = field(default_factory=list)
     gaps_s: list[float] = field(default_factory=list)
+    first_gaps_s: list[float] = field(default_factory=list)
     ttfts_s: list[float] = field(default_factory=list)
     net_s: list[float] = field(default_factory=list)
     error_p90: float = 0.0
@@ -127,8 +129,10 @@ class MixedBench:
         cases, result = self._cases, Run()
         streams = [self._submit(cases.stream_prompt, 4000) for _ in range(cases.num_streams)]
         self._step_until(streams)
-        self._learn()
+        result.quiet_gaps_s += self._quiet_steps()
         self._prompt(streams)
+        result.first_gaps_s = self._taken_gaps()
+        self._learn()
         for _ in range(cases.num_prompts):
             result.quiet_gaps_s += self._quiet_steps()
             ttft_s, net_s = self._prompt(streams)
@@ -226,11 +230,12 @@ def measure(runner: ModelRunner, cases: Cases, policies: Sequence[Policy] = POLI
         quiet_s, p99_s = statistics.median(run.quiet_gaps_s), float(np.percentile(run.gaps_s, 99))
         quiet_p99 = float(np.percentile(run.quiet_gaps_s, 99)) / quiet_s
         ttft_s, net_s = statistics.median(run.ttfts_s), statistics.median(run.net_s)
-        times = quiet_s * 1e3, quiet_p99, statistics.median(run.gaps_s) * 1e3, p99_s * 1e3, p99_s / quiet_s
+        first_p99 = float(np.percentile(run.first_gaps_s, 99)) / quiet_s
+        times = quiet_s * 1e3, quiet_p99, statistics.median(run.gaps_s) * 1e3, p99_s * 1e3, p99_s / quiet_s, first_p99
         rows.append((policy.name, *times, ttft_s, net_s, net_s / alone_s, 100 * run.error_p90))
         print(f"{policy.name}: p99 {p99_s / quiet_s:.2f} x the quiet median", file=sys.stderr)
     title = f"{cases.num_streams} streams and prompts of {cases.long_prompt}, {alone_s:.2f} s alone and unchunked"
-    gaps = "quiet p50 ms", "quiet p99 / p50", "p50 ms", "p99 ms", "p99 / quiet p50"
+    gaps = "quiet p50 ms", "quiet p99 / p50", "p50 ms", "p99 ms", "p99 / quiet p50", "first prompt: p99 / quiet p50"
     prompt = "TTFT s", "net prefill s", "net / alone", "cost error p90 %"
     return [Table(title, ("policy", *gaps, *prompt), tuple(rows))]
 

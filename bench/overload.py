@@ -190,6 +190,7 @@ class Server:
         self._client = EngineClient(
             self._inbox.append,
             tokenizer.table,
+            tokenizer.full_table,
             WriteBatch(self.loop),
             self.loop.call_soon,
             time,

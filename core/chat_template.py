@@ -15,7 +15,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Macro
 
-from core.errors import InvalidRequest
+from core.errors import InvalidRequest, context_overflow
 from core.marked_text import Origin, joined, marked
 from core.template_budget import Budget, BudgetedEnvironment, BudgetExceeded, TooMuchText, use_budget
 
@@ -66,6 +66,7 @@ class ChatTemplate:
         self.sources = dict(sources)
         self._marks_content = marks_content
         self._special_tokens = dict(special_tokens)
+        self._context_limit = context_limit
         self._max_output_chars = max_text_chars(context_limit)
         environment = _new_environment()
         self._templates = {name: self._compile(environment, name, text) for name, text in sources.items()}
@@ -140,9 +141,9 @@ class ChatTemplate:
             with use_budget(self._new_budget()):
                 return self._join(template, variables)
         except TooMuchText as error:
+            but = f"in its chat template the messages come to more than {self._max_output_chars} characters"
             raise InvalidRequest(
-                f"In the model's chat template the messages come to more than {self._max_output_chars} characters, "
-                "which its context cannot hold. Shorten them.",
+                context_overflow(self._context_limit, but, "Shorten the messages."),
                 param,
                 "context_length_exceeded",
             ) from error

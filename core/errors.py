@@ -60,13 +60,22 @@ class InvalidRequest(ServiceError):
         super().__init__(ErrorKind.INVALID_REQUEST, message, code, param)
 
 
+def context_overflow(limit: int, but: str, advice: str) -> str:
+    """In OpenAI's words and with the code: client libraries know an overflow by them (LangChain, LiteLLM).
+
+    Args:
+        but: what would not fit, without a full stop.
+    """
+    return f"This model's maximum context length is {limit} tokens. However, {but}. {advice} (context_length_exceeded)"
+
+
 class ContextLengthExceeded(ServiceError):
     """The prompt leaves no room in the model's context for even one new token."""
 
     def __init__(self, num_tokens: int, limit: int, param: str | None = None) -> None:
         super().__init__(
             ErrorKind.INVALID_REQUEST,
-            f"This model's context is {limit} tokens, but the prompt has {num_tokens}. Shorten the prompt.",
+            context_overflow(limit, f"the prompt has {num_tokens} tokens", "Shorten the prompt."),
             "context_length_exceeded",
             param,
         )
@@ -88,6 +97,7 @@ class ExitCode(enum.IntEnum):
     VERSION = 8
     UNREACHABLE = 9
     ENGINE = 10
+    TRANSIENT = 11
 
     @property
     def meaning(self) -> str:
@@ -106,6 +116,7 @@ _EXIT_CODE_MEANINGS = {
     ExitCode.VERSION: "a dependency is missing or older than its security floor",
     ExitCode.UNREACHABLE: "no server answers there, it refused, or a request failed (chat, bench)",
     ExitCode.ENGINE: "the engine broke while serving",
+    ExitCode.TRANSIENT: "what prevents the start may pass: a full disk, a ledger or directory that another server has",
 }
 
 

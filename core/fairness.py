@@ -1,4 +1,4 @@
-"""Who has had how much: a virtual counter per tenant, in engine seconds. Thread: engine.
+"""Who has had how much: a virtual counter per tenant, in engine seconds. Thread: engine; SharedRoom: any.
 
 After "Fairness in Serving Large Language Models" (arXiv:2401.00588), the virtual token counter: whoever waits with the
 smallest counter goes first, and who comes back from being idle is lifted to the least of those that were not, so that
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 # Of engine time that one tenant has had more than another, before it gives way though it runs no more than one sequence
 # more: less would have them take turns too often, each time computing anew what was in the blocks.
 OVER_SHARE_S = 2.0
+MOST_PART = 0.75  # of a shared room, for one tenant while others ask
 
 
 @dataclass(slots=True, eq=False)
@@ -123,3 +124,50 @@ class TenantShares:
             heapq.heappop(heap)
             del self._tenants[name]
         return self._floor_s
+
+
+class SharedRoom:
+    """Room that tenants share: for requests, for bytes, for tokens that wait.
+
+    Alone, a tenant may hold all of it, and of one thing even more. While others hold some, it may hold MOST_PART of
+    what they leave, so that there is always room for one who comes: a dynamic threshold, as switches bound the queues
+    in a shared buffer (Choudhury and Hahne, 1998). What one tenant holds above MOST_PART it has borrowed: it counts for
+    nothing in what the others may hold, and is theirs if they ask.
+    """
+
+    def __init__(self, capacity: float) -> None:
+        self.capacity = capacity
+        self.total = 0.0
+        self.held: dict[str, float] = {}
+
+    def take(self, tenant: str, num: float) -> None:
+        self.total += num
+        self.held[tenant] = self.held.get(tenant, 0.0) + num
+
+    def give(self, tenant: str, num: float) -> None:
+        self.total -= num
+        self.held[tenant] -= num
+        if not self.held[tenant]:
+            del self.held[tenant]
+
+    def lacks(self, num: float) -> float:
+        """How much must go first, whoever asks."""
+        return self.total + num - self.capacity if self.total else 0.0
+
+    def exceeds_share(self, tenant: str, num: float) -> bool:
+        """Whether the tenant would hold too much, whatever others could be made to give back."""
+        own = self.held.get(tenant, 0.0)
+        others = self.total - own
+        if not own or not others:
+            return False
+        borrower = self.borrower()
+        if borrower not in (None, tenant):
+            others -= self.held[borrower] - MOST_PART * self.capacity
+        return own + num > MOST_PART * (self.capacity - others)
+
+    def borrower(self) -> str | None:
+        """The tenant that holds more than MOST_PART of all."""
+        if self.total <= MOST_PART * self.capacity:
+            return None
+        tenant = max(self.held, key=self.held.__getitem__)
+        return tenant if self.held[tenant] > MOST_PART * self.capacity else None

@@ -142,8 +142,18 @@ class StepOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class TimedRow:
+    """A step of one row that was timed at start, as StepWork.add() has rows: positions `start` to `end` - 1."""
+
+    start: int
+    end: int
+    num_prompt_tokens: int
+    took_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class RunnerLimits:
-    """What a runner has room for."""
+    """What a runner has room for, and what its steps take."""
 
     num_blocks: int
     block_size: int  # tokens
@@ -157,6 +167,7 @@ class RunnerLimits:
     max_in_flight: int = 1  # steps; with 2 the next one is sent before this one's tokens are read
     prompt_tile: int = 64  # tokens of a prompt that attend together: for any of them all are computed
     few_tokens: int = 0  # of a step: about so many are multiplied in the time in which the weights are read
+    timed_rows: tuple[TimedRow, ...] = ()  # so that the first requests' steps are predicted
 
 
 class DeviceError(Exception):

@@ -51,6 +51,8 @@ class Scheduler:
         num_slots = min(limits.max_sequences, limits.max_batch_tokens)  # so that every running decode has its token
         self._intake = Intake(limits, num_slots, eos_ids, seeds)
         self.step_cost = StepCostModel(limits.prompt_tile, limits.few_tokens)
+        for row in limits.timed_rows:
+            self.step_cost.observe_row(row.start, row.end, row.num_prompt_tokens, row.took_s)
         self.shares = TenantShares()
         self._charges = Charges(self.step_cost, limits.num_blocks)
         blocks = SequenceBlocks(limits, has_prefix_cache, self._charges.prefill_s, stored)

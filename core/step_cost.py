@@ -154,6 +154,12 @@ class StepCostModel:
         if memory.is_due or abs(predicted - seconds) > SURPRISE * seconds:
             self._solve()
 
+    def observe_row(self, start: int, end: int, num_prompt_tokens: int, seconds: float) -> None:
+        """Learn from a step of one row; see StepWork.add."""
+        work = StepWork(tile=self.prompt_tile)
+        work.add(start, end, num_prompt_tokens)
+        self.observe(work, seconds)
+
     def _weight(self, predicted: float, seconds: float) -> float:
         if predicted <= 0:
             return 1.0
@@ -313,7 +319,8 @@ def allow_prefill(
     The target is not for those alone who do: with many prompts waiting, the batch would stay small, and the queue
     grow. What streams notice stays bounded by what they notice once the prompts have become streams. One prompt makes
     no queue: it is bound by those who do decode. As much is left as the machine's unrest may take: nine of ten steps
-    stay under the target, and not every other one.
+    stay under the target, and not every other one. Until the model predicts, a chunk is the least there is, or what
+    fits among the few tokens that cost nothing.
 
     Args:
         inter_token_target: see EngineConfig.
@@ -321,13 +328,13 @@ def allow_prefill(
     """
     if inter_token_target is None or decodes.own_tokens == 0:
         return PrefillAllowance(model, math.inf)
+    num_few = max(0, model.few_tokens - decodes.own_tokens)
     if not model.is_ready:
-        is_bare = model.wants_bare_decode
-        return PrefillAllowance(model, 0.0, is_due=False) if is_bare else PrefillAllowance(model, math.inf)
+        return PrefillAllowance(model, 0.0, is_due=not model.wants_bare_decode, num_few=num_few)
     num_soon = decodes.own_tokens + max(0, num_coming - 1)
     soon = StepWork(own_tokens=num_soon, own_kv=decodes.own_kv)
     seconds = inter_token_target / (1 + model.late_p90) * model.predict(soon) - model.predict(decodes)
-    return PrefillAllowance(model, seconds, num_few=max(0, model.few_tokens - decodes.own_tokens))
+    return PrefillAllowance(model, seconds, num_few=num_few)
 
 
 def row_cost_s(coefficients_s: Features, work: StepWork) -> float:

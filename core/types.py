@@ -29,7 +29,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         seed: of the noise, which depends on nothing else but the position; None: the engine draws one. The
             same seed and request give the same tokens whatever runs beside them, where the runner's sums are rounded
-            the same way in any company: in bfloat16 on a CPU. In float32 they may differ in the seventh digit.
+            the same way in any company, to the last bit: in bfloat16 and float32 on a CPU. Models quantised to int8,
+            fp8 or int4, and GPUs, promise the noise only.
         max_tokens: 0: the prompt is computed, and nothing is said.
     """
 
@@ -48,6 +49,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...] = ()  # beside the model's own
     ignore_eos: bool = False
     num_logprobs: int | None = None  # None: none; k: the drawn token's and the k likeliest
+    skip_special_tokens: bool = True  # in the text; likewise the detokenizer's
     num_prompt_logprobs: int | None = None  # as much of the prompt's tokens but the first; beside num_logprobs only
 
 

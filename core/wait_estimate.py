@@ -16,6 +16,7 @@ LATE_SHARE = 0.1
 MARGIN_STEP = 0.1
 LEAST_MARGIN, MOST_MARGIN = 0.5, 3.0
 DRAIN_WINDOW = 64  # departures that the drain rate is measured over
+FORGET_EVERY_S = 1.0  # bookings that have passed
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,3 +195,28 @@ class DrainMeter:
         if len(self._left_s) < 2 or now <= self._left_s[0]:
             return None
         return num_requests * (now - self._left_s[0]) / (len(self._left_s) - 1)
+
+
+class Bookings:
+    """When to come back, for those who are refused: each has a time of its own, as room comes free.
+
+    A tenant's follow one another. Several tenants' go on side by side, each at its part of the rate: who is refused
+    often, and comes back early, puts off nobody but itself.
+    """
+
+    def __init__(self) -> None:
+        self._last_s: dict[str, float] = {}  # by tenant, of those that are to come
+        self._forgot_s = 0.0
+
+    def book(self, tenant: str, interval_s: float, now: float) -> float:
+        """Seconds from now.
+
+        Args:
+            interval_s: in which there is room for one more.
+        """
+        if now >= self._forgot_s + FORGET_EVERY_S:
+            self._forgot_s = now
+            self._last_s = {name: last_s for name, last_s in self._last_s.items() if last_s > now}
+        last_s = max(now, self._last_s.get(tenant, now))
+        self._last_s[tenant] = last_s + interval_s * len(self._last_s.keys() | {tenant})
+        return self._last_s[tenant] - now

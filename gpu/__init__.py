@@ -1,7 +1,24 @@
-"""The engine-thread side: model, KV cache, sampler. It never sees asyncio or HTTP. It runs on CPU as well."""
+"""The engine-thread side: model, KV cache, sampler. It never sees asyncio or HTTP. It runs on CPU as well.
 
+What libraries read of the environment when they are loaded is set here, before torch is; a user's own setting stays.
+"""
+
+import ctypes
 import os
 
-# libgomp reads it when torch is loaded: threads that wait in a spin take the core from the event loop. A linear went
-# from 1,902 to 395 µs so with the cores oversubscribed.
+# libgomp: threads that wait in a spin take the core from the event loop. A linear went from 1,902 to 395 µs with the
+# cores oversubscribed.
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
+# oneDNN keeps a compiled primitive of half a megabyte for each number of rows that a product has had, 1,024 of them.
+if "DNNL_PRIMITIVE_CACHE_CAPACITY" not in os.environ:  # the older name, which is read too
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
+
+_M_ARENA_MAX = -8  # mallopt(3), malloc.h
+
+
+def limit_arenas() -> None:
+    """Have glibc's malloc serve all threads from one heap: freed primitives leave holes in each. Before any thread."""
+    is_set = "MALLOC_ARENA_MAX" in os.environ or "arena_max" in os.environ.get("GLIBC_TUNABLES", "")
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None and not is_set:
+        mallopt(_M_ARENA_MAX, 1)

@@ -31,8 +31,13 @@ FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 BYTES = "U8"
 INTEGERS = "I32"
 PACKED_SUFFIXES = ("_blocks", "_scales")  # mxfp4
-# A buffer that old Llama checkpoints carry; computed here instead.
-IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
+# Buffers that old checkpoints carry; computed here instead.
+BUFFER_SUFFIXES = (
+    *(f".rotary_emb.{name}" for name in ("inv_freq", "cos_cached", "sin_cached")),
+    ".masked_bias",
+    ".position_ids",
+)
+MASK_SUFFIXES = (".attn.bias", ".self_attn.bias", ".attention.bias")  # causal masks: [1, 1, tokens, tokens]
 # Pages of a mapped file count as resident until it is let go: at most so many are held beside the parameters, and
 # those of one tensor.
 RELEASE_BYTES = 64 * 1024**2
@@ -339,7 +344,7 @@ def _header(reader: Any, name: str, file: Path, has_fp8: bool) -> TensorHeader:
     is_packed = number_format == BYTES and name.endswith(PACKED_SUFFIXES)
     is_packed = is_packed or (number_format == INTEGERS and name.endswith(tuple(f".{part}" for part in PARTS)))
     supported = (*FLOAT_BYTES, FP8_FORMAT) if has_fp8 else tuple(FLOAT_BYTES)
-    if number_format not in supported and not is_packed and not name.endswith(IGNORED_SUFFIXES):
+    if number_format not in supported and not is_packed and not is_buffer(name, shape):
         beside = "" if has_fp8 else f", and {FP8_FORMAT} where config.json has a quantization_config that says so"
         raise bad_checkpoint(
             f"{file}: {name} is stored as {number_format}; supported are {', '.join(supported)}{beside}."
@@ -347,6 +352,11 @@ def _header(reader: Any, name: str, file: Path, has_fp8: bool) -> TensorHeader:
     number_bytes = {**FLOAT_BYTES, BYTES: 1, INTEGERS: 4, FP8_FORMAT: 1}.get(number_format, 0)
     size_bytes = number_bytes * int(torch.Size(shape).numel())
     return TensorHeader(file, shape, number_format, size_bytes)
+
+
+def is_buffer(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor that no parameter wants is none: it may be left out."""
+    return name.endswith(BUFFER_SUFFIXES) or (name.endswith(MASK_SUFFIXES) and len(shape) == 4)
 
 
 def named_tensors(names: list[str]) -> str:

@@ -4,6 +4,7 @@ Which block is copied where is core/host_blocks.py's to decide. On a GPU the mem
 stream of the steps: each is done before the next step's rows, and none holds the host up.
 """
 
+import errno
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -204,9 +205,13 @@ def open_directory(path: Path, limit_bytes: int | None, fingerprint: str, block_
         return KVDirectory(path, limit_bytes, fingerprint, block_bytes)
     except BlockingIOError:
         raise StartupError(
-            f"Another process keeps its keys and values in {path}.", "--kv-offload-dir with a directory of its own."
+            f"Another process keeps its keys and values in {path}.",
+            "--kv-offload-dir with a directory of its own.",
+            ExitCode.TRANSIENT,
         ) from None
     except OSError as error:
         raise StartupError(
-            f"Keys and values cannot be kept in {path}: {error.strerror}.", "--kv-offload-dir with one that can be."
+            f"Keys and values cannot be kept in {path}: {error.strerror}.",
+            "--kv-offload-dir with one that can be.",
+            ExitCode.TRANSIENT if error.errno in (errno.ENOSPC, errno.EDQUOT) else None,
         ) from error

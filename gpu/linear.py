@@ -28,6 +28,7 @@ MakeProduct = Callable[[Tensor, Tensor, Tensor | None], Linear]
 
 MOST_WHOLE_INPUTS = 1024
 COMPANY_ROWS = 16
+MOST_PADDED_ROWS = 16
 
 
 @dataclass(slots=True)
@@ -73,10 +74,19 @@ def onednn_linear(weight: Tensor, bias: Tensor | None) -> Linear:
     product: Any = torch.ops.mkldnn._linear_pointwise.default
 
     def linear(x: Tensor) -> Tensor:
-        result: Tensor = product(x, weight, bias, "none", [], "")
-        return result
+        num_rows, missing = x.shape[0], num_padding_rows(x.shape[0])
+        result: Tensor = product(F.pad(x, (0, 0, 0, missing)) if missing else x, weight, bias, "none", [], "")
+        return result[:num_rows] if missing else result
 
     return _in_company(linear)
+
+
+def num_padding_rows(num_rows: int) -> int:
+    """Zeros that follow more than 16 rows, an eighth at most: oneDNN compiles a primitive for each number of rows.
+
+    Compiling costs a small model more than the zeros do, and what is freed of primitives leaves holes in the heap.
+    """
+    return -num_rows % min(MOST_PADDED_ROWS, 1 << max(0, num_rows.bit_length() - 4))
 
 
 def keeps_rows() -> bool:

@@ -1,6 +1,8 @@
 """From a model's files to a runner that is ready to step. Thread: engine, at start."""
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import torch
 
 from core.config import EngineConfig, ModelConfig
 from core.errors import ExitCode, StartupError
-from core.plan import DeviceError, Runner, SequenceStart, StepPlan, Ticket
+from core.plan import DeviceError, Runner, RunnerLimits, SequenceStart, StepPlan, Ticket, TimedRow
 from core.types import SamplingParams
 from gpu.checkpoint import Checkpoint, Progress, open_checkpoint
 from gpu.device import DeviceChoice, apply_threads, choose_device, free_memory_bytes
@@ -27,6 +29,9 @@ from gpu.spent_memory import drop_code_pages, trim_heap
 from gpu.staged_copies import fill_on
 from gpu.weights import MatrixForm, check_checkpoint, load_weights
 
+# Steps that are timed: prompts of so many tokens, and a decode after each; a large model's for so long alone.
+TIMED_CHUNKS = (8, 16, 32, 64) * 3
+TIMED_FOR_S = 2.0
 WARM_UP_TOKENS = 2 * MOST_FEW_ROWS  # of a prompt: more rows than those that products are cut otherwise for
 FindOperators = Callable[[ModelConfig, DeviceChoice], Operators]
 
@@ -52,12 +57,13 @@ def load_runner(
     choice = choose_device(engine)
     apply_threads(choice)
     checkpoint = open_checkpoint(directory, config.packing)
-    check_checkpoint(checkpoint, config)
+    config = check_checkpoint(checkpoint, config)
     memory = plan_checkpoint(config, engine, choice, checkpoint, free_memory_bytes(choice.device))
     try:
         runner = load_planned(checkpoint, config, engine, memory, progress, find=find)
         warm_up(runner)
         runner.open_graphs(graph_progress)
+        runner.limits = replace(runner.limits, timed_rows=time_rows(runner))
         runner.open_offload(engine, checkpoint)
     except DeviceError as error:
         fix = "start it again; nvidia-smi and the system's log say what has become of the device."
@@ -103,6 +109,33 @@ def warm_up(runner: Runner[Ticket]) -> None:
         ticket = runner.forward(plan)
         runner.sample(ticket)
         runner.collect(ticket)
+
+
+def time_rows(runner: Runner[Ticket]) -> tuple[TimedRow, ...]:
+    """What steps take: short prompts in slot 0, and a decode after each. The first of a size compiles what it needs."""
+    timed, started_s = list[TimedRow](), time.perf_counter()
+    params = SamplingParams(max_tokens=1, temperature=0.0)
+    for index, size in enumerate(_timed_chunks(runner.limits)):
+        start = SequenceStart(0, (0,) * size, size, params, seed=0, stop_ids=())
+        rows = [(0, size, num_blocks_for(size + 1), [start]), (size, 1, 0, [])]
+        for position, length, num_blocks, starts in rows:
+            plan = _one_row_plan(position, length, num_blocks, starts)
+            before_s = time.perf_counter()
+            ticket = runner.forward(plan)
+            runner.sample(ticket)
+            runner.collect(ticket)
+            took_s = time.perf_counter() - before_s
+            if index >= len(set(TIMED_CHUNKS)):
+                timed.append(TimedRow(position, position + length, size, took_s))
+        if time.perf_counter() - started_s > TIMED_FOR_S:
+            break
+    return tuple(timed)
+
+
+def _timed_chunks(limits: RunnerLimits) -> Iterator[int]:
+    """Of the usual sizes as much as there is room for."""
+    most = max(1, min(limits.max_model_len - 1, limits.max_batch_tokens, limits.num_blocks * limits.block_size - 1))
+    return (min(size, most) for size in TIMED_CHUNKS)
 
 
 def _one_row_plan(start: int, length: int, num_blocks: int, sequence_starts: list[SequenceStart]) -> StepPlan:

@@ -64,7 +64,7 @@ class MemoryPlan:
 
 
 def estimate(directory: Path, model: ModelConfig, engine: EngineConfig) -> MemoryPlan:
-    """Plan the memory of a model's directory; reads the headers of its files only.
+    """Plan the memory of a model's directory; reads headers only, and the head of a tied model that has one.
 
     Raises:
         BadCheckpoint: the directory's files, or tensors that are not those of its config.json.
@@ -73,7 +73,7 @@ def estimate(directory: Path, model: ModelConfig, engine: EngineConfig) -> Memor
     """
     device = choose_device(engine)
     checkpoint = open_checkpoint(directory, model.packing)
-    check_checkpoint(checkpoint, model)
+    model = check_checkpoint(checkpoint, model)
     offload_slots(model, engine, device.dtype, free_memory_bytes(torch.device("cpu")))
     return plan_checkpoint(model, engine, device, checkpoint, free_memory_bytes(device.device))
 

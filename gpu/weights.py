@@ -3,8 +3,9 @@
 Every tensor is accounted for: missing, unexpected and misshaped ones are named.
 """
 
+import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,11 +13,11 @@ from torch import Tensor
 from core.config import ModelConfig
 from gpu.checkpoint import (
     BYTES,
-    IGNORED_SUFFIXES,
     Checkpoint,
     Progress,
     TensorSource,
     bad_checkpoint,
+    is_buffer,
     named_tensors,
 )
 from gpu.kept_matrices import find_kept, load_kept
@@ -37,6 +38,8 @@ from gpu.quantize import Weight, floats
 from gpu.staged_copies import Fill
 from gpu.targets import Target
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class MatrixForm:
@@ -54,14 +57,28 @@ class MatrixForm:
 AS_THEY_ARE = MatrixForm()
 
 
-def check_checkpoint(checkpoint: Checkpoint, config: ModelConfig) -> None:
+def check_checkpoint(checkpoint: Checkpoint, config: ModelConfig) -> ModelConfig:
     """Hold the headers against what the model needs; allocates nothing.
+
+    A tied model may carry its head as well: what is stored beside the embedding is compared with it.
+
+    Returns: the model as the checkpoint has it: untied where it brings another head.
 
     Raises:
         BadCheckpoint: tensors are missing, unexpected or misshaped.
     """
     weights = empty_weights(config, torch.float32, torch.device("meta"))
     _check(checkpoint, targets(config, weights), config)
+    if not config.tie_embeddings or HEAD not in checkpoint.tensors:
+        return config
+    with TensorSource(checkpoint, torch.float32, lambda done, total: None) as source:
+        if torch.equal(*(source.numbers(name).float() for name in (HEAD, EMBEDDING))):
+            return config
+    logger.warning(
+        "tie_word_embeddings is true, but %s differs from %s: the head is served as %s has it",
+        *(HEAD, EMBEDDING, checkpoint.path),
+    )
+    return check_checkpoint(checkpoint, replace(config, tie_embeddings=False))
 
 
 def load_weights(
@@ -77,13 +94,12 @@ def load_weights(
     """Fill the model's parameters from the checkpoint, one layer at a time, converting to dtype.
 
     Args:
-        config: of all that the checkpoint holds.
+        config: of all that the checkpoint holds: see check_checkpoint.
         fill: see TensorSource.
         shard: load this part only; None: all.
 
     Raises:
-        BadCheckpoint: tensors are missing, unexpected or misshaped, told before any is read; or a stored head
-            contradicts tied embeddings, told after.
+        BadCheckpoint: tensors are missing, unexpected or misshaped, told before any is read.
     """
     expected = targets(config, empty_weights(config, dtype, torch.device("meta")))
     _check(checkpoint, expected, config)
@@ -102,7 +118,6 @@ def load_weights(
             _load_layer(part, index, layer, source, form)
             weights.layers.append(layer)
         source.finish()
-        _check_tied(source, config)
     if shard is not None and config.tie_embeddings:
         weights.lm_head = weights.embedding[head_rows]
     return weights
@@ -133,15 +148,15 @@ def _check(checkpoint: Checkpoint, wanted: dict[str, Target], config: ModelConfi
     if missing:
         raise bad_checkpoint(f"{checkpoint.path}: {len(missing)} tensors are missing: {named_tensors(missing)}.")
     tied = {HEAD} if config.tie_embeddings else set()
-    unexpected = sorted(
-        name
-        for name in checkpoint.tensors.keys() - wanted.keys() - tied - _extra_biases(checkpoint, wanted)
-        if not name.endswith(IGNORED_SUFFIXES)
-    )
+    unwanted = checkpoint.tensors.keys() - wanted.keys() - tied - _extra_biases(checkpoint, wanted)
+    buffers = sorted(name for name in unwanted if is_buffer(name, checkpoint.tensors[name].shape))
+    unexpected = sorted(unwanted.difference(buffers))
     if unexpected:
         raise bad_checkpoint(
             f"{checkpoint.path}: {len(unexpected)} tensors are not this architecture's: {named_tensors(unexpected)}."
         )
+    if buffers:
+        logger.info("%d buffers of the checkpoint are left out: %s", len(buffers), named_tensors(buffers))
     for name, target in wanted.items():
         header = checkpoint.tensors[name]
         if header.shape != target.shape:
@@ -151,12 +166,3 @@ def _check(checkpoint: Checkpoint, wanted: dict[str, Target], config: ModelConfi
             raise bad_checkpoint(
                 f"{header.file}: {name} is stored as {header.format}, which is not the format config.json says."
             )
-
-
-def _check_tied(source: TensorSource, config: ModelConfig) -> None:
-    """A tied model may carry its head as well, but only as the same numbers."""
-    if not config.tie_embeddings or HEAD not in source.checkpoint.tensors:
-        return
-    if not torch.equal(source.numbers(HEAD), source.numbers(EMBEDDING)):
-        what = "tie_word_embeddings is true, but lm_head.weight differs from model.embed_tokens.weight"
-        raise bad_checkpoint(f"{source.checkpoint.path}: {what}.")

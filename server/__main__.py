@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from concurrent.futures import Future
 
-    from core.errors import ExitCode
+    from core.errors import ExitCode, StartupError
     from core.plan import Runner
     from core.types import StepDelivery
     from server.config import ServerConfig
@@ -24,6 +24,15 @@ if TYPE_CHECKING:
 
     Started = Future[tuple[asyncio.AbstractEventLoop, Server]]
 
+REFUSED_MEMORY = (
+    "failed to map segment",
+    "cannot allocate memory",
+    "Cannot allocate memory",
+    "can't allocate memory",
+    "can't start new thread",
+    "bad_alloc",
+)
+MIN_ADDRESS_SPACE_BYTES = 1024**3  # torch and the embedded model map 0.7 GB
 INTERRUPTED = 130  # as shells report SIGINT
 DEMO_DIRECTORY = Path(__file__).parent.parent / "gpu" / "demo" / "model"
 DEMO_NAME = "steploop-demo"
@@ -87,8 +96,10 @@ def run_server(config: "ServerConfig", read_config: "Callable[[], ServerConfig]"
 
     import uvloop
 
+    from gpu import limit_arenas
     from server.process import serve
 
+    limit_arenas()
     faulthandler.enable(_unblocking(sys.stderr))  # a watchdog ends what hangs by SIGABRT: the log has the stacks
     return uvloop.run(serve(config, engine_loader(config), read_config))
 
@@ -190,6 +201,40 @@ def model_path(config: "ServerConfig", fetches: bool = True) -> Path:
     return config.model or DEMO_DIRECTORY
 
 
+def check_address_space() -> None:
+    """Before torch is imported, which would abort.
+
+    Raises:
+        StartupError: ulimit -v leaves too little for it.
+    """
+    import resource
+
+    limit_bytes, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit_bytes != resource.RLIM_INFINITY and limit_bytes < MIN_ADDRESS_SPACE_BYTES:
+        raise _too_little_address_space(limit_bytes, f"torch needs {MIN_ADDRESS_SPACE_BYTES // 1024} KiB")
+
+
+def as_memory_error(error: BaseException) -> "StartupError | None":
+    """What ulimit -v has refused, in the words of the loader, torch or the interpreter; None: it was not that."""
+    import resource
+
+    from core.errors import StartupError
+
+    limit_bytes, _ = resource.getrlimit(resource.RLIMIT_AS)
+    is_refused = isinstance(error, MemoryError) or any(words in str(error) for words in REFUSED_MEMORY)
+    if limit_bytes == resource.RLIM_INFINITY or isinstance(error, StartupError) or not is_refused:
+        return None
+    return _too_little_address_space(limit_bytes, str(error) or type(error).__name__)
+
+
+def _too_little_address_space(limit_bytes: int, why: str) -> "StartupError":
+    from core.errors import ExitCode, StartupError
+
+    cause = f"The address space is limited to {limit_bytes // 1024} KiB (ulimit -v), which is too little: {why}"
+    fix = "ulimit -v unlimited; to bound the memory, bound what is resident: MemoryMax= of a systemd unit, docker -m"
+    return StartupError(cause, fix, ExitCode.MEMORY)
+
+
 def engine_loader(config: "ServerConfig") -> "LoadEngine":
     """What the engine thread runs first: files, weights, KV cache, scheduler."""
     import random
@@ -210,6 +255,7 @@ def engine_loader(config: "ServerConfig") -> "LoadEngine":
         files = read_model_files(path, config.max_model_len, config.chat_template, config.allow_special_in_content)
         model = parse_config(path, files.config)
         report_stage("importing torch")
+        check_address_space()
         from gpu.loading import load_runner
         from gpu.parallel.runner import ParallelRunner, load_parallel_runner
         from gpu.runner import ModelRunner
@@ -250,7 +296,18 @@ def engine_loader(config: "ServerConfig") -> "LoadEngine":
         loaded = Engine(scheduler, computing, time.monotonic, inbox, deliver, runner.offload, check)
         return LoadedEngine(loaded, files, facts, scheduler.stats())
 
-    return load
+    def load_within_limits(
+        inbox: "Inbox", deliver: "Callable[[StepDelivery], None]", report_stage: "Callable[[str], None]"
+    ) -> LoadedEngine:
+        try:
+            return load(inbox, deliver, report_stage)
+        except Exception as error:
+            refused = as_memory_error(error)
+            if refused is None:
+                raise
+            raise refused from error
+
+    return load_within_limits
 
 
 def served_name(config: "ServerConfig") -> str:

@@ -208,7 +208,7 @@ class Answer:
             self._time_first_token(now_s)
             self._end_news()
         self._place.on_first_token(choice, now_s)
-        self._watch.arm()
+        self._watch.begin()
 
     def say(self, text: str) -> None:
         """Send a comment, once the stream may say anything."""
@@ -267,6 +267,15 @@ class Answer:
             self._metrics.num_disconnects += 1
             self._cancel()
             self._leave_ledger_behind()
+
+    def on_blocked(self) -> None:
+        """The reader has stopped."""
+        self._place.pause()
+        self.pause()
+
+    def on_unblocked(self) -> None:
+        self._place.resume()
+        self.resume()
 
     def pause(self) -> None:
         """Until as many resume() have come."""

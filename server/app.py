@@ -12,12 +12,14 @@ from secrets import token_hex
 from h2.errors import ErrorCodes
 
 from core.errors import ErrorKind, ServiceError
+from core.types import Usage
 from server.answer_body import answer_headers, content_headers
 from server.api.envelope import PROTOCOL_CODES, error_body, protocol_error_body, status_of
 from server.app_state import AppState, Readiness
 from server.clock import Clock
 from server.exchange import Exchange
 from server.gate.cross_origin import CrossOrigin
+from server.gate.deadlines import OwnDeadlineExceeded
 from server.gate.gate import Gate
 from server.gate.keys import mask_keys
 from server.gate.rate_limit_fields import limit_headers
@@ -35,6 +37,7 @@ from server.wire.stream import ClientDisconnected, HttpStream
 
 logger = logging.getLogger(__name__)
 
+NO_USAGE = Usage(0, 0)
 INTERNAL = ServiceError(
     ErrorKind.ENGINE, "The server failed to answer. The fault is not in the request; try again later.", "internal_error"
 )
@@ -119,6 +122,16 @@ class App:
         for stream in self.state.exchanges:
             stream.fail_body(error)
 
+    def end_revoked(self) -> None:
+        """Break off whatever is in progress for those who have been revoked: what they have used is billed."""
+        message = "What this request was sent with has been revoked. Ask the operator for another key."
+        error = ServiceError(ErrorKind.AUTHENTICATION, message, "invalid_api_key")
+        for stream, exchange in list(self.state.exchanges.items()):
+            if exchange.caller is not None and self._gate.directory.has_revoked(exchange.caller):
+                stream.fail_body(error)
+                if self.state.lifecycle is not None:
+                    self.state.lifecycle.fail(exchange.request_id, error)
+
     def refuse(
         self,
         status: int,
@@ -198,8 +211,9 @@ class App:
             exchange.stream.end()
             return
         route, exchange.argument = find_route(exchange.request.path, exchange.request.method)
+        exchange.asks_generation = route.needs_tokens
         if route.scope is not None:
-            exchange.caller = self._gate.authenticator.identify(exchange.request, exchange.client.certificate)
+            exchange.caller = await self._gate.identify(exchange.request, exchange.client)
             exchange.caller.check_scope(route.scope)
         if route.needs_model:
             self.state.readiness.check()
@@ -219,7 +233,8 @@ class App:
             await route.handler(self.state, exchange)
         except ServiceError as error:
             outcome = exchange.outcome
-            if error.kind is ErrorKind.UNAVAILABLE and (outcome is None or outcome.is_refused):
+            is_untouched = outcome is None or outcome.is_refused or outcome.usage == NO_USAGE
+            if error.kind is ErrorKind.UNAVAILABLE and is_untouched:
                 ticket.give_back()
             raise
         finally:
@@ -233,6 +248,8 @@ class App:
             headers += ((b"allow", error.allowed.encode()),)
         if error.kind is ErrorKind.AUTHENTICATION:
             headers += ((b"www-authenticate", b"Bearer"),)  # RFC 9110 §11.6.1: a 401 names its scheme
+        if error.kind is ErrorKind.DEADLINE_EXCEEDED and not isinstance(error, OwnDeadlineExceeded):
+            headers += ((b"x-should-retry", b"false"),)  # its client's own: SDKs would try a 504 twice more
         if error.retry_after_s is not None:
             headers += _retry_headers(error.retry_after_s)
         exchange.send(error_body(error), status_of(error), headers)

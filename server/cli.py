@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from core.errors import DeviceUnavailable, ExitCode, StartupError
-from server.__main__ import INTERRUPTED, run_process
+from server.__main__ import INTERRUPTED, as_memory_error, check_address_space, run_process
 from server.commands.command_names import ANSWERED_AT_ONCE, COMMANDS, name_commands
 
 if TYPE_CHECKING:
@@ -69,6 +69,9 @@ def _error_lines(error: StartupError) -> list[str]:
 def _as_startup_error(error: Exception) -> StartupError:
     from server.commands.versions import LISTED
 
+    refused = as_memory_error(error)
+    if refused is not None:
+        return refused
     if isinstance(error, ModuleNotFoundError) and error.name in LISTED:
         fix = f"{sys.executable} -m pip install {error.name}; steploop doctor lists what is needed"
         return StartupError(f"{error.name} is not installed", fix, ExitCode.VERSION)
@@ -101,6 +104,8 @@ def _run(argv: list[str]) -> int:
     if arguments.command == "bench":
         by_command["bench"].error("what to measure? steploop bench serve --help")
     config = load_config(flags_given(arguments), os.environ)
+    if arguments.command in ("serve", "doctor", "models"):
+        check_address_space()
     commands = {"serve": _serve, "chat": _chat, "doctor": _doctor, "models": _models, "keys": _keys, "usage": _usage}
     return commands[arguments.command](arguments, config)
 
@@ -144,6 +149,8 @@ def _doctor(arguments: argparse.Namespace, config: "ServerConfig") -> int:
         version_section,
     )
 
+    if arguments.measure:
+        measure_anew(config)
     sections = [
         version_section(),
         machine_section(find_machine(config)),
@@ -328,7 +335,7 @@ def _described(facts: "ModelFacts", engine: "EngineConfig", choice: "DeviceChoic
     try:
         model = parse_config(facts.path, read_model_config(facts.path))
         checkpoint = open_checkpoint(facts.path, model.packing)
-        check_checkpoint(checkpoint, model)
+        model = check_checkpoint(checkpoint, model)
         check_tokenizer(facts.path)
         needed_bytes = memory_needed(model, engine, choice, checkpoint)
     except StartupError as error:
@@ -344,6 +351,28 @@ def _described(facts: "ModelFacts", engine: "EngineConfig", choice: "DeviceChoic
         fits=fits,
         reason=None if fits else f"{format_size(free_bytes)} free",
     )
+
+
+def measure_anew(config: "ServerConfig") -> None:
+    """Forget what was measured for the model on this machine, and load it, which measures and keeps that.
+
+    Raises:
+        StartupError: the model is missing or not understood, or it does not fit.
+    """
+    from gpu.device import choose_device
+    from gpu.loading import load_runner
+    from gpu.measured import forget_measured
+    from server.__main__ import model_path
+    from server.commands.model_files import parse_config, read_model_config
+
+    path, engine = model_path(config, fetches=False), replace(config.to_engine_config(), tensor_parallel=1)
+    model = parse_config(path, read_model_config(path))
+    choice = choose_device(engine)
+    if choice.device.type == "cpu":
+        forget_measured(choice, model)
+    _report("measuring threads and kernels")
+    runner = load_runner(path, model, engine, lambda done, total: None)
+    _report(f"measured: {runner.measured}")
 
 
 def measure_quality(config: "ServerConfig") -> "list[QualityFacts]":

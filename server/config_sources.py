@@ -3,6 +3,7 @@
 Flags win over the environment, the environment over the file, the file over the defaults. Read once, at start.
 """
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from server.values import BadValueError, MissingPathError, did_you_mean
 _TOML_KINDS: dict[type, str] = {list: "a list", dict: "a table"}  # what tomllib gives that is no setting's value
 FLAG_AS_KEY = "max_queue = 8 for --max-queue 8"
 TENANTS, PRICES, SLO = "tenants", "prices", "slo"  # the file's tables of these names are no settings
+_BY_KEY = {option.toml_key: option for option in OPTIONS if option.in_file}
 _BY_FIELD = {option.field_name: option for option in OPTIONS}
 
 
@@ -75,17 +77,16 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Given]:
 
 
 def _from_file(table: Mapping[str, Any], path: Path) -> dict[str, Given]:
-    by_key = {option.toml_key: option for option in OPTIONS if option.in_file}
     values = {}
     for key, value in table.items():
-        option = by_key.get(key)
+        option = _BY_KEY.get(key)
         if option is None and isinstance(value, dict):
             known = f"[[{TENANTS}]], [{PRICES}] and [{SLO}]"
             fix = f"remove the line [{key}]: only {known} are tables; settings stand above them, as in port = 8080"
             raise StartupError(f"{path} has a table, [{key}]", fix, ExitCode.CONFIGURATION)
         if option is None:
             fix = f"remove it, or name a flag of those that `steploop serve --help` lists: {FLAG_AS_KEY}"
-            raise _unknown(f"key in {path}", key, by_key, fix)
+            raise _unknown(f"key in {path}", key, _BY_KEY, fix)
         values[option.field_name] = _parse(option, _toml_text(option, value, path), f"{key} in {path}")
     return values
 
@@ -95,15 +96,33 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise StartupError(
-            f"{path} is not TOML: {error}",
-            'write settings as key = value, text in quotes: port = 8080, kv_memory = "2GiB"',
-            ExitCode.CONFIGURATION,
-        ) from error
+    except UnicodeDecodeError as error:
+        raise StartupError(f"{path} is not TOML: {error}", "save it as UTF-8", ExitCode.CONFIGURATION) from error
+    except tomllib.TOMLDecodeError as error:
+        line = _line_at_fault(path, str(error))
+        fix = _line_mended(line) or 'write settings as key = value, text in quotes: port = 8080, kv_memory = "2GiB"'
+        raise StartupError(f"{path} is not TOML: {error}", fix, ExitCode.CONFIGURATION) from error
     except OSError as error:
         cause = f"{path} cannot be read: {error.strerror}"
         raise StartupError(cause, f"make it readable: chmod u+r {path}", ExitCode.CONFIGURATION) from error
+
+
+def _line_at_fault(path: Path, error: str) -> str:
+    """As tomllib names it; at the end of the file, the last."""
+    number = re.search(r"\(at line (\d+),", error)
+    lines = path.read_text(encoding="utf-8").rstrip().split("\n")
+    return lines[min(int(number[1]), len(lines)) - 1] if number else lines[-1]
+
+
+def _line_mended(line: str) -> str | None:
+    """What to write in place of `drain_timeout = 60s` or `port: 8000`; None: what it means cannot be told."""
+    match = re.fullmatch(r"\s*([\w-]+)\s*[=:]\s*([^\"'\[\]{}#]+?)\s*(#.*)?", line)
+    option = None if match is None else _BY_KEY.get(match[1].replace("-", "_"))
+    if match is None or option is None or option.is_secret:
+        return None
+    value = match[2] if re.fullmatch(r"\d+|true|false", match[2]) else f'"{match[2]}"'
+    mended = f"{option.toml_key} = {value}"
+    return f"{option.toml_key} stands there twice: remove one" if mended == line else f"write that line as {mended}"
 
 
 def _toml_text(option: Option, value: Any, path: Path) -> str | list[str]:

@@ -67,6 +67,7 @@ class EngineClient:
     Args:
         post: puts a message into the engine's inbox.
         table: what the model's tokens say.
+        full_table: likewise, special tokens by their names.
         output: of all connections; flushed after each slice.
         call_soon: the loop's.
         clock: monotonic seconds; read twice a slice.
@@ -78,6 +79,7 @@ class EngineClient:
         self,
         post: Callable[[Message], None],
         table: TokenTable,
+        full_table: TokenTable,
         output: Output,
         call_soon: Callable[[Callable[[], None]], object],
         clock: Callable[[], float],
@@ -88,6 +90,7 @@ class EngineClient:
         self.work = LoopWork()
         self._post = post
         self._table = table
+        self._full_table = full_table
         self._output = output
         self._call_soon = call_soon
         self._clock = clock
@@ -130,7 +133,8 @@ class EngineClient:
         self, request: Request, continues_text: bool, forbidden: Sequence[Matcher]
     ) -> Detokenizer | ScreenedDetokenizer:
         sampling = request.sampling
-        detokenizer = Detokenizer(self._table, sampling.stop, continues_text, sampling.min_tokens)
+        table = self._table if sampling.skip_special_tokens else self._full_table
+        detokenizer = Detokenizer(table, sampling.stop, continues_text, sampling.min_tokens)
         return ScreenedDetokenizer(detokenizer, TextScreen(forbidden)) if forbidden else detokenizer
 
     def inspect(self) -> Awaitable[EngineSnapshot]:

@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from core.chat_template import ChatTemplate, max_text_chars
-from core.errors import ContextLengthExceeded, ErrorKind, InvalidRequest, ServiceError
+from core.errors import ContextLengthExceeded, ErrorKind, InvalidRequest, ServiceError, context_overflow
 from core.tokenizer import Tokenizer
 from core.types import Request, SamplingParams, Usage
 from core.waiting import TOP_CLASS
@@ -36,6 +36,7 @@ from server.api.surface import (
 from server.backend import Backend
 from server.clock import Clock
 from server.gate.admission import Admission, Asker, Place
+from server.gate.auth import Caller
 from server.gate.deadlines import ANY_TIME, Deadlines
 from server.gate.queue_news import QueueNews
 from server.gate.quota import Ticket
@@ -73,6 +74,7 @@ class PromptReader:
 
     Args:
         cards: what /v1/models shows, one per name.
+        fingerprint: of the model and of what computes it.
     """
 
     cards: tuple[ServedModel, ...]
@@ -80,6 +82,7 @@ class PromptReader:
     chat_template: ChatTemplate
     max_model_len: int
     unix_clock: Callable[[], float]
+    fingerprint: str = "fp_steploop"
 
     def cards_for(self, tenant: Tenant) -> tuple[ServedModel, ...]:
         """The models that it may use."""
@@ -97,11 +100,11 @@ class PromptReader:
         match prompt:
             case IdsPrompt(ids):
                 return ids
-            case TextPrompt(text):
+            case TextPrompt(text, adds_special_tokens):
                 self._check_length(text, param)
                 if marks is not None:
                     marks.enter(Stage.TOKENIZE)
-                return tuple(self.tokenizer.encode(text))
+                return tuple(self.tokenizer.encode(text, adds_special_tokens))
             case ChatPrompt(messages, field_name):
                 now = datetime.fromtimestamp(self.unix_clock())
                 if marks is not None:
@@ -126,10 +129,8 @@ class PromptReader:
     def _check_length(self, text: str, param: str) -> None:
         limit = max_text_chars(self.max_model_len)
         if len(text) > limit:
-            message = (
-                f"This model's context is {self.max_model_len} tokens, but the prompt has {len(text)} characters,"
-                f" more than the {limit} that could fit. Shorten the prompt."
-            )
+            but = f"the prompt has {len(text)} characters, and at most {limit} could fit"
+            message = context_overflow(self.max_model_len, but, "Shorten the prompt.")
             raise InvalidRequest(message, param, "context_length_exceeded")
 
     def texts_of(self, prompt: Prompt) -> list[str]:
@@ -138,8 +139,10 @@ class PromptReader:
             return [text for message in prompt.messages for name, text in message.items() if name != "role"]
         return [prompt.text if isinstance(prompt, TextPrompt) else self.tokenizer.decode(prompt.ids)]
 
-    def text_of(self, prompt: Prompt) -> str:
-        return prompt.text if isinstance(prompt, TextPrompt) else self.tokenizer.decode(self.encode(prompt))
+    def text_of(self, prompt: Prompt, skip_special_tokens: bool = True) -> str:
+        if isinstance(prompt, TextPrompt):
+            return prompt.text
+        return self.tokenizer.decode(self.encode(prompt), skip_special_tokens)
 
 
 @dataclass(slots=True)
@@ -176,12 +179,12 @@ class Lifecycle:
             ServiceError: nothing of the answer has been sent yet.
         """
         self._check_open()
-        tenant = ticket.caller.tenant
+        tenant, sharing_name = ticket.caller.tenant, ticket.caller.sharing_name
         # As it would be for the most that the body can ask for
-        asker = Asker(tenant.priority_of(TOP_CLASS), tenant.name, tenant.share, is_due=True)
+        asker = Asker(tenant.priority_of(TOP_CLASS), sharing_name, tenant.share, is_due=True)
         self.admission.check_hope(asker, self.deadlines.replaced_by(tenant.deadlines).ttft_s)
         timings.enter(Stage.BODY, self.clock.monotonic())
-        body = await self.read_body(stream)
+        body = await self.read_body(stream, sharing_name)
         claim = self.idempotency.claim(tenant.name, stream.request, body)
         if claim is None:
             return await self._generate_placed(surface, stream, body, request_id, timings, ticket)
@@ -200,16 +203,20 @@ class Lifecycle:
         finally:
             claim.leave()
 
-    async def read_body(self, stream: HttpStream) -> bytes:
+    async def read_body(self, stream: HttpStream, sharing_name: str, most_bytes: float = math.inf) -> bytes:
         """
+        Args:
+            sharing_name: the caller's.
+            most_bytes: that what is asked for can need, where that is less than any body may have.
+
         Raises:
             ServiceError: there is no room for it, which is told before it is read where its head says how long it is;
                 or see HttpStream.read_body.
             ClientDisconnected: the peer left.
         """
         declared = stream.request.header(b"content-length")
-        self.admission.check(0 if declared is None else int(declared))
-        return await stream.read_body(self.max_body_bytes)
+        self.admission.check(sharing_name, 0 if declared is None else int(declared))
+        return await stream.read_body(round(min(self.max_body_bytes, most_bytes)))
 
     async def _generate_placed(
         self,
@@ -220,7 +227,7 @@ class Lifecycle:
         timings: StageClock,
         ticket: Ticket,
     ) -> Outcome:
-        place = self.admission.enter(len(body))  # others came while this one's body did
+        place = self.admission.enter(ticket.caller.sharing_name, len(body))  # others came while this one's body did
         usage = None
         try:
             outcome = await self._generate(surface, stream, body, request_id, timings, ticket, place)
@@ -257,11 +264,12 @@ class Lifecycle:
             place,
         )
         stream.on_disconnect = answer.on_disconnect
-        stream.on_blocked, stream.on_unblocked = answer.pause, answer.resume
+        stream.on_blocked, stream.on_unblocked = answer.on_blocked, answer.on_unblocked
+        place.end = answer.fail
         self.active[request_id] = tenant.name, answer
         try:
             continues_text = not isinstance(call.prompts[0], ChatPrompt)
-            requests = self._requests(call, prompts, request_id, timings, tenant)
+            requests = self._requests(call, prompts, request_id, timings, ticket.caller)
             answer.forbidden = rule_book(tenant.text_rules).on_answer
             place.admit(requests, timings.arrived_s + deadlines.ttft_s, self.clock.monotonic())
             if call.is_stream and call.tells_queue:
@@ -283,10 +291,21 @@ class Lifecycle:
         if self.ledger is not None:
             self.ledger.check()
 
-    def cancel(self, request_id: str, tenant: str) -> bool:
-        """End a generation at its owner's wish. False: the tenant has none of that id whose answer is still open."""
+    def fail(self, request_id: str, error: ServiceError) -> None:
+        """Break off a generation, if it is in progress."""
+        if request_id in self.active:
+            self.active[request_id][1].fail(error)
+
+    def cancel(self, request_id: str, tenant: str | None) -> bool:
+        """End a generation at its owner's wish, or an operator's.
+
+        Args:
+            tenant: None: of any.
+
+        Returns: False: the tenant has none of that id whose answer is still open.
+        """
         owner, answer = self.active.get(request_id, (None, None))
-        if answer is None or owner != tenant or not answer.is_open:
+        if answer is None or tenant not in (None, owner) or not answer.is_open:
             return False
         answer.fail(ServiceError(ErrorKind.CANCELLED, "The request was cancelled by DELETE.", "request_cancelled"))
         return True
@@ -303,17 +322,16 @@ class Lifecycle:
     async def _prepare(self, surface: Surface, body: bytes, tenant: Tenant, timings: StageClock) -> _Prepared:
         marks = StageMarks(self.clock.monotonic)
 
-        def defaults_of(model: str) -> GenerationDefaults:
-            find_model(self.reader.cards_for(tenant), model)
-            return self.defaults
+        def defaults_of(model: str | None) -> tuple[str, GenerationDefaults]:
+            return find_model(self.reader.cards_for(tenant), model).id, self.defaults
 
         def parse() -> _Prepared:
             marks.enter(Stage.VALIDATE)
             call = surface.parse(body, defaults_of)
             rules = rule_book(tenant.text_rules)
-            if rules.on_answer and call.sampling.num_logprobs is not None:
-                message = "logprobs would tell what the operator's text rules may hold back. Leave them out."
-                raise InvalidRequest(message, "logprobs", "unsupported_parameter")
+            if rules.on_answer and (param := call.tokens.param) is not None:
+                message = f"{param} would tell what the operator's text rules may hold back. Leave it out."
+                raise InvalidRequest(message, param, "unsupported_parameter")
             for i, prompt in enumerate(call.prompts if rules.on_prompt or (call.echo and rules.on_answer) else ()):
                 param = _param(prompt, i, len(call.prompts))
                 rules.check_prompt(self.reader.texts_of(prompt), param, is_echoed=call.echo)
@@ -356,16 +374,15 @@ class Lifecycle:
         context, min_tokens = self.reader.max_model_len, call.sampling.min_tokens
         max_tokens = min(call.sampling.max_tokens, context - num_prompt_tokens)
         if min_tokens > max(max_tokens, self.defaults.min_tokens):
-            message = (
-                f"min_tokens is {min_tokens}, but the context of {context} tokens leaves {max_tokens} after a prompt of"
-                f" {num_prompt_tokens}. Ask for fewer, or shorten the prompt."
-            )
+            but = f"min_tokens is {min_tokens}, and the prompt of {num_prompt_tokens} leaves {max_tokens}"
+            message = context_overflow(context, but, "Ask for fewer tokens, or shorten the prompt.")
             raise InvalidRequest(message, "min_tokens", "context_length_exceeded")
         return msgspec.structs.replace(call.sampling, max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens))
 
     def _requests(
-        self, call: GenerationCall, prompts: list[tuple[int, ...]], request_id: str, timings: StageClock, tenant: Tenant
+        self, call: GenerationCall, prompts: list[tuple[int, ...]], request_id: str, timings: StageClock, caller: Caller
     ) -> list[Request]:
+        tenant = caller.tenant
         # The server's own deadline is no wish to be served before others
         asked_ttft_s = ANY_TIME.replaced_by(tenant.deadlines).narrowed_by(call.deadlines).ttft_s
         return [
@@ -375,7 +392,7 @@ class Lifecycle:
                 sampling=self._sampling(call, len(ids)),
                 arrival_s=timings.arrived_s,
                 num_sequences=call.num_sequences,
-                tenant=tenant.name,
+                tenant=caller.sharing_name,
                 share=tenant.share,
                 priority=tenant.priority_of(call.priority),
                 deadline_s=timings.arrived_s + asked_ttft_s if asked_ttft_s < math.inf else None,
@@ -387,16 +404,21 @@ class Lifecycle:
         ]
 
     def _reply_context(self, call: GenerationCall, prompts: list[tuple[int, ...]], request_id: str) -> ReplyContext:
-        tokenizer = self.reader.tokenizer
+        tokenizer, hides_special = self.reader.tokenizer, call.sampling.skip_special_tokens
         return ReplyContext(
             reply_id=request_id,
             created_s=int(self.clock.unix()),
             model=call.model,
+            unix_clock=self.clock.unix,
+            fingerprint=self.reader.fingerprint,
             token_str=tokenizer.text_of,
             token_bytes=tokenizer.bytes_of,
-            prompt_texts=tuple(map(self.reader.text_of, call.prompts)) if call.echo else (),
-            prompt_ids=tuple(prompts) if call.echo else (),
-            special_ids=tokenizer.special_ids,
+            prompt_lengths=tuple(map(len, prompts)),
+            prompt_texts=tuple(self.reader.text_of(prompt, hides_special) for prompt in call.prompts)
+            if call.echo
+            else (),
+            prompt_ids=tuple(prompts) if call.echo or call.tokens.returns_ids else (),
+            special_ids=tokenizer.special_ids if hides_special else frozenset(),
         )
 
 

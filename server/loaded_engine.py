@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 
 from core.engine import Engine
 from core.plan import RunnerLimits
@@ -60,7 +61,16 @@ def prompt_reader(loaded: LoadedEngine, clock: Clock) -> PromptReader:
         max_model_len=facts.limits.max_model_len,
         description=DEMONSTRATION if facts.is_demonstration else None,
     )
-    return PromptReader((card,), files.tokenizer, files.chat_template, facts.limits.max_model_len, clock.unix)
+    return PromptReader(
+        (card,), files.tokenizer, files.chat_template, facts.limits.max_model_len, clock.unix, _fingerprint(loaded)
+    )
+
+
+def _fingerprint(loaded: LoadedEngine) -> str:
+    """The same for the same model, computed in the same way by the same version: system_fingerprint."""
+    facts, files = loaded.facts, loaded.files
+    parts = (__version__, facts.model_name, facts.num_parameters, facts.dtype, facts.device, files.config)
+    return f"fp_{sha256(repr(parts).encode()).hexdigest()[:12]}"
 
 
 def server_card(model: ServedModel, loaded: LoadedEngine, places: Sequence[Place]) -> ServerCard:

@@ -39,7 +39,7 @@ from server.listening.socket_activation import PassedSocket, take_passed_sockets
 from server.loaded_engine import EngineFacts, LoadedEngine, LoadEngine, generation_defaults, prompt_reader, server_card
 from server.observing.logs import tell
 from server.observing.loop_lag import LoopLag
-from server.observing.metrics import Metrics
+from server.observing.metrics import Metrics, Standing
 from server.observing.otel import TraceExporter
 from server.supervision import EngineLost, Supervision
 from server.systemd import ServiceManager
@@ -89,6 +89,7 @@ class Server:
         self._clock = Clock(time.monotonic, time.time)
         self._ledger, used_today, self._idempotency = open_ledger(config, self._clock, self._loop)
         self._metrics = Metrics(config.slo, self._clock.monotonic)
+        self._metrics.standing = self._standing
         self._gate = Gate(config, self._clock, used_today)
         self._app = App(
             self._readiness,
@@ -115,6 +116,7 @@ class Server:
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._stopping: asyncio.Future[float] = self._loop.create_future()  # seconds of grace
         self._failure: BaseException | None = None
+        self._had_terminal = False
 
     async def run(self) -> ExitCode:
         """Serve until stop() or the engine's end.
@@ -171,13 +173,20 @@ class Server:
     def install_signal_handlers(self) -> None:
         """SIGTERM drains, SIGINT ends streams with an error event at once; so does any second one of them.
 
-        SIGHUP reads certificates, tenants and keys again. Where there are none and nobody supervises, it keeps its
-        meaning: the terminal is gone, and the process ends.
+        SIGHUP reads certificates, tenants and keys again. Only where it comes because the terminal that the process was
+        started from is gone, it drains, unless it was to be ignored (nohup).
         """
+        self._had_terminal = has_terminal() and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
         self._loop.add_signal_handler(signal.SIGTERM, self.stop, self._config.drain_timeout_s)
         self._loop.add_signal_handler(signal.SIGINT, self.stop, 0.0)
-        if self._tls is not None or self._manager.is_there or not self._gate.directory.is_open:
-            self._loop.add_signal_handler(signal.SIGHUP, self._supervision.reload, self._reload)
+        self._loop.add_signal_handler(signal.SIGHUP, self._hang_up)
+
+    def _hang_up(self) -> None:
+        if self._had_terminal and not has_terminal():
+            logger.info("the terminal is gone")
+            self.stop(self._config.drain_timeout_s)
+        else:
+            self._supervision.reload(self._reload)
 
     def _ignore_signals(self) -> None:
         """One more SIGTERM finds a process that is at its end already, and must not change how it ends."""
@@ -186,6 +195,19 @@ class Server:
                 signal.signal(number, signal.SIG_IGN)
 
     def _reload(self) -> None:
+        """
+        Raises:
+            StartupError: something of it is not fit; all stays as it was, but for who is no longer named.
+        """
+        try:
+            self._reload_all()
+        except StartupError:
+            self._gate.revoke()
+            raise
+        finally:
+            self._app.end_revoked()
+
+    def _reload_all(self) -> None:
         """
         Raises:
             StartupError: something of it is not fit; all stays as it was.
@@ -226,6 +248,7 @@ class Server:
         client = EngineClient(
             self._engine_thread.post,
             loaded.files.tokenizer.table,
+            loaded.files.tokenizer.full_table,
             self.listener.batch,
             self._loop.call_soon,
             self._clock.monotonic,
@@ -260,6 +283,17 @@ class Server:
         self._supervision.on_ready(loaded.facts.limits.max_batch_tokens)
         warn_of_models(self._config, loaded.facts.model_name)
         self._announce(banner_lines(self._banner_facts(loaded.facts)))
+
+    def _standing(self) -> Standing:
+        ledger = self._ledger
+        return Standing(
+            ledger_is_up=None if ledger is None else ledger.why_unavailable is None,
+            ledger_commit_age_s=None if ledger is None else ledger.commit_age_s,
+            ledger_disk=None if ledger is None else ledger.disk,
+            reload=self._supervision.last_reload,
+            expiries={} if self._tls is None else self._tls.expiries,
+            jwks_age_s=self._gate.jwks_age_s,
+        )
 
     def _room(self, loaded: LoadedEngine) -> EngineRoom:
         limits, target = loaded.facts.limits, self._config.to_engine_config().inter_token_target
@@ -394,6 +428,15 @@ async def serve(
     server = Server(config, load, lambda lines: tell(lines, sys.stdout), passed, read_config)
     server.install_signal_handlers()
     return await server.run()
+
+
+def has_terminal() -> bool:
+    """The process is controlled by one, which is there: open(2) of it is ENXIO otherwise."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC))
+    except OSError:
+        return False
+    return True
 
 
 def listener_config(config: ServerConfig, tls: ServerTls | None, passed: Sequence[PassedSocket]) -> ListenerConfig:

@@ -14,6 +14,7 @@ from server.exchange import Exchange
 from server.gate.keys import Scope
 from server.handlers import models, operating, prompts, requests
 from server.handlers.prompts import generating
+from server.values import nearest
 
 Handler = Callable[[AppState, Exchange], Awaitable[None]]
 
@@ -52,10 +53,13 @@ ROUTES: dict[str, dict[str, Route]] = {
     "/tokenize": {"POST": Route(prompts.tokenize_prompt, ASKS, is_counted=True)},
     "/detokenize": {"POST": Route(prompts.detokenize, ASKS, is_counted=True)},
     "/v1/models": {"GET": Route(models.list_models, ASKS)},
+    "/tokenizer_info": {"GET": Route(prompts.show_tokenizer_info, ASKS)},
+    "/version": {"GET": Route(models.show_version, ASKS)},
     "/model_info": {"GET": Route(models.show_model_info, ASKS)},
     "/server_info": {"GET": Route(models.show_server_info, ASKS)},
     "/v1/usage": {"GET": Route(requests.show_usage, Scope.USAGE)},
     "/health": {"GET": Route(operating.show_health, None, needs_model=False)},
+    "/ping": dict.fromkeys(("GET", "POST"), Route(operating.show_health, None, needs_model=False)),
     "/ready": {"GET": Route(operating.show_readiness, None, needs_model=False)},
     "/metrics": {"GET": Route(operating.show_metrics, Scope.METRICS, needs_model=False)},
     "/admin/requests": {"GET": Route(requests.list_requests, Scope.ADMIN, needs_model=False)},
@@ -63,9 +67,20 @@ ROUTES: dict[str, dict[str, Route]] = {
     "/admin/cache/clear": {"POST": Route(operating.clear_cache, Scope.ADMIN, needs_model=False)},
     "/admin/drain": {"POST": Route(operating.drain, Scope.ADMIN, needs_model=False)},
 }
+_SHOWN = [path for path in ROUTES if not path.startswith("/admin")]  # to whoever asks for a path that is not here
+# As clients ask whose base URL ends without /v1
+ROUTES |= {
+    path.removeprefix("/v1"): ROUTES[path]
+    for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models")
+}
 # Of paths that begin so; the rest is the handler's argument
 PREFIXES: dict[str, dict[str, Route]] = {
     "/v1/models/": {"GET": Route(models.get_model, ASKS)},
+    "/models/": {"GET": Route(models.get_model, ASKS)},
+    "/admin/requests/": {
+        "GET": Route(requests.show_request, Scope.ADMIN, needs_model=False),
+        "DELETE": Route(requests.delete_request, Scope.ADMIN),
+    },
     "/v1/requests/": {
         "GET": Route(requests.show_request, ASKS, needs_model=False),
         "DELETE": Route(requests.delete_request, ASKS),
@@ -95,9 +110,16 @@ def find_route(path: str, method: str) -> tuple[Route, str]:
             if path.startswith(prefix) and len(path) > len(prefix):
                 methods, argument = candidates, unquote(path[len(prefix) :])
     if methods is None:
-        known = ", ".join(sorted([*ROUTES, *(f"{prefix}{{id}}" for prefix in PREFIXES)]))
-        raise ServiceError(ErrorKind.NOT_FOUND, f"There is no {path[:_SHOWN_CHARS]} here. Known: {known}.", "not_found")
+        raise _not_found(path[:_SHOWN_CHARS])
     route = methods.get("GET" if method == "HEAD" else method)
     if route is None:
         raise MethodNotAllowed(path, method, methods)
     return route, argument
+
+
+def _not_found(path: str) -> ServiceError:
+    likely = next((known for known in _SHOWN if path.rstrip("/").endswith(known.removeprefix("/v1"))), None)
+    likely = likely or nearest(path, [known for known in _SHOWN if known.startswith("/v1/")], 0.75)
+    meant = f"; did you mean {likely}?" if likely else "."
+    message = f"There is no {path} here{meant} Known: {', '.join(sorted(_SHOWN))}."
+    return ServiceError(ErrorKind.NOT_FOUND, message, "not_found")

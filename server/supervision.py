@@ -7,6 +7,7 @@ import asyncio
 import faulthandler
 import logging
 import os
+import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -66,6 +67,7 @@ class Supervision:
         self._timer: asyncio.TimerHandle | None = None
         self._is_stopping = False
         self._cause: StartupError | None = None
+        self.last_reload: tuple[float, bool] | None = None  # unix time, and whether it was taken
 
     def start(self) -> None:
         self._timer = self._loop.call_later(self._tick_s, self._tick)
@@ -95,9 +97,11 @@ class Supervision:
         if is_ready:
             self._manager.tell_reloading()
         status = "Serving"
+        self.last_reload = time.time(), True
         try:
             reload()
         except StartupError as error:
+            self.last_reload = time.time(), False
             logger.error("the reload failed, all stays as it was: %s; %s", error.cause, error.fix)
             status = f"Serving as before: the reload failed: {error.cause}"
         except Exception:

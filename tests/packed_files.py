@@ -79,12 +79,13 @@ def make_matrix(
     if quantization.get("desc_act"):
         groups = random.permutation(groups)
     values = random.integers(0, 2**bits, (num_in, num_out))
-    zeros = random.integers(1, 2**bits, (num_groups, num_out))
+    zeros = random.integers(0, 2**bits, (num_groups, num_out))
+    zeros[:, 0] = 0
     if quantization.get("sym"):
         zeros[:] = 2 ** (bits - 1)
     scales = (random.uniform(0.5, 1.5, (num_groups, num_out)) * 0.4 / 2**bits).astype(np.float16)
     weight = (values - zeros[groups]) * scales[groups].astype(np.float64)
-    stored_zeros = zeros if is_awq or quantization.get("checkpoint_format") == "gptq_v2" else zeros - 1
+    stored_zeros = zeros if is_awq or quantization.get("checkpoint_format") == "gptq_v2" else (zeros - 1) % 2**bits
     parts = {
         "qweight": pack_awq(values) if is_awq else pack_rows(values, bits),
         "qzeros": pack_awq(stored_zeros) if is_awq else pack_rows(stored_zeros.T, bits).T.contiguous(),

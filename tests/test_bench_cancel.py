@@ -2,6 +2,7 @@
 
 import pytest
 
+from bench import memory
 from bench.cancel import CallOff, Outcome, measure, outcome_of, tables_of
 from bench.recorded_server import EngineRecord, RequestRecord, RowRecord, StepRecord
 
@@ -65,3 +66,16 @@ def test_every_way_of_calling_off_is_measured() -> None:
         "HTTP/2 GOAWAY",
         "HTTP/2 end of connection",
     }
+
+
+def test_memory_beyond_the_cache_and_the_promise_is_told() -> None:
+    looks = [memory.Look(0, 0.0, 0.0, 250 * 10**6)]
+    looks += [memory.Look(count, 1.0, 1.0, size * 10**6) for count, size in ((10, 656), (20, 657))]
+    assert [row[0::5] for row in memory.table_of(looks, "t").rows] == [(0, "yes"), (10, "yes"), (20, "no")]
+
+
+@pytest.mark.slow
+def test_a_mixed_load_is_answered_and_its_memory_looked_at() -> None:
+    looks = memory.measure(memory.DEMO_MODEL, 12, 60.0, None)
+    assert [look.num_requests for look in looks] == [0, 2, 4, 6, 8, 10, 12]
+    assert all(look.size_bytes > 10**7 for look in looks)

@@ -48,6 +48,7 @@ def find_room(path: Path, model: ModelConfig, engine: EngineConfig, rank: int) -
     check_shards(model, num_ranks, kept_scheme(model, engine.quantize, chosen.device) is not None)
     choice = rank_choice(chosen, engine, rank)
     checkpoint = open_checkpoint(path, model.packing)
+    model = check_checkpoint(checkpoint, model)
     return Room(Shard(model, rank, num_ranks), engine, choice, checkpoint, free_memory_bytes(choice.device))
 
 
@@ -77,7 +78,6 @@ def least_room(choice: DeviceChoice, free_bytes: list[int]) -> int:
 def estimate_ranks(path: Path, model: ModelConfig, engine: EngineConfig) -> MemoryPlan:
     """The memory of each rank, by the first one's device; reads headers only. See gpu.memory_plan.estimate."""
     room = find_room(path, model, engine, rank=0)
-    check_checkpoint(room.checkpoint, model)
     return plan_rank(room, least_room(room.choice, [room.free_bytes] * engine.tensor_parallel))
 
 

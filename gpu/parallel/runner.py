@@ -9,13 +9,13 @@ A step that raises here is no longer the same step everywhere: unlike on one dev
 
 import os
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from core.config import EngineConfig, ModelConfig
 from core.plan import DeviceError, StepOutput, StepPlan
 from gpu.checkpoint import Progress
-from gpu.loading import warm_up
+from gpu.loading import time_rows, warm_up
 from gpu.parallel.followers import Followers
 from gpu.parallel.loading import find_room, least_room, load_rank
 from gpu.parallel.messages import Job, Load, Step
@@ -108,6 +108,7 @@ def load_parallel_runner(path: Path, model: ModelConfig, engine: EngineConfig, p
         followers.answers()
         runner = ParallelRunner(own, followers)
         warm_up(runner)
+        runner.limits = replace(runner.limits, timed_rows=time_rows(runner))
     except BaseException:
         followers.end()
         raise

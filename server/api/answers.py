@@ -24,6 +24,15 @@ def usage_object(usage: Usage) -> dict[str, Any]:
     }
 
 
+def partial_usage(num_prompt_tokens: int, num_completion_tokens: int) -> dict[str, Any]:
+    """Of a choice so far, as vLLM's chunks say it."""
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_completion_tokens,
+        "total_tokens": num_prompt_tokens + num_completion_tokens,
+    }
+
+
 def finite(logprob: float) -> float:
     return logprob if logprob > LOWEST_LOGPROB else LOWEST_LOGPROB  # NaN is not above it either
 
@@ -42,6 +51,37 @@ def logprob_entries(logprobs: Iterable[TokenLogprobs], context: ReplyContext) ->
         {**entry(token.token_id, token.logprob), "top_logprobs": [entry(*likely) for likely in token.top]}
         for token in logprobs
     ]
+
+
+def drawn_ids(logprobs: Iterable[TokenLogprobs] | None, stop: TokenLogprobs | None) -> list[int]:
+    """Of tokens that come with their logprobs; the id that ends the text is one of them."""
+    ids = [token.token_id for token in logprobs or ()]
+    return ids if stop is None else [*ids, stop.token_id]
+
+
+class VllmPromptLogprobs:
+    """A prompt's logprobs as vLLM writes them: by token id, with the rank as far as it is known.
+
+    Implements surface.PromptLogprobs.
+    """
+
+    __slots__ = ("_context", "entries")
+
+    def __init__(self, context: ReplyContext) -> None:
+        self._context = context
+        self.entries: list[dict[str, Any] | None] = [None]  # nothing comes before the first token
+
+    def add_prompt(self, logprobs: Sequence[TokenLogprobs]) -> None:
+        self.entries += [self._entry(token) for token in logprobs]
+
+    def _entry(self, token: TokenLogprobs) -> dict[str, Any]:
+        entry = {str(token.token_id): self._line(token.token_id, token.logprob, None)}
+        for rank, (token_id, logprob) in enumerate(token.top, 1):
+            entry[str(token_id)] = self._line(token_id, logprob, rank)
+        return entry
+
+    def _line(self, token_id: int, logprob: float, rank: int | None) -> dict[str, Any]:
+        return {"logprob": finite(logprob), "rank": rank, "decoded_token": self._context.token_str(token_id)}
 
 
 def wire_reason(reason: FinishReason | None) -> str | None:

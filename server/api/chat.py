@@ -6,35 +6,28 @@ from typing import Any
 from core.errors import InvalidRequest, ServiceError
 from core.types import Delta, TokenLogprobs, Usage
 from server.api import fields
-from server.api.answers import logprob_entries, refuse_broken, usage_object, wire_reason
+from server.api.answers import (
+    VllmPromptLogprobs,
+    drawn_ids,
+    logprob_entries,
+    partial_usage,
+    refuse_broken,
+    usage_object,
+    wire_reason,
+)
 from server.api.content import Message, chat_prompt
 from server.api.decoding import decode
 from server.api.envelope import error_event
+from server.api.known_fields import Surface, rules_of
 from server.api.surface import Choice, DefaultsOf, Extras, GenerationCall, GenerationDefaults, ReplyContext
 from server.wire import sse
 from server.wire.messages import TextFrame
 
-UNSUPPORTED: dict[str, tuple[Any, ...]] = fields.UNSUPPORTED | {
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "web_search_options": (),
-    "reasoning_effort": ("none",),
-    "best_of": (1,),
-    "echo": (False,),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "documents": ([],),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-}
+RULES = rules_of(Surface.CHAT)
 
 
-class ChatBody(fields.SamplingFields, frozen=True, kw_only=True):
-    model: str
+class ChatBody(fields.ChoiceFields, frozen=True, kw_only=True):
+    model: str | None = None
     messages: list[Message]
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
@@ -46,12 +39,13 @@ class ChatSurface:
     """Implements surface.Surface."""
 
     def parse(self, body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
-        wire, unknown_fields = decode(body, ChatBody, UNSUPPORTED, fields.WITHOUT_EFFECT)
-        defaults = defaults_of(fields.checked_model(wire.model))
+        wire, unknown_fields = decode(body, ChatBody, RULES)
+        model, defaults = defaults_of(fields.checked_model(wire.model))
+        wishes = fields.token_wishes(wire, _num_logprobs(wire, defaults), defaults.limits, is_echoed=False)
         return GenerationCall(
-            model=wire.model,
+            model=model,
             prompts=(chat_prompt(wire.messages),),
-            sampling=fields.sampling_params(wire, defaults, _max_tokens(wire), _num_logprobs(wire, defaults)),
+            sampling=fields.sampling_params(wire, defaults, _max_tokens(wire), wishes),
             num_sequences=1 if wire.n is None else wire.n,
             cache_salt=fields.checked_cache_salt(wire.cache_salt),
             priority=wire.priority,
@@ -60,14 +54,16 @@ class ChatSurface:
             includes_usage=wire.includes_usage,
             wants_timings=bool(wire.timings),
             tells_queue=wire.tells_queue,
+            tokens=wishes,
             unknown_fields=unknown_fields,
         )
 
     def stream_reply(self, call: GenerationCall, context: ReplyContext) -> "ChatStream":
         return ChatStream(call, context)
 
-    def prompt_logprobs(self, call: GenerationCall, context: ReplyContext, choice: int) -> None:
-        """No prompt is echoed."""
+    def prompt_logprobs(self, call: GenerationCall, context: ReplyContext, choice: int) -> VllmPromptLogprobs | None:
+        """Of the first choice: all have one prompt."""
+        return VllmPromptLogprobs(context) if call.tokens.num_prompt_logprobs is not None and choice == 0 else None
 
     def whole_reply(
         self,
@@ -83,8 +79,12 @@ class ChatSurface:
         """
         refuse_broken(choices)
         answer = _envelope(context, "chat.completion")
-        answer["choices"] = [_whole_choice(choice, context) for choice in choices]
+        answer["choices"] = [_whole_choice(call, choice, context) for choice in choices]
         answer["usage"] = usage_object(usage)
+        if isinstance(choices[0].prompt_logprobs, VllmPromptLogprobs):
+            answer["prompt_logprobs"] = choices[0].prompt_logprobs.entries
+        if call.tokens.returns_ids:
+            answer["prompt_token_ids"] = context.prompt_ids[0]
         return sse.json_line(answer | extras)
 
 
@@ -94,7 +94,7 @@ class ChatStream:
     The first chunks say the role, choice 0 first: the SDK's stream helper fails on any other order.
     """
 
-    __slots__ = ("_call", "_context", "_end", "_head", "_heads", "_tail")
+    __slots__ = ("_call", "_context", "_end", "_head", "_heads", "_nums_tokens", "_tail")
 
     def __init__(self, call: GenerationCall, context: ReplyContext) -> None:
         self._call = call
@@ -104,10 +104,12 @@ class ChatStream:
         self._end = (b'],"usage":null}' if call.includes_usage else b"]}") + sse.EVENT_END
         self._heads = tuple(self._head + b'{"index":%d,"delta":{"content":' % i for i in range(call.num_sequences))
         self._tail = b'},"logprobs":null,"finish_reason":null}' + self._end
+        self._nums_tokens = [0] * call.num_sequences  # said, where each chunk counts them
 
     def start(self) -> bytes:
         role = {"role": "assistant", "content": ""}
-        return b"".join(self._chunk(choice, role) for choice in range(self._call.num_sequences))
+        prompt_ids = {"prompt_token_ids": self._context.prompt_ids[0]} if self._call.tokens.returns_ids else {}
+        return b"".join(self._chunk(choice, role, more=prompt_ids) for choice in range(self._call.num_sequences))
 
     def text(self, choice: int, text: str) -> bytes:
         return self._heads[choice] + sse.json_strings[text] + self._tail
@@ -117,10 +119,13 @@ class ChatStream:
 
     def delta(self, choice: int, delta: Delta) -> bytes:
         events = b""
+        num_last = delta.stop_logprobs is not None  # told with the end
+        self._nums_tokens[choice] += delta.num_tokens - num_last
         if delta.text or delta.logprobs:
             events = self._chunk(choice, {"content": delta.text}, delta.logprobs)
+        self._nums_tokens[choice] += num_last
         if reason := wire_reason(delta.finish_reason):
-            events += self._chunk(choice, {}, None, reason)
+            events += self._chunk(choice, {}, None, reason, delta.stop_logprobs)
         return events
 
     def end(self, usage: Usage, extras: Extras) -> bytes:
@@ -139,14 +144,31 @@ class ChatStream:
         delta: dict[str, str],
         logprobs: Sequence[TokenLogprobs] | None = None,
         reason: str | None = None,
+        stop: TokenLogprobs | None = None,
+        more: dict[str, Any] | None = None,
     ) -> bytes:
+        """
+        Args:
+            stop: the id that ends the text.
+            more: fields of the chunk itself.
+        """
+        wishes = self._call.tokens
+        shown = None if wishes.num_logprobs is None else logprobs
         line = {
             "index": choice,
             "delta": delta,
-            "logprobs": _logprobs_object(logprobs, self._context),
+            "logprobs": _logprobs_object(shown, self._context),
             "finish_reason": reason,
         }
-        return self._head + sse.json_line(line) + self._end
+        if wishes.returns_ids:
+            line["token_ids"] = drawn_ids(logprobs, stop)
+        if wishes.counts_usage:
+            more = {"usage": partial_usage(self._context.prompt_lengths[0], self._nums_tokens[choice]), **(more or {})}
+        elif not more:
+            return self._head + sse.json_line(line) + self._end
+        elif self._call.includes_usage:
+            more = {"usage": None, **more}
+        return self._head + sse.json_line(line) + b"]," + sse.json_line(more)[1:] + sse.EVENT_END
 
 
 def _envelope(context: ReplyContext, kind: str) -> dict[str, Any]:
@@ -155,6 +177,7 @@ def _envelope(context: ReplyContext, kind: str) -> dict[str, Any]:
         "object": kind,
         "created": context.created_s,
         "model": context.model,
+        "system_fingerprint": context.fingerprint,
     }
 
 
@@ -176,10 +199,13 @@ def _logprobs_object(logprobs: Sequence[TokenLogprobs] | None, context: ReplyCon
     return None if logprobs is None else {"content": logprob_entries(logprobs, context), "refusal": None}
 
 
-def _whole_choice(choice: Choice, context: ReplyContext) -> dict[str, Any]:
-    return {
+def _whole_choice(call: GenerationCall, choice: Choice, context: ReplyContext) -> dict[str, Any]:
+    line = {
         "index": choice.index,
         "message": {"role": "assistant", "content": choice.text, "refusal": None},
-        "logprobs": _logprobs_object(choice.logprobs, context),
+        "logprobs": None if call.tokens.num_logprobs is None else _logprobs_object(choice.logprobs, context),
         "finish_reason": wire_reason(choice.finish_reason),
     }
+    if call.tokens.returns_ids:
+        line["token_ids"] = drawn_ids(choice.logprobs, choice.stop_logprobs)
+    return line

@@ -11,7 +11,13 @@ from server.api.surface import ChatPrompt
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 # Part type -> the part's field with its text.
-_TEXT_FIELDS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+_TEXT_FIELDS = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "reasoning_text": "text",
+    "refusal": "refusal",
+}
 _PART_SEPARATOR = "\n"
 
 

@@ -7,7 +7,8 @@ Thread: loop, or wherever a long body is offloaded to.
 import json
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NoReturn, TypeVar
 
@@ -25,10 +26,54 @@ MAX_SHOWN_KEY = 32  # characters of a client's own word, in a refusal or a warni
 MAX_SHOWN_KINDS = 8  # of tools, in one warning
 MAX_UNKNOWN_FIELDS = 16  # reported per request
 
-# Fields that are known but not supported, each with the values that ask for nothing. null always asks for nothing.
-Unsupported = Mapping[str, tuple[Any, ...]]
-
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A field that is known and not supported. null always asks for nothing.
+
+    Args:
+        neutral: other values that ask for nothing.
+        unless: (a field, its value) beside which it asks for nothing, whatever its value.
+        is_container: an object of fields that would belong outside of it: whatever it holds is refused by its own name.
+    """
+
+    neutral: tuple[Any, ...] = ()
+    unless: tuple[str, Any] | None = None
+    is_container: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FieldRules:
+    """What becomes of fields that a shape does not have.
+
+    Args:
+        refused: by name, dotted where one lies in another.
+        aliases: name -> (the shape's name for it, values that ask for nothing).
+        ignored: known, and without effect.
+    """
+
+    refused: Mapping[str, Refusal] = field(default_factory=dict)
+    aliases: Mapping[str, tuple[str, tuple[Any, ...]]] = field(default_factory=dict)
+    ignored: frozenset[str] = frozenset()
+    _refused_within: dict[str, list[str]] = field(default_factory=dict)  # a field -> what is refused of those in it
+
+    def __post_init__(self) -> None:
+        for path in self.refused:
+            outer, _, name = path.partition(".")
+            if name:
+                self._refused_within.setdefault(outer, []).append(name)
+
+    def refusals(self, fields: dict[str, Any]) -> Iterator[tuple[str, Any, Refusal]]:
+        """Of what is there of these fields and has a refusal: its path, its value."""
+        for name, value in fields.items():
+            if name in self.refused:
+                yield name, value, self.refused[name]
+            if name in self._refused_within and isinstance(value, dict):
+                for inner in self._refused_within[name]:
+                    yield f"{name}.{inner}", value.get(inner), self.refused[f"{name}.{inner}"]
+
 
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)  # never backtracks, never fails: linear on any bytes
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
@@ -48,9 +93,7 @@ _TYPE_WORDS = {
 }
 
 
-def decode(
-    body: bytes, shape: type[T], unsupported: Unsupported, without_effect: frozenset[str] = frozenset()
-) -> tuple[T, tuple[str, ...]]:
+def decode(body: bytes, shape: type[T], rules: FieldRules) -> tuple[T, tuple[str, ...]]:
     """The body as `shape`, and the names of the top-level fields that nobody knows.
 
     Raises:
@@ -58,13 +101,14 @@ def decode(
     """
     fields = parse_object(body)
     _drop_foreign_tools(fields)
-    _refuse_unsupported(fields, unsupported)
+    _refuse_unsupported(fields, rules)
+    renamed = _rename(fields, rules)
     try:
         value = msgspec.convert(fields, shape)
     except msgspec.ValidationError as error:
-        raise _field_error(str(error), fields) from None
-    known = getattr(shape, "__struct_fields__", ())
-    unknown = [name for name in fields if name not in known and name not in unsupported and name not in without_effect]
+        raise _field_error(str(error), fields, renamed) from None
+    shaped, refused, ignored = getattr(shape, "__struct_fields__", ()), rules.refused, rules.ignored
+    unknown = [name for name in fields if name not in shaped and name not in refused and name not in ignored]
     return value, tuple(unknown[:MAX_UNKNOWN_FIELDS])
 
 
@@ -162,19 +206,54 @@ def _is_foreign(tool: object) -> bool:
     return isinstance(tool, dict) and isinstance(kind := tool.get("type"), str) and kind != "function"
 
 
-def _refuse_unsupported(fields: dict[str, Any], unsupported: Unsupported) -> None:
-    for name, harmless in unsupported.items():
-        value = fields.get(name)
-        if value is not None and value not in harmless:
-            supported = "".join(f", or send {json.dumps(one)}" for one in harmless)
+def _refuse_unsupported(fields: dict[str, Any], rules: FieldRules) -> None:
+    for name, value, rule in rules.refusals(fields):
+        if value is None or value in rule.neutral or (rule.unless and fields.get(rule.unless[0]) == rule.unless[1]):
+            continue
+        if rule.is_container and isinstance(value, dict):
+            _refuse_contents(name, value, rules)
+        else:
+            supported = "".join(f", or send {json.dumps(one)}" for one in rule.neutral)
             message = f"{name} is not supported by this server with this value. Leave it out{supported}."
             raise InvalidRequest(message, name, "unsupported_parameter")
 
 
-def _field_error(message: str, fields: dict[str, Any]) -> InvalidRequest:
+def _refuse_contents(name: str, contents: dict[str, Any], rules: FieldRules) -> None:
+    for key, value in contents.items():
+        rule = rules.refused.get(key, Refusal())
+        if value is not None and value not in rule.neutral and key not in rules.ignored:
+            param = f"{name}.{key[:MAX_SHOWN_KEY]}"
+            message = (
+                f"{param} is not supported: nothing is read from {name}. Send what you need beside it, or leave it out."
+            )
+            raise InvalidRequest(message, param, "unsupported_parameter")
+
+
+def _rename(fields: dict[str, Any], rules: FieldRules) -> dict[str, str]:
+    """Give aliases their names here.
+
+    Returns: by name, the alias that it came under.
+    """
+    renamed: dict[str, str] = {}
+    for alias in [name for name in fields if name in rules.aliases]:
+        name, neutral = rules.aliases[alias]
+        value = fields.pop(alias)
+        if value is None or value in neutral:
+            continue
+        if fields.get(name) is not None and fields[name] != value:
+            message = f"{alias} is another name of {renamed.get(name, name)} here. Send one of them."
+            raise InvalidRequest(message, alias)
+        fields[name] = value
+        renamed[name] = alias
+    return renamed
+
+
+def _field_error(message: str, fields: dict[str, Any], renamed: dict[str, str]) -> InvalidRequest:
     """msgspec's "Expected `str`, got `int` - at `$.messages[0].role`", in the words and the path of the API."""
     match = _VALIDATION.fullmatch(message)
     what, path = (match["what"], (match["path"] or "").lstrip(".")) if match else (message, "")
+    name = re.split(r"[.\[]", path, maxsplit=1)[0]
+    path = renamed.get(name, name) + path[len(name) :]
     wrong = re.fullmatch(r"Expected `(.*)`, got `(.*)`", what)
     if wrong:
         path = _with_key(path, wrong[2], fields)

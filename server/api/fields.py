@@ -9,7 +9,7 @@ from core.errors import InvalidRequest
 from core.types import SamplingParams
 from core.waiting import LOWEST_CLASS, TOP_CLASS
 from server.api.decoding import MAX_SHOWN_KEY
-from server.api.surface import UNLIMITED_TOKENS, GenerationDefaults, RequestLimits
+from server.api.surface import UNLIMITED_TOKENS, GenerationDefaults, RequestLimits, TokenWishes
 from server.gate.deadlines import ANY_TIME, MAX_DEADLINE_MS, Deadlines
 
 MAX_STOP_LENGTH = 1024  # characters: the detokenizer holds back that much
@@ -30,45 +30,10 @@ RANGES: tuple[tuple[str, float, float], ...] = (
     ("priority", LOWEST_CLASS, TOP_CLASS),
 )
 
-# Fields known to ask for what is not built; shared by all surfaces.
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "beam_width": (0, 1),
-    "use_beam_search": (False,),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_grammar": (),
-    "guided_choice": (),
-    "structured_outputs": (),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "prompt_logprobs": (),
-    "truncate_prompt_tokens": (),
-    "allowed_token_ids": ([],),
-    "bad_words": ([],),
-    "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,),
-}
-
-WITHOUT_EFFECT = frozenset(
-    {
-        "user",
-        "metadata",
-        "service_tier",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-        "verbosity",
-        "include_obfuscation",
-        "cache_control",
-        "store",
-        "parallel_tool_calls",
-    }
-)
-
 
 class StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class DeadlineFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -104,6 +69,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str | None = None
     priority: int | None = None
     ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
     deadlines: DeadlineFields | None = None
     timings: bool | TimingsFields | None = None
     stream: bool | None = None
@@ -117,9 +83,44 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     def includes_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
+    @property
+    def counts_usage(self) -> bool:
+        """In every chunk of a stream, as vLLM does: beside include_usage alone."""
+        return (
+            self.includes_usage and self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+        )
+
+
+class ChoiceFields(SamplingFields, frozen=True, kw_only=True):
+    """What chat and completions have in common beside, all of it as vLLM has it."""
+
+    prompt_logprobs: int | None = None
+    return_token_ids: bool | None = None
+
+
+def token_wishes(fields: ChoiceFields, num_logprobs: int | None, limits: RequestLimits, is_echoed: bool) -> TokenWishes:
+    """
+    Args:
+        num_logprobs: that are asked for with each token.
+        is_echoed: the answer begins with its prompt, with logprobs of its own.
+
+    Raises:
+        InvalidRequest: prompt_logprobs are out of range, or beside what they do not go with.
+    """
+    num_prompt_logprobs = fields.prompt_logprobs
+    if num_prompt_logprobs is not None:
+        _check_range("prompt_logprobs", num_prompt_logprobs, 0, limits.num_top_logprobs)
+        if fields.stream:
+            message = "prompt_logprobs come with a whole answer alone. Leave out stream, or send false."
+            raise InvalidRequest(message, "prompt_logprobs")
+        if is_echoed and num_logprobs not in (None, num_prompt_logprobs):
+            message = f"prompt_logprobs must be as many as logprobs ({num_logprobs}) where the prompt is echoed."
+            raise InvalidRequest(message, "prompt_logprobs")
+    return TokenWishes(num_logprobs, num_prompt_logprobs, bool(fields.return_token_ids), fields.counts_usage)
+
 
 def sampling_params(
-    fields: SamplingFields, defaults: GenerationDefaults, max_tokens: int, num_logprobs: int | None
+    fields: SamplingFields, defaults: GenerationDefaults, max_tokens: int, wishes: TokenWishes, is_echoed: bool = False
 ) -> SamplingParams:
     """Checked, with the model's defaults where the request is silent.
 
@@ -127,6 +128,12 @@ def sampling_params(
         InvalidRequest: a field out of its range.
     """
     limits = defaults.limits
+    num_logprobs = wishes.num_logprobs
+    if num_logprobs is None and wishes.param is not None:
+        num_logprobs = 0  # ids and counts of single tokens come with their logprobs
+    num_prompt_logprobs = wishes.num_prompt_logprobs
+    if num_prompt_logprobs is None and is_echoed:
+        num_prompt_logprobs = wishes.num_logprobs
     _check_ranges(fields)
     if fields.n is not None:
         _check_range("n", fields.n, 1, limits.num_choices)
@@ -151,6 +158,8 @@ def sampling_params(
         stop_token_ids=_stop_token_ids(fields.stop_token_ids or [], defaults.vocab_size),
         ignore_eos=bool(fields.ignore_eos),
         num_logprobs=num_logprobs,
+        num_prompt_logprobs=num_prompt_logprobs,
+        skip_special_tokens=fields.skip_special_tokens is not False,
     )
 
 
@@ -174,7 +183,8 @@ def checked_ids(ids: list[int], param: str, vocab_size: int) -> tuple[int, ...]:
     """Token ids, each one of the vocabulary's."""
     if ids and (min(ids) < 0 or max(ids) >= vocab_size):
         position = next(i for i, token_id in enumerate(ids) if not 0 <= token_id < vocab_size)
-        raise InvalidRequest(f"Token ids must be from 0 to {vocab_size - 1}.", f"{param}[{position}]")
+        where = f"{param}[{position}]"
+        raise InvalidRequest(f"{where} is {ids[position]}: token ids are from 0 to {vocab_size - 1}.", where)
     return tuple(ids)
 
 
@@ -208,8 +218,9 @@ def checked_deadlines(deadlines: DeadlineFields | None) -> Deadlines:
     return Deadlines(**seconds)
 
 
-def checked_model(name: str) -> str:
-    if not name:
+def checked_model(name: str | None) -> str | None:
+    """None: the one that is served."""
+    if name == "":
         raise InvalidRequest("model is empty: name one that GET /v1/models lists.", "model")
     return name
 
@@ -244,7 +255,9 @@ def _logit_bias(biases: dict[str, float], vocab_size: int, most: int) -> tuple[t
     for key, value in biases.items():
         param = f"logit_bias[{key[:MAX_SHOWN_KEY]}]"
         if not _is_id(key, vocab_size):
-            raise InvalidRequest(f"Keys of logit_bias must be token ids from 0 to {vocab_size - 1}.", param)
+            shown = key[:MAX_SHOWN_KEY]
+            message = f"logit_bias has the key {shown!r}: its keys must be token ids from 0 to {vocab_size - 1}."
+            raise InvalidRequest(message, param)
         _check_range(param, value, -100, 100)
     return tuple((int(key), value) for key, value in biases.items())
 

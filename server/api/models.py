@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from core.errors import ErrorKind, ServiceError
+from core.errors import ErrorKind, InvalidRequest, ServiceError
 from server.wire import sse
 
 
@@ -67,6 +67,10 @@ def model_info_reply(card: ServerCard) -> bytes:
     )
 
 
+def version_reply(card: ServerCard) -> bytes:
+    return sse.json_line({"version": card.version})
+
+
 def server_info_reply(card: ServerCard) -> bytes:
     """What SGLang's /server_info says, as far as its router and vLLM's read it; names of both where they differ."""
     name = card.model.id
@@ -103,11 +107,15 @@ def find_model(models: Sequence[ServedModel], name: str | None) -> ServedModel:
 
     Args:
         models: that its caller may use.
-        name: None: whichever there is.
+        name: None: the one that there is.
 
     Raises:
+        InvalidRequest: there are several, and none is named.
         ServiceError: none of them has that name, or there are none; the message lists those that are.
     """
+    if name is None and len(models) > 1:
+        names = ", ".join(model.id for model in models)
+        raise InvalidRequest(f"model is missing. Served: {names}.", "model", "missing_required_parameter")
     for model in models:
         if name is None or model.id == name:
             return model

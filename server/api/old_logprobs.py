@@ -71,15 +71,27 @@ class OldLogprobs:
 
 
 class _Texts(dict[int, str]):
-    """Token id to text, each asked for once: a long prompt with the likeliest beside each token has many twice."""
+    """Token id to text, or to `bytes:\\xc3` where it is a part of a character, as OpenAI writes it.
+
+    Each is asked for once: a long prompt with the likeliest beside each token has many twice.
+    """
 
     def __init__(self, context: ReplyContext) -> None:
         super().__init__()
-        self._token_str = context.token_str
+        self._token_bytes = context.token_bytes
 
     def __missing__(self, token_id: int) -> str:
-        text = self[token_id] = self._token_str(token_id)
+        data = self._token_bytes(token_id)
+        try:
+            text = data.decode()
+        except UnicodeDecodeError:
+            text = "bytes:" + "".join(map(_shown_byte, data))
+        self[token_id] = text
         return text
+
+
+def _shown_byte(byte: int) -> str:
+    return chr(byte) if 0x20 <= byte < 0x7F and byte != ord("\\") else f"\\x{byte:02x}"
 
 
 class _TextOffsets:

@@ -11,7 +11,17 @@ from server.api import fields
 from server.api.answers import logprob_entries, refuse_broken
 from server.api.content import Content, checked_role, flatten, missing_field
 from server.api.decoding import decode
-from server.api.surface import ChatPrompt, Choice, DefaultsOf, Extras, GenerationCall, GenerationDefaults, ReplyContext
+from server.api.known_fields import Surface, rules_of
+from server.api.surface import (
+    ChatPrompt,
+    Choice,
+    DefaultsOf,
+    Extras,
+    GenerationCall,
+    GenerationDefaults,
+    ReplyContext,
+    TokenWishes,
+)
 from server.wire import sse
 
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
@@ -29,16 +39,7 @@ INCLUDABLE = frozenset(
     }
 )
 
-UNSUPPORTED: dict[str, tuple[Any, ...]] = fields.UNSUPPORTED | {
-    "previous_response_id": (),
-    "conversation": (),
-    "background": (False,),
-    "prompt": (),
-    "context_management": ([],),
-    "truncation": ("disabled",),
-    "n": (1,),
-}
-WITHOUT_EFFECT = fields.WITHOUT_EFFECT | {"max_tool_calls"}
+RULES = rules_of(Surface.RESPONSES)
 
 # Why a sequence ended -> why the response is incomplete; a reason not here completes it.
 _INCOMPLETE = {FinishReason.LENGTH: "max_output_tokens", FinishReason.CONTENT_FILTER: "content_filter"}
@@ -53,53 +54,46 @@ class InputItem(msgspec.Struct, frozen=True, kw_only=True):
     content: Content = msgspec.UNSET
 
 
-class TextFormat(msgspec.Struct, frozen=True):
-    type: str
-
-
-class TextConfig(msgspec.Struct, frozen=True):
-    format: TextFormat | None = None
-
-
-class Reasoning(msgspec.Struct, frozen=True):
-    effort: str | None = None
-
-
 class ResponsesBody(fields.SamplingFields, frozen=True, kw_only=True):
-    model: str
+    """Of `text` and `reasoning`, what asks for something is refused by known_fields."""
+
+    model: str | None = None
     input: str | list[InputItem]
     instructions: str | None = None
     max_output_tokens: int | None = None
-    max_tokens: int | None = None  # chat completions call it so
-    max_completion_tokens: int | None = None
     top_logprobs: int | None = None
     include: list[str] | None = None
-    text: TextConfig | None = None
-    reasoning: Reasoning | None = None
+    text: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
     metadata: dict[str, str] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    max_tool_calls: int | None = None
+    tool_choice: str | None = None
 
 
 class ResponsesSurface:
     """Implements surface.Surface."""
 
     def parse(self, body: bytes, defaults_of: DefaultsOf) -> GenerationCall:
-        wire, unknown_fields = decode(body, ResponsesBody, UNSUPPORTED, WITHOUT_EFFECT)
-        defaults = defaults_of(fields.checked_model(wire.model))
-        _refuse_formats(wire)
-        _refuse_other_names(wire)
+        wire, unknown_fields = decode(body, ResponsesBody, RULES)
+        model, defaults = defaults_of(fields.checked_model(wire.model))
         _check_include(wire.include or [])
         _check_metadata(wire.metadata or {})
         max_tokens = fields.checked_max_tokens(wire.max_output_tokens, "max_output_tokens")
+        wishes = TokenWishes(_num_logprobs(wire, defaults))
         return GenerationCall(
-            model=wire.model,
+            model=model,
             prompts=(_prompt(wire),),
-            sampling=fields.sampling_params(wire, defaults, max_tokens, _num_logprobs(wire, defaults)),
+            sampling=fields.sampling_params(wire, defaults, max_tokens, wishes),
             cache_salt=fields.checked_cache_salt(wire.cache_salt),
             priority=wire.priority,
             deadlines=fields.checked_deadlines(wire.deadlines),
             is_stream=bool(wire.stream),
             wants_timings=bool(wire.timings),
             tells_queue=wire.tells_queue,
+            tokens=wishes,
             wire=wire,
             unknown_fields=unknown_fields,
         )
@@ -230,7 +224,27 @@ def _prompt(wire: ResponsesBody) -> ChatPrompt:
         return ChatPrompt((*messages, {"role": "user", "content": wire.input}), "input")
     if not wire.input:
         raise InvalidRequest("input is empty: send text or at least one message.", "input")
-    return ChatPrompt((*messages, *(_message(item, f"input[{i}]") for i, item in enumerate(wire.input))), "input")
+    thought = ""  # of the reasoning item before a message
+    for i, item in enumerate(wire.input):
+        if item.type == "reasoning":
+            thought = _thought(item, f"input[{i}]")
+            continue
+        message = _message(item, f"input[{i}]")
+        if thought and message["role"] == "assistant":
+            message["reasoning_content"] = thought
+        thought = ""
+        messages.append(message)
+    if not messages:
+        raise InvalidRequest("input has no message: send at least one.", "input")
+    return ChatPrompt(tuple(messages), "input")
+
+
+def _thought(item: InputItem, param: str) -> str:
+    """The words of a reasoning item, which the chat template may show. A summary, or what is encrypted, is not them."""
+    content = item.content
+    if isinstance(content, list):
+        content = [part for part in content if part.type == "reasoning_text"]
+    return flatten(content, f"{param}.content") if content else ""
 
 
 def _message(item: InputItem, param: str) -> dict[str, Any]:
@@ -243,21 +257,6 @@ def _message(item: InputItem, param: str) -> dict[str, Any]:
     if item.role is None:
         raise missing_field(f"{param}.role")
     return {"role": checked_role(item.role, f"{param}.role"), "content": flatten(item.content, f"{param}.content")}
-
-
-def _refuse_formats(wire: ResponsesBody) -> None:
-    text_format = wire.text.format if wire.text else None
-    if text_format is not None and text_format.type != "text":
-        raise InvalidRequest("Only text.format of type text is supported.", "text.format", "unsupported_parameter")
-    if wire.reasoning is not None and wire.reasoning.effort not in (None, "none"):
-        raise InvalidRequest("This model does not reason: leave it out.", "reasoning.effort", "unsupported_parameter")
-
-
-def _refuse_other_names(wire: ResponsesBody) -> None:
-    """A limit that would be ignored: the answer would be longer, and dearer, than its client allows."""
-    for name, value in (("max_tokens", wire.max_tokens), ("max_completion_tokens", wire.max_completion_tokens)):
-        if value is not None:
-            raise InvalidRequest(f"Responses have no {name}: send max_output_tokens.", name, "unsupported_parameter")
 
 
 def _check_include(include: list[str]) -> None:
@@ -328,11 +327,18 @@ def _response(call: GenerationCall, context: ReplyContext, status: str) -> dict[
         "previous_response_id": None,
         "reasoning": {"effort": None, "summary": None},
         "background": False,
+        "completed_at": int(context.unix_clock()) if status == "completed" else None,
+        "presence_penalty": call.sampling.presence_penalty,
+        "frequency_penalty": call.sampling.frequency_penalty,
+        "max_tool_calls": wire.max_tool_calls,
+        "safety_identifier": wire.safety_identifier,
+        "prompt_cache_key": wire.prompt_cache_key,
+        "user": wire.user,
         "service_tier": "default",
         "store": False,
         "temperature": call.sampling.temperature,
         "text": {"format": {"type": "text"}},
-        "tool_choice": "auto",
+        "tool_choice": wire.tool_choice or "auto",
         "tools": [],
         "top_logprobs": call.sampling.num_logprobs or 0,
         "top_p": call.sampling.top_p,

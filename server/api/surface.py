@@ -19,6 +19,7 @@ UNLIMITED_TOKENS = 2**31 - 1  # max_tokens when the request names none: the life
 
 class TextPrompt(msgspec.Struct, frozen=True):
     text: str
+    adds_special_tokens: bool = True  # as the model wants them around a raw text
 
 
 class IdsPrompt(msgspec.Struct, frozen=True):
@@ -41,12 +42,39 @@ Extras = dict[str, Any]
 Prompt = TextPrompt | IdsPrompt | ChatPrompt
 
 
-class RequestLimits(msgspec.Struct, frozen=True):
-    """What one request may ask for."""
+class TokenWishes(msgspec.Struct, frozen=True):
+    """What an answer tells of single tokens.
 
-    num_choices: int = 8
-    num_prompts: int = 16
-    num_stops: int = 4
+    Args:
+        num_logprobs: with each token, of so many that were likeliest; None: none.
+        num_prompt_logprobs: likewise of the prompt's, in vLLM's form.
+        returns_ids: of the prompt, and of what is said.
+        counts_usage: in each chunk of a stream.
+    """
+
+    num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
+    returns_ids: bool = False
+    counts_usage: bool = False
+
+    @property
+    def param(self) -> str | None:
+        """The field that asks for any of it."""
+        asked = {
+            "logprobs": self.num_logprobs is not None,
+            "prompt_logprobs": self.num_prompt_logprobs is not None,
+            "return_token_ids": self.returns_ids,
+            "stream_options.continuous_usage_stats": self.counts_usage,
+        }
+        return next((name for name, is_asked in asked.items() if is_asked), None)
+
+
+class RequestLimits(msgspec.Struct, frozen=True):
+    """What one request may ask for. Evaluation comes in batches, with n for pass@k and a list of stop strings."""
+
+    num_choices: int = 64
+    num_prompts: int = 256
+    num_stops: int = 16
     num_logit_biases: int = 300
     num_top_logprobs: int = 20
 
@@ -66,8 +94,8 @@ class GenerationDefaults(msgspec.Struct, frozen=True):
     limits: RequestLimits = RequestLimits()
 
 
-# By the model's name; raises for one that the caller may not use
-DefaultsOf = Callable[[str], GenerationDefaults]
+# By the model's name, None: the one that there is; gives its name, too. Raises for one that the caller may not use
+DefaultsOf = Callable[[str | None], tuple[str, GenerationDefaults]]
 
 
 class GenerationCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,6 +113,7 @@ class GenerationCall(msgspec.Struct, frozen=True, kw_only=True):
     wants_timings: bool = False
     tells_queue: bool = False  # comments on its place in the queue and its prefill, of a stream
     echo: bool = False  # completions: the prompt comes before the text
+    tokens: TokenWishes = TokenWishes()
     wire: Any = None  # the surface's own parsed struct, for what its answer repeats (responses echoes its parameters)
     unknown_fields: tuple[str, ...] = ()  # of the body's top level; ignored, but counted
 
@@ -95,16 +124,23 @@ class ReplyContext(msgspec.Struct, frozen=True):
     Args:
         reply_id: unique; the surface puts its own prefix before it ("chatcmpl-").
         created_s: unix time.
+        unix_clock: tells it.
+        fingerprint: of what computes the answer: another one may say other tokens for the same seed.
         token_str: id to text, and to its bytes, for logprobs.
-        prompt_texts: of completions with echo, one per prompt; prompt_ids: likewise, as they were computed.
+        prompt_lengths: in tokens, one per prompt.
+        prompt_texts: of completions with echo, one per prompt; prompt_ids: likewise, as they were computed, and where
+            they are asked for.
         special_ids: of the tokens that no text shows.
     """
 
     reply_id: str
     created_s: int
     model: str
+    unix_clock: Callable[[], float]
+    fingerprint: str
     token_str: Callable[[int], str]
     token_bytes: Callable[[int], bytes]
+    prompt_lengths: tuple[int, ...] = ()
     prompt_texts: tuple[str, ...] = ()
     prompt_ids: tuple[tuple[int, ...], ...] = ()
     special_ids: Set[int] = frozenset()

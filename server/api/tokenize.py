@@ -1,24 +1,17 @@
 """/tokenize and /detokenize: how the model reads a prompt. Wire only. Thread: loop."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from core.errors import InvalidRequest
 from server.api.content import Message, chat_prompt
-from server.api.decoding import decode
+from server.api.decoding import FieldRules, decode
+from server.api.known_fields import Surface, rules_of
 from server.api.surface import ChatPrompt, TextPrompt
 from server.wire import sse
 
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "add_special_tokens": (True,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "tools": ([],),
-}
+RULES = rules_of(Surface.TOKENIZE)
 
 
 class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,6 +19,7 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str | None = None
     messages: list[Message] | None = None
     return_token_strs: bool | None = None
+    add_special_tokens: bool | None = None
 
 
 class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,10 +45,17 @@ def parse_tokenize(body: bytes) -> TokenizeCall:
     Raises:
         InvalidRequest: with `param`, the path of the field to mend.
     """
-    wire, unknown_fields = decode(body, TokenizeBody, UNSUPPORTED)
+    wire, unknown_fields = decode(body, TokenizeBody, RULES)
     if (wire.prompt is None) == (wire.messages is None):
         raise InvalidRequest("Send either prompt or messages.", "prompt")
-    prompt = TextPrompt(wire.prompt) if wire.prompt is not None else chat_prompt(wire.messages or [])
+    prompt: TextPrompt | ChatPrompt
+    if wire.prompt is not None:
+        prompt = TextPrompt(wire.prompt, wire.add_special_tokens is not False)
+    elif wire.add_special_tokens:
+        message = "The chat template writes the special tokens of messages out. Leave it out, or send false."
+        raise InvalidRequest(message, "add_special_tokens", "unsupported_parameter")
+    else:
+        prompt = chat_prompt(wire.messages or [])
     return TokenizeCall(
         model=wire.model,
         prompt=prompt,
@@ -69,12 +70,25 @@ def tokenize_reply(ids: Sequence[int], max_model_len: int, token_strs: Sequence[
     )
 
 
+def tokenizer_info_reply(special_tokens: Mapping[str, str], chat_template: str | None, max_model_len: int) -> bytes:
+    """In vLLM's words. Special tokens that the model does not have are null."""
+    names = ("bos_token", "eos_token", "pad_token", "unk_token")
+    return sse.json_line(
+        {
+            **dict.fromkeys(names),
+            **special_tokens,
+            "chat_template": chat_template,
+            "model_max_length": max_model_len,
+        }
+    )
+
+
 def parse_detokenize(body: bytes) -> DetokenizeCall:
     """
     Raises:
         InvalidRequest: with `param`, the path of the field to mend.
     """
-    wire, unknown_fields = decode(body, DetokenizeBody, {})
+    wire, unknown_fields = decode(body, DetokenizeBody, FieldRules())
     return DetokenizeCall(model=wire.model, ids=wire.tokens, unknown_fields=unknown_fields)
 
 

@@ -62,6 +62,17 @@ SOURCES = """\
 settings:
   --some-name is also STEPLOOP_SOME_NAME in the environment and some_name in the TOML file of --config.
   Flags win over the environment, the environment over the file. Sizes: 512MiB, 2GiB. Times: 500ms, 10s, 5min."""
+# As other servers call it, and not alike
+OTHERS_FLAGS = {
+    "-c": "--config",
+    "-f": "--config",
+    "-m": "--model",
+    "-p": "--port",
+    "--config-file": "--config",
+    "--ctx-size": "--max-model-len",
+    "--file": "--config",
+    "--settings": "--config",
+}
 CHAT_FIELDS = {option.field_name for option in OPTIONS if option.group in ("model", "engine")} | {
     "config_file",
     "api_keys",
@@ -97,6 +108,11 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
         "--quality",
         action="store_true",
         help="load the model, plain and quantised (--quantize SCHEME, or both), and compare what they say of a text",
+    )
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="load the model and measure anew which threads and kernels are the fastest for it (on a CPU)",
     )
     _add_options(parser, OPTIONS)
 
@@ -194,7 +210,12 @@ def _epilog(command: str, examples: str) -> str:
 def refuse_unknown(parser: CommandParser, word: str) -> NoReturn:
     if parser.prog.endswith(" chat") and not word.startswith("-"):
         raise StartupError(f"unknown argument: {word}", f"steploop chat -q {shlex.quote(word)}", ExitCode.USAGE)
+    if parser.prog.endswith(" serve") and not word.startswith("-"):
+        flag = "--config" if word.endswith(".toml") else "--model"
+        raise StartupError(f"unknown argument: {word}", f"steploop serve {flag} {shlex.quote(word)}", ExitCode.USAGE)
     name = word.partition("=")[0]
+    if name in OTHERS_FLAGS:
+        parser.error(f"unknown argument: {name}; did you mean {OTHERS_FLAGS[name]}?")
     flags = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
     parser.error(f"unknown argument: {name}{did_you_mean(name, flags) if name.startswith('-') else ''}")
 

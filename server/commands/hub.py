@@ -42,7 +42,6 @@ OPTIONAL = (
     "chat_template.jinja",
 )
 _TEMPLATE = re.compile(r"additional_chat_templates/[\w.-]+\.jinja")
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 logger = logging.getLogger(__name__)
 
@@ -77,8 +76,10 @@ def fetch(hub: Hub, model: HubId, report: ReportBytes) -> Path:
         return _fetch_commit(hub, model, commit, files, report)
     except OSError as error:
         cause = f"{model} cannot be kept in {hub.cache}: {error.strerror or error}"
-        fix = "make room" if error.errno in _FULL else "make it writable"
-        raise StartupError(cause, f"{fix}, or name another directory: HF_HOME=DIR", ExitCode.MODEL) from error
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        fix = "make room" if is_full or error.errno == errno.EFBIG else "make it writable"
+        exit_code = ExitCode.TRANSIENT if is_full else ExitCode.MODEL
+        raise StartupError(cause, f"{fix}, or name another directory: HF_HOME=DIR", exit_code) from error
 
 
 def _in_spite_of(reason: str, hub: Hub, model: HubId, found: Path) -> Path:

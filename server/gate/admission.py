@@ -1,5 +1,9 @@
 """Who may still join the queue: bounded in requests, tokens and bytes, and who can be served in time. Thread: loop.
 
+All three are bounded for the server, and by share for each tenant (core/fairness.py, SharedRoom). Where there is no
+room for one whose tenant has not had its share, others have to go: first those whose readers have stopped, then the
+latest of a tenant that holds more than its part, which it could have as long as nobody else asked.
+
 A request takes its place once its body is complete, and keeps it to its end. From when it is handed to the engine until
 its first token it waits, in the line of its class and tenant: what stands before it there, and the step-cost model, say
 when its first token can be expected. One that would come too late is refused at once: it would only have others wait,
@@ -7,14 +11,16 @@ be called off in the end, and have its client try again late.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from core.errors import ErrorKind, ServiceError
+from core.fairness import MOST_PART, SharedRoom
 from core.types import EngineStats, Request, Usage
 from core.wait_estimate import (
     FIRST_GUESS_TOKENS,
     Backlog,
+    Bookings,
     DrainMeter,
     EngineRoom,
     Margin,
@@ -29,6 +35,7 @@ from server.gate.queue_limits import QueueLimits
 LEAST_RETRY_S, MOST_RETRY_S = 1.0, 60.0
 NUMBER_EVERY_S = 0.1  # places in a line, and how long answers go on
 ANSWER_RATE = 1 / 32  # of the newest answer in the mean of their lengths
+PATIENCE_S = 1.0  # with a reader that has stopped, before its request goes for any other
 
 
 @dataclass(slots=True, eq=False)
@@ -127,9 +134,11 @@ class Admission:
     def __init__(
         self, limits: QueueLimits, room: EngineRoom, stats: Callable[[], EngineStats], clock: Callable[[], float]
     ) -> None:
-        self.num_requests = 0
-        self.num_bytes = 0
-        self._limits = limits
+        self._requests = SharedRoom(limits.max_requests)
+        self._bytes = SharedRoom(limits.max_bytes)
+        self._tokens = SharedRoom(limits.max_tokens)
+        self._places: dict[Place, None] = {}  # in order
+        self._paused: dict[Place, float] = {}  # since when, in order
         self._room = room
         self._stats = stats
         self._clock = clock
@@ -141,7 +150,19 @@ class Admission:
         self._first_left = math.inf  # of the one that has fewest until its max_tokens, as it was then
         self._counted_s = -math.inf
         self._meter = DrainMeter()
+        self._departures = DrainMeter()  # of places, while some are refused
+        self._refused_s = -math.inf  # when one was, last
+        self._bookings = Bookings()
         self.margin = Margin()
+
+    @property
+    def num_requests(self) -> int:
+        """That wait, run or are paused."""
+        return round(self._requests.total)
+
+    @property
+    def num_bytes(self) -> int:
+        return round(self._bytes.total)
 
     @property
     def num_decoding(self) -> int:
@@ -153,8 +174,8 @@ class Admission:
         """Nobody waits, and nobody is served."""
         return not self._lines and self.num_decoding == 0
 
-    def check(self, num_bytes: int) -> None:
-        """Whether there is room for one more, as far as a request's head tells.
+    def check(self, tenant: str, num_bytes: int) -> None:
+        """Whether there is room for one more of the tenant's, or could be, as far as a request's head tells.
 
         Args:
             num_bytes: of its body, where that is known.
@@ -162,14 +183,9 @@ class Admission:
         Raises:
             ServiceError: overloaded.
         """
-        limits = self._limits
-        if self.num_requests >= limits.max_requests:
-            raise self._overloaded(f"has {limits.max_requests} requests in progress, as many as it takes")
-        if self._waiting.prompt_tokens >= limits.max_tokens:
-            raise self._overloaded_by_tokens()
-        if self.num_bytes and self.num_bytes + num_bytes > limits.max_bytes:
-            shown = f"takes {limits.max_bytes:,} bytes of requests at once: {self.num_bytes:,} are in progress"
-            raise self._overloaded(shown + (f", and this has {num_bytes:,}" if num_bytes else ""))
+        self._victims(self._requests, tenant, 1)
+        self._victims(self._tokens, tenant, 0)
+        self._victims(self._bytes, tenant, num_bytes)
 
     def check_hope(self, asker: Asker, allowed_s: float) -> None:
         """Whether a request of one token could be in time: no other can be if that cannot.
@@ -179,29 +195,107 @@ class Admission:
         """
         self.check_in_time(self.ahead_of(asker), backlog_of(1, 1), allowed_s)
 
-    def enter(self, num_bytes: int) -> "Place":
+    def enter(self, tenant: str, num_bytes: int) -> "Place":
         """A place for a request whose body is complete.
+
+        Args:
+            tenant: as whom its caller shares the machine with others.
 
         Raises:
             ServiceError: overloaded.
         """
-        self.check(num_bytes)
-        self.num_requests += 1
-        self.num_bytes += num_bytes
-        return Place(self, num_bytes)
+        self.check(tenant, num_bytes)
+        self._make_room(self._requests, tenant, 1)
+        self._make_room(self._bytes, tenant, num_bytes)
+        place = Place(self, tenant, num_bytes)
+        self._requests.take(tenant, 1)
+        self._bytes.take(tenant, num_bytes)
+        self._places[place] = None
+        return place
 
-    def _overloaded(self, shown: str) -> ServiceError:
-        retry_s = self._retry_s(self._waiting.num_requests, self._expected_end_s() or LEAST_RETRY_S)
-        message = f"The server {shown}. Try again in {math.ceil(retry_s)} s."
-        return ServiceError(ErrorKind.UNAVAILABLE, message, "overloaded", retry_after_s=retry_s)
+    def make_room_for_tokens(self, tenant: str, num: float) -> None:
+        """Let prompts of so many wait.
 
-    def _overloaded_by_tokens(self, num_tokens: float = 0) -> ServiceError:
+        Raises:
+            ServiceError: overloaded.
+        """
+        self._make_room(self._tokens, tenant, num)
+
+    def _make_room(self, room: SharedRoom, tenant: str, num: float) -> None:
+        """
+        Raises:
+            ServiceError: overloaded.
+        """
+        for victim in self._victims(room, tenant, num):
+            victim.give_way(
+                self._overloaded(victim.tenant, "is full, and gave this request's place to another's tenant")
+            )
+
+    def _victims(self, room: SharedRoom, tenant: str, num: float) -> list["Place"]:
+        """Who has to go so that the tenant may have so much more of the room.
+
+        Raises:
+            ServiceError: overloaded: the tenant has its share, or all of them would not be enough.
+        """
+        if room.exceeds_share(tenant, num):
+            shown = f"gives one tenant {MOST_PART:.0%} of the room that others leave: yours has "
+            raise self._overloaded(tenant, shown + self._held(room, room.held[tenant], num))
+        lacking = room.lacks(max(num, 1))
+        victims: list[Place] = []
+        if lacking <= 0:
+            return victims
+        for place in self._in_turn(room, tenant):
+            freed = self._held_by(place, room)
+            if freed:
+                victims.append(place)
+                lacking -= freed
+                if lacking <= 0:
+                    return victims
+        raise self._overloaded(tenant, "has " + self._held(room, room.total, num))
+
+    def _in_turn(self, room: SharedRoom, tenant: str) -> Iterator["Place"]:
+        """Who goes for a request of the tenant's, as far as anybody does."""
+        held, own = room.held, room.held.get(tenant, 0.0)
+        late_s = self._clock() - PATIENCE_S
+        for place, since_s in self._paused.items():
+            if since_s <= late_s or held.get(place.tenant, 0.0) > own:
+                yield place
+        borrower = room.borrower()
+        if borrower not in (None, tenant):
+            theirs = [one for one in reversed(self._places) if one.tenant == borrower and one not in self._paused]
+            yield from sorted((one for one in theirs if one.end is not None), key=lambda one: one.has_begun)
+
+    def _held_by(self, place: "Place", room: SharedRoom) -> float:
+        if room is self._requests:
+            return 1
+        return place.num_bytes if room is self._bytes else place.num_waiting_tokens
+
+    def _held(self, room: SharedRoom, held: float, num: float) -> str:
+        """How much is held of a room, and how much more was asked for, in words."""
+        if room is self._requests:
+            return f"{held:,.0f} requests in progress, of {room.capacity:,.0f} that it takes"
+        what = "prompt tokens that wait" if room is self._tokens else "bytes of requests in progress"
+        more = f", and this has {num:,.0f}" if num else ""
+        return f"{held:,.0f} {what}, of {room.capacity:,.0f} that it takes{more}"
+
+    def _overloaded(self, tenant: str, shown: str) -> ServiceError:
         """
         Args:
-            num_tokens: of the one that is refused, where that is known.
+            shown: what the server has or does.
         """
-        shown = f"lets {self._limits.max_tokens:,} prompt tokens wait: {self._waiting.prompt_tokens:,.0f} do"
-        return self._overloaded(shown + (f", and this has {num_tokens:,.0f}" if num_tokens else ""))
+        now_s = self._clock()
+        is_first = now_s > self._refused_s + MOST_RETRY_S
+        self._refused_s = now_s
+        interval_s = None if is_first else self._departures.seconds_for(1, now_s)
+        if interval_s is None:
+            num_waiting = self._waiting.num_requests
+            measured_s = self._meter.seconds_for(1, now_s) if num_waiting else None
+            interval_s = measured_s or self._expected_end_s() or LEAST_RETRY_S
+        retry_s = max(LEAST_RETRY_S, self._bookings.book(tenant, interval_s, now_s))
+        if retry_s > MOST_RETRY_S:  # nobody waits longer, and they are not to come all at once
+            retry_s = MOST_RETRY_S / 2 * (1 + retry_s / (MOST_RETRY_S / 2) % 1)
+        message = f"The server {shown}. Try again in {math.ceil(retry_s)} s."
+        return ServiceError(ErrorKind.UNAVAILABLE, message, "overloaded", retry_after_s=retry_s)
 
     def _retry_s(self, num_requests: float, otherwise_s: float) -> float:
         """Until so many have left the queue, as fast as they did of late.
@@ -213,6 +307,22 @@ class Admission:
         return min(max(otherwise_s if measured_s is None else measured_s, LEAST_RETRY_S), MOST_RETRY_S)
 
     # What places ask and tell.
+
+    def pause(self, place: "Place") -> None:
+        """Its reader has stopped."""
+        self._paused[place] = self._clock()
+
+    def resume(self, place: "Place") -> None:
+        self._paused.pop(place, None)
+
+    def release(self, place: "Place") -> None:
+        """Others may have its room."""
+        self._requests.give(place.tenant, 1)
+        self._bytes.give(place.tenant, place.num_bytes)
+        del self._places[place]
+        self._paused.pop(place, None)
+        now_s = self._clock()
+        self._departures.note(now_s, is_empty=now_s > self._refused_s + MOST_RETRY_S)
 
     def ahead_of(self, asker: Asker, entry: _Entry | None = None, now_s: float = 0.0) -> Ahead:
         """What would be served before a request that came now.
@@ -307,15 +417,6 @@ class Admission:
         expected_s = self._expected_s(ahead, entry.backlog, self.margin.factor)
         return QueueView(round(ahead.all.num_requests), expected_s)
 
-    def check_tokens(self, num_tokens: float) -> None:
-        """
-        Raises:
-            ServiceError: overloaded.
-        """
-        num_waiting = self._waiting.prompt_tokens
-        if num_waiting and num_waiting + num_tokens > self._limits.max_tokens:
-            raise self._overloaded_by_tokens(num_tokens)
-
     def add(self, asker: Asker, own: Backlog) -> _Entry:
         line = self._lines.setdefault((asker.priority, asker.tenant, asker.is_due), _Line(asker.share))
         line.share = asker.share
@@ -323,6 +424,7 @@ class Admission:
         line.entries[entry] = None
         line.total.add(own)
         self._waiting.add(own)
+        self._tokens.take(asker.tenant, own.prompt_tokens)
         return entry
 
     def remove(self, entry: _Entry) -> None:
@@ -331,6 +433,7 @@ class Admission:
         del line.entries[entry]
         line.total.add(entry.backlog, -1.0)
         self._waiting.add(entry.backlog, -1.0)
+        self._tokens.give(entry.asker.tenant, entry.backlog.prompt_tokens)
         if not line.entries:
             self._lines = {key: other for key, other in self._lines.items() if other is not line}
         self._meter.note(self._clock(), is_empty=not self._lines)
@@ -352,11 +455,18 @@ def _shown(seconds: float) -> str:
 
 
 class Place:
-    """One request's, from its complete body to its end: enter, admit, on_first_token, on_choice_end, leave."""
+    """One request's, from its complete body to its end: enter, admit, on_first_token, on_choice_end, leave.
 
-    def __init__(self, admission: Admission, num_bytes: int) -> None:
+    Attributes:
+        end: breaks the request off, if others must have its place; None: it cannot be.
+    """
+
+    def __init__(self, admission: Admission, tenant: str, num_bytes: int) -> None:
+        self.tenant = tenant
+        self.num_bytes = num_bytes
+        self.end: Callable[[ServiceError], None] | None = None
         self._admission = admission
-        self._num_bytes = num_bytes
+        self._is_released = False
         self._num_choices = 1  # of each prompt
         self._entries: dict[int, _Entry] = {}  # that wait, by prompt
         self._expected_s = math.inf  # when its first token was to come, of which nobody has told the margin
@@ -376,9 +486,9 @@ class Place:
         """
         admission, first = self._admission, requests[0]
         backlogs = [backlog_of(len(one.prompt_ids), one.num_sequences) for one in requests]
-        admission.check_tokens(sum(own.prompt_tokens for own in backlogs))
         asker = Asker(first.priority, first.tenant, first.share, first.deadline_s is not None)
         expected_s = admission.check_in_time(admission.ahead_of(asker), backlogs[0], ttft_due_s - now_s)
+        admission.make_room_for_tokens(first.tenant, sum(own.prompt_tokens for own in backlogs))
         if expected_s is not None and not admission.is_idle:
             self._expected_s = now_s + expected_s
         self._num_choices = first.num_sequences
@@ -415,12 +525,45 @@ class Place:
             usage: None: it was never handed to the engine, or its task was cancelled.
         """
         admission = self._admission
-        admission.num_requests -= 1
-        admission.num_bytes -= self._num_bytes
-        for entry in self._entries.values():
-            admission.remove(entry)
+        self._release()
+        self._stop_waiting()
         if self._num_begun and usage is not None:
             admission.note_answer(usage.num_completion_tokens / self._num_begun)
         for answer in self._answers.values():
             admission.end_answer(answer)
         self._tell_margin(now_s, has_come=False)
+
+    @property
+    def has_begun(self) -> bool:
+        """Some of its answer has been said."""
+        return self._num_begun > 0
+
+    @property
+    def num_waiting_tokens(self) -> float:
+        """Of its prompts."""
+        return sum(entry.backlog.prompt_tokens for entry in self._entries.values())
+
+    def pause(self) -> None:
+        """Its reader has stopped."""
+        if not self._is_released:
+            self._admission.pause(self)
+
+    def resume(self) -> None:
+        self._admission.resume(self)
+
+    def give_way(self, error: ServiceError) -> None:
+        """Break it off for another's sake. What it holds is free at once."""
+        assert self.end is not None, "only who can be ended is asked to give way"
+        self._stop_waiting()
+        self._release()
+        self.end(error)
+
+    def _stop_waiting(self) -> None:
+        for entry in self._entries.values():
+            self._admission.remove(entry)
+        self._entries = {}
+
+    def _release(self) -> None:
+        if not self._is_released:
+            self._is_released = True
+            self._admission.release(self)

@@ -5,8 +5,9 @@ is, everyone is the tenant `local`, and the process listens to this machine alon
 """
 
 import logging
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from hmac import compare_digest
 
@@ -31,6 +32,7 @@ _WANTED = {
     CERTIFICATE: "a client certificate that names a tenant",
 }
 NUM_ID_DIGITS = 12  # of its digest, which name a key that is not in the keys file
+_PLAIN_SUBJECT = re.compile(r"[A-Za-z0-9_.@|:+/-]{1,64}")
 ALL_SCOPES = frozenset(Scope)
 _COMMON_SCOPES = frozenset({Scope.INFERENCE, Scope.USAGE})  # of who shows no key that says more
 
@@ -40,13 +42,24 @@ class Caller:
     """Who sent a request.
 
     Args:
-        key_id: the prefix of the key it showed, or of the digest of one that is not in the keys file; None: it showed
-            none.
+        key_id: the prefix of the key it showed, or of the digest of one that is not in the keys file; of a JWT, what
+            stands for its subject. Whoever has one is bounded by key_limits. None: it showed neither.
+        digest: of the key it showed.
+        subject: of the JWT it showed; empty: it has none.
+        network: where nobody need say who he is: the address it came from, of IPv6 the /64.
     """
 
     tenant: Tenant
     scopes: frozenset[Scope] = ALL_SCOPES
     key_id: str | None = None
+    network: str | None = field(default=None, compare=False)
+    digest: bytes | None = field(default=None, compare=False, repr=False)
+    subject: str | None = None
+
+    @property
+    def sharing_name(self) -> str:
+        """As whom it shares the machine with others."""
+        return self.tenant.name if self.network is None else f"{self.tenant.name} {self.network}"
 
     def check_scope(self, scope: Scope) -> None:
         """
@@ -93,9 +106,66 @@ class Directory:
     certificates: Mapping[tuple[str, str], Tenant] = field(default_factory=dict)
     is_open: bool = True
 
+    def has_revoked(self, caller: Caller) -> bool:
+        """Whether it showed what is good no more; what has expired since was good enough for its request."""
+        if caller.digest is not None:
+            known = self.keys.get(caller.digest)
+            return known is None or known.is_revoked
+        return caller.tenant.name not in self.tenants and caller.tenant != LOCAL
+
+    def without(self, stated: "Stated") -> "Directory":
+        """Less what is no longer stated.
+
+        Returns: itself, if all of it is.
+        """
+        tenants = {name: one for name, one in self.tenants.items() if stated.tenants is None or name in stated.tenants}
+        keys: dict[bytes, KnownKey] = {}
+        for digest, known in self.keys.items():
+            name = known.caller.tenant.name
+            if name in tenants or name not in self.tenants:
+                keys[digest] = replace(known, is_revoked=known.is_revoked or stated.has_revoked(known))
+        certificates = {
+            name: one
+            for name, one in self.certificates.items()
+            if one.name in tenants and (stated.certificates is None or name in stated.certificates)
+        }
+        found = replace(self, tenants=tenants, keys=keys, certificates=certificates)
+        return self if found == self else found
+
     def num_valid_keys(self, unix_s: float) -> int:
         """Keys that are taken at that time."""
         return sum(not (key.is_revoked or key.is_expired(unix_s)) for key in self.keys.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Stated:
+    """Who is named by what can be read of a configuration that is not fit; None: that cannot be told.
+
+    Args:
+        tenants: names of [[tenants]].
+        digests: of the keys that stand in [[tenants]].
+        certificates: names that stand there.
+        records: of the keys file.
+        own_digests: of keys that stood in [[tenants]] until now.
+        kept_digests: of keys that stand in neither, and of which a reload knows nothing.
+    """
+
+    tenants: frozenset[str] | None
+    digests: frozenset[bytes] | None
+    certificates: frozenset[tuple[str, str]] | None
+    records: Sequence[KeyRecord] | None
+    own_digests: frozenset[bytes]
+    kept_digests: frozenset[bytes]
+
+    def has_revoked(self, known: KnownKey) -> bool:
+        """Whether a key that was good is not any more."""
+        if known.digest in self.kept_digests:
+            return False
+        if known.digest in self.own_digests:
+            return self.digests is not None and known.digest not in self.digests
+        if self.records is None:
+            return False
+        return not any(bytes.fromhex(one.sha256) == known.digest and one.revoked is None for one in self.records)
 
 
 def make_directory(
@@ -114,14 +184,14 @@ def make_directory(
     nameless = [(sha256(key.encode()).digest(), local, ALL_SCOPES) for key in api_keys]
     nameless += [(bytes.fromhex(one), tenant, _COMMON_SCOPES) for tenant in tenants for one in tenant.key_sha256]
     for digest, owner, scopes in nameless:
-        keys[digest] = KnownKey(digest, Caller(owner, scopes, digest.hex()[:NUM_ID_DIGITS]))
+        keys[digest] = KnownKey(digest, Caller(owner, scopes, digest.hex()[:NUM_ID_DIGITS], digest=digest))
     for record in records or ():
         if record.tenant not in by_name:
             logger.warning("the key %s is of a tenant that is not configured: %s", record.prefix, record.tenant)
             continue
         expires_s = None if record.expires is None else record.expires.timestamp()
-        caller = Caller(by_name[record.tenant], frozenset(record.scopes), record.prefix)
         digest = bytes.fromhex(record.sha256)
+        caller = Caller(by_name[record.tenant], frozenset(record.scopes), record.prefix, digest=digest)
         keys[digest] = KnownKey(digest, caller, expires_s, record.revoked is not None)
     certificates = {certificate_name(text): tenant for tenant in tenants for text in tenant.certificates}
     return Directory(by_name, keys, certificates, is_open=not (tenants or keys or records is not None))
@@ -137,6 +207,22 @@ def way_value(text: str) -> str:
         if way not in WAYS:
             raise BadValueError(f"of {', '.join(WAYS)}, or several of them joined by +{did_you_mean(way, WAYS)}")
     return text
+
+
+class IssuerUnavailable(ServiceError):
+    """Whether a JWT is good cannot be told just now: the issuer's keys are on their way, or cannot be had."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(ErrorKind.UNAVAILABLE, message, "issuer_unavailable", retry_after_s=retry_after_s)
+
+
+def subject_id(subject: str) -> str:
+    """Caller.key_id of a JWT. Names that logs and the ledger could not show as they are have their digest's; callers
+    without a name are one.
+    """
+    if _PLAIN_SUBJECT.fullmatch(subject):
+        return f"sub:{subject}"
+    return f"sub:sha256:{sha256(subject.encode(errors='replace')).hexdigest()[:NUM_ID_DIGITS]}" if subject else "sub:"
 
 
 class Authenticator:
@@ -159,14 +245,19 @@ class Authenticator:
         self._combinations = [tuple(way.split("+")) for way in ways]
         self._identify = {KEY: self._by_key, JWT: self._by_jwt, CERTIFICATE: self._by_certificate}
 
-    def identify(self, request: HttpRequest, certificate: ClientCertificate | None) -> Caller:
+    def identify(
+        self, request: HttpRequest, certificate: ClientCertificate | None, network: str | None = None
+    ) -> Caller:
         """
+        Args:
+            network: that it came from (Peer.network).
+
         Raises:
             ServiceError: authentication: what it shows is missing, unknown or no longer good; or unavailable: that
                 cannot be told just now.
         """
         if self.directory.is_open:
-            return LOCAL_CALLER
+            return replace(LOCAL_CALLER, network=network)
         for ways in self._combinations:
             callers = [self._identify[way](request, certificate) for way in ways]
             present = [caller for caller in callers if caller is not None]
@@ -204,18 +295,16 @@ class Authenticator:
         if token is None or self.verifier is None or not looks_like_jwt(token):
             return None
         try:
-            name = self.verifier.tenant_of(token)
+            name, subject = self.verifier.names_of(token)
         except BadToken as error:
             raise _refusal(f"The JWT is not taken. {error}") from error
         except KeysUnavailable as error:
             message = "The issuer's keys cannot be had, so that no JWT can be checked. Try again soon."
-            raise ServiceError(
-                ErrorKind.UNAVAILABLE, message, "issuer_unavailable", retry_after_s=error.retry_after_s
-            ) from error
+            raise IssuerUnavailable(message, error.retry_after_s) from error
         tenant = self.directory.tenants.get(name)
         if tenant is None:
             raise _refusal("The JWT names a tenant that is not known here. Ask the operator.")
-        return Caller(tenant, _COMMON_SCOPES)
+        return Caller(tenant, _COMMON_SCOPES, subject_id(subject), subject=subject)
 
     def _by_certificate(self, request: HttpRequest, certificate: ClientCertificate | None) -> Caller | None:
         """A certificate that names no tenant is none for us: it may be there for the connection's sake alone."""
@@ -234,8 +323,8 @@ def _joined(callers: Sequence[Caller]) -> Caller:
     if any(caller.tenant.name != first.tenant.name for caller in callers):
         raise _refusal("The API key and the client certificate are of different tenants.")
     scopes = frozenset.intersection(*(caller.scopes for caller in callers))
-    key_id = next((caller.key_id for caller in callers if caller.key_id is not None), None)
-    return Caller(first.tenant, scopes, key_id)
+    named = next((caller for caller in callers if caller.key_id is not None), first)
+    return replace(named, scopes=scopes)
 
 
 def _presented_key(request: HttpRequest) -> bytes | None:

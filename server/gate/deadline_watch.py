@@ -45,16 +45,27 @@ class DeadlineWatch:
         self._excused: dict[int, tuple[float, float]] = {}  # choice -> (its last text, what does not count since then)
         self._seen: dict[int, tuple[float, int]] = {}  # choice -> (its last text, untold tokens when it was looked at)
         self._is_closed = False
+        self._num_talking = 0  # choices that have begun and not ended
         self._loop = asyncio.get_running_loop()
         self._timer = DeadlineTimer(self._loop, self._next_due, self._on_due)
 
     def arm(self) -> None:
-        """To be called when the requests are submitted, when a choice says its first, and when it may be said."""
+        """To be called when the requests are submitted, and when what was withheld may be said."""
         self._timer.arm()
+
+    def begin(self) -> None:
+        """A choice says its first. Its next is due after those of others that talk already: the timer looks by itself.
+
+        A request may have thousands of choices, and each look goes through all of them.
+        """
+        self._num_talking += 1
+        if self._num_talking == 1:
+            self._timer.arm()
 
     def drop(self, choice: int) -> None:
         """The choice has ended: nobody waits for its next token."""
         self._ended.add(choice)
+        self._num_talking -= self._clocks[choice].last_s is not None
 
     def hold(self, now_s: float) -> None:
         """It is paused: the time from here to release() is its reader's."""

@@ -1,20 +1,27 @@
 """Who may ask and how much, as the configuration says it, and as it says it anew on SIGHUP. Thread: loop."""
 
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
+import tomllib
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
+from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 from core.errors import ExitCode, StartupError
 from server.banner import Place, is_public
 from server.clock import Clock
 from server.config import ServerConfig
-from server.gate.auth import WAYS, Authenticator, Directory, make_directory
-from server.gate.jwks import KeySource
+from server.gate.auth import WAYS, Authenticator, Caller, Directory, IssuerUnavailable, Stated, make_directory
+from server.gate.jwks import KEY_WAIT_S, KeySource
 from server.gate.jwt_auth import JwtRules, JwtVerifier
 from server.gate.keys import read_keys
 from server.gate.quota import S_NS, Moment, Quotas, UsedTokens
+from server.gate.tenants import certificate_name, stated_values
 from server.ledger.prices import ANY_MODEL
+from server.wire.messages import HttpRequest
+from server.wire.peer import Peer
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +42,7 @@ class Gate:
             StartupError: see load_directory.
         """
         self._config = config
+        self._in_force = config  # the last that was reloaded
         self._clock = clock
         self.authenticator = Authenticator(load_directory(config), clock.unix, config.auth)
         self._source = None if config.jwks is None else KeySource(config.jwks, clock.monotonic)
@@ -60,9 +68,27 @@ class Gate:
         rules = JwtRules(config.jwt_issuer, config.jwt_audience, config.jwt_tenant_claim, config.jwt_leeway_s)
         return JwtVerifier(rules, source, self._clock.unix)
 
+    async def identify(self, request: HttpRequest, client: Peer) -> Caller:
+        """Who sent it. Where the key of its JWT may be on its way, it waits for it, KEY_WAIT_S at most.
+
+        Raises:
+            ServiceError: see Authenticator.identify.
+        """
+        identify = self.authenticator.identify
+        try:
+            return identify(request, client.certificate, client.network)
+        except IssuerUnavailable:
+            if self._source is None or not await self._source.wait_fetched(KEY_WAIT_S):
+                raise
+        return identify(request, client.certificate, client.network)
+
     @property
     def directory(self) -> Directory:
         return self.authenticator.directory
+
+    @property
+    def jwks_age_s(self) -> float | None:
+        return None if self._source is None else self._source.age_s
 
     @property
     def num_valid_keys(self) -> int:
@@ -104,7 +130,8 @@ class Gate:
         Raises:
             StartupError: it is not fit.
         """
-        directory = load_directory(config)
+        # A CA or an issuer that the new configuration names is asked at the next start: until then it closes nothing
+        directory = load_directory(replace(self._config, **{name: getattr(config, name) for name in RELOADED}))
         if directory.is_open and not self.directory.is_open:
             cause = "the new configuration names no tenants and no keys, and would let everybody in"
             raise StartupError(cause, "restart the server if that is what you want", ExitCode.CONFIGURATION)
@@ -115,7 +142,7 @@ class Gate:
         verifier = self._verifier(source)
 
         def apply() -> None:
-            self.authenticator.directory = directory
+            self.authenticator.directory, self._in_force = directory, config
             self.authenticator.verifier, self._source = verifier, source
             self.start()
             self.quotas.apply(directory)
@@ -124,6 +151,61 @@ class Gate:
             logger.info("reloaded: tenants=%d keys=%d", len(config.tenants), len(directory.keys))
 
         return apply
+
+    def revoke(self) -> None:
+        """A reload is refused: whoever is no longer named, as far as that can be read, is refused all the same."""
+        before = self.directory
+        directory = before.without(self._stated())
+        if directory is before:
+            return
+        self.authenticator.directory = directory
+        now_s = self._clock.unix()
+        num_keys = before.num_valid_keys(now_s) - directory.num_valid_keys(now_s)
+        gone = sorted(before.tenants.keys() - directory.tenants.keys())
+        logger.warning("revoked, though the reload is refused: keys=%d tenants=%s", num_keys, ",".join(gone) or "-")
+
+    def _stated(self) -> Stated:
+        config = self._in_force
+        records = None
+        try:
+            records = None if config.keys_file is None else read_keys(config.keys_file)
+        except StartupError as error:
+            logger.error("keys that were revoked since the last reload stay good: %s; %s", error.cause, error.fix)
+        tables: Any = None
+        try:
+            if config.config_file is not None:
+                tables = tomllib.loads(config.config_file.read_text(encoding="utf-8")).get("tenants")
+        except (OSError, ValueError) as error:
+            logger.error("tenants that were removed since the last reload stay: %s: %s", config.config_file, error)
+        names, digests, certificates = (
+            stated_values(tables, "name"),
+            stated_values(tables, "key_sha256"),
+            stated_values(tables, "certificates"),
+        )
+        return Stated(
+            tenants=names,
+            digests=None if digests is None else frozenset(map(_digest, digests)),
+            certificates=None if certificates is None else _certificate_names(certificates),
+            records=records,
+            own_digests=frozenset(bytes.fromhex(one) for tenant in config.tenants for one in tenant.key_sha256),
+            kept_digests=frozenset(sha256(key.encode()).digest() for key in config.api_keys),
+        )
+
+
+def _digest(text: str) -> bytes:
+    """Of a key; empty: it is none, and names nobody."""
+    try:
+        return bytes.fromhex(text)
+    except ValueError:
+        return b""
+
+
+def _certificate_names(texts: Iterable[str]) -> frozenset[tuple[str, str]]:
+    names = set()
+    for text in texts:
+        with contextlib.suppress(ValueError):  # it names nobody
+            names.add(certificate_name(text))
+    return frozenset(names)
 
 
 def load_directory(config: ServerConfig) -> Directory:
@@ -135,6 +217,10 @@ def load_directory(config: ServerConfig) -> Directory:
     if config.tls_client_ca is None and (named := [one.name for one in config.tenants if one.certificates]):
         cause = f"the tenant {named[0]} has certificates, and clients are asked for none"
         raise StartupError(cause, "--tls-cert FILE --tls-client-ca FILE", ExitCode.CONFIGURATION)
+    for value, flag in ((config.jwt_issuer, "--jwt-issuer"), (config.jwt_audience, "--jwt-audience")):
+        if value is not None and config.jwks is None:
+            cause = f"{flag} without --jwks: there are no keys to check JWTs with, and none would be taken"
+            raise StartupError(cause, "--jwks FILE, or the https URL of the issuer's keys", ExitCode.CONFIGURATION)
     records = None if config.keys_file is None else read_keys(config.keys_file)
     directory = make_directory(config.tenants, config.api_keys, records)
     directory = replace(directory, is_open=directory.is_open and config.jwks is None)

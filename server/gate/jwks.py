@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 REFRESH_S = 300.0
 RETRY_S = 10.0  # after an attempt, whatever made it; a stranger's key ids must not make us ask more often
+KEY_WAIT_S = 2.0  # that a request may wait for a fetch
 FETCHING_S = 1.0  # what an issuer that answers takes at most
 MAX_AGE_S = 86_400.0
 FETCH_TIMEOUT_S = 5.0
@@ -102,9 +103,6 @@ class KeySource:
     """
     Args:
         clock: monotonic seconds.
-
-    Attributes:
-        is_fetching: from its URL, right now.
     """
 
     def __init__(self, source: Path | JwksUrl, clock: Callable[[], float]) -> None:
@@ -113,17 +111,18 @@ class KeySource:
             StartupError: the file is not fit.
         """
         self._keys: Mapping[str | None, Key] = {} if isinstance(source, JwksUrl) else _read_file(source)
-        self.is_fetching = False
+        self._fetching: asyncio.Future[bytes] | None = None
+        self._has_failed = False  # the last attempt
         self._source = source
         self._clock = clock
         self._fetched_s: float | None = None
         self._tried_s: float | None = None
 
     def find(self, key_id: str | None) -> "Key | None":
-        """The key of that id; one that is not here may be the next time.
+        """The key of that id; None: the issuer has none, as far as it said RETRY_S ago or later.
 
         Raises:
-            KeysUnavailable: nobody knows which keys are good.
+            KeysUnavailable: nobody knows which keys are good, or whether the issuer has this one since the last fetch.
         """
         key = self._keys.get(key_id)
         if not isinstance(self._source, JwksUrl):
@@ -131,9 +130,32 @@ class KeySource:
         age_s = self._age_s()
         if key is None or age_s >= REFRESH_S:
             self.refresh()
-        if age_s >= MAX_AGE_S:
-            raise KeysUnavailable(FETCHING_S if self.is_fetching else RETRY_S)
+        if age_s >= MAX_AGE_S or (key is None and (self.is_fetching or self._has_failed)):
+            raise KeysUnavailable(FETCHING_S if self.is_fetching else self._next_try_s())
         return key
+
+    @property
+    def age_s(self) -> float | None:
+        """Since a URL's keys were fetched; None: they never were, or come from a file."""
+        return None if self._fetched_s is None else self._clock() - self._fetched_s
+
+    @property
+    def is_fetching(self) -> bool:
+        """From its URL, right now."""
+        return self._fetching is not None
+
+    async def wait_fetched(self, most_s: float) -> bool:
+        """Whether the fetch that goes on has come to its end by then; False also where there is none."""
+        import asyncio
+
+        if self._fetching is None:
+            return False
+        done, _ = await asyncio.wait([self._fetching], timeout=most_s)
+        return bool(done)
+
+    def _next_try_s(self) -> float:
+        """Until the URL may be asked again."""
+        return RETRY_S if self._tried_s is None else max(FETCHING_S, self._tried_s + RETRY_S - self._clock())
 
     def _age_s(self) -> float:
         """Of the URL's keys; those that were never had are too old."""
@@ -147,12 +169,12 @@ class KeySource:
         import asyncio  # 50 ms, which --help need not pay: the settings' table knows this module
 
         self._tried_s = now_s
-        self.is_fetching = True
-        fetching = asyncio.get_running_loop().run_in_executor(None, _fetch, self._source)
-        fetching.add_done_callback(self._on_fetched)
+        self._fetching = asyncio.get_running_loop().run_in_executor(None, _fetch, self._source)
+        self._fetching.add_done_callback(self._on_fetched)
 
     def _on_fetched(self, fetched: "asyncio.Future[bytes]") -> None:
-        self.is_fetching = False
+        self._fetching = None
+        self._has_failed = True
         if fetched.cancelled():
             return
         try:
@@ -161,6 +183,7 @@ class KeySource:
             what = "those of before go on to count" if self._age_s() < MAX_AGE_S else "no JWT is taken"
             logger.error("the keys of %s cannot be had, %s: %s", self._source, what, error)
             return
+        self._has_failed = False
         self._fetched_s = self._clock()
 
 

@@ -53,7 +53,11 @@ class JwtVerifier:
         self._unix_clock = unix_clock
 
     def tenant_of(self, token: bytes) -> str:
-        """The name that the token's claim has.
+        """The tenant of names_of."""
+        return self.names_of(token)[0]
+
+    def names_of(self, token: bytes) -> tuple[str, str]:
+        """The tenant that the token's claim names, and its subject; empty: it has none.
 
         Raises:
             BadToken: it is malformed, not signed by a key of the issuer's, or not meant for here and now.
@@ -66,7 +70,10 @@ class JwtVerifier:
         name = claims.get(self._rules.tenant_claim)
         if not isinstance(name, str):
             raise BadToken(f"Its claim {self._rules.tenant_claim!r} names no tenant.")
-        return name
+        subject = claims.get("sub", "")
+        if not isinstance(subject, str):
+            raise BadToken("Its claim 'sub' must be a text.")
+        return name, subject
 
     def _verified_claims(self, token: bytes) -> dict[str, Any]:
         from joserfc import jwt

@@ -7,12 +7,13 @@ whole.
 
 import fcntl
 import os
+import pwd
 import re
 import secrets
 import string
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
@@ -130,10 +131,18 @@ def read_keys(path: Path) -> tuple[KeyRecord, ...]:
         raise StartupError(f"the keys file {path} does not exist", fix, ExitCode.CONFIGURATION) from error
     except OSError as error:
         cause = f"the keys file {path} cannot be read: {error.strerror}"
-        raise StartupError(cause, "let the user that the server runs as read it", ExitCode.CONFIGURATION) from error
+        raise StartupError(cause, readable_fix(path), ExitCode.CONFIGURATION) from error
     except msgspec.DecodeError as error:
         fix = "take it from a backup, or move it away and create the keys again: steploop keys create"
         raise StartupError(f"{path} is no keys file: {error}", fix, ExitCode.CONFIGURATION) from error
+
+
+def readable_fix(path: Path) -> str:
+    """What lets this process read a file that is there."""
+    user = str(os.geteuid())
+    with suppress(KeyError):  # a container may run as any number
+        user = pwd.getpwuid(os.geteuid()).pw_name
+    return f"let the user {user}, as which this runs, read it: chown {user} {path} && chmod u+r {path}"
 
 
 def create_key(path: Path, terms: KeyTerms, now: datetime) -> tuple[str, KeyRecord]:

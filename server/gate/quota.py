@@ -16,9 +16,11 @@ from server.gate.tenants import Limits
 
 S_NS = 10**9
 MINUTE_NS = 60 * S_NS
+PRUNED_ACCOUNTS = 1024  # at twice as many as after the last time, those that hold nothing are forgotten
 DAY_S = 86_400
 FIRST_TOKENS = 512  # of each sequence's answer that are reserved before the work
 TOP_UP_TOKENS = 256
+DAYS_KEPT = 4  # that a clock has left: it may have been set wrong, and be set right again
 LEAST_TOKENS = 2  # a prompt's and an answer's: who has less need not send the body
 CONCURRENCY_RETRY_S = 1.0  # when one of the others ends, nobody knows
 
@@ -131,13 +133,14 @@ class DayPool:
         used: of it already.
     """
 
-    __slots__ = ("_day", "_num_reserved", "_num_used", "capacity", "name")
+    __slots__ = ("_day", "_num_reserved", "_num_used", "_other_days", "capacity", "name")
 
     def __init__(self, name: str, capacity: int, used: DayUse) -> None:
         self.name = name
         self.capacity = capacity
         self._day = used.at.unix_s // DAY_S
         self._num_used = used.num
+        self._other_days: dict[int, int] = {}  # what was used of them
         self._num_reserved = 0
 
     def available(self, now: Moment) -> int:
@@ -161,13 +164,21 @@ class DayPool:
     def full_ns(self, now: Moment) -> int:
         return 0 if self.available(now) == self.capacity else self._until_midnight_ns(now)
 
+    def is_touched(self, now: Moment) -> bool:
+        """Some of this day was used, or is reserved."""
+        self._turn(now)
+        return bool(self._num_used or self._num_reserved)
+
     def _until_midnight_ns(self, now: Moment) -> int:
         return (DAY_S - now.unix_s % DAY_S) * S_NS
 
     def _turn(self, now: Moment) -> None:
         day = now.unix_s // DAY_S
-        if day > self._day:
-            self._day, self._num_used = day, 0
+        if day != self._day:
+            self._other_days[self._day] = self._num_used
+            self._day, self._num_used = day, self._other_days.pop(day, 0)
+            if len(self._other_days) > DAYS_KEPT:
+                del self._other_days[next(iter(self._other_days))]
 
 
 class Shortage(NamedTuple):
@@ -234,6 +245,13 @@ class Account:
             self._day.capacity = limits.tokens_per_day
         day = None if limits.tokens_per_day is None else self._day
         self.tokens = tuple(pool for pool in (minute, day) if pool is not None)
+
+    def is_full(self, now: Moment) -> bool:
+        """A new one in its place would allow no more."""
+        pools = (*self.tokens, *(() if self.requests is None else (self.requests,)))
+        return not (self.num_active or self.num_reserved or self._day.is_touched(now)) and all(
+            pool.available(now) >= pool.capacity for pool in pools
+        )
 
     def error_of_concurrency(self) -> ServiceError:
         message = f"{self.owner} has its concurrent_requests, {self.max_active}, in progress. Wait for one to end."
@@ -427,12 +445,14 @@ class Quotas:
         self._started = clock()
         self._used_today = used_today or {}
         self._accounts: dict[tuple[str, str | None], Account] = {}
+        self._most_accounts = PRUNED_ACCOUNTS
 
     def ticket_for(self, caller: Caller) -> Ticket:
         tenant = caller.tenant
         accounts = [self._account(f"The tenant {tenant.name}", (tenant.name, None), tenant.limits)]
         if caller.key_id is not None:
-            accounts.append(self._account(f"The key {caller.key_id}", (tenant.name, caller.key_id), tenant.key_limits))
+            owner = f"The {'key' if caller.subject is None else 'JWT subject'} {caller.key_id}"
+            accounts.append(self._account(owner, (tenant.name, caller.key_id), tenant.key_limits))
         return Ticket(caller, accounts, self._clock)
 
     @property
@@ -454,7 +474,15 @@ class Quotas:
     def _account(self, owner: str, place: tuple[str, str | None], limits: Limits) -> Account:
         account = self._accounts.get(place)
         if account is None:
+            if len(self._accounts) >= self._most_accounts:
+                self._forget()
             account = self._accounts[place] = Account(
                 owner, limits, self._clock(), DayUse(self._started, self._used_today.get(place, 0))
             )
         return account
+
+    def _forget(self) -> None:
+        """Issuers of JWTs may name any number of subjects."""
+        now = self._clock()
+        self._accounts = {place: account for place, account in self._accounts.items() if not account.is_full(now)}
+        self._most_accounts = max(PRUNED_ACCOUNTS, 2 * len(self._accounts))

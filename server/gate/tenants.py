@@ -163,3 +163,20 @@ def _refuse_shared(values: Sequence[str], what: str, path: Path) -> None:
     for value in values:
         if values.count(value) > 1:
             raise StartupError(f"{path} has {what} {value}", "remove one of them", ExitCode.CONFIGURATION)
+
+
+def stated_values(tables: Any, field: str) -> frozenset[str] | None:
+    """All values of a field in [[tenants]] that may not be fit otherwise; None: they cannot be told, or there are none.
+
+    A table that names no tenant may be meant for any.
+    """
+    if not isinstance(tables, list) or not tables:
+        return None
+    if not all(isinstance(one, Mapping) and isinstance(one.get("name"), str) for one in tables):
+        return None
+    found = [value for one in tables for value in _listed(one.get(field, []))]
+    return frozenset(found) if all(isinstance(value, str) for value in found) else None
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]

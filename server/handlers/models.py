@@ -22,6 +22,11 @@ async def show_model_info(state: AppState, exchange: Exchange) -> None:
     exchange.send(models.model_info_reply(_card_for(state, exchange)))
 
 
+async def show_version(state: AppState, exchange: Exchange) -> None:
+    """As vLLM tells it."""
+    exchange.send(models.version_reply(_card_for(state, exchange)))
+
+
 async def show_server_info(state: AppState, exchange: Exchange) -> None:
     """For routers that probe it: model_path, served_model_name, version, the context (context_length,
     max_model_len), sequences at once (max_num_reqs, max_running_requests), tokens of a step (max_prefill_tokens)
@@ -35,4 +40,4 @@ def _card_for(state: AppState, exchange: Exchange) -> ServerCard:
     Raises:
         ServiceError: the caller may use no model, and so is told of none.
     """
-    return structs.replace(state.known_card, model=models.find_model(state.cards_for(exchange), None))
+    return structs.replace(state.known_card, model=models.find_model(state.cards_for(exchange)[:1], None))

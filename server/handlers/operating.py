@@ -7,6 +7,7 @@ from core.types import EngineStats
 from server.api import admin
 from server.app_state import AppState
 from server.exchange import Exchange
+from server.ledger.ledger import PROBE_S
 from server.observing.exposition import CONTENT_TYPE
 
 logger = logging.getLogger(__name__)
@@ -21,6 +22,10 @@ async def show_readiness(state: AppState, exchange: Exchange) -> None:
     if state.readiness.is_stalled:  # requests may still wait for it; a balancer had better look elsewhere
         message = "The engine has been busy with one step for too long."
         raise ServiceError(ErrorKind.UNAVAILABLE, message, "stalled", retry_after_s=5)
+    why = None if (ledger := state.served.ledger) is None else ledger.why_unavailable
+    if why is not None:  # every generation would be refused
+        message = f"The billing ledger is unavailable: {why}."
+        raise ServiceError(ErrorKind.UNAVAILABLE, message, "ledger_unavailable", retry_after_s=PROBE_S)
     exchange.send(b'{"status":"ready"}')
 
 

@@ -1,8 +1,9 @@
 """What takes a prompt for its body: generations, and what only counts or cuts its tokens. Thread: loop."""
 
+import math
 from collections.abc import Awaitable, Callable
 
-from core.errors import ErrorKind, ServiceError
+from core.errors import ContextLengthExceeded, ErrorKind, ServiceError
 from server.api import tokenize
 from server.api.fields import checked_ids
 from server.api.models import find_model
@@ -12,6 +13,9 @@ from server.app_state import AppState
 from server.exchange import Exchange
 from server.observing.timing import Stage
 from server.wire.messages import HttpRequest
+
+BODY_BYTES = 4096  # of a body, beside its ids
+MAX_ID_BYTES = 16  # of an id in JSON, on a line of its own
 
 
 def generating(surface: Surface) -> Callable[[AppState, Exchange], Awaitable[None]]:
@@ -43,6 +47,17 @@ async def tokenize_prompt(state: AppState, exchange: Exchange) -> None:
     await _answer_computed(state, exchange, work)
 
 
+async def show_tokenizer_info(state: AppState, exchange: Exchange) -> None:
+    """The special tokens by name, the chat template and the context: what evaluation asks before it tokenizes."""
+    find_model(state.cards_for(exchange)[:1], None)
+    reader = state.served.reader
+    exchange.send(
+        tokenize.tokenizer_info_reply(
+            reader.tokenizer.special_tokens, reader.chat_template.sources.get("default"), reader.max_model_len
+        )
+    )
+
+
 async def detokenize(state: AppState, exchange: Exchange) -> None:
     reader, cards = state.served.reader, state.cards_for(exchange)
     vocab_size = state.served.defaults.vocab_size
@@ -50,19 +65,20 @@ async def detokenize(state: AppState, exchange: Exchange) -> None:
     def work(body: bytes) -> tuple[bytes, tuple[str, ...]]:
         call = tokenize.parse_detokenize(body)
         find_model(cards, call.model)
+        if len(call.ids) > reader.max_model_len:
+            raise ContextLengthExceeded(num_tokens=len(call.ids), limit=reader.max_model_len, param="tokens")
         ids = checked_ids(call.ids, "tokens", vocab_size)
         text = reader.tokenizer.decode(ids, skip_special_tokens=False)
         return tokenize.detokenize_reply(text), call.unknown_fields
 
-    await _answer_computed(state, exchange, work)
+    await _answer_computed(state, exchange, work, BODY_BYTES + MAX_ID_BYTES * reader.max_model_len)
 
 
 async def count_input_tokens(state: AppState, exchange: Exchange) -> None:
     reader, cards = state.served.reader, state.cards_for(exchange)
 
-    def defaults_of(model: str) -> GenerationDefaults:
-        find_model(cards, model)
-        return state.served.defaults
+    def defaults_of(model: str | None) -> tuple[str, GenerationDefaults]:
+        return find_model(cards, model).id, state.served.defaults
 
     def work(body: bytes) -> tuple[bytes, tuple[str, ...]]:
         call = ResponsesSurface().parse(body, defaults_of)
@@ -73,11 +89,18 @@ async def count_input_tokens(state: AppState, exchange: Exchange) -> None:
 
 
 async def _answer_computed(
-    state: AppState, exchange: Exchange, work: Callable[[bytes], tuple[bytes, tuple[str, ...]]]
+    state: AppState,
+    exchange: Exchange,
+    work: Callable[[bytes], tuple[bytes, tuple[str, ...]]],
+    most_bytes: float = math.inf,
 ) -> None:
-    """Answer with what `work` makes of the body: reply, names of unknown fields. It may run elsewhere."""
-    body = await _read_json(state, exchange)
-    place = state.served.admission.enter(len(body))
+    """Answer with what `work` makes of the body: reply, names of unknown fields. It may run elsewhere.
+
+    Args:
+        most_bytes: of the body: parsing holds the GIL, wherever it runs.
+    """
+    body = await _read_json(state, exchange, most_bytes)
+    place = state.served.admission.enter(exchange.known_caller.sharing_name, len(body))
     try:
         reply, unknown_fields = await state.served.compute(lambda: work(body), len(body))
     finally:
@@ -86,10 +109,10 @@ async def _answer_computed(
     exchange.send(reply)
 
 
-async def _read_json(state: AppState, exchange: Exchange) -> bytes:
+async def _read_json(state: AppState, exchange: Exchange, most_bytes: float) -> bytes:
     check_media_type(exchange.request)
     exchange.timings.enter(Stage.BODY, exchange.clock())
-    body = await state.served.read_body(exchange.stream)
+    body = await state.served.read_body(exchange.stream, exchange.known_caller.sharing_name, most_bytes)
     exchange.timings.enter(Stage.ANSWER, exchange.clock())
     return body
 

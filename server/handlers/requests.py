@@ -6,6 +6,8 @@ from core.errors import ErrorKind, ServiceError
 from server.api.usage import NO_LEDGER, parse_usage, usage_reply
 from server.app_state import AppState
 from server.exchange import Exchange
+from server.gate.auth import Caller
+from server.gate.keys import Scope
 from server.ledger.usage_report import read_usage
 from server.observing.timelines import requests_reply, timeline_reply
 
@@ -19,14 +21,14 @@ async def list_requests(state: AppState, exchange: Exchange) -> None:
 
 
 async def show_request(state: AppState, exchange: Exchange) -> None:
-    request_id, tenant = _plain_id(exchange.argument), exchange.known_caller.tenant.name
+    request_id, tenant = _plain_id(exchange.argument), _tenant_of(exchange.known_caller)
     recorder = state.accounting.recorder
     exchange.send(timeline_reply(request_id, tenant, state.generations(), recorder, state.clock))
 
 
 async def delete_request(state: AppState, exchange: Exchange) -> None:
     """By our id alone: a client's own others could guess, and retries repeat it."""
-    if not state.served.cancel(_plain_id(exchange.argument), exchange.known_caller.tenant.name):
+    if not state.served.cancel(_plain_id(exchange.argument), _tenant_of(exchange.known_caller)):
         message = f"No request {exchange.argument[:_SHOWN_CHARS]!r} is in progress. It may have ended already. "
         message += (
             "Asked for is the answer's own id, such as a stream's events show; an x-request-id of the client's is none."
@@ -43,6 +45,11 @@ async def show_usage(state: AppState, exchange: Exchange) -> None:
         raise NO_LEDGER
     lines = await state.served.offload(lambda: read_usage(ledger.path, query))
     exchange.send(usage_reply(query, lines))
+
+
+def _tenant_of(caller: Caller) -> str | None:
+    """Whose requests it may see and end; None: everybody's."""
+    return None if Scope.ADMIN in caller.scopes else caller.tenant.name
 
 
 def _plain_id(shown: str) -> str:

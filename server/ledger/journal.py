@@ -4,6 +4,7 @@ While the database takes no writes (the disk is full, someone holds its lock), s
 nothing else is written. A probe tries again: it puts down in the database what was spilled, once, and goes on there.
 """
 
+import errno
 import logging
 import os
 import sqlite3
@@ -14,11 +15,19 @@ from typing import NamedTuple
 from core.errors import ExitCode, StartupError
 from server.ledger.records import Amend, Probe, Prune, Settle, StoredAnswer, Write
 from server.ledger.spill import Spill
-from server.ledger.store import Connect, LedgerStore, connect, is_no_database
+from server.ledger.store import Connect, LedgerStore, connect, is_damaged
 
 logger = logging.getLogger(__name__)
 
+DIRECTORY_MODE = 0o750  # as the service's own
 BAD_WRITE = (sqlite3.IntegrityError, sqlite3.ProgrammingError, OverflowError)  # the write's fault, not the disk's
+
+
+class Disk(NamedTuple):
+    """What a file system has for whoever is not root."""
+
+    free_bytes: int
+    size_bytes: int
 
 
 class Written(NamedTuple):
@@ -28,18 +37,21 @@ class Written(NamedTuple):
         are_durable: of each of its writes.
         fault: what is wrong with the database; None: nothing.
         has_more: there is more to prune.
+        disk: of the database.
     """
 
     are_durable: list[bool]
     fault: str | None
     has_more: bool = False
+    disk: Disk | None = None
 
 
 class Journal:
     """The ledger as it is written. Owned by one thread at a time."""
 
-    def __init__(self, store: LedgerStore, spill: Spill) -> None:
+    def __init__(self, store: LedgerStore, spill: Spill, directory: Path) -> None:
         self._store = store
+        self._directory = directory
         self._spill = spill
         self._fault: str | None = None
 
@@ -60,6 +72,17 @@ class Journal:
 
     def write(self, writes: Sequence[Write]) -> Written:
         """Make them durable, all in one transaction, as far as possible. Never raises for the disk's sake."""
+        return self._write(writes)._replace(disk=self.disk())
+
+    def disk(self) -> Disk | None:
+        """None: nobody knows."""
+        try:
+            found = os.statvfs(self._directory)
+        except OSError:
+            return None
+        return Disk(found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize)
+
+    def _write(self, writes: Sequence[Write]) -> Written:
         if self._fault is None or any(isinstance(write, Probe) for write in writes):
             try:
                 self._replay()
@@ -123,7 +146,7 @@ def open_journal(path: Path, num_records: int, open_database: Connect = connect)
     """
     made: list[Callable[[], None]] = []
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        _make_directory(path.absolute().parent)
         spill = Spill(path.with_name(path.name + "-spill"), num_records)
         made.append(spill.close)
         if not path.exists():
@@ -131,24 +154,49 @@ def open_journal(path: Path, num_records: int, open_database: Connect = connect)
         store = LedgerStore(path, open_database)
         made.append(store.close)
         _sync_directory(path.parent)
-        journal = Journal(store, spill)
+        journal = Journal(store, spill, path.absolute().parent)
         num_closed = journal.recover()
     except BaseException as error:
         for close in made:
             close()
-        if isinstance(error, BlockingIOError):
-            fix = "stop it, or give this one a ledger of its own: --ledger FILE"
-            raise StartupError(f"another server writes to the ledger {path}", fix, ExitCode.CONFIGURATION) from error
-        if is_no_database(path, error):
-            fix = "--ledger FILE, with a name of its own"
-            raise StartupError(f"{path} is not a ledger: it is no database", fix, ExitCode.CONFIGURATION) from error
         if isinstance(error, (sqlite3.Error, OSError)):
-            fix = f"make room, or the directory writable: {path.absolute().parent}; or name another: --ledger FILE"
-            raise StartupError(f"the ledger {path} cannot be opened: {error}", fix, ExitCode.CONFIGURATION) from error
+            raise _not_opened(path, error) from error
         raise
     if num_closed:
         logger.warning("%d requests were in progress when the last server ended: closed as aborted", num_closed)
     return journal
+
+
+def _not_opened(path: Path, error: sqlite3.Error | OSError) -> StartupError:
+    reason = getattr(error, "strerror", None) or error
+    if isinstance(error, BlockingIOError):
+        cause, fix = f"another server writes to the ledger {path}", "stop it, or give this one its own: --ledger FILE"
+        return StartupError(cause, fix, ExitCode.TRANSIENT)
+    if is_damaged(path, error):
+        fix = "put a backup in its place (docs/ledger.md, The way back), or begin another: --ledger FILE"
+        return StartupError(f"{path} is damaged, or not a ledger: {reason}", fix, ExitCode.CONFIGURATION)
+    cause = f"the ledger {path} cannot be opened: {reason}"
+    directory = path.absolute().parent
+    if isinstance(error, OSError):
+        is_full, is_locked = error.errno in (errno.ENOSPC, errno.EDQUOT), False
+    else:
+        code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # without its extended part
+        is_full = code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)  # the latter where its -shm finds no room
+        is_locked = code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+    if is_full:
+        return StartupError(cause, f"make room in {directory}, or name another: --ledger FILE", ExitCode.TRANSIENT)
+    if is_locked:
+        return StartupError(cause, f"end what holds its lock, as a backup does: fuser {path}", ExitCode.TRANSIENT)
+    fix = f"make {directory} writable, or name another: --ledger FILE"
+    return StartupError(cause, fix, ExitCode.CONFIGURATION)
+
+
+def _make_directory(path: Path) -> None:
+    """And those above it that are missing: others have no business in them. Durably."""
+    if not path.exists():
+        _make_directory(path.parent)
+        path.mkdir(DIRECTORY_MODE, exist_ok=True)
+        _sync_directory(path.parent)
 
 
 def _sync_directory(path: Path) -> None:

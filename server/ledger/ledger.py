@@ -18,7 +18,7 @@ import msgspec
 
 from core.errors import ErrorKind, ServiceError
 from core.types import Cost, Usage
-from server.ledger.journal import Written
+from server.ledger.journal import Disk, Written
 from server.ledger.prices import Prices
 from server.ledger.records import (
     Amend,
@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 CHECKPOINT_S = 5.0
 PROBE_S = 1.0  # while the database takes no writes
+HEARTBEAT_S = 15.0  # at most, without a commit: a fault is known before a request meets it
 STUCK_S = 5.0  # without word of any write: a disk that hangs takes none
 PRUNE_S = 3600.0  # and again at once while there is more
 MICRO = 10**6
@@ -215,6 +216,8 @@ class Ledger:
         self.path = path
         self.prices = prices
         self.fault: str | None = None  # why the database takes no writes
+        self.disk: Disk | None = None  # at the last write
+        self._committed_s = loop.time()
         self._writer = writer
         self._unix = unix
         self._loop = loop
@@ -226,9 +229,11 @@ class Ledger:
         self._checkpoint: asyncio.TimerHandle | None = None
         self._probe: asyncio.TimerHandle | None = None
         self._prune: asyncio.TimerHandle | None = None
+        self._heartbeat: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Delete what is too old, now and every hour. The loop runs."""
+        """Delete what is too old, now and every hour; and commit now and then, whoever asks. The loop runs."""
+        self._beat()
         if self._keep_s is not None:
             self._prune_old()
 
@@ -237,9 +242,21 @@ class Ledger:
         Raises:
             ServiceError: unavailable: what is not written down is not served.
         """
-        is_stuck = self._waits_since_s is not None and self._loop.time() - self._waits_since_s > STUCK_S
-        if self.fault is not None or is_stuck:
+        if self.why_unavailable is not None:
             raise unavailable()
+
+    @property
+    def why_unavailable(self) -> str | None:
+        """What keeps requests from being let in; None: nothing."""
+        if self.fault is not None:
+            return self.fault
+        waited_s = 0.0 if self._waits_since_s is None else self._loop.time() - self._waits_since_s
+        return f"no word of a write for {waited_s:.0f} s" if waited_s > STUCK_S else None
+
+    @property
+    def commit_age_s(self) -> float:
+        """Since the database last took a write, or was opened."""
+        return self._loop.time() - self._committed_s
 
     def open(self, subject: Subject) -> Entry:
         now_us = self.now_us()
@@ -289,7 +306,7 @@ class Ledger:
 
     def close(self) -> None:
         """Write all that is still in progress down as ended here, and close the file. Nobody is told any more."""
-        for timer in (self._checkpoint, self._probe, self._prune):
+        for timer in (self._checkpoint, self._probe, self._prune, self._heartbeat):
             if timer is not None:
                 timer.cancel()
         if self.fault is not None:
@@ -310,7 +327,7 @@ class Ledger:
             self._num_untold -= 1
             self._waits_since_s = self._loop.time() if self._num_untold else None
             try:
-                self._note_fault(written.fault)
+                self._note(written)
             finally:
                 tell(is_durable)
 
@@ -318,6 +335,12 @@ class Ledger:
         if self._waits_since_s is None:
             self._waits_since_s = self._loop.time()
         self._writer.submit(write, on_written)
+
+    def _note(self, written: Written) -> None:
+        self.disk = written.disk or self.disk
+        if written.fault is None:
+            self._committed_s = self._loop.time()
+        self._note_fault(written.fault)
 
     def _note_fault(self, fault: str | None) -> None:
         if fault == self.fault:
@@ -369,13 +392,19 @@ class Ledger:
             except Exception:
                 logger.exception("a request's progress cannot be written down", extra=_extra(entry))
 
+    def _beat(self) -> None:
+        self._heartbeat = self._loop.call_later(HEARTBEAT_S / 2, self._beat)
+        is_due = self.disk is None or self.commit_age_s > HEARTBEAT_S / 3
+        if self.fault is None and not self._num_untold and is_due:
+            self._write(Probe(), _ignore)
+
     def _prune_old(self) -> None:
         assert self._keep_s is not None
         before_us = self.now_us() - round(self._keep_s * MICRO)
         self._writer.submit(Prune(before_us), self._on_pruned)
 
     def _on_pruned(self, is_durable: bool, written: Written) -> None:
-        self._note_fault(written.fault)
+        self._note(written)
         self._prune = self._loop.call_later(0.1 if written.has_more else PRUNE_S, self._prune_old)
 
 
@@ -385,5 +414,5 @@ def _extra(entry: Entry) -> Mapping[str, str]:
 
 
 def unavailable() -> ServiceError:
-    message = "The server cannot write down what it serves just now, and serves nothing that is not. Try again soon."
+    message = "The billing ledger is unavailable. Retry."
     return ServiceError(ErrorKind.UNAVAILABLE, message, "ledger_unavailable", retry_after_s=PROBE_S)

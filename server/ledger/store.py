@@ -94,9 +94,10 @@ def connect(path: Path) -> Database:
     return sqlite3.connect(path, timeout=BUSY_MS / 1000, isolation_level=None, check_same_thread=False)
 
 
-def is_no_database(path: Path, error: BaseException) -> bool:
-    """Whether opening the path, or reading it, failed because something else than a database is there."""
-    return getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_NOTADB or path.is_dir()
+def is_damaged(path: Path, error: BaseException) -> bool:
+    """Whether opening the path, or reading it, failed because something else than a whole database is there."""
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # without its extended part
+    return code in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT) or path.is_dir()
 
 
 class LedgerStore:
@@ -125,7 +126,11 @@ class LedgerStore:
         is_new = not _value(execute("SELECT count(*) FROM sqlite_schema"))
         found = _value(execute("PRAGMA application_id")), _value(execute("PRAGMA user_version"))
         if not is_new and found != (APPLICATION_ID, SCHEMA_VERSION):
-            cause = f"{path} is a database, but not a ledger that this version of steploop knows"
+            cause = f"{path} is a database, but not a ledger"
+            if found[0] == APPLICATION_ID:
+                cause = (
+                    f"{path} is a ledger of version {found[1]}, not a ledger of version {SCHEMA_VERSION} as known here"
+                )
             raise StartupError(cause, "--ledger FILE, with a name of its own", ExitCode.CONFIGURATION)
         list(execute("PRAGMA journal_mode = WAL"))
         list(execute("PRAGMA synchronous = FULL"))

@@ -12,7 +12,7 @@ from msgspec import structs
 from core.errors import ExitCode, StartupError
 from server.gate.keys import AGE, AGE_UNITS
 from server.ledger.records import Grouping
-from server.ledger.store import APPLICATION_ID, BUSY_MS, SCHEMA_VERSION, is_no_database
+from server.ledger.store import APPLICATION_ID, BUSY_MS, SCHEMA_VERSION, is_damaged
 from server.values import BadValueError
 
 MICRO = 10**6
@@ -118,7 +118,8 @@ def _select(path: Path, sql: str, parameters: tuple[Any, ...]) -> list[Any]:
         finally:
             connection.close()
     except sqlite3.Error as error:
-        if is_no_database(path, error):
-            raise StartupError(f"{path} is not a ledger: it is no database", fix, ExitCode.USAGE) from error
+        if is_damaged(path, error):
+            fix = "--ledger FILE, the one that the server has; or a backup (docs/ledger.md, The way back)"
+            raise StartupError(f"{path} is damaged, or not a ledger: {error}", fix, ExitCode.USAGE) from error
         fix = "read it as the user that the server runs as, or as root"
         raise StartupError(f"the ledger {path} cannot be read: {error}", fix, ExitCode.USAGE) from error

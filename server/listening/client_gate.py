@@ -12,9 +12,7 @@ from server.listening.forwarded import X_FORWARDED_FOR, hops
 from server.listening.networks import UNIX, IpNetwork, NetworkSet
 from server.listening.refusals import DENIED, MAX_PER_ADDRESS
 from server.wire.messages import Headers
-from server.wire.peer import Peer
-
-_IPV6_SITE_BITS = 64  # that an address is of is a site's own choice: RFC 4291 §2.5.4
+from server.wire.peer import IPV6_SITE_BITS, Peer
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,4 +97,4 @@ class ClientGate:
 def _key(client: Peer) -> tuple[int, int]:
     assert client.address is not None
     number = int(client.address)
-    return client.address.version, number if client.address.version == 4 else number >> _IPV6_SITE_BITS
+    return client.address.version, number if client.address.version == 4 else number >> IPV6_SITE_BITS

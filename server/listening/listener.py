@@ -344,8 +344,7 @@ class Listener:
         self._acceptors.clear()
         self._awaited = self._connections
         for connection in self._connections - self._opening.keys():
-            connection.drain()
-        self._cancel_opening()
+            connection.drain()  # those that are opening follow as they open
 
     def abort(self) -> None:
         """Close all connections now. Their handlers are told, or cancelled, as when a client leaves."""

@@ -4,7 +4,7 @@ trace's. Thread: loop."""
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from core.errors import ErrorKind, ServiceError
+from core.errors import ErrorKind
 from server.answer import CLIENT_GONE, Outcome
 from server.clock import Clock
 from server.gate.auth import LOCAL_CALLER, Caller
@@ -13,7 +13,7 @@ from server.gate.keys import mask_keys
 from server.gate.tenants import LOCAL_NAME
 from server.observing.flight_recorder import Flight, FlightRecorder, intervals_of
 from server.observing.logs import AccessRecord, access_is_logged, log_access
-from server.observing.metrics import Finished, Metrics
+from server.observing.metrics import OUR_REFUSALS, Finished, Metrics
 from server.observing.request_ids import client_request_id
 from server.observing.timing import MS_NS, S_NS, StageClock
 from server.observing.trace_context import TraceContext
@@ -44,6 +44,7 @@ class Account:
     trace: TraceContext | None = None
     caller: Caller | None = None
     outcome: Outcome | None = None  # of a generation
+    asks_generation: bool = False
     refused_status: int | None = None  # what the connection answered, over the handler's head
     http2_error: str | None = None  # and the code of HTTP/2 that it sent instead
 
@@ -107,7 +108,7 @@ class Accounting:
 def _record(account: Account, status: int, error_code: str | None) -> AccessRecord:
     timings, outcome, certificate = account.timings, account.outcome, account.client.certificate
     usage = None if outcome is None else outcome.usage
-    caller = None if account.caller is LOCAL_CALLER else account.caller
+    caller = None if account.caller == LOCAL_CALLER else account.caller
     return AccessRecord(
         request_id=account.request_id,
         method=account.request.method,
@@ -139,12 +140,16 @@ def _finished(account: Account, status: int, error_code: str | None) -> Finished
         usage=None if outcome is None else outcome.usage,
         is_billed=outcome is None or outcome.is_billed,
         error_code=None if account.request.path in PROBES else error_code,
-        is_our_fault=outcome is not None and outcome.error is not None and _is_our_fault(outcome.error),
+        is_our_fault=_is_our_fault(account, error_code),
     )
 
 
-def _is_our_fault(error: ServiceError) -> bool:
-    return error.kind in OUR_FAULTS or isinstance(error, OwnDeadlineExceeded)
+def _is_our_fault(account: Account, error_code: str | None) -> bool:
+    """Of a generation, or of one that was refused."""
+    if account.outcome is None:
+        return account.asks_generation and error_code in OUR_REFUSALS
+    error = account.outcome.error
+    return error is not None and (error.kind in OUR_FAULTS or isinstance(error, OwnDeadlineExceeded))
 
 
 def status_told(stream: HttpStream) -> int:

@@ -61,6 +61,13 @@ class Page:
         self._head(name, "gauge", text)
         self._lines.append(f"{name}{{{self._labels}}} {value}")
 
+    def gauge_if_known(self, name: str, text: str, value: float | None) -> None:
+        """A family without a sample tells who reads the page that there is such a thing."""
+        if value is None:
+            self._head(name, "gauge", text)
+        else:
+            self.gauge(name, text, float(value))
+
     def counter(self, name: str, text: str, value: float) -> None:
         self._head(name, "counter", text)
         self._lines.append(f"{name}{{{self._labels}}} {value}")

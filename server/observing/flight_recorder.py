@@ -103,11 +103,11 @@ class FlightRecorder:
         """Of the last hour, the latest first."""
         return list(self._of_last_hour(reversed(self._failed)))[:number]
 
-    def find(self, request_id: str, tenant: str) -> Flight | None:
-        """The request of that id, ours or its client's, if it is kept and the tenant's; the latest of several."""
+    def find(self, request_id: str, tenant: str | None) -> Flight | None:
+        """The request of that id, ours or its client's, if it is kept and the tenant's (None: any's); the latest."""
         kept = (flight for _, window in self._windows for _, _, flight in window)
         for flight in self._of_last_hour(itertools.chain(reversed(self._recent), reversed(self._failed), kept)):
-            if request_id in (flight.request_id, flight.alias) and flight.tenant == tenant:
+            if request_id in (flight.request_id, flight.alias) and tenant in (None, flight.tenant):
                 return flight
         return None
 

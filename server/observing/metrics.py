@@ -8,12 +8,13 @@ import logging
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 
 import msgspec
 
 from core.types import EngineStats, Usage
+from server import __version__
 from server.gate.keys import mask_keys
 from server.observing.exposition import Histogram, Page
 from server.observing.logs import num_lines_dropped
@@ -39,6 +40,8 @@ OTHER_FIELDS = "(other)"
 MAX_TENANTS = 64
 # Shown from the start: of a series that begins with its first failure, no alert sees the rise
 OUR_FAULTS = {"engine_error": 0, "internal_error": 0}
+# Likewise; not those of a server that has too much to do, loads or drains
+OUR_REFUSALS = {"internal_error": 0, "issuer_unavailable": 0, "ledger_unavailable": 0}
 OTHER_TENANTS = "(other)"
 
 
@@ -51,6 +54,27 @@ class TenantCounts:
     num_cached_tokens: int = 0
     num_completion_tokens: int = 0
     queue_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """What the service rests on. None: it has no such thing, or nobody knows.
+
+    Args:
+        ledger_is_up: it takes writes.
+        ledger_commit_age_s: since it last took one.
+        ledger_disk: free bytes, and all.
+        reload: when the last one was, in unix time, and whether it was taken.
+        expiries: in unix time, of "certificate" and "revocation_list": the first of several.
+        jwks_age_s: since the issuer's keys were fetched.
+    """
+
+    ledger_is_up: bool | None = None
+    ledger_commit_age_s: float | None = None
+    ledger_disk: tuple[int, int] | None = None
+    reload: tuple[float, bool] | None = None
+    expiries: Mapping[str, float] = field(default_factory=dict)
+    jwks_age_s: float | None = None
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,6 +120,7 @@ class Metrics:
         self.unknown_fields: Counter[str] = Counter()
         self.tenants: dict[str, TenantCounts] = {}
         self.num_active: Callable[[], int] = lambda: 0  # generations in progress
+        self.standing: Callable[[], Standing] = Standing
         self.num_prompt_tokens = 0
         self.num_generation_tokens = 0
         self.num_disconnects = 0
@@ -123,6 +148,8 @@ class Metrics:
                 self.failed[done.error_code] += 1
         elif done.error_code is not None:
             self.refused[done.error_code] += 1
+            if done.is_our_fault:
+                self.slo.observe(None, None, None, has_failed=True)
 
     def _count_stages(self, timings: StageClock) -> None:
         stages = timings.stages_ns()
@@ -191,6 +218,7 @@ class Metrics:
         self._render_tenants(page)
         self._render_engine(page, stats)
         self._render_process(page)
+        self._render_standing(page, self.standing())
         self._render_devices(page)
         self._render_slo(page, stats)
         body = page.encode()
@@ -214,7 +242,10 @@ class Metrics:
         page.gauge("steploop_requests_active", "Generations in progress, waiting ones included.", self.num_active())
         page.counters("steploop_responses_total", "Responses by status.", "status", self.responses)
         page.counters(
-            "steploop_requests_refused_total", "Requests that never were a generation.", "reason", self.refused
+            "steploop_requests_refused_total",
+            "Requests that never were a generation.",
+            "reason",
+            OUR_REFUSALS | self.refused,
         )
         page.counters("steploop_requests_failed_total", "Generations broken off.", "reason", OUR_FAULTS | self.failed)
         page.counters("steploop_unknown_fields_total", "Ignored request fields.", "field", self.unknown_fields)
@@ -274,6 +305,24 @@ class Metrics:
         page.gauge("steploop_uptime_seconds", "Since the process began to listen.", self._clock() - self._started_s)
         page.gauge("process_resident_memory_bytes", "Memory of the process.", resident_bytes())
         page.counter("process_cpu_seconds_total", "CPU time of the process, all threads.", cpu_s())
+
+    def _render_standing(self, page: Page, standing: Standing) -> None:
+        page.gauges("steploop_build_info", "What runs: its version.", "version", {__version__: 1})
+        free, size = standing.ledger_disk or (None, None)
+        reloaded_s, is_taken = standing.reload or (None, None)
+        shown: tuple[tuple[str, str, float | None], ...] = (
+            ("ledger_up", "1: the ledger takes writes; 0: generations are refused.", standing.ledger_is_up),
+            ("ledger_commit_age_seconds", "Since the ledger last took a write.", standing.ledger_commit_age_s),
+            ("ledger_disk_free_bytes", "Room on the ledger's disk, at its last write.", free),
+            ("ledger_disk_bytes", "Size of the ledger's disk.", size),
+            ("reload_success", "1: the last reload was taken; 0: it was refused.", is_taken),
+            ("reload_timestamp_seconds", "When the last reload was.", reloaded_s),
+            ("jwks_age_seconds", "Since the keys of the JWTs' issuer were fetched.", standing.jwks_age_s),
+        )
+        for name, help_text, value in shown:
+            page.gauge_if_known(f"steploop_{name}", help_text, value)
+        help_text = "When the first of the certificates, or of the revocation lists, runs out."
+        page.gauges("steploop_expiry_timestamp_seconds", help_text, "what", standing.expiries)
 
     def _render_devices(self, page: Page) -> None:
         states = self._devices.states()

@@ -28,7 +28,7 @@ MAX_WAITING = 1024  # generations
 MAX_BATCH = 64  # generations in one request: some thousand spans
 SEND_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 0.5  # the exit waits for no collector
-_OPERATIONS = {"/v1/completions": "text_completion"}  # all else is a chat
+_OPERATIONS = dict.fromkeys(("/v1/completions", "/completions"), "text_completion")  # all else is a chat
 _NS_PER_MS = 1_000_000
 
 

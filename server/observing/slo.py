@@ -52,7 +52,7 @@ def parse_slo(table: Any, path: Path) -> SloRules:
     try:
         return msgspec.convert(table, SloRules)
     except msgspec.ValidationError as error:
-        fix = f"known: {', '.join(SloRules.__struct_fields__)}; as in ttft_p95_ms = 500"
+        fix = f"known: {', '.join(SloRules.__struct_fields__)}; the server's own settings stand above [slo]"
         raise StartupError(f"[slo] in {path}: {error}", fix, ExitCode.CONFIGURATION) from error
 
 

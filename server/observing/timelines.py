@@ -18,15 +18,18 @@ DEFAULT_ASKED = 20
 
 
 def timeline_reply(
-    request_id: str, tenant: str, running: Iterable[Account], recorder: FlightRecorder, clock: Clock
+    request_id: str, tenant: str | None, running: Iterable[Account], recorder: FlightRecorder, clock: Clock
 ) -> bytes:
     """One request of the tenant's, by our id or the client's own.
+
+    Args:
+        tenant: None: of any.
 
     Raises:
         ServiceError: it has none of that id, or none that is kept.
     """
     named = (one for one in running if request_id in (one.request_id, client_request_id(one.request)))
-    account = next((one for one in named if one.tenant == tenant), None)
+    account = next((one for one in named if tenant in (None, one.tenant)), None)
     if account is not None:
         return orjson.dumps(_running_json(account, clock))
     flight = recorder.find(request_id, tenant)

@@ -2,11 +2,12 @@
 
 import socket
 from dataclasses import dataclass
-from ipaddress import IPv4Address, IPv6Address, ip_address
+from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
 from typing import Any
 
 IpAddress = IPv4Address | IPv6Address
 
+IPV6_SITE_BITS = 64  # that an address is of is a site's own choice: RFC 4291 §2.5.4
 UNIX_CLIENT = "unix"  # as logs show who came over a Unix socket
 
 
@@ -37,6 +38,13 @@ class Peer:
     port: int = 0
     is_proxy: bool = False
     certificate: ClientCertificate | None = None
+
+    @property
+    def network(self) -> str | None:
+        """Its address; of IPv6 its /64, of which one client may have any; None: a Unix socket's."""
+        if self.address is None or self.address.version == 4:
+            return None if self.address is None else str(self.address)
+        return str(IPv6Network((int(self.address) >> IPV6_SITE_BITS << IPV6_SITE_BITS, 128 - IPV6_SITE_BITS)))
 
     def __str__(self) -> str:
         """`192.0.2.1:5000` or `[::1]:5000`; without the port where it is not known."""

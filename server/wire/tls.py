@@ -3,12 +3,15 @@
 TLS 1.2 with forward secrecy and authenticated ciphers only (RFC 9113 §9.2.2 lists the others), and TLS 1.3.
 """
 
+import base64
+import contextlib
 import enum
 import logging
 import re
 import ssl
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +41,10 @@ _SHORT_NAMES = {
     "domainComponent": "DC",
     "userId": "UID",
 }
+
+
+_SEQUENCE = 0x30
+_TIME_FORMATS = {0x17: "%y%m%d%H%M%SZ", 0x18: "%Y%m%d%H%M%SZ"}  # UTCTime, GeneralizedTime
 
 
 class ClientAuth(enum.StrEnum):
@@ -179,6 +186,7 @@ class ServerTls:
 
     Attributes:
         context: for connections to come.
+        expiries: in unix time, of "certificate" and "revocation_list": the first that comes.
     """
 
     def __init__(self, files: TlsFiles) -> None:
@@ -187,6 +195,7 @@ class ServerTls:
             StartupError: the files are no certificate and its key, or no CA.
         """
         self.files = files
+        self.expiries: dict[str, float] = {}
         self.context = self._load()
 
     @property
@@ -218,6 +227,11 @@ class ServerTls:
             raise _certificate_refusal(self.files, error) from error
         if self.files.client_ca is not None:
             _ask_for_certificates(context, self.files.client_ca, self.files.client_auth)
+        ends = {
+            "certificate": _expiries(self.files.certificate, b"CERTIFICATE"),
+            "revocation_list": () if self.files.client_ca is None else _expiries(self.files.client_ca, b"X509 CRL"),
+        }
+        self.expiries = {what: min(found) for what, found in ends.items() if found}
         return context
 
 
@@ -234,6 +248,47 @@ def _ask_for_certificates(context: ssl.SSLContext, client_ca: Path, client_auth:
     if context.cert_store_stats()["crl"]:  # OpenSSL reads the file's lists, and asks none of them unless told to
         context.verify_flags |= ssl.VERIFY_CRL_CHECK_LEAF
     context.verify_mode = ssl.CERT_REQUIRED if client_auth is ClientAuth.REQUIRED else ssl.CERT_OPTIONAL
+
+
+def _expiries(path: Path, label: bytes) -> list[float]:
+    """In unix time, of what OpenSSL has read from a PEM file: notAfter of certificates, nextUpdate of CRLs."""
+    blocks = re.findall(b"-----BEGIN %b-----(.*?)-----END" % label, path.read_bytes(), re.DOTALL)
+    found = []
+    for block in blocks:
+        with contextlib.suppress(ValueError, IndexError, StopIteration):  # OpenSSL reads more than we do
+            found.append(_expiry(base64.b64decode(block)))
+    return [end_s for end_s in found if end_s is not None]
+
+
+def _expiry(der: bytes) -> float | None:
+    """RFC 5280 §4.1, §5.1: the second time in what is signed; a certificate's stand in a SEQUENCE of their own."""
+    signed = list(_elements(_first(_first(der))))
+    times = [one for one in signed if one[0] in _TIME_FORMATS]
+    for tag, content in signed:
+        if not times and tag == _SEQUENCE and content[:1] and content[0] in _TIME_FORMATS:
+            times = list(_elements(content))
+    if len(times) < 2:
+        return None  # a CRL need not say when the next one comes
+    tag, content = times[1]
+    return datetime.strptime(content.decode("ascii"), _TIME_FORMATS[tag]).replace(tzinfo=UTC).timestamp()
+
+
+def _elements(der: bytes) -> Iterator[tuple[int, bytes]]:
+    """Tags and contents, one after another."""
+    start = 0
+    while start < len(der):
+        tag, length = der[start], der[start + 1]
+        start += 2
+        if length & 0x80:  # so many bytes say how long it is
+            num_bytes = length & 0x7F
+            length = int.from_bytes(der[start : start + num_bytes])
+            start += num_bytes
+        yield tag, der[start : start + length]
+        start += length
+
+
+def _first(der: bytes) -> bytes:
+    return next(_elements(der))[1]
 
 
 def _certificate_refusal(files: TlsFiles, error: OSError | ValueError) -> StartupError:

@@ -8,7 +8,7 @@ from tests.fakes import make_request, small_limits
 
 
 def make_scheduler(limits: RunnerLimits | None = None, eos_ids: tuple[int, ...] = ()) -> Scheduler:
-    return Scheduler(limits or small_limits(), eos_ids, seeds=lambda: 77)
+    return Scheduler(limits or small_limits(), eos_ids, seeds=lambda: 77, inter_token_target=None)
 
 
 def plan(scheduler: Scheduler) -> StepPlan:

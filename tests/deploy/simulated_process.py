@@ -10,18 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-import uvloop
-
 from core.plan import StepOutput, StepPlan
 from core.simulation import SimulatedRunner
 from core.types import StepDelivery
-from server import engine_watch
-from server.commands.command_line import build_parsers, flags_given
-from server.config_sources import load_config
+from server import __main__ as wiring
+from server import cli, engine_watch
 from server.engine_thread import Inbox
 from server.loaded_engine import LoadedEngine
-from server.observing.logs import configure_logging
-from server.process import serve
 from tests.server.running_server import load_with
 
 
@@ -59,13 +54,9 @@ def main(gates: Path, flags: list[str]) -> int:
     if gates.name in ("hasty", "fatal"):
         engine_watch.MIN_SILENCE_S = engine_watch.FIRST_STEP_S = 0.1
         engine_watch.NUM_SILENCES_TO_DEATH = 3 if gates.name == "fatal" else 10**6
-    parser, _ = build_parsers()
-    config = load_config(flags_given(parser.parse_args(["serve", *flags])), {})
-    configure_logging(config.log_level, config.log_format)
-    return uvloop.run(serve(config, load))
+    wiring.engine_loader = lambda config: load
+    return cli.main(["serve", *flags])
 
 
 if __name__ == "__main__":
-    from server.__main__ import end_process
-
-    end_process(main(Path(sys.argv[1]), sys.argv[2:]))
+    wiring.end_process(main(Path(sys.argv[1]), sys.argv[2:]))

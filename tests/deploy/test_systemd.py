@@ -1,7 +1,11 @@
 """What a service manager hears of a real server process, on a real notify socket."""
 
+import os
 import signal
+import subprocess
+import sys
 import time
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -11,9 +15,10 @@ from tests.certificates import make_certificate, needs_openssl
 from tests.deploy.conftest import Gate, Simulate
 from tests.deploy.notify_socket import notify_socket
 from tests.e2e.raw_http import ask, connected, post_bytes
-from tests.e2e.server_process import start_process
+from tests.e2e.server_process import REPOSITORY, ServerProcess, start_process
 
 STREAM = {"model": "small", "prompt": "hi", "stream": True, "max_tokens": 5, "ignore_eos": True}
+SIMULATED = "tests.deploy.simulated_process"
 WATCHDOG = {"WATCHDOG_USEC": "300000"}
 
 
@@ -78,11 +83,52 @@ def test_reload_that_fails_is_told_and_over(simulate: Simulate, tmp_path: Path) 
         assert str(key) in ready["STATUS"]
 
 
-def test_sighup_ends_a_server_that_nobody_supervises(simulate: Simulate) -> None:
-    server = simulate()
+def test_sighup_reloads_a_server_that_nobody_supervises_and_opens_none(simulate: Simulate, tmp_path: Path) -> None:
+    config = tmp_path / "steploop.toml"
+    config.write_text("")
+    server = simulate("--config", str(config))
     server.wait_ready()
-    server.send_signal(signal.SIGHUP)
-    assert server.wait_exit() == -signal.SIGHUP
+
+    def reload(text: str, told: str) -> None:
+        config.write_text(text)
+        server.send_signal(signal.SIGHUP)
+        server.wait_log(told)
+
+    def status(key: str | None = None) -> int:
+        return ask(server.port, "GET", "/v1/models", api_key=key).status
+
+    reload("", "reloaded: tenants=0 keys=0")
+    assert (status(), server.metrics()["steploop_reload_success"]) == (200, 1)
+    reload("port: 1", "is not TOML")
+    assert (status(), server.metrics()["steploop_reload_success"]) == (200, 0)
+    tenant = f'[[tenants]]\nname = "acme"\nkey_sha256 = ["{sha256(b"k").hexdigest()}"]\n'
+    reload(tenant, "reloaded: tenants=1 keys=1")
+    assert (status(), status("k")) == (401, 200)
+    reload("", "would let everybody in")
+    assert (status(), status("k")) == (401, 200)
+
+
+@pytest.mark.parametrize("is_to_stay", [False, True], ids=["", "nohup"])
+def test_terminal_that_is_closed_ends_a_server_unless_it_is_to_stay(tmp_path: Path, is_to_stay: bool) -> None:
+    """Of the server's own: it leads the terminal's session, as a shell's `exec steploop serve` does."""
+    ours, its = os.openpty()
+    stdout, stderr = tmp_path / "stdout", tmp_path / "stderr"
+    with stdout.open("wb") as out, stderr.open("wb") as err:
+        command = ["setsid", "--ctty", *(["nohup"] if is_to_stay else []), sys.executable, "-m", SIMULATED, "/nowhere"]
+        process = subprocess.Popen([*command, "--port", "0"], cwd=REPOSITORY, stdin=its, stdout=out, stderr=err)
+    os.close(its)
+    server = ServerProcess(process, stdout, stderr)
+    try:
+        server.wait_ready()
+        os.close(ours)
+        if is_to_stay:
+            server.wait_log("reloaded: tenants=0")
+            assert ask(server.port, "GET", "/ready").status == 200
+        else:
+            assert server.wait_exit() == ExitCode.OK
+            assert "the terminal is gone" in server.log
+    finally:
+        server.kill()
 
 
 def test_draining_is_told_with_its_streams_and_asks_for_time(simulate: Simulate, gates: Path, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from core.errors import ExitCode
 from server.commands.command_line import build_parsers, flags_given
 from server.config_sources import load_config
 
@@ -93,6 +92,9 @@ def test_settings_that_are_commented_out_are_known(tmp_path: Path) -> None:
     assert len(load_config({"config_file": str(example)}, {}).origins) == 7, "and where the file is"
 
 
-def test_what_does_not_mend_itself_is_not_restarted() -> None:
-    codes = {ExitCode(int(word)) for word in setting("RestartPreventExitStatus").split()}
-    assert codes == {ExitCode.USAGE, ExitCode.CONFIGURATION, ExitCode.MODEL, ExitCode.VERSION}
+def test_no_limit_takes_service_or_socket_down_and_no_exit_code_is_final() -> None:
+    socket = (DEPLOY / "steploop.socket").read_text()
+    assert setting("StartLimitIntervalSec") == "0"
+    assert {"StartLimitIntervalSec=0", "TriggerLimitIntervalSec=0"} <= set(socket.splitlines())
+    assert setting("Restart") == "on-failure"
+    assert "RestartPreventExitStatus" not in SERVICE.read_text()

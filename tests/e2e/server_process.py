@@ -39,6 +39,8 @@ class ServerProcess:
 
     @property
     def port(self) -> int:
+        # Its log is written by a thread of its own: others may hear of it first
+        wait_for(lambda: self._has_ended() or LISTENING.search(self.log), lambda: f"the port\n{self.log_tail}")
         match = LISTENING.search(self.log)
         assert match is not None, self.log_tail
         return int(match[1])

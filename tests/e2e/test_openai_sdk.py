@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Iterator
 
+import httpx
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
@@ -226,3 +227,56 @@ def test_sixteen_streams_at_once_each_get_their_own_greedy_answer(server: Server
     together, alone = asyncio.run(stream_all())
     assert all(together)
     assert together[:4] == alone
+
+
+def test_special_tokens_are_shown_where_they_are_asked_for(client: OpenAI, server: ServerProcess) -> None:
+    eos = httpx.get(f"{server.url}/tokenizer_info").json()["eos_token"]
+    asked = {"prompt": eos, "add_special_tokens": False}
+    (eos_id,) = httpx.post(f"{server.url}/tokenize", json=asked).json()["tokens"]
+    texts = [
+        client.completions.create(
+            model=MODEL,
+            prompt="a",
+            max_tokens=2,
+            logit_bias={str(eos_id): 100},
+            temperature=0,
+            extra_body={"ignore_eos": True, "skip_special_tokens": skips},
+        )
+        .choices[0]
+        .text
+        for skips in (True, False)
+    ]
+    assert texts == ["", eos * 2]
+
+
+def test_an_overflow_says_the_words_that_client_libraries_look_for(client: OpenAI) -> None:
+    """LangChain: the code. LiteLLM: OpenAI's sentence. Of too many tokens, of too many characters, of responses."""
+    for text in ("hi " * 3000, "hi " * 60_000):
+        with pytest.raises(openai.BadRequestError) as of_chat:
+            client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": text}])
+        with pytest.raises(openai.BadRequestError) as of_completion:
+            client.completions.create(model=MODEL, prompt=text)
+        with pytest.raises(openai.BadRequestError) as of_response:
+            client.responses.create(model=MODEL, input=text)
+        for caught in (of_chat, of_completion, of_response):
+            assert caught.value.code == "context_length_exceeded"
+            assert "This model's maximum context length is 2048 tokens. However, " in caught.value.message
+            assert "context_length_exceeded" in caught.value.message
+
+
+def test_what_lm_eval_asks_is_answered(client: OpenAI, server: ServerProcess) -> None:
+    """A batch of prompts as ids, their logprobs with one token more; a dozen stop strings; the version, for routers."""
+    prompts = [[5 + i, 6, 7, 8] for i in range(256)]
+    answer = client.completions.create(
+        model=MODEL, prompt=prompts, max_tokens=1, temperature=0, logprobs=1, echo=True, seed=1234
+    )
+    assert [choice.index for choice in answer.choices] == list(range(256))
+    for choice in answer.choices:
+        assert choice.logprobs is not None
+        assert choice.logprobs.token_logprobs is not None
+        assert choice.logprobs.token_logprobs[0] is None
+        assert len(choice.logprobs.token_logprobs) == 5
+    stop = [f"{i}:" for i in range(16)]
+    many = client.completions.create(model=MODEL, prompt="a", n=64, max_tokens=2, stop=stop)
+    assert len(many.choices) == 64
+    assert httpx.get(f"{server.url}/version").json().keys() == {"version"}

@@ -81,12 +81,62 @@ def test_free_memory_is_the_lesser_of_machine_and_control_group(
     (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemFree: 10 kB\nMemAvailable: 5000 kB\n")
     monkeypatch.setattr(device, "MEMORY_INFO", tmp_path / "meminfo")
     monkeypatch.setattr(device, "CGROUP", tmp_path)
+    monkeypatch.setattr(device, "PROCESS_CGROUPS", tmp_path / "none")
     assert device.free_memory_bytes(CPU) == 5000 * 1024
-    (tmp_path / "memory.max").write_text("max\n")
-    (tmp_path / "memory.current").write_text("1000\n")
+    limit_group(tmp_path, "max", 1000)
     assert device.free_memory_bytes(CPU) == 5000 * 1024
-    (tmp_path / "memory.max").write_text("4000\n")
+    limit_group(tmp_path, "4000", 1000)
     assert device.free_memory_bytes(CPU) == 3000
+
+
+def limit_group(group: Path, limit: str, used: int, dropped: int = 0, version: int = 2) -> None:
+    names = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")}
+    limit_name, used_name, dropped_name = names.get(version, ("memory.max", "memory.current", "inactive_file"))
+    group.mkdir(parents=True, exist_ok=True)
+    (group / limit_name).write_text(f"{limit}\n")
+    (group / used_name).write_text(f"{used}\n")
+    (group / "memory.stat").write_text(f"anon 7\n{dropped_name} {dropped}\n")
+
+
+@pytest.mark.parametrize(
+    ("cgroups", "limits", "room"),
+    [
+        # a unit's own, its slice, and the root of all
+        ("0::/system.slice/steploop.service", {"system.slice/steploop.service": ("5000", 1000, 0)}, 4000),
+        ("0::/a/b/c", {"a/b/c": ("max", 10, 0), "a/b": ("9000", 100, 0), "a": ("5000", 4000, 500)}, 1500),
+        ("0::/a/b", {"a/b": ("9000", 100, 0), "a": ("7000", 100, 0), "": ("600", 100, 0)}, 500),
+        ("0::/a", {"other": ("10", 1, 0)}, 5000 * 1024),
+        ("0::/a", {"a": ("100", 900, 0)}, 0),
+        # a container without a namespace for it: the path is the host's, the root its own
+        ("0::/kubepods/pod7/container", {"": ("800", 100, 0)}, 700),
+        ("4:cpu,memory:/docker/7\n0::/", {"memory/docker/7": ("3000", 500, 100), "memory": ("9" * 19, 500, 0)}, 2600),
+        ("4:memory:/docker/7\n1:cpu:/x", {"memory": ("3000", 500, 0), "memory/x": ("1", 0, 0)}, 2500),
+        ("4:memory:/a\n0::/b", {"memory/a": ("3000", 500, 0), "unified/b": ("2000", 500, 0)}, 1500),
+    ],
+)
+def test_the_smallest_of_all_control_groups_limits_holds(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    cgroups: str,
+    limits: dict[str, tuple[str, int, int]],
+    room: int,
+) -> None:
+    (tmp_path / "meminfo").write_text("MemAvailable: 5000 kB\n")
+    (tmp_path / "cgroup").write_text(f"9:name=systemd:/\n{cgroups}\n")
+    monkeypatch.setattr(device, "MEMORY_INFO", tmp_path / "meminfo")
+    monkeypatch.setattr(device, "PROCESS_CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(device, "CGROUP", tmp_path / "mounted")
+    for group, found in limits.items():
+        limit_group(tmp_path / "mounted" / group, *found, version=1 if group.startswith("memory") else 2)
+    assert device.free_memory_bytes(CPU) == room
+
+
+def test_what_ulimit_leaves_beside_what_is_mapped_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "statm").write_text("3 2 1 1 0 1 0\n")
+    monkeypatch.setattr(device, "PROCESS_SIZES", tmp_path / "statm")
+    page_bytes = device.resource.getpagesize()
+    monkeypatch.setattr(device.resource, "getrlimit", lambda which: (5 * page_bytes, -1))
+    assert device.free_memory_bytes(CPU) == 2 * page_bytes
 
 
 def cache_of(directory: Path, **sizes: str) -> None:

@@ -282,8 +282,9 @@ def test_the_directory_stays_within_its_bytes(directory: Path, tmp_path: Path) -
 
 def test_a_second_process_is_told_that_the_directory_is_taken(directory: Path, tmp_path: Path) -> None:
     served, _ = restart(directory, tmp_path)
-    with pytest.raises(StartupError, match="Another process"):
+    with pytest.raises(StartupError, match="Another process") as raised:
         restart(directory, tmp_path)
+    assert raised.value.exit_code == ExitCode.TRANSIENT
     served.engine.close()
 
 

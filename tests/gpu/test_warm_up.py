@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from core.plan import StepPlan
+from core.scheduler import Scheduler
 from gpu.device_products import MOST_FEW_ROWS
-from gpu.loading import warm_up
+from gpu.loading import TIMED_CHUNKS, time_rows, warm_up
 from gpu.runner import StepTicket
 from tests.gpu.conftest import ENGINE, open_runner
 
@@ -31,3 +32,17 @@ def test_products_of_many_rows_and_of_few_and_logprobs_are_computed_once(
     assert (decode.num_tokens, int(decode.starts[0])) == (1, prompt.num_tokens)
     assert prompt.sequence_starts[0].sampling.num_logprobs == 1
     assert len(prompt.table_blocks) * 16 > prompt.num_tokens
+
+
+def test_timed_rows_make_the_first_requests_steps_predictable(model_directory: Callable[[str], Path]) -> None:
+    runner = open_runner(model_directory("llama3"), ENGINE)
+    limits = dataclasses.replace(runner.limits, timed_rows=time_rows(runner))
+    scheduler = Scheduler(limits, (), lambda: 0)
+    assert scheduler.step_cost.is_ready
+    assert {row.end - row.start for row in limits.timed_rows} == {1, *TIMED_CHUNKS}
+    assert all(row.took_s > 0 for row in limits.timed_rows)
+
+
+def test_only_as_many_tokens_are_timed_as_there_is_room_for(model_directory: Callable[[str], Path]) -> None:
+    runner = open_runner(model_directory("llama3"), dataclasses.replace(ENGINE, max_model_len=9))
+    assert {row.end for row in time_rows(runner)} == {8, 9}

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -12,13 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from core.config import parse_model_config
+from core.config import EngineConfig, parse_model_config
 from core.errors import BadCheckpoint
 from gpu import checkpoint
 from gpu.checkpoint import INDEX_FILE, SINGLE_FILE, open_checkpoint
 from gpu.layer_weights import ModelWeights
+from gpu.memory_plan import estimate
 from gpu.targets import interleave_halves
-from gpu.weights import load_weights
+from gpu.weights import check_checkpoint, load_weights
 from tests.gpu.conftest import no_progress
 from tests.oracle import read_config, save_random_model
 
@@ -26,7 +28,9 @@ CPU = torch.device("cpu")
 
 
 def load(directory: Path, dtype: torch.dtype = torch.float32, progress: Any = no_progress) -> ModelWeights:
-    return load_weights(open_checkpoint(directory), parse_model_config(read_config(directory)), dtype, CPU, progress)
+    checkpoint = open_checkpoint(directory)
+    config = check_checkpoint(checkpoint, parse_model_config(read_config(directory)))
+    return load_weights(checkpoint, config, dtype, CPU, progress)
 
 
 def rewrite(source: Path, target: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
@@ -150,16 +154,38 @@ def test_tied_embeddings_are_one_tensor(tmp_path: Path, model_directory) -> None
     assert (weights := load(model_directory("qwen2"))).lm_head is weights.embedding
 
 
-def test_a_tied_head_may_be_stored_only_as_the_same_numbers(tmp_path: Path, model_directory) -> None:
+def test_a_tied_head_that_is_stored_as_other_numbers_is_untied(tmp_path: Path, model_directory, caplog) -> None:
     def add_same(tensors: dict[str, torch.Tensor]) -> None:
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
 
     def add_other(tensors: dict[str, torch.Tensor]) -> None:
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
 
-    load(rewrite(model_directory("qwen2"), tmp_path / "same", add_same))
-    with pytest.raises(BadCheckpoint, match=r"lm_head\.weight differs"):
-        load(rewrite(model_directory("qwen2"), tmp_path / "other", add_other))
+    def add_rounded(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].bfloat16()
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].float()
+
+    for name, change in (("same", add_same), ("rounded", add_rounded)):
+        weights = load(rewrite(model_directory("qwen2"), tmp_path / name, change))
+        assert weights.lm_head is weights.embedding
+    assert caplog.text == ""
+    directory = rewrite(model_directory("qwen2"), tmp_path / "other", add_other)
+    weights = load(directory)
+    assert torch.equal(weights.lm_head, weights.embedding + 1)
+    assert "lm_head.weight differs from model.embed_tokens.weight" in caplog.text
+    tied, config = (parse_model_config(read_config(path)) for path in (model_directory("qwen2"), directory))
+    engine = EngineConfig(device="cpu", dtype="float32", max_model_len=64)
+    one, both = estimate(model_directory("qwen2"), tied, engine), estimate(directory, config, engine)
+    assert both.num_parameters - one.num_parameters == weights.embedding.numel()
+    assert both.weights_bytes - one.weights_bytes == 4 * weights.embedding.numel()
+
+
+def test_a_tied_head_of_another_shape_is_refused(tmp_path: Path, model_directory) -> None:
+    def add(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["lm_head.weight"] = torch.ones(3, 4)
+
+    with pytest.raises(BadCheckpoint, match=r"lm_head\.weight has the shape \[3, 4\]"):
+        load(rewrite(model_directory("qwen2"), tmp_path, add))
 
 
 @pytest.mark.parametrize(
@@ -167,6 +193,7 @@ def test_a_tied_head_may_be_stored_only_as_the_same_numbers(tmp_path: Path, mode
     [
         (lambda t: t.pop("model.norm.weight"), r"1 tensors are missing: model\.norm\.weight"),
         (lambda t: t.update(extra=torch.ones(2)), "1 tensors are not this architecture's: extra"),
+        (lambda t: t.update({"x.self_attn.bias": torch.ones(2)}), "1 tensors are not this architecture's: x.self_attn"),
         (lambda t: t.update({"model.norm.weight": torch.ones(3)}), r"model\.norm\.weight has the shape \[3\]"),
         (lambda t: t.update({"model.norm.weight": torch.ones(72, dtype=torch.int8)}), "stored as I8"),
     ],
@@ -176,10 +203,23 @@ def test_tensors_that_do_not_fit_are_named(tmp_path: Path, model_directory, chan
         load(rewrite(model_directory("llama3"), tmp_path, change))
 
 
-def test_buffers_of_old_checkpoints_are_ignored(tmp_path: Path, model_directory) -> None:
-    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+@pytest.mark.parametrize(
+    ("name", "buffer"),
+    [
+        ("self_attn.rotary_emb.inv_freq", torch.ones(8)),
+        ("self_attn.masked_bias", torch.tensor(-1e9)),
+        ("self_attn.bias", torch.ones(1, 1, 8, 8, dtype=torch.bool)),
+        ("self_attn.position_ids", torch.arange(8)),
+    ],
+)
+def test_buffers_of_old_checkpoints_are_left_out(
+    tmp_path: Path, model_directory, caplog, name: str, buffer: torch.Tensor
+) -> None:
+    caplog.set_level(logging.INFO)
     plain = load(model_directory("llama3"))
-    loaded = load(rewrite(model_directory("llama3"), tmp_path, lambda tensors: tensors.update({name: torch.ones(8)})))
+    changed = {f"model.layers.0.{name}": buffer}
+    loaded = load(rewrite(model_directory("llama3"), tmp_path, lambda tensors: tensors.update(changed)))
+    assert f"1 buffers of the checkpoint are left out: model.layers.0.{name}" in caplog.text
     assert torch.equal(loaded.embedding, plain.embedding)
     assert all(torch.equal(one.qkv, other.qkv) for one, other in zip(loaded.layers, plain.layers, strict=True))
 

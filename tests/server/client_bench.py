@@ -115,6 +115,7 @@ class ClientBench:
         self.client = EngineClient(
             self.posted.append,
             LETTERS,
+            LETTERS,
             self.connections,
             self.soon.append,
             lambda: float(next(self.clock)),

@@ -9,7 +9,7 @@ from core.plan import SequenceStart
 from core.sequence import sequence_seed
 from core.simulation import continuation
 from core.types import Request, Submit, Usage
-from server.gate.quota import DayPool, Moment
+from server.gate.quota import DayPool
 from server.ledger.records import LedgerRow, State
 from tests.server.drawn_calls import CACHED_DISCOUNT, TENANTS
 from tests.server.inline_ledger import rows
@@ -121,7 +121,7 @@ class LifeChecks:
         assert metrics.num_generation_tokens == sum(u.num_completion_tokens for u in usages.values())
         assert metrics.num_prompt_tokens == sum(u.num_prompt_tokens for u in usages.values())
         owners = {m.request.request_id: m.request.tenant for m in server.posted if isinstance(m, Submit)}
-        now = Moment(round(server.loop.time() * 1e9), 0)
+        now = server.gate.quotas._clock()
         for name in TENANTS:
             billed = [_cost(usage) for request_id, usage in usages.items() if owners[request_id] == name]
             account = server.gate.quotas._accounts.get((name, None))

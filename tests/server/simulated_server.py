@@ -236,6 +236,7 @@ class SimulatedServer:
         return EngineClient(
             self.engine.post,
             TOKENIZER.table,
+            TOKENIZER.full_table,
             self.network.listener.batch,
             self.loop.call_soon,
             self.loop.time,

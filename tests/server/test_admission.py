@@ -5,21 +5,24 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from hashlib import sha256
+from ipaddress import ip_network
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from core.errors import ServiceError
 from core.plan import RunnerLimits
 from core.types import EngineStats, Request, SamplingParams, Submit, Usage
-from core.wait_estimate import FIRST_GUESS_TOKENS, MOST_MARGIN, EngineRoom
+from core.wait_estimate import FIRST_GUESS_TOKENS, MOST_MARGIN, Bookings, EngineRoom
 from core.waiting import AGEING_S
-from server.gate.admission import LEAST_RETRY_S, Admission, Asker, Place
+from server.gate.admission import LEAST_RETRY_S, PATIENCE_S, Admission, Asker, Place
 from server.gate.deadlines import DeadlineTable
 from server.gate.queue_limits import QueueLimits
-from server.gate.tenants import Tenant
+from server.gate.tenants import Limits, Tenant
 from server.lifecycle import OFFLOAD_BYTES
-from tests.server.fakes import MemoryTransport
+from server.listening.client_gate import ClientRules
+from tests.server.fakes import PEER, MemoryTransport
 from tests.server.simulated_server import STREAM, TOKENIZER, Answer, SimulatedServer, answers, completion, request
 
 ONE_AT_A_TIME = RunnerLimits(64, 4, 1, 16, 200, TOKENIZER.vocab_size)
@@ -62,10 +65,13 @@ def test_prompts_that_wait_are_bounded_in_tokens() -> None:
         refused = server.send(completion(prompt=[5] * 30))
         short = server.send(completion(prompt=[5] * 20))
         assert code(the_answer(refused)) == (503, "overloaded")
-        assert "lets 60 prompt tokens wait: 40 do, and this has 30. Try" in the_answer(refused).json["error"]["message"]
+        assert (
+            "has 40 prompt tokens that wait, of 60 that it takes, and this has 30. Try"
+            in the_answer(refused).json["error"]["message"]
+        )
         early = server.send(HEAD % (b"", 50))
         assert code(the_answer(early)) == (503, "overloaded")  # its body has not come
-        assert "lets 60 prompt tokens wait: 60 do. Try" in the_answer(early).json["error"]["message"]
+        assert "has 60 prompt tokens that wait, of 60 that it takes. Try" in the_answer(early).json["error"]["message"]
         server.run()
         assert [the_answer(one).status for one in (first, waiting, short)] == [200, 200, 200]
 
@@ -102,19 +108,139 @@ def test_one_body_alone_may_be_larger_than_the_bound() -> None:
         assert server.ask(completion(user="z" * OFFLOAD_BYTES)).status == 200
 
 
-def test_refused_are_told_to_come_back_when_the_queue_has_drained() -> None:
-    with serving(limits=ONE_AT_A_TIME, max_requests=8) as server:
-        for _ in range(8):
-            server.send(completion(prompt=[6] * 20, max_tokens=150))
-        server.run_for(5)  # one leaves the queue in about 1.7 s
-        server.send(completion(prompt=[6], max_tokens=150))
-        while server.stats.num_waiting + server.stats.num_running < 8:
-            server.send(completion(prompt=[6], max_tokens=150))
-            server.step()
-        refused = the_answer(server.send(completion()))
-        assert code(refused) == (503, "overloaded")
-        assert 5 < float(refused.headers["retry-after-ms"]) / 1e3 < 20
-        assert f"Try again in {refused.headers['retry-after']} s" in refused.json["error"]["message"]
+def test_each_refused_is_told_a_time_at_which_there_will_be_room_for_it() -> None:
+    """Sixty come at once and come back when they were told to: hardly any has to come a third time."""
+    with serving(limits=ONE_AT_A_TIME, max_requests=2) as server:
+        server.ask(completion(max_tokens=30))  # the cost model learns
+        due = [(server.loop.time(), rival) for rival in range(60)]
+        num_tries = [0] * 60
+        end_s = due[0][0] + 600
+        while due and server.loop.time() < end_s:
+            when_s, rival = due.pop(0)
+            server.run_until(lambda when_s=when_s: server.loop.time() >= when_s, when_s)  # type: ignore[misc]
+            num_tries[rival] += 1
+            transport = server.send(completion(prompt=[rival + 1] * 8, max_tokens=40))
+            if transport.received:
+                refused = the_answer(transport)
+                assert code(refused) == (503, "overloaded")
+                assert f"Try again in {refused.headers['retry-after']} s" in refused.json["error"]["message"]
+                due.append((server.loop.time() + float(refused.headers["retry-after-ms"]) / 1e3, rival))
+                due.sort()
+        assert not due
+        assert sum(tries <= 2 for tries in num_tries) >= 54
+        assert max(num_tries) <= 4
+
+
+# Shares
+
+
+def keyed(name: str, **fields: Any) -> bytes:
+    return completion(**fields).replace(b"\r\n", f"\r\nx-api-key: {name}\r\n".encode(), 1)
+
+
+def named(*names: str) -> tuple[Tenant, ...]:
+    return tuple(Tenant(name=name, key_sha256=(sha256(name.encode()).hexdigest(),)) for name in names)
+
+
+UNREAD = {"max_tokens": 180, "n": 2, **STREAM}
+FEW_BLOCKS_EACH = RunnerLimits(1024, 4, 8, 16, 200, TOKENIZER.vocab_size)
+
+
+def fill_with_unread(server: SimulatedServer, name: str, num: int) -> list[MemoryTransport]:
+    """So many streams of a tenant's, whose reader has stopped; all are paused."""
+    flood = [server.send(keyed(name, seed=i, **UNREAD), peer_reads=False) for i in range(num)]
+    server.run_until(lambda: server.stats.num_paused == num)
+    return flood
+
+
+def test_paused_streams_of_one_tenant_leave_room_for_another() -> None:
+    with serving(limits=FEW_BLOCKS_EACH, tenants=named("flood", "light"), max_requests=16) as server:
+        flood = fill_with_unread(server, "flood", 16)
+        light = [server.send(keyed("light", prompt=[i + 1] * 4)) for i in range(2)]
+        assert server.lifecycle.admission.num_requests == 16
+        server.run_until(lambda: all(one.received and the_answer(one).is_complete for one in light))
+        assert [the_answer(one).status for one in light] == [200, 200]
+        assert server.stats.num_paused == 14  # those that were paused first had to go, and no more than it took
+        for transport in flood:
+            transport.peer_read()
+            transport.peer_reads = True
+        server.run()
+        errors = [event["error"] for one in flood for event in the_answer(one).events if "error" in event]
+        assert [error["code"] for error in errors] == ["overloaded"] * 2
+        reasons = [the_answer(one).finish_reason() for one in flood]
+        assert reasons.count("length") == 14
+
+
+def test_paused_streams_go_for_the_tenants_own_requests_too_once_their_reader_has_stopped_for_a_while() -> None:
+    with serving(limits=FEW_BLOCKS_EACH, tenants=named("flood"), max_requests=4) as server:
+        fill_with_unread(server, "flood", 4)
+        assert code(the_answer(server.send(keyed("flood")))) == (503, "overloaded")
+        server.run_for(PATIENCE_S)
+        served = server.send(keyed("flood"))
+        server.run_until(lambda: bool(served.received) and the_answer(served).is_complete)
+        assert the_answer(served).status == 200
+
+
+def test_what_one_tenant_has_above_its_part_it_gives_back_when_others_ask() -> None:
+    bounded = [structs.replace(one, limits=Limits(requests_per_minute=60)) for one in named("flood", "light")]
+    with serving(limits=ONE_AT_A_TIME, tenants=tuple(bounded), max_requests=16) as server:
+        flood = [server.send(keyed("flood", prompt=[i + 1] * 4, max_tokens=30)) for i in range(16)]
+        server.step()
+        light = [server.send(keyed("light", prompt=[i + 50] * 4)) for i in range(4)]
+        more = server.send(keyed("flood"))
+        server.run()
+        bucket = server.gate.quotas._accounts["flood", None].requests
+        assert bucket is not None
+        assert bucket.capacity - bucket.available(server.gate.quotas._clock()) <= 13  # who had to go counts for nothing
+        assert [the_answer(one).status for one in flood] == [200] * 13 + [503] * 3  # the latest, not what has begun
+        assert [the_answer(one).status for one in light] == [200, 200, 200, 503]
+        assert code(the_answer(more)) == (503, "overloaded")
+        assert "gives one tenant 75% of the room that others leave" in the_answer(more).json["error"]["message"]
+
+
+def test_tokens_and_bytes_are_bounded_by_share_likewise() -> None:
+    with serving(limits=ONE_AT_A_TIME, tenants=named("flood", "light"), max_queue_tokens=100) as server:
+        server.send(keyed("other_than_flood", max_tokens=1))
+        first = server.send(keyed("flood", max_tokens=100))
+        server.step()
+        flood = [server.send(keyed("flood", prompt=[i + 1] * 45, max_tokens=2)) for i in range(2)]
+        light = server.send(keyed("light", prompt=[60] * 20))
+        server.run()
+        assert [the_answer(one).status for one in (first, *flood, light)] == [200, 200, 503, 200]
+    with serving(tenants=named("flood", "light"), max_queue_bytes=2000) as server:
+        flood = [server.send(keyed("flood", prompt=[i + 1] * 4, user="z" * 700)) for i in range(2)]
+        light = server.send(keyed("light", user="z" * 700))
+        server.run()
+        assert [the_answer(one).status for one in (*flood, light)] == [200, 503, 200]
+
+
+BEHIND_PROXY = ClientRules(trusted_proxies=(ip_network(f"{PEER.address}/32"),))
+
+
+def of(address: str, **fields: Any) -> bytes:
+    return completion(**fields).replace(b"\r\n", f"\r\nX-Forwarded-For: {address}\r\n".encode(), 1)
+
+
+def test_where_nobody_says_who_he_is_each_network_has_its_share() -> None:
+    with serving(limits=ONE_AT_A_TIME, max_requests=8, clients=BEHIND_PROXY) as server:
+        flood = [
+            server.send(of(f"2001:db8::{i + 1:x}", prompt=[i + 1] * 4, max_tokens=30))  # one /64
+            for i in range(8)
+        ]
+        others = [server.send(of(address)) for address in ("2001:db8:0:1::1", "192.0.2.7")]
+        server.run()
+        assert [the_answer(one).status for one in flood] == [200] * 6 + [503] * 2
+        assert [the_answer(one).status for one in others] == [200, 200]
+
+
+def test_the_engine_shares_by_network_too_where_nobody_says_who_he_is() -> None:
+    with serving(limits=ONE_AT_A_TIME, clients=BEHIND_PROXY) as server:
+        flood = [server.send(of("192.0.2.1", prompt=[i + 1] * 4, max_tokens=30)) for i in range(8)]
+        server.step()
+        light = server.send(of("192.0.2.7", max_tokens=2))
+        server.run_until(lambda: bool(light.received))
+        assert sum(bool(one.received) for one in flood) < 3
+        server.run()
 
 
 # Deadlines
@@ -170,13 +296,8 @@ def test_tenants_deadline_refuses_before_the_body_is_read() -> None:
 
 
 def test_flood_of_one_tenant_refuses_nobody_elses_requests() -> None:
-    flood, light = (Tenant(name=name, key_sha256=(sha256(name.encode()).hexdigest(),)) for name in ("flood", "light"))
     limits = RunnerLimits(64, 4, 8, 16, 200, TOKENIZER.vocab_size)
-
-    def keyed(name: str, **fields: Any) -> bytes:
-        return completion(**fields).replace(b"\r\n", f"\r\nx-api-key: {name}\r\n".encode(), 1)
-
-    with serving(limits=limits, tenants=(flood, light)) as server:
+    with serving(limits=limits, tenants=named("flood", "light")) as server:
         for i in range(40):
             server.send(keyed("flood", prompt=[i] * 60, max_tokens=4, deadlines={"ttft_ms": 60_000}))
         for _ in range(30):
@@ -225,7 +346,7 @@ def queue_of(
     admission = Admission(limits, room, stats, clock)
     places = []
     for one in requests:
-        place = admission.enter(1)
+        place = admission.enter(one.tenant, 1)
         place.admit([one], math.inf, 0.0)
         places.append(place)
     return admission, places
@@ -290,26 +411,26 @@ def test_higher_classes_hold_one_back_for_no_longer_than_age_lets_them(gap: int)
     flood = (make_request(f"a{i}", "a", priority=gap) for i in range(300))
     admission, _ = queue_of(*flood, stats=measured_stats)
     for i in range(3):
-        place = admission.enter(1)
+        place = admission.enter("b", 1)
         bound_s = (i + 1) * (gap * AGEING_S + 5.0)  # each one's prompt takes 1.2 s
         place.admit([make_request(f"b{i}", "b")], bound_s, 0.0)
         assert (i + 1) * gap * AGEING_S < expected_s(place) < bound_s
-    late = admission.enter(1)
+    late = admission.enter("b", 1)
     with pytest.raises(ServiceError, match="expected in"):
         late.admit([make_request("b3", "b")], 3 * gap * AGEING_S, 0.0)
     with pytest.raises(ServiceError, match="expected in"):
-        admission.enter(1).admit([make_request("a", "a", priority=gap)], 50.0, 0.0)
+        admission.enter("a", 1).admit([make_request("a", "a", priority=gap)], 50.0, 0.0)
 
 
 def test_margin_stretches_the_estimate_and_not_what_age_guarantees() -> None:
     admission, _ = queue_of(*(make_request(f"a{i}", "a", priority=4) for i in range(300)), stats=measured_stats)
     admission.margin.factor = MOST_MARGIN
-    admission.enter(1).admit([make_request("b", "b")], 4 * AGEING_S + 5.0, 0.0)
+    admission.enter("b", 1).admit([make_request("b", "b")], 4 * AGEING_S + 5.0, 0.0)
 
 
 def test_a_short_backlog_of_higher_classes_is_waited_for_as_long_as_it_takes() -> None:
     admission, _ = queue_of(make_request("a", "a", priority=1), stats=measured_stats)
-    admission.enter(1).admit([make_request("b", "b")], 5.0, 0.0)
+    admission.enter("b", 1).admit([make_request("b", "b")], 5.0, 0.0)
 
 
 def test_answers_that_have_gone_on_for_long_are_expected_to_go_on() -> None:
@@ -344,8 +465,9 @@ def test_refused_by_those_that_run_are_told_when_the_first_of_them_is_expected_t
     )
 
     def told_s() -> float:
+        admission._bookings = Bookings()  # nobody was refused before
         with pytest.raises(ServiceError) as refusal:
-            admission.check(10_000)
+            admission.check("a", 10_000)
         assert refusal.value.code == "overloaded"
         assert refusal.value.retry_after_s is not None
         return refusal.value.retry_after_s

@@ -1,15 +1,18 @@
 """The app on the simulated server: routes, refusals, ids, readiness."""
 
 from collections.abc import Callable
+from hashlib import sha256
 from typing import Any
 
 import pytest
 
 from core.errors import ErrorKind, ServiceError
 from core.plan import RunnerLimits
+from server.gate.tenants import Limits, Tenant
 from server.lifecycle import OFFLOAD_BYTES
 from tests.server.simulated_app import ask, refusal_of
 from tests.server.simulated_server import (
+    LIMITS,
     MODEL,
     STREAM,
     TOKENIZER,
@@ -224,6 +227,15 @@ def test_input_tokens_are_those_the_answer_bills() -> None:
     assert counted == {"object": "response.input_tokens", "input_tokens": whole["usage"]["input_tokens"]}
 
 
+def test_no_more_ids_are_detokenized_than_a_context_holds() -> None:
+    num_ids = LIMITS.max_model_len
+    assert ask(request("POST", "/detokenize", {"tokens": [64] * num_ids})).status == 200
+    longer = ask(request("POST", "/detokenize", {"tokens": [64] * (num_ids + 1)}))
+    assert refusal_of(longer) == (400, "context_length_exceeded")
+    assert longer.json["error"]["param"] == "tokens"
+    assert ask(request("POST", "/detokenize", {"tokens": [64] * 4000})).status == 413  # without parsing it
+
+
 @pytest.mark.parametrize("size", [1, OFFLOAD_BYTES])
 def test_tokenizing_a_long_text_is_work_for_elsewhere(size: int) -> None:
     server = SimulatedServer()
@@ -235,8 +247,10 @@ def test_tokenizing_a_long_text_is_work_for_elsewhere(size: int) -> None:
 
     server.lifecycle.offload = offload
     assert server.ask(request("POST", "/tokenize", {"prompt": "^" * size})).json["count"] > 0
-    assert server.ask(request("POST", "/detokenize", {"tokens": [64] * size})).json["prompt"] == "^" * size
-    assert len(offloaded) == (2 if size > 1 else 0)
+    num_ids = min(size, LIMITS.max_model_len)
+    detokenized = server.ask(request("POST", "/detokenize", {"tokens": [64] * num_ids}))
+    assert detokenized.json["prompt"] == "^" * num_ids
+    assert len(offloaded) == (1 if size > 1 else 0)
     server.close()
 
 
@@ -287,4 +301,65 @@ def test_pipelined_requests_are_answered_in_order() -> None:
     assert [answer.status for answer in found] == [200, 200, 200, 400]
     assert found[0].text() == ask(chat()).text()
     assert found[2].text() == ask(completion()).text()
+    server.close()
+
+
+def test_paths_without_v1_are_the_same() -> None:
+    body = {"messages": [{"role": "user", "content": "step"}], "max_tokens": 3}
+    told = [ask(request("POST", path, body)).json for path in ("/v1/chat/completions", "/chat/completions")]
+    assert told[0]["choices"] == told[1]["choices"]
+    assert {one["model"] for one in told} == {MODEL}  # which need not be named: it is the one that there is
+    assert ask(request("GET", "/models"), "GET").json == ask(request("GET", "/v1/models"), "GET").json
+    assert [ask(request(method, "/ping"), method).status for method in ("GET", "POST")] == [200, 200]
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/v1/chat/completion", "/v1/chat/completions"),
+        ("/v2/chat/completions", "/v1/chat/completions"),
+        ("/api/v1/completions/", "/v1/completions"),
+        ("/v1/tokenize", "/tokenize"),
+        ("/x", None),
+    ],
+)
+def test_a_path_that_is_not_here_is_told_what_was_meant(path: str, meant: str | None) -> None:
+    message = ask(request("POST", path, {})).json["error"]["message"]
+    assert (f"did you mean {meant}?" in message) == (meant is not None)
+    assert ("did you mean" in message) == (meant is not None)
+    assert "/admin" not in message
+
+
+def test_the_tokenizer_is_told_as_evaluation_wants_it() -> None:
+    info = ask(request("GET", "/tokenizer_info"), "GET").json
+    assert {"bos_token", "eos_token", "pad_token", "chat_template", "model_max_length"} <= info.keys()
+    assert info["model_max_length"] == 200
+    text = "step"
+    plain = ask(request("POST", "/tokenize", {"prompt": text, "add_special_tokens": False})).json["tokens"]
+    assert plain == TOKENIZER.encode(text, add_special_tokens=False)
+
+
+@pytest.mark.parametrize("num_sequences", [1, 3])
+def test_a_batch_of_256_prompts_is_one_request_that_leaves_nothing_behind(num_sequences: int) -> None:
+    """Its tokens are reserved for each prompt and answer, and settled; one over the quota is refused whole."""
+    limits = Limits(tokens_per_minute=60, burst_tokens=20_000, requests_per_minute=60)
+    tenant = Tenant(name="acme", key_sha256=(sha256(b"k").hexdigest(),), limits=limits)
+    server = SimulatedServer(tenants=(tenant,))
+    fields: dict[str, Any] = {
+        "max_tokens": 2,
+        "n": num_sequences,
+        "ignore_eos": True,
+        "stop": [f"~{i}" for i in range(16)],
+    }
+
+    def batch(num_tokens: int) -> Any:
+        data = completion(prompt=[[5 + i % 40] * num_tokens for i in range(256)], **fields)
+        return server.ask(data.replace(b"Host: a", b"Host: a\r\nAuthorization: Bearer k", 1))
+
+    assert (batch(100).status, batch(100).headers["x-ratelimit-remaining-tokens"]) == (429, "20000")
+    answer = batch(8)
+    assert answer.status == 200
+    assert [choice["index"] for choice in answer.json["choices"]] == list(range(256 * num_sequences))
+    assert answer.usage["completion_tokens"] == 2 * 256 * num_sequences
+    assert answer.usage["prompt_tokens"] == 8 * 256
     server.close()

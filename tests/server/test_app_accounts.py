@@ -122,7 +122,7 @@ def test_a_head_that_never_ends_over_http2_is_accounted_for(caplog: pytest.LogCa
     silent = server.send(raw_http2.START[:30])  # asks for nothing
     server.run_for(11)
     assert [record.getMessage() for record in caplog.records] == [
-        "- - 408 10000.0ms error=request_timeout client=192.0.2.7:4242 stages=head:10000.00"
+        "- - 408 10000.0ms error=request_timeout http2=ENHANCE_YOUR_CALM client=192.0.2.7:4242 stages=head:10000.00"
     ]
     assert server.metrics.responses == {408: 1}
     server.run_for(3)

@@ -11,6 +11,8 @@ import ssl
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
+from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +26,14 @@ from core.plan import StepOutput, StepPlan
 from core.simulation import SimulatedRunner
 from core.types import Message, Pause
 from server.engine_thread import EngineThread
+from server.gate.tenants import Tenant
 from server.process import Server
+from server.wire.frame_gate import PREFACE
 from server.wire.http2 import Http2Protocol
 from tests.certificates import make_certificate, needs_openssl
-from tests.server.running_server import LIMIT_S, Running, load_with, run
+from tests.server.raw_http2 import END_STREAM, INITIAL_WINDOW, data, post, settings
+from tests.server.running_server import LIMIT_S, LIMITS, Running, load_with, read_answer, run
+from tests.server.running_server import closing as closing_request
 from tests.server.simulated_server import STREAM, answers, chat
 
 SLOW, NEIGHBOUR = 7, 8  # their seeds, by which the runner knows their rows
@@ -239,3 +245,48 @@ async def stop_reading(server: Server, steps: Steps, connect: Callable[[], Clien
         assert isinstance(reading.exception(), OSError)
         again.ask(**LONG, seed=SLOW)
         assert text == await asyncio.to_thread(again.text)
+
+
+NUM_CONNECTIONS, NUM_CHATS = 3, 40  # of the flood
+MAX_QUEUE = 64
+
+
+def zero_window_chats(key: bytes) -> bytes:
+    """A connection's bytes: so many chats, none of which may send a byte of its body."""
+    sent = PREFACE + settings((INITIAL_WINDOW, 0)).encode(0)
+    for number in range(NUM_CHATS):
+        stream = 2 * number + 1
+        body = chat(**LONG, seed=stream).partition(b"\r\n\r\n")[2]
+        sent += post(b"/v1/chat/completions", stream, (b"x-api-key", key)).encode(0)
+        sent += data(body, END_STREAM, stream).encode(0)
+    return sent
+
+
+@pytest.mark.parametrize("has_keys", [True, False], ids=["tenants by keys", "by addresses"])
+def test_zero_windows_of_one_tenant_refuse_nobody_elses_requests(has_keys: bool) -> None:
+    tenants = tuple(Tenant(name=name, key_sha256=(sha256(name.encode()).hexdigest(),)) for name in ("flood", "light"))
+
+    async def scenario() -> None:
+        running = Running(
+            load_with(limits=replace(LIMITS, num_blocks=8192)), tenants=tenants if has_keys else (), max_queue=MAX_QUEUE
+        )
+        server = running.server
+        await server.wait_ready()
+        with ExitStack() as stack:
+            stack.callback(server.stop, 0)
+            flood = [await asyncio.open_connection("127.0.0.1", server.listener.port) for _ in range(NUM_CONNECTIONS)]
+            for _, writer in flood:
+                stack.callback(writer.close)
+                writer.write(zero_window_chats(b"flood"))
+            assert server._client is not None
+            while server._client.stats.num_paused < MAX_QUEUE:
+                await asyncio.sleep(0)
+            for seed in range(6):
+                light = await asyncio.open_connection("127.0.0.1", server.listener.port, local_addr=("127.0.0.2", 0))
+                light[1].write(
+                    closing_request(chat(seed=seed, max_tokens=8).replace(b"\r\n", b"\r\nx-api-key: light\r\n", 1))
+                )
+                assert (await read_answer(*light)).status == 200
+        await running.exit
+
+    run(scenario)

@@ -90,6 +90,8 @@ def test_serve_help_lists_every_option_and_every_exit_code(capsys: pytest.Captur
         (["serve", "--prot=1"], ExitCode.USAGE, "did you mean --port?"),
         (["serve", "--max-model", "1"], ExitCode.USAGE, "did you mean --max-model-len?"),
         (["serve", "DIR"], ExitCode.USAGE, "unknown argument: DIR"),
+        (["serve", "-c", "steploop.toml"], ExitCode.USAGE, "did you mean --config?"),
+        (["serve", "--settings", "steploop.toml"], ExitCode.USAGE, "did you mean --config?"),
         (["serve", "--port"], ExitCode.USAGE, "expected one argument"),
         (["bench"], ExitCode.USAGE, "what to measure?"),
         (["chat", "--url", "http://a", "--model", str(ROOT)], ExitCode.USAGE, "two different models"),
@@ -113,9 +115,17 @@ def test_a_refusal_is_one_cause_and_one_fix(
     assert captured.out == ""
 
 
-def test_a_question_without_its_flag_is_told_which(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["chat", "what is it?"]) == ExitCode.USAGE
-    assert capsys.readouterr().err.endswith("fix: steploop chat -q 'what is it?'\n")
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        (["chat", "what is it?"], "steploop chat -q 'what is it?'"),
+        (["serve", "a/b.gguf"], "steploop serve --model a/b.gguf"),
+        (["serve", "a/steploop.toml"], "steploop serve --config a/steploop.toml"),
+    ],
+)
+def test_a_value_without_its_flag_is_told_which(words: list[str], fix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == ExitCode.USAGE
+    assert capsys.readouterr().err.endswith(f"fix: {fix}\n")
 
 
 def test_debug_adds_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:

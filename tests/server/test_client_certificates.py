@@ -1,6 +1,8 @@
 """Clients' certificates: who is let in, and what is handed on of them."""
 
 import ssl
+import subprocess
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -122,6 +124,23 @@ def test_who_is_on_a_list_of_the_ca_file_is_not_let_in_any_more(tmp_path: Path) 
                 await who_am_i(listener.port, showing(certificate, gone))
 
     uvloop.run(main())
+
+
+def test_it_is_known_when_certificate_and_revocation_list_run_out(tmp_path: Path) -> None:
+    certificate, key = make_certificate(tmp_path)
+    revocations = make_revocations(tmp_path, (certificate, key))
+
+    def told(*command: str) -> float:
+        shown = subprocess.run(["openssl", *command], check=True, capture_output=True, text=True).stdout
+        return (
+            datetime.strptime(shown.strip().partition("=")[2], "%b %d %H:%M:%S %Y GMT").replace(tzinfo=UTC).timestamp()
+        )
+
+    assert ServerTls(TlsFiles(certificate, key, revocations)).expiries == {
+        "certificate": told("x509", "-enddate", "-noout", "-in", str(certificate)),
+        "revocation_list": told("crl", "-nextupdate", "-noout", "-in", str(revocations)),
+    }
+    assert ServerTls(TlsFiles(certificate, key, certificate)).expiries.keys() == {"certificate"}
 
 
 def test_the_ca_is_reloaded_with_the_certificate_and_sessions_of_the_old_one_do_not_help(tmp_path: Path) -> None:

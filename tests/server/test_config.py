@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from core.errors import ExitCode
+from core.errors import ExitCode, StartupError
 from server.commands.command_line import build_parsers, flags_given
 from server.config import OPTIONS, ServerConfig
 from server.config_sources import FLAG_AS_KEY, load_config
@@ -207,3 +207,29 @@ def test_of_a_list_the_value_that_is_wrong_is_told(tmp_path: Path) -> None:
     assert refusal({}, {"STEPLOOP_DENY": "10.0.0.0/8,10.1.2.3/8"}).fix == "--deny 10.0.0.0/8"
     file = toml_flag(tmp_path, 'trusted_proxies = ["unix", "nobody"]')
     assert "trusted_proxies in" in refusal(file, {}).cause
+
+
+@pytest.mark.parametrize(
+    ("text", "fix"),
+    [
+        ("drain_timeout = 60s", 'write that line as drain_timeout = "60s"'),
+        ("port = 1\nlog_format = json  # for the collector", 'write that line as log_format = "json"'),
+        ("max-queue: 8", "write that line as max_queue = 8"),
+        ("port = 1\nport = 2", "port stands there twice: remove one"),
+        ("api_key = s3cret", "text in quotes"),
+    ],
+)
+def test_file_that_is_no_toml_is_told_what_to_write(text: str, fix: str, tmp_path: Path) -> None:
+    path = tmp_path / "steploop.toml"
+    path.write_text(text)
+    with pytest.raises(StartupError, match="is not TOML") as raised:
+        load_config({"config_file": str(path)}, {})
+    assert fix in raised.value.fix
+    assert "s3cret" not in str(raised.value)
+
+
+def test_bare_number_is_taken_as_seconds(tmp_path: Path) -> None:
+    path = tmp_path / "steploop.toml"
+    path.write_text("drain_timeout = 60\nhead_timeout = 2.5")
+    config = load_config({"config_file": str(path)}, {})
+    assert (config.drain_timeout_s, config.head_timeout_s) == (60.0, 2.5)

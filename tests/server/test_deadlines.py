@@ -167,8 +167,10 @@ def test_choice_that_has_ended_owes_no_token() -> None:
 
 def test_request_asks_for_less_than_the_server_gives_never_for_more() -> None:
     with serving(deadlines=Deadlines(total_s=0.3)) as server:
-        for asked, status in ((None, 504), ({"total_ms": 10_000}, 504), ({}, 504)):
-            assert server.ask(chat(max_tokens=100, deadlines=asked)).status == status
+        for asked, is_own in ((None, False), ({"total_ms": 10_000}, False), ({}, False), ({"total_ms": 200}, True)):
+            answer = server.ask(chat(max_tokens=100, deadlines=asked))
+            assert answer.status == 504
+            assert answer.headers.get("x-should-retry") == ("false" if is_own else None)
         assert server.ask(chat(max_tokens=3)).status == 200
 
 

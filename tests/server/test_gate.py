@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from contextlib import closing
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from server.gate.keys import Scope
 from server.gate.tenants import Tenant
 from server.listening.binds import TcpAddress, UnixAddress
 from server.routes import PREFIXES, ROUTES, Route
-from tests.server.simulated_server import MODEL, STREAM, SimulatedServer, chat, completion, request
+from tests.server.simulated_server import MODEL, STREAM, SimulatedServer, answers, chat, completion, request
 
 ACME = Tenant(name="acme", key_sha256=(sha256(b"a").hexdigest(),), tenant_class="batch", share=2, models=(MODEL,))
 ALONE = Tenant(name="alone", key_sha256=(sha256(b"l").hexdigest(),))
@@ -40,11 +41,11 @@ def all_routes() -> list[tuple[str, str, Route]]:
     return fixed + [(f"{path}x", *one) for path, methods in PREFIXES.items() for one in methods.items()]
 
 
-def test_each_route_asks_for_its_right_and_all_but_two_for_one() -> None:
+def test_each_route_asks_for_its_right_and_all_but_probes_for_one() -> None:
     server = SimulatedServer(tenants=(ACME,))
     scopes = {(method, path): route.scope for path, method, route in all_routes()}
     public = {path for (_, path), scope in scopes.items() if scope is None}
-    assert public == {"/health", "/ready"}
+    assert public == {"/health", "/ping", "/ready"}
     assert {path for (_, path), scope in scopes.items() if scope is Scope.METRICS} == {"/metrics"}
     is_admins = {path: scope is Scope.ADMIN for (_, path), scope in scopes.items()}
     assert is_admins == {path: path.startswith("/admin/") for path in is_admins}
@@ -209,6 +210,81 @@ def test_a_file_that_is_not_fit_changes_nothing(write: Callable[..., ServerConfi
     assert gate.directory is before
 
 
+def test_an_issuer_that_is_asked_from_the_next_start_on_closes_nothing_until_then(tmp_path: Path) -> None:
+    gate = Gate(ServerConfig(), CLOCK)
+    (tmp_path / "jwks.json").write_text("{}")
+    gate.prepare(ServerConfig(jwks=tmp_path / "jwks.json"))()
+    assert gate.directory.is_open
+
+
+def revoked(record: str) -> str:
+    return record[:-1] + ', "revoked": "2030-01-02T00:00:00Z"}'
+
+
+def is_good(gate: Gate, key: str) -> bool:
+    known_key = gate.directory.keys.get(sha256(key.encode()).digest())
+    return known_key is not None and not known_key.is_revoked
+
+
+TWO_KEYS = KEYS % f"{key_of('acme', 'one')}, {key_of('b', 'two')}"
+TWO_TENANTS = 'tenants = [{name = "acme"}, {name = "b", key_sha256 = ["%s"]}]' % ("0" * 64)
+
+
+@pytest.mark.parametrize("typo", ["max_qeue = 7", "max_queue = 'seven'", 'auth = ["nothing"]'])
+def test_revocations_of_a_reload_that_is_refused_take_effect(
+    write: Callable[..., ServerConfig], caplog: pytest.LogCaptureFixture, typo: str
+) -> None:
+    gate = Gate(write(TWO_TENANTS, TWO_KEYS), CLOCK)
+    with pytest.raises(StartupError):
+        write(f"{typo}\n{TWO_TENANTS}", KEYS % f"{revoked(key_of('acme', 'one'))}, {key_of('b', 'two')}")
+    gate.revoke()
+    assert (is_good(gate, "one"), is_good(gate, "two")) == (False, True)
+    assert "revoked, though the reload is refused: keys=1 tenants=-" in caplog.text
+    with pytest.raises(StartupError):
+        write(f'{typo}\ntenants = [{{name = "acme"}}]', KEYS % key_of("b", "two"))
+    gate.revoke()
+    assert (is_good(gate, "one"), is_good(gate, "two")) == (False, False)
+    assert gate.directory.tenants.keys() == {"acme"}
+    assert not gate.directory.is_open
+
+
+def test_keys_and_names_of_tenants_are_revoked_likewise(write: Callable[..., ServerConfig]) -> None:
+    first, second = (sha256(key).hexdigest() for key in (b"first", b"second"))
+    gate = Gate(write(f'tenants = [{{name = "acme", key_sha256 = ["{first}", "{second}"]}}]'), CLOCK)
+    with pytest.raises(StartupError):
+        write(f'tenants = [{{name = "acme", key_sha256 = ["{first}"], shar = 2}}]')
+    gate.revoke()
+    assert [is_good(gate, key) for key in ("first", "second", "one")] == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    "settings", ["tenants = [", "max_qeue = 7", 'tenants = [{nmae = "acme"}]', "tenants = 7\nmax_qeue = 7"]
+)
+def test_what_cannot_be_read_stays_as_it_was_and_is_told(
+    write: Callable[..., ServerConfig], caplog: pytest.LogCaptureFixture, settings: str
+) -> None:
+    gate = Gate(write(), CLOCK)
+    before = gate.directory
+    with pytest.raises(StartupError):
+        write(settings, "{")
+    gate.revoke()
+    assert gate.directory is before
+    assert "keys that were revoked since the last reload stay good" in caplog.text
+
+
+def test_streams_of_who_is_revoked_end_and_those_of_others_go_on() -> None:
+    with closing(SimulatedServer(tenants=(ACME, THIRD))) as server:
+        streams = [server.send(as_caller(completion(**STREAM), key)) for key in "at"]
+        for _ in range(5):
+            server.step()
+        server.gate.prepare(ServerConfig(tenants=(THIRD,)))()
+        server.app.end_revoked()
+        server.run()
+        gone, kept = (answers(bytes(stream.received))[0] for stream in streams)
+        assert [event["error"]["code"] for event in gone.events if "error" in event] == ["invalid_api_key"]
+        assert kept.finish_reason() == "length"
+
+
 def test_keys_that_are_no_longer_taken_are_not_counted(write: Callable[..., ServerConfig]) -> None:
     gone = key_of("acme", "gone")[:-1]
     past = f'{gone}, "expires": "1970-01-01T00:00:00Z"}}, {gone}, "revoked": "1969-01-01T00:00:00Z"}}'
@@ -291,3 +367,18 @@ def test_a_server_that_strangers_could_use_does_not_start() -> None:
     with pytest.raises(StartupError, match=r"other machines can reach 0.0.0.0:1, and nobody is asked") as caught:
         Gate(ServerConfig(), CLOCK).check_exposure([HERE, EVERYWHERE], False)
     assert "--insecure" in caught.value.fix
+
+
+def test_an_operator_sees_and_ends_anybodys_request() -> None:
+    with closing(SimulatedServer(tenants=(ACME,), keys=("root",))) as server:
+        stream = server.send(as_caller(completion(**STREAM), "a"))
+        server.step()
+        refused = server.send(as_caller(request("DELETE", "/admin/requests/r1"), "a"))
+        ended = server.send(as_caller(request("DELETE", "/admin/requests/r1"), "root"))
+        server.run()
+        assert [answers(bytes(one.received))[0].status for one in (refused, ended)] == [403, 200]
+        events = answers(bytes(stream.received))[0].events
+        assert [event["error"]["code"] for event in events if "error" in event] == ["request_cancelled"]
+        for path in ("/v1/requests/r1", "/admin/requests/cmpl-r1"):
+            assert server.ask(as_caller(request("GET", path), "root"), "GET").json["tenant"] == "acme"
+        assert server.ask(as_caller(request("GET", "/v1/requests/r4"), "a"), "GET").status == 404

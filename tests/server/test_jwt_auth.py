@@ -32,9 +32,11 @@ from server.gate.jwks import (
     parse_jwks,
 )
 from server.gate.jwt_auth import MAX_TOKEN_BYTES, BadToken, JwtRules, JwtVerifier
-from server.gate.tenants import Tenant
+from server.gate.quota import Ticket
+from server.gate.tenants import Limits, Tenant
 from server.values import BadValueError
 from server.wire.messages import HttpRequest
+from server.wire.peer import Peer
 
 NOW_S = 1_900_000_000.0
 RSA = RSAKey.generate_key(2048, {"kid": "rsa"})
@@ -332,10 +334,12 @@ def test_the_keys_of_a_url_come_in_the_background_and_are_kept_for_a_day(caplog:
             source.find("ec")
         assert issuer.num_asked == 1
         issuer.body = NEW_JWKS
-        assert source.find("new") is None  # unknown: asks, and not again for every stranger
-        for _ in range(100):
-            source.find("unknown")
+        for key_id in ("new", *(f"unknown{i}" for i in range(100))):  # asks, and not again for every stranger
+            with pytest.raises(KeysUnavailable) as unavailable:
+                source.find(key_id)
+            assert unavailable.value.retry_after_s == FETCHING_S
         await wait_fetched(source)
+        assert source.find("unknown") is None  # a fetch that is young enough did not have it
         assert issuer.num_asked == 2
         assert source.find("new") is not None
         issuer.status = 500
@@ -364,6 +368,68 @@ def test_the_keys_of_a_url_come_in_the_background_and_are_kept_for_a_day(caplog:
         asyncio.run(scenario())
     finally:
         issuer.close()
+
+
+def test_a_token_of_a_new_key_waits_for_the_fetch_that_brings_it(tmp_path: Path) -> None:
+    issuer = Issuer()
+    issuer.body = NEW_JWKS
+    peer = Peer()
+
+    def asked(credential: bytes) -> HttpRequest:
+        fields = ((b"authorization", b"Bearer " + credential),)
+        return HttpRequest(stream_id=1, method="GET", path="/", query="", headers=fields, has_body=False)
+
+    async def scenario() -> None:
+        now = [0.0]
+        gate = Gate(config_of(tmp_path, jwks=issuer.url), Clock(lambda: now[0], lambda: NOW_S))
+        gate.start()
+        with pytest.raises(ServiceError) as caught:  # the first fetch is waited for, and has another key
+            await gate.identify(asked(token()), peer)
+        assert caught.value.kind is ErrorKind.AUTHENTICATION
+        issuer.body = json.dumps(JWKS).encode()
+        with pytest.raises(ServiceError) as caught:  # likewise, at once
+            await gate.identify(asked(token()), peer)
+        assert (caught.value.kind, issuer.num_asked) == (ErrorKind.AUTHENTICATION, 1)
+        now[0] += RETRY_S
+        callers = await asyncio.gather(*(gate.identify(asked(token(sub=f"u{i}")), peer) for i in range(20)))
+        assert [caller.key_id for caller in callers] == [f"sub:u{i}" for i in range(20)]
+        assert issuer.num_asked == 2
+        issuer.status, now[0] = 500, now[0] + RETRY_S
+        with pytest.raises(ServiceError) as caught:  # whether there is such a key nobody knows
+            await gate.identify(asked(signed({"alg": "ES256", "kid": "newer"})), peer)
+        assert (caught.value.code, caught.value.retry_after_s) == ("issuer_unavailable", RETRY_S)
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        issuer.close()
+
+
+def test_subjects_are_bounded_one_by_one(tmp_path: Path) -> None:
+    bounded = Tenant(name="acme", key_limits=Limits(concurrent_requests=1))
+    gate = Gate(ServerConfig(**{**vars_of(config_of(tmp_path)), "tenants": (bounded,)}), CLOCK)
+
+    def ticket(**claims: Any) -> Ticket:
+        fields = ((b"authorization", b"Bearer " + token(**claims)),)
+        asked = HttpRequest(stream_id=1, method="GET", path="/", query="", headers=fields, has_body=False)
+        return gate.quotas.ticket_for(gate.authenticator.identify(asked, None))
+
+    ticket(sub="a").enter()
+    ticket(sub="b").enter()
+    ticket(sub="b\n" * 9).enter()
+    ticket().enter()
+    for claims in ({"sub": "a"}, {"sub": "b\n" * 9}, {}):
+        with pytest.raises(ServiceError, match=r"The JWT subject sub:.* has its concurrent_requests, 1"):
+            ticket(**claims).enter()
+    with pytest.raises(ServiceError, match="'sub' must be a text"):
+        ticket(sub=["a"])
+
+
+@pytest.mark.parametrize("name", ["jwt_issuer", "jwt_audience"])
+def test_an_issuer_without_keys_is_refused(name: str) -> None:
+    with pytest.raises(StartupError, match=f"--{name.replace('_', '-')} without --jwks") as caught:
+        Gate(ServerConfig(api_keys=("k",), **{name: "https://issuer.example"}), CLOCK)
+    assert caught.value.fix.startswith("--jwks ")
 
 
 @pytest.mark.parametrize(("location", "is_followed"), [("/moved", True), ("https://127.0.0.1:1/keys", False)])

@@ -10,12 +10,13 @@ import msgspec
 import pytest
 
 from server.gate.tenants import Limits, Tenant
-from server.ledger.ledger import PROBE_S, STUCK_S
+from server.ledger.ledger import HEARTBEAT_S, PROBE_S, STUCK_S
 from server.ledger.records import LedgerRow, State
 from server.observing.metrics import TenantCounts
 from tests.server.inline_ledger import InlineWriter, rows
-from tests.server.simulated_server import STREAM, Answer, SimulatedServer, answers, chat
+from tests.server.simulated_server import MODEL, STREAM, Answer, SimulatedServer, answers, chat, request
 from tests.server.test_ledger import stream_until_first_byte
+from tests.server.test_metrics import samples_of
 
 ACME = Tenant(name="acme", limits=Limits(tokens_per_day=1000), key_sha256=(sha256(b"k").hexdigest(),))
 
@@ -48,13 +49,41 @@ def test_while_nothing_can_be_written_requests_are_refused_before_work(path: Pat
     (answer,) = answers(bytes(running.received))
     assert answer.events[-1] == "[DONE]"  # what ran is settled all the same
     assert [row.state for row in rows(path)] == [State.RESERVED]
+    ready = server.ask(request("GET", "/ready"), "GET")
+    assert (ready.status, ready.json["error"]["code"]) == (503, "ledger_unavailable")
+    assert "locked" in ready.json["error"]["message"]
+    assert server.ask(request("GET", "/health"), "GET").status == 200
     lock.execute("ROLLBACK")
     server.run_for(2 * PROBE_S)
+    assert server.ask(request("GET", "/ready"), "GET").status == 200
     assert server.ask(chat()).status == 200
+    samples = samples_of(server.ask(request("GET", "/metrics"), "GET").body)
+    promised = {name.split("{")[0]: value for name, value in samples.items() if 'slo="error_rate"' in name}
+    assert promised == {"steploop_slo_value": 2 / 4}  # by our fault: those that were refused
+    assert samples[f'steploop_requests_refused_total{{model_name="{MODEL}",reason="ledger_unavailable"}}'] == 1
+    assert samples[f'steploop_requests_failed_total{{model_name="{MODEL}",reason="ledger_unavailable"}}'] == 1
     server.close()
     found = {row.request_id: row for row in rows(path)}
     assert (found["r1"].state, found["r1"].completion_tokens) == (State.SETTLED, 60)
-    assert found.keys() == {"r1", "r4"}  # what was refused leaves no row
+    assert found.keys() == {"r1", "r7"}  # what was refused leaves no row
+
+
+def test_fault_is_known_before_a_request_meets_it(path: Path, lock: sqlite3.Connection) -> None:
+    server = SimulatedServer(ledger=path)
+    ledger = server.lifecycle.ledger
+    assert ledger is not None
+    ledger.start()
+    server.run_for(HEARTBEAT_S + 1)
+    assert ledger.commit_age_s < HEARTBEAT_S
+    assert ledger.disk is not None
+    assert 0 < ledger.disk.free_bytes <= ledger.disk.size_bytes
+    lock.execute("BEGIN IMMEDIATE")
+    server.run_for(HEARTBEAT_S + 1)
+    assert server.ask(request("GET", "/ready"), "GET").status == 503
+    lock.execute("ROLLBACK")
+    server.run_for(2 * PROBE_S)
+    assert server.ask(request("GET", "/ready"), "GET").status == 200
+    server.close()
 
 
 def test_while_the_disk_hangs_requests_are_refused_before_work(path: Path) -> None:

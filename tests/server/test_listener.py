@@ -73,6 +73,19 @@ async def close(writer: asyncio.StreamWriter) -> None:
     await writer.wait_closed()
 
 
+def test_drain_answers_who_was_accepted_in_the_turn_before_it() -> None:
+    async def scenario() -> None:
+        listener = await start(hello)
+        with socket.create_connection(("127.0.0.1", listener.port), timeout=10) as client:
+            client.sendall(GET)
+            while not listener.num_open:
+                await asyncio.sleep(0)
+            await listener.drain(5)  # its opening has not begun
+            assert client.recv(1000).startswith(b"HTTP/1.1 200")
+
+    run(scenario)
+
+
 def test_answers_on_the_port_it_reports() -> None:
     async def scenario() -> None:
         listener = await start(hello)

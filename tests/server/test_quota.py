@@ -12,8 +12,10 @@ from core.types import Request, SamplingParams, Usage
 from server.gate.auth import Caller, make_directory
 from server.gate.quota import (
     DAY_S,
+    DAYS_KEPT,
     FIRST_TOKENS,
     MINUTE_NS,
+    PRUNED_ACCOUNTS,
     S_NS,
     Bucket,
     DayPool,
@@ -128,6 +130,37 @@ def test_a_clock_that_steps_back_gives_nothing() -> None:
     bucket.reserve(1, at(5 * S_NS))
     assert bucket.available(at(0)) == 0
     assert bucket.available(at(6 * S_NS)) == 1
+
+
+def test_a_clock_that_leaps_forward_and_back_takes_no_day_away_and_gives_none() -> None:
+    pool = DayPool("tokens_per_day", 100, DayUse(START, 0))
+    tomorrow, next_year = (Moment(days, START.unix_s + days * DAY_S) for days in (1, 365))
+    pool.reserve(40, START)
+    pool.settle(40, 40, START)
+    assert pool.available(next_year) == 100
+    pool.reserve(100, next_year)
+    pool.settle(100, 90, next_year)
+    assert pool.available(START) == 60  # as it was
+    assert pool.available(tomorrow) == 100  # a new day, though one that seemed later was used up
+    for leap in range(2, 50):
+        pool.available(Moment(leap, START.unix_s + leap * DAY_S))
+    assert len(pool._other_days) <= DAYS_KEPT
+
+
+def test_accounts_of_subjects_that_hold_nothing_are_forgotten() -> None:
+    quotas = Quotas(lambda: START)
+    tenant = Tenant(name="a", key_limits=Limits(tokens_per_day=1000, concurrent_requests=9))
+    busy = quotas.ticket_for(Caller(tenant, key_id="sub:busy"))
+    busy.enter()
+    used = quotas.ticket_for(Caller(tenant, key_id="sub:used"))
+    used.reserve([request(10, 10)])
+    used.settle(Usage(10, 10))
+    for i in range(3 * PRUNED_ACCOUNTS):
+        quotas.ticket_for(Caller(tenant, key_id=f"sub:{i}"))
+    assert len(quotas.accounts) <= PRUNED_ACCOUNTS + 2
+    with pytest.raises(ServiceError):
+        quotas.ticket_for(Caller(tenant, key_id="sub:used")).reserve([request(990, 1)])
+    busy.leave()
 
 
 def test_a_day_begins_anew_at_midnight_with_what_is_in_progress() -> None:

@@ -78,7 +78,7 @@ def test_table_shows_a_line_each_and_the_total(path: Path, capsys: pytest.Captur
     [
         ([], ["no ledger is named", "--ledger FILE"]),
         (["--ledger", "missing.db"], ["there is no ledger missing.db"]),
-        (["--ledger", __file__], ["is not a ledger", "the one that the server has"]),
+        (["--ledger", __file__], ["or not a ledger", "the one that the server has"]),
         (["--ledger", "x", "--since", "soon"], ["--since", "7d"]),
         (["--ledger", "x", "--by", "moon"], ["moon", "tenant"]),
     ],

@@ -1,6 +1,7 @@
 import json
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
@@ -127,7 +128,7 @@ def test_what_is_null_is_told_apart_from_what_is_missing(message: dict[str, Any]
         ({"messages": MESSAGES, "web_search_options": {}}, "web_search_options"),
         ({"messages": MESSAGES, "reasoning_effort": "high"}, "reasoning_effort"),
         ({"messages": MESSAGES, "best_of": 2}, "best_of"),
-        ({"messages": MESSAGES, "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
+        ({"messages": MESSAGES, "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs.a"),
     ],
 )
 def test_a_field_that_would_change_the_answer_is_refused(fields: dict[str, Any], param: str) -> None:
@@ -156,6 +157,7 @@ def test_a_stream_by_the_letter() -> None:
         "object": "chat.completion.chunk",
         "created": 1_700_000_000,
         "model": "tiny",
+        "system_fingerprint": "fp_1",
     }
 
     def chunk(delta: dict[str, str], reason: str | None = None) -> dict[str, Any]:
@@ -273,6 +275,7 @@ def test_a_whole_answer_by_the_letter() -> None:
         "object": "chat.completion",
         "created": 1_700_000_000,
         "model": "tiny",
+        "system_fingerprint": "fp_1",
         "choices": [
             {
                 "index": 0,
@@ -308,3 +311,45 @@ def test_a_whole_answer_is_of_the_sdks_type() -> None:
 def test_a_broken_choice_makes_the_whole_answer_an_error(reason: FinishReason) -> None:
     with pytest.raises(ServiceError):
         whole(Choice(0, "a", FinishReason.STOP), Choice(1, "b", reason), n=2)
+
+
+def test_ids_and_counts_of_tokens_are_told_where_they_are_asked_for() -> None:
+    """As vLLM tells them, and without logprobs that nobody asked for."""
+    asked = {"return_token_ids": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    call = wire.parse(SURFACE, messages=MESSAGES, stream=True, **asked)
+    assert (call.sampling.num_logprobs, call.tokens.num_logprobs) == (0, None)
+    context = msgspec.structs.replace(CONTEXT, prompt_ids=((7, 8),), prompt_lengths=(2,))
+    last = Delta(text="", num_tokens=1, logprobs=(), stop_logprobs=LOGPROBS[1], finish_reason=FinishReason.STOP)
+    deltas = (0, Delta(text="Hel", num_tokens=1, logprobs=LOGPROBS[:1])), (0, last)
+    events = read_events(wire.stream(SURFACE.stream_reply(call, context), *deltas))
+    chunks = [data for _, data in events[:-2]]
+    for chunk in chunks:
+        ChatCompletionChunk.model_validate(chunk, strict=True)
+    assert [chunk["choices"][0]["token_ids"] for chunk in chunks] == [[], [1], [3]]
+    assert [chunk["choices"][0]["logprobs"] for chunk in chunks] == [None] * 3
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [0, 1, 2]
+    assert [chunk["usage"]["total_tokens"] for chunk in chunks] == [2, 3, 4]
+    assert [chunk.get("prompt_token_ids") for chunk in chunks] == [[7, 8], None, None]
+
+
+def test_prompt_logprobs_are_vllms() -> None:
+    call = wire.parse(SURFACE, messages=MESSAGES, prompt_logprobs=2)
+    assert (call.sampling.num_prompt_logprobs, call.sampling.num_logprobs) == (2, 0)
+    told = SURFACE.prompt_logprobs(call, CONTEXT, 0)
+    assert told is not None
+    told.add_prompt(LOGPROBS)
+    choice = Choice(0, "Hello", FinishReason.STOP, list(LOGPROBS), prompt_logprobs=told)
+    answer = json.loads(SURFACE.whole_reply(call, CONTEXT, [choice], USAGE, {}))
+    likely = {"logprob": -1.5, "rank": 2, "decoded_token": "lo"}
+    assert answer["prompt_logprobs"] == [
+        None,
+        {"1": {"logprob": -0.5, "rank": 1, "decoded_token": "Hel"}, "2": likely},
+        {
+            "3": {"logprob": -9999.0, "rank": None, "decoded_token": " é"},
+            "1": {"logprob": -0.25, "rank": 1, "decoded_token": "Hel"},
+            "2": likely,
+        },
+    ]
+    assert answer["choices"][0]["logprobs"] is None
+    assert wire.refusal(SURFACE, messages=MESSAGES, prompt_logprobs=21).param == "prompt_logprobs"
+    assert wire.refusal(SURFACE, messages=MESSAGES, prompt_logprobs=1, stream=True).param == "prompt_logprobs"

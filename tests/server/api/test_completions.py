@@ -19,6 +19,8 @@ ECHO_CONTEXT = ReplyContext(
     reply_id="abc123",
     created_s=1_700_000_000,
     model="tiny",
+    unix_clock=lambda: 1_700_000_009.5,
+    fingerprint="fp_1",
     token_str=WORDS.__getitem__,
     token_bytes=lambda token_id: WORDS[token_id].encode(),
     prompt_texts=("First", "Second"),
@@ -81,8 +83,8 @@ def test_a_prompt_has_four_forms(prompt: Any, prompts: Any) -> None:
         ({"prompt": []}, "prompt"),
         ({"prompt": [[]]}, "prompt[0]"),
         ({"prompt": [[1], []]}, "prompt[1]"),
-        ({"prompt": ["a"] * 17}, "prompt"),
-        ({"prompt": [[1]] * 17}, "prompt"),
+        ({"prompt": ["a"] * 257}, "prompt"),
+        ({"prompt": [[1]] * 257}, "prompt"),
         ({"prompt": ["a", 1]}, "prompt"),
         ({"prompt": [[1], "a"]}, "prompt"),
         ({"prompt": [1, VOCAB_SIZE]}, "prompt[1]"),
@@ -115,6 +117,7 @@ def test_a_stream_by_the_letter() -> None:
     deltas = [(0, say("Hel")), (0, say("")), (0, say("lo", FinishReason.LENGTH))]
     *chunks, last, done = [data for _, data in read_events(wire.stream(answer, *deltas, timings={"queue_ms": 1.0}))]
     envelope = {"id": "cmpl-abc123", "object": "text_completion", "created": 1_700_000_000, "model": "tiny"}
+    envelope["system_fingerprint"] = "fp_1"
     assert chunks == [
         envelope | {"choices": [{"index": 0, "text": text, "logprobs": None, "finish_reason": why}], "usage": None}
         for text, why in (("Hel", None), ("lo", "length"))
@@ -178,6 +181,8 @@ PROMPT_CONTEXT = ReplyContext(
     reply_id="abc123",
     created_s=1_700_000_000,
     model="tiny",
+    unix_clock=lambda: 1_700_000_009.5,
+    fingerprint="fp_1",
     token_str=lambda token_id: PIECES[token_id].decode("utf-8", "replace"),
     token_bytes=PIECES.__getitem__,
     prompt_texts=("Hello é", "lo<end>lo"),
@@ -197,14 +202,14 @@ def test_an_echoed_prompt_stands_first_in_the_lists() -> None:
     data = whole(choice, context=PROMPT_CONTEXT, told=told, echo=True, logprobs=2)["choices"][0]
     assert data["text"] == "Hello éHel"
     assert data["logprobs"] == {
-        "tokens": ["<s>", "Hel", "lo", " \ufffd", "\ufffd", "Hel", "<end>"],
+        "tokens": ["<s>", "Hel", "lo", "bytes: \\xc3", "bytes:\\xa9", "Hel", "<end>"],
         "token_logprobs": [None, -1.0, -2.0, -3.0, -4.0, -1.0, -5.0],
         "top_logprobs": [
             None,
             {"Hel": -1.0, "lo": -2.0},
             {"Hel": -1.0, "lo": -2.0},
-            {"Hel": -1.0, "lo": -2.0, " \ufffd": -3.0},
-            {"Hel": -1.0, "lo": -2.0, "\ufffd": -4.0},
+            {"Hel": -1.0, "lo": -2.0, "bytes: \\xc3": -3.0},
+            {"Hel": -1.0, "lo": -2.0, "bytes:\\xa9": -4.0},
             {"Hel": -1.0, "lo": -2.0},
             {"Hel": -1.0, "lo": -2.0, "<end>": -5.0},
         ],
@@ -264,6 +269,8 @@ def test_tokens_amid_a_character_begin_where_it_does() -> None:
         reply_id="abc123",
         created_s=1_700_000_000,
         model="tiny",
+        unix_clock=lambda: 1_700_000_009.5,
+        fingerprint="fp_1",
         token_str=lambda token_id: pieces[token_id].decode("utf-8", "replace"),
         token_bytes=pieces.__getitem__,
     )
@@ -288,3 +295,22 @@ def test_a_reason_that_the_wire_lacks_is_not_written(reason: FinishReason) -> No
 def test_timings_are_in_the_whole_answer_when_asked_for() -> None:
     assert whole(Choice(0, "a", FinishReason.STOP), timings=True)["timings"] == {"queue_ms": 0.5}
     assert "timings" not in whole(Choice(0, "a", FinishReason.STOP))
+
+
+def test_prompts_times_n_are_bounded() -> None:
+    ask: dict[str, Any] = {"prompt": ["a"] * 256}
+    assert len(wire.parse(SURFACE, **ask, n=16).prompts) == 256
+    assert wire.refusal(SURFACE, **ask, n=17).param == "n"
+
+
+def test_ids_are_told_of_each_prompt() -> None:
+    call = wire.parse(SURFACE, prompt=["First", "Second"], stream=True, return_token_ids=True)
+    context = msgspec.structs.replace(CONTEXT, prompt_ids=((7,), (8, 9)))
+    last = Delta(text="Hel", num_tokens=1, logprobs=LOGPROBS[:1], finish_reason=FinishReason.LENGTH)
+    reply = SURFACE.stream_reply(call, context)
+    chunks = [data["choices"][0] for _, data in read_events(reply.start() + reply.delta(1, last))]
+    assert [(one["prompt_token_ids"], one["token_ids"]) for one in chunks] == [([7], []), ([8, 9], []), (None, [1])]
+    assert all(one["logprobs"] is None for one in chunks)
+    choices = [Choice(i, "Hel", FinishReason.LENGTH, list(LOGPROBS[:1])) for i in range(2)]
+    answer = json.loads(SURFACE.whole_reply(call, context, choices, USAGE, {}))
+    assert [(one["prompt_token_ids"], one["token_ids"]) for one in answer["choices"]] == [([7], [1]), ([8, 9], [1])]

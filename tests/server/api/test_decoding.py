@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.errors import ErrorKind, InvalidRequest
-from server.api.decoding import decode, parse_object
+from server.api.decoding import FieldRules, Refusal, decode, parse_object
 from server.api.long_json import MAX_DEPTH
 
 LONG, CUT = "k" * 40, "k" * 32
@@ -23,9 +23,22 @@ class Shape(msgspec.Struct):
     flag: bool = False
 
 
+RULES = FieldRules(
+    refused={
+        "tools": Refusal(([],), unless=("mode", "plain")),
+        "mode": Refusal(("plain",)),
+        "size": Refusal((0,)),
+        "outer.mode": Refusal(("plain",)),
+        "box": Refusal(is_container=True),
+    },
+    aliases={"heavy": ("weights", ({},))},
+    ignored=frozenset({"known"}),
+)
+
+
 def refusal(body: bytes) -> InvalidRequest:
     with pytest.raises(InvalidRequest) as caught:
-        decode(body, Shape, {"tools": ([],), "mode": ("plain",)})
+        decode(body, Shape, RULES)
     assert caught.value.kind is ErrorKind.INVALID_REQUEST
     return caught.value
 
@@ -121,14 +134,34 @@ def test_a_wrong_field_is_named_by_its_path(body: object, param: str, message: s
 
 def test_unknown_fields_are_ignored_and_named() -> None:
     body = b'{"inner": [{"name": "a", "more": 1}], "zeal": 1, "known": 2, "tools": []}'
-    value, unknown = decode(body, Shape, {"tools": ([],)}, frozenset({"known"}))
+    value, unknown = decode(body, Shape, RULES)
     assert value == Shape([Inner("a")])
     assert unknown == ("zeal",)
 
 
 def test_an_unsupported_field_is_refused_unless_it_asks_for_nothing() -> None:
-    for harmless in (b'"tools": []', b'"tools": null', b'"mode": "plain"'):
-        decode(b'{"inner": [], ' + harmless + b"}", Shape, {"tools": ([],), "mode": ("plain",)})
+    for harmless in (
+        b'"tools": []',
+        b'"tools": null',
+        b'"mode": "plain"',
+        b'"mode": "plain", "tools": [1]',
+        b'"outer": {"mode": "plain"}',
+        b'"outer": 3',
+        b'"box": {"mode": "plain", "size": 0.0, "known": 1, "more": null}',
+    ):
+        decode(b'{"inner": [], ' + harmless + b"}", Shape, RULES)
     error = refusal(b'{"inner": [], "mode": "fancy"}')
     assert (error.param, error.code) == ("mode", "unsupported_parameter")
     assert refusal(b'{"inner": [], "tools": [{}]}').param == "tools"
+    assert refusal(b'{"inner": [], "outer": {"mode": 1}}').param == "outer.mode"
+    assert refusal(b'{"inner": [], "box": {"size": 0, "flag": true}}').param == "box.flag"
+    assert refusal(b'{"inner": [], "box": 3}').param == "box"
+
+
+def test_an_alias_is_the_field_that_it_stands_for() -> None:
+    for body in (b'{"inner": [], "heavy": {"a": 1}}', b'{"inner": [], "heavy": {"a": 1}, "weights": {"a": 1}}'):
+        assert decode(body, Shape, RULES) == (Shape([], {"a": 1}), ())
+    assert decode(b'{"inner": [], "heavy": {}, "weights": {"a": 1}}', Shape, RULES) == (Shape([], {"a": 1}), ())
+    assert refusal(b'{"inner": [], "heavy": {"a": 1}, "weights": {"b": 1}}').param == "heavy"
+    error = refusal(b'{"inner": [], "heavy": 3}')
+    assert (error.param, error.message) == ("heavy", "heavy must be an object or null, not an integer.")

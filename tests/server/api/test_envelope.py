@@ -35,7 +35,8 @@ def test_the_envelope_is_openais() -> None:
     assert status_of(error) == 400
     assert json.loads(error_body(error)) == {
         "error": {
-            "message": "This model's context is 2048 tokens, but the prompt has 3000. Shorten the prompt.",
+            "message": "This model's maximum context length is 2048 tokens. However, the prompt has 3000 tokens."
+            " Shorten the prompt. (context_length_exceeded)",
             "type": "invalid_request_error",
             "param": "messages",
             "code": "context_length_exceeded",

@@ -41,7 +41,7 @@ def test_the_models_bounds_of_answers_hold_where_the_request_has_none() -> None:
 
     def of(**asked: Any) -> tuple[int, int]:
         body = json.dumps({"model": "m", **ASK, **asked}).encode()
-        found = ChatSurface().parse(body, lambda model: defaults).sampling
+        found = ChatSurface().parse(body, lambda _: ("tiny", defaults)).sampling
         return found.min_tokens, found.max_tokens
 
     assert of() == (5, 20)
@@ -52,7 +52,7 @@ def test_the_models_bounds_of_answers_hold_where_the_request_has_none() -> None:
 def test_what_the_model_suppresses_is_never_sampled_whatever_is_asked() -> None:
     body = json.dumps({"model": "m", **ASK, "logit_bias": {"7": 100, "8": 1}}).encode()
     defaults = GenerationDefaults(vocab_size=100, suppressed_ids=(7, 9))
-    biases = dict(ChatSurface().parse(body, lambda model: defaults).sampling.logit_bias)
+    biases = dict(ChatSurface().parse(body, lambda _: ("tiny", defaults)).sampling.logit_bias)
     assert biases == {7: -math.inf, 8: 1, 9: -math.inf}
 
 
@@ -100,12 +100,12 @@ def test_every_field_arrives() -> None:
         ("presence_penalty", (-2, 2), (-2.1, 2.1)),
         ("frequency_penalty", (-2, 2), (-2.1, 2.1)),
         ("repetition_penalty", (0.01, 1, 100), (0, -1, 101)),
-        ("n", (1, 8), (0, 9, -1, 2**64)),
+        ("n", (1, 64), (0, 65, -1, 2**64)),
         ("seed", (-(2**63), 2**64 - 1), (-(2**63) - 1, 2**64)),
         ("max_tokens", (1, 2**63 - 1), (0, -1, 2**63)),
         ("max_completion_tokens", (1, 2**63 - 1), (0, -1, 2**63)),
         ("min_tokens", (0, 10), (-1, UNLIMITED_TOKENS + 1)),
-        ("stop", ("a", [], ["a"] * 4, "x" * 1024), ("", ["a"] * 5, "x" * 1025)),
+        ("stop", ("a", [], ["a"] * 16, "x" * 1024), ("", ["a"] * 17, "x" * 1025)),
         ("stop_token_ids", ([], [0]), ([0] * 65,)),
         ("logit_bias", ({}, {"0": 100}, {str(i): 1 for i in range(300)}), ({str(i): 1 for i in range(301)},)),
     ],
@@ -265,7 +265,7 @@ def test_any_json_in_a_field_is_parsed_or_refused_by_name(name: str, value: obje
     else:
         named = name
         assert 0 <= call.sampling.temperature <= 2
-        assert 1 <= call.num_sequences <= 8
+        assert 1 <= call.num_sequences <= 64
     assert named is not None
     assert named.startswith(name)
 
@@ -306,7 +306,7 @@ def test_what_one_request_may_ask_for_is_the_operators_to_say(asked: dict[str, o
     body = json.dumps({"model": "m", "prompt": "a"} | asked).encode()
 
     def parse(limits: RequestLimits) -> None:
-        CompletionsSurface().parse(body, lambda model: GenerationDefaults(vocab_size=100, limits=limits))
+        CompletionsSurface().parse(body, lambda _: ("m", GenerationDefaults(vocab_size=100, limits=limits)))
 
     names = {f"max_{name}": "2" for name in ("choices", "prompts", "stops", "logit_biases", "top_logprobs")}
     parse(load_config(names | dict.fromkeys(names, "3"), {}).request_limits)

@@ -98,8 +98,7 @@ def test_a_conversation_is_taken_with_our_own_items_in_it() -> None:
         ({"text": {"format": {"type": "json_object"}}}, "text.format"),
         ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"max_tokens": 5}, "max_tokens"),
-        ({"max_completion_tokens": 5}, "max_completion_tokens"),
+        ({"max_tokens": 5, "max_output_tokens": 6}, "max_tokens"),
         ({"include": ["reasoning.encrypted_content", "usage"]}, "include[1]"),
         ({"top_logprobs": 21}, "top_logprobs"),
         ({"metadata": {str(i): "" for i in range(17)}}, "metadata"),
@@ -250,7 +249,8 @@ def test_the_sdk_reads_a_whole_answer() -> None:
     data = whole(Choice(0, "Hello", FinishReason.STOP, list(LOGPROBS)), top_logprobs=2, temperature=0.25, timings=True)
     assert data.pop("timings") == {"queue_ms": 0.5}
     response = Response.model_validate(data, strict=True)
-    assert response.model_extra == {"store": False}  # OpenAI's answers have it, the SDK's type does not
+    # OpenAI's answers have them, the SDK's type does not
+    assert response.model_extra == {"store": False, "presence_penalty": 0.0, "frequency_penalty": 0.0}
     assert json.loads(response.model_dump_json(exclude_unset=True)) == data
     with sdk_reading(json.dumps(data).encode()) as client:
         read = client.responses.create(model="tiny", input="Hi")
@@ -261,3 +261,48 @@ def test_the_sdk_reads_a_whole_answer() -> None:
 def test_a_broken_choice_makes_the_whole_answer_an_error(reason: FinishReason) -> None:
     with pytest.raises(ServiceError):
         whole(Choice(0, "a", reason))
+
+
+# What Open Responses demands of a response object, null or not
+DEMANDED = """
+    id object created_at completed_at status incomplete_details model previous_response_id instructions output error
+    tools tool_choice truncation parallel_tool_calls text top_p presence_penalty frequency_penalty top_logprobs
+    temperature reasoning user usage max_output_tokens max_tool_calls store background service_tier metadata
+    safety_identifier prompt_cache_key
+"""
+
+
+def test_a_response_has_every_key_that_open_responses_demands() -> None:
+    asked = {"user": "u", "safety_identifier": "s", "prompt_cache_key": "k", "max_tool_calls": 2}
+    data = whole(Choice(0, "Hello", FinishReason.STOP), presence_penalty=0.5, **asked)
+    assert data.keys() >= set(DEMANDED.split())
+    assert {name: data[name] for name in asked} == asked
+    assert (data["presence_penalty"], data["completed_at"]) == (0.5, 1_700_000_009)
+    assert whole(Choice(0, "Hello", FinishReason.LENGTH))["completed_at"] is None
+    for _, event in read_events(wire.stream(reply(), (0, say("Hi", FinishReason.STOP)))):
+        if "response" in event:
+            assert event["response"].keys() >= set(DEMANDED.split())
+
+
+def test_reasoning_items_are_the_thought_of_the_message_behind_them() -> None:
+    thought = {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "no"}]}
+    said = [
+        {"role": "user", "content": "Hi"},
+        thought | {"content": [{"type": "reasoning_text", "text": "Greet."}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Hello"}]},
+        thought | {"content": None, "encrypted_content": "gAAA"},
+        {"role": "user", "content": "Again"},
+    ]
+    (prompt,) = wire.parse(SURFACE, input=said).prompts
+    assert isinstance(prompt, ChatPrompt)
+    assert prompt.messages == (
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello", "reasoning_content": "Greet."},
+        {"role": "user", "content": "Again"},
+    )
+    assert wire.refusal(SURFACE, input=[thought]).param == "input"
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "max_new_tokens", "n_predict"])
+def test_other_names_of_max_output_tokens_are_served(name: str) -> None:
+    assert wire.parse(SURFACE, input="Hi", **{name: 5}).sampling.max_tokens == 5

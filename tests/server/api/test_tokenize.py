@@ -32,7 +32,7 @@ def test_messages_go_through_the_template() -> None:
         ({"prompt": "a", "messages": []}, "prompt"),
         ({"messages": []}, "messages"),
         ({"prompt": 3}, "prompt"),
-        ({"prompt": "a", "add_special_tokens": False}, "add_special_tokens"),
+        ({"messages": [{"role": "user", "content": "a"}], "add_special_tokens": True}, "add_special_tokens"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
     ],
 )

@@ -20,6 +20,8 @@ CONTEXT = ReplyContext(
     reply_id="abc123",
     created_s=1_700_000_000,
     model="tiny",
+    unix_clock=lambda: 1_700_000_009.5,
+    fingerprint="fp_1",
     token_str=lambda token_id: WORDS[token_id],
     token_bytes=lambda token_id: WORDS[token_id].encode(),
 )
@@ -35,7 +37,7 @@ def say(text: str, finish_reason: FinishReason | None = None) -> Delta:
 
 
 def parse(surface: Surface, **fields: Any) -> GenerationCall:
-    return surface.parse(json.dumps({"model": "tiny"} | fields).encode(), lambda model: DEFAULTS)
+    return surface.parse(json.dumps({"model": "tiny"} | fields).encode(), lambda model: (model or "tiny", DEFAULTS))
 
 
 def refusal(surface: Surface, **fields: Any) -> InvalidRequest:

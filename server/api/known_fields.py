@@ -1,0 +1,212 @@
+"""Every field of a request's body that the field's servers know, and what this one does with it: one table.
+
+The surfaces are decoded by it, docs/api.md shows it, and tests hold both to it. A field that is in no row is ignored,
+counted and logged. Thread: any; frozen.
+"""
+
+import enum
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from server.api.decoding import FieldRules, Refusal
+
+
+class Surface(enum.StrEnum):
+    CHAT = "chat"
+    COMPLETIONS = "completions"
+    RESPONSES = "responses"
+    TOKENIZE = "tokenize"
+
+
+class Does(enum.StrEnum):
+    SERVED = "served"
+    ALIAS = "served as"  # under another name
+    REFUSED = "refused"  # with a value that asks for something
+    CONTAINER = "refused, naming what is in it"
+    IGNORED = "no effect"  # on the output, as on the server that it comes from
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """One field.
+
+    Args:
+        name: dotted where it lies in another.
+        surfaces: that know it so.
+        target: of an alias, by surface.
+        neutral: values that ask for nothing, and are taken. null always is.
+        unless: (a field, its value) beside which it asks for nothing.
+    """
+
+    name: str
+    surfaces: frozenset[Surface]
+    does: Does
+    target: str = ""
+    neutral: tuple[Any, ...] = ()
+    unless: tuple[str, Any] | None = None
+
+
+CHAT, COMPLETIONS = frozenset({Surface.CHAT}), frozenset({Surface.COMPLETIONS})
+RESPONSES, TOKENIZE = frozenset({Surface.RESPONSES}), frozenset({Surface.TOKENIZE})
+CHOICES = CHAT | COMPLETIONS
+GENERATION = CHOICES | RESPONSES
+
+
+def _rows(does: Does, surfaces: frozenset[Surface], names: str) -> tuple[Known, ...]:
+    return tuple(Known(name, surfaces, does) for name in names.split())
+
+
+def _served(surfaces: frozenset[Surface], names: str) -> tuple[Known, ...]:
+    return _rows(Does.SERVED, surfaces, names)
+
+
+def _ignored(surfaces: frozenset[Surface], names: str) -> tuple[Known, ...]:
+    return _rows(Does.IGNORED, surfaces, names)
+
+
+def _alias(surfaces: frozenset[Surface], target: str, names: str, *neutral: Any) -> tuple[Known, ...]:
+    return tuple(Known(name, surfaces, Does.ALIAS, target, neutral) for name in names.split())
+
+
+def _refused(surfaces: frozenset[Surface], names: str, *neutral: Any) -> tuple[Known, ...]:
+    return tuple(Known(name, surfaces, Does.REFUSED, neutral=neutral) for name in names.split())
+
+
+# By whose API has it; the first of them where several do.
+KNOWN: dict[str, tuple[Known, ...]] = {
+    "OpenAI": (
+        *_served(GENERATION, "model temperature top_p stream stream_options"),
+        *_served(GENERATION, "frequency_penalty presence_penalty logit_bias seed stop"),
+        *_served(CHAT, "messages max_tokens max_completion_tokens logprobs top_logprobs"),
+        *_served(COMPLETIONS, "prompt max_tokens logprobs echo best_of"),
+        *_served(CHOICES, "n stream_options.include_usage"),
+        *_served(RESPONSES, "input instructions max_output_tokens top_logprobs include text reasoning metadata user"),
+        *_served(RESPONSES, "safety_identifier prompt_cache_key max_tool_calls"),
+        *_refused(RESPONSES, "n", 1),
+        *_alias(RESPONSES, "max_output_tokens", "max_tokens max_completion_tokens"),
+        Known("tools", GENERATION, Does.REFUSED, neutral=([],), unless=("tool_choice", "none")),
+        Known("functions", CHAT, Does.REFUSED, neutral=([],), unless=("function_call", "none")),
+        *_refused(GENERATION, "tool_choice function_call", "none", "auto"),
+        *_refused(CHOICES, "response_format", {"type": "text"}),
+        *_refused(RESPONSES, "text.format", {"type": "text"}),
+        *_refused(CHAT, "modalities", ["text"]),
+        *_refused(CHAT, "audio prediction web_search_options"),
+        *_refused(CHAT, "reasoning_effort", "none"),
+        *_refused(RESPONSES, "reasoning.effort", "none"),
+        *_refused(COMPLETIONS, "suffix", ""),
+        *_refused(RESPONSES, "previous_response_id conversation prompt image"),
+        *_refused(RESPONSES, "background", False),
+        *_refused(GENERATION, "context_management", []),
+        *_refused(RESPONSES, "truncation", "disabled"),
+        *_ignored(CHOICES, "user metadata safety_identifier prompt_cache_key"),
+        *_ignored(GENERATION, "service_tier prompt_cache_options prompt_cache_retention verbosity store moderation"),
+        *_ignored(GENERATION, "include_obfuscation stream_options.include_obfuscation parallel_tool_calls"),
+        *_ignored(RESPONSES, "text.verbosity reasoning.summary access_programs"),
+    ),
+    "Anthropic": (
+        *_alias(GENERATION, "stop", "stop_sequences"),
+        *_refused(GENERATION, "thinking", {"type": "disabled"}),
+        *_refused(GENERATION, "system output_config mcp_servers container"),
+        *_ignored(GENERATION, "cache_control inference_geo diagnostics speed user_profile_id workspace_id"),
+    ),
+    "vLLM": (
+        *_served(GENERATION, "top_k min_p repetition_penalty min_tokens stop_token_ids ignore_eos cache_salt"),
+        *_served(GENERATION, "priority skip_special_tokens"),
+        *_served(CHOICES, "prompt_logprobs return_token_ids stream_options.continuous_usage_stats"),
+        *_served(COMPLETIONS, "add_special_tokens"),
+        *_served(TOKENIZE, "model prompt messages add_special_tokens return_token_strs"),
+        *_refused(RESPONSES, "prompt_logprobs"),
+        *_refused(RESPONSES, "return_token_ids stream_options.continuous_usage_stats", False),
+        *_refused(CHAT, "add_special_tokens", False),
+        *_refused(CHAT, "best_of", 1),
+        *_refused(CHAT, "echo", False),
+        *_refused(CHAT | TOKENIZE, "chat_template"),
+        *_refused(CHAT, "documents", []),
+        *_refused(CHAT | TOKENIZE, "add_generation_prompt", True),
+        *_refused(CHAT | TOKENIZE, "continue_final_message", False),
+        *_refused(TOKENIZE, "tools", []),
+        *_refused(COMPLETIONS, "prompt_embeds"),
+        *_refused(GENERATION, "use_beam_search", False),
+        *_refused(GENERATION, "length_penalty", 1),
+        *_refused(GENERATION, "truncate_prompt_tokens"),
+        *_refused(GENERATION, "allowed_token_ids bad_words logits_processors", []),
+        *_refused(GENERATION, "include_stop_str_in_output return_tokens_as_token_ids", False),
+        *_refused(GENERATION, "guided_json guided_regex guided_grammar guided_choice structured_outputs"),
+        *_refused(GENERATION, "structural_tag repetition_detection thinking_token_budget include_reasoning"),
+        *_refused(GENERATION, "vllm_xargs", {}),
+        *_ignored(GENERATION, "guided_decoding_backend guided_whitespace_pattern request_id kv_transfer_params"),
+        *_ignored(GENERATION, "spaces_between_special_tokens mm_processor_kwargs media_io_kwargs"),
+    ),
+    "SGLang": (
+        *_alias(CHOICES, "max_tokens", "max_new_tokens"),
+        *_alias(RESPONSES, "max_output_tokens", "max_new_tokens"),
+        *_refused(GENERATION, "regex ebnf json_schema stop_regex custom_logit_processor custom_params"),
+        *_refused(GENERATION, "lora_path lora_id session_params session_id input_embeds input_ids"),
+        *_refused(GENERATION, "no_stop_trim return_hidden_states return_routed_experts", False),
+        *_ignored(GENERATION, "separate_reasoning stream_reasoning rid extra_key bootstrap_host bootstrap_port"),
+        *_ignored(GENERATION, "bootstrap_room data_parallel_rank no_logs"),
+    ),
+    "llama-server": (
+        *_alias(GENERATION, "repetition_penalty", "repeat_penalty"),
+        *_alias(CHOICES, "max_tokens", "n_predict", -1),
+        *_alias(RESPONSES, "max_output_tokens", "n_predict", -1),
+        *_refused(GENERATION, "repeat_last_n", -1),
+        *_refused(GENERATION, "typical_p", 1),
+        *_refused(GENERATION, "mirostat dry_multiplier xtc_probability dynatemp_range min_keep n_probs", 0),
+        *_refused(GENERATION, "top_n_sigma t_max_predict_ms adaptive_target", 0, -1),
+        *_refused(GENERATION, "grammar", ""),
+        *_refused(GENERATION, "grammar_lazy return_progress timings_per_token post_sampling_probs", False),
+        *_refused(GENERATION, "grammar_triggers lora samplers response_fields", []),
+        *_refused(GENERATION, "reasoning_budget", -1),
+        *_refused(GENERATION, "reasoning_format", "none", "auto"),
+        *_refused(GENERATION, "thinking_forced_open return_tokens", False),
+        *_ignored(GENERATION, "mirostat_tau mirostat_eta dry_base dry_allowed_length dry_penalty_last_n"),
+        *_ignored(GENERATION, "dry_sequence_breakers xtc_threshold dynatemp_exponent adaptive_decay"),
+        *_ignored(GENERATION, "cache_prompt id_slot n_keep n_discard n_indent parse_tool_calls"),
+    ),
+    "ollama and others": (
+        *_alias(CHOICES, "max_tokens", "max_output_tokens num_predict", -1),
+        *_alias(RESPONSES, "max_output_tokens", "num_predict", -1),
+        *_refused(CHOICES, "reasoning", {}, {"effort": "none"}),
+        *_refused(GENERATION, "enable_thinking think thinking_budget format template num_ctx"),
+        *_refused(GENERATION, "raw", False),
+        *_refused(GENERATION, "images", []),
+        *_refused(GENERATION, "num_beams", 1),
+        *_refused(GENERATION, "early_stopping", False),
+        *_refused(GENERATION, "do_sample", True),
+        *_refused(GENERATION, "no_repeat_ngram_size", 0),
+        *_refused(GENERATION, "top_a tfs_z", 0, 1),
+        *_rows(Does.CONTAINER, GENERATION | TOKENIZE, "chat_template_kwargs"),
+        *_rows(Does.CONTAINER, GENERATION, "extra_body options sampling_params parameters generation_config nvext"),
+        *_ignored(GENERATION, "keep_alive"),
+    ),
+    "steploop": (
+        *_served(GENERATION, "deadlines timings"),
+        *_refused(GENERATION, "beam_width", 0, 1),
+    ),
+}
+
+
+def rules_of(surface: Surface) -> FieldRules:
+    """What decoding has to know for one surface."""
+    rows = [row for rows in KNOWN.values() for row in rows if surface in row.surfaces]
+    refused = {
+        row.name: Refusal(row.neutral, row.unless, row.does is Does.CONTAINER)
+        for row in rows
+        if row.does in (Does.REFUSED, Does.CONTAINER)
+    }
+    aliases = {row.name: (row.target, row.neutral) for row in rows if row.does is Does.ALIAS}
+    ignored = frozenset(row.name for row in rows if row.does is Does.IGNORED)
+    return FieldRules(refused, aliases, ignored)
+
+
+def docs_row(owner: str, row: Known) -> str:
+    """The row as docs/api.md has it."""
+    what = f"{row.does} `{row.target}`" if row.target else str(row.does)
+    if row.neutral:
+        shown = ", ".join(f"`{json.dumps(value)}`" for value in row.neutral)
+        what += f", but for {shown}" if not row.target else f"; {shown} asks for nothing"
+    if row.unless is not None:
+        what += f", and beside `{row.unless[0]}: {json.dumps(row.unless[1])}`"
+    return f"| `{row.name}` | {', '.join(sorted(row.surfaces))} | {owner} | {what} |"
