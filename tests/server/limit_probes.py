@@ -309,7 +309,7 @@ def requests_on_http1(num_requests: int) -> str:
 
 def asked(body: bytes | None = None, **changes: Any) -> str:
     """What the whole server answers to a completion, where the engine runs 64 sequences at once, as by default."""
-    server = SimulatedServer(limits=replace(LIMITS, max_sequences=64, num_blocks=256))
+    server = SimulatedServer(limits=replace(LIMITS, max_sequences=64, max_batch_tokens=64, num_blocks=256))
     sent = completion(**changes) if body is None else request("POST", "/v1/completions", body)
     given = server.ask(sent)
     server.close()
