@@ -1,4 +1,4 @@
-"""Attention on a device that has several kernels for it: which of them serves decodes, and which prompts.
+"""Attention on a device that has two kernels for it: which of them serves decodes, and which prompts.
 
 Measured at start on the model's own cache, and kept per device and versions. Triton's rounds a row the same in any
 company: another one serves only where it is faster by LEAST_GAIN. Thread: engine (choosing at start).
@@ -29,12 +29,12 @@ MEASURED_DECODES = ((1, 1024, 1), (16, 1024, 1), (64, 512, 1), (4, 8192, 1))
 MEASURED_EXTENDS = ((1, 2048, 2048), (4, 512, 512), (1, 8192, 1024))
 
 
-KERNELS, FLASH, SDPA = "Triton's kernel", "torch's FlashAttention", "torch's SDPA"
+KERNELS, FLASH = "Triton's kernel", "torch's FlashAttention"
 
 
 @dataclass(frozen=True, slots=True)
 class Attends:
-    """Who does, in steps of decodes alone and in others: one of KERNELS, FLASH, SDPA."""
+    """Who does, in steps of decodes alone and in others: KERNELS or FLASH."""
 
     decodes: str = KERNELS
     extends: str = KERNELS
@@ -62,7 +62,7 @@ class DeviceAttention:
 
     Args:
         kernels: serve everywhere.
-        alternatives: by name, may serve what they know.
+        flash: torch's FlashAttention, which may serve what it knows; None: it is not here.
         clock: what measures.
     """
 
@@ -70,18 +70,16 @@ class DeviceAttention:
     are_own_tokens_alone = False
     prompt_tile = TILE_TOKENS
 
-    def __init__(
-        self, kernels: DeviceKernels, alternatives: Mapping[str, Alternative] = {}, clock: Timer = graph_seconds
-    ) -> None:
+    def __init__(self, kernels: DeviceKernels, flash: Alternative | None = None, clock: Timer = graph_seconds) -> None:
         self.kernels = kernels
         self.attends = Attends()
-        self._alternatives = alternatives
+        self._flash = flash
         self._clock = clock
 
     def attend(self, query: Tensor, kv: LayerKV, rows: RaggedRows, scores: Scores) -> Tensor:
-        chosen = self._alternatives.get(self.attends.decodes if _are_decodes(rows) else self.attends.extends)
-        if chosen is not None and chosen.can_attend(query, rows, scores):
-            return chosen.attend(query, kv, rows, scores)
+        chosen = self.attends.decodes if _are_decodes(rows) else self.attends.extends
+        if chosen == FLASH and self._flash is not None and self._flash.can_attend(query, rows, scores):
+            return self._flash.attend(query, kv, rows, scores)
         return self.kernels.attend(query, kv, rows, scores)
 
     def reserve(self, num_decodes: int, context: int, num_heads: int, kv: LayerKV) -> None:
@@ -104,31 +102,30 @@ class DeviceAttention:
         return self.attends
 
     def _fastest(self, kv: LayerKV, num_heads: int, shapes: Sequence[Shape]) -> str:
-        """By enough; the kernels where no other is."""
+        """FlashAttention where it is faster by enough."""
         num_tokens = kv.both.shape[1] * BLOCK_SIZE
         fitting = [shape for shape in shapes if shape[0] * shape[1] <= num_tokens]
-        gains = {name: self._gain(name, kv, num_heads, fitting) for name in self._alternatives}
-        best = max(gains, key=gains.__getitem__, default=KERNELS)
-        return best if gains.get(best, 0.0) > LEAST_GAIN else KERNELS
+        is_faster = self._flash is not None and self._gain(self._flash, kv, num_heads, fitting) > LEAST_GAIN
+        return FLASH if is_faster else KERNELS
 
-    def _gain(self, name: str, kv: LayerKV, num_heads: int, shapes: Sequence[Shape]) -> float:
+    def _gain(self, flash: Alternative, kv: LayerKV, num_heads: int, shapes: Sequence[Shape]) -> float:
         """How many times as fast as the kernels it is: the geometric mean over what it knows of the shapes.
 
         One that fails, or knows none, is the slower.
         """
-        other, device, gains = self._alternatives[name], kv.keys.device, []
+        device, gains = kv.keys.device, []
         for num_rows, context, num_new in shapes:
             rows = _even_rows(num_rows, context, num_new, device)
             query = kv.keys.new_zeros(num_rows * num_new, num_heads, kv.keys.shape[2])
-            if not other.can_attend(query, rows, PLAIN):
+            if not flash.can_attend(query, rows, PLAIN):
                 continue
             kernels_s = seconds_or_never(
                 self._clock, partial(self.kernels.attend, query, kv, rows, PLAIN), KERNELS, device
             )
-            other_s = seconds_or_never(self._clock, partial(other.attend, query, kv, rows, PLAIN), name, device)
-            if other_s == NEVER_S:
+            flash_s = seconds_or_never(self._clock, partial(flash.attend, query, kv, rows, PLAIN), FLASH, device)
+            if flash_s == NEVER_S:
                 return 0.0
-            gains.append(kernels_s / other_s)
+            gains.append(kernels_s / flash_s)
         return math.prod(gains) ** (1 / len(gains)) if gains else 0.0
 
 
@@ -163,6 +160,6 @@ def _checked(found: Any) -> Attends:
         ValueError, TypeError, KeyError: it is not what Attends holds.
     """
     decodes, extends = found["decodes"], found["extends"]
-    if not {decodes, extends} <= {KERNELS, FLASH, SDPA}:
+    if not {decodes, extends} <= {KERNELS, FLASH}:
         raise ValueError("none of them")
     return Attends(decodes, extends)

@@ -1,8 +1,7 @@
 """CUDA graphs: work that was sent once, to be sent again as one. Thread: engine.
 
 A replay launches the same kernels, on the same addresses, with the same numbers of the host: what a step reads and
-writes has to lie in buffers that stay, and what depends on the step is read there, on the device. On a CPU a twin
-behaves alike (twin_graphs.py).
+writes has to lie in buffers that stay, and what depends on the step is read there, on the device.
 """
 
 from collections.abc import Callable, Iterator
@@ -136,11 +135,3 @@ def is_of_memory(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
-
-
-def open_recorder(device: torch.device) -> GraphRecorder:
-    if device.type == "cuda":
-        return CudaRecorder(device)
-    from gpu.twin_graphs import TwinRecorder
-
-    return TwinRecorder()

@@ -8,12 +8,11 @@ import logging
 from core.config import EngineConfig, ModelConfig
 from gpu.cpu_kernels import support as cpu
 from gpu.device import DeviceChoice
-from gpu.device_attention import FLASH, SDPA, Alternative, Attends, DeviceAttention, attention_here, heads_name
-from gpu.graphs import GraphRecorder, open_recorder
+from gpu.device_attention import Attends, DeviceAttention, attention_here, heads_name
+from gpu.graphs import CudaRecorder, GraphRecorder
 from gpu.kernels import support as cuda
 from gpu.operators import Operators
 from gpu.sampler_choice import find_sampler
-from gpu.sdpa_attention import SdpaAttention
 from gpu.step_shapes import step_shapes
 from gpu.varlen_attention import find_attention
 
@@ -44,7 +43,7 @@ def find_recorder(engine: EngineConfig, choice: DeviceChoice, operators: Operato
     if engine.graphs == "off" or (engine.graphs == "auto" and choice.device.type != "cuda"):
         return None
     if operators.has_device_rows and operators.ranks is None:
-        return open_recorder(choice.device)
+        return CudaRecorder(choice.device)
     if engine.graphs != "auto":
         logger.warning("no CUDA graphs: the model is not computed by kernels that read their rows on the device")
     return None
@@ -55,13 +54,8 @@ def _device_attention(config: ModelConfig, choice: DeviceChoice) -> DeviceAttent
         return None
     from gpu.kernels.paged_attention import PagedAttention
 
-    alternatives: dict[str, Alternative] = {}
-    if config.attention_cap is None and not config.has_sinks:
-        alternatives[SDPA] = SdpaAttention()
-        flash = find_attention()
-        if flash is not None:
-            alternatives[FLASH] = flash
-    return DeviceAttention(PagedAttention(), alternatives)
+    is_plain = config.attention_cap is None and not config.has_sinks
+    return DeviceAttention(PagedAttention(), find_attention() if is_plain else None)
 
 
 def why_no_kernels(config: ModelConfig, choice: DeviceChoice) -> str | None:

@@ -1,6 +1,6 @@
 """Streams, events and pinned memory of a device: what code that overlaps copies with work asks for. Thread: engine.
 
-A seam, so that such code runs without a device as well: there a twin stands in that does late what a device may do late
+A seam, so that such code runs without a device as well: there a fake stands in that does late what a device may do late
 (tests/gpu/late_streams.py).
 """
 

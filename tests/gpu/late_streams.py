@@ -1,4 +1,4 @@
-"""A twin of a device's streams that does everything as late as a device may: when the host waits for it.
+"""Fake device streams that do everything as late as a device may: when the host waits for it.
 
 What nobody has waited for has not happened yet, and reads what its sources hold by the time it does. The device's
 memory is the host's, and comes as an allocator that caches gives it: whoever had it before may still be writing to it,

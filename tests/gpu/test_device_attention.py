@@ -1,4 +1,4 @@
-"""Torch's attentions behind the protocol, and who is chosen; on a CPU SDPA stands in for FlashAttention."""
+"""Torch's FlashAttention behind the protocol, and who is chosen; on a CPU SDPA stands in for it."""
 
 import inspect
 import json
@@ -11,10 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpu.attention import RaggedRows
-from gpu.device_attention import FLASH, KERNELS, LEAST_GAIN, SDPA, Attends, DeviceAttention, attention_here
+from gpu.device_attention import FLASH, KERNELS, LEAST_GAIN, Attends, DeviceAttention, attention_here
 from gpu.kv_cache import LayerKV
-from gpu.scores import MAX_SCORES, PLAIN, Scores
-from gpu.sdpa_attention import SdpaAttention
+from gpu.scores import PLAIN, Scores
 from gpu.varlen_attention import MAX_GATHERED_TOKENS, VarlenAttention, find_varlen
 
 CPU = torch.device("cpu")
@@ -153,7 +152,7 @@ def small_kv() -> LayerKV:
 
 def choose(*prices: float) -> tuple[DeviceAttention, Clock]:
     clock = Clock(*prices)
-    chosen = DeviceAttention(Kernels(), {FLASH: VarlenAttention(varlen, True)}, clock)
+    chosen = DeviceAttention(Kernels(), VarlenAttention(varlen, True), clock)
     chosen.choose(small_kv(), 2)
     return chosen, clock
 
@@ -182,7 +181,7 @@ def test_a_choice_is_kept_and_not_measured_again(cache: Path) -> None:
 
 
 def test_without_torchs_nothing_is_measured() -> None:
-    chosen = DeviceAttention(Kernels(), {}, Clock())
+    chosen = DeviceAttention(Kernels(), None, Clock())
     assert chosen.choose(small_kv(), 2) == Attends()
 
 
@@ -191,7 +190,7 @@ def test_where_torchs_fails_the_kernels_serve(error: type[Exception], caplog: py
     def refuse(*args: Any, **options: Any) -> Tensor:
         raise error("FlashAttention only supports Ampere GPUs or newer.")
 
-    chosen = DeviceAttention(Kernels(), {FLASH: VarlenAttention(refuse, True)}, Clock(1.0, 1.0, 1.0, 1.0))
+    chosen = DeviceAttention(Kernels(), VarlenAttention(refuse, True), Clock(1.0, 1.0, 1.0, 1.0))
     assert chosen.choose(small_kv(), 2) == Attends()
     told = "torch's FlashAttention does not serve here"
     assert [record.getMessage()[: len(told)] for record in caplog.records] == [told] * 2
@@ -202,67 +201,5 @@ def test_where_the_kernels_fail_torchs_serves_what_it_knows() -> None:
         def attend(self, *args: Any) -> Tensor:
             raise RuntimeError("out of resource: shared memory")
 
-    chosen = DeviceAttention(Failing(), {FLASH: VarlenAttention(varlen, True)}, Clock(*[1.0] * 8))
+    chosen = DeviceAttention(Failing(), VarlenAttention(varlen, True), Clock(*[1.0] * 8))
     assert chosen.choose(small_kv(), 2) == Attends(FLASH, FLASH)
-
-
-def part_of(rows: RaggedRows, query: Tensor, first: int, last: int, num_decodes: int) -> tuple[Tensor, RaggedRows]:
-    """Rows `first` to `last` - 1 alone."""
-    offsets = rows.offsets[first : last + 1]
-    tokens = query[int(offsets[0]) : int(offsets[-1])]
-    return tokens, RaggedRows(
-        rows.tables[first:last], rows.ends[first:last], offsets - offsets[0], num_decodes, rows.window
-    )
-
-
-@pytest.mark.parametrize("window", [None, 1, 9])
-def test_sdpa_sees_what_the_textbook_sees(window: int | None) -> None:
-    query, kv, rows = make_step(window)
-    expected = textbook(query, kv, rows)
-    sdpa = SdpaAttention()
-    assert not sdpa.can_attend(query, rows, PLAIN)  # decodes beside prompts
-    for first, last, num_decodes in ((0, 2, 2), (2, 3, 0), (3, 4, 0)):
-        tokens, part = part_of(rows, query, first, last, num_decodes)
-        assert sdpa.can_attend(tokens, part, PLAIN)
-        got = sdpa.attend(tokens, kv, part, PLAIN)
-        wanted = expected[int(rows.offsets[first]) : int(rows.offsets[last])]
-        assert torch.allclose(got.float(), wanted, atol=2e-3, rtol=2e-3)
-
-
-def test_sdpa_in_the_shapes_of_graphs() -> None:
-    """Rows that are nobody's get zeros, and a chunk that is shorter than its shape its own."""
-    query, kv, rows = make_step()
-    expected, sdpa = textbook(query, kv, rows), SdpaAttention()
-    tokens, decodes = part_of(rows, query, 0, 2, 2)
-    decodes.ends = torch.tensor([17, 0], dtype=torch.int32)
-    got = sdpa.attend(tokens, kv, decodes, PLAIN)
-    assert torch.allclose(got[0].float(), expected[0], atol=2e-3)
-    assert got[1].eq(0).all()
-    tokens, chunk = part_of(rows, query, 2, 3, 0)
-    longer = torch.cat([tokens, tokens[:12]])
-    got = sdpa.attend(longer, kv, chunk, PLAIN)
-    assert torch.allclose(got[: len(tokens)].float(), expected[2 : 2 + len(tokens)], atol=2e-3)
-    assert got.isfinite().all()
-
-
-def test_what_sdpa_does_not_know_is_the_kernels() -> None:
-    query, _, rows = make_step()
-    sdpa = SdpaAttention()
-    tokens, prompt = part_of(rows, query, 2, 3, 0)
-    assert not sdpa.can_attend(tokens, prompt, Scores(cap=3.0))
-    assert not sdpa.can_attend(tokens, prompt, Scores(sinks=torch.zeros(6)))
-    long = query.new_zeros(MAX_SCORES // 48 + 1, 6, 16)
-    assert not sdpa.can_attend(long, prompt, PLAIN)
-    wide = torch.zeros(1, MAX_GATHERED_TOKENS // 16 + 1, dtype=torch.int32)
-    assert not sdpa.can_attend(tokens, RaggedRows(wide, prompt.ends, prompt.offsets, 0, None), PLAIN)
-
-
-def test_the_fastest_of_several_serves_by_what_each_knows() -> None:
-    flash = VarlenAttention(varlen, True)
-    prices = [1.3, 1.0, 1.3, 1.0, 3.0, 1.0, 3.0, 1.0]  # decodes: FlashAttention 1.3 times as fast, SDPA 3 times
-    prices += [2.0, 1.0, 2.0, 1.0, 1.1, 1.0, 1.1, 1.0]  # prompts: 2 times, 1.1 times
-    clock = Clock(*prices)
-    chosen = DeviceAttention(Kernels(), {FLASH: flash, SDPA: SdpaAttention()}, clock)
-    assert chosen.choose(small_kv(), 2) == Attends(SDPA, FLASH)
-    assert clock.prices == []
-    assert str(chosen.attends) == "decodes by torch's SDPA, prompts by torch's FlashAttention"

@@ -93,3 +93,13 @@ def poisoned() -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="package", autouse=True)
+def captured_without_device() -> Iterator[None]:
+    """Steps are captured without a device as well."""
+    from tests.gpu.fake_cuda_graphs import open_recorder
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gpu.kernel_choice.CudaRecorder", open_recorder)
+        yield

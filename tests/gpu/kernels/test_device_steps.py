@@ -23,9 +23,9 @@ from gpu.loading import load_runner
 from gpu.memory_plan import MemoryPlan
 from gpu.runner import ModelRunner
 from gpu.step_shapes import StepShape, StepShapes
-from gpu.twin_graphs import TwinRecorder
 from tests.gpu.conftest import ENGINE, no_progress
 from tests.gpu.driver import GREEDY, DrivenSequence, Driver, make_plan
+from tests.gpu.fake_cuda_graphs import FakeRecorder
 from tests.gpu.kernels.interpreted import find_interpreted
 from tests.gpu.test_overlap import draw_sampling, run
 from tests.oracle import Oracle, read_config
@@ -300,7 +300,7 @@ def test_a_pending_token_is_what_the_slot_drew_last_by_whatever_drew_it(model_di
     assert found[0] == found[1]
 
 
-class FailingRecorder(TwinRecorder):
+class FailingRecorder(FakeRecorder):
     """Captures so many, then no more."""
 
     def __init__(self, num_captured: int) -> None:
@@ -320,7 +320,7 @@ def test_where_capture_fails_steps_go_on_by_python(
     graphs: str, model_directory: Directory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     directory = model_directory("llama3")
-    monkeypatch.setattr("gpu.kernel_choice.open_recorder", lambda device: FailingRecorder(1))
+    monkeypatch.setattr("gpu.kernel_choice.CudaRecorder", lambda device: FailingRecorder(1))
     with caplog.at_level(logging.WARNING):
         runner = open_runner(directory, graphs)
         found = tokens_with_joins_and_leaves(runner)
@@ -356,8 +356,8 @@ def test_keys_and_values_are_sized_when_it_is_known_what_graphs_take(
 ) -> None:
     """And what was captured to know it is let go of again."""
     monkeypatch.setattr("gpu.runner.count_graphs", count_graphs)
-    recorder = TwinRecorder()
-    monkeypatch.setattr("gpu.kernel_choice.open_recorder", lambda device: recorder)
+    recorder = FakeRecorder()
+    monkeypatch.setattr("gpu.kernel_choice.CudaRecorder", lambda device: recorder)
     runner = open_runner(model_directory("llama3"), "lazy")
     assert len(recorder.graphs) == 0
     with torch.inference_mode():
@@ -372,10 +372,10 @@ def test_where_memory_ends_at_capture_steps_go_on_with_fewer_graphs(
     model_directory: Directory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     directory = model_directory("llama3")
-    whole = TwinRecorder()
-    monkeypatch.setattr("gpu.kernel_choice.open_recorder", lambda device: whole)
+    whole = FakeRecorder()
+    monkeypatch.setattr("gpu.kernel_choice.CudaRecorder", lambda device: whole)
     room_bytes = open_runner(directory, "on").captured.size_bytes - 1
-    monkeypatch.setattr("gpu.kernel_choice.open_recorder", lambda device: TwinRecorder(room_bytes))
+    monkeypatch.setattr("gpu.kernel_choice.CudaRecorder", lambda device: FakeRecorder(room_bytes))
     with caplog.at_level(logging.WARNING):
         runner = open_runner(directory, "on")
     assert runner.captured.num_graphs == 6

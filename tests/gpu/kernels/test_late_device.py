@@ -16,8 +16,8 @@ from core.plan import StepPlan
 from gpu.graphs import Graph
 from gpu.host_streams import HostStreams
 from gpu.runner import ModelRunner, StepTicket
-from gpu.twin_graphs import TwinRecorder
 from tests.gpu.conftest import ENGINE
+from tests.gpu.fake_cuda_graphs import FakeRecorder
 from tests.gpu.kernels.test_device_steps import (  # noqa: F401  # fixtures are found by their names
     draw_workload,
     on_a_cpu,
@@ -40,7 +40,7 @@ def in_inference() -> Iterator[None]:
         yield
 
 
-class LateRecorder(TwinRecorder):
+class LateRecorder(FakeRecorder):
     """Waits for the device before it captures, as CUDA's does."""
 
     def __init__(self, streams: LateStreams) -> None:
@@ -57,7 +57,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> LateStreams:
     """Of runners that are opened from now on."""
     found = LateStreams(work_s=0.0)
     monkeypatch.setattr("gpu.runner.open_streams", lambda device: found)
-    monkeypatch.setattr("gpu.kernel_choice.open_recorder", lambda device: LateRecorder(found))
+    monkeypatch.setattr("gpu.kernel_choice.CudaRecorder", lambda device: LateRecorder(found))
     return found
 
 

@@ -113,7 +113,7 @@ def test_heads_that_attention_does_not_know_are_left_to_torch(
 def test_graphs_are_a_devices_or_asked_for(
     mode: str, on_device: bool, on_cpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gpu.kernel_choice.open_recorder", lambda device: device.type)
+    monkeypatch.setattr("gpu.kernel_choice.CudaRecorder", lambda device: device.type)
     engine, operators = EngineConfig(graphs=mode), find_operators(CONFIG, CUDA)
     cpu = dataclasses.replace(CUDA, device=torch.device("cpu"))
     found = [find_recorder(engine, choice, operators) for choice in (CUDA, cpu)]

@@ -1,4 +1,4 @@
-"""The twin of CUDA graphs replays what was captured, and refuses what a capture on a device would get wrong."""
+"""Fake CUDA graphs replay what was captured, and refuse what a capture on a device would get wrong."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gpu.graphs import CaptureError, Graph, NoRoomForGraph, is_of_memory
-from gpu.twin_graphs import NODE_BYTES, TwinRecorder
+from tests.gpu.fake_cuda_graphs import NODE_BYTES, FakeRecorder
 
 
 @pytest.fixture(autouse=True)
@@ -18,7 +18,7 @@ def no_gradients() -> Iterator[None]:
 
 
 def capture(work: Callable[[], Any]) -> Graph:
-    return TwinRecorder().capture(work)
+    return FakeRecorder().capture(work)
 
 
 def test_a_replay_computes_anew_from_the_same_tensors_without_python() -> None:
@@ -98,7 +98,7 @@ def test_memory_that_was_let_go_of_or_moved_is_told() -> None:
 
 
 def test_what_another_graph_alone_knows_is_kept_by_nobody() -> None:
-    recorder, kept, out = TwinRecorder(), {"weight": torch.ones(3)}, torch.zeros(3)
+    recorder, kept, out = FakeRecorder(), {"weight": torch.ones(3)}, torch.zeros(3)
     graphs = [recorder.capture(lambda: out.copy_(kept["weight"])) for _ in range(2)]
     kept["weight"] = kept["weight"].clone()
     for graph in graphs:
@@ -108,7 +108,7 @@ def test_what_another_graph_alone_knows_is_kept_by_nobody() -> None:
 
 def test_a_graph_tells_what_it_takes_beside_the_others_and_is_refused_where_there_is_no_room() -> None:
     given, out = torch.ones(256), torch.zeros(256)
-    recorder = TwinRecorder(room_bytes=2048 + 3 * NODE_BYTES)
+    recorder = FakeRecorder(room_bytes=2048 + 3 * NODE_BYTES)
 
     def add(num_rows: int) -> None:
         out[:num_rows].copy_(given[:num_rows] * 2)  # two calls, of which one allocates
@@ -126,7 +126,7 @@ def test_a_graph_tells_what_it_takes_beside_the_others_and_is_refused_where_ther
 
 
 def test_what_one_graph_allocates_is_the_others() -> None:
-    recorder, kept = TwinRecorder(), {}
+    recorder, kept = FakeRecorder(), {}
     given, out = torch.ones(3), torch.zeros(3)
 
     def first() -> None:
@@ -153,7 +153,7 @@ def test_a_graph_that_reads_what_it_left_behind_gets_no_number() -> None:
     graph = capture(work)
     graph.replay()
     assert not out.isnan().any()  # it computes it anew, each time
-    graphs = TwinRecorder()
+    graphs = FakeRecorder()
     first, second = graphs.capture(lambda: kept.append(GIVEN[0] * 2)), graphs.capture(lambda: out.copy_(kept[-1]))
     first.replay()
     second.replay()

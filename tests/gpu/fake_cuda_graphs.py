@@ -1,4 +1,4 @@
-"""Graphs of a CPU, for what is to be proven without a device: they do what CUDA's do, and are stricter. Thread: engine.
+"""Fake CUDA graphs on a CPU: they do what CUDA's do, and are stricter.
 
 A graph is the list of torch's operators and of Triton's interpreted kernels that the work has called, with the very
 tensors and numbers of then: Python does not run again. What any graph has allocated is NaN before each replay. It is
@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from gpu.graphs import CaptureError, Graph, NoRoomForGraph
+from gpu.graphs import CaptureError, CudaRecorder, Graph, GraphRecorder, NoRoomForGraph
 
 # The host reads a result by these: on a CPU some of them call no operator.
 _READS = {"item", "tolist", "numpy", "data_ptr", "cpu", "cuda", "__array__", "__bool__", "__int__", "__float__"}
@@ -34,7 +34,7 @@ _NO_NUMBER = -(1 << 30)
 NODE_BYTES = 8 * 1024  # that each call takes, as a driver keeps of a kernel
 
 
-class TwinRecorder:
+class FakeRecorder:
     """Implements GraphRecorder.
 
     Args:
@@ -43,7 +43,7 @@ class TwinRecorder:
 
     def __init__(self, room_bytes: float = math.inf) -> None:
         self._room_bytes = room_bytes
-        self.graphs: WeakSet[TwinGraph] = WeakSet()  # those that somebody keeps
+        self.graphs: WeakSet[FakeGraph] = WeakSet()  # those that somebody keeps
 
     def capture(self, work: Callable[[], None]) -> Graph:
         work()
@@ -51,7 +51,7 @@ class TwinRecorder:
         with recording.hears_kernels(), _NoHost(recording), recording:
             work()
         pool_bytes = max((graph.made_bytes for graph in self.graphs), default=0)
-        graph = TwinGraph(recording.calls, recording.made, pool_bytes, self.graphs)
+        graph = FakeGraph(recording.calls, recording.made, pool_bytes, self.graphs)
         graph.check()
         if sum(other.size_bytes for other in self.graphs) + graph.size_bytes > self._room_bytes:
             raise NoRoomForGraph(f"{graph.size_bytes} bytes more than {self._room_bytes:.0f}")
@@ -60,6 +60,11 @@ class TwinRecorder:
 
     def give_back(self) -> None:
         """They have gone with what they had."""
+
+
+def open_recorder(device: torch.device) -> GraphRecorder:
+    """CUDA's where there is a device."""
+    return CudaRecorder(device) if device.type == "cuda" else FakeRecorder()
 
 
 @dataclass(slots=True)
@@ -76,7 +81,7 @@ class Call:
     results: list[Tensor]
 
 
-class TwinGraph:
+class FakeGraph:
     """See Graph.
 
     Args:
@@ -85,7 +90,7 @@ class TwinGraph:
         graphs: all of the recorder's: what one has allocated may be another's.
     """
 
-    def __init__(self, calls: list[Call], made: list[Tensor], pool_bytes: int, graphs: Collection["TwinGraph"]) -> None:
+    def __init__(self, calls: list[Call], made: list[Tensor], pool_bytes: int, graphs: Collection["FakeGraph"]) -> None:
         self.made_bytes = sum(tensor.nbytes for tensor in made)
         self.size_bytes = max(0, self.made_bytes - pool_bytes) + len(calls) * NODE_BYTES
         self._calls, self._made, self._graphs = calls, made, graphs

@@ -1,9 +1,9 @@
-"""The twin of CUDA graphs replays launches of interpreted kernels."""
+"""Fake CUDA graphs replay launches of interpreted kernels."""
 
 import torch
 
-from gpu.graphs import open_recorder
 from gpu.kernels.device_rows import embed_rows, scatter_rows
+from tests.gpu.fake_cuda_graphs import open_recorder
 
 
 def test_a_kernels_launch_is_replayed(device: torch.device) -> None:
