@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 Ticket = TypeVar("Ticket")
 
-IDLE_S = 30.0  # without a request: longer than most pauses between them, and a load average falls meanwhile
+IDLE_S = 60.0  # without a request: the load average that requests leave behind has fallen to a third
 _DEVICE_LOST = "The server's compute device failed. Try again once the server has restarted."
 _ENGINE_FAULT = "The server's engine failed. Try again once the server has restarted."
 

@@ -157,11 +157,12 @@ class Measuring:
 
     @torch.inference_mode()
     def look_again(self) -> Generator[None]:
-        """Measure what is not settled until it is, or IDLE_LOOKS have begun. Closed, it leaves what serves as it was.
+        """Measure what is not settled until it is, IDLE_LOOKS have begun, or others compute.
 
-        What can be swapped between steps serves as soon as it is settled, the rest from the next start on.
+        Closed between two slices, it leaves what serves as it was. What can be swapped between steps serves as soon as
+        it is settled, the rest from the next start on.
         """
-        while self._found.unsettled and self._idle_looks_left:
+        while self._found.unsettled and self._idle_looks_left and load_average() <= self._choice.threads:
             self._idle_looks_left -= 1
             yield from self._look(is_starting=False)
             self._keep()

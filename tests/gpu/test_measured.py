@@ -412,6 +412,20 @@ def test_what_stays_within_noise_is_not_measured_for_ever(monkeypatch: pytest.Mo
     assert measuring_again.measured == Measured(FEW_THEN_ALL, unsettled=("threads",))
 
 
+def test_no_look_is_spent_on_a_machine_where_others_compute(
+    measured: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = 2.1
+    monkeypatch.setattr(measuring, "load_average", lambda: load)
+    measuring_again = Measuring(LARGE, TWO_CORES, PROBES)
+    for _ in range(IDLE_LOOKS + 1):
+        assert list(measuring_again.look_again()) == []
+    assert len(measured) == LOOKS
+    load = 1.9
+    assert len(list(measuring_again.look_again())) == 1
+    assert measuring_again.measured == Measured(FEW_THEN_ALL)
+
+
 def test_a_measurement_that_is_put_down_leaves_what_serves_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "seconds_of", lambda *_: in_a_slice(1.0))
     product, before = ProductChoice(uses_kernel=True), torch.get_num_threads()
