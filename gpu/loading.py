@@ -63,7 +63,8 @@ def load_runner(
         runner = load_planned(checkpoint, config, engine, memory, progress, find=find)
         warm_up(runner)
         runner.open_graphs(graph_progress)
-        runner.limits = replace(runner.limits, timed_rows=time_rows(runner))
+        if not runner.captures_lazily:  # timing would capture what nobody has asked for
+            runner.limits = replace(runner.limits, timed_rows=time_rows(runner))
         runner.open_offload(engine, checkpoint)
     except DeviceError as error:
         fix = "start it again; nvidia-smi and the system's log say what has become of the device."

@@ -194,6 +194,11 @@ class ModelRunner:
         steps.graphs.most_graphs = counted.most_graphs
         return steps
 
+    @property
+    def captures_lazily(self) -> bool:
+        """Whether a step's graph is captured when the first step of its shape comes."""
+        return self._steps is not None and self._recorder is not None and self._engine.graphs == "lazy"
+
     def open_graphs(self, progress: Progress) -> None:
         """Send steps by CUDA graphs from now on, where there are any.
 

@@ -28,6 +28,7 @@ SAMPLES = {
     "model": "{directory}",
     "served-model-name": "tiny",
     "chat-template": "{file}",
+    "allow-special-in-content": "true",
     "device": "cpu",
     "dtype": "float32",
     "kv-memory": "2GiB",

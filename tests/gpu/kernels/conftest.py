@@ -96,7 +96,7 @@ def poisoned() -> Iterator[None]:
 
 
 @pytest.fixture(scope="package", autouse=True)
-def graphs() -> Iterator[None]:
+def captured_without_device() -> Iterator[None]:
     """Steps are captured without a device as well."""
     from tests.gpu.fake_cuda_graphs import open_recorder
 

@@ -355,7 +355,6 @@ def test_keys_and_values_are_sized_when_it_is_known_what_graphs_take(
     model_directory: Directory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And what was captured to know it is let go of again."""
-    monkeypatch.setattr("gpu.loading.time_rows", lambda runner: ())  # which would capture the sizes that it times
     monkeypatch.setattr("gpu.runner.count_graphs", count_graphs)
     recorder = FakeRecorder()
     monkeypatch.setattr("gpu.kernel_choice.CudaRecorder", lambda device: recorder)
