@@ -72,7 +72,7 @@ class Measured:
         if self.norms_by_kernel is not None:
             told.append(f"norms, RoPE, gates {OR_TORCH[self.norms_by_kernel]}")
         if self.unsettled:
-            told.append(f"not settled, to be measured again: {', '.join(PARTS[name] for name in self.unsettled)}")
+            told.append(f"not settled yet ({'; '.join(PARTS[name] for name in self.unsettled)})")
         return "; ".join(told)
 
 

@@ -346,7 +346,7 @@ def test_what_was_measured_beside_others_is_not_settled(measured: list[int], mon
     assert [choose_measured(LARGE, TWO_CORES, PROBES) for _ in range(2)] == [unsettled] * 2
     assert len(measured) == 2 * LOOKS
     assert list(measured_here(TWO_CORES, LARGE).values()) == [unsettled]
-    assert str(unsettled).endswith("; not settled, to be measured again: threads")
+    assert str(unsettled).endswith("; not settled yet (threads)")
 
 
 def test_what_two_looks_do_not_agree_on_is_measured_again_at_the_next_start(monkeypatch: pytest.MonkeyPatch) -> None:
