@@ -148,7 +148,7 @@ class ChatTemplate:
                 "context_length_exceeded",
             ) from error
         except BudgetExceeded as error:
-            raise InvalidRequest(f"The model's chat template does too much here: {error}.", param) from error
+            raise InvalidRequest(f"The model's chat template exceeds its limits: {error}.", param) from error
         except TemplateError as error:
             raise InvalidRequest(f"The model's chat template refuses this: {error}", param) from error
         except Exception as error:  # a template's code may raise anything that Python can

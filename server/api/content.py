@@ -84,7 +84,8 @@ def _part_text(part: Part, param: str) -> str:
     field = _TEXT_FIELDS.get(part.type)
     if field is None:
         raise InvalidRequest(
-            f"Parts of type {part.type[:32]!r} are not supported: this model reads text only.",
+            f"Parts of type {part.type[:32]!r} are not supported: this model reads text only. "
+            'Send {"type": "text", "text": "..."}.',
             f"{param}.type",
             "unsupported_content_type",
         )

@@ -214,7 +214,8 @@ def _refuse_unsupported(fields: dict[str, Any], rules: FieldRules) -> None:
             _refuse_contents(name, value, rules)
         else:
             supported = "".join(f", or send {json.dumps(one)}" for one in rule.neutral)
-            message = f"{name} is not supported by this server with this value. Leave it out{supported}."
+            this = " with this value" if rule.neutral else ""
+            message = f"This server does not support {name}{this}. Leave it out{supported}."
             raise InvalidRequest(message, name, "unsupported_parameter")
 
 

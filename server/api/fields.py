@@ -169,7 +169,7 @@ def checked_max_tokens(value: int | None, param: str, default: int = UNLIMITED_T
     if value is None:
         return default
     if not 1 <= value < 2**63:
-        raise InvalidRequest(f"{param} must be at least 1, and fit 64 bits.", param)
+        raise InvalidRequest(f"{param} is {value}: it must be from 1 to {2**63 - 1}.", param)
     return min(value, UNLIMITED_TOKENS)
 
 

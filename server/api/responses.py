@@ -263,7 +263,7 @@ def _check_include(include: list[str]) -> None:
     for i, name in enumerate(include):
         if name not in INCLUDABLE:
             known = ", ".join(sorted(INCLUDABLE))
-            raise InvalidRequest(f"{name[:64]!r} is nothing that can be included: {known}.", f"include[{i}]")
+            raise InvalidRequest(f"{name[:64]!r} cannot be included. Choose from: {known}.", f"include[{i}]")
 
 
 def _check_metadata(metadata: dict[str, str]) -> None:

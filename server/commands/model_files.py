@@ -429,7 +429,9 @@ def _suppressed_ids(path: Path, contents: _Contents) -> tuple[int, ...]:
 def _bad_default(path: Path, contents: _Contents, name: str) -> StartupError:
     where = contents.keys.get(name, f"{GENERATION_FILE}: {name}")
     value = repr(contents.generation_config[name])[:64]
-    return StartupError(f"{path}: {where} is {value}, which it cannot be", "mend or remove it", ExitCode.MODEL)
+    return StartupError(
+        f"{path}: {where} is {value}, which is out of its range", "correct or remove it there", ExitCode.MODEL
+    )
 
 
 def _is_id(value: Any, limit: int) -> bool:

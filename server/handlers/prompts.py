@@ -3,7 +3,7 @@
 import math
 from collections.abc import Awaitable, Callable
 
-from core.errors import ContextLengthExceeded, ErrorKind, ServiceError
+from core.errors import ErrorKind, InvalidRequest, ServiceError
 from server.api import tokenize
 from server.api.fields import checked_ids
 from server.api.models import find_model
@@ -66,7 +66,9 @@ async def detokenize(state: AppState, exchange: Exchange) -> None:
         call = tokenize.parse_detokenize(body)
         find_model(cards, call.model)
         if len(call.ids) > reader.max_model_len:
-            raise ContextLengthExceeded(num_tokens=len(call.ids), limit=reader.max_model_len, param="tokens")
+            most = reader.max_model_len
+            message = f"tokens has {len(call.ids)} ids, and the model's context is {most}. Send fewer at once."
+            raise InvalidRequest(message, "tokens", "context_length_exceeded")
         ids = checked_ids(call.ids, "tokens", vocab_size)
         text = reader.tokenizer.decode(ids, skip_special_tokens=False)
         return tokenize.detokenize_reply(text), call.unknown_fields

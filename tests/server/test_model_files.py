@@ -254,7 +254,10 @@ def test_missing_override_of_the_template_is_named(directory: Path) -> None:
 )
 def test_recommended_sampling_that_no_request_may_ask_for_is_refused(name: str, value: float, directory: Path) -> None:
     write(directory, "generation_config.json", {name: value})
-    assert refusal(directory).cause == f"{directory}: generation_config.json: {name} is {value!r}, which it cannot be"
+    assert (
+        refusal(directory).cause
+        == f"{directory}: generation_config.json: {name} is {value!r}, which is out of its range"
+    )
 
 
 def test_ends_that_the_model_cannot_say_are_none(directory: Path) -> None:
