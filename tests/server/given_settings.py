@@ -42,6 +42,7 @@ SAMPLES = {
     "trusted-proxies": "unix",
     "forwarded-header": "forwarded",
     "h2c-upgrade": "true",
+    "allow-special-in-content": "true",
     "allow": "10.0.0.0/8",
     "deny": "2001:db8::/32",
     "api-key": "secret",
