@@ -92,7 +92,7 @@ class Supervision:
         self._watch.on_beat()
 
     def reload(self, reload: Callable[[], None]) -> None:
-        """Call it, and tell of its beginning and end. What cannot be taken leaves everything as it was."""
+        """Call it, and tell of its beginning and end. What cannot be taken changes nothing but revocations."""
         is_ready = self._watch is not None and not self._is_stopping  # a manager expects no reload at other times
         if is_ready:
             self._manager.tell_reloading()
@@ -102,7 +102,7 @@ class Supervision:
             reload()
         except StartupError as error:
             self.last_reload = time.time(), False
-            logger.error("the reload failed, all stays as it was: %s; %s", error.cause, error.fix)
+            logger.error("the reload failed, all stays as it was but for revocations: %s; %s", error.cause, error.fix)
             status = f"Serving as before: the reload failed: {error.cause}"
         except Exception:
             logger.exception("the reload failed")
