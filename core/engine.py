@@ -5,12 +5,13 @@ has work while the host reads and plans. What only a result shows (an end, a fai
 
 The engine never waits: step() says whether there was work, and who calls it waits for the inbox. It turns faults into
 ends of requests: a row's own, a step that raises (tried once more, then bisected to the guilty rows), a lost device.
-Whenever it has nothing to do, it looks whether the scheduler's books balance, and is broken if they do not.
+Whenever it has nothing to do, it looks whether the scheduler's books balance, and is broken if they do not. Once no
+request has been there for IDLE_S, the runner may do work of its own, slice by slice, each between looks at the inbox.
 """
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 Ticket = TypeVar("Ticket")
 
+IDLE_S = 60.0  # without a request: the load average that requests leave behind has fallen to a third
 _DEVICE_LOST = "The server's compute device failed. Try again once the server has restarted."
 _ENGINE_FAULT = "The server's engine failed. Try again once the server has restarted."
 
@@ -54,6 +56,9 @@ class Engine:
         deliver: takes each step's news. Called once a step, and for news without a step.
         store: is given the cached blocks when no more steps come; None: they are forgotten.
         check: called where there is nothing to compute, raises DeviceError if the device is lost; None: a step will.
+        idle_work: the runner's own work for an idle server, once after start and after each busy phase: each next() is
+            a slice of some tens of ms. It is closed between two slices when a step comes, and begun anew at the next
+            time. None: there is none.
     """
 
     def __init__(
@@ -65,6 +70,7 @@ class Engine:
         deliver: Callable[[StepDelivery], None],
         store: BlockStore | None = None,
         check: Callable[[], None] | None = None,
+        idle_work: Callable[[], Generator[None]] | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._sent: SentSteps[Any] = SentSteps(runner, scheduler.restart)
@@ -73,11 +79,15 @@ class Engine:
         self._deliver = deliver
         self._store = store
         self._check = check
+        self._idle_work = idle_work
+        self._slices: Generator[None] | None = None  # of idle work that has begun
+        self._idle_since: float | None = None
+        self._is_idle_work_done = idle_work is None  # until the next step
         self._broken: str | None = None  # what its clients are told
         self._inspect: Inspect | None = None  # still to be answered
 
     def step(self) -> bool:
-        """Run one step if there is something to compute. False: nothing will happen before the next message.
+        """Run one step if there is something to compute, or a slice of idle work. False: see wait_s().
 
         Raises:
             EngineBroken: the device is lost, or the books do not balance; all requests have been answered, those just
@@ -93,7 +103,7 @@ class Engine:
                 self._check_books()
                 if self._check is not None:
                     self._check()
-                return False
+                return self._work_idle()
             landed = self._sent.collect()
         except DeviceError as error:
             logger.critical("the device is lost: %s", error)
@@ -112,7 +122,46 @@ class Engine:
             plan = self._scheduler.plan(self._clock())
             if plan is None:
                 return
+            self._stop_idle_work()
             self._sent.send(plan)
+
+    def wait_s(self) -> float | None:
+        """How long after a step() that was False nothing will happen without a message; None: for good."""
+        if self._idle_since is None:
+            return None
+        return max(0.0, self._idle_since + IDLE_S - self._clock())
+
+    def _work_idle(self) -> bool:
+        """A slice, once it is time. False: nothing was due."""
+        if self._scheduler.has_requests:  # paused ones
+            self._stop_idle_work()
+            return False
+        if self._is_idle_work_done or self._idle_work is None:
+            return False
+        if self._idle_since is None:
+            self._idle_since = self._clock()
+        if self._clock() < self._idle_since + IDLE_S:
+            return False
+        if self._slices is None:
+            self._slices = self._idle_work()
+        try:
+            next(self._slices)
+            return True
+        except StopIteration:
+            pass
+        except DeviceError:
+            raise
+        except Exception:  # it serves nobody: the next request finds the server as it was
+            logger.exception("work of the idle engine failed")
+        self._stop_idle_work()
+        self._is_idle_work_done = True
+        return False
+
+    def _stop_idle_work(self) -> None:
+        if self._slices is not None:
+            self._slices.close()
+        self._slices = self._idle_since = None
+        self._is_idle_work_done = False
 
     def _take_in(self, landed: tuple[StepPlan, StepOutput] | None) -> StepDelivery:
         if landed is None:

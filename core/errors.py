@@ -73,9 +73,12 @@ class ContextLengthExceeded(ServiceError):
     """The prompt leaves no room in the model's context for even one new token."""
 
     def __init__(self, num_tokens: int, limit: int, param: str | None = None) -> None:
+        but = f"the prompt has {num_tokens} tokens"
+        if num_tokens == limit:
+            but += ", which leaves none for an answer"
         super().__init__(
             ErrorKind.INVALID_REQUEST,
-            context_overflow(limit, f"the prompt has {num_tokens} tokens", "Shorten the prompt."),
+            context_overflow(limit, but, "Shorten the prompt."),
             "context_length_exceeded",
             param,
         )

@@ -229,6 +229,11 @@ class Scheduler:
             tenants=self.shares.tenants(),
         )
 
+    @property
+    def has_requests(self) -> bool:
+        """Any that has not ended: running, waiting or paused."""
+        return bool(self._states.groups)
+
     def is_waiting(self, tenant: str) -> bool:
         """Whether a tenant has a sequence in the queue."""
         return self._states.waiting.is_waiting(tenant)

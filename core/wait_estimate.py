@@ -154,7 +154,9 @@ class _Load:
             num_missing = max(num_missing, (self._coming_tokens - free_tokens) / self._kv_of_one)
         if num_missing <= 0 or not self._num_decoding:
             return 0.0
-        return num_missing * answer_tokens * self._full_step_s() / self._num_decoding
+        # Those that come and find room decode by then, and end as well
+        num_full = max(self._num_decoding, self._num_decoding + self._num_coming - num_missing)
+        return num_missing * answer_tokens * self._full_step_s() / num_full
 
 
 class Margin:

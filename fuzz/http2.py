@@ -69,7 +69,7 @@ def _read(said: bytes, step: int) -> Reading:
             elif isinstance(event, BodyEnd):
                 reading.requests[event.stream_id].append("end")
             elif isinstance(event, StreamReset):
-                del reading.requests[event.stream_id]
+                reading.requests.pop(event.stream_id, None)  # a malformed one was never told of
     out = list(_frames(b"".join(protocol.take_control())))
     reading.has_reset = any(kind == RST_STREAM for kind, _ in out)
     if protocol.has_failed:

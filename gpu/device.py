@@ -174,6 +174,11 @@ def free_memory_bytes(device: torch.device) -> int:
     return min(_available_bytes(), _cgroup_room_bytes(), _address_room_bytes())
 
 
+def total_memory_bytes(device: torch.device) -> int:
+    """The device's, whoever has it."""
+    return int(torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else _host_bytes()
+
+
 def _available_bytes() -> int:
     """Source: proc(5), MemAvailable: free plus what the kernel can drop, in KiB."""
     try:
@@ -182,6 +187,10 @@ def _available_bytes() -> int:
                 return int(line.split()[1]) * 1024
     except OSError:
         pass  # not Linux: POSIX knows the total only
+    return _host_bytes()
+
+
+def _host_bytes() -> int:
     return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 

@@ -6,7 +6,7 @@ ends are the scheduler's. A row whose logits are not finite fails alone, and its
 
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,12 +32,13 @@ from gpu.kernel_choice import find_recorder
 from gpu.kv_cache import KVCache, bytes_per_block
 from gpu.kv_offload import CopyTicket, KVOffload, open_offload
 from gpu.layer_weights import ModelWeights
-from gpu.measured import MIN_PARAMETERS, Measured, choose_measured, usual
+from gpu.measured import MIN_PARAMETERS, Measured, Measuring
 from gpu.memory_plan import MemoryPlan
 from gpu.model import Model
 from gpu.operators import Operators
 from gpu.prompt_logprobs import PromptScores, score
 from gpu.sampler import Drawn, RowLogprobs, Sampler
+from gpu.spent_memory import trim_heap
 from gpu.step_graphs import Progress
 from gpu.step_shapes import max_decodes, step_shapes
 
@@ -111,7 +112,7 @@ class ModelRunner:
             self._sampler = Sampler(engine.max_sequences, config.vocab_size, device, operators.sampler)
             self._drawn = DrawnTokens(engine.max_sequences, self._streams, self._sampler.last_tokens)
             with _device_errors():
-                self.measured = self._measure(memory)
+                self._measuring = self._measure(memory)
             self._recorder = find_recorder(engine, memory.device, operators)
             counted = self._count_graphs(memory)
             self.memory = memory = counted.memory
@@ -142,14 +143,26 @@ class ModelRunner:
         has_device_rows = operators.has_device_rows and operators.ranks is None
         self._steps = self._open_steps(counted) if has_device_rows else None
 
-    def _measure(self, memory: MemoryPlan) -> Measured:
+    def _measure(self, memory: MemoryPlan) -> Measuring:
         operators = self._operators
         if operators.ranks is not None:
-            return usual(memory.device)  # each rank's own choice would round otherwise what all compute alike
+            return Measuring(
+                self.config, memory.device, None
+            )  # each rank's own choice would round otherwise what all compute alike
         probes = self._model.probes(min(max(MIN_PROBE_BYTES, 2 * last_level_cache_bytes()), MAX_PROBE_BYTES))
         product, sampler = operators.product_choice, operators.sampler
         elementwise = find_elementwise(self.config, operators)
-        return choose_measured(self.config, memory.device, probes, product, sampler, elementwise)
+        return Measuring(self.config, memory.device, probes, product, sampler, elementwise)
+
+    @property
+    def measured(self) -> Measured:
+        """What serves, of what is chosen by measuring."""
+        return self._measuring.measured
+
+    def idle_work(self) -> Generator[None]:
+        """See Engine: look again at what was within noise, and give back what a busy phase has freed."""
+        yield from self._measuring.look_again()
+        trim_heap()
 
     def _count_graphs(self, memory: MemoryPlan) -> CountedGraphs:
         """Before keys and values get what is left; without graphs, as it was planned."""

@@ -1,4 +1,4 @@
-"""Gives back the memory that starting needed, and serving does not. Thread: engine (at start).
+"""Gives back the memory that starting needed, and serving does not. Thread: engine (at start, and idle).
 
 Importing torch runs its initialisers once, and LLVM compiles and links kernels once: some 130 MiB of their files stay
 resident after that. What is dropped of them comes back from the file when it is run again, page by page. And what is

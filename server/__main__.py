@@ -292,8 +292,9 @@ def engine_loader(config: "ServerConfig") -> "LoadEngine":
             limits=runner.limits,
         )
         check = runner.check if isinstance(runner, ParallelRunner) else None
+        idle_work = runner.idle_work if isinstance(runner, ModelRunner) else None
         computing: Runner[Any] = runner
-        loaded = Engine(scheduler, computing, time.monotonic, inbox, deliver, runner.offload, check)
+        loaded = Engine(scheduler, computing, time.monotonic, inbox, deliver, runner.offload, check, idle_work)
         return LoadedEngine(loaded, files, facts, scheduler.stats())
 
     def load_within_limits(

@@ -273,9 +273,14 @@ def _report(text: str) -> None:
 
 def find_machine(config: "ServerConfig") -> "MachineFacts":
     """Ask gpu what would compute; measures the memory's bandwidth (0.1 s)."""
-    import torch
-
-    from gpu.device import apply_threads, choose_device, free_memory_bytes, measure_bandwidth, num_physical_cores
+    from gpu.device import (
+        apply_threads,
+        choose_device,
+        free_memory_bytes,
+        measure_bandwidth,
+        num_physical_cores,
+        total_memory_bytes,
+    )
     from gpu.measured import measured_here
     from server.commands.doctor import MachineFacts
 
@@ -286,8 +291,6 @@ def find_machine(config: "ServerConfig") -> "MachineFacts":
         choice, device_error = choose_device(replace(engine, device="cpu")), error
     apply_threads(choice)
     model = _model_config(config)
-    is_cuda = choice.device.type == "cuda"
-    host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return MachineFacts(
         device=str(choice.device),
         device_reason=choice.device_reason,
@@ -296,7 +299,7 @@ def find_machine(config: "ServerConfig") -> "MachineFacts":
         threads=choice.threads,
         threads_reason=choice.threads_reason,
         num_cores=num_physical_cores(),
-        memory_bytes=torch.cuda.mem_get_info(choice.device)[1] if is_cuda else host_bytes,
+        memory_bytes=total_memory_bytes(choice.device),
         free_bytes=free_memory_bytes(choice.device),
         bandwidth_bytes_per_s=measure_bandwidth(choice.device),
         device_error=device_error,
@@ -384,6 +387,8 @@ def measure_anew(config: "ServerConfig") -> None:
         forget_measured(choice, model)
     _report("measuring threads and kernels")
     runner = load_runner(path, model, engine, lambda done, total: None)
+    for _ in runner.idle_work():  # measures again what is not settled
+        pass
     _report(f"measured: {runner.measured}")
 
 

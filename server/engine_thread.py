@@ -53,7 +53,7 @@ class EngineEvents(Protocol[L_contra]):
 
 
 class EngineThread(Generic[L]):
-    """Steps an engine for as long as it has work, sleeps while it has none.
+    """Steps an engine for as long as it has work, sleeps while it has none: until a message, or until work is due.
 
     Args:
         build: makes the engine, on its thread: imports torch, loads weights. Takes the inbox, and where to deliver.
@@ -123,7 +123,7 @@ class EngineThread(Generic[L]):
                 engine.close()
                 return
             self._beat()
-            self._wake_up.wait()
+            self._wake_up.wait(engine.wait_s())
 
     def _beat(self) -> None:
         if self._owes_beat:

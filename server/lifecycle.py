@@ -216,7 +216,7 @@ class Lifecycle:
         """
         declared = stream.request.header(b"content-length")
         self.admission.check(sharing_name, 0 if declared is None else int(declared))
-        return await stream.read_body(round(min(self.max_body_bytes, most_bytes)))
+        return await stream.read_body(round(min(self.max_body_bytes, most_bytes)), sharing_name)
 
     async def _generate_placed(
         self,

@@ -68,6 +68,7 @@ ROUTES: dict[str, dict[str, Route]] = {
     "/admin/drain": {"POST": Route(operating.drain, Scope.ADMIN, needs_model=False)},
 }
 _SHOWN = [path for path in ROUTES if not path.startswith("/admin")]  # to whoever asks for a path that is not here
+_LEAST_SIMILARITY = 0.8  # /v1/messages and /v1/usage, which are no slips of one another, have 0.75
 # As clients ask whose base URL ends without /v1
 ROUTES |= {
     path.removeprefix("/v1"): ROUTES[path]
@@ -119,7 +120,7 @@ def find_route(path: str, method: str) -> tuple[Route, str]:
 
 def _not_found(path: str) -> ServiceError:
     likely = next((known for known in _SHOWN if path.rstrip("/").endswith(known.removeprefix("/v1"))), None)
-    likely = likely or nearest(path, [known for known in _SHOWN if known.startswith("/v1/")], 0.75)
+    likely = likely or nearest(path, _SHOWN, _LEAST_SIMILARITY)
     meant = f"; did you mean {likely}?" if likely else "."
     message = f"There is no {path} here{meant} Known: {', '.join(sorted(_SHOWN))}."
     return ServiceError(ErrorKind.NOT_FOUND, message, "not_found")

@@ -128,6 +128,7 @@ def test_every_feature_of_sampling_is_among_what_is_asked() -> None:
     """A field that kernels learn to read is to be tried on the device, too."""
     asked = {name for asks in gpu_sampling_problems.ASKS["all"] for name in asks}
     not_sampled = {"max_tokens", "seed", "stop", "stop_token_ids", "ignore_eos", "num_logprobs", "num_prompt_logprobs"}
+    not_sampled |= {"skip_special_tokens"}
     assert asked == set(SamplingParams.__struct_fields__) - not_sampled
 
 

@@ -27,6 +27,9 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     refusal: str | UnsetType | None = UNSET
 
 
+# Of a message: they would change the answer
+_UNSUPPORTED = ("tool_calls", "function_call", "audio", "images", "prefix", "partial")
+
 Content = str | list[Part] | None | UnsetType
 
 
@@ -36,6 +39,11 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: list[Any] | None = None
+    function_call: Any = None
+    audio: Any = None
+    images: Any = None  # ollama's
+    prefix: Any = None  # DeepSeek's and Mistral's: the answer goes on with this text
+    partial: Any = None  # Qwen's and Kimi's: the same
     reasoning: str | None = None
     reasoning_content: str | None = None
 
@@ -97,10 +105,10 @@ def _null_content(param: str, but: str = "") -> InvalidRequest:
 
 
 def _template_message(message: Message, param: str) -> dict[str, Any]:
-    if message.tool_calls:
-        raise InvalidRequest(
-            "Tool calls are not supported: leave them out.", f"{param}.tool_calls", "unsupported_parameter"
-        )
+    for name in _UNSUPPORTED:
+        if getattr(message, name):
+            where = f"{param}.{name}"
+            raise InvalidRequest(f"{where} is not supported. Leave it out.", where, "unsupported_parameter")
     role = checked_role(message.role, f"{param}.role")
     reasoning = message.reasoning_content if message.reasoning_content is not None else message.reasoning
     is_silent = role == "assistant" and message.content in (None, UNSET)  # legal there: the turn had reasoning only

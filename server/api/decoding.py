@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
 
 import msgspec
 import orjson
@@ -106,7 +106,7 @@ def decode(body: bytes, shape: type[T], rules: FieldRules) -> tuple[T, tuple[str
     try:
         value = msgspec.convert(fields, shape)
     except msgspec.ValidationError as error:
-        raise _field_error(str(error), fields, renamed) from None
+        raise _field_error(str(error), fields, renamed, shape) from None
     shaped, refused, ignored = getattr(shape, "__struct_fields__", ()), rules.refused, rules.ignored
     unknown = [name for name in fields if name not in shaped and name not in refused and name not in ignored]
     return value, tuple(unknown[:MAX_UNKNOWN_FIELDS])
@@ -248,7 +248,7 @@ def _rename(fields: dict[str, Any], rules: FieldRules) -> dict[str, str]:
     return renamed
 
 
-def _field_error(message: str, fields: dict[str, Any], renamed: dict[str, str]) -> InvalidRequest:
+def _field_error(message: str, fields: dict[str, Any], renamed: dict[str, str], shape: type) -> InvalidRequest:
     """msgspec's "Expected `str`, got `int` - at `$.messages[0].role`", in the words and the path of the API."""
     match = _VALIDATION.fullmatch(message)
     what, path = (match["what"], (match["path"] or "").lstrip(".")) if match else (message, "")
@@ -265,6 +265,12 @@ def _field_error(message: str, fields: dict[str, Any], renamed: dict[str, str]) 
         return InvalidRequest(
             f"{path} must be {allowed}, not {_TYPE_WORDS.get(wrong[2], wrong[2])}.", path, "invalid_type"
         )
+    if unknown := re.fullmatch(r"Object contains unknown field `(.*)`", what, re.DOTALL):
+        param = f"{path}.{unknown[1][:MAX_SHOWN_KEY]}"
+        known = [
+            one for kind in get_args(get_type_hints(shape)[path]) for one in getattr(kind, "__struct_fields__", ())
+        ]
+        return InvalidRequest(f"There is no {param}. {path} may have {', '.join(known)}.", param)
     return InvalidRequest(f"{path}: {what}.", path)
 
 

@@ -16,6 +16,7 @@ MAX_STOP_LENGTH = 1024  # characters: the detokenizer holds back that much
 MAX_STOP_TOKEN_IDS = 64
 MAX_CACHE_SALT = 256  # characters: enough for any digest
 
+ANY_SEED = -1  # as of vLLM, llama-server and ollama: asks for another answer each time
 # Below it the division of logits overflows, and the draw is greedy all the same.
 _GREEDY_TEMPERATURE = 1e-4
 
@@ -153,7 +154,7 @@ def sampling_params(
         frequency_penalty=fields.frequency_penalty or 0.0,
         logit_bias=_without(biases, defaults.suppressed_ids) if defaults.suppressed_ids else biases,
         min_tokens=_min_tokens(_or(fields.min_tokens, min(defaults.min_tokens, max_tokens)), max_tokens),
-        seed=None if fields.seed is None else fields.seed % 2**64,
+        seed=None if fields.seed in (None, ANY_SEED) else fields.seed % 2**64,
         stop=_stops(fields.stop, limits.num_stops),
         stop_token_ids=_stop_token_ids(fields.stop_token_ids or [], defaults.vocab_size),
         ignore_eos=bool(fields.ignore_eos),

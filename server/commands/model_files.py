@@ -42,6 +42,15 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "eta_cutoff": (0,),
     "begin_suppress_tokens": ([],),
     "sequence_bias": ({}, []),
+    "num_beams": (1,),
+    "penalty_alpha": (0,),
+    "guidance_scale": (1,),
+    "encoder_repetition_penalty": (1,),
+    "exponential_decay_length_penalty": (),
+    "min_length": (0,),
+    "stop_strings": ([],),
+    "forced_bos_token_id": (),
+    "forced_eos_token_id": (),
 }
 MAX_FILE_BYTES = 256 * 2**20  # the largest tokenizer.json known is 35 MB
 

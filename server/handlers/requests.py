@@ -29,9 +29,9 @@ async def show_request(state: AppState, exchange: Exchange) -> None:
 async def delete_request(state: AppState, exchange: Exchange) -> None:
     """By our id alone: a client's own others could guess, and retries repeat it."""
     if not state.served.cancel(_plain_id(exchange.argument), _tenant_of(exchange.known_caller)):
-        message = f"No request {exchange.argument[:_SHOWN_CHARS]!r} is in progress. It may have ended already. "
-        message += (
-            "Asked for is the answer's own id, such as a stream's events show; an x-request-id of the client's is none."
+        message = (
+            f"No request {exchange.argument[:_SHOWN_CHARS]!r} is in progress. It may have ended already. "
+            "Use the response's id, which each event of its stream shows, not x-request-id."
         )
         raise ServiceError(ErrorKind.NOT_FOUND, message, "request_not_found")
     exchange.send(b'{"status":"cancelled"}')

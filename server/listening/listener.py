@@ -50,7 +50,8 @@ class ListenerConfig:
         passed: sockets that listen already; each is served, whether a bind names it or not.
         unix_mode: permissions of Unix sockets' files.
         backlog: connections the kernel holds before they are accepted.
-        held_body_bytes: of incomplete bodies, all connections together: beyond it the oldest alone goes on.
+        held_body_bytes: of incomplete bodies, all connections together: beyond it the oldest goes on, and that of each
+            client that holds less than its part.
         max_connections: open at once; one more is closed at once and counted as refused.
         clients: who may come, and what proxies may say.
         handshake_s: for what comes ahead of HTTP, from the accept: TLS, or a PROXY header.

@@ -213,7 +213,7 @@ class Http1Exchanges:
     def start_body(self, stream: HttpStream) -> None:
         self._body_clock = BodyClock(self._limits, self._loop.time())
         if not self._protocol.has_read_request:
-            self._body = HeldBody(self._let_body_on, self.break_down)
+            self._body = HeldBody(stream.body_client, self._let_body_on, self.break_down)
             self._room.open(self._body)
             self._room.add(self._body, stream.num_body_bytes)
         # RFC 9110 §10.1.1: 100 may be left out once content has come

@@ -2,7 +2,7 @@
 
 What a handler does not read is not acknowledged: the peer's windows shut, and nothing but them holds it back. Of what
 is read, too much at once shuts the streams' windows, all but the oldest's (body_room); the connection's stays open for
-that one, unless the oldest of the server is on another connection.
+that one, unless those that the server lets go on are on other connections.
 """
 
 from collections.abc import Callable
@@ -71,7 +71,7 @@ class Http2Uploads:
     def await_body(self, upload: Upload) -> None:
         """Its handler begins to read it; it is not complete."""
         self.awaited[upload] = BodyClock(self._limits, self._clock())
-        held = upload.held = HeldBody(self._let_on, self._break_down)
+        held = upload.held = HeldBody(upload.stream.body_client, self._let_on, self._break_down)
         self._room.open(held)
         if upload.num_unread:
             self._room.add(held, upload.num_unread)

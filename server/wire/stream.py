@@ -58,6 +58,7 @@ class HttpStream:
 
     Attributes:
         request: its head.
+        body_client: for whom its body is read, as it shares the room for bodies with others.
         received_s: when its first byte came, on the monotonic clock.
         is_open: the response has not ended and the peer has not gone: what is sent now is on its way.
         has_lost_peer: it went before the response had ended.
@@ -77,6 +78,7 @@ class HttpStream:
         "_carrier",
         "_is_reading",
         "_waiter",
+        "body_client",
         "common_headers",
         "has_lost_peer",
         "is_blocked",
@@ -100,6 +102,7 @@ class HttpStream:
         self.common_headers: Headers = ()
         self.late_headers: Callable[[], Headers] | None = None
         self.is_blocked = False
+        self.body_client = ""
         self.num_body_bytes = 0  # received and held, or dropped
         self.on_disconnect: Callable[[], None] | None = None
         self.on_blocked: Callable[[], None] | None = None
@@ -130,8 +133,11 @@ class HttpStream:
         """Someone waits in read_body for bytes that have not come."""
         return self._is_reading
 
-    async def read_body(self, limit_bytes: int) -> bytes:
+    async def read_body(self, limit_bytes: int, client: str = "") -> bytes:
         """The whole body. Called at most once.
+
+        Args:
+            client: see body_client.
 
         Raises:
             ServiceError: BODY_TOO_LARGE, at once where content-length says so and else as soon as the limit is passed;
@@ -141,6 +147,7 @@ class HttpStream:
         declared = self.request.header(b"content-length")
         if declared is not None and int(declared) > limit_bytes:
             raise _too_large(limit_bytes)
+        self.body_client = client
         self._is_reading = True
         try:
             self._carrier.start_body(self)

@@ -1,6 +1,8 @@
+from collections.abc import Generator
+
 import pytest
 
-from core.engine import Engine, EngineBroken
+from core.engine import IDLE_S, Engine, EngineBroken
 from core.plan import DeviceError, RunnerLimits, StepOutput, StepPlan
 from core.simulation import SimulatedRunner
 from core.types import Cancel, ClearCache, FinishReason, Inspect, Message, Pause, Request, Resume, Submit, Usage
@@ -261,3 +263,115 @@ def test_inspection_of_an_idle_engine_is_answered_at_once_and_after_what_was_ask
     assert after is not None
     assert (before.serial, after.serial) == (1, 3)
     assert before.blocks.num_cached > after.blocks.num_cached == 0
+
+
+class IdleWork:
+    """Work of so many slices, that notes what becomes of it.
+
+    Args:
+        error: raised by the second slice.
+    """
+
+    def __init__(self, num_slices: int = 3, error: Exception | None = None) -> None:
+        self.num_slices, self.error = num_slices, error
+        self.told: list[str] = []
+
+    def __call__(self) -> Generator[None]:
+        try:
+            for number in range(self.num_slices):
+                if self.error is not None and number == 1:
+                    raise self.error
+                self.told.append(f"slice {number}")
+                yield
+            self.told.append("done")
+        except GeneratorExit:
+            self.told.append("closed")
+            raise
+
+
+def idle(work: IdleWork) -> EngineUnderTest:
+    """An engine that has had a request, and none for just less than IDLE_S."""
+    under_test = EngineUnderTest(small_limits())
+    scheduler, clock = under_test.scheduler, under_test.clock
+    under_test.engine = Engine(scheduler, under_test.runner, clock, under_test.inbox, under_test.log, idle_work=work)
+    under_test.send(Submit(make_request("first")))
+    under_test.run()
+    assert under_test.engine.wait_s() == IDLE_S
+    clock.now += IDLE_S - 1
+    assert under_test.step() is False
+    assert under_test.engine.wait_s() == pytest.approx(1)
+    assert work.told == []
+    return under_test
+
+
+def test_an_idle_engine_does_its_own_work_once_after_each_busy_phase_and_is_quiet_then() -> None:
+    work = IdleWork()
+    under_test = idle(work)
+    once = ["slice 0", "slice 1", "slice 2", "done"]
+    for times in (1, 2):
+        under_test.clock.now += IDLE_S
+        assert [under_test.step() for _ in range(4)] == [True, True, True, False]
+        assert work.told == once * times
+        assert under_test.engine.wait_s() is None
+        under_test.clock.now += 100 * IDLE_S
+        under_test.send(Inspect(1))  # no request
+        assert under_test.step() is False
+        assert under_test.engine.wait_s() is None
+        under_test.send(Submit(make_request(f"later{times}")))
+        under_test.run()
+    assert work.told == once * 2
+    assert under_test.engine.wait_s() == IDLE_S
+
+
+def test_a_request_that_comes_amid_idle_work_is_computed_at_the_next_step_and_ends_the_work() -> None:
+    work = IdleWork()
+    under_test = idle(work)
+    under_test.clock.now += 1
+    assert under_test.step() is True
+    request = make_request("comes")
+    under_test.send(Submit(request))
+    under_test.step()
+    assert work.told == ["slice 0", "closed"]
+    under_test.run()
+    assert under_test.log.tokens("comes") == under_test.reference(request)
+    assert under_test.step() is False
+    assert work.told == ["slice 0", "closed"]
+    under_test.clock.now += IDLE_S
+    under_test.run()
+    assert work.told[2:] == ["slice 0", "slice 1", "slice 2", "done"]
+
+
+def test_no_idle_work_is_done_beside_a_request_that_is_paused() -> None:
+    work = IdleWork()
+    under_test = idle(work)
+    under_test.clock.now += 1
+    assert under_test.step() is True
+    under_test.send(Submit(make_request("paused")), Pause("paused"))
+    assert under_test.step() is False
+    assert work.told == ["slice 0", "closed"]
+    under_test.clock.now += 10 * IDLE_S
+    assert under_test.step() is False
+    assert under_test.engine.wait_s() is None  # Resume or Cancel will come as a message
+    under_test.send(Cancel("paused", FinishReason.CANCELLED))
+    assert under_test.step() is False
+    assert under_test.engine.wait_s() == IDLE_S
+    assert work.told == ["slice 0", "closed"]
+
+
+def test_idle_work_that_fails_is_logged_and_serving_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    under_test = idle(IdleWork(error=ValueError("shape")))
+    under_test.clock.now += 1
+    assert [under_test.step() for _ in range(2)] == [True, False]
+    assert "work of the idle engine failed" in caplog.text
+    assert under_test.engine.wait_s() is None
+    under_test.send(Submit(make_request("later")))
+    under_test.run()
+    assert under_test.log.finish_reason("later") is FinishReason.LENGTH
+
+
+def test_a_device_that_is_lost_in_idle_work_breaks_the_engine() -> None:
+    under_test = idle(IdleWork(error=DeviceError("gone")))
+    under_test.clock.now += 1
+    assert under_test.step() is True
+    with pytest.raises(EngineBroken):
+        under_test.step()

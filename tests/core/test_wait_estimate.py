@@ -62,6 +62,16 @@ def test_without_a_slot_it_waits_until_an_answer_ends() -> None:
     assert waits_s > 20 * 0.036 / 4
 
 
+def test_a_rush_of_which_one_has_begun_waits_for_the_others_too() -> None:
+    """They fill the slots: answers end as often as where all slots decode already, not as often as the one's."""
+    rush, rest = Backlog(), Backlog()
+    for _ in range(200):
+        rush.add(backlog_of(1, 1))
+    rest.add(rush, 197 / 200)
+    begun, full = expected(stats(1, 2), 1, rush, tokens=1), expected(stats(4, 8), 4, rest, tokens=1)
+    assert begun == pytest.approx(full, rel=0.05)
+
+
 def test_without_blocks_it_waits_as_well() -> None:
     full, half = stats(3, 99), stats(3, 50)
     assert expected(full, num_decoding=3, tokens=100) > 1.1 * expected(half, num_decoding=3, tokens=100)

@@ -20,7 +20,7 @@ from gpu.device_products import (
     products_here,
 )
 from gpu.linear import Linear
-from gpu.measured import choose_measured
+from gpu.measured import Measuring
 from tests.gpu.test_measured import LARGE, SMALL
 
 CPU = torch.device("cpu")
@@ -159,5 +159,5 @@ def test_a_large_models_start_chooses(config: ModelConfig, is_measured: bool) ->
     products = bench.products()
     make(bench, products, "bfloat16")
     choice = DeviceChoice(torch.device("cuda", 0), "", torch.bfloat16, "", 3, "")
-    assert choose_measured(config, choice, [], products).threads.of(1) == 3
+    assert Measuring(config, choice, [], products).measured.threads.of(1) == 3
     assert (bench.num_measured > 0) == is_measured

@@ -136,6 +136,32 @@ def test_a_seeded_request_says_the_same_alone_and_in_a_crowd(family: str, dtype:
     assert got == want
 
 
+def test_idle_work_settles_the_threads_of_the_next_step_and_gives_memory_back(
+    model_directory, tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real measurement, put down and begun anew, with a step in between."""
+    load, trims = 9.0, list[str]()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("gpu.device.num_physical_cores", lambda: 2)
+    monkeypatch.setattr("gpu.measured.MIN_PARAMETERS", 0)
+    monkeypatch.setattr("gpu.measured.load_average", lambda: load)
+    monkeypatch.setattr("gpu.runner.trim_heap", lambda: trims.append("trimmed"))
+    monkeypatch.setattr("gpu.threads.fewest", lambda counts, seconds, worth=1.0: 2)
+    runner = open_runner(model_directory("llama3"), dataclasses.replace(ENGINE, threads=None))
+    assert runner.measured.unsettled == ("threads",)
+    driver = Driver(runner)
+    sequence = driver.add(PROMPT)
+    begun, load = runner.idle_work(), 0.0
+    next(begun)
+    begun.close()
+    driver.step(None, sequence)
+    assert (runner.measured.unsettled, trims) == (("threads",), [])
+    assert sum(1 for _ in runner.idle_work()) > 1
+    assert (runner.measured.unsettled, trims) == ((), ["trimmed"])
+    driver.step(None, sequence)
+    assert torch.get_num_threads() == runner.measured.threads.of(1) == 2
+
+
 def test_bfloat16_follows_float32_closely(family: str, model_directory) -> None:
     engine = EngineConfig(device="cpu", dtype="bfloat16", kv_memory_bytes=2**22, threads=1)
     plan = make_plan([(0, 0, PROMPT, True)], tables=[(0, 0, 0), (0, 1, 1), (0, 2, 2)])

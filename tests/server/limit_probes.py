@@ -3,6 +3,7 @@
 import contextlib
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from core.errors import ServiceError
@@ -33,7 +34,7 @@ from tests.server.raw_http2 import (
     wire,
 )
 from tests.server.raw_peer import MemoryPeer, respond
-from tests.server.simulated_server import SimulatedServer, completion, request
+from tests.server.simulated_server import LIMITS, SimulatedServer, completion, request
 
 KiB, MiB = 1024, 1024 * 1024
 CONNECTION = ConnectionLimits()
@@ -307,8 +308,8 @@ def requests_on_http1(num_requests: int) -> str:
 
 
 def asked(body: bytes | None = None, **changes: Any) -> str:
-    """What the whole server answers to a completion."""
-    server = SimulatedServer()
+    """What the whole server answers to a completion, where the engine runs 64 sequences at once, as by default."""
+    server = SimulatedServer(limits=replace(LIMITS, max_sequences=64, max_batch_tokens=64, num_blocks=256))
     sent = completion(**changes) if body is None else request("POST", "/v1/completions", body)
     given = server.ask(sent)
     server.close()

@@ -259,7 +259,7 @@ class SimulatedServer:
             metrics=self.metrics,
             max_body_bytes=100_000,
             admission=Admission(queue_limits, room, lambda: self.client.stats, self.loop.time),
-            max_sequences=limits.max_sequences,
+            max_sequences=min(limits.max_sequences, limits.max_batch_tokens),
             deadlines=deadlines,
             idempotency=opening.idempotency,
             ledger=opening.ledger,

@@ -320,6 +320,9 @@ def test_paths_without_v1_are_the_same() -> None:
         ("/v2/chat/completions", "/v1/chat/completions"),
         ("/api/v1/completions/", "/v1/completions"),
         ("/v1/tokenize", "/tokenize"),
+        ("/tokenise", "/tokenize"),
+        ("/healthz", "/health"),
+        ("/v1/messages", None),
         ("/x", None),
     ],
 )

@@ -9,7 +9,9 @@ import pytest
 from server.wire.body_room import BodyRoom, HeldBody
 from server.wire.connection_limits import ConnectionLimits
 from server.wire.frame_gate import WINDOW_UPDATE
+from server.wire.stream import HttpStream
 from tests.server.fakes import MemoryServer
+from tests.server.memory_connection import answer
 from tests.server.raw_http2 import data, post
 from tests.server.raw_peer import MemoryPeer, respond
 
@@ -88,7 +90,7 @@ def test_body_that_waits_for_room_is_not_called_slow_until_it_has_some(server: M
 def test_body_that_is_given_up_makes_room(is_part: bool) -> None:
     room = BodyRoom(ROOM)
     told: list[str] = []
-    oldest, waiting = (HeldBody(partial(told.append, name), pytest.fail) for name in ("oldest", "waiting"))
+    oldest, waiting = (HeldBody("one", partial(told.append, name), pytest.fail) for name in ("oldest", "waiting"))
     part = BodyRoom(2 * ROOM, room) if is_part else room
     part.open(oldest)
     room.open(waiting)
@@ -99,6 +101,57 @@ def test_body_that_is_given_up_makes_room(is_part: bool) -> None:
     assert told == ["waiting"]
     assert room.may_grow(waiting)
     assert room.num_held == 1
+
+
+def test_whose_bodies_fill_the_room_and_stop_keeps_no_other_client_out() -> None:
+    room = BodyRoom(ROOM)
+    told: list[str] = []
+
+    def begin(client: str, name: str) -> HeldBody:
+        body = HeldBody(client, partial(told.append, name), pytest.fail)
+        room.open(body)
+        return body
+
+    stalled = [begin("greedy", str(i)) for i in range(5)]
+    for body in stalled:
+        room.add(body, ROOM // 4)
+    first, second, last = begin("other", "first"), begin("other", "second"), begin("third", "last")
+    assert [room.may_grow(body) for body in (*stalled[:2], first, second, last)] == [True, False, True, False, True]
+    room.add(first, ROOM // 3 + 1)  # no more than its part
+    assert not room.may_grow(first)
+    assert room.may_grow(last)
+    room.close(last)
+    assert told == ["first"]  # the part is half of it now
+    assert room.may_grow(first)
+    room.close(first)
+    assert told == ["first", "second"]
+    room.close(stalled[0])
+    assert told == ["first", "second", *"1234"]
+
+
+def test_client_whose_bodies_stop_does_not_stop_anothers_upload() -> None:
+    """By HTTP/1.1 and HTTP/2."""
+
+    async def read(stream: HttpStream) -> None:
+        client = (stream.request.header(b"x-client") or b"").decode()
+        answer(stream, 200, b"%d" % len(await stream.read_body(2**20, client)))
+
+    head = b"POST / HTTP/1.1\r\nHost: a\r\nX-Client: %s\r\nContent-Length: %d\r\n\r\n"
+    with contextlib.closing(MemoryServer(read, held_body_bytes=ROOM)) as server:
+        for _ in range(3):
+            server.connect().feed(head % (b"greedy", BODY) + bytes(ROOM // 2))
+        server.loop.settle()
+        classic = server.connect()
+        classic.feed(head % (b"other", BODY // 4) + bytes(10))
+        server.loop.settle()
+        assert not classic.is_reading_paused
+        classic.feed(bytes(BODY // 4 - 10))
+        server.loop.settle()
+        assert b"%d" % (BODY // 4) in bytes(classic.received)
+        peer = Uploader(server)
+        peer.num_sent[1] = 0
+        peer.feed(post(b"/", 1).encode(0))  # of a third client: it names none
+        assert peer.upload(1, ROOM // 3) == ROOM // 3 > WINDOW
 
 
 def test_full_server_takes_its_oldest_body_alone_whatever_connection_it_is_on() -> None:

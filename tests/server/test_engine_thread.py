@@ -2,7 +2,8 @@
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,6 +126,33 @@ def test_what_is_posted_before_it_is_built_is_answered_after() -> None:
         await events.wait_ended("a")
         await events.wait_ended("b")
         assert events.log.terminal("b").finish_reason is FinishReason.CANCELLED
+        thread.stop()
+        assert thread.wait_stopped(JOIN_S)
+
+    run(scenario)
+
+
+def test_an_idle_thread_wakes_for_work_of_its_own_without_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("core.engine.IDLE_S", 0.001)
+
+    async def scenario() -> None:
+        loop, slices, done = asyncio.get_running_loop(), list[str](), asyncio.Event()
+
+        def work() -> Generator[None]:
+            for _ in range(3):
+                slices.append(threading.current_thread().name)
+                yield
+            loop.call_soon_threadsafe(done.set)
+
+        def build(inbox: Inbox, deliver: Callable[[StepDelivery], None]) -> Built:
+            limits = small_limits()
+            runner = SimulatedRunner(limits, CostModel(), SimulatedClock())
+            scheduler = Scheduler(limits, (), lambda: 0)
+            return Built(Engine(scheduler, runner, time.monotonic, inbox, deliver, idle_work=work))
+
+        thread, _ = start(build)
+        await done.wait()
+        assert slices == ["engine"] * 3
         thread.stop()
         assert thread.wait_stopped(JOIN_S)
 

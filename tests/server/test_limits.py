@@ -169,9 +169,9 @@ TABLE = (
     ),
     row("unsent per stream", CONNECTION.unsent_bytes, 16 * KiB, probes.unsent_of_a_stream, "Pause"),
     time("no progress on a paused stream", CONNECTION.stall_s, 30, probes.stall_of, "RST_STREAM CANCEL"),
-    row("n", ServerConfig().max_choices, 8, lambda n: probes.asked(n=n), "400"),
-    row("prompts", ServerConfig().max_prompts, 16, lambda n: probes.asked(prompt=["a"] * n, max_tokens=1), "400"),
-    row("stop", ServerConfig().max_stops, 4, lambda n: probes.asked(stop=[f"~{i}" for i in range(n)]), "400"),
+    row("n", ServerConfig().max_choices, 64, lambda n: probes.asked(n=n), "400"),
+    row("prompts", ServerConfig().max_prompts, 256, lambda n: probes.asked(prompt=["a"] * n, max_tokens=1), "400"),
+    row("stop", ServerConfig().max_stops, 16, lambda n: probes.asked(stop=[f"~{i}" for i in range(n)]), "400"),
     row(
         "logit_bias",
         ServerConfig().max_logit_biases,

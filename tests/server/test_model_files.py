@@ -88,6 +88,8 @@ def test_generation_config_gives_defaults(directory: Path) -> None:
 def test_generation_config_gives_bounds_of_answers_and_tokens_never_sampled(directory: Path) -> None:
     values = {"min_new_tokens": 3, "max_new_tokens": 50, "suppress_tokens": [7, 9], "bad_words_ids": [[9], [11]]}
     neutral = {"typical_p": 1.0, "no_repeat_ngram_size": 0, "epsilon_cutoff": 0.0, "sequence_bias": None}
+    neutral |= {"num_beams": 1, "encoder_repetition_penalty": 1.0, "guidance_scale": None, "min_length": 0}
+    neutral |= {"forced_eos_token_id": None, "length_penalty": 1.0, "diversity_penalty": 0.0}
     write(directory, "generation_config.json", values | neutral)
     expected = GenerationDefaults(min_tokens=3, max_tokens=50, suppressed_ids=(7, 9, 11))
     assert read_model_files(directory).defaults == expected
@@ -104,6 +106,15 @@ def test_generation_config_gives_bounds_of_answers_and_tokens_never_sampled(dire
         ("suppress_tokens", [-1]),
         ("suppress_tokens", 5),
         ("begin_suppress_tokens", [220]),
+        ("num_beams", 4),
+        ("penalty_alpha", 0.6),
+        ("guidance_scale", 2.0),
+        ("encoder_repetition_penalty", 1.2),
+        ("exponential_decay_length_penalty", [5, 1.5]),
+        ("min_length", 50),
+        ("stop_strings", ["x"]),
+        ("forced_bos_token_id", 4),
+        ("forced_eos_token_id", 2),
         ("min_new_tokens", -1),
         ("max_new_tokens", 0),
         ("max_new_tokens", True),

@@ -38,24 +38,28 @@ def noise(*shape: int, seed: int = 0) -> torch.Tensor:
     return operator_cases.noise(*shape, seed=seed).bfloat16()
 
 
-def assert_same(got: torch.Tensor, want: torch.Tensor) -> None:
+def assert_same(got: torch.Tensor, want: torch.Tensor, num_steps: int = 1) -> None:
+    """
+    Args:
+        num_steps: of bf16's rounding, that they may be apart.
+    """
     assert got.shape == want.shape
-    assert torch.allclose(got.float(), want.float(), rtol=ONE_STEP, atol=1e-6)
+    assert torch.allclose(got.float(), want.float(), rtol=num_steps * ONE_STEP, atol=1e-6)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 17])
 @pytest.mark.parametrize("width", [64, 896, 72])  # the last is not the kernels'
 @pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])
-def test_norms_are_torchs(
-    kernels: KernelOperators, torchs: Operators, num_tokens: int, width: int, weight_dtype: torch.dtype
-) -> None:
+def test_norms_are_torchs(kernels: KernelOperators, num_tokens: int, width: int, weight_dtype: torch.dtype) -> None:
+    """Of the kernels' widths torch's in float32: how often torch rounds in bf16 depends on the CPU."""
     x, added, weight = noise(num_tokens, width), noise(num_tokens, width, seed=1), noise(width).to(weight_dtype)
-    assert_same(kernels.norm(x, weight), torchs.norm(x, weight))
+    dtype = torch.bfloat16 if width == 72 else torch.float32
+    exact = Operators(dtype, CPU, EPS)
+    assert_same(kernels.norm(x, weight), exact.norm(x.to(dtype), weight), num_steps=2)
     for scale in (1.0, 0.21875):  # of bf16, as the model passes it
-        for got, want in zip(
-            kernels.add_norm(x, added, scale, weight), torchs.add_norm(x, added, scale, weight), strict=True
-        ):
-            assert_same(got, want)
+        wanted = exact.add_norm(x.to(dtype), added.to(dtype), scale, weight)
+        for got, want in zip(kernels.add_norm(x, added, scale, weight), wanted, strict=True):
+            assert_same(got, want, num_steps=2)
     assert torch.equal(kernels.add_norm(x, added, 1.0, None)[1], x + added)
 
 

@@ -84,10 +84,21 @@ def test_messages_become_what_templates_know() -> None:
         ({"role": "user", "content": [{"type": "input_audio"}]}, "content[0].type"),
         ({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "file"}]}, "content[1].type"),
         ({"role": "assistant", "tool_calls": [{"id": "x"}]}, "tool_calls"),
+        ({"role": "assistant", "content": "a", "function_call": {"name": "f", "arguments": "{}"}}, "function_call"),
+        ({"role": "assistant", "audio": {"id": "x"}}, "audio"),
+        ({"role": "user", "content": "a", "images": ["x"]}, "images"),
+        ({"role": "assistant", "content": "a", "prefix": True}, "prefix"),
+        ({"role": "assistant", "content": "a", "partial": True}, "partial"),
     ],
 )
 def test_a_message_that_cannot_be_read_is_named(message: dict[str, Any], path: str) -> None:
     assert wire.refusal(SURFACE, messages=[message]).param == f"messages[0].{path}"
+
+
+def test_fields_of_a_message_that_ask_for_nothing_are_taken() -> None:
+    plain = {"role": "assistant", "content": "a"}
+    empty = {"tool_calls": [], "function_call": None, "audio": None, "images": [], "prefix": False, "partial": False}
+    assert wire.parse(SURFACE, messages=[plain | empty]).prompts == wire.parse(SURFACE, messages=[plain]).prompts
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,11 @@ def test_the_envelope_is_openais() -> None:
     }
 
 
+def test_a_prompt_that_fills_the_context_is_told_that_an_answer_has_no_room() -> None:
+    message = ContextLengthExceeded(num_tokens=2048, limit=2048).message
+    assert "the prompt has 2048 tokens, which leaves none for an answer." in message
+
+
 @pytest.mark.parametrize(
     ("kind", "raised"),
     [

@@ -246,7 +246,11 @@ def test_a_temperature_that_would_overflow_is_greedy() -> None:
 
 
 def test_seeds_become_unsigned_64_bit_numbers() -> None:
-    assert [sampling(seed=seed).seed for seed in (0, -1, 2**64 - 1)] == [0, 2**64 - 1, 2**64 - 1]
+    assert [sampling(seed=seed).seed for seed in (0, -2, 2**64 - 1)] == [0, 2**64 - 2, 2**64 - 1]
+
+
+def test_a_seed_of_minus_one_asks_for_no_seed_as_of_other_servers() -> None:
+    assert sampling(seed=-1).seed is None
 
 
 JSON = st.recursive(
@@ -270,13 +274,19 @@ def test_any_json_in_a_field_is_parsed_or_refused_by_name(name: str, value: obje
     assert named.startswith(name)
 
 
+@pytest.mark.parametrize(("field", "known"), [("deadlines", "ttft_ms, inter_token_ms, total_ms"), ("timings", "queue")])
+def test_an_unknown_name_in_a_field_of_ours_is_told_the_known_ones(field: str, known: str) -> None:
+    error = wire.refusal(ChatSurface(), **ASK, **{field: {"ttft": 5}})
+    assert (error.message, error.param) == (f"There is no {field}.ttft. {field} may have {known}.", f"{field}.ttft")
+
+
 @pytest.mark.parametrize(
     ("deadlines", "param"),
     [
         ({"ttft_ms": 0}, "deadlines.ttft_ms"),
         ({"total_ms": 1e12}, "deadlines.total_ms"),
         ({"inter_token_ms": "5"}, "deadlines.inter_token_ms"),
-        ({"ttft": 5}, "deadlines"),
+        ({"ttft": 5}, "deadlines.ttft"),
         (5, "deadlines"),
     ],
 )
