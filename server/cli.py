@@ -47,19 +47,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         # whoever read our output has left; the interpreter must not trip over it again when it flushes
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
-    except StartupError as error:
-        if has_traceback:
-            traceback.print_exc()
-        return _tell(error)
     except Exception as error:
-        if has_traceback:
-            traceback.print_exc()
-        return _tell(_as_startup_error(error))
+        told = error if isinstance(error, StartupError) else _as_startup_error(error)
+        lines = ["".join(traceback.format_exception(error)).rstrip()] if has_traceback else []
+        _tell([*lines, *_error_lines(told)], argv)
+        return int(told.exit_code)
 
 
-def _tell(error: StartupError) -> int:
-    print("\n".join(_error_lines(error)), file=sys.stderr)
-    return int(error.exit_code)
+def _tell(lines: list[str], argv: list[str]) -> None:
+    """As a server's log has it, before there is one."""
+    if argv[:1] == ["serve"] and "--estimate" not in argv and _told_log_format(argv) == "json":
+        from server.observing.logs import configure_logging, tell
+
+        log = configure_logging("info", "json")
+        tell(lines, sys.stderr, logging.CRITICAL)
+        log.close()
+    else:
+        print("\n".join(lines), file=sys.stderr)
+
+
+def _told_log_format(argv: list[str]) -> str | None:
+    try:
+        from server.config_sources import told_log_format
+    except ImportError:  # a dependency is missing, of which we are about to tell
+        return None
+    return told_log_format(argv, os.environ)
 
 
 def _error_lines(error: StartupError) -> list[str]:

@@ -4,7 +4,8 @@ Flags win over the environment, the environment over the file, the file over the
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,6 +56,26 @@ def load_config(flags: Mapping[str, str | list[str]], environ: Mapping[str, str]
     values = {name: one.value for name, one in given.items()}
     origins = tuple((name, one.origin) for name, one in given.items())
     return ServerConfig(**values, tenants=tenants, prices=prices, slo=slo, origins=origins)
+
+
+def told_log_format(argv: Sequence[str], environ: Mapping[str, str]) -> str | None:
+    """--log-format, for what refuses the other settings: of the same sources, as far as they can be read."""
+    told = _typed("--log-format", argv) or environ.get(f"{ENVIRONMENT_PREFIX}LOG_FORMAT")
+    path = Path(_typed("--config", argv) or environ.get(f"{ENVIRONMENT_PREFIX}CONFIG", ""))
+    if told is not None or not path.is_file():
+        return told
+    try:
+        match = re.search(r"""(?m)^\s*log_format\s*=\s*["'](\w+)["']""", path.read_text(errors="replace"))
+    except OSError:
+        return None
+    return match and match[1]
+
+
+def _typed(flag: str, argv: Sequence[str]) -> str | None:
+    """The last of its values."""
+    values = [word for before, word in pairwise(argv) if before == flag]
+    values += [word.removeprefix(f"{flag}=") for word in argv if word.startswith(f"{flag}=")]
+    return values[-1] if values else None
 
 
 def _from_flags(flags: Mapping[str, str | list[str]]) -> dict[str, Given]:

@@ -349,6 +349,11 @@ class Server:
     def ask_for_beat(self) -> None:
         self._engine_thread.ask_for_beat()
 
+    @property
+    def why_refusing(self) -> str | None:
+        why = None if self._ledger is None else self._ledger.why_unavailable
+        return None if why is None else f"the ledger takes no writes: {why}"
+
     def on_silence(self, is_silent: bool) -> None:
         self._readiness.is_stalled = is_silent
 

@@ -39,6 +39,11 @@ class Supervised(Protocol):
         """What it is doing while it is not ready."""
         ...
 
+    @property
+    def why_refusing(self) -> str | None:
+        """What keeps requests from being let in though the engine beats; None: nothing."""
+        ...
+
     def ask_for_beat(self) -> None:
         """Have on_beat() called when the engine is between two steps."""
         ...
@@ -64,6 +69,8 @@ class Supervision:
         self._tick_s = min(TICK_S, (manager.watchdog_s or TICK_S * NUM_TICKS_PER_WATCHDOG) / NUM_TICKS_PER_WATCHDOG)
         self._watch: EngineWatch | None = None  # once it is ready
         self._pulse = Pulse.BEATING
+        self._serving = "Serving"  # or what the last reload has left to say
+        self._why_refusing: str | None = None  # as it was told
         self._timer: asyncio.TimerHandle | None = None
         self._is_stopping = False
         self._cause: StartupError | None = None
@@ -92,23 +99,23 @@ class Supervision:
         self._watch.on_beat()
 
     def reload(self, reload: Callable[[], None]) -> None:
-        """Call it, and tell of its beginning and end. What cannot be taken leaves everything as it was."""
+        """Call it, and tell of its beginning and end. What cannot be taken changes nothing but revocations."""
         is_ready = self._watch is not None and not self._is_stopping  # a manager expects no reload at other times
         if is_ready:
             self._manager.tell_reloading()
-        status = "Serving"
+        self._serving = "Serving"
         self.last_reload = time.time(), True
         try:
             reload()
         except StartupError as error:
             self.last_reload = time.time(), False
-            logger.error("the reload failed, all stays as it was: %s; %s", error.cause, error.fix)
-            status = f"Serving as before: the reload failed: {error.cause}"
+            logger.error("the reload failed, all stays as it was but for revocations: %s; %s", error.cause, error.fix)
+            self._serving = f"Serving as before: the reload failed: {error.cause}"
         except Exception:
             logger.exception("the reload failed")
-            status = "Serving: the reload failed, the log says how far it has come"
+            self._serving = "Serving: the reload failed, the log says how far it has come"
         if is_ready:
-            self._manager.tell_ready(status)
+            self._manager.tell_ready(self._status)
 
     def on_stopping(self, cause: StartupError | None) -> None:
         """The end begins.
@@ -137,9 +144,11 @@ class Supervision:
         before, self._pulse = self._pulse, watch.tick()
         if self._pulse is Pulse.BEATING:
             self._manager.feed_watchdog()
+            before_why, self._why_refusing = self._why_refusing, self._process.why_refusing
+            if not self._is_stopping and (before is Pulse.SILENT or before_why != self._why_refusing):
+                self._manager.tell_status(self._status)
             if before is Pulse.SILENT:
                 logger.warning("the engine steps again")
-                self._manager.tell_status("Serving")
                 self._process.on_silence(False)
         elif self._pulse is Pulse.LOST:
             self._lose(watch.silence_s)
@@ -147,6 +156,10 @@ class Supervision:
             logger.error("the engine has been busy with one step for %.1f s", watch.silence_s)
             self._manager.tell_status(f"The engine has been busy with one step for {watch.silence_s:.1f} s")
             self._process.on_silence(True)
+
+    @property
+    def _status(self) -> str:
+        return self._serving if self._why_refusing is None else f"Refusing requests: {self._why_refusing}"
 
     def _lose(self, silence_s: float) -> None:
         logger.critical("the stacks of all threads:\n%s", _stacks())

@@ -6,8 +6,10 @@ Any thread.
 import difflib
 import math
 import os
+import pwd
 import re
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -292,6 +294,14 @@ def _where_it_ends(path: Path) -> Path:
     while not path.parent.exists() and path.parent != path.parent.parent:
         path = path.parent
     return path
+
+
+def readable_fix(path: Path) -> str:
+    """What lets this process read a file that is there."""
+    user = str(os.geteuid())
+    with suppress(KeyError):  # a container may run as any number
+        user = pwd.getpwuid(os.geteuid()).pw_name
+    return f"let the user {user}, as which this runs, read it: chown {user} {path} && chmod u+r {path}"
 
 
 def names_near(path: Path, is_wanted: Callable[[Path], bool]) -> list[Path]:

@@ -149,7 +149,7 @@ def plan_facts(plan: PlanFacts) -> tuple[Fact, ...]:
         Fact("KV cache", kv),
         *offload,
         Fact("attention", plan.attention),
-        Fact("products", plan.products),
+        Fact("matmuls", plan.products),
         Fact("CUDA graphs", plan.graphs + (f": {format_size(plan.graph_bytes)}" if plan.graph_bytes else "")),
         Fact("in all", f"{format_size(plan.total_bytes)} of {format_size(plan.free_bytes)} free"),
     )

@@ -7,13 +7,12 @@ whole.
 
 import fcntl
 import os
-import pwd
 import re
 import secrets
 import string
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
@@ -25,7 +24,7 @@ from urllib.parse import unquote
 import msgspec
 
 from core.errors import ExitCode, StartupError
-from server.values import BadValueError, did_you_mean
+from server.values import BadValueError, did_you_mean, readable_fix
 
 KEY_MARK = "sl-"  # ours at first sight, for people and for those who search repositories for secrets
 NUM_ID_CHARS = 8
@@ -135,14 +134,6 @@ def read_keys(path: Path) -> tuple[KeyRecord, ...]:
     except msgspec.DecodeError as error:
         fix = "take it from a backup, or move it away and create the keys again: steploop keys create"
         raise StartupError(f"{path} is no keys file: {error}", fix, ExitCode.CONFIGURATION) from error
-
-
-def readable_fix(path: Path) -> str:
-    """What lets this process read a file that is there."""
-    user = str(os.geteuid())
-    with suppress(KeyError):  # a container may run as any number
-        user = pwd.getpwuid(os.geteuid()).pw_name
-    return f"let the user {user}, as which this runs, read it: chown {user} {path} && chmod u+r {path}"
 
 
 def create_key(path: Path, terms: KeyTerms, now: datetime) -> tuple[str, KeyRecord]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from core.errors import ExitCode, StartupError
+from server.values import readable_fix
 from server.wire.peer import ClientCertificate
 
 logger = logging.getLogger(__name__)
@@ -239,6 +240,7 @@ def _ask_for_certificates(context: ssl.SSLContext, client_ca: Path, client_auth:
     try:
         context.load_verify_locations(client_ca)
     except (OSError, ValueError) as error:
+        _check_readable(client_ca)
         raise StartupError(
             f"{client_ca} cannot vouch for clients: {_reason(error)}",
             "--tls-client-ca with the certificates of those who sign clients' certificates, in PEM",
@@ -294,12 +296,27 @@ def _first(der: bytes) -> bytes:
 def _certificate_refusal(files: TlsFiles, error: OSError | ValueError) -> StartupError:
     if files.key is None and isinstance(error, ssl.SSLError) and _KEY not in files.certificate.read_bytes():
         return StartupError(f"there is no key in {files.certificate}", "--tls-key FILE", ExitCode.CONFIGURATION)
+    _check_readable(files.certificate)
+    if files.key is not None:
+        _check_readable(files.key)
     names = f"{files.certificate}" if files.key is None else f"{files.certificate} and {files.key}"
     return StartupError(
         f"{names} cannot be served with: {_reason(error)}",
         "--tls-cert with the certificate and its chain, --tls-key with its key, not encrypted, in PEM",
         ExitCode.CONFIGURATION,
     )
+
+
+def _check_readable(path: Path) -> None:
+    """OpenSSL names none of its files."""
+    try:
+        path.open("rb").close()
+    except PermissionError as error:
+        raise StartupError(
+            f"{path} cannot be read: {error.strerror}", readable_fix(path), ExitCode.CONFIGURATION
+        ) from error
+    except OSError:
+        return  # told as it was found first
 
 
 def _reason(error: OSError | ValueError) -> str:

@@ -281,6 +281,8 @@ def test_full_disk_while_serving_is_told_and_mends_without_a_restart(machine: Ma
     assert "full" in ready.error["message"]
     assert "steploop_ledger_up{" in (page := ask(machine.port, "GET", "/metrics").body.decode())
     assert 'reason="ledger_unavailable"} 1' in page
+    told = ("show", "steploop.service", "--property=StatusText", "--value")
+    wait_for(lambda: machine.checked(*told).startswith("Refusing requests: the ledger"), lambda: machine.checked(*told))
     filler.unlink()
     wait_for(lambda: ask(machine.port, "GET", "/ready").status == 200, lambda: f"its end\n{machine.log_tail}")
     assert post(machine.port, "/v1/completions", PROMPT).status == 200

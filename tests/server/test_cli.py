@@ -68,6 +68,41 @@ def test_help_and_version_load_nothing_heavy(words: list[str]) -> None:
     assert done.stdout.splitlines()[-1] == "LOADED []"
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", ["--log-format", "json", "--prot", "8000"]),
+        ("", ["--log-format=json", "--kv-memory", "lots"]),
+        ('log_format = "json"\ndrian_timeout = "60s"\n', ["--config", "steploop.toml"]),
+        ('log_format = "json"  # of the unit\ndrain_timeout = 60s\n', ["--config=steploop.toml"]),
+        ('log_format = "json"\n', ["--config", "steploop.toml", "--debug", "--port", "http"]),
+    ],
+)
+def test_refused_settings_are_told_as_json_where_the_log_is_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str, words: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "steploop.toml").write_text(text)
+    assert main(["serve", *words]) in (ExitCode.USAGE, ExitCode.CONFIGURATION)
+    (line,) = capsys.readouterr().err.splitlines()
+    told = json.loads(line)
+    assert told["level"] == "critical"
+    assert "error: " in told["message"]
+    assert "\nfix: " in told["message"]
+
+
+def test_refused_settings_are_told_as_json_where_the_environment_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("STEPLOOP_LOG_FORMAT", "json")
+    assert main(["serve", "--prot", "1"]) == ExitCode.USAGE
+    assert json.loads(capsys.readouterr().err)["level"] == "critical"
+    assert main(["serve", "--log-format", "text", "--prot", "1"]) == ExitCode.USAGE
+    assert capsys.readouterr().err.startswith("error: ")
+    assert main(["usage"]) == ExitCode.USAGE, "another command's answer is read by people"
+    assert capsys.readouterr().err.startswith("error: ")
+
+
 def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--version"])

@@ -81,7 +81,7 @@ def test_plan_adds_up_and_says_where_each_figure_is_from() -> None:
         "activations  20 MiB at most",
         "KV cache     64 MiB: 33,792 tokens = 16.5 x 2,048",
         "attention    torch's: the model is too small to repay loading kernels",
-        "products     torch's: the model is too small to repay loading kernels",
+        "matmuls      torch's: the model is too small to repay loading kernels",
         "CUDA graphs  none: on cpu there is nothing to gain",
         "in all       94 MiB of 20 GiB free",
     ]

@@ -1,13 +1,16 @@
 """The pulse of the process in virtual time: an engine that hangs in a step, comes back, or does not."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
 from core.types import EngineStats
 from server.engine_watch import MIN_SILENCE_S, NUM_SILENCES_TO_DEATH
-from server.supervision import EngineLost, Supervision
+from server.supervision import TICK_S, EngineLost, Supervision
 from server.systemd import ServiceManager
+from tests.deploy.notify_socket import notify_socket
 from tests.server.virtual_loop import VirtualTimeLoop
 
 
@@ -16,10 +19,11 @@ class Process:
 
     num_in_progress = 0
     stage = "loading"
+    why_refusing: str | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, environ: Mapping[str, str]) -> None:
         self.loop = VirtualTimeLoop()
-        self.supervision = Supervision(self, ServiceManager({}, 1), self.loop)
+        self.supervision = Supervision(self, ServiceManager(environ, 1), self.loop)
         self.hangs = False
         self.told: list[object] = []
 
@@ -36,7 +40,13 @@ class Process:
 
 @pytest.fixture
 def process() -> Iterator[Process]:
-    process = Process()
+    with running({}) as process:
+        yield process
+
+
+@contextmanager
+def running(environ: Mapping[str, str]) -> Iterator[Process]:
+    process = Process(environ)
     process.supervision.start()
     process.supervision.on_ready(max_batch_tokens=16)
     process.supervision.on_step(EngineStats(num_steps=1, num_prompt_tokens=16, step_s=0.01))  # steps are short
@@ -71,6 +81,19 @@ def test_engine_that_comes_back_is_ready_again(process: Process) -> None:
     process.supervision.on_beat()
     process.loop.advance(1000)
     assert process.told == [True, False]
+
+
+def test_manager_is_told_why_requests_are_refused_and_when_they_are_not(tmp_path: Path) -> None:
+    with notify_socket(tmp_path / "notify") as manager:
+        with running({"NOTIFY_SOCKET": manager.address}) as process:
+            process.why_refusing = "the disk is full"
+            process.loop.advance(TICK_S)
+            process.supervision.reload(lambda: None)
+            process.why_refusing = None
+            process.loop.advance(TICK_S)
+        statuses = [fields["STATUS"] for fields in manager.receive_rest() if "STATUS" in fields]
+    refusing = "Refusing requests: the disk is full"
+    assert statuses == ["Loading: loading", "Serving", refusing, "Reloading", refusing, "Serving"]
 
 
 def test_long_step_that_was_foreseen_is_no_silence(process: Process) -> None:

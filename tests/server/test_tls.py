@@ -272,6 +272,30 @@ def test_key_of_another_certificate_is_refused(tmp_path: Path) -> None:
         ServerTls(TlsFiles(certificate, key))
 
 
+@pytest.mark.parametrize("unreadable", ["certificate", "key", "client_ca"])
+def test_file_that_may_not_be_read_is_named_with_who_must(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unreadable: str
+) -> None:
+    certificate, key = make_certificate(tmp_path)
+    client_ca = tmp_path / "ca.pem"
+    client_ca.write_bytes(certificate.read_bytes())
+    files = {"certificate": certificate, "key": key, "client_ca": client_ca}
+    for name, path in files.items():
+        path.chmod(0 if name == unreadable else 0o644)
+    tmp_path.chmod(0o755)
+    monkeypatch.chdir(tmp_path)  # whoever we are then, our parents need not be open to them
+    try:
+        if os.geteuid() == 0:
+            os.seteuid(65534)  # root may read all
+        with pytest.raises(
+            StartupError, match=f"^{files[unreadable].name} cannot be read: Permission denied"
+        ) as caught:
+            ServerTls(TlsFiles(**{name: Path(path.name) for name, path in files.items()}))
+    finally:
+        os.seteuid(os.getuid())
+    assert f"chmod u+r {files[unreadable].name}" in caught.value.fix
+
+
 def test_certificate_without_a_key_is_refused_with_the_flag_that_is_missing(tmp_path: Path) -> None:
     certificate, _ = make_certificate(tmp_path)
     with pytest.raises(StartupError, match="there is no key in") as caught:
