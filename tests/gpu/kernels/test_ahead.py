@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.gpu.kernels.ahead import Case, Compiled, assert_fits, compile_ahead
+from tests.gpu.kernels.ahead import Compiled, assert_fits, compile_ahead
 from tests.gpu.kernels.ahead_cases import (
     attention_cases,
     elementwise_cases,
@@ -17,6 +17,7 @@ CASES = [*ATTENTION, *elementwise_cases(), *product_cases(), *expert_cases(), *r
 # A number or two, used once, may lie aside where registers are so few that more programs share a multiprocessor; of
 # heads that are as large as the kernels know, a few more do.
 MOST_STACK_BYTES, LARGEST_STACK_BYTES = 16, 512
+SAMPLING_STACK_BYTES = 64  # Triton 3.7, which torch 2.13 brings for CUDA, lays 48 aside, and 3.9 none
 LARGEST_HEAD_BYTES = 1024
 
 
@@ -27,11 +28,13 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[Compiled]:
 
 @pytest.mark.parametrize("index", range(len(CASES)), ids=lambda index: str(CASES[index]))
 def test_they_compile_for_a_device_and_keep_their_numbers_in_registers(index: int, compiled: list[Compiled]) -> None:
-    assert_fits(compiled[index], most_stack_bytes(CASES[index]) if index < len(ATTENTION) else 0)
+    assert_fits(compiled[index], most_stack_bytes(index))
 
 
-def most_stack_bytes(case: Case) -> int:
-    """Of an attention kernel."""
+def most_stack_bytes(index: int) -> int:
+    case = CASES[index]
+    if index >= len(ATTENTION):
+        return SAMPLING_STACK_BYTES if case in SAMPLING else 0
     number_bytes = 4 if case.arguments["query"] == "*fp32" else 2
     is_largest = case.constants.get("HEAD_DIM", 0) * number_bytes >= LARGEST_HEAD_BYTES
     return LARGEST_STACK_BYTES if is_largest else MOST_STACK_BYTES
