@@ -20,10 +20,10 @@ _NAME = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]++"
 _VALUE = rb"[\x21-\x7e][\x20-\x7e]*+|"
 _END = rb"(?<! )\r\n"
 _TARGET = rb"/[\x21\x22\x24-\x7e]*+"  # no fragment
-# Possessive throughout: what is taken is never given back, so that a look takes time in proportion to its bytes
+# Possessive within a field: what is taken is never given back, so that a look takes time in proportion to its bytes
 _FIELD = re.compile(rb"(%b): ?+(%b)%b" % (_NAME, _VALUE, _END))
-# No `*+` over the fields: Python before 3.11.5 matches such groups wrongly (gh-106052). There is one way to cut them, so
-# that nothing is tried twice
+# No `*+` over the fields: Python before 3.11.5 matches such groups wrongly (gh-106052). There is one way to cut them,
+# so that nothing is tried twice
 _HEAD = re.compile(rb"(%b) (%b) HTTP/1\.1\r\n((?:%b: ?+(?:%b)%b)*)\r\n" % (_NAME, _TARGET, _NAME, _VALUE, _END))
 
 
