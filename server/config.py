@@ -18,7 +18,6 @@ from server.gate.auth import WAYS, way_value
 from server.gate.cross_origin import origin_value
 from server.gate.deadlines import Deadlines
 from server.gate.jwks import JwksUrl, jwks_source
-from server.gate.queue_limits import QueueLimits
 from server.gate.tenants import Tenant
 from server.ledger.prices import NO_PRICES, Prices
 from server.listening.binds import (
@@ -658,12 +657,6 @@ class ServerConfig:
         others = self.max_connections // 64 * 8  # an eighth is left to them; of a few connections, nothing
         cap = self.max_connections_per_address or self.max_connections - others
         return ClientRules(self.allow, self.deny, self.trusted_proxies, header, cap)
-
-    @property
-    def queue_limits(self) -> QueueLimits:
-        return QueueLimits(
-            max_requests=self.max_queue, max_tokens=self.max_queue_tokens, max_bytes=self.max_queue_bytes
-        )
 
     @property
     def deadlines(self) -> Deadlines:

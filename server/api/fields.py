@@ -6,8 +6,7 @@ from typing import Any
 import msgspec
 
 from core.errors import InvalidRequest
-from core.types import SamplingParams
-from core.waiting import LOWEST_CLASS, TOP_CLASS
+from core.types import LOWEST_CLASS, TOP_CLASS, SamplingParams
 from server.api.decoding import MAX_SHOWN_KEY
 from server.api.surface import UNLIMITED_TOKENS, GenerationDefaults, RequestLimits, TokenWishes
 from server.gate.deadlines import ANY_TIME, MAX_DEADLINE_MS, Deadlines
