@@ -13,7 +13,7 @@ from core.errors import ExitCode, StartupError
 from server.gate.deadlines import Deadlines
 from server.gate.queue_limits import QueueLimits
 from server.gate.tenants import Tenant
-from server.ledger.prices import NO_PRICES, Prices
+from server.ledger.usage import NO_PRICES, Prices
 from server.listening.binds import Bind, PassedAddress, TcpAddress, UnixAddress
 from server.listening.client_gate import ClientRules
 from server.listening.networks import UNIX
