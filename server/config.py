@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from core.config import EngineConfig
 from core.errors import ExitCode, StartupError
 from server.gate.deadlines import Deadlines
-from server.gate.queue_limits import QueueLimits
 from server.gate.tenants import Tenant
 from server.ledger.usage import NO_PRICES, Prices
 from server.listening.binds import Bind, PassedAddress, TcpAddress, UnixAddress
@@ -70,12 +69,6 @@ class ServerConfig(
         others = self.max_connections // 64 * 8  # an eighth is left to them; of a few connections, nothing
         cap = self.max_connections_per_address or self.max_connections - others
         return ClientRules(self.allow, self.deny, self.trusted_proxies, header, cap)
-
-    @property
-    def queue_limits(self) -> QueueLimits:
-        return QueueLimits(
-            max_requests=self.max_queue, max_tokens=self.max_queue_tokens, max_bytes=self.max_queue_bytes
-        )
 
     @property
     def deadlines(self) -> Deadlines:

@@ -14,9 +14,9 @@ from typing import Protocol
 
 from core.detokenizer import Detokenizer, TokenTable
 from core.errors import ErrorKind, ServiceError
-from core.snapshot import EngineSnapshot
 from core.types import (
     ClearCache,
+    EngineSnapshot,
     EngineStats,
     Inspect,
     Message,

@@ -18,8 +18,7 @@ import msgspec
 from core.chat_template import ChatTemplate, max_text_chars
 from core.errors import ContextLengthExceeded, ErrorKind, InvalidRequest, ServiceError, context_overflow
 from core.tokenizer import Tokenizer
-from core.types import Request, SamplingParams, Usage
-from core.waiting import TOP_CLASS
+from core.types import TOP_CLASS, Request, SamplingParams, Usage
 from server.answer import Answer
 from server.answer_body import StreamedBody, WholeBody, answer_headers
 from server.api.models import ServedModel, find_model

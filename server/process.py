@@ -18,7 +18,6 @@ from typing import TypeVar
 
 from core.errors import ErrorKind, ExitCode, ServiceError, StartupError
 from core.types import StepDelivery
-from core.wait_estimate import EngineRoom
 from server import __version__
 from server.app import App
 from server.app_state import Readiness
@@ -27,7 +26,7 @@ from server.clock import Clock
 from server.config import ServerConfig
 from server.engine_client import EngineClient
 from server.engine_thread import EngineThread
-from server.gate.admission import Admission
+from server.gate.admission import Admission, EngineRoom, QueueLimits
 from server.gate.cross_origin import CrossOrigin
 from server.gate.gate import Gate
 from server.ledger.ledger import open_ledger
@@ -268,7 +267,7 @@ class Server:
             offload=self._offload,
             metrics=self._metrics,
             max_body_bytes=self._config.max_body_bytes,
-            admission=Admission(self._config.queue_limits, self._room(loaded), lambda: client.stats, time.monotonic),
+            admission=Admission(self._queue_limits(), self._room(loaded), lambda: client.stats, time.monotonic),
             max_sequences=min(loaded.facts.limits.max_sequences, loaded.facts.limits.max_batch_tokens),
             deadlines=self._config.deadlines,
             idempotency=self._idempotency,
@@ -293,6 +292,12 @@ class Server:
             reload=self._supervision.last_reload,
             expiries={} if self._tls is None else self._tls.expiries,
             jwks_age_s=self._gate.jwks_age_s,
+        )
+
+    def _queue_limits(self) -> QueueLimits:
+        config = self._config
+        return QueueLimits(
+            max_requests=config.max_queue, max_tokens=config.max_queue_tokens, max_bytes=config.max_queue_bytes
         )
 
     def _room(self, loaded: LoadedEngine) -> EngineRoom:

@@ -10,8 +10,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from core.errors import InvalidRequest
-from core.types import SamplingParams
-from core.waiting import LOWEST_CLASS, TOP_CLASS
+from core.types import LOWEST_CLASS, TOP_CLASS, SamplingParams
 from server.api.decoding import MAX_SHOWN_KEY
 from server.api.surface import UNLIMITED_TOKENS, ChatPrompt, GenerationDefaults, RequestLimits, TokenWishes
 from server.gate.deadlines import ANY_TIME, MAX_DEADLINE_MS, Deadlines

@@ -6,8 +6,7 @@ from typing import Any
 import msgspec
 
 from core.errors import ErrorKind, InvalidRequest, ServiceError
-from core.snapshot import EngineSnapshot
-from core.types import EngineStats
+from core.types import EngineSnapshot, EngineStats
 from server.wire import sse
 
 
@@ -146,7 +145,7 @@ CACHE_CLEARED = sse.json_line({"status": "cleared"})
 
 
 def engine_reply(snapshot: EngineSnapshot, stats: EngineStats) -> bytes:
-    """The engine as it is, field by field as in core/snapshot.py, and what it has counted since its start."""
+    """The engine as it is, field by field as in core/types.py, and what it has counted since its start."""
     return msgspec.json.encode(msgspec.structs.asdict(snapshot) | {"counters": stats}) + b"\n"
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from core.errors import BadCheckpoint, ExitCode, StartupError
-from core.plan import BlockLabel
+from core.kv_cache import BlockLabel
 from server import __version__
 from server.config import ServerConfig
 from server.ledger.usage import ModelPrice, Prices
