@@ -14,12 +14,12 @@ from typing import Any, TypeVar
 from core.config import INTER_TOKEN_TARGET, QUANTIZE_SCHEMES, EngineConfig
 from core.errors import ExitCode, StartupError
 from server.api.surface import RequestLimits
-from server.gate.auth import WAYS, way_value
 from server.gate.cross_origin import origin_value
 from server.gate.deadlines import Deadlines
-from server.gate.jwks import JwksUrl, jwks_source
+from server.gate.identity import WAYS, way_value
+from server.gate.jwt import JwksUrl, jwks_source
 from server.gate.tenants import Tenant
-from server.ledger.prices import NO_PRICES, Prices
+from server.ledger.usage import NO_PRICES, Prices
 from server.listening.binds import (
     DEFAULT_HOST,
     DEFAULT_PORT,

@@ -26,9 +26,8 @@ from core.types import (
     TokenChunk,
 )
 from server.backend import DeltaSink, LoopWork
-from server.gate.text_rules import Matcher
-from server.gate.text_screen import ScreenedDetokenizer, TextScreen
-from server.observing.exposition import Histogram
+from server.gate.text_rules import Matcher, ScreenedDetokenizer, TextScreen
+from server.observing.metrics import Histogram
 from server.request_handle import RequestHandle, RequestSequence
 
 logger = logging.getLogger(__name__)
