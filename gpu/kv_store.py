@@ -1,6 +1,6 @@
 """Blocks of keys and values beyond the device: slots of host memory, and files that outlive the process.
 
-Which block is copied where is core's to decide. Copies run on the stream of the steps, between pinned memory and the
+Which block is copied where is core/kv_cache.py's to decide. Copies run on the stream of the steps, between pinned memory and the
 device: each is done before the next step's rows, and none holds the host up. Thread: engine; files have one of their
 own, so that no step waits for a disk.
 
@@ -34,11 +34,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from core.blocks import BlockKey
 from core.config import BLOCK_SIZE, EngineConfig, ModelConfig
 from core.errors import ExitCode, StartupError
-from core.plan import BlockCopies, BlockLabel
-from core.snapshot import NO_STORE, StoreState
+from core.kv_cache import BlockCopies, BlockKey, BlockLabel
+from core.types import NO_STORE, StoreState
 from gpu.checkpoint import Checkpoint
 from gpu.device import DeviceChoice, free_memory_bytes, to_device
 from gpu.kv_cache import KVCache, bytes_per_block
@@ -662,7 +661,7 @@ class KVOffload:
     """Host memory and, where one is given, the directory that outlives the process. A core.plan.BlockStore.
 
     Args:
-        stored: slots that were filled from the directory, see core.host_blocks.HostBlocks.
+        stored: slots that were filled from the directory, see core.kv_cache.HostBlocks.
     """
 
     memory: HostMemory
