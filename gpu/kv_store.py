@@ -1,7 +1,7 @@
 """Blocks of keys and values beyond the device: slots of host memory, and files that outlive the process.
 
-Which block is copied where is core/kv_cache.py's to decide. Copies run on the stream of the steps, between pinned memory and the
-device: each is done before the next step's rows, and none holds the host up. Thread: engine; files have one of their
+core/kv_cache.py decides which block is copied where. Copies run on the stream of the steps, between pinned memory and
+the device: each is done before the next step's rows, and none holds the host up. Thread: engine; files have one of their
 own, so that no step waits for a disk.
 
 The directory follows the host memory: a file for each slot that is filled, gone when the slot is used for another. A
