@@ -31,8 +31,7 @@ from server.gate.quota import S_NS, Moment, Quotas
 from server.gate.tenants import Limits, Tenant
 from server.gate.text_rules import RuleBook, TextRule
 from server.gate.text_screen import TextScreen
-from server.wire.messages import Headers, HttpRequest
-from server.wire.peer import ClientCertificate
+from server.wire.messages import ClientCertificate, Headers, HttpRequest
 
 NUM_KEYS = 10_000
 TURN_S = 0.05

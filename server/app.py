@@ -23,7 +23,7 @@ from server.gate.deadlines import OwnDeadlineExceeded
 from server.gate.gate import Gate
 from server.gate.keys import mask_keys
 from server.gate.rate_limit_fields import limit_headers
-from server.listening.refusals import DENIED
+from server.listening.clients import DENIED
 from server.observing.accounting import NO_REQUEST, Account, status_told
 from server.observing.flight_recorder import Flight
 from server.observing.logs import current_request_id, current_trace_id, escape
@@ -31,8 +31,7 @@ from server.observing.metrics import Metrics
 from server.observing.timing import Stage, StageClock
 from server.observing.trace_context import TraceContext, continue_trace
 from server.routes import MethodNotAllowed, Route, find_route
-from server.wire.messages import Headers, ResponseHead
-from server.wire.peer import Peer
+from server.wire.messages import Headers, Peer, ResponseHead
 from server.wire.stream import ClientDisconnected, HttpStream
 
 logger = logging.getLogger(__name__)

@@ -14,10 +14,8 @@ from server.gate.deadlines import Deadlines
 from server.gate.queue_limits import QueueLimits
 from server.gate.tenants import Tenant
 from server.ledger.prices import NO_PRICES, Prices
-from server.listening.binds import Bind, PassedAddress, TcpAddress, UnixAddress
-from server.listening.client_gate import ClientRules
-from server.listening.networks import UNIX
-from server.listening.socket_activation import PassedSocket
+from server.listening.clients import UNIX, ClientRules
+from server.listening.sockets import Bind, PassedAddress, PassedSocket, TcpAddress, UnixAddress
 from server.observing.slo import NO_PROMISES, SloRules
 from server.settings.engine import EngineSettings
 from server.settings.identity import IdentitySettings

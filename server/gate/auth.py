@@ -17,8 +17,7 @@ from server.gate.jwt_auth import BadToken, JwtVerifier, looks_like_jwt
 from server.gate.keys import KeyRecord, Scope
 from server.gate.tenants import LOCAL, LOCAL_NAME, Tenant, certificate_name
 from server.values import BadValueError, did_you_mean
-from server.wire.messages import HttpRequest
-from server.wire.peer import ClientCertificate
+from server.wire.messages import ClientCertificate, HttpRequest
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,7 @@ from server.gate.keys import read_keys
 from server.gate.quota import S_NS, Moment, Quotas, UsedTokens
 from server.gate.tenants import certificate_name, stated_values
 from server.ledger.prices import ANY_MODEL
-from server.wire.messages import HttpRequest
-from server.wire.peer import Peer
+from server.wire.messages import HttpRequest, Peer
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,7 @@ from server.observing.metrics import OUR_REFUSALS, Finished, Metrics
 from server.observing.request_ids import client_request_id
 from server.observing.timing import MS_NS, S_NS, StageClock
 from server.observing.trace_context import TraceContext
-from server.wire.messages import Headers, HttpRequest
-from server.wire.peer import Peer
+from server.wire.messages import Headers, HttpRequest, Peer
 from server.wire.stream import HttpStream
 
 OUR_FAULTS = frozenset({ErrorKind.ENGINE, ErrorKind.UNAVAILABLE})  # of what can break a generation off

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from server.listening.binds import (
+from server.listening.clients import FORWARDED, X_FORWARDED_FOR, IpNetwork, network_value, proxy_value
+from server.listening.sockets import (
     DEFAULT_HOST,
     DEFAULT_PORT,
     DEFAULT_UNIX_MODE,
@@ -12,8 +13,6 @@ from server.listening.binds import (
     format_unix_mode,
     unix_mode_value,
 )
-from server.listening.forwarded import FORWARDED, X_FORWARDED_FOR
-from server.listening.networks import IpNetwork, network_value, proxy_value
 from server.settings.option import Group
 from server.values import choice_of, existing_file, text_value
 

@@ -6,9 +6,7 @@ A deadline, a rate or a count that is not here or in limits.py is none that an o
 from dataclasses import dataclass
 
 from server.settings.option import Group, KiB, MiB
-from server.wire.connection_limits import ConnectionLimits, Http2Limits
-from server.wire.frame_limits import FrameLimits, Rate, format_rate, rate_from
-from server.wire.http1_prefilter import HeadLimits
+from server.wire.limits import ConnectionLimits, FrameLimits, HeadLimits, Http2Limits, Rate, format_rate, rate_from
 
 _CONNECTION = Group("limits of a connection")
 _DEFAULTS = ConnectionLimits()

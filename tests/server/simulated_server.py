@@ -41,9 +41,9 @@ from server.ledger.idempotency import Idempotency
 from server.ledger.prices import NO_PRICES, Prices
 from server.ledger.setup import OpenLedger, opened
 from server.lifecycle import Lifecycle, PromptReader
-from server.listening.client_gate import ClientRules
+from server.listening.clients import ClientRules
 from server.observing.metrics import Metrics
-from server.wire.connection_limits import ConnectionLimits
+from server.wire.limits import ConnectionLimits
 from tests.core.chat_templates import CHATML
 from tests.core.small_tokenizers import SPECIAL, byte_level
 from tests.server.fakes import MemoryServer, MemoryTransport
