@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from core.config import EngineConfig
 from core.errors import ExitCode, StartupError
 from server.gate.deadlines import Deadlines
-from server.gate.queue_limits import QueueLimits
 from server.gate.tenants import Tenant
-from server.ledger.prices import NO_PRICES, Prices
+from server.ledger.usage import NO_PRICES, Prices
 from server.listening.clients import UNIX, ClientRules
 from server.listening.sockets import Bind, PassedAddress, PassedSocket, TcpAddress, UnixAddress
 from server.observing.slo import NO_PROMISES, SloRules
@@ -68,12 +67,6 @@ class ServerConfig(
         others = self.max_connections // 64 * 8  # an eighth is left to them; of a few connections, nothing
         cap = self.max_connections_per_address or self.max_connections - others
         return ClientRules(self.allow, self.deny, self.trusted_proxies, header, cap)
-
-    @property
-    def queue_limits(self) -> QueueLimits:
-        return QueueLimits(
-            max_requests=self.max_queue, max_tokens=self.max_queue_tokens, max_bytes=self.max_queue_bytes
-        )
 
     @property
     def deadlines(self) -> Deadlines:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from core.errors import ExitCode, StartupError
 from server.config import OPTIONS, ServerConfig
 from server.gate.tenants import Tenant, parse_tenants
-from server.ledger.prices import NO_PRICES, parse_prices
+from server.ledger.usage import NO_PRICES, parse_prices
 from server.observing.slo import NO_PROMISES, parse_slo
 from server.settings.option import ENVIRONMENT_PREFIX, Option
 from server.values import BadValueError, MissingPathError, did_you_mean

@@ -10,7 +10,7 @@ from server.commands.command_names import CommandParser, name_commands
 from server.commands.tls_trust import add_trust_flags
 from server.config import OPTIONS
 from server.gate.tenants import LOCAL_NAME
-from server.ledger.records import Grouping
+from server.ledger.store import Grouping
 from server.settings.option import Option
 from server.values import did_you_mean
 

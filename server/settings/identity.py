@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from server.gate.auth import WAYS, way_value
 from server.gate.cross_origin import origin_value
-from server.gate.jwks import JwksUrl, jwks_source
+from server.gate.identity import WAYS, way_value
+from server.gate.jwt import JwksUrl, jwks_source
 from server.settings.option import Group
 from server.values import file_value, secret_value, text_value
 
