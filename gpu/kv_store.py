@@ -1,8 +1,8 @@
 """Blocks of keys and values beyond the device: slots of host memory, and files that outlive the process.
 
 core/kv_cache.py decides which block is copied where. Copies run on the stream of the steps, between pinned memory and
-the device: each is done before the next step's rows, and none holds the host up. Thread: engine; files have one of their
-own, so that no step waits for a disk.
+the device: each is done before the next step's rows, and none holds the host up. Thread: engine; files have one of
+their own, so that no step waits for a disk.
 
 The directory follows the host memory: a file for each slot that is filled, gone when the slot is used for another. A
 file names the model that computed it (fingerprint), its tokens, and the file of the block before it in its chain, by
