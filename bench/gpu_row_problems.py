@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Generator, Tensor
 
 from bench.gpu_problems import BLOCK, Problem, noise
+from gpu.rows import DeviceTables, RowOperators, StepInputs
 
 
 def embed(generator: Generator, dtype: torch.dtype, rows: int, vocab: int, width: int) -> Problem:
@@ -22,77 +23,77 @@ def embed(generator: Generator, dtype: torch.dtype, rows: int, vocab: int, width
     )
 
 
-def decoding_rows(generator: Generator, dtype: torch.dtype, rows: int, slots: int, width: int) -> Problem:
-    """What a step of decodes reads; the last row is padding, every other token is what its slot drew last."""
-    from gpu.kernels.device_rows import SpareBlocks, empty_rows, fill_rows
-
-    def draw(most: int, *shape: int) -> Tensor:
-        return torch.randint(0, most, shape, generator=generator, device=generator.device)
-
-    tables, last = draw(1000, slots, width).int(), draw(1000, slots)
-    step = torch.stack([torch.randperm(slots, generator=generator, device=generator.device)[:rows]] * 3).int()
-    step[1], step[2] = draw(width * BLOCK, rows), draw(1000, rows)
-    step[2, ::2] = -1
-    step[:, -1] = -1
-    filled = empty_rows(rows, rows, width, step.new_zeros((2, rows)).long())
-    real, positions, spare = step[0, :-1].long(), step[1, :-1].long(), SpareBlocks(1000, 1001)
+def row_tables(generator: Generator, dtype: torch.dtype, rows: int, slots: int, width: int) -> Problem:
+    """Block tables of a step's rows; the last is padding."""
+    blocks = torch.randint(0, 1000, (slots, width), generator=generator, device=generator.device).int()
+    inputs = _inputs(generator, rows, slots, width)
+    filled = _rows_over(blocks, rows)
 
     def reference() -> tuple[Tensor, ...]:
-        is_used = torch.arange(width, device=step.device) <= (positions // BLOCK)[:, None]
-        blocks = torch.where(is_used, tables[real], spare.scratch)
-        first = tables[real, positions // BLOCK].long() * BLOCK + positions % BLOCK
-        tokens = torch.where(step[2, :-1] < 0, last[real], step[2, :-1])
-        wanted = (tokens, first, positions + 1, F.pad(blocks, (0, 0, 0, 1), value=spare.scratch))
+        is_used = torch.arange(width, device=blocks.device) * BLOCK < inputs.ends[:, None]
+        return (torch.where(is_used, blocks[inputs.slots.long()], SCRATCH).float(),)
+
+    return Problem(dtype, lambda: filled.tables_of(inputs, width), reference, 2 * rows * width * 4, tolerance=0.0)
+
+
+def step_tokens(generator: Generator, dtype: torch.dtype, tokens: int, slots: int, width: int) -> Problem:
+    """What a step's tokens read; the last is padding, every other one what its slot sampled last."""
+    blocks = torch.randint(0, 1000, (slots, width), generator=generator, device=generator.device).int()
+    inputs, filled = _inputs(generator, tokens, slots, width), _rows_over(blocks, tokens)
+    slot, position, token_id = (part[:-1].long() for part in inputs.tokens)
+
+    def reference() -> tuple[Tensor, ...]:
+        places = blocks[slot, position // BLOCK].long() * BLOCK + position % BLOCK
+        wanted = (torch.where(token_id < 0, slot + LAST_TOKEN, token_id), places, position)
         return tuple(part.float() for part in wanted)
 
+    def read() -> tuple[Tensor, ...]:
+        found = filled.tokens_of(inputs)
+        return found.token_ids[:-1], found.kv_slots[:-1], found.positions[:-1]
+
     return Problem(
         dtype,
-        lambda: fill_rows(filled, step, tables, last, spare),
+        lambda: filled.tokens_of(inputs),
         reference,
-        2 * filled.tables.nbytes,
-        outputs=lambda _: (filled.token_ids[:-1], filled.kv_slots[:-1], filled.ends[:-1], filled.tables),
+        inputs.tokens.nbytes + 20 * tokens,
+        outputs=lambda _: read(),
         tolerance=0.0,
     )
 
 
-def prompt_tokens(generator: Generator, dtype: torch.dtype, tokens: int, slots: int, width: int) -> Problem:
-    """What tokens of prompts read; the last is padding."""
-    from gpu.kernels.device_rows import SpareBlocks, empty_rows, fill_tokens
+SCRATCH, LAST_TOKEN = 1000, 7
 
-    def draw(most: int, *shape: int) -> Tensor:
-        return torch.randint(0, most, shape, generator=generator, device=generator.device)
 
-    tables, last = draw(1000, slots, width).int(), draw(1000, slots)
-    step = torch.stack([draw(slots, tokens), draw(width * BLOCK, tokens), draw(1000, tokens)]).int()
-    step[:, -1] = -1
-    filled = empty_rows(1, tokens, width, step.new_zeros((2, 1)).long())
-    real, positions = step[0, :-1].long(), step[1, :-1].long()
+def _rows_over(blocks: Tensor, num_tokens: int) -> RowOperators:
+    """Slot i has sampled the token LAST_TOKEN + i last."""
+    from gpu.kernels.device_rows import DeviceRows
 
-    def reference() -> tuple[Tensor, ...]:
-        places = tables[real, positions // BLOCK].long() * BLOCK + positions % BLOCK
-        return tuple(part.float() for part in (step[2, :-1], places, positions))
+    last = torch.arange(len(blocks), device=blocks.device) + LAST_TOKEN
+    return DeviceRows(DeviceTables(blocks, last, SCRATCH, SCRATCH + 1), num_tokens, num_tokens)
 
-    return Problem(
-        dtype,
-        lambda: fill_tokens(filled, 0, step, tables, last, SpareBlocks(1000, 1001)),
-        reference,
-        step.nbytes + 20 * tokens,
-        outputs=lambda _: (filled.token_ids[:-1], filled.kv_slots[:-1], filled.positions[:-1]),
-        tolerance=0.0,
-    )
+
+def _inputs(generator: Generator, rows: int, slots: int, width: int) -> StepInputs:
+    """Of rows of a token each, the last of them padding."""
+
+    def draw(most: int) -> Tensor:
+        return torch.randint(0, most, (rows,), generator=generator, device=generator.device)
+
+    tokens = torch.stack([draw(slots), draw(width * BLOCK), draw(1000)]).int()
+    tokens[2, ::2] = -1
+    tokens[:, -1] = -1
+    none = tokens.new_empty(0)
+    return StepInputs(tokens[0], tokens[1] + 1, none, none, none, tokens)
 
 
 def clear(generator: Generator, dtype: torch.dtype, layers: int, blocks: int, cleared: int, width: int) -> Problem:
     """Others' content stays."""
-    from gpu.kernels.device_rows import clear_blocks
-
     cache = noise(generator, dtype, layers, 2, blocks, BLOCK, 1, width)
     which = torch.randperm(blocks, generator=generator, device=generator.device)[:cleared].int()
-    wanted = cache.clone()
+    wanted, rows = cache.clone(), _rows_over(which.new_zeros((1, 1)), 1)
     wanted[:, :, which.long()] = 0
     return Problem(
         dtype,
-        lambda: clear_blocks(cache, which),
+        lambda: rows.clear_blocks(cache, which),
         lambda: (wanted,),
         cache.nbytes * cleared / blocks,
         outputs=lambda _: (cache,),

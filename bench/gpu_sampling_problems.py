@@ -9,7 +9,7 @@ from torch import Generator, Tensor
 from bench.gpu_problems import Problem, noise
 from core.plan import SequenceStart
 from core.types import SamplingParams
-from gpu.sampler import Sampler, SamplingSlots
+from gpu.sampler import LaunchedSampler, Sampler, SamplingSlots
 
 PROMPT = (1, 2, 3, 3, 7)
 OUTPUT = (4, 5, 5)  # so far
@@ -46,10 +46,10 @@ def sample(generator: Generator, dtype: torch.dtype, rows: int, vocab: int, asks
         asked.start(start)
         by_torch.start(start)
     kernel, slots, positions = DeviceSampler(asked), np.arange(rows), np.full(rows, len(PROMPT + OUTPUT))
-    kernel.place(slots, positions)
+    placed = _placed(kernel, rows)
     return Problem(
         dtype,
-        lambda: kernel.launch(logits),
+        lambda: kernel.launch(logits, placed),
         lambda: (by_torch.sample(logits.float(), slots, positions).token_ids,),
         logits.nbytes,
         outputs=lambda _: (kernel.token_ids[:rows],),
@@ -65,7 +65,7 @@ def logprobs(generator: Generator, dtype: torch.dtype, rows: int, vocab: int) ->
     for start in _starts(rows, ASKS["all"], {"num_logprobs": 0}):
         asked.start(start)
     kernel = DeviceSampler(asked)
-    kernel.place(np.arange(rows), np.full(rows, len(PROMPT + OUTPUT)))
+    placed = _placed(kernel, rows)
 
     def reference() -> tuple[Tensor, Tensor]:
         exact = logits.double().log_softmax(-1)
@@ -76,8 +76,20 @@ def logprobs(generator: Generator, dtype: torch.dtype, rows: int, vocab: int) ->
         return drawn, logits - top.unsqueeze(1) - log_total.unsqueeze(1)
 
     return Problem(
-        dtype, lambda: kernel.launch(logits), reference, logits.nbytes, outputs=found, tolerance=LOGPROB_TOLERANCE
+        dtype,
+        lambda: kernel.launch(logits, placed),
+        reference,
+        logits.nbytes,
+        outputs=found,
+        tolerance=LOGPROB_TOLERANCE,
     )
+
+
+def _placed(kernel: LaunchedSampler, rows: int) -> Tensor:
+    """Slots and positions on the device, where what has started is too."""
+    device = kernel.token_ids.device
+    kernel.put_started([torch.from_numpy(part.reshape(-1)).to(device) for part in kernel.take_started()])
+    return torch.stack([torch.arange(rows), torch.full((rows,), len(PROMPT + OUTPUT))]).to(device, torch.int32)
 
 
 def _logits(generator: Generator, dtype: torch.dtype, rows: int, vocab: int) -> Tensor:

@@ -21,6 +21,7 @@ from gpu.linear import Linear, ProductChoice, can_pack, make_linear, packed_line
 from gpu.parallel.ranks import Ranks
 from gpu.quantize import QuantizedWeight, Weight
 from gpu.quantized_linear import make_quantized_linear
+from gpu.rows import RowOperators
 from gpu.sampler import SamplerChoice
 from gpu.tied_head import Embed, make_tied
 
@@ -46,7 +47,8 @@ class Operators:
     attention: AttentionKernels | None = None  # None: torch attends
     product_choice: ProductChoice | DeviceProducts | None = None  # None: there is no kernel for products
     sampler: SamplerChoice | None = None  # None: torch draws
-    has_device_rows = False  # whether steps may go by device_steps.py
+    has_device_rows = False  # whether a graph may hold a step, as all its rows are read where they always lie
+    make_rows: type[RowOperators] = RowOperators
     elementwise_choice: ElementwiseChoice | None = None  # None: there is nothing to choose
     ranks: Ranks | None = None  # None: this process computes the whole model
 

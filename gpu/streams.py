@@ -228,7 +228,7 @@ class StagedCopies:
     def __init__(self, streams: Streams, buffer_bytes: int = BUFFER_BYTES) -> None:
         self._streams = streams
         self._buffer_bytes = buffer_bytes
-        self._buffers = self._make_buffers()
+        self._buffers = [] if isinstance(streams, HostStreams) else self._make_buffers()
 
     def send(self, size_bytes: int, write: Callable[[Tensor], object], use: Callable[[Tensor], object]) -> None:
         """Copy what `write` puts into pinned bytes, and send `use`, which gets them on the device and keeps nothing."""
@@ -248,9 +248,12 @@ class StagedCopies:
         buffer.used = current.record()
 
     def send_integers(self, parts: Sequence[Int32Array], use: Callable[[list[Tensor]], object]) -> None:
-        """What a step changes: `use` gets the parts on the device, flat."""
+        """What a step changes: `use` gets the parts on the device, flat. On a CPU they are there."""
         sizes = [part.size for part in parts]
         found = np.concatenate([part.reshape(-1) for part in parts])
+        if isinstance(self._streams, HostStreams):
+            use(list(torch.split(torch.from_numpy(found), sizes)))
+            return
 
         def write(pinned: Tensor) -> None:
             pinned.numpy().view(np.int32)[:] = found

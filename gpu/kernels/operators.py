@@ -20,7 +20,7 @@ from gpu.kernels.block_sizes import (
     next_power_of_two,
     row_warps,
 )
-from gpu.kernels.device_rows import embed_rows
+from gpu.kernels.device_rows import DeviceRows, embed_rows
 from gpu.kernels.elementwise import add_and_norm, gate, rotate_and_store
 from gpu.kernels.experts import GroupedExperts, can_group
 from gpu.kernels.product import Product, can_multiply, stored_as
@@ -55,6 +55,8 @@ class TritonOperators(Operators):
         super().__init__(dtype, device, config.rms_norm_eps)
         self.attention = attention
         self.has_device_rows = attention is not None
+        if self.has_device_rows:
+            self.make_rows = DeviceRows
         self.product_choice = self._products = DeviceProducts(device, dtype, clock)
 
     def linear(self, weight: Weight, bias: Tensor | None) -> Linear:

@@ -146,7 +146,7 @@ def find_room(path: Path, model: ModelConfig, engine: EngineConfig, rank: int) -
         StartupError: the model, its files or the devices are not for so many ranks.
     """
     num_ranks = engine.tensor_parallel
-    engine = replace(engine, overlap="off", graphs="off")  # see gpu.parallel.runner
+    engine = replace(engine, graphs="off")  # see above
     chosen = choose_device(engine)
     check_shards(model, num_ranks, kept_scheme(model, engine.quantize, chosen.device) is not None)
     choice = rank_choice(chosen, engine, rank)
