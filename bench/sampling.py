@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from bench.results import RESULTS_DIR, Cell, Table, command_line, print_tables, write_result
+from core.plan import SequenceStart
 from core.types import SamplingParams
 from gpu.cpu_kernels.row_sampler import RowSampler
 from gpu.sampler import Sampler, SamplerChoice
-from gpu.sampling_speed import PROMPT, SPREAD, likely_logits, started
 
 ROWS = (1, 8, 32)
 VOCABULARIES = (32_000, 152_000)
@@ -34,6 +34,9 @@ REQUESTS = {
 COLUMNS = ("request", "vocabulary", "rows", "argmax us", "kernel us", "torch us", "kernel / argmax", "torch / kernel")
 ROUNDS, QUICK_ROUNDS = 5, 1
 FLAT_SPREAD = 0.7
+PROMPT = tuple(range(512))
+LIKELY_TOKENS = 40
+LIKELY_SPREAD, SPREAD = 8.0, 2.0  # logits' standard deviations
 
 
 def measure(kind: str, vocab_size: int, num_rows: int, rounds: int) -> list[tuple[Cell, ...]]:
@@ -52,6 +55,23 @@ def measure(kind: str, vocab_size: int, num_rows: int, rounds: int) -> list[tupl
         argmax, kernel, by_torch = best_us
         lines.append((name, vocab_size, num_rows, argmax, kernel, by_torch, kernel / argmax, by_torch / kernel))
     return lines
+
+
+def started(choice: SamplerChoice | None, num_rows: int, vocab_size: int, params: SamplingParams) -> Sampler:
+    """A sampler on the CPU, whose slots all ask for the same."""
+    sampler = Sampler(num_rows, vocab_size, torch.device("cpu"), choice)
+    prompt = tuple(token_id % vocab_size for token_id in PROMPT)
+    for slot in range(num_rows):
+        sampler.start(SequenceStart(slot, prompt, len(prompt), params, seed=slot, stop_ids=()))
+    return sampler
+
+
+def likely_logits(num_rows: int, vocab_size: int) -> Tensor:
+    """As a trained model's: a few tokens stand out: [rows, vocab]."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(num_rows, vocab_size, generator=generator) * SPREAD
+    likely = torch.randint(vocab_size, (num_rows, LIKELY_TOKENS), generator=generator)
+    return logits.scatter_add_(1, likely, torch.randn(likely.shape, generator=generator).abs() * LIKELY_SPREAD)
 
 
 def _argmax_us(logits: Tensor) -> float:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from core.config import EngineConfig, ModelConfig
 from core.errors import NotEnoughMemory
+from gpu.attention import AttentionKernels
 from gpu.block_tables import BlockTables
-from gpu.device_attention import DeviceAttention
 from gpu.graphs import GRANULE_BYTES, GraphRecorder
 from gpu.kv_cache import KVCache, bytes_per_block
 from gpu.memory_plan import MemoryPlan, plan_memory
@@ -69,7 +69,7 @@ class TrialParts:
     model: Model
     sampler: Sampler
     streams: Streams
-    attention: DeviceAttention | None
+    attention: AttentionKernels | None
 
 
 def count_graphs(

@@ -17,14 +17,13 @@ from gpu.kernels.attention_tiles import kernel_shape
 from gpu.kernels.support import why_no_attention
 from gpu.kv_cache import bytes_per_block, num_blocks_for
 from gpu.layer_weights import LayerWeights, empty_weights, layer_targets, matrices
-from gpu.linear import can_pack
+from gpu.linear import can_gather, can_pack
 from gpu.prompt_logprobs import piece_rows
 from gpu.quantize import can_quantize, floats, operator_group_size, stored_bytes
 from gpu.quantized_linear import DEVICE_SLAB_BYTES, SLAB_BYTES
 from gpu.scores import MAX_SCORES
 from gpu.staged_copies import staged_bytes
 from gpu.step_shapes import max_decodes, step_shapes
-from gpu.tied_head import can_gather
 
 # Of a graph: a generous guess at what the driver keeps of a kernel that it will launch. It is for estimates, before
 # anything is loaded: what is true is found out at start (graph_memory.py).

@@ -9,12 +9,12 @@ import numpy as np
 from numba import njit
 
 from gpu.cpu_kernels.emit import LANES
-from gpu.cpu_kernels.shuffles import spread_largest
 from gpu.cpu_kernels.vectors import (
     first_lane,
     larger,
     load_floats,
     multiply_add,
+    spread_largest,
     total,
     zeros,
 )

@@ -11,14 +11,13 @@ from core.errors import DeviceUnavailable
 from gpu.checkpoint import Checkpoint, Progress, open_checkpoint
 from gpu.device import DeviceChoice, apply_threads, choose_device, free_memory_bytes
 from gpu.kept_matrices import kept_scheme
-from gpu.linear import can_pack
+from gpu.linear import can_gather, can_pack
 from gpu.loading import load_planned
 from gpu.memory_plan import MemoryPlan, plan_memory
 from gpu.memory_sizes import weights_size_bytes
 from gpu.parallel.ranks import Ranks
 from gpu.parallel.shards import Shard, check_shards, head_rows_of, part_of
 from gpu.runner import ModelRunner
-from gpu.tied_head import can_gather
 from gpu.weights import check_checkpoint
 
 
