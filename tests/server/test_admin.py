@@ -10,7 +10,7 @@ from core.plan import DeviceError, StepOutput, StepPlan
 from core.simulation import SimulatedRunner
 from core.types import ClearCache, Inspect, StoreState
 from server.engine_client import LOOK_S, MOST_LOOKS
-from server.gate.keys import Scope
+from server.gate.identity import Scope
 from server.gate.tenants import Tenant
 from tests.server.simulated_server import STREAM, SimulatedServer, answers, completion, request
 
