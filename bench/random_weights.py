@@ -19,7 +19,7 @@ from gpu.device import apply_threads, choose_device, free_memory_bytes
 from gpu.layer_weights import EMBEDDING, ModelWeights, empty_weights, targets
 from gpu.loading import FindOperators, warm_up
 from gpu.memory_plan import plan_memory
-from gpu.parallel.shards import HEAD
+from gpu.parallel.ranks import HEAD
 from gpu.runner import ModelRunner
 from gpu.tune import find_operators
 

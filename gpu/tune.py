@@ -29,13 +29,13 @@ from torch import Tensor
 from core.config import EngineConfig, ModelConfig
 from gpu.cache_files import can_keep_kernels, measured_file, read_kept, write_kept
 from gpu.device import DeviceChoice, cpu_flags, cpu_model
-from gpu.device_clock import NEVER_S, Timer, graph_seconds, seconds_or_never
-from gpu.graphs import CudaRecorder, GraphRecorder
 from gpu.kernels import support as cuda
 from gpu.linear import Linear, MatmulChoices, MatmulShape, Served, keeps_rows
 from gpu.operators import Operators
 from gpu.sampler import SamplerChoice
+from gpu.step_graphs import CudaRecorder, GraphRecorder
 from gpu.step_shapes import step_shapes
+from gpu.streams import NEVER_S, Timer, graph_seconds, seconds_or_never
 
 NEEDED_FLAG = "avx512_bf16"
 HEAD_DIM_STEP = 32  # numbers of bf16 in a register
@@ -94,7 +94,7 @@ def find_sampler(config: ModelConfig, choice: DeviceChoice) -> SamplerChoice | N
     if why_no_sampling_kernel(config, choice) is not None:
         return None
     if choice.device.type == "cuda":
-        from gpu.kernels.device_sampler import DeviceSampler
+        from gpu.kernels.sampler import DeviceSampler
 
         return SamplerChoice(DeviceSampler)
     from gpu.cpu_kernels.row_sampler import RowSampler

@@ -39,8 +39,8 @@ from gpu.cpu_kernels.vectors import (
     zeros,
 )
 from gpu.kv_cache import LayerKV
+from gpu.layers import Gated
 from gpu.linear import Linear, keeps_rows
-from gpu.mlp import Gated
 from gpu.operators import HeadNorms, Operators
 from gpu.quantize import QuantizedWeight
 

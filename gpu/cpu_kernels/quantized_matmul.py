@@ -41,7 +41,7 @@ from gpu.cpu_kernels.vectors import (
     store_floats,
     take_next,
 )
-from gpu.huge_pages import use_huge_pages
+from gpu.device import use_huge_pages
 from gpu.linear import BLOCK_OUTPUTS
 from gpu.quantize import FP8, MIDDLE_INT4, QuantizedWeight, unpack_nibbles
 

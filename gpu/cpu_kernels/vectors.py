@@ -53,7 +53,7 @@ def operation(result, *taken):
     """Make a function of (builder, values) an intrinsic of these types; it returns the value, or None for nothing."""
 
     def decorate(emit_value):
-        def definition(typing_context, *arguments):
+        def definition(typing_context: Any, *arguments: Any) -> Any:
             def generate(context, builder, signature, values):
                 found = emit_value(builder, *values)
                 return context.get_dummy_value() if found is None else found
@@ -62,7 +62,7 @@ def operation(result, *taken):
 
         functools.update_wrapper(definition, emit_value)
         # numba asks for arguments by name: those of emit_value, its builder in the place of the typing context
-        definition.__signature__ = inspect.signature(emit_value)
+        definition.__signature__ = inspect.signature(emit_value)  # type: ignore[attr-defined]
         return intrinsic(definition)
 
     return decorate

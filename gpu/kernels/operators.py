@@ -24,8 +24,8 @@ from gpu.kernels.elementwise import add_and_norm, gate, rotate_and_store
 from gpu.kernels.experts import GroupedExperts, can_group
 from gpu.kernels.product import Product, can_multiply, stored_as
 from gpu.kv_cache import LayerKV
+from gpu.layers import SWIGLU_LIMIT, SWIGLU_SLOPE, Block, Gated
 from gpu.linear import Embed, Linear, MatmulChoices, make_linear
-from gpu.mlp import SWIGLU_LIMIT, SWIGLU_SLOPE, Block, Gated
 from gpu.operators import HeadNorms, Operators
 from gpu.quantize import QuantizedWeight, Weight
 from gpu.quantized_linear import SlabLinear
