@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
-from bench.load_run import CannotRun
+from bench.kit import free_port
+from bench.load import CannotRun
 from bench.results import RESULTS_DIR, Table, command_line, print_tables, write_result
-from bench.server_process import free_port
 
 NUM_RUNS = 5
 POLL_S = 0.01

@@ -33,11 +33,10 @@ from pathlib import Path
 
 import uvloop
 
-from bench.client import ConnectionPool, Exchange, Recorder
+from bench.client import ConnectionPool, Exchange, Recorder, encode_request
+from bench.kit import MODEL
 from bench.null_server import load
-from bench.peer import MODEL
 from bench.results import Table, command_line, write_result
-from bench.wire import encode_request
 from server.config import ServerConfig
 from server.ledger import ledger
 from server.ledger.journal import open_journal

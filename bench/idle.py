@@ -22,9 +22,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.load_run import CannotRun
+from bench.kit import free_port, running
+from bench.load import CannotRun
 from bench.results import RESULTS_DIR, Table, command_line, print_tables, write_result
-from bench.server_process import free_port, running
 
 NUM_HTTP1 = 10_000
 NUM_TLS = 5_000

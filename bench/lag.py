@@ -27,8 +27,8 @@ import numpy as np
 import uvloop
 
 from bench import null_server
-from bench.peer import MODEL
-from bench.reader import StreamLoad, drain
+from bench.kit import MODEL
+from bench.raw_clients import StreamLoad, drain
 from bench.results import RESULTS_DIR, Cell, Table, command_line, print_tables, write_result
 from core.types import StepDelivery
 from server.config import ServerConfig

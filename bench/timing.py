@@ -17,10 +17,8 @@ import timeit
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench.measures import percentile
-from bench.peer import MODEL
-from bench.results import RESULTS_DIR, Cell, Table, command_line, print_tables, write_result
-from bench.server_process import free_port, running
+from bench.kit import MODEL, free_port, running
+from bench.results import RESULTS_DIR, Cell, Table, command_line, percentile, print_tables, write_result
 from server.backend import LoopWork
 from server.engine_client import SLICE_ROWS
 

@@ -4,7 +4,7 @@ import pytest
 
 from bench import memory
 from bench.cancel import CallOff, Outcome, measure, outcome_of, tables_of
-from bench.recorded_server import EngineRecord, RequestRecord, RowRecord, StepRecord
+from bench.null_server import EngineRecord, RequestRecord, RowRecord, StepRecord
 
 STEPS = [StepRecord(begin_s, begin_s + 0.01) for begin_s in (1.00, 1.01, 1.02, 1.03)]
 
