@@ -40,8 +40,7 @@ from bench.results import Table, command_line, write_result
 from server.config import ServerConfig
 from server.ledger import ledger
 from server.ledger.journal import open_journal
-from server.ledger.records import LedgerRow, State
-from server.ledger.store import LedgerStore
+from server.ledger.store import LedgerRow, LedgerStore, State
 from server.observing.logs import configure_logging
 from server.process import Server
 

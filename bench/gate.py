@@ -21,16 +21,12 @@ from joserfc.jwk import ECKey, OKPKey, RSAKey
 from bench.results import RESULTS_DIR, Table, command_line, print_tables, write_result
 from core.errors import ServiceError
 from core.types import EngineStats, Request, SamplingParams, Usage
-from core.wait_estimate import EngineRoom
-from server.gate.admission import Admission, Asker, Place
-from server.gate.auth import Authenticator, Caller, make_directory
-from server.gate.jwks import KeySource
-from server.gate.jwt_auth import JwtRules, JwtVerifier
-from server.gate.queue_limits import QueueLimits
+from server.gate.admission import Admission, Asker, EngineRoom, Place, QueueLimits
+from server.gate.identity import Authenticator, Caller, make_directory
+from server.gate.jwt import JwtRules, JwtVerifier, KeySource
 from server.gate.quota import S_NS, Moment, Quotas
 from server.gate.tenants import Limits, Tenant
-from server.gate.text_rules import RuleBook, TextRule
-from server.gate.text_screen import TextScreen
+from server.gate.text_rules import RuleBook, TextRule, TextScreen
 from server.wire.messages import Headers, HttpRequest
 from server.wire.peer import ClientCertificate
 

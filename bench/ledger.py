@@ -25,11 +25,10 @@ import uvloop
 
 from bench.results import RESULTS_DIR, Table, command_line, print_tables, write_result
 from core.types import Cost, Usage
-from server.ledger.journal import Written, open_journal
+from server.ledger.journal import DURABLE_S, LedgerThread, Tell, Writer, Written, open_journal
 from server.ledger.ledger import End, Ledger, Subject
-from server.ledger.prices import ModelPrice, Prices
-from server.ledger.records import Write
-from server.ledger.thread import DURABLE_S, LedgerThread, Tell, Writer
+from server.ledger.store import Write
+from server.ledger.usage import ModelPrice, Prices
 from server.process import GC_THRESHOLDS, SWITCH_INTERVAL_S
 
 AT_ONCE = (1, 16, 64, 256)

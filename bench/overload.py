@@ -32,7 +32,6 @@ from core.plan import RunnerLimits
 from core.scheduler import Scheduler
 from core.simulation import CostModel, SimulatedClock, SimulatedRunner
 from core.types import Message, StepDelivery
-from core.wait_estimate import EngineRoom
 from server.api.models import ServedModel
 from server.api.surface import GenerationDefaults
 from server.app import App
@@ -40,10 +39,9 @@ from server.app_state import Readiness
 from server.clock import Clock
 from server.config import ServerConfig
 from server.engine_client import EngineClient
-from server.gate.admission import Admission
+from server.gate.admission import Admission, EngineRoom, QueueLimits
 from server.gate.deadlines import ANY_TIME
 from server.gate.gate import Gate
-from server.gate.queue_limits import QueueLimits
 from server.ledger.idempotency import Idempotency
 from server.lifecycle import Lifecycle, PromptReader
 from server.observing.metrics import Metrics
@@ -207,7 +205,12 @@ class Server:
             LIMITS.num_blocks * LIMITS.block_size,
             INTER_TOKEN_TARGET,
         )
-        unbounded = QueueLimits(max_requests=10**9, max_tokens=10**12, max_bytes=10**12)
+        most = (
+            (10**9, 10**12, 10**12)
+            if admits_all
+            else (config.max_queue, config.max_queue_tokens, config.max_queue_bytes)
+        )
+        queue_limits = QueueLimits(max_requests=most[0], max_tokens=most[1], max_bytes=most[2])
         self._app.state.lifecycle = Lifecycle(
             reader=PromptReader((card,), tokenizer, template, LIMITS.max_model_len, clock.unix),
             defaults=GenerationDefaults(vocab_size=LIMITS.vocab_size),
@@ -216,9 +219,7 @@ class Server:
             offload=_inline,
             metrics=metrics,
             max_body_bytes=config.max_body_bytes,
-            admission=Admission(
-                unbounded if admits_all else config.queue_limits, room, lambda: self._client.stats, time
-            ),
+            admission=Admission(queue_limits, room, lambda: self._client.stats, time),
             max_sequences=LIMITS.max_sequences,
             deadlines=ANY_TIME if admits_all else config.deadlines,
             idempotency=Idempotency(time),

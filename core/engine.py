@@ -20,8 +20,8 @@ from core.inspection import BooksDoNotBalance, check_conservation, snapshot_of
 from core.plan import BlockStore, DeviceError, Runner, StepOutput, StepPlan
 from core.scheduler import Scheduler
 from core.sent_steps import SentSteps
-from core.snapshot import NO_STORE
 from core.types import (
+    NO_STORE,
     Cancel,
     ClearCache,
     FinishReason,

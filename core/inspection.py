@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from core.fairness import Tenant
-from core.prefix_cache import PrefixCache
-from core.sequence import NO_SLOT, Sequence, SequenceGroup, SequenceState
-from core.snapshot import (
+from core.kv_cache import PrefixCache
+from core.sequence import NO_SLOT, Sequence, SequenceGroup, SequenceState, Tenant
+from core.step_cost import StepCostModel, StepWork
+from core.types import (
     NO_STORE,
     BlockCounts,
     EngineSnapshot,
@@ -21,7 +21,6 @@ from core.snapshot import (
     TenantCounters,
     WaitingLine,
 )
-from core.step_cost import StepCostModel, StepWork
 
 
 class BooksDoNotBalance(Exception):

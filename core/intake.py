@@ -2,9 +2,8 @@
 
 from collections.abc import Callable
 
-from core.fairness import Tenant
 from core.plan import RunnerLimits
-from core.sequence import SequenceGroup
+from core.sequence import SequenceGroup, Tenant
 from core.types import Request
 
 

@@ -9,17 +9,13 @@ from collections.abc import Callable
 from itertools import groupby
 from operator import attrgetter
 
-from core.blocks import num_blocks_for
-from core.burst import Burst
-from core.in_flight import InFlight
-from core.plan import RunnerLimits, StepPlan
-from core.plan_builder import PlanBuilder
-from core.preemption import enough_of, outranked, victim_order
+from core.kv_cache import num_blocks_for
+from core.plan import InFlight, PlanBuilder, RunnerLimits, StepPlan
+from core.queue import Burst, Rank, aged_class, enough_of, outranked, rank, victim_order
 from core.sequence import Sequence, SequenceState
 from core.sequence_states import SequenceStates
 from core.step_cost import PrefillAllowance, StepCostModel, allow_prefill
 from core.types import Admitted
-from core.waiting import Rank, aged_class, rank
 
 _NUM_COMPUTED_TOKENS: Callable[[Sequence], int] = attrgetter("num_computed_tokens")
 

@@ -8,19 +8,15 @@ sequence_states.py, what becomes of sequences meanwhile.
 import math
 from collections.abc import Callable, Iterable
 
-from core.charges import Charges
 from core.config import INTER_TOKEN_TARGET
-from core.fairness import TenantShares
-from core.in_flight import InFlight
 from core.inspection import SchedulerView
 from core.intake import Intake
-from core.outbox import Outbox
-from core.plan import BlockCopies, BlockLabel, RunnerLimits, StepOutput, StepPlan
-from core.plan_builder import restart_rows
+from core.kv_cache import BlockCopies, BlockLabel
+from core.plan import InFlight, RunnerLimits, StepOutput, StepPlan, restart_rows
 from core.planner import Planner
+from core.queue import Charges, TenantShares
 from core.sequence import SequenceGroup, SequenceState
-from core.sequence_blocks import SequenceBlocks
-from core.sequence_states import SequenceStates
+from core.sequence_states import Outbox, SequenceBlocks, SequenceStates
 from core.step_cost import StepCostModel
 from core.step_results import StepResults
 from core.types import EngineStats, FinishReason, Request, StepDelivery, TokenChunk, Usage

@@ -1,9 +1,7 @@
 """Takes in what a step gave: tokens, forks, ends, rows that are lost, what it cost. Thread: engine."""
 
 from core.counts import Counts, mark_of_chunk
-from core.in_flight import Flight, InFlight, blocks_reached
-from core.plan import StepOutput, StepPlan
-from core.plan_builder import rows_misled
+from core.plan import Flight, InFlight, StepOutput, StepPlan, blocks_reached, rows_misled
 from core.sequence import ALL_SCORED, Sequence, SequenceState
 from core.sequence_states import SequenceStates
 from core.step_cost import StepCostModel, StepWork

@@ -18,10 +18,9 @@ from collections.abc import Callable, Container, Iterable
 from pathlib import Path
 from queue import SimpleQueue
 
-from core.blocks import BlockKey
 from core.config import BLOCK_SIZE, ModelConfig
-from core.plan import BlockLabel
-from core.snapshot import StoreState
+from core.kv_cache import BlockKey, BlockLabel
+from core.types import StoreState
 from gpu.checkpoint import Checkpoint
 from gpu.kv_file import DIGEST_BYTES, SUFFIX, BadFile, Header, encode, encode_header, read_content, read_header
 from gpu.kv_slot_files import PART_SUFFIX, SlotFiles

@@ -1,6 +1,6 @@
 """Blocks of keys and values in host memory, and the copies between it and the device. Thread: engine.
 
-Which block is copied where is core/host_blocks.py's to decide. On a GPU the memory is pinned and the copies run on the
+Which block is copied where is core/kv_cache.py's to decide. On a GPU the memory is pinned and the copies run on the
 stream of the steps: each is done before the next step's rows, and none holds the host up.
 """
 
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from core.config import BLOCK_SIZE, EngineConfig, ModelConfig
 from core.errors import ExitCode, StartupError
-from core.plan import BlockCopies, BlockLabel
-from core.snapshot import NO_STORE, StoreState
+from core.kv_cache import BlockCopies, BlockLabel
+from core.types import NO_STORE, StoreState
 from gpu.checkpoint import Checkpoint
 from gpu.device import DeviceChoice, free_memory_bytes, to_device
 from gpu.kv_cache import KVCache, bytes_per_block

@@ -4,12 +4,10 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
-import msgspec
-
 from core.errors import ErrorKind, ServiceError
 from core.types import Cost, Delta, EngineMark, FinishReason, Prefilling, Request, Usage
 from server.answer_body import AnswerBody, StreamedBody
-from server.api.envelope import WIRE_REASONS, cut_short, status_of
+from server.api.replies import WIRE_REASONS, cut_short, status_of
 from server.backend import NEVER, Backend, ChoiceClock, GenerationHandle, ShortWay
 from server.gate.admission import Place
 from server.gate.allowance import Allowance
@@ -20,31 +18,13 @@ from server.gate.quota import Ticket
 from server.gate.text_rules import Matcher
 from server.held_body import HeldBody
 from server.ledger.ledger import End, Entry, unavailable
+from server.observing.accounting import CLIENT_GONE, Outcome
 from server.observing.metrics import Metrics
 from server.observing.timing import Stage, StageClock
 from server.wire.sse import comment
 from server.wire.stream import HttpStream
 
 logger = logging.getLogger(__name__)
-
-CLIENT_GONE = 499  # nginx's word for it; in logs and the ledger only
-
-
-class Outcome(msgspec.Struct, frozen=True):
-    """How a generation ended.
-
-    Args:
-        finish_reasons: that its choices gave, each once.
-        error: what broke it off; told in the stream already where the head was out.
-        is_refused: the ledger could not reserve it: whatever was computed meanwhile is nobody's to pay.
-        is_billed: False: there is a ledger, and it could not be written there.
-    """
-
-    usage: Usage
-    finish_reasons: tuple[FinishReason, ...]
-    error: ServiceError | None
-    is_refused: bool = False
-    is_billed: bool = True
 
 
 class Answer:

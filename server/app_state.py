@@ -11,10 +11,9 @@ from server.clock import Clock
 from server.exchange import Exchange
 from server.lifecycle import Lifecycle
 from server.listening.listener import Listener
-from server.observing.accounting import Accounting
+from server.observing.accounting import Accounting, TraceContext
 from server.observing.logs import current_trace_id
 from server.observing.metrics import Metrics
-from server.observing.trace_context import TraceContext
 from server.wire.stream import HttpStream
 
 

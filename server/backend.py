@@ -4,8 +4,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from core.snapshot import EngineSnapshot
-from core.types import Cost, Delta, EngineMark, EngineStats, FinishReason, Request, Usage
+from core.types import Cost, Delta, EngineMark, EngineSnapshot, EngineStats, FinishReason, Request, Usage
 from server.gate.text_rules import Matcher
 
 NEVER = 2**63  # tokens: a mark that no sequence reaches

@@ -14,9 +14,9 @@ from typing import Protocol
 
 from core.detokenizer import Detokenizer, TokenTable
 from core.errors import ErrorKind, ServiceError
-from core.snapshot import EngineSnapshot
 from core.types import (
     ClearCache,
+    EngineSnapshot,
     EngineStats,
     Inspect,
     Message,
@@ -26,9 +26,8 @@ from core.types import (
     TokenChunk,
 )
 from server.backend import DeltaSink, LoopWork
-from server.gate.text_rules import Matcher
-from server.gate.text_screen import ScreenedDetokenizer, TextScreen
-from server.observing.exposition import Histogram
+from server.gate.text_rules import Matcher, ScreenedDetokenizer, TextScreen
+from server.observing.metrics import Histogram
 from server.request_handle import RequestHandle, RequestSequence
 
 logger = logging.getLogger(__name__)

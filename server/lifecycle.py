@@ -18,10 +18,9 @@ import msgspec
 from core.chat_template import ChatTemplate, max_text_chars
 from core.errors import ContextLengthExceeded, ErrorKind, InvalidRequest, ServiceError, context_overflow
 from core.tokenizer import Tokenizer
-from core.types import Request, SamplingParams, Usage
-from core.waiting import TOP_CLASS
-from server.answer import Answer, Outcome
-from server.answer_body import StreamedBody, WholeBody
+from core.types import TOP_CLASS, Request, SamplingParams, Usage
+from server.answer import Answer
+from server.answer_body import StreamedBody, WholeBody, answer_headers
 from server.api.models import ServedModel, find_model
 from server.api.surface import (
     ChatPrompt,
@@ -36,8 +35,8 @@ from server.api.surface import (
 from server.backend import Backend
 from server.clock import Clock
 from server.gate.admission import Admission, Asker, Place
-from server.gate.auth import Caller
 from server.gate.deadlines import ANY_TIME, Deadlines
+from server.gate.identity import Caller
 from server.gate.queue_news import QueueNews
 from server.gate.quota import Ticket
 from server.gate.tenants import Tenant
@@ -45,8 +44,8 @@ from server.gate.text_rules import rule_book
 from server.ledger.idempotency import MAX_ANSWER_BYTES, Idempotency, replay
 from server.ledger.ledger import Entry, Ledger, Subject
 from server.ledger.recording import Recording
+from server.observing.accounting import Outcome, client_request_id
 from server.observing.metrics import Metrics
-from server.observing.request_ids import client_request_id
 from server.observing.timing import Stage, StageClock, StageMarks
 from server.wire.stream import HttpStream
 
@@ -191,7 +190,7 @@ class Lifecycle:
         if claim.stored is not None:
             await self._prepare(surface, body, tenant, timings)  # what may be asked is judged as it is now
             timings.enter(Stage.ANSWER, self.clock.monotonic())
-            replay(stream, claim.stored, timings)
+            replay(stream, claim.stored, answer_headers(timings))
             return NOTHING_USED
         recording = Recording(stream.carrier, MAX_ANSWER_BYTES)
         stream.move_to(recording)

@@ -25,7 +25,7 @@ from core.types import (
     Usage,
 )
 from server.backend import ChoiceClock, DeltaSink, ShortWay, TextTeller
-from server.gate.text_screen import ScreenedDetokenizer
+from server.gate.text_rules import ScreenedDetokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -5,10 +5,9 @@ from dataclasses import replace
 
 from core.config import INTER_TOKEN_TARGET
 from core.engine import Engine
-from core.fairness import Tenant
 from core.plan import RunnerLimits, SequenceStart, StepOutput, StepPlan
 from core.scheduler import Scheduler
-from core.sequence import sequence_seed
+from core.sequence import Tenant, sequence_seed
 from core.simulation import CostModel, SimulatedClock, SimulatedRunner, continuation
 from core.types import FinishReason, Message, Request, SamplingParams, StepDelivery, TokenChunk, TokenLogprobs
 

@@ -11,11 +11,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
 from core.errors import ErrorKind, InvalidRequest, ServiceError
-from server.answer_body import answer_headers
 from server.ledger.recording import Recording
-from server.ledger.records import StoredAnswer
-from server.observing.timing import StageClock
-from server.wire.messages import HttpRequest, ResponseHead
+from server.ledger.store import StoredAnswer
+from server.wire.messages import Headers, HttpRequest, ResponseHead
 from server.wire.stream import HttpStream
 
 HEADER = b"idempotency-key"
@@ -136,14 +134,18 @@ class Idempotency:
             self._on_forget(tuple(dropped))
 
 
-def replay(stream: HttpStream, answer: StoredAnswer, timings: StageClock) -> None:
-    """Say again what was answered, all of it at once."""
-    headers = (
+def replay(stream: HttpStream, answer: StoredAnswer, headers: Headers) -> None:
+    """Say again what was answered, all of it at once.
+
+    Args:
+        headers: that each response gets of its own.
+    """
+    all_headers = (
         *answer.headers,
         (b"content-length", b"%d" % len(answer.body)),
-        *answer_headers(timings),
+        *headers,
         (b"idempotent-replayed", b"true"),
     )
-    stream.send_head(ResponseHead(answer.status, headers))
+    stream.send_head(ResponseHead(answer.status, all_headers))
     stream.send(answer.body)
     stream.end()

@@ -10,9 +10,9 @@ from operator import attrgetter
 import numpy as np
 from hypothesis.stateful import RuleBasedStateMachine, invariant
 
-from core.blocks import Domain
+from core.kv_cache import Domain
 from core.plan import RunnerLimits, SequenceStart, StepPlan
-from core.preemption import RunningBounds, outranked
+from core.queue import RunningBounds, outranked
 from core.scheduler import Scheduler
 from core.sequence import Sequence, SequenceState
 from core.simulation import CostModel, SimulatedClock, continuation, logprobs_after

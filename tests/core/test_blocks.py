@@ -1,6 +1,6 @@
 import pytest
 
-from core.blocks import BlockPool, OutOfBlocks, num_blocks_for
+from core.kv_cache import BlockPool, OutOfBlocks, num_blocks_for
 
 
 def test_least_recently_freed_block_is_reused_first() -> None:

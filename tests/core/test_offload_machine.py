@@ -3,7 +3,7 @@
 from hypothesis import settings
 from hypothesis.stateful import invariant
 
-from core.host_blocks import HostBlocks
+from core.kv_cache import HostBlocks
 from tests.core.scheduler_machine import SHORT_HISTORIES, OverlapMachine, SchedulerMachine
 
 

@@ -3,8 +3,7 @@ from types import FrameType
 
 import pytest
 
-from core.blocks import BlockTable
-from core.prefix_cache import PrefixCache
+from core.kv_cache import BlockTable, PrefixCache
 from core.types import Cancel, ClearCache, FinishReason, Message, Submit, Usage
 from tests.core.kv_oracle import ChainCheckingRunner
 from tests.fakes import EngineUnderTest, FakeClock, FaultyRunner, make_request, small_limits

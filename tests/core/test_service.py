@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 
 import core.step_cost
-from core.burst import WINDOW_S
 from core.config import BLOCK_SIZE
 from core.plan import RunnerLimits, StepPlan, TimedRow
+from core.queue import WINDOW_S, bound_s
 from core.scheduler import Scheduler
 from core.simulation import CostModel, Simulation
 from core.step_cost import LEAST_STEPS
-from core.types import FinishReason, Pause, Request, Resume, Submit, Usage
-from core.waiting import TOP_CLASS, bound_s
+from core.types import TOP_CLASS, FinishReason, Pause, Request, Resume, Submit, Usage
 from tests.fakes import EngineUnderTest, charge, make_request, small_limits
 
 pytestmark = pytest.mark.usefixtures("steps_in_flight")
@@ -288,7 +287,7 @@ def test_as_much_as_a_machine_in_unrest_may_take_is_left_of_the_target(monkeypat
 def rush(inter_token_target: float | None) -> tuple[list[float], list[int]]:
     """Ten long prompts come to an engine that has measured nothing: seconds and prompt tokens of each step.
 
-    They have come one after the other: no stream gives way to the others (core/burst.py).
+    They have come one after the other: no stream gives way to the others (core/queue.py).
     """
     under_test = EngineUnderTest(MIXED, inter_token_target=inter_token_target, has_prefix_cache=False)
     requests = [make_request(f"r{i}", 1500, 400, arrival_s=2 * i * WINDOW_S) for i in range(10)]

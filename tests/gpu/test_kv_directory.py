@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from core.plan import BlockLabel
+from core.kv_cache import BlockLabel
 from core.simulation import SimulatedClock
-from core.snapshot import StoreState
+from core.types import StoreState
 from gpu.kv_directory import KVDirectory
 from gpu.kv_file import LENGTH, MAGIC, SUFFIX
 from gpu.kv_slot_files import RETRY_S

@@ -14,7 +14,7 @@ import torch
 from core.config import parse_model_config
 from core.engine import Engine
 from core.errors import ExitCode, StartupError
-from core.plan import BlockCopies
+from core.kv_cache import BlockCopies
 from core.scheduler import Scheduler
 from core.types import ClearCache, Message, Request, SamplingParams, Submit
 from gpu.host_streams import HostStreams

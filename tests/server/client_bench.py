@@ -21,7 +21,7 @@ from core.types import (
 )
 from server.backend import NEVER, ChoiceClock, ShortWay, TextTeller
 from server.engine_client import EngineClient
-from server.observing.exposition import Histogram
+from server.observing.metrics import Histogram
 from server.request_handle import RequestHandle
 
 LETTERS = TokenTable([b"a", b"b", b"c", b"d", b"\xc3", b"\xa9"])

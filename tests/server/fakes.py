@@ -8,7 +8,7 @@ from typing import Any
 from h2.errors import ErrorCodes
 
 from server.answer_body import content_headers
-from server.api.envelope import protocol_error_body
+from server.api.replies import protocol_error_body
 from server.listening.client_gate import ClientRules
 from server.listening.listener import ALL_HELD_BODY_BYTES, Listener, ListenerConfig
 from server.wire.connection_limits import ConnectionLimits

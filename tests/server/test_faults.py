@@ -19,19 +19,17 @@ from core.simulation import CostModel, SimulatedRunner
 from server.answer import Answer
 from server.answer_body import StreamedBody, WholeBody
 from server.api.chat import ChatStream, ChatSurface
-from server.gate.auth import Authenticator
 from server.gate.deadline_watch import DeadlineWatch
+from server.gate.identity import Authenticator
 from server.gate.quota import Quotas, Ticket
 from server.gate.tenants import Limits, Tenant
 from server.held_body import HeldBody as LedgerBody
 from server.ledger.ledger import Entry
-from server.ledger.records import State
-from server.ledger.store import LedgerStore
+from server.ledger.store import LedgerStore, State
 from server.lifecycle import PromptReader
 from server.listening.listener import Listener
 from server.observing.accounting import Accounting
-from server.observing.exposition import Histogram
-from server.observing.metrics import Metrics
+from server.observing.metrics import Histogram, Metrics
 from server.request_handle import RequestHandle
 from server.supervision import Supervision
 from server.wire.connection_limits import ConnectionLimits
