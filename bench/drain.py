@@ -47,7 +47,7 @@ from bench.raw_clients import (
     http2_request,
     request_head,
 )
-from bench.results import Table
+from bench.results import Cell, Table
 
 NUM_AT_ONCE = 4
 NUM_HTTP1 = 4  # clients, one request at a time each
@@ -409,10 +409,10 @@ def run_rounds(plans: Sequence[RoundPlan]) -> list[Round]:
 
 def table_of(rounds: Sequence[Round]) -> Table:
     kinds = {"streams end (10 s)": 10.0, "until the second": UNREACHED_GRACE_S, "20 ms of grace": 0.02, "no grace": 0.0}
-    rows = []
+    rows: list[tuple[Cell, ...]] = []
     for label, grace_s in kinds.items():
         chosen = [round_ for round_ in rounds if round_.plan.grace_s == grace_s]
-        ends: Counter[str] = sum((round_.ends for round_ in chosen), Counter())
+        ends = sum((round_.ends for round_ in chosen), Counter[str]())
         rows.append((label, len(chosen), *(ends[way] for way in WAYS)))
     return Table("SIGTERM under load: requests and streams", ("grace", "SIGTERMs", *WAYS), tuple(rows))
 

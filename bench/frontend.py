@@ -4,8 +4,8 @@ Each server runs in a process of its own with a null model: one token per step f
 --step-rate or, unpaced, as soon as the last step is delivered. The client reads and does next to nothing
 (raw_clients.py). What counts is the server's CPU time between the first request and the last byte, less what the idle
 server takes; the thread of the event loop is told apart from the others (steploop's engine thread plans every step; the
-peers have no engine to speak of). Plain requests are GET /health, which the peers answer below FastAPI. The servers take
-turns within each repetition, and the repetition with the median CPU is shown.
+peers have no engine to speak of). Plain requests are GET /health, which the peers answer below FastAPI. The servers
+take turns within each repetition, and the repetition with the median CPU is shown.
 """
 
 import argparse
@@ -205,7 +205,7 @@ def _stream_cases(
 ) -> list[Case]:
     def num_tokens(num_streams: int, step_rate: float) -> int:
         most = PACED_S * step_rate if step_rate else MAX_TOKENS_PER_STREAM
-        return max(1, min(arguments.tokens // num_streams, MAX_TOKENS_PER_STREAM, int(most)))
+        return max(1, min(int(arguments.tokens) // num_streams, MAX_TOKENS_PER_STREAM, int(most)))
 
     return [
         StreamCase(server, is_http2, num_connections, num_streams, num_tokens(num_streams, step_rate), step_rate)

@@ -13,9 +13,9 @@ from dataclasses import replace
 import msgspec
 
 from bench.cancel import close
-from bench.raw_clients import http1_request
 from bench.client import ConnectionPool, Exchange, Recorder
 from bench.load import CannotRun, LoadConfig, LoadRun
+from bench.raw_clients import http1_request
 from bench.results import Distribution, summarize
 
 STREAM_TOKENS = 1 << 13  # of a stream that outlasts what is measured beside it

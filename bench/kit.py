@@ -1,4 +1,4 @@
-"""What the benches share: a command line and a result for each, servers as processes of their own, and their CPU and memory.
+"""What the benches share: a command line with a result, servers as processes of their own, and their CPU and memory.
 
 `run_bench` is every bench's `main`: it reads the flags, measures, shows the tables and writes bench/results/NAME.json;
 with --quick it only sees that all works, and writes nothing unless --json says where.

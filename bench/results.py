@@ -1,4 +1,4 @@
-"""Figures, tables and result files: what was measured, with which command, on which machine, in one form for all benches.
+"""Figures, tables and result files: what was measured, with which command, on which machine. One form for all benches.
 
 Tables are columns and rows as they are shown; a table that has a Plot can be drawn by bench/report.py without knowing
 the bench that made it.
