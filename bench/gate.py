@@ -28,8 +28,7 @@ from server.gate.jwt import JwtRules, JwtVerifier, KeySource
 from server.gate.quota import S_NS, Moment, Quotas
 from server.gate.tenants import Limits, Tenant
 from server.gate.text_rules import RuleBook, TextRule, TextScreen
-from server.wire.messages import Headers, HttpRequest
-from server.wire.peer import ClientCertificate
+from server.wire.messages import ClientCertificate, Headers, HttpRequest
 
 NUM_KEYS = 10_000
 TURN_S = 0.05

@@ -45,10 +45,9 @@ from server.gate.gate import Gate
 from server.ledger.idempotency import Idempotency
 from server.lifecycle import Lifecycle, PromptReader
 from server.observing.metrics import Metrics
-from server.wire.messages import Headers, HttpRequest, ResponseHead, TextFrame, TextWriter
-from server.wire.peer import Peer
+from server.wire.connection import WriteBatch
+from server.wire.messages import Headers, HttpRequest, Peer, ResponseHead, TextFrame, TextWriter
 from server.wire.stream import HttpStream
-from server.wire.write_batch import WriteBatch
 
 MODEL = "simulated"
 LOADS = (0.2, 0.4, 0.6, 0.8, 1.0, 1.25, 1.5, 2.0, 2.5, 3.0)

@@ -25,7 +25,7 @@ from core.types import EngineStats, Message, Request, SamplingParams, StepDelive
 from gpu.checkpoint import open_checkpoint
 from gpu.device import DTYPES, choose_device
 from gpu.kv_cache import bytes_per_token
-from gpu.kv_offload import KVOffload
+from gpu.kv_store import KVOffload
 from gpu.loading import load_runner
 from gpu.runner import ModelRunner
 
