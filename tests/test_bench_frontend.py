@@ -98,7 +98,9 @@ def test_cpu_times_subtract_field_by_field() -> None:
 
 
 def arguments_of(**changes: object) -> argparse.Namespace:
-    fields = {"parts": PARTS, "step_rate": [0.0], "streams": None, "tokens": 100_000, "servers": tuple(SERVERS)}
+    fields = {"parts": PARTS, "step_rate": [0.0], "streams": None, "tokens": 100_000, "servers": tuple(SERVERS)} | {
+        "quick": False
+    }
     return argparse.Namespace(**{**fields, **changes})
 
 

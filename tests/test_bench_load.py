@@ -17,10 +17,10 @@ from bench.load import (
     LoadConfig,
     LoadResult,
     LoadRun,
-    RandomPrompts,
     check_result_file,
     loopback_address,
     poisson_arrivals,
+    random_prompts,
     result_tables,
     run_on_fast_loop,
     words_for_tokens,
@@ -148,7 +148,7 @@ def test_words_for_tokens_inverts_the_servers_count() -> None:
     calibration = [(words, 9 + 3 * words) for words in CALIBRATION_WORDS]
     assert words_for_tokens(309, calibration) == 100
     assert words_for_tokens(1, calibration) == 1
-    assert len(RandomPrompts(100, seed=0).next().split()) == 100
+    assert len(next(random_prompts(100, seed=0)).split()) == 100
 
 
 # The server that the load goes to: it counts words as tokens.
