@@ -164,7 +164,7 @@ class RecordingScheduler(Scheduler):
         if plan is not None:
             step = len(self._record.steps)
             self._record.steps.append(StepRecord(time.monotonic(), 0.0))
-            sequences = self._in_flight.find(plan).sequences
+            sequences = self.in_flight[-1].sequences
             for sequence, length, samples in zip(sequences, plan.lengths, plan.samples, strict=True):
                 seed = self._seeds_by_id.get(sequence.request_id)
                 if seed is not None:
@@ -181,7 +181,7 @@ class RecordingScheduler(Scheduler):
         self, request_id: str, reason: FinishReason, index: int | None = None, num_tokens_kept: int | None = None
     ) -> None:
         super().cancel(request_id, reason, index, num_tokens_kept)
-        self._note_ends(self._outbox.chunks)  # those that no step has to come back for
+        self._note_ends(self.states.outbox.chunks)  # those that no step has to come back for
 
     def _note_ends(self, chunks: Iterable[TokenChunk]) -> None:
         """The news of these have just been made: what their sequences held has been given back."""
