@@ -443,8 +443,8 @@ def find_plan(config: "ServerConfig") -> "PlanFacts":
     from gpu.kept_matrices import kept_scheme
     from gpu.kernel_choice import describe_attention, describe_graphs, describe_products
     from gpu.memory_plan import estimate
-    from gpu.parallel.loading import estimate_ranks
-    from gpu.parallel.shards import part_of
+    from gpu.parallel.ranks import part_of
+    from gpu.parallel.runner import estimate_ranks
     from server.__main__ import model_path, served_name
     from server.commands.doctor import PlanFacts
     from server.commands.model_files import parse_config, read_model_files

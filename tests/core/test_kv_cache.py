@@ -3,7 +3,7 @@ from types import FrameType
 
 import pytest
 
-from core.kv_cache import BlockTable, PrefixCache
+from core.kv_cache import BlockPool, BlockTable, num_blocks_for
 from core.types import Cancel, ClearCache, FinishReason, Message, Submit, Usage
 from tests.core.kv_oracle import ChainCheckingRunner
 from tests.fakes import EngineUnderTest, FakeClock, FaultyRunner, make_request, small_limits
@@ -241,12 +241,138 @@ def test_queue_head_that_needs_blocks_is_looked_up_once() -> None:
     run(under_test, ask("a", PROMPT))
     under_test.send(ask("long", tuple(range(30)), max_tokens=9), ask("waits", arrival_s=1.0))
     under_test.step()
-    waiting, _ = under_test.scheduler._states.waiting.head(under_test.clock()) or pytest.fail("nobody waits")
+    waiting, _ = under_test.scheduler.states.waiting.head(under_test.clock()) or pytest.fail("nobody waits")
     assert waiting.num_free_blocks_needed > under_test.scheduler.pool.num_free
     lookups = count_lines(lambda: under_test.step(), "extend")
     assert lookups == 0
     under_test.run()
     assert under_test.log.finish_reason("waits") is FinishReason.LENGTH
+
+
+# The blocks alone
+
+
+def make_pool(num_blocks: int) -> BlockPool:
+    return BlockPool(num_blocks, block_size=2)
+
+
+def test_least_recently_freed_block_is_reused_first() -> None:
+    pool = make_pool(4)
+    first, second = pool.allocate(2), pool.allocate(2)
+    pool.release(second)
+    pool.release(first)
+    assert pool.allocate(4) == [second[1], second[0], first[1], first[0]]
+
+
+def test_fresh_blocks_are_taken_before_freed_ones() -> None:
+    pool = make_pool(3)
+    (used,) = pool.allocate(1)
+    pool.release([used])
+    assert pool.allocate(2) == [1, 2]
+
+
+def test_shared_block_stays_used_until_its_last_holder_lets_go() -> None:
+    pool = make_pool(2)
+    blocks = pool.allocate(1)
+    pool.share(blocks)
+    assert pool.is_shared(blocks[0])
+    pool.release(blocks)
+    assert (pool.num_used, pool.is_shared(blocks[0])) == (1, False)
+    pool.release(blocks)
+    assert (pool.num_used, pool.num_free) == (0, 2)
+
+
+def test_asking_for_too_many_takes_none() -> None:
+    pool = make_pool(3)
+    pool.allocate(1)
+    with pytest.raises(AssertionError, match="3 KV blocks asked for, 2 free"):
+        pool.allocate(3)
+    assert pool.num_free == 2
+
+
+def test_double_release_is_our_bug() -> None:
+    pool = make_pool(1)
+    blocks = pool.allocate(1)
+    pool.release(blocks)
+    with pytest.raises(AssertionError, match="released twice"):
+        pool.release(blocks)
+
+
+def test_sharing_a_free_block_is_our_bug() -> None:
+    with pytest.raises(AssertionError, match="is empty"):
+        make_pool(1).share([0])
+
+
+def test_taking_for_a_shared_block_leaves_it_to_its_other_holder() -> None:
+    pool = make_pool(2)
+    (shared,) = pool.allocate(1)
+    pool.share([shared])
+    taken = pool.take_for_shared(shared)
+    assert taken != shared
+    assert (pool.num_used, pool.is_shared(shared), pool.is_shared(taken)) == (2, False, False)
+
+
+def test_taking_for_a_block_that_nobody_shares_is_our_bug() -> None:
+    pool = make_pool(2)
+    (block,) = pool.allocate(1)
+    with pytest.raises(AssertionError, match="no other holder"):
+        pool.take_for_shared(block)
+    assert pool.num_used == 1
+
+
+def test_taking_for_a_shared_block_when_none_is_free_changes_nothing() -> None:
+    pool = make_pool(1)
+    (shared,) = pool.allocate(1)
+    pool.share([shared])
+    with pytest.raises(AssertionError, match="0 free"):
+        pool.take_for_shared(shared)
+    assert pool.is_shared(shared)
+
+
+def kept_pool(num_blocks: int) -> tuple[BlockPool, list[int]]:
+    """All of its blocks were held, published, and let go of."""
+    pool = make_pool(num_blocks)
+    table = BlockTable(blocks=pool.allocate(num_blocks))
+    assert pool.publish(table, range(2 * num_blocks), 2 * num_blocks)
+    blocks = table.take()
+    pool.release(blocks)
+    return pool, blocks
+
+
+def test_empty_blocks_are_taken_before_kept_ones_and_of_those_the_tail_first() -> None:
+    pool, blocks = kept_pool(3)
+    pool.forget(blocks[:1])
+    assert (pool.num_free, pool.num_kept) == (3, 2)
+    assert pool.allocate(3) == [blocks[0], blocks[2], blocks[1]]
+    assert (pool.num_evictions, pool.num_published) == (2, 0)
+
+
+def test_kept_block_can_be_held_again_and_is_then_the_last_to_go() -> None:
+    pool, (first, second) = kept_pool(2)
+    pool.share([second])
+    assert (pool.num_used, pool.num_kept) == (1, 1)
+    pool.release([second])
+    assert pool.allocate(1) == [first]
+
+
+def test_evicted_block_is_worth_nothing_until_it_is_published_anew() -> None:
+    pool, _ = kept_pool(1)
+    pool.release(pool.allocate(1))
+    assert (pool.num_free, pool.num_kept) == (1, 0)
+
+
+def test_forgetting_a_held_block_takes_it_from_nobody() -> None:
+    pool, blocks = kept_pool(1)
+    pool.share(blocks)
+    pool.forget(blocks)
+    assert pool.num_used == 1
+    pool.release(blocks)
+    assert pool.num_kept == 0
+
+
+@pytest.mark.parametrize(("num_tokens", "expected"), [(0, 0), (1, 1), (16, 1), (17, 2)])
+def test_blocks_for_tokens_round_up(num_tokens: int, expected: int) -> None:
+    assert num_blocks_for(num_tokens, 16) == expected
 
 
 # Cost
@@ -272,38 +398,38 @@ def count_lines(work: object, function: str = "") -> int:
     return num_lines
 
 
-def filled_cache(num_blocks: int) -> PrefixCache:
+def filled_cache(num_blocks: int) -> BlockPool:
     """All blocks of it published, nobody holding them."""
-    cache = PrefixCache(num_blocks, block_size=2)
+    pool = make_pool(num_blocks)
     for first in range(0, num_blocks, 4):
-        table = BlockTable(blocks=cache.pool.allocate(4))
-        cache.publish(table, [first] * 8, 8)
-        cache.pool.release(table.take())
-    return cache
+        table = BlockTable(blocks=pool.allocate(4))
+        pool.publish(table, [first] * 8, 8)
+        pool.release(table.take())
+    return pool
 
 
 def test_hit_publication_release_and_eviction_cost_the_same_in_a_large_cache() -> None:
-    def use(cache: PrefixCache) -> None:
+    def use(pool: BlockPool) -> None:
         table = BlockTable()
-        assert cache.extend(table, [4] * 9) == 8
-        table.blocks += cache.pool.allocate(4)
-        cache.publish(table, [4] * 16, 16)
-        cache.pool.release(table.take())
+        assert pool.extend(table, [4] * 9) == 8
+        table.blocks += pool.allocate(4)
+        pool.publish(table, [4] * 16, 16)
+        pool.release(table.take())
 
     small, large = filled_cache(40), filled_cache(4000)
     assert count_lines(lambda: use(small)) == count_lines(lambda: use(large))
-    assert small.pool.num_evictions == large.pool.num_evictions == 4
+    assert small.num_evictions == large.num_evictions == 4
 
 
 def test_long_prompt_costs_lines_by_block_not_by_token() -> None:
     def lookup(block_size: int) -> int:
-        cache = PrefixCache(8, block_size)
+        pool = BlockPool(8, block_size)
         ids = list(range(4 * block_size + 1))
-        table = BlockTable(blocks=cache.pool.allocate(4))
-        cache.publish(table, ids, 4 * block_size)
-        cache.pool.release(table.take())
+        table = BlockTable(blocks=pool.allocate(4))
+        pool.publish(table, ids, 4 * block_size)
+        pool.release(table.take())
         found = BlockTable()
-        num_lines = count_lines(lambda: cache.extend(found, ids))
+        num_lines = count_lines(lambda: pool.extend(found, ids))
         assert len(found) == 4
         return num_lines
 
