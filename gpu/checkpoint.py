@@ -14,9 +14,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from core.errors import BadCheckpoint
-from core.fp8_config import Fp8Config
 from core.gguf import SUFFIX as GGUF_SUFFIX
-from core.packed_config import PackedConfig
+from core.prequantized import Fp8Config, PackedConfig
 from gpu.fp8_weights import FP8_FORMAT, SCALES, UNREAD_SCALES, Fp8Weight, described_scales, is_scale_of
 from gpu.gguf import GgufReader
 from gpu.packed_weights import NEEDED_PARTS, PARTS, UnpackedWeight, matrix_shape, part_shapes, unpack

@@ -1,6 +1,6 @@
 """Matrices that a checkpoint stores as 8-bit floats (e4m3) with scales: to floats, or to what kernels read.
 
-Pure tensor maths; which tensors belong together is checkpoint.py's, how they are scaled core/fp8_config.py's. Scales
+Pure tensor maths; which tensors belong together is checkpoint.py's, how they are scaled core/prequantized.py's. Scales
 are named by their meaning to who computes with them: weight_scale_inv and weight_scale are both multiplied by. Thread:
 engine (at start).
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from core.fp8_config import Fp8Config
+from core.prequantized import Fp8Config
 from gpu.quantize import FP8, SLAB_ELEMENTS
 
 FP8_FORMAT = "F8_E4M3"  # safetensors' name

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from core.errors import BadCheckpoint
-from core.packed_config import PackedConfig
+from core.prequantized import PackedConfig
 from gpu.quantize import MIDDLE_INT4
 
 # name endings -> safetensors' names of their formats

@@ -10,9 +10,8 @@ import torch
 
 from core.config import EngineConfig, ExpertsConfig, parse_model_config
 from core.errors import StartupError
-from core.fp8_config import Fp8Config
-from core.packed_config import PackedConfig
 from core.plan import PromptTargets
+from core.prequantized import Fp8Config, PackedConfig
 from gpu.checkpoint import open_checkpoint
 from gpu.layer_weights import ModelWeights
 from gpu.memory_plan import MemoryPlan
