@@ -440,11 +440,11 @@ def find_plan(config: "ServerConfig") -> "PlanFacts":
     Raises:
         StartupError: the model is missing or not understood, or it does not fit.
     """
-    from gpu.kept_matrices import kept_scheme
     from gpu.memory_plan import estimate
     from gpu.parallel.ranks import part_of
     from gpu.parallel.runner import estimate_ranks
     from gpu.tune import describe_attention, describe_graphs, describe_matmuls
+    from gpu.weights import kept_scheme
     from server.__main__ import model_path, served_name
     from server.commands.doctor import PlanFacts
     from server.commands.model_files import parse_config, read_model_files
