@@ -12,7 +12,7 @@ import enum
 import http
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from server.wire.frame_gate import PREFACE
@@ -40,7 +40,9 @@ _TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
 _REQUEST_LINE = re.compile(rb"(%b) ([\x21-\x7e]+) HTTP/1\.([01])" % _TOKEN)
 _NAME = re.compile(rb"(%b):" % _TOKEN)
 _CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")  # every CTL except HTAB
+_CR = 0x0D
 _CONTENT_LENGTH = re.compile(rb"[0-9]{1,19}")  # 19 digits: below 2**64
+_DECIDING = frozenset((b"host", b"content-length", b"transfer-encoding"))  # whose request it is, and where it ends
 _ABSOLUTE = re.compile(rb"https?://([^/?#]*)([/?].*)?", re.IGNORECASE)
 _STATUS_LINES = {s.value: f"HTTP/1.1 {s.value} {s.phrase}\r\n".encode() for s in http.HTTPStatus}
 
@@ -60,65 +62,58 @@ class LineScanner:
         has_request_line: the first line is a request line with a limit of its own; otherwise all lines are fields.
     """
 
-    __slots__ = ("_limits", "_line_start", "_num_fields", "_request_line_is_due", "_searched")
+    __slots__ = ("_limits", "_line_start", "_most_bytes", "_num_fields", "_request_line_is_due", "_searched")
 
     def __init__(self, limits: HeadLimits, has_request_line: bool = True) -> None:
         self._limits = limits
         self._request_line_is_due = has_request_line
-        self._line_start = 0
-        self._searched = 0
-        self._num_fields = 0
+        self._most_bytes = min(limits.request_line_bytes, limits.head_bytes) if has_request_line else limits.head_bytes
+        self._line_start = self._searched = self._num_fields = 0
 
     def scan(self, buffer: bytearray) -> int | None:
         """The index after the empty line that ends the section, or None as long as it has not come.
 
-        `buffer` starts with the section, and is the same one, only longer, in each call until the end is found.
+        `buffer` starts with the section, and is the same one, only longer, in each call until the end is found. A line
+        that is cut by the end of a read is judged by its size alone.
 
         Raises:
             HeadRefused: a limit is passed, or a line is not a line.
         """
         while (newline := buffer.find(b"\n", self._searched)) >= 0:
-            end = newline + 1
-            self._check_sizes(end)
-            if self._take_line(buffer, end):
-                return end
+            start, end = self._line_start, newline + 1
+            if end > self._most_bytes:
+                self._refuse_size(end)
+            # RFC 9112 §2.2: a recipient MAY take a bare LF for a line end; we do not
+            if newline == start or buffer[newline - 1] != _CR:
+                raise HeadRefused(400, "Lines must end in CR LF.")
             self._line_start = self._searched = end
+            if self._request_line_is_due:
+                if end - start == 2:
+                    raise HeadRefused(400, "The request line is empty.")
+                self._request_line_is_due = False
+                self._most_bytes = self._limits.head_bytes
+            elif end - start == 2:
+                return end
+            elif buffer[start] in b" \t":
+                # RFC 9112 §5.2: a server that receives obs-fold rejects it with 400, or replaces it; §2.2: nor may
+                # whitespace stand between the request line and the first field
+                raise HeadRefused(400, "A header line must not start with white space.")
+            else:
+                self._num_fields += 1
+                if self._num_fields > self._limits.num_fields:
+                    raise HeadRefused(431, f"There are more than {self._limits.num_fields} header fields.")
         self._searched = len(buffer)
-        self._check_sizes(len(buffer))
+        if len(buffer) > self._most_bytes:
+            self._refuse_size(len(buffer))
         return None
 
-    def _check_sizes(self, end: int) -> None:
-        """Before a look at the line's content: a line cut by the end of a read is judged by its size alone."""
+    def _refuse_size(self, end: int) -> None:
         limits = self._limits
         if self._request_line_is_due and end > limits.request_line_bytes:
             # RFC 9112 §3: a request-target longer than the server wishes to parse is 414
             raise HeadRefused(414, f"The request line is longer than {limits.request_line_bytes} bytes.")
-        if end > limits.head_bytes:
-            # RFC 6585 §5
-            raise HeadRefused(431, f"The header fields are larger than {limits.head_bytes} bytes.")
-
-    def _take_line(self, buffer: bytearray, end: int) -> bool:
-        """Judge the line that ends at `end`; True when it is the empty one."""
-        start = self._line_start
-        # RFC 9112 §2.2: a recipient MAY take a bare LF for a line end; we do not
-        if end - start < 2 or buffer[end - 2] != 0x0D:
-            raise HeadRefused(400, "Lines must end in CR LF.")
-        is_empty = end - start == 2
-        if self._request_line_is_due:
-            if is_empty:
-                raise HeadRefused(400, "The request line is empty.")
-            self._request_line_is_due = False
-            return False
-        if is_empty:
-            return True
-        if buffer[start] in b" \t":
-            # RFC 9112 §5.2: a server that receives obs-fold rejects it with 400, or replaces it; §2.2: nor may
-            # whitespace stand between the request line and the first field
-            raise HeadRefused(400, "A header line must not start with white space.")
-        self._num_fields += 1
-        if self._num_fields > self._limits.num_fields:
-            raise HeadRefused(431, f"There are more than {self._limits.num_fields} header fields.")
-        return False
+        # RFC 6585 §5
+        raise HeadRefused(431, f"The header fields are larger than {limits.head_bytes} bytes.")
 
 
 class RequestHead(NamedTuple):
@@ -152,8 +147,9 @@ def read_head(section: bytes) -> RequestHead:
     method, target, minor_version = match.groups()
     is_http10 = minor_version == b"0"
     headers = _read_fields(lines)
-    _check_hosts(_values(headers, b"host"), is_http10)
-    return RequestHead(method, target, headers, is_http10, _body_length(headers, is_http10))
+    deciding = [field for field in headers if field[0] in _DECIDING]
+    _check_hosts(_values(deciding, b"host"), is_http10)
+    return RequestHead(method, target, headers, is_http10, _body_length(deciding, is_http10))
 
 
 def _read_fields(lines: list[bytes]) -> Headers:
@@ -171,7 +167,7 @@ def _read_fields(lines: list[bytes]) -> Headers:
     return tuple(headers)
 
 
-def _values(headers: Headers, name: bytes) -> list[bytes]:
+def _values(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> list[bytes]:
     return [value for key, value in headers if key == name]
 
 
@@ -185,7 +181,7 @@ def _check_hosts(hosts: list[bytes], is_http10: bool) -> None:
         raise HeadRefused(400, "The Host header is not a host and a port.")
 
 
-def _body_length(headers: Headers, is_http10: bool) -> int | None:
+def _body_length(headers: list[tuple[bytes, bytes]], is_http10: bool) -> int | None:
     lengths, codings = _values(headers, b"content-length"), _values(headers, b"transfer-encoding")
     if codings:
         if lengths:
