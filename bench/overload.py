@@ -1,9 +1,9 @@
 """Why latency explodes under load, and here does not: `python -m bench.overload`. Real server code, simulated time.
 
 Requests come open loop, at 0.2 to 3 times what the server can do, and each wants its first token within a deadline.
-Beside the server as it is stands one that takes everybody: no deadlines, no bound on its queue. The app, the lifecycle,
-admission, the engine's client, engine and scheduler are the server's own; the sockets are left out, and the steps of
-the model are as long as a cost model says. The same seed gives the same figures on any machine.
+Beside the server as it is stands one that takes everybody: no deadlines, no bound on its queue. The app, the
+generations, admission, the engine's client, engine and scheduler are the server's own; the sockets are left out, and
+the steps of the model are as long as a cost model says. The same seed gives the same figures on any machine.
 """
 
 import argparse
@@ -44,9 +44,10 @@ from server.gate.admission import Admission
 from server.gate.deadlines import ANY_TIME
 from server.gate.gate import Gate
 from server.gate.queue_limits import QueueLimits
+from server.generation import Generations
 from server.ledger.idempotency import Idempotency
-from server.lifecycle import Lifecycle, PromptReader
 from server.observing.metrics import Metrics
+from server.prompts import PromptReader
 from server.wire.messages import Headers, HttpRequest, ResponseHead, TextFrame, TextWriter
 from server.wire.peer import Peer
 from server.wire.stream import HttpStream
@@ -208,10 +209,17 @@ class Server:
             INTER_TOKEN_TARGET,
         )
         unbounded = QueueLimits(max_requests=10**9, max_tokens=10**12, max_bytes=10**12)
-        self._app.state.lifecycle = Lifecycle(
-            reader=PromptReader((card,), tokenizer, template, LIMITS.max_model_len, clock.unix),
-            defaults=GenerationDefaults(vocab_size=LIMITS.vocab_size),
-            backend=self._client,
+        self._app.state.generations = Generations(
+            reader=PromptReader(
+                (card,),
+                tokenizer,
+                template,
+                LIMITS.max_model_len,
+                LIMITS.max_sequences,
+                GenerationDefaults(vocab_size=LIMITS.vocab_size),
+                clock.unix,
+            ),
+            engine=self._client,
             clock=clock,
             offload=_inline,
             metrics=metrics,
@@ -219,7 +227,6 @@ class Server:
             admission=Admission(
                 unbounded if admits_all else config.queue_limits, room, lambda: self._client.stats, time
             ),
-            max_sequences=LIMITS.max_sequences,
             deadlines=ANY_TIME if admits_all else config.deadlines,
             idempotency=Idempotency(time),
         )

@@ -21,8 +21,7 @@ from bench.measures import percentile
 from bench.peer import MODEL
 from bench.results import RESULTS_DIR, Cell, Table, command_line, print_tables, write_result
 from bench.server_process import free_port, running
-from server.backend import LoopWork
-from server.engine_client import SLICE_ROWS
+from server.engine_client import SLICE_ROWS, LoopWork
 
 STEP_RATE = 200.0  # of the null model, per second
 NUM_TOKENS = 50

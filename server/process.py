@@ -30,13 +30,13 @@ from server.engine_thread import EngineThread
 from server.gate.admission import Admission
 from server.gate.cross_origin import CrossOrigin
 from server.gate.gate import Gate, warn_of_models
+from server.generation import Generations
 from server.ledger.setup import open_ledger
-from server.lifecycle import Lifecycle
 from server.listening.descriptors import allow_connections
 from server.listening.listener import ALL_HELD_BODY_BYTES, Listener, ListenerConfig
 from server.listening.listening_sockets import shown_addresses
 from server.listening.socket_activation import PassedSocket, take_passed_sockets
-from server.loaded_engine import EngineFacts, LoadedEngine, LoadEngine, generation_defaults, prompt_reader, server_card
+from server.loaded_engine import EngineFacts, LoadedEngine, LoadEngine, prompt_reader, server_card
 from server.observing.logs import tell
 from server.observing.loop_lag import LoopLag
 from server.observing.metrics import Metrics, Standing
@@ -258,18 +258,16 @@ class Server:
         client.stats = loaded.stats  # until the first delivery
         self._client = client
         self._metrics.model_name = loaded.facts.model_name
-        reader = prompt_reader(loaded, self._clock)
+        reader = prompt_reader(loaded, self._clock, self._config.request_limits)
         self._app.state.card = server_card(reader.cards[0], loaded, self._places)
-        self._app.state.lifecycle = Lifecycle(
+        self._app.state.generations = Generations(
             reader=reader,
-            defaults=generation_defaults(loaded, self._config.request_limits),
-            backend=client,
+            engine=client,
             clock=self._clock,
             offload=self._offload,
             metrics=self._metrics,
             max_body_bytes=self._config.max_body_bytes,
             admission=Admission(self._config.queue_limits, self._room(loaded), lambda: client.stats, time.monotonic),
-            max_sequences=min(loaded.facts.limits.max_sequences, loaded.facts.limits.max_batch_tokens),
             deadlines=self._config.deadlines,
             idempotency=self._idempotency,
             ledger=self._ledger,

@@ -4,8 +4,10 @@ trace's. Thread: loop."""
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from core.errors import ErrorKind
-from server.answer import CLIENT_GONE, Outcome
+import msgspec
+
+from core.errors import ErrorKind, ServiceError
+from core.types import FinishReason, Usage
 from server.clock import Clock
 from server.gate.auth import LOCAL_CALLER, Caller
 from server.gate.deadlines import OwnDeadlineExceeded
@@ -25,6 +27,25 @@ OUR_FAULTS = frozenset({ErrorKind.ENGINE, ErrorKind.UNAVAILABLE})  # of what can
 PROBES = frozenset({"/health", "/ready"})  # asked every few seconds: that one says no is no request refused
 # Stands in the access line for what never became a request
 NO_REQUEST = HttpRequest(stream_id=0, method="-", path="-", query="", headers=(), has_body=False)
+
+CLIENT_GONE = 499  # nginx's word for it; in logs and the ledger only
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """How a generation ended.
+
+    Args:
+        finish_reasons: that its choices gave, each once.
+        error: what broke it off; told in the stream already where the head was out.
+        is_refused: its reservation failed in the ledger: what was computed meanwhile is not billed.
+        is_billed: False: there is a ledger, and it could not be written there.
+    """
+
+    usage: Usage
+    finish_reasons: tuple[FinishReason, ...] = ()
+    error: ServiceError | None = None
+    is_refused: bool = False
+    is_billed: bool = True
 
 
 @dataclass(slots=True, kw_only=True)
