@@ -13,25 +13,23 @@ from h2.errors import ErrorCodes
 
 from core.errors import ErrorKind, ServiceError
 from core.types import Usage
-from server.api.envelope import PROTOCOL_CODES, error_body, protocol_error_body, status_of
+from server.api.replies import PROTOCOL_CODES, error_body, protocol_error_body, status_of
 from server.app_state import AppState, Readiness
 from server.clock import Clock
 from server.exchange import Exchange
 from server.gate.cross_origin import CrossOrigin
 from server.gate.deadlines import OwnDeadlineExceeded
 from server.gate.gate import Gate
-from server.gate.keys import mask_keys
-from server.gate.rate_limit_fields import limit_headers
-from server.listening.refusals import DENIED
-from server.observing.accounting import NO_REQUEST, Account, status_told
-from server.observing.flight_recorder import Flight
-from server.observing.logs import current_request_id, current_trace_id, escape
+from server.gate.identity import mask_keys
+from server.gate.quota import limit_headers
+from server.listening.clients import DENIED
+from server.observing.accounting import NO_REQUEST, Account, Flight, TraceContext, continue_trace, status_told
+from server.observing.logs import current_request_id, current_trace_id
 from server.observing.metrics import Metrics
 from server.observing.timing import Stage, StageClock, answer_headers
-from server.observing.trace_context import TraceContext, continue_trace
 from server.routes import MethodNotAllowed, Route, find_route
-from server.wire.messages import Headers, ResponseHead
-from server.wire.peer import Peer
+from server.values import escape
+from server.wire.messages import Headers, Peer, ResponseHead
 from server.wire.stream import ClientDisconnected, HttpStream, content_headers
 
 logger = logging.getLogger(__name__)

@@ -11,10 +11,9 @@ from server.engine_client import EngineClient
 from server.exchange import Exchange
 from server.generation import Generations
 from server.listening.listener import Listener
-from server.observing.accounting import Accounting
+from server.observing.accounting import Accounting, TraceContext
 from server.observing.logs import current_trace_id
 from server.observing.metrics import Metrics
-from server.observing.trace_context import TraceContext
 from server.wire.stream import HttpStream
 
 

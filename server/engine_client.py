@@ -22,13 +22,13 @@ import msgspec
 
 from core.detokenizer import Detokenizer, TokenTable
 from core.errors import ErrorKind, ServiceError
-from core.snapshot import EngineSnapshot
 from core.types import (
     Cancel,
     ClearCache,
     Cost,
     Delta,
     EngineMark,
+    EngineSnapshot,
     EngineStats,
     FinishReason,
     Inspect,
@@ -42,9 +42,8 @@ from core.types import (
     TokenLogprobs,
     Usage,
 )
-from server.gate.text_rules import Matcher
-from server.gate.text_screen import ScreenedDetokenizer, TextScreen
-from server.observing.exposition import Histogram
+from server.gate.text_rules import Matcher, ScreenedDetokenizer, TextScreen
+from server.observing.metrics import Histogram
 from server.wire.messages import TextWriter
 
 logger = logging.getLogger(__name__)
@@ -389,7 +388,7 @@ class LoopWork:
 
 
 class Output(Protocol):
-    """Where deltas end up: the connections, each with what it has to write. server.wire.write_batch implements it."""
+    """Where deltas end up: the connections, each with what it has to write. WriteBatch implements it."""
 
     @property
     def num_writes(self) -> int:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from server.gate.auth import Caller
+from server.gate.identity import Caller
 from server.gate.quota import Ticket
 from server.observing.accounting import Account
 from server.observing.timing import Stage, answer_headers

@@ -21,9 +21,8 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from core.errors import ErrorKind, ServiceError
-from core.types import Cost, Delta, EngineMark, FinishReason, Prefilling, Request, Usage
-from core.waiting import TOP_CLASS
-from server.api.envelope import WIRE_REASONS, cut_short, status_of
+from core.types import TOP_CLASS, Cost, Delta, EngineMark, FinishReason, Prefilling, Request, Usage
+from server.api.replies import WIRE_REASONS, cut_short, status_of
 from server.api.surface import Surface
 from server.clock import Clock
 from server.deadline import RESOLUTION_S, DeadlineTimer
@@ -35,10 +34,9 @@ from server.gate.quota import Ticket
 from server.gate.text_rules import rule_book
 from server.ledger.idempotency import MAX_ANSWER_BYTES, Idempotency, Recording, replay
 from server.ledger.ledger import End, Entry, Ledger, Subject, unavailable
-from server.observing.accounting import CLIENT_GONE, Outcome
+from server.observing.accounting import CLIENT_GONE, Outcome, client_request_id
 from server.observing.metrics import Metrics
-from server.observing.request_ids import client_request_id
-from server.observing.timing import Stage, StageClock, StageMarks
+from server.observing.timing import Stage, StageClock, StageMarks, answer_headers
 from server.output import Output, StreamedOutput, WholeOutput
 from server.prompts import Prepared, PromptReader
 from server.wire.messages import TextWriter
@@ -331,7 +329,7 @@ class Generation:
         if claim.stored is not None:
             await self._prepare(body)  # what may be asked is judged as it is now
             self._timings.enter(Stage.ANSWER, self._clock())
-            replay(stream, claim.stored, self._timings)
+            replay(stream, claim.stored, answer_headers(self._timings))
             return Outcome(Usage(0, 0))  # of a replay
         recording = Recording(stream.carrier, MAX_ANSWER_BYTES)
         stream.move_to(recording)

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from core.errors import ExitCode, StartupError
 from server.commands.tls_trust import client_context, refused_certificate
 from server.config import ServerConfig
-from server.gate.auth import WAYS
+from server.gate.identity import WAYS
 from server.values import with_scheme
 
 Message = dict[str, str]

@@ -10,7 +10,7 @@ import msgspec
 
 from core.errors import ExitCode, StartupError
 from server.config import ServerConfig
-from server.gate.keys import KeyRecord, KeyTerms, Scope, create_key, expiry_value, read_keys, revoke_key
+from server.gate.identity import KeyRecord, KeyTerms, Scope, create_key, expiry_value, read_keys, revoke_key
 from server.gate.tenants import LOCAL_NAME
 from server.values import BadValueError, did_you_mean
 

@@ -12,10 +12,8 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from core.errors import ErrorKind, InvalidRequest, ServiceError
-from server.ledger.records import StoredAnswer
-from server.observing.timing import StageClock, answer_headers
-from server.wire.messages import Headers, HttpRequest, ResponseHead, TextFrame, TextWriter
-from server.wire.peer import Peer
+from server.ledger.store import StoredAnswer
+from server.wire.messages import Headers, HttpRequest, Peer, ResponseHead, TextFrame, TextWriter
 from server.wire.stream import HttpStream, StreamCarrier, WrittenCallback
 
 HEADER = b"idempotency-key"
@@ -187,14 +185,18 @@ class Idempotency:
             self._on_forget(tuple(dropped))
 
 
-def replay(stream: HttpStream, answer: StoredAnswer, timings: StageClock) -> None:
-    """Say again what was answered, all of it at once."""
-    headers = (
+def replay(stream: HttpStream, answer: StoredAnswer, headers: Headers) -> None:
+    """Say again what was answered, all of it at once.
+
+    Args:
+        headers: that each response gets of its own.
+    """
+    all_headers = (
         *answer.headers,
         (b"content-length", b"%d" % len(answer.body)),
-        *answer_headers(timings),
+        *headers,
         (b"idempotent-replayed", b"true"),
     )
-    stream.send_head(ResponseHead(answer.status, headers))
+    stream.send_head(ResponseHead(answer.status, all_headers))
     stream.send(answer.body)
     stream.end()

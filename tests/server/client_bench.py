@@ -21,7 +21,7 @@ from core.types import (
 )
 from server.engine_client import EngineClient, RequestHandle
 from server.gate.allowance import NEVER
-from server.observing.exposition import Histogram
+from server.observing.metrics import Histogram
 from server.wire.messages import TextWriter
 
 LETTERS = TokenTable([b"a", b"b", b"c", b"d", b"\xc3", b"\xa9"])

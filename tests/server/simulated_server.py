@@ -23,7 +23,6 @@ from core.scheduler import Scheduler
 from core.simulation import CostModel, SimulatedClock, SimulatedRunner
 from core.tokenizer import Tokenizer
 from core.types import EngineStats, FinishReason, StepDelivery
-from core.wait_estimate import Backlog, EngineRoom
 from server.api.models import ServedModel
 from server.api.surface import GenerationDefaults
 from server.app import App
@@ -31,20 +30,19 @@ from server.app_state import Readiness
 from server.clock import Clock
 from server.config import ServerConfig
 from server.engine_client import EngineClient
-from server.gate.admission import Admission
+from server.gate.admission import Admission, Backlog, EngineRoom, QueueLimits
 from server.gate.cross_origin import CrossOrigin
 from server.gate.deadlines import Deadlines
 from server.gate.gate import Gate
-from server.gate.queue_limits import QueueLimits
 from server.gate.tenants import Tenant
 from server.generation import Generations
 from server.ledger.idempotency import Idempotency
-from server.ledger.prices import NO_PRICES, Prices
-from server.ledger.setup import OpenLedger, opened
-from server.listening.client_gate import ClientRules
+from server.ledger.ledger import OpenLedger, opened
+from server.ledger.usage import NO_PRICES, Prices
+from server.listening.clients import ClientRules
 from server.observing.metrics import Metrics
 from server.prompts import PromptReader
-from server.wire.connection_limits import ConnectionLimits
+from server.wire.limits import ConnectionLimits
 from tests.core.chat_templates import CHATML
 from tests.core.small_tokenizers import SPECIAL, byte_level
 from tests.server.fakes import MemoryServer, MemoryTransport

@@ -13,15 +13,24 @@ from msgspec import structs
 
 from core.errors import ServiceError
 from core.plan import RunnerLimits
+from core.queue import AGEING_S
 from core.types import EngineStats, Request, SamplingParams, Submit, Usage
-from core.wait_estimate import FIRST_GUESS_TOKENS, MOST_MARGIN, Bookings, EngineRoom
-from core.waiting import AGEING_S
-from server.gate.admission import LEAST_RETRY_S, PATIENCE_S, Admission, Asker, Place
+from server.gate.admission import (
+    FIRST_GUESS_TOKENS,
+    LEAST_RETRY_S,
+    MOST_MARGIN,
+    PATIENCE_S,
+    Admission,
+    Asker,
+    Bookings,
+    EngineRoom,
+    Place,
+    QueueLimits,
+)
 from server.gate.deadlines import DeadlineTable
-from server.gate.queue_limits import QueueLimits
 from server.gate.tenants import Limits, Tenant
 from server.generation import OFFLOAD_BYTES
-from server.listening.client_gate import ClientRules
+from server.listening.clients import ClientRules
 from tests.server.fakes import PEER, MemoryTransport
 from tests.server.simulated_server import STREAM, TOKENIZER, Answer, SimulatedServer, answers, completion, request
 

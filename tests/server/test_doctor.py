@@ -24,7 +24,7 @@ from server.commands.doctor import (
     version_section,
 )
 from server.commands.hub_cache import NotFetched
-from server.listening.binds import Bind, TcpAddress, bind_value
+from server.listening.sockets import Bind, TcpAddress, bind_value
 
 FREE_PORT = Bind(TcpAddress(port=0))
 MACHINE = MachineFacts(

@@ -18,24 +18,22 @@ from core.plan import StepOutput, StepPlan
 from core.simulation import CostModel, SimulatedRunner
 from server.api.chat import ChatStream, ChatSurface
 from server.engine_client import RequestHandle
-from server.gate.auth import Authenticator
+from server.gate.identity import Authenticator
 from server.gate.quota import Quotas, Ticket
 from server.gate.tenants import Limits, Tenant
 from server.generation import Generation
 from server.ledger.ledger import Entry
-from server.ledger.records import State
-from server.ledger.store import LedgerStore
+from server.ledger.store import LedgerStore, State
 from server.listening.listener import Listener
 from server.observing.accounting import Accounting
-from server.observing.exposition import Histogram
-from server.observing.metrics import Metrics
+from server.observing.metrics import Histogram, Metrics
 from server.output import StreamedOutput, WholeOutput
 from server.prompts import PromptReader
 from server.supervision import Supervision
-from server.wire.connection_limits import ConnectionLimits
 from server.wire.http1_exchanges import Http1Exchanges
+from server.wire.http2 import Responses as Http2Response
 from server.wire.http2_exchanges import Http2Exchanges
-from server.wire.http2_response import Responses as Http2Response
+from server.wire.limits import ConnectionLimits
 from server.wire.stream import HttpStream
 from tests.server.fakes import MemoryServer
 from tests.server.inline_ledger import rows

@@ -13,9 +13,8 @@ from core.types import Cost, FinishReason, Usage
 from server.gate.quota import Moment
 from server.gate.tenants import Limits, Tenant
 from server.ledger.ledger import CHECKPOINT_S, PRUNE_S, End, Ledger, Subject
-from server.ledger.prices import ModelPrice, Prices
-from server.ledger.records import Checkpoint, Prune, State
-from server.ledger.store import PRUNED_ROWS
+from server.ledger.store import PRUNED_ROWS, Checkpoint, Prune, State
+from server.ledger.usage import ModelPrice, Prices
 from tests.server.fakes import MemoryTransport
 from tests.server.inline_ledger import COMMIT_S, InlineWriter, rows
 from tests.server.simulated_server import MODEL, STREAM, UNIX_S, Answer, SimulatedServer, answers, chat, completion

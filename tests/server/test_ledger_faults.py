@@ -11,7 +11,7 @@ import pytest
 
 from server.gate.tenants import Limits, Tenant
 from server.ledger.ledger import HEARTBEAT_S, PROBE_S, STUCK_S
-from server.ledger.records import LedgerRow, State
+from server.ledger.store import LedgerRow, State
 from server.observing.metrics import TenantCounts
 from tests.server.inline_ledger import InlineWriter, rows
 from tests.server.simulated_server import MODEL, STREAM, Answer, SimulatedServer, answers, chat, request
