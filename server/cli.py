@@ -288,7 +288,7 @@ def find_machine(config: "ServerConfig") -> "MachineFacts":
         num_physical_cores,
         total_memory_bytes,
     )
-    from gpu.measured import measured_here
+    from gpu.tune import measured_here
     from server.commands.doctor import MachineFacts
 
     engine, device_error = config.to_engine_config(), None
@@ -383,7 +383,7 @@ def measure_anew(config: "ServerConfig") -> None:
     """
     from gpu.device import choose_device
     from gpu.loading import load_runner
-    from gpu.measured import forget_measured
+    from gpu.tune import forget_measured
     from server.__main__ import model_path
     from server.commands.model_files import parse_config, read_model_config
 
@@ -441,10 +441,10 @@ def find_plan(config: "ServerConfig") -> "PlanFacts":
         StartupError: the model is missing or not understood, or it does not fit.
     """
     from gpu.kept_matrices import kept_scheme
-    from gpu.kernel_choice import describe_attention, describe_graphs, describe_products
     from gpu.memory_plan import estimate
     from gpu.parallel.ranks import part_of
     from gpu.parallel.runner import estimate_ranks
+    from gpu.tune import describe_attention, describe_graphs, describe_matmuls
     from server.__main__ import model_path, served_name
     from server.commands.doctor import PlanFacts
     from server.commands.model_files import parse_config, read_model_files
@@ -470,7 +470,7 @@ def find_plan(config: "ServerConfig") -> "PlanFacts":
         max_model_len=plan.max_model_len,
         context_origin=config.context_origin,
         attention=describe_attention(part, plan.device),
-        products=describe_products(part, plan.device),
+        products=describe_matmuls(part, plan.device),
         graphs=describe_graphs(part, plan.device, engine),
         total_bytes=plan.total_bytes,
         free_bytes=plan.free_bytes,

@@ -42,7 +42,7 @@ class MachineFacts:
     Args:
         threads: compute threads on a CPU, at most.
         device_error: the device asked for is not there; the device's fields are then those of the CPU.
-        measured_threads: of the model's shape, what its steps were found to compute with best; see gpu/measured.py.
+        measured_threads: of the model's shape, what its steps were found to compute with best; see gpu/tune.py.
         bandwidth_bytes_per_s: read from the device's memory; every decode step reads all weights once.
     """
 
