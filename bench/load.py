@@ -28,7 +28,7 @@ from bench.measures import Distribution
 from bench.prompts import DEFAULT_PROMPT
 from bench.results import RESULTS_DIR, Table, command_line, print_tables, write_result
 from core.errors import ExitCode
-from server.commands.command_names import CommandParser
+from server.cli import CommandParser
 from server.commands.tls_trust import add_trust_flags, check_trust_flags
 from server.values import with_scheme
 

@@ -36,7 +36,7 @@ def load(
     deliver: Callable[[StepDelivery], None],
     report_stage: Callable[[str], None],
 ) -> LoadedEngine:
-    """As server.__main__.engine_loader, with random weights.
+    """As server.engine_loader.engine_loader, with random weights.
 
     Args:
         config: of config.json.
