@@ -83,7 +83,6 @@ fuzz: $(VENV)/.installed-fuzz
 	$(VENV)/bin/python -m fuzz --seconds $(FUZZ_SECONDS) $(ARGS)
 
 bench: $(VENV)/.installed-bench
-	$(VENV)/bin/python -m bench.batching
 	$(VENV)/bin/python -m bench.cancel
 	$(VENV)/bin/python -m bench.cold_start
 	$(VENV)/bin/python -m bench.drain
@@ -135,7 +134,7 @@ clean:
 
 .PHONY: crash
 crash: $(VENV)/.installed
-	$(VENV)/bin/python -m bench.crash --kills 10000 --json bench/results/crash.json
+	$(VENV)/bin/python -m bench.crash --kills 10000
 
 .PHONY: storm
 storm: $(VENV)/.installed-test

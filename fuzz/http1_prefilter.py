@@ -5,8 +5,9 @@ A plain head, which passes neither of them, is one that both read as it is read.
 
 import h11
 
-from server.wire.http1_head import read_head, read_plain_head
-from server.wire.http1_prefilter import Framing, HeadLimits, HeadRefused, LineScanner, check_head
+from server.wire.http1 import Framing, LineScanner, check_head, read_head, read_plain_head
+from server.wire.limits import HeadLimits
+from server.wire.messages import HeadRefused
 
 _LIMITS = HeadLimits()
 

@@ -20,22 +20,28 @@ from server.gate.identity import WAYS, way_value
 from server.gate.jwt import JwksUrl, jwks_source
 from server.gate.tenants import Tenant
 from server.ledger.usage import NO_PRICES, Prices
-from server.listening.binds import (
+from server.listening.clients import (
+    FORWARDED,
+    UNIX,
+    X_FORWARDED_FOR,
+    ClientRules,
+    IpNetwork,
+    network_value,
+    proxy_value,
+)
+from server.listening.sockets import (
     DEFAULT_HOST,
     DEFAULT_PORT,
     DEFAULT_UNIX_MODE,
     Bind,
     PassedAddress,
+    PassedSocket,
     TcpAddress,
     UnixAddress,
     bind_value,
     format_unix_mode,
     unix_mode_value,
 )
-from server.listening.client_gate import ClientRules
-from server.listening.forwarded import FORWARDED, X_FORWARDED_FOR
-from server.listening.networks import UNIX, IpNetwork, network_value, proxy_value
-from server.listening.socket_activation import PassedSocket
 from server.observing.slo import NO_PROMISES, SloRules
 from server.values import (
     HubId,
@@ -55,9 +61,7 @@ from server.values import (
     text_value,
     yes_or_no,
 )
-from server.wire.connection_limits import ConnectionLimits, Http2Limits
-from server.wire.frame_limits import FrameLimits, Rate, format_rate, rate_from
-from server.wire.http1_prefilter import HeadLimits
+from server.wire.limits import ConnectionLimits, FrameLimits, HeadLimits, Http2Limits, Rate, format_rate, rate_from
 
 ENVIRONMENT_PREFIX = "STEPLOOP_"
 KiB, MiB, GiB = 2**10, 2**20, 2**30

@@ -20,8 +20,7 @@ from server.commands.model_files import ModelFiles, parse_config, read_model_con
 from server.commands.versions import LISTED, NOT_EVERYWHERE, VersionOf, check_floors, installed_version, versions
 from server.config import ServerConfig
 from server.engine_loader import model_path, served_name
-from server.listening.binds import Bind, PassedAddress, TcpAddress
-from server.listening.listening_sockets import open_binds
+from server.listening.sockets import Bind, PassedAddress, TcpAddress, open_binds
 from server.values import format_count, format_size
 
 if TYPE_CHECKING:
@@ -135,8 +134,8 @@ def plan_facts(config: ServerConfig) -> tuple[Fact, ...]:
     from gpu.kept_matrices import kept_scheme
     from gpu.kernel_choice import describe_attention, describe_graphs, describe_products
     from gpu.memory_plan import estimate
-    from gpu.parallel.loading import estimate_ranks
-    from gpu.parallel.shards import part_of
+    from gpu.parallel.ranks import part_of
+    from gpu.parallel.runner import estimate_ranks
 
     files, model = _model_files(config)
     engine = config.to_engine_config()

@@ -1,7 +1,11 @@
 """HTTP/1.1 without I/O: bytes to events, response heads and bodies to bytes. Thread: loop.
 
-One exchange at a time: bytes of a next, pipelined request stay in the buffer until `next_request`. Heads are read by
-http1_head; response heads are written and streamed bodies framed by hand.
+One exchange at a time: bytes of a next, pipelined request stay in the buffer until `next_request`. Each verdict depends
+on a prefix of the bytes only: it is the same however the bytes are split over reads.
+
+h11 0.16 takes what request smuggling needs: content-length beside transfer-encoding, `3, 3`, obs-fold, bare LF,
+HTTP/1.0 with transfer-encoding, versions 1.9 and 2.0, CR in chunk extensions, bare LF in trailers; and its limit on
+heads holds only for heads that are incomplete. Here those are refused, with limits as origin servers have them.
 """
 
 import enum
@@ -9,23 +13,414 @@ import http
 import re
 import sys
 from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import h11
 
 from server.wire.frame_gate import PREFACE
-from server.wire.http1_body import BodyDecoder, ChunkedBody, CountedBody
-from server.wire.http1_head import RequestHead, read_head, read_plain_head
-from server.wire.http1_prefilter import Framing, HeadLimits, HeadRefused, LineScanner, is_authority
+from server.wire.limits import HeadLimits
 from server.wire.messages import (
     BodyChunk,
     BodyEnd,
     Event,
     Headers,
+    HeadRefused,
     Http2Preface,
     HttpRequest,
     ProtocolViolation,
+    ResponseError,
     ResponseHead,
     StreamReset,
+    check_fields,
+    is_authority,
 )
-from server.wire.response_fields import ResponseError, check_fields
+
+_REQUEST_LINE = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+ [\x21-\x7e]+ HTTP/1\.([01])")
+_NAME = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):")
+_CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")  # every CTL except HTAB
+CONTENT_LENGTH = re.compile(rb"[0-9]{1,19}")  # 19 digits: below 2**64
+
+
+class Framing(enum.Enum):
+    """How the length of a request's body is known (RFC 9112 §6.3)."""
+
+    NONE = "none"
+    COUNTED = "content-length"
+    CHUNKED = "chunked"
+
+
+class LineScanner:
+    """Finds the end of a head, or of a trailer section, in a buffer that grows; each byte is looked at once.
+
+    Args:
+        has_request_line: the first line is a request line with a limit of its own; otherwise all lines are fields.
+    """
+
+    __slots__ = ("_has_request_line", "_limits", "_line_start", "_num_lines", "_searched")
+
+    def __init__(self, limits: HeadLimits, has_request_line: bool = True) -> None:
+        self._limits = limits
+        self._has_request_line = has_request_line
+        self.reset()
+
+    def reset(self) -> None:
+        self._line_start = 0
+        self._searched = 0
+        self._num_lines = 0
+
+    @property
+    def is_fresh(self) -> bool:
+        """It has seen nothing of the section yet."""
+        return not self._searched
+
+    def scan(self, buffer: bytearray) -> int | None:
+        """The index after the empty line that ends the section, or None as long as it has not come.
+
+        `buffer` starts with the section, and is the same one, only longer, in each call until the end is found.
+
+        Raises:
+            HeadRefused: a limit is passed, or a line is not a line.
+        """
+        while (newline := buffer.find(b"\n", self._searched)) >= 0:
+            end = newline + 1
+            self._check_sizes(end)
+            if self._take_line(buffer, end):
+                return end
+            self._line_start = self._searched = end
+        self._searched = len(buffer)
+        self._check_sizes(len(buffer))
+        return None
+
+    def _check_sizes(self, end: int) -> None:
+        """Before a look at the line's content: a line cut by the end of a read is judged by its size alone."""
+        limits = self._limits
+        if self._num_lines == 0 and self._has_request_line and end > limits.request_line_bytes:
+            # RFC 9112 §3: a request-target longer than the server wishes to parse is 414
+            raise HeadRefused(414, f"The request line is longer than {limits.request_line_bytes} bytes.")
+        if end > limits.head_bytes:
+            # RFC 6585 §5
+            raise HeadRefused(431, f"The header fields are larger than {limits.head_bytes} bytes.")
+
+    def _take_line(self, buffer: bytearray, end: int) -> bool:
+        """Judge the line that ends at `end`; True when it is the empty one."""
+        start = self._line_start
+        # RFC 9112 §2.2: a recipient MAY take a bare LF for a line end; we do not
+        if end - start < 2 or buffer[end - 2] != 0x0D:
+            raise HeadRefused(400, "Lines must end in CR LF.")
+        is_request_line = self._has_request_line and self._num_lines == 0
+        if end - start == 2:
+            if is_request_line:
+                raise HeadRefused(400, "The request line is empty.")
+            return True
+        if not is_request_line and buffer[start] in b" \t":
+            # RFC 9112 §5.2: a server that receives obs-fold rejects it with 400, or replaces it; §2.2: nor may
+            # whitespace stand between the request line and the first field
+            raise HeadRefused(400, "A header line must not start with white space.")
+        self._num_lines += 1
+        if self._num_lines - self._has_request_line > self._limits.num_fields:
+            raise HeadRefused(431, f"There are more than {self._limits.num_fields} header fields.")
+        return False
+
+
+def check_trailers(section: bytes) -> None:
+    """Refuse a trailer section (with its empty line) that holds anything but fields. Its content is dropped unread.
+
+    Raises:
+        HeadRefused: a line is not a field.
+    """
+    for line in section[:-4].split(b"\r\n") if len(section) > 2 else ():
+        _split_field(line)
+
+
+def check_head(head: bytes) -> tuple[Framing, int]:
+    """How the request's body is framed, and its length in bytes where that is COUNTED.
+
+    Args:
+        head: from the request line to the empty line, as LineScanner found it.
+
+    Raises:
+        HeadRefused: two recipients could read this head in two ways.
+    """
+    request_line, *lines = head[:-4].split(b"\r\n")
+    match = _REQUEST_LINE.fullmatch(request_line)
+    if match is None:
+        # RFC 9112 §3: an invalid request line SHOULD be answered with 400
+        raise HeadRefused(400, "The request line is not `METHOD target HTTP/1.1`.")
+    is_http10 = match[1] == b"0"
+    lengths: list[bytes] = []
+    codings: list[bytes] = []
+    hosts: list[bytes] = []
+    for line in lines:
+        name, value = _split_field(line)
+        if name == b"content-length":
+            lengths.append(value)
+        elif name == b"transfer-encoding":
+            codings.append(value)
+        elif name == b"host":
+            hosts.append(value)
+    _check_hosts(hosts, is_http10)
+    return _framing(lengths, codings, is_http10)
+
+
+def _split_field(line: bytes) -> tuple[bytes, bytes]:
+    match = _NAME.match(line)
+    if match is None:
+        # RFC 9112 §5.1: white space between the name and the colon MUST be rejected with 400
+        raise HeadRefused(400, "A header line is not `name: value`.")
+    value = line[match.end() :].strip(b" \t")
+    if _CONTROL.search(value):
+        # RFC 9110 §5.5: NUL, CR and LF in a value are dangerous, other control characters are invalid;
+        # RFC 9112 §2.2: a bare CR is not a line end
+        raise HeadRefused(400, "A header value holds a control character.")
+    return match[1].lower(), value
+
+
+def _check_hosts(hosts: list[bytes], is_http10: bool) -> None:
+    # RFC 9112 §3.2: 400 to an HTTP/1.1 request that lacks Host, and to any with two or an invalid one
+    if len(hosts) > 1:
+        raise HeadRefused(400, "There is more than one Host header.")
+    if not hosts and not is_http10:
+        raise HeadRefused(400, "The Host header is missing.")
+    if hosts and not is_authority(hosts[0]):
+        raise HeadRefused(400, "The Host header is not a host and a port.")
+
+
+def _framing(lengths: list[bytes], codings: list[bytes], is_http10: bool) -> tuple[Framing, int]:
+    if codings:
+        if lengths:
+            # RFC 9112 §6.3 item 3: ought to be handled as an error, it is how requests are smuggled
+            raise HeadRefused(400, "Content-Length and Transfer-Encoding exclude each other.")
+        if is_http10:
+            # RFC 9112 §6.1: Transfer-Encoding in HTTP/1.0 is faulty framing
+            raise HeadRefused(400, "HTTP/1.0 has no Transfer-Encoding.")
+        if len(codings) > 1 or codings[0].lower() != b"chunked":
+            # RFC 9112 §6.1 allows 501 for a coding not understood; where chunked is not last, §6.3 item 4 wants 400
+            raise HeadRefused(400, "The only Transfer-Encoding taken is `chunked`.")
+        return Framing.CHUNKED, 0
+    if not lengths:
+        return Framing.NONE, 0
+    # RFC 9112 §6.3 item 5: an invalid length, a list of lengths included, is an unrecoverable error
+    if len(lengths) > 1 or CONTENT_LENGTH.fullmatch(lengths[0]) is None:
+        raise HeadRefused(400, "Content-Length must be one decimal number.")
+    length = int(lengths[0])
+    return (Framing.COUNTED, length) if length else (Framing.NONE, 0)
+
+
+_PLAIN_NAME = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]++"
+# At most one space before it, and none behind it: the line ends in CR LF, and in nothing else that could be an end
+_VALUE = rb"[\x21-\x7e][\x20-\x7e]*+|"
+_END = rb"(?<! )\r\n"
+_TARGET = rb"/[\x21\x22\x24-\x7e]*+"  # no fragment
+# Possessive within a field: what is taken is never given back, so that a look takes time in proportion to its bytes
+_FIELD = re.compile(rb"(%b): ?+(%b)%b" % (_PLAIN_NAME, _VALUE, _END))
+# No `*+` over the fields: Python before 3.11.5 matches such groups wrongly (gh-106052). There is one way to cut them,
+# so that nothing is tried twice
+_HEAD = re.compile(
+    rb"(%b) (%b) HTTP/1\.1\r\n((?:%b: ?+(?:%b)%b)*)\r\n" % (_PLAIN_NAME, _TARGET, _PLAIN_NAME, _VALUE, _END)
+)
+
+
+class RequestHead(NamedTuple):
+    """A request's head, understood.
+
+    Args:
+        length: of the body, where it is COUNTED.
+    """
+
+    method: bytes
+    target: bytes
+    headers: Headers
+    is_http10: bool
+    framing: Framing
+    length: int
+
+
+def read_plain_head(buffer: bytearray, limits: HeadLimits) -> tuple[RequestHead, int] | None:
+    """The head that the buffer begins with, and where it ends; None: it is not plain, or not complete."""
+    match = _HEAD.match(buffer)
+    if match is None:
+        return None
+    end = match.end()
+    start_of_fields, end_of_fields = match.span(3)
+    if end > limits.head_bytes or start_of_fields > limits.request_line_bytes:
+        return None
+    headers = tuple([(name.lower(), value) for name, value in _FIELD.findall(buffer, start_of_fields, end_of_fields)])
+    by_name = dict(headers)
+    host = by_name.get(b"host")
+    if len(by_name) != len(headers) or len(headers) > limits.num_fields or host is None or not is_authority(host):
+        return None
+    if b"transfer-encoding" in by_name:
+        return None
+    framing, length = Framing.NONE, 0
+    declared = by_name.get(b"content-length")
+    if declared is not None:
+        if CONTENT_LENGTH.fullmatch(declared) is None:
+            return None
+        length = int(declared)
+        if length:
+            framing = Framing.COUNTED
+    return RequestHead(match[1], match[2], headers, False, framing, length), end
+
+
+def read_head(head: bytes) -> RequestHead:
+    """Any head, first by the prefilter, then by a parser of h11's that sees nothing else.
+
+    Args:
+        head: from the request line to the empty line, as LineScanner found it.
+
+    Raises:
+        HeadRefused: it is not one that is taken.
+    """
+    framing, length = check_head(head)
+    parser = h11.Connection(h11.SERVER, max_incomplete_event_size=len(head))
+    parser.receive_data(head)
+    try:
+        request = parser.next_event()
+    except h11.RemoteProtocolError as error:
+        raise HeadRefused(400, f"The request's head is malformed: {error}.") from error
+    assert isinstance(request, h11.Request)
+    is_http10 = request.http_version == b"1.0"
+    return RequestHead(request.method, request.target, tuple(request.headers), is_http10, framing, length)
+
+
+_SIZE_LINE_BYTES = 256
+_EXTENSION_BYTES = 16 * 1024  # of all chunks of a body together: extensions are read, and mean nothing
+_STEPS_PER_CHUNK = 3  # its size, its data, its line end
+_TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
+_QUOTED = rb'"(?:[\t\x20\x21\x23-\x5b\x5d-\x7e\x80-\xff]|\\[\t\x20-\x7e\x80-\xff])*"'
+# RFC 9112 §7.1.1. All of it, quotes too: a reader that heeds them would go on past the CRLF within an open one
+_EXTENSION = rb"[ \t]*;[ \t]*%b(?:[ \t]*=[ \t]*(?:%b|%b))?" % (_TOKEN, _TOKEN, _QUOTED)
+_SIZE_LINE = re.compile(rb"([0-9A-Fa-f]{1,16})((?:%b)*)\r\n" % _EXTENSION)
+
+
+class BodyDecoder(Protocol):
+    """Takes its own bytes from the front of a buffer, and leaves what comes after the body.
+
+    Attributes:
+        has_more: enough was taken at once; the buffer may have more of it.
+    """
+
+    is_complete: bool
+    has_more: bool
+
+    def decode(self, buffer: bytearray) -> bytes:
+        """The next content, possibly none.
+
+        Raises:
+            HeadRefused: the framing is broken.
+        """
+        ...
+
+
+class CountedBody:
+    """A body of a known length (RFC 9112 §6.3 item 6)."""
+
+    def __init__(self, length: int) -> None:
+        self._remaining = length
+        self.is_complete = length == 0
+        self.has_more = False
+
+    def decode(self, buffer: bytearray) -> bytes:
+        content = bytes(buffer[: self._remaining])
+        del buffer[: len(content)]
+        self._remaining -= len(content)
+        self.is_complete = self._remaining == 0
+        return content
+
+
+class ChunkedBody:
+    """chunk = size [extension] CRLF data CRLF, until a chunk of size 0 and the trailers (RFC 9112 §7.1)."""
+
+    def __init__(self, limits: HeadLimits, chunks_at_once: int = sys.maxsize) -> None:
+        self.is_complete = False
+        self.has_more = False
+        self._steps_at_once = chunks_at_once * _STEPS_PER_CHUNK
+        self._remaining = 0  # of the chunk's data
+        self._is_after_data = False  # its CRLF is due
+        self._extension_bytes = 0
+        self._limits = limits
+        self._credit = self._most_credit = limits.num_small_chunks * limits.bytes_per_chunk  # in bytes of content
+        self._trailers: LineScanner | None = None
+
+    def decode(self, buffer: bytearray) -> bytes:
+        pieces: list[bytes] = []
+        position = 0  # bytes before it are done with
+        num_steps = 0
+        self.has_more = False
+        while not self.is_complete and self._trailers is None:
+            if num_steps >= self._steps_at_once:
+                self.has_more = True
+                break
+            num_steps += 1
+            after = self._step(buffer, position, pieces)
+            if after == position:
+                break
+            position = after
+        del buffer[:position]
+        if self._trailers is not None:
+            self._take_trailers(self._trailers, buffer)
+        return b"".join(pieces)
+
+    def _step(self, buffer: bytearray, position: int, pieces: list[bytes]) -> int:
+        """Take one size line, one piece of data or one CRLF; the position after it, the same if more bytes are due."""
+        if self._remaining:
+            piece = bytes(buffer[position : position + self._remaining])
+            if piece:
+                pieces.append(piece)
+            self._remaining -= len(piece)
+            self._is_after_data = self._remaining == 0
+            return position + len(piece)
+        if self._is_after_data:
+            return self._take_line_end(buffer, position)
+        return self._take_size(buffer, position)
+
+    def _take_line_end(self, buffer: bytearray, position: int) -> int:
+        line_end = bytes(buffer[position : position + 2])
+        if not b"\r\n".startswith(line_end):
+            raise HeadRefused(400, "A chunk is longer than its size.")
+        if len(line_end) < 2:
+            return position
+        self._is_after_data = False
+        return position + 2
+
+    def _take_size(self, buffer: bytearray, position: int) -> int:
+        newline = buffer.find(b"\n", position, position + _SIZE_LINE_BYTES)
+        if newline < 0:
+            if len(buffer) - position >= _SIZE_LINE_BYTES:
+                raise HeadRefused(400, f"A chunk's size line is longer than {_SIZE_LINE_BYTES} bytes.")
+            return position
+        match = _SIZE_LINE.fullmatch(buffer, position, newline + 1)
+        if match is None:
+            raise HeadRefused(400, "A chunk does not begin with a hexadecimal size.")
+        # RFC 9112 §7.1.1: a server ought to limit the total length of chunk extensions
+        self._extension_bytes += len(match[2])
+        if self._extension_bytes > _EXTENSION_BYTES:
+            raise HeadRefused(400, f"The chunk extensions are larger than {_EXTENSION_BYTES} bytes.")
+        self._remaining = int(match[1], 16)
+        self._charge(self._remaining)
+        if self._remaining == 0:
+            self._trailers = LineScanner(self._limits, has_request_line=False)
+        return newline + 1
+
+    def _charge(self, num_bytes: int) -> None:
+        """A chunk of so many bytes begins; its content is here before the next can begin."""
+        limits = self._limits
+        self._credit = min(self._most_credit, self._credit + num_bytes) - limits.bytes_per_chunk
+        if self._credit < 0:
+            raise HeadRefused(
+                400,
+                f"The chunks are too small. Send at least {limits.bytes_per_chunk} bytes in each, or the whole body.",
+            )
+
+    def _take_trailers(self, scanner: LineScanner, buffer: bytearray) -> None:
+        """Read them for their end only: RFC 9110 §6.5.1 lets a recipient drop trailers it has no use for."""
+        end = scanner.scan(buffer)
+        if end is None:
+            return
+        check_trailers(bytes(buffer[:end]))
+        del buffer[:end]
+        self.is_complete = True
+
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 SWITCH_TO_HTTP2 = b"HTTP/1.1 101 Switching Protocols\r\nconnection: Upgrade\r\nupgrade: h2c\r\n\r\n"

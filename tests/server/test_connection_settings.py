@@ -10,9 +10,9 @@ import pytest
 from core.errors import StartupError
 from server.config import OPTIONS, Option, ServerConfig
 from server.config_sources import load_config
-from server.listening.socket_activation import PassedSocket
+from server.listening.sockets import PassedSocket
 from server.process import listener_config
-from server.wire.connection_limits import ConnectionLimits
+from server.wire.limits import ConnectionLimits
 from tests.server.fakes import MemoryServer
 from tests.server.given_settings import SAMPLES, refusal
 from tests.server.raw_http2 import ACK, get, priority, settings, wire

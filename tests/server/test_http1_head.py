@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuzz import corpus
-from server.wire.http1 import Http1Protocol
-from server.wire.http1_head import RequestHead, read_head, read_plain_head
-from server.wire.http1_prefilter import Framing, HeadLimits, HeadRefused, LineScanner
+from server.wire.http1 import Framing, Http1Protocol, LineScanner, RequestHead, read_head, read_plain_head
+from server.wire.limits import HeadLimits
+from server.wire.messages import HeadRefused
 from tests.server.framing_cases import LAST_REQUEST, Understood, load_cases
 from tests.server.framing_mutants import mutants
 from tests.server.test_http1_prefilter import ATTACKS

@@ -3,7 +3,9 @@
 import h11
 import pytest
 
-from server.wire.http1_prefilter import Framing, HeadLimits, HeadRefused, LineScanner, check_head
+from server.wire.http1 import Framing, LineScanner, check_head
+from server.wire.limits import HeadLimits
+from server.wire.messages import HeadRefused
 
 LIMITS = HeadLimits()
 
