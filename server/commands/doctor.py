@@ -90,7 +90,7 @@ def machine_section(config: ServerConfig) -> Section:
         num_physical_cores,
         total_memory_bytes,
     )
-    from gpu.measured import measured_here
+    from gpu.tune import measured_here
 
     engine = config.to_engine_config()
     try:
@@ -132,10 +132,10 @@ def plan_facts(config: ServerConfig) -> tuple[Fact, ...]:
         StartupError: the model is missing or not understood, or it does not fit.
     """
     from gpu.kept_matrices import kept_scheme
-    from gpu.kernel_choice import describe_attention, describe_graphs, describe_products
     from gpu.memory_plan import estimate
     from gpu.parallel.ranks import part_of
     from gpu.parallel.runner import estimate_ranks
+    from gpu.tune import describe_attention, describe_graphs, describe_matmuls
 
     files, model = _model_files(config)
     engine = config.to_engine_config()
@@ -155,7 +155,7 @@ def plan_facts(config: ServerConfig) -> tuple[Fact, ...]:
         Fact("context", f"{plan.max_model_len:,} tokens: {config.context_origin}"),
         *memory_facts(plan, engine),
         Fact("attention", describe_attention(part, plan.device)),
-        Fact("matmuls", describe_products(part, plan.device)),
+        Fact("matmuls", describe_matmuls(part, plan.device)),
         Fact("CUDA graphs", graphs + (f": {format_size(plan.graph_bytes)}" if plan.graph_bytes else "")),
         Fact("in all", f"{format_size(plan.total_bytes)} of {format_size(plan.free_bytes)} free"),
     )
@@ -186,7 +186,7 @@ def measure_anew(config: ServerConfig) -> None:
     """
     from gpu.device import choose_device
     from gpu.loading import load_runner
-    from gpu.measured import forget_measured
+    from gpu.tune import forget_measured
 
     path, engine = model_path(config, fetches=False), replace(config.to_engine_config(), tensor_parallel=1)
     model = parse_config(path, read_model_config(path))

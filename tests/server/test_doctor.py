@@ -105,7 +105,7 @@ def test_a_floor_that_is_not_held_is_an_error() -> None:
 
 def test_threads_measured_before_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "gpu.measured.measured_here", lambda choice, model: {"896 x 4864, bfloat16": "1; 2 from 8 tokens a step"}
+        "gpu.tune.measured_here", lambda choice, model: {"896 x 4864, bfloat16": "1; 2 from 8 tokens a step"}
     )
     section = machine_section(load_config({"device": "cpu"}, {}))
     facts = [(fact.name.strip(), fact.value) for fact in section.facts]

@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from gpu.cpu_kernels import code_cache
-from gpu.cpu_kernels.code_cache import VARIABLE
+from gpu import cache_files
+from gpu.cache_files import NUMBA_VARIABLE
 
-has_room = code_cache.has_room.__wrapped__
+has_room = cache_files.can_keep_kernels.__wrapped__
 NOWHERE = Path(os.devnull)
 
 
 @pytest.fixture(autouse=True)
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Of somebody who may write in this directory alone; what numba itself knows stays."""
-    monkeypatch.setattr(code_cache, "__file__", str(NOWHERE / "code_cache.py"))
+    monkeypatch.setattr(cache_files, "KERNELS", NOWHERE)
     monkeypatch.setenv("XDG_CACHE_HOME", str(NOWHERE))
-    monkeypatch.setenv(VARIABLE, str(NOWHERE / "named"))
+    monkeypatch.setenv(NUMBA_VARIABLE, str(NOWHERE / "named"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.delitem(sys.modules, "numba", raising=False)
     return tmp_path
@@ -32,14 +32,14 @@ def own_directory(temporary: Path) -> Path:
 def test_who_has_no_other_place_gets_one_for_himself_at_every_start(temporary: Path) -> None:
     for _ in range(2):
         assert has_room()
-        assert os.environ[VARIABLE] == str(own_directory(temporary))
+        assert os.environ[NUMBA_VARIABLE] == str(own_directory(temporary))
     assert own_directory(temporary).stat().st_mode & 0o777 == 0o700
 
 
 def test_a_place_that_numba_finds_itself_is_left_to_it(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(temporary / "home"))
     assert has_room()
-    assert os.environ[VARIABLE] == str(NOWHERE / "named")
+    assert os.environ[NUMBA_VARIABLE] == str(NOWHERE / "named")
     assert not own_directory(temporary).exists()
 
 

@@ -1,49 +1,56 @@
-"""Products with int4 and int8 weights, of any number of rows: the kernel. Thread: any, without the GIL.
+"""Matmuls with int4 and int8 weights, of any number of rows. Kernels: any thread, without the GIL; classes: engine.
 
 Integers become bf16 in registers, exactly, and are multiplied so; scales and zeros come in once a group of inputs, on
 float32 sums: sum(x * ((v - 8) * scale + zero)) = scale * sum(x * (v - 8)) + zero * sum(x). A piece of work is some
-blocks of 64 outputs, read from memory once: tiles of rows find a block in the second-level cache.
+blocks of 64 outputs, read from memory once: tiles of rows find a block in the second-level cache. Torch's operators
+and slabs (gpu/quant.py) serve where this does not.
 """
 
 import ctypes
+from functools import cache
 
 import numpy as np
+import torch
 from llvmlite import ir
 from numba import cfunc, njit, types
 from numba.core import cgutils
-from numba.extending import intrinsic
+from torch import Tensor
 
 from gpu.cpu_kernels import emit
-from gpu.cpu_kernels.blocks import (
-    ARE_TILES,
+from gpu.cpu_kernels.emit import LANES, REGISTER_BYTES
+from gpu.cpu_kernels.matmul import (
+    BLOCK_REGISTERS,
+    MOST_TILE_ROWS,
+    PAIR_BYTES,
     PART_PAIRS,
-    SHAPES_BYTES,
+    STREAM_AHEAD,
+    SUM_ROW_BYTES,
     clear_sums,
     multiply_part,
-    release_tiles,
-    shape_tiles,
     write_block,
 )
-from gpu.cpu_kernels.emit import LANES, REGISTER_BYTES
-from gpu.cpu_kernels.lanes import MOST_TILE_ROWS, STREAM_AHEAD
-from gpu.cpu_kernels.layout import BLOCK_OUTPUTS, BLOCK_REGISTERS, PAIR_BYTES, SUM_ROW_BYTES
+from gpu.cpu_kernels.team import Kernel
 from gpu.cpu_kernels.vectors import (
     keep,
     load_floats,
     load_integer,
     load_widened,
     multiply,
-    multiply_add,
-    prefetch,
-    spread,
+    nothing,
+    operation,
     store_floats,
     take_next,
 )
-from gpu.quantize import MIDDLE_INT4
+from gpu.device import use_huge_pages
+from gpu.linear import BLOCK_OUTPUTS
+from gpu.quantize import FP8, MIDDLE_INT4, QuantizedWeight, unpack_nibbles
 
-INT4_AHEAD = 4096  # bytes: how far ahead values are asked for
 GROUP_BYTES = 2 * 2 * BLOCK_OUTPUTS  # of a group's scales and zeros, bf16, of a block
 INT4_PAIR_BYTES, INT8_PAIR_BYTES = REGISTER_BYTES, 2 * REGISTER_BYTES  # of a pair of inputs, a block's outputs
+PANEL_ROWS = 512  # at a time: their sums stay in a second-level cache
+GROUP_STEP = 32  # inputs: groups are whole registers
+# At a block's end the next one is asked for: of short blocks a thread takes several, where there are many.
+SHORT_BLOCK_BYTES, SHORT_BLOCKS, SHORT_PIECES = 64 * 1024, 4, 8
 
 
 class Arguments(ctypes.Structure):
@@ -96,8 +103,8 @@ def _int8_columns(builder, at):
 def _make_tile(pair_bytes, columns_of):
     """Add the products of up to MOST_TILE_ROWS with a block to their sums."""
 
-    @intrinsic
-    def tile(typing_context, num_rows, x, x_stride, values, scales, group_pairs, num_groups, x_sums, sums):
+    @operation(nothing, *[types.int64] * 9)
+    def tile(builder, num_rows, x, x_stride, values, scales, group_pairs, num_groups, x_sums, sums):
         """
         Args:
             x: address of bf16 [num_rows, inputs], rows x_stride bytes apart.
@@ -106,17 +113,10 @@ def _make_tile(pair_bytes, columns_of):
             x_sums: address of float32 [num_rows, num_groups].
             sums: address of float32 [num_rows, 64].
         """
-
-        def generate(context, builder, signature, arguments):
-            emit.emit_by_count(
-                builder,
-                arguments[0],
-                MOST_TILE_ROWS,
-                lambda rows: _emit_tile(builder, rows, arguments[1:], pair_bytes, columns_of),
-            )
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 9), generate
+        arguments = (x, x_stride, values, scales, group_pairs, num_groups, x_sums, sums)
+        emit.emit_by_count(
+            builder, num_rows, MOST_TILE_ROWS, lambda rows: _emit_tile(builder, rows, arguments, pair_bytes, columns_of)
+        )
 
     return tile
 
@@ -178,21 +178,16 @@ def _int8_tile(num_rows, x, x_stride, values, scales, group_pairs, num_groups, x
     _int8_columns_tile(num_rows, x, x_stride, values, scales, group_pairs, num_groups, x_sums, sums)
 
 
-@intrinsic
-def _sum_of(typing_context, x, num_numbers):
+@operation(types.float32, types.int64, types.int64)
+def _sum_of(builder, x, num_numbers):
     """float32: of bf16 [num_numbers], a multiple of LANES."""
-
-    def generate(context, builder, signature, arguments):
-        x, num_numbers = arguments
-        kept = cgutils.alloca_once(builder, emit.FLOATS)
-        builder.store(ir.Constant(emit.FLOATS, [0.0] * LANES), kept)
-        steps = builder.udiv(num_numbers, ir.Constant(num_numbers.type, LANES))
-        with cgutils.for_range(builder, steps) as loop:
-            at = builder.add(x, builder.mul(loop.index, ir.Constant(x.type, 2 * LANES)))
-            builder.store(builder.fadd(builder.load(kept), emit.load_widened(builder, at)), kept)
-        return emit.total(builder, builder.load(kept))
-
-    return types.float32(types.int64, types.int64), generate
+    kept = cgutils.alloca_once(builder, emit.FLOATS)
+    builder.store(ir.Constant(emit.FLOATS, [0.0] * LANES), kept)
+    steps = builder.udiv(num_numbers, ir.Constant(num_numbers.type, LANES))
+    with cgutils.for_range(builder, steps) as loop:
+        at = builder.add(x, builder.mul(loop.index, ir.Constant(x.type, 2 * LANES)))
+        builder.store(builder.fadd(builder.load(kept), emit.load_widened(builder, at)), kept)
+    return emit.total(builder, builder.load(kept))
 
 
 @njit(cache=True)
@@ -202,71 +197,21 @@ def _sum_groups(x, x_stride, num_rows, num_groups, group_size, x_sums):
             x_sums[row, group] = _sum_of(x + row * x_stride + 2 * group * group_size, group_size)
 
 
-@intrinsic
-def _widen_int8(typing_context, source, target):
+@operation(nothing, types.int64, types.int64)
+def _widen_int8(builder, source, target):
     """int8 [128] to bf16 [128]."""
-
-    def generate(context, builder, signature, arguments):
-        source, target = arguments
-        for part, column in enumerate(_int8_columns(builder, source)):
-            emit.store(builder, builder.add(target, ir.Constant(target.type, part * REGISTER_BYTES)), column)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), generate
-
-
-@intrinsic
-def _widen_int4(typing_context, source, target):
-    """A pair of inputs' 64 outputs to bf16 [64, 2], less MIDDLE_INT4."""
-
-    def generate(context, builder, signature, arguments):
-        source, target = arguments
-        for part, column in enumerate(_int4_columns(builder, source)):
-            emit.store(builder, builder.add(target, ir.Constant(target.type, part * REGISTER_BYTES)), column)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), generate
+    for part, column in enumerate(_int8_columns(builder, source)):
+        emit.store(builder, builder.add(target, ir.Constant(target.type, part * REGISTER_BYTES)), column)
 
 
 @njit(cache=True)
-def _add_scaled(group_sums, num_rows, scales, x_sums, group, sums):
-    """A group's sums, times its scales, and its zeros times the sums of x. scales: of the group: see Arguments."""
-    for index in range(0, BLOCK_OUTPUTS, LANES):
-        scale = load_widened(scales + 2 * index)
-        zero = load_widened(scales + GROUP_BYTES // 2 + 2 * index)
-        for row in range(num_rows):
-            offset = row * SUM_ROW_BYTES + 4 * index
-            value = multiply_add(load_floats(group_sums + offset), scale, load_floats(sums + offset))
-            store_floats(sums + offset, multiply_add(spread(x_sums[row, group]), zero, value))
-
-
-@njit(cache=True)
-def _multiply_groups(x, x_stride, values, scales, group_pairs, num_groups, x_sums, num_rows, sums, room, shapes):
-    """A block of int4: a group of inputs becomes bf16 once, for all rows.
-
-    Args:
-        room: addresses of bf16 [group_pairs, 64, 2], and of float32 [rows, 64].
-    """
-    widened, group_sums = room
-    for group in range(num_groups):
-        at = values + group * group_pairs * INT4_PAIR_BYTES
-        for pair in range(group_pairs):
-            prefetch(at + pair * INT4_PAIR_BYTES + INT4_AHEAD)
-            _widen_int4(at + pair * INT4_PAIR_BYTES, widened + pair * PAIR_BYTES)
-        clear_sums(group_sums, num_rows)
-        some_x = x + 4 * group * group_pairs
-        multiply_part(some_x, x_stride, widened, group_pairs, num_rows, group_sums, shapes, 0)
-        _add_scaled(group_sums, num_rows, scales + group * GROUP_BYTES, x_sums, group, sums)
-
-
-@njit(cache=True)
-def _multiply_widened(x, x_stride, values, scales, num_pairs, num_rows, sums, widened, shapes):
+def _multiply_widened(x, x_stride, values, scales, num_pairs, num_rows, sums, widened):
     """A block of int8: a part of it becomes bf16 once, for all rows."""
     for first in range(0, num_pairs, PART_PAIRS):
         some = min(PART_PAIRS, num_pairs - first)
         for pair in range(some):
             _widen_int8(values + (first + pair) * INT8_PAIR_BYTES, widened + pair * PAIR_BYTES)
-        multiply_part(x + 4 * first, x_stride, widened, some, num_rows, sums, shapes, 0)
+        multiply_part(x + 4 * first, x_stride, widened, some, num_rows, sums, 0)
     for index in range(0, BLOCK_OUTPUTS, LANES):
         scale = load_widened(scales + 2 * index)
         for row in range(num_rows):
@@ -284,16 +229,11 @@ def multiply_quantized(arguments):
     is_int4, piece_blocks = load_integer(arguments + 88), load_integer(arguments + 96)
     num_tiles = (num_rows + MOST_TILE_ROWS - 1) // MOST_TILE_ROWS
     group_pairs = num_pairs // num_groups
-    is_widened = ARE_TILES or (not is_int4 and num_tiles > 1)  # by lanes few rows' sums are the same without
-    widened_bytes = (group_pairs if is_int4 else PART_PAIRS) * PAIR_BYTES if is_widened else 0
-    group_sums_bytes = num_rows * SUM_ROW_BYTES if is_widened and is_int4 else 0
-    size = num_rows * SUM_ROW_BYTES + widened_bytes + group_sums_bytes + SHAPES_BYTES
-    memory = np.empty(size + REGISTER_BYTES, dtype=np.uint8)
+    is_widened = not is_int4 and num_tiles > 1  # few rows' sums are the same without
+    widened_bytes = PART_PAIRS * PAIR_BYTES if is_widened else 0
+    memory = np.empty(num_rows * SUM_ROW_BYTES + widened_bytes + REGISTER_BYTES, dtype=np.uint8)
     widened = (memory.ctypes.data + REGISTER_BYTES - 1) // REGISTER_BYTES * REGISTER_BYTES
     sums = widened + widened_bytes
-    group_sums = sums + num_rows * SUM_ROW_BYTES
-    shapes = group_sums + group_sums_bytes
-    shape_tiles(shapes, num_rows)
     x_sums = np.zeros((num_rows, num_groups), dtype=np.float32)
     if is_int4:
         _sum_groups(x, x_stride, num_rows, num_groups, 2 * group_pairs, x_sums)
@@ -301,18 +241,13 @@ def multiply_quantized(arguments):
     block = take_next(arguments) * piece_blocks
     while block < num_blocks:
         clear_sums(sums, num_rows)
+        at, of = values + block * block_bytes, scales + block * num_groups * GROUP_BYTES
         if is_widened:
-            at, of = values + block * block_bytes, scales + block * num_groups * GROUP_BYTES
-            if is_int4:
-                room = (widened, group_sums)
-                _multiply_groups(x, x_stride, at, of, group_pairs, num_groups, x_sums, num_rows, sums, room, shapes)
-            else:
-                _multiply_widened(x, x_stride, at, of, num_pairs, num_rows, sums, widened, shapes)
+            _multiply_widened(x, x_stride, at, of, num_pairs, num_rows, sums, widened)
         first = 0
         for tile in range(0 if is_widened else num_tiles):
             end = (tile + 1) * num_rows // num_tiles
-            some, tile_x, at = end - first, x + first * x_stride, values + block * block_bytes
-            of = scales + block * num_groups * GROUP_BYTES
+            some, tile_x = end - first, x + first * x_stride
             tile_x_sums, tile_sums = x_sums.ctypes.data + 4 * first * num_groups, sums + first * SUM_ROW_BYTES
             if is_int4:
                 _int4_tile(some, tile_x, x_stride, at, of, group_pairs, num_groups, tile_x_sums, tile_sums)
@@ -324,6 +259,93 @@ def multiply_quantized(arguments):
         block += 1
         if block % piece_blocks == 0:
             block = take_next(arguments) * piece_blocks
-    release_tiles()
     keep(memory)
     keep(x_sums)
+
+
+def can_multiply(weight: QuantizedWeight) -> bool:
+    """Whether the kernel knows such a matrix: integers, whole blocks of outputs and registers of inputs."""
+    num_out, num_in = weight.shape
+    return (
+        weight.dtype == torch.bfloat16
+        and weight.values.dtype != FP8
+        and num_out % BLOCK_OUTPUTS == 0
+        and num_in % GROUP_STEP == 0
+        and (weight.zeros is None or weight.group_size % GROUP_STEP == 0)
+    )
+
+
+class QuantizedMatmul:
+    """One matrix's.
+
+    Args:
+        weight: one that it can_multiply; not kept.
+        bias: [out], or None.
+    """
+
+    def __init__(self, kernel: Kernel, weight: QuantizedWeight, bias: Tensor | None) -> None:
+        self._kernel = kernel
+        self._num_out, num_in = weight.shape
+        num_blocks = self._num_out // BLOCK_OUTPUTS
+        values = _int8_blocks(weight.values) if weight.zeros is None else _int4_blocks(weight.values)
+        scales = _scale_blocks(weight)
+        self._kept = (values, scales, bias)  # own the memory
+        use_huge_pages(values.data_ptr(), values.nbytes)
+        self._arguments = Arguments(
+            values=values.data_ptr(),
+            scales=scales.data_ptr(),
+            bias=0 if bias is None else bias.data_ptr(),
+            num_pairs=num_in // 2,
+            num_blocks=num_blocks,
+            num_groups=weight.scales.shape[1],
+            is_int4=weight.zeros is not None,
+        )
+        self._block_bytes = values.nbytes // max(1, num_blocks)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [tokens, in]; returns [tokens, out]."""
+        out = x.new_empty((x.shape[0], self._num_out))
+        told, x_stride, out_stride = self._arguments, x.stride(0) * x.element_size(), self._num_out * x.element_size()
+        told.x_stride, num_threads = x_stride, torch.get_num_threads()
+        told.piece_blocks = self._piece_blocks(num_threads)
+        for first in range(0, x.shape[0], PANEL_ROWS):
+            told.next_piece, told.num_rows = 0, min(PANEL_ROWS, x.shape[0] - first)
+            told.x, told.out = x.data_ptr() + first * x_stride, out.data_ptr() + first * out_stride
+            self._kernel(told, num_threads)
+        return out
+
+    def _piece_blocks(self, num_threads: int) -> int:
+        num_blocks = self._num_out // BLOCK_OUTPUTS
+        has_many = num_blocks >= SHORT_BLOCKS * SHORT_PIECES * num_threads
+        return SHORT_BLOCKS if has_many and self._block_bytes <= SHORT_BLOCK_BYTES else 1
+
+
+@cache
+def _kernel() -> Kernel:
+    return Kernel(multiply_quantized)
+
+
+def make_quantized_matmul(weight: QuantizedWeight, bias: Tensor | None) -> QuantizedMatmul:
+    """With one that it can_multiply."""
+    return QuantizedMatmul(_kernel(), weight, bias)
+
+
+def _int8_blocks(values: Tensor) -> Tensor:
+    """[out, in] to [blocks, pairs of inputs, 64 outputs, 2]."""
+    return values.view(-1, BLOCK_OUTPUTS, values.shape[1] // 2, 2).transpose(1, 2).contiguous()
+
+
+def _int4_blocks(packed: Tensor) -> Tensor:
+    """[out, in / 2] to [blocks, pairs of inputs, two parts, 16 outputs, 2], the next 16 outputs in the high halves."""
+    found = packed.new_empty((packed.shape[0] // BLOCK_OUTPUTS, packed.shape[1], 2, 16, 2))
+    for block, rows in zip(found, packed.view(-1, BLOCK_OUTPUTS, packed.shape[1]), strict=True):
+        numbers = unpack_nibbles(rows).view(2, 2, 16, -1, 2)  # [part, half, outputs, pairs, 2]
+        block.copy_((numbers[:, 0] | (numbers[:, 1] << 4)).permute(2, 0, 1, 3))
+    return found
+
+
+def _scale_blocks(weight: QuantizedWeight) -> Tensor:
+    """[blocks, groups, scale and zero, 64], bf16."""
+    zeros = torch.zeros_like(weight.scales) if weight.zeros is None else weight.zeros
+    both = torch.stack([weight.scales, zeros]).bfloat16()  # [2, out, groups]
+    return both.view(2, -1, BLOCK_OUTPUTS, both.shape[2]).permute(1, 3, 0, 2).contiguous()

@@ -13,7 +13,7 @@ from gpu.scores import PLAIN, Scores
 if "avx512_bf16" not in cpu_flags():
     pytest.skip("needs a CPU with avx512_bf16", allow_module_level=True)
 
-from gpu.cpu_kernels.paged_attention import PagedAttention, divide
+from gpu.cpu_kernels.attention import PagedAttention, divide
 
 NUM_BLOCKS = 330
 

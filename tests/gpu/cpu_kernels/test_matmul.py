@@ -5,17 +5,17 @@ import torch
 import torch.nn.functional as F
 
 from gpu.device import cpu_flags
-from gpu.linear import ProductChoice, can_pack, keeps_rows, make_linear, pack, packed_linear
+from gpu.linear import can_pack, make_linear, pack
 
 if "avx512_bf16" not in cpu_flags() or not can_pack(torch.bfloat16, torch.device("cpu")):
     pytest.skip("needs a CPU with avx512_bf16, and a torch with oneDNN's packed products", allow_module_level=True)
 
-from gpu.cpu_kernels.packed_product import PackedProduct, PackedProducts, is_layout_known
+from gpu.cpu_kernels.matmul import PackedMatmul, PackedMatmuls, is_layout_known
 
 
 @pytest.fixture(scope="module")
-def make() -> PackedProducts:
-    return PackedProducts(ProductChoice(uses_kernel=True, is_open=keeps_rows()))
+def make() -> PackedMatmuls:
+    return PackedMatmuls()
 
 
 def noise(*shape: int) -> torch.Tensor:
@@ -27,7 +27,7 @@ def noise(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize(("num_out", "num_in"), [(64, 64), (192, 1024), (128, 2176), (320, 1088)])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_products_are_torchs(
-    make: PackedProducts,
+    make: PackedMatmuls,
     monkeypatch: pytest.MonkeyPatch,
     num_threads: int,
     num_rows: int,
@@ -39,14 +39,14 @@ def test_products_are_torchs(
     weight, x = noise(num_out, num_in), noise(num_rows, num_in)
     bias = noise(num_out) if has_bias else None
     product = make_linear(weight, bias, make)
-    assert isinstance(product, PackedProduct)
+    assert isinstance(product, PackedMatmul)
     want = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
     assert torch.allclose(product(x).float(), want, rtol=2.0**-8, atol=1e-3)
 
 
 @pytest.mark.bits
 @pytest.mark.parametrize(("num_out", "num_in"), [(192, 2176), (896, 4864), (1152, 896), (64, 4096)])
-def test_a_row_is_rounded_the_same_in_any_company(make: PackedProducts, num_out: int, num_in: int) -> None:
+def test_a_row_is_rounded_the_same_in_any_company(make: PackedMatmuls, num_out: int, num_in: int) -> None:
     """With one thread or two, of a panel and of several, of a piece of one block and of several."""
     product = make_linear(noise(num_out, num_in), None, make)
     x = noise(600, num_in)
@@ -63,47 +63,26 @@ def test_a_row_is_rounded_the_same_in_any_company(make: PackedProducts, num_out:
         torch.set_num_threads(before)
 
 
-def test_onednn_multiplies_where_it_is_chosen() -> None:
-    weight, x = noise(128, 1024), noise(40, 1024)
-    product = make_linear(weight, None, PackedProducts(ProductChoice(uses_kernel=False)))
-    assert torch.equal(product(x), make_linear(weight, None, packed_linear)(x))
-
-
-def test_rows_may_lie_apart(make: PackedProducts) -> None:
+def test_rows_may_lie_apart(make: PackedMatmuls) -> None:
     weight, x = noise(64, 128), noise(5, 192)[:, 64:]
     assert torch.equal(make_linear(weight, None, make)(x), make_linear(weight, None, make)(x.contiguous()))
 
 
 @pytest.mark.parametrize(("num_out", "num_in"), [(48, 72), (64, 72), (100, 64)])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_a_matrix_that_is_padded_is_left_to_onednn_where_that_keeps_rows(
-    make: PackedProducts, num_out: int, num_in: int, has_bias: bool
+def test_a_matrix_that_is_padded_is_left_to_onednn(
+    make: PackedMatmuls, num_out: int, num_in: int, has_bias: bool
 ) -> None:
     weight, x = noise(num_out, num_in), noise(40, num_in)
     bias = noise(num_out) if has_bias else None
     product = make_linear(weight, bias, make)
-    assert not isinstance(product, PackedProduct)
+    assert not isinstance(product, PackedMatmul)
     whole = product(x)
     assert torch.allclose(
         whole.float(), F.linear(x.float(), weight.float(), bias if bias is None else bias.float()), rtol=0.02, atol=0.05
     )
     for num_rows in (1, 2, 7, 33):
         assert torch.equal(product(x[:num_rows]), whole[:num_rows])
-
-
-@pytest.mark.skipif(keeps_rows(), reason="needs a CPU with AMX: elsewhere oneDNN multiplies")
-@pytest.mark.parametrize(("num_out", "num_in"), [(48, 72), (64, 72), (100, 64)])
-def test_without_onednn_a_matrix_is_padded_for_the_kernel(
-    make: PackedProducts, monkeypatch: pytest.MonkeyPatch, num_out: int, num_in: int
-) -> None:
-    def refuse(*_: object) -> None:
-        raise AssertionError("oneDNN's rounding depends on a row's company")
-
-    monkeypatch.setattr(torch.ops.mkldnn._linear_pointwise, "default", refuse)
-    weight, x = noise(num_out, num_in), noise(5, num_in)
-    assert torch.allclose(
-        make_linear(weight, None, make)(x).float(), x.float() @ weight.float().T, rtol=2.0**-8, atol=1e-3
-    )
 
 
 def test_another_layout_than_the_one_known_is_noticed() -> None:
