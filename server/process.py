@@ -1,7 +1,7 @@
 """The process's life: listen, load, serve, drain, exit. Thread: loop.
 
 The port listens at once; while the engine loads on its thread, /health answers and everything else says 503 with the
-stage. What is loaded, and how, is an argument (server/__main__.py): this file knows no model.
+stage. What is loaded, and how, is an argument (server/engine_loader.py): this file knows no model.
 """
 
 import asyncio

@@ -17,8 +17,8 @@ import pytest
 import uvloop
 
 from core.types import Cancel, FinishReason, Message
-from server.__main__ import engine_loader
 from server.config import ServerConfig
+from server.engine_loader import engine_loader
 from server.engine_thread import EngineThread
 from server.process import Server
 from server.wire.frame_gate import DATA, GOAWAY, HEADERS, PREFACE, RST_STREAM, SETTINGS
