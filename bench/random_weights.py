@@ -20,7 +20,7 @@ from gpu.kernel_choice import find_operators
 from gpu.layer_weights import EMBEDDING, ModelWeights, empty_weights, targets
 from gpu.loading import FindOperators, warm_up
 from gpu.memory_plan import plan_memory
-from gpu.parallel.shards import HEAD
+from gpu.parallel.ranks import HEAD
 from gpu.runner import ModelRunner
 
 

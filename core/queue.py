@@ -439,14 +439,10 @@ class Charges:
         self._num_blocks = num_blocks
         self.bounds = RunningBounds()
 
-    def prefill_s(self, start: int, end: int, num_prompt_tokens: int) -> float:
-        """What these positions of a sequence cost."""
-        return self._model.prefill_s(start, end, num_prompt_tokens)
-
     def prepay(self, sequence: Sequence) -> None:
         """Charge for all that an admitted sequence, which has its slot and does not run yet, has to compute now."""
         start, end = sequence.num_computed_tokens, len(sequence.token_ids)
-        cost_s = self.prefill_s(start, end, sequence.num_prompt_tokens)
+        cost_s = self._model.prefill_s(start, end, sequence.num_prompt_tokens)
         sequence.prepaid_end = end
         sequence.prepaid_token_s = cost_s / (end - start)
         sequence.prepaid_s = cost_s

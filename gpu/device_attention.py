@@ -15,11 +15,11 @@ from torch import Tensor
 
 from core.config import BLOCK_SIZE
 from gpu.attention import TILE_TOKENS, AttentionKernels, RaggedRows
-from gpu.device_clock import NEVER_S, Timer, graph_seconds, seconds_or_never
 from gpu.device_products import machine_name
 from gpu.kv_cache import LayerKV
 from gpu.measured_file import measured_file, read_kept, write_kept
 from gpu.scores import PLAIN, Scores
+from gpu.streams import NEVER_S, Timer, graph_seconds, seconds_or_never
 
 Shape = tuple[int, int, int]
 

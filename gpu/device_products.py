@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu.device_clock import NEVER_S, Timer, graph_seconds, seconds_or_never
 from gpu.linear import Linear
 from gpu.measured_file import measured_file, read_kept, write_kept
+from gpu.streams import NEVER_S, Timer, graph_seconds, seconds_or_never
 
 PLAIN_NAMES = ("bfloat16", "float16", "float32")
 MOST_FEW_ROWS = 16

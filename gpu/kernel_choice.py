@@ -9,10 +9,10 @@ from core.config import EngineConfig, ModelConfig
 from gpu.cpu_kernels import support as cpu
 from gpu.device import DeviceChoice
 from gpu.device_attention import Attends, DeviceAttention, attention_here, heads_name
-from gpu.graphs import CudaRecorder, GraphRecorder
 from gpu.kernels import support as cuda
 from gpu.operators import Operators
 from gpu.sampler_choice import find_sampler
+from gpu.step_graphs import CudaRecorder, GraphRecorder
 from gpu.step_shapes import step_shapes
 from gpu.varlen_attention import find_attention
 

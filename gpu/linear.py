@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpu.device import cpu_flags
-from gpu.huge_pages import use_huge_pages
+from gpu.device import cpu_flags, use_huge_pages
 
 Linear = Callable[[Tensor], Tensor]
 """[tokens, in] -> [tokens, out]"""

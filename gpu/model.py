@@ -16,11 +16,10 @@ from gpu.batch import DeviceBatch
 from gpu.expert_weights import ExpertWeights
 from gpu.kv_cache import KVCache, LayerKV
 from gpu.layer_weights import LayerWeights, ModelWeights
+from gpu.layers import Block, Experts, Mlp, Rope
 from gpu.linear import Linear
-from gpu.mlp import Block, Experts, Mlp
 from gpu.operators import HeadNorms, Operators
-from gpu.parallel.head_norms import norm_heads
-from gpu.rope import Rope
+from gpu.parallel.ranks import norm_heads
 from gpu.scores import Scores
 from gpu.tied_head import Embed
 

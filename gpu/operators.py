@@ -16,12 +16,11 @@ from gpu.attention import AttentionKernels
 from gpu.device_products import DeviceProducts
 from gpu.expert_weights import ExpertWeights
 from gpu.kv_cache import LayerKV
+from gpu.layers import GATED, Block, Experts, Gated, apply_rope
 from gpu.linear import Linear, ProductChoice, can_pack, make_linear, packed_linear
-from gpu.mlp import GATED, Block, Experts, Gated
 from gpu.parallel.ranks import Ranks
 from gpu.quantize import QuantizedWeight, Weight
 from gpu.quantized_linear import make_quantized_linear
-from gpu.rope import apply_rope
 from gpu.sampler import SamplerChoice
 from gpu.tied_head import Embed, make_tied
 

@@ -20,27 +20,23 @@ from core.config import BLOCK_SIZE, EngineConfig, ModelConfig
 from core.plan import DeviceError, RunnerLimits, StepOutput, StepPlan
 from core.types import TokenLogprobs
 from gpu.attention import TILE_TOKENS
-from gpu.batch import BatchBuilder, SampledRows
+from gpu.batch import BatchBuilder, DrawnTokens, OnTheirWay, SampledRows
 from gpu.checkpoint import Checkpoint
-from gpu.device import FEW_TOKENS, last_level_cache_bytes
+from gpu.device import FEW_TOKENS, last_level_cache_bytes, trim_heap
 from gpu.device_attention import DeviceAttention
-from gpu.drawn_tokens import DrawnTokens, OnTheirWay
 from gpu.elementwise_speed import find_elementwise
-from gpu.graph_memory import CountedGraphs, TrialParts, count_graphs
-from gpu.host_streams import open_streams
 from gpu.kernel_choice import find_recorder
 from gpu.kv_cache import KVCache, bytes_per_block
-from gpu.kv_offload import CopyTicket, KVOffload, open_offload
+from gpu.kv_store import CopyTicket, KVOffload, open_offload
 from gpu.layer_weights import ModelWeights
 from gpu.measured import MIN_PARAMETERS, Measured, Measuring
 from gpu.memory_plan import MemoryPlan
 from gpu.model import Model
 from gpu.operators import Operators
-from gpu.prompt_logprobs import PromptScores, score
-from gpu.sampler import Drawn, RowLogprobs, Sampler
-from gpu.spent_memory import trim_heap
-from gpu.step_graphs import Progress
+from gpu.sampler import Drawn, PromptScores, RowLogprobs, Sampler, score
+from gpu.step_graphs import CountedGraphs, Progress, TrialParts, count_graphs
 from gpu.step_shapes import max_decodes, step_shapes
+from gpu.streams import open_streams
 
 if TYPE_CHECKING:
     from gpu.device_steps import DeviceSteps, SentStep

@@ -23,7 +23,7 @@ def find_sampler(config: ModelConfig, choice: DeviceChoice) -> SamplerChoice | N
     if why_no_sampling_kernel(config, choice) is not None:
         return None
     if choice.device.type == "cuda":
-        from gpu.kernels.device_sampler import DeviceSampler
+        from gpu.kernels.sampler import DeviceSampler
 
         return SamplerChoice(DeviceSampler)
     from gpu.cpu_kernels.row_sampler import RowSampler

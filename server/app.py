@@ -23,15 +23,14 @@ from server.gate.deadlines import OwnDeadlineExceeded
 from server.gate.gate import Gate
 from server.gate.identity import mask_keys
 from server.gate.quota import limit_headers
-from server.listening.refusals import DENIED
+from server.listening.clients import DENIED
 from server.observing.accounting import NO_REQUEST, Account, Flight, TraceContext, continue_trace, status_told
 from server.observing.logs import current_request_id, current_trace_id
 from server.observing.metrics import Metrics
 from server.observing.timing import Stage, StageClock
 from server.routes import MethodNotAllowed, Route, find_route
 from server.values import escape
-from server.wire.messages import Headers, ResponseHead
-from server.wire.peer import Peer
+from server.wire.messages import Headers, Peer, ResponseHead
 from server.wire.stream import ClientDisconnected, HttpStream
 
 logger = logging.getLogger(__name__)

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from server.config import ServerConfig
 from server.gate.tenants import LOCAL_NAME
-from server.listening.binds import Bind, TcpAddress, UnixAddress
-from server.listening.listening_sockets import ListeningSocket
+from server.listening.sockets import Bind, ListeningSocket, TcpAddress, UnixAddress
 from server.values import format_count, format_size
 
 SURFACES = "/v1/chat/completions /v1/completions /v1/responses /metrics"

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from server.commands.model_list import ModelFacts
     from server.config import ServerConfig
 
+logger = logging.getLogger(__name__)
+
 BROKEN_PIPE = 141  # as shells report SIGPIPE
 DEFAULT_QUESTION_SOURCE = "-"  # -q -: the question comes from stdin
 
@@ -107,7 +109,7 @@ def _run(argv: list[str]) -> int:
     from server.config_sources import load_config
     from server.values import did_you_mean
 
-    parser, by_command = build_parsers()
+    parser, by_command = build_parsers("--help-all" in argv)
     if not argv[0].startswith("-") and argv[0] not in COMMANDS:
         parser.error(f"unknown command: {argv[0]}{did_you_mean(argv[0], COMMANDS)}")
     arguments, unknown = parser.parse_known_args(argv)
@@ -116,6 +118,9 @@ def _run(argv: list[str]) -> int:
     if arguments.command == "bench":
         by_command["bench"].error("what to measure? steploop bench serve --help")
     config = load_config(flags_given(arguments), os.environ)
+    if arguments.command != "serve":
+        for warning in config.warnings:
+            _report(f"warning: {warning}")
     if arguments.command in ("serve", "doctor", "models"):
         check_address_space()
     commands = {"serve": _serve, "chat": _chat, "doctor": _doctor, "models": _models, "keys": _keys, "usage": _usage}
@@ -138,6 +143,8 @@ def _serve(arguments: argparse.Namespace, config: "ServerConfig") -> int:
 
     log = configure_logging(config.log_level, config.log_format)
     log_everything()
+    for warning in config.warnings:
+        logger.warning(warning)
     flags = flags_given(arguments)
     try:
         return run_server(config, lambda: load_config(flags, os.environ))
@@ -436,8 +443,8 @@ def find_plan(config: "ServerConfig") -> "PlanFacts":
     from gpu.kept_matrices import kept_scheme
     from gpu.kernel_choice import describe_attention, describe_graphs, describe_products
     from gpu.memory_plan import estimate
-    from gpu.parallel.loading import estimate_ranks
-    from gpu.parallel.shards import part_of
+    from gpu.parallel.ranks import part_of
+    from gpu.parallel.runner import estimate_ranks
     from server.__main__ import model_path, served_name
     from server.commands.doctor import PlanFacts
     from server.commands.model_files import parse_config, read_model_files

@@ -44,7 +44,7 @@ _CLEARED = "No request finds now what was computed before"
 
 
 class Output(Protocol):
-    """Where deltas end up: the connections, each with what it has to write. server.wire.write_batch implements it."""
+    """Where deltas end up: the connections, each with what it has to write. WriteBatch implements it."""
 
     @property
     def num_writes(self) -> int:

@@ -32,17 +32,15 @@ from server.gate.gate import Gate
 from server.ledger.ledger import open_ledger
 from server.ledger.usage import ANY_MODEL
 from server.lifecycle import Lifecycle
-from server.listening.descriptors import allow_connections
 from server.listening.listener import ALL_HELD_BODY_BYTES, Listener, ListenerConfig
-from server.listening.listening_sockets import shown_addresses
-from server.listening.socket_activation import PassedSocket, take_passed_sockets
+from server.listening.sockets import PassedSocket, allow_connections, shown_addresses, take_passed_sockets
 from server.loaded_engine import EngineFacts, LoadedEngine, LoadEngine, generation_defaults, prompt_reader, server_card
 from server.observing.logs import tell
 from server.observing.metrics import LoopLag, Metrics, Standing
 from server.observing.otel import TraceExporter
 from server.supervision import EngineLost, Supervision
 from server.systemd import ServiceManager
-from server.wire.connection_limits import HELD_BODY_BYTES
+from server.wire.limits import HELD_BODY_BYTES
 from server.wire.tls import ServerTls, server_tls
 
 logger = logging.getLogger(__name__)

@@ -167,7 +167,7 @@ def test_only_the_engine_and_three_writers_of_files_start_threads() -> None:
         "server/engine_thread.py",
         "server/ledger/journal.py",
         "server/observing/logs.py",
-        "gpu/kv_directory.py",
+        "gpu/kv_store.py",
     ]
 
 

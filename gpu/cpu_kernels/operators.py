@@ -19,8 +19,8 @@ from gpu.cpu_kernels.packed_product import PackedProducts
 from gpu.cpu_kernels.paged_attention import PagedAttention
 from gpu.cpu_kernels.team import Kernel
 from gpu.kv_cache import LayerKV
+from gpu.layers import Gated
 from gpu.linear import Linear, ProductChoice, keeps_rows
-from gpu.mlp import Gated
 from gpu.operators import ElementwiseChoice, HeadNorms, Operators
 from gpu.quantize import QuantizedWeight
 

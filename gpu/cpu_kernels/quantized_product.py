@@ -11,7 +11,7 @@ from torch import Tensor
 from gpu.cpu_kernels.layout import BLOCK_OUTPUTS
 from gpu.cpu_kernels.quantized_products import Arguments, multiply_quantized
 from gpu.cpu_kernels.team import Kernel
-from gpu.huge_pages import use_huge_pages
+from gpu.device import use_huge_pages
 from gpu.quantize import FP8, QuantizedWeight, unpack_nibbles
 
 PANEL_ROWS = 512  # at a time: their sums stay in a second-level cache

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from core.config import ExpertsConfig, ModelConfig
 from gpu.attention import AttentionKernels
-from gpu.device_clock import Timer
 from gpu.device_products import DeviceProducts
 from gpu.expert_weights import ExpertWeights
 from gpu.kernels.block_sizes import (
@@ -26,11 +25,12 @@ from gpu.kernels.elementwise import add_and_norm, gate, rotate_and_store
 from gpu.kernels.experts import GroupedExperts, can_group
 from gpu.kernels.product import Product, can_multiply, stored_as
 from gpu.kv_cache import LayerKV
+from gpu.layers import SWIGLU_LIMIT, SWIGLU_SLOPE, Block, Gated
 from gpu.linear import Linear, make_linear
-from gpu.mlp import SWIGLU_LIMIT, SWIGLU_SLOPE, Block, Gated
 from gpu.operators import HeadNorms, Operators
 from gpu.quantize import QuantizedWeight, Weight
 from gpu.quantized_linear import SlabLinear
+from gpu.streams import Timer
 from gpu.tied_head import Embed
 
 ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1, "clamped_swiglu": 2}  # as elementwise.gate numbers them

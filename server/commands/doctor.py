@@ -14,8 +14,7 @@ from core.errors import ExitCode, StartupError
 from server.commands.console import new_console
 from server.commands.hub_cache import NotFetched
 from server.commands.versions import LISTED, NOT_EVERYWHERE, VersionOf, check_floors, installed_version, versions
-from server.listening.binds import Bind, PassedAddress, TcpAddress
-from server.listening.listening_sockets import open_binds
+from server.listening.sockets import Bind, PassedAddress, TcpAddress, open_binds
 from server.values import format_count, format_size
 
 TRIAL_BACKLOG = 1

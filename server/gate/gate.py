@@ -25,8 +25,7 @@ from server.gate.identity import (
 from server.gate.jwt import KEY_WAIT_S, JwtRules, JwtVerifier, KeySource
 from server.gate.quota import S_NS, Moment, Quotas, UsedTokens
 from server.gate.tenants import certificate_name, stated_values
-from server.wire.messages import HttpRequest
-from server.wire.peer import Peer
+from server.wire.messages import HttpRequest, Peer
 
 logger = logging.getLogger(__name__)
 

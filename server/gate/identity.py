@@ -32,8 +32,7 @@ from core.errors import ErrorKind, ExitCode, ServiceError, StartupError
 from server.gate.jwt import BadToken, JwtVerifier, KeysUnavailable, looks_like_jwt
 from server.gate.tenants import LOCAL, LOCAL_NAME, Tenant, certificate_name
 from server.values import BadValueError, did_you_mean, readable_fix
-from server.wire.messages import HttpRequest
-from server.wire.peer import ClientCertificate
+from server.wire.messages import ClientCertificate, HttpRequest
 
 KEY_MARK = "sl-"  # ours at first sight, for people and for those who search repositories for secrets
 NUM_ID_CHARS = 8

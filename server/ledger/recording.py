@@ -2,8 +2,7 @@
 
 from functools import partial
 
-from server.wire.messages import Headers, ResponseHead, TextFrame, TextWriter
-from server.wire.peer import Peer
+from server.wire.messages import Headers, Peer, ResponseHead, TextFrame, TextWriter
 from server.wire.stream import HttpStream, StreamCarrier, WrittenCallback
 
 KEPT_HEADERS = (b"content-type", b"x-accel-buffering")  # the others are each response's own

@@ -25,8 +25,7 @@ from server.gate.tenants import LOCAL_NAME
 from server.observing.logs import AccessRecord, access_is_logged, log_access
 from server.observing.metrics import OUR_REFUSALS, Finished, Metrics
 from server.observing.timing import MS_NS, S_NS, StageClock
-from server.wire.messages import Headers, HttpRequest
-from server.wire.peer import Peer
+from server.wire.messages import Headers, HttpRequest, Peer
 from server.wire.stream import HttpStream
 
 _SANE = re.compile(rb"[A-Za-z0-9_.:\-]{1,128}")

@@ -11,7 +11,7 @@ from core.config import QUANTIZE_SCHEMES, EngineConfig, parse_model_config
 from gpu.checkpoint import open_checkpoint
 from gpu.kernel_choice import find_operators
 from gpu.layer_weights import ModelWeights
-from gpu.memory_sizes import weights_size_bytes
+from gpu.memory_plan import weights_size_bytes
 from gpu.quantize import QuantizedWeight, can_quantize, dequantize, quantize
 from gpu.runner import ModelRunner
 from gpu.weights import MatrixForm, load_weights

@@ -21,9 +21,8 @@ from core.plan import RunnerLimits
 from core.simulation import CostModel, SimulatedRunner
 from core.types import Cancel, FinishReason, Pause
 from server.gate.tenants import LOCAL_NAME
-from server.wire.connection_limits import ConnectionLimits, Http2Limits
 from server.wire.frame_gate import DATA, GOAWAY, HEADER_BYTES, HEADERS, PREFACE, RST_STREAM, SETTINGS
-from server.wire.frame_limits import FrameLimits, Rate
+from server.wire.limits import ConnectionLimits, FrameLimits, Http2Limits, Rate
 from tests.server.raw_http2 import frame
 from tests.server.simulated_server import TOKENIZER, SimulatedServer, completion, request
 

@@ -20,7 +20,7 @@ from core.plan import RunnerLimits
 from core.simulation import CostModel, SimulatedClock, SimulatedRunner
 from core.types import Pause
 from server.config import ServerConfig
-from server.wire.connection_limits import ConnectionLimits
+from server.wire.limits import ConnectionLimits
 from tests.server.drawn_calls import TENANTS, draw_call, draw_tenants
 from tests.server.fakes import MemoryTransport
 from tests.server.fault_checks import LifeChecks, Tally, written

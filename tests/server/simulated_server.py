@@ -39,9 +39,9 @@ from server.ledger.idempotency import Idempotency
 from server.ledger.ledger import OpenLedger, opened
 from server.ledger.usage import NO_PRICES, Prices
 from server.lifecycle import Lifecycle, PromptReader
-from server.listening.client_gate import ClientRules
+from server.listening.clients import ClientRules
 from server.observing.metrics import Metrics
-from server.wire.connection_limits import ConnectionLimits
+from server.wire.limits import ConnectionLimits
 from tests.core.chat_templates import CHATML
 from tests.core.small_tokenizers import SPECIAL, byte_level
 from tests.server.fakes import MemoryServer, MemoryTransport

@@ -30,7 +30,7 @@ from server.gate.admission import (
 from server.gate.deadlines import DeadlineTable
 from server.gate.tenants import Limits, Tenant
 from server.lifecycle import OFFLOAD_BYTES
-from server.listening.client_gate import ClientRules
+from server.listening.clients import ClientRules
 from tests.server.fakes import PEER, MemoryTransport
 from tests.server.simulated_server import STREAM, TOKENIZER, Answer, SimulatedServer, answers, completion, request
 

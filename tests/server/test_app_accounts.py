@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from core.errors import ErrorKind, ServiceError
-from server.listening.client_gate import ClientRules
+from server.listening.clients import ClientRules
 from server.observing.metrics import MAX_UNKNOWN_FIELDS, OTHER_FIELDS
 from tests.server import raw_http2
 from tests.server.fakes import MemoryTransport

@@ -8,8 +8,7 @@ import pytest
 from core.errors import ErrorKind, ServiceError
 from server.gate.identity import ALL_SCOPES, Authenticator, Caller, KeyRecord, Scope, make_directory
 from server.gate.tenants import Tenant
-from server.wire.messages import Headers, HttpRequest
-from server.wire.peer import ClientCertificate
+from server.wire.messages import ClientCertificate, Headers, HttpRequest
 
 NOW = datetime(2030, 1, 1, tzinfo=UTC)
 ACME = Tenant(name="acme", certificates=("DNS:acme.example", "uri:spiffe://example/acme"))

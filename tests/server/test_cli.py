@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import signal
 import ssl
 import subprocess
@@ -109,12 +110,27 @@ def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"steploop {__version__}\n"
 
 
-def test_serve_help_lists_every_option_and_every_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+def help_of(*words: str, capsys: pytest.CaptureFixture[str]) -> tuple[str, set[str]]:
+    """The text, and the flags that it lists."""
     with pytest.raises(SystemExit):
-        main(["serve", "--help"])
+        main([*words])
     text = capsys.readouterr().out
-    assert all(option.flag in text for option in OPTIONS)
+    return text, set(re.findall(r"^  (--[\w-]+)", text, re.MULTILINE))
+
+
+def test_serve_help_lists_what_an_operator_can_be_asked_to_know(capsys: pytest.CaptureFixture[str]) -> None:
+    text, listed = help_of("serve", "--help", capsys=capsys)
+    assert len(listed) <= 60
+    assert listed - {"--estimate", "--debug", "--help-all"} == {one.flag for one in OPTIONS if not one.is_rare}
     assert all(f"{code:>2}  {code.meaning}" in text for code in ExitCode)
+
+
+def test_help_all_lists_every_setting_and_docs_name_no_other(capsys: pytest.CaptureFixture[str]) -> None:
+    _, listed = help_of("serve", "--help-all", capsys=capsys)
+    assert listed - {"--estimate", "--debug", "--help-all"} == {one.flag for one in OPTIONS}
+    texts = [path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))]
+    variables = {name for text in texts for name in re.findall(r"\bSTEPLOOP_[A-Z0-9_]+[A-Z0-9]\b", text)}
+    assert variables <= {one.variable for one in OPTIONS}
 
 
 @pytest.mark.parametrize(
@@ -384,7 +400,7 @@ def test_doctor_says_what_would_be_served_and_that_it_would(
 ) -> None:
     assert main(["doctor", "--model", str(model_path), "--device", "cpu", "--port", "0"]) == ExitCode.OK
     text = capsys.readouterr().out
-    assert all(word in text for word in ("h11", "memory bandwidth", "tiny-llama, LlamaForCausalLM", "KV cache"))
+    assert all(word in text for word in ("hpack", "memory bandwidth", "tiny-llama, LlamaForCausalLM", "KV cache"))
     assert text.splitlines()[-1] == "serve would start"
 
 

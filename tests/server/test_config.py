@@ -7,9 +7,8 @@ import pytest
 
 from core.errors import ExitCode, StartupError
 from server.commands.command_line import build_parsers, flags_given
-from server.config import OPTIONS, ServerConfig
+from server.config import OPTIONS, Option, ServerConfig
 from server.config_sources import FLAG_AS_KEY, load_config
-from server.settings.option import Option
 from tests.server.given_settings import SAMPLES, refusal, toml_flag
 
 
@@ -124,7 +123,7 @@ def test_unknown_toml_key_names_the_nearest(key: str, near: str, tmp_path: Path)
 def test_unknown_toml_key_like_no_other_says_where_all_are_listed(tmp_path: Path) -> None:
     error = refusal(toml_flag(tmp_path, "zzzzqq = 1"), {})
     assert error.cause.endswith("steploop.toml: zzzzqq")
-    assert "`steploop serve --help` lists: max_queue = 8 for --max-queue 8" in error.fix
+    assert "`steploop serve --help-all` lists: max_queue = 8 for --max-queue 8" in error.fix
     assert load_config(toml_flag(tmp_path, FLAG_AS_KEY.partition(" for ")[0]), {}).max_queue == 8
 
 

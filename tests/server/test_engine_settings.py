@@ -113,31 +113,47 @@ def test_what_several_ranks_do_not_have_is_refused(flags: dict[str, str | list[s
 
 
 @pytest.mark.parametrize(
-    ("given", "wanted"),
+    ("given", "wanted", "origins"),
     [
-        ([], ("auto", "auto")),
-        (["--no-overlap"], ("off", "auto")),
-        (["--lazy-graphs"], ("auto", "lazy")),
-        (["--overlap", "on", "--graphs", "lazy"], ("on", "lazy")),
-        (["--graphs", "lazy", "--lazy-graphs", "--overlap", "off", "--no-overlap"], ("off", "lazy")),
+        ([], ("auto", "auto"), []),
+        (["--no-overlap"], ("off", "auto"), ["--no-overlap"]),
+        (["--lazy-graphs"], ("auto", "lazy"), ["--lazy-graphs"]),
+        (["--overlap", "on", "--graphs", "lazy"], ("on", "lazy"), []),
+        (
+            ["--graphs", "auto", "--lazy-graphs", "--overlap", "off", "--no-overlap"],
+            ("off", "lazy"),
+            ["--no-", "--lazy-"],
+        ),
     ],
 )
-def test_switches_stand_for_a_mode(given: list[str], wanted: tuple[str, str]) -> None:
+def test_switches_of_the_last_release_stand_for_a_mode_with_a_warning(
+    given: list[str], wanted: tuple[str, str], origins: list[str]
+) -> None:
     parser, _ = build_parsers()
-    engine = load_config(flags_given(parser.parse_args(["serve", *given])), {}).to_engine_config()
+    config = load_config(flags_given(parser.parse_args(["serve", *given])), {})
+    engine = config.to_engine_config()
     assert (engine.overlap, engine.graphs) == wanted
+    assert len(config.warnings) == len(origins)
+    assert all(told.startswith(origin) for told, origin in zip(config.warnings, origins, strict=True))
+
+
+def test_a_switch_of_the_last_release_is_taken_from_environment_and_file(tmp_path: Path) -> None:
+    config = load_config(toml_flag(tmp_path, "lazy_graphs = true"), {"STEPLOOP_NO_OVERLAP": "1"})
+    assert (config.overlap, config.graphs) == ("off", "lazy")
+    assert config.warnings[0] == (
+        "STEPLOOP_NO_OVERLAP is an old name, which the next release will not take: use --overlap off"
+    )
 
 
 @pytest.mark.parametrize(
     ("flags", "cause"),
     [
-        ({"overlap": "on", "no_overlap": "true"}, "--overlap on and --no-overlap say two things"),
-        ({"graphs": "off", "lazy_graphs": "true"}, "--graphs off and --lazy-graphs say two things"),
+        ({"overlap": "on", "no_overlap": "true"}, "--overlap on and --no-overlap contradict each other"),
+        ({"graphs": "off", "lazy_graphs": "true"}, "--graphs off and --lazy-graphs contradict each other"),
     ],
 )
 def test_a_switch_against_its_mode_is_refused(flags: dict[str, str | list[str]], cause: str) -> None:
-    with pytest.raises(StartupError, match=cause):
-        load_config(flags, {}).to_engine_config()
+    assert refusal(flags, {}).cause == cause
 
 
 def test_model_is_a_directory_a_gguf_file_or_a_hubs_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,10 +32,10 @@ from server.observing.accounting import Accounting
 from server.observing.metrics import Histogram, Metrics
 from server.request_handle import RequestHandle
 from server.supervision import Supervision
-from server.wire.connection_limits import ConnectionLimits
 from server.wire.http1_exchanges import Http1Exchanges
+from server.wire.http2 import Responses as Http2Response
 from server.wire.http2_exchanges import Http2Exchanges
-from server.wire.http2_response import Responses as Http2Response
+from server.wire.limits import ConnectionLimits
 from server.wire.stream import HttpStream
 from tests.server.fakes import MemoryServer
 from tests.server.inline_ledger import rows

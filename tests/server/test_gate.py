@@ -21,7 +21,7 @@ from server.config_sources import load_config
 from server.gate.gate import Gate, load_directory
 from server.gate.identity import Scope
 from server.gate.tenants import Tenant
-from server.listening.binds import TcpAddress, UnixAddress
+from server.listening.sockets import TcpAddress, UnixAddress
 from server.process import warn_of_models
 from server.routes import PREFIXES, ROUTES, Route
 from tests.server.simulated_server import MODEL, STREAM, SimulatedServer, answers, chat, completion, request

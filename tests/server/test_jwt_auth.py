@@ -38,8 +38,7 @@ from server.gate.jwt import (
 from server.gate.quota import Ticket
 from server.gate.tenants import Limits, Tenant
 from server.values import BadValueError
-from server.wire.messages import HttpRequest
-from server.wire.peer import Peer
+from server.wire.messages import HttpRequest, Peer
 
 NOW_S = 1_900_000_000.0
 RSA = RSAKey.generate_key(2048, {"kid": "rsa"})

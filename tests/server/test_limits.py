@@ -1,6 +1,6 @@
 """DESIGN's table of limits, row by row: the default, what passes at the limit, what one past it gets.
 
-HTTP/1.1's own limits on lines and heads are in test_http1_prefilter, the rates' refilling in test_frame_gate.
+HTTP/1.1's own limits on lines and heads are in test_http1_head, the rates' refilling in test_frame_gate.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from server.api import decoding
 from server.config import ServerConfig
 from server.config_sources import load_config
 from server.wire.frame_gate import PRIORITY, WINDOW_UPDATE
-from server.wire.frame_limits import Rate
+from server.wire.limits import Rate
 from tests.server import limit_probes as probes
 from tests.server.fakes import MemoryServer
 from tests.server.limit_probes import CALM, CONNECTION, FRAMES, HTTP2, PASSES, KiB, MiB

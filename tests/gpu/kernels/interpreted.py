@@ -3,9 +3,9 @@
 from core.config import ModelConfig
 from gpu.device import DeviceChoice
 from gpu.device_attention import DeviceAttention
-from gpu.kernels.device_sampler import DeviceSampler
 from gpu.kernels.operators import TritonOperators
 from gpu.kernels.paged_attention import PagedAttention
+from gpu.kernels.sampler import DeviceSampler
 from gpu.operators import Operators
 from gpu.sampler import SamplerChoice
 

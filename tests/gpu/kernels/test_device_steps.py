@@ -15,13 +15,12 @@ from core.plan import PENDING
 from core.types import Request, SamplingParams
 from gpu import device_steps
 from gpu.device_steps import DeviceSteps
-from gpu.graph_memory import CountedGraphs, count_graphs
-from gpu.graphs import CaptureError, Graph
 from gpu.kernels.device_rows import StepRows
-from gpu.kernels.device_sampler import MAX_BIASES
+from gpu.kernels.sampler import MAX_BIASES
 from gpu.loading import load_runner
 from gpu.memory_plan import MemoryPlan
 from gpu.runner import ModelRunner
+from gpu.step_graphs import CaptureError, CountedGraphs, Graph, count_graphs
 from gpu.step_shapes import StepShape, StepShapes
 from tests.gpu.conftest import ENGINE, no_progress
 from tests.gpu.driver import GREEDY, DrivenSequence, Driver, make_plan

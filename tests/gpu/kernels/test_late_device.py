@@ -13,9 +13,9 @@ import torch
 
 from core.config import EngineConfig
 from core.plan import StepPlan
-from gpu.graphs import Graph
-from gpu.host_streams import HostStreams
 from gpu.runner import ModelRunner, StepTicket
+from gpu.step_graphs import Graph
+from gpu.streams import HostStreams
 from tests.gpu.conftest import ENGINE
 from tests.gpu.fake_cuda_graphs import FakeRecorder
 from tests.gpu.kernels.test_device_steps import (  # noqa: F401  # fixtures are found by their names
