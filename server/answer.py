@@ -165,7 +165,7 @@ class Answer:
             self._ends.append(reason)
             self._watch.drop(choice)
             if self._clocks[choice].last_s is not None:
-                self._place.on_choice_end(choice)
+                self._place.on_choice_end()
             if self._allowance is not None:
                 self._allowance.drop(choice)
         # What ends a choice for no reason that the wire knows is told with the end of the request, as an error

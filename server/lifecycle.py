@@ -227,13 +227,10 @@ class Lifecycle:
         ticket: Ticket,
     ) -> Outcome:
         place = self.admission.enter(ticket.caller.sharing_name, len(body))  # others came while this one's body did
-        usage = None
         try:
-            outcome = await self._generate(surface, stream, body, request_id, timings, ticket, place)
-            usage = outcome.usage
-            return outcome
+            return await self._generate(surface, stream, body, request_id, timings, ticket, place)
         finally:
-            place.leave(usage, self.clock.monotonic())
+            place.leave(self.clock.monotonic())
 
     async def _generate(
         self,

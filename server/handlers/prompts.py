@@ -106,7 +106,7 @@ async def _answer_computed(
     try:
         reply, unknown_fields = await state.served.compute(lambda: work(body), len(body))
     finally:
-        place.leave(None, exchange.clock())
+        place.leave(exchange.clock())
     state.metrics.count_unknown_fields(unknown_fields)
     exchange.send(reply)
 
