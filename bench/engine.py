@@ -22,7 +22,6 @@ from typing import Any
 import msgspec
 import torch
 
-import bench.no_spin  # noqa: F401
 from bench.engine_runs import DecodeRun, EngineRuns, MemoryRun, PrefillRun, result_tables
 from bench.limits import Limits, limit_tables, measure_limits
 from bench.results import RESULTS_DIR, command_line, print_tables, write_result

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import bench.no_spin  # noqa: F401
 from bench.results import RESULTS_DIR, Table, command_line, print_tables, write_result
 from core.config import BLOCK_SIZE, EngineConfig, parse_model_config
 from core.engine import Engine

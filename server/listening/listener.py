@@ -28,10 +28,10 @@ from server.listening.clients import (
     Refusals,
 )
 from server.listening.sockets import DEFAULT_UNIX_MODE, Bind, ListeningSocket, PassedSocket, TcpAddress, open_binds
-from server.wire.connection import Connection, ConnectionContext, Handler, Refuse, WriteBatch
+from server.wire.connection import Connection, ConnectionContext, Handler, HttpDate, Refuse, WriteBatch
 from server.wire.http1_exchanges import first_exchanges
 from server.wire.limits import ConnectionLimits
-from server.wire.messages import HttpDate, Peer, socket_peer
+from server.wire.messages import Peer, socket_peer
 from server.wire.stream import BodyRoom
 from server.wire.tls import REFUSED_ALERT, ServerTls, start_tls
 

@@ -129,7 +129,7 @@ def test_each_error_is_told_with_its_fix_and_the_first_decides_the_code() -> Non
 
 
 def test_a_floor_that_is_not_held_is_an_error() -> None:
-    section = version_section(lambda name: "0.14.0" if name == "h11" else "99")
+    section = version_section(lambda name: "4.3.0" if name == "h2" else "99")
     assert exit_code([section]) == ExitCode.VERSION
 
 
