@@ -35,7 +35,7 @@ from core.types import (
     Usage,
 )
 
-LOOK_EVERY_S = 0.1  # for the Outlook
+LOOK_EVERY_S = 0.25  # for the Outlook
 _NUM_COMPUTED_TOKENS: Callable[[Sequence], int] = attrgetter("num_computed_tokens")
 
 
@@ -589,13 +589,19 @@ class Scheduler:
             self.states.finish(sequence, reason)
 
     def _look_ahead(self, now: float) -> None:
-        """Say anew what is expected. Seldom: it looks at all that run."""
-        self._looked_s = now
+        """Say anew what is expected, once enough steps were measured. Seldom: it looks at all that run."""
         cost_s, limits, running = self.step_cost.rough_s, self.limits, self.states.running
         if cost_s is None:
             return
+        self._looked_s = now
         mean, counts = self.states.mean_answer_tokens, self._counts
-        said = [(s.num_own_tokens, s.max_length - s.num_prompt_tokens) for s in running if s.num_own_tokens]
+        decoding = [  # tokens that each has said, and that it may say
+            (num_said, sequence.max_length - sequence.num_prompt_tokens)
+            for sequence in running
+            if (num_said := len(sequence.token_ids) - sequence.num_prompt_tokens)
+        ]
+        rate = len(decoding) / mean  # of ends, by the token; of one that has said over twice the mean it is less
+        rate += sum([1 / tokens_left(mean, *one) - 1 / mean for one in decoding if one[0] > 2 * mean])
         self._outlook = Outlook(
             step_cost_s=cost_s,
             max_sequences=limits.max_sequences,
@@ -604,8 +610,8 @@ class Scheduler:
             inter_token_target=self._inter_token_target,
             miss_ratio=1 - counts.num_cache_hits / max(1, counts.num_cache_queries),
             kv_of_one=self.pool.num_used * limits.block_size / max(1, len(running)),
-            tokens_left=len(said) / sum(1 / tokens_left(mean, *one) for one in said) if said else mean,
-            first_left=max(1, min((num_allowed - num_said for num_said, num_allowed in said), default=1)),
+            tokens_left=len(decoding) / rate if decoding else mean,
+            first_left=max(1, min([num_allowed - num_said for num_said, num_allowed in decoding], default=1)),
         )
 
     # Steps and rows that fail
