@@ -1,7 +1,7 @@
 """The process's life: listen, load, serve, drain, exit. Thread: loop.
 
 The port listens at once; while the engine loads on its thread, /health answers and everything else says 503 with the
-stage. What is loaded, and how, is an argument (server/__main__.py): this file knows no model.
+stage. What is loaded, and how, is an argument (server/engine_loader.py): this file knows no model.
 """
 
 import asyncio
@@ -29,12 +29,12 @@ from server.engine_thread import EngineThread
 from server.gate.admission import Admission, QueueLimits
 from server.gate.cross_origin import CrossOrigin
 from server.gate.gate import Gate
+from server.generation import Generations
 from server.ledger.ledger import open_ledger
 from server.ledger.usage import ANY_MODEL
-from server.lifecycle import Lifecycle
 from server.listening.listener import ALL_HELD_BODY_BYTES, Listener, ListenerConfig
 from server.listening.sockets import PassedSocket, allow_connections, shown_addresses, take_passed_sockets
-from server.loaded_engine import EngineFacts, LoadedEngine, LoadEngine, generation_defaults, prompt_reader, server_card
+from server.loaded_engine import EngineFacts, LoadedEngine, LoadEngine, prompt_reader, server_card
 from server.observing.logs import tell
 from server.observing.metrics import LoopLag, Metrics, Standing
 from server.observing.otel import TraceExporter
@@ -255,18 +255,16 @@ class Server:
         client.stats = loaded.stats  # until the first delivery
         self._client = client
         self._metrics.model_name = loaded.facts.model_name
-        reader = prompt_reader(loaded, self._clock)
+        reader = prompt_reader(loaded, self._clock, self._config.request_limits)
         self._app.state.card = server_card(reader.cards[0], loaded, self._places)
-        self._app.state.lifecycle = Lifecycle(
+        self._app.state.generations = Generations(
             reader=reader,
-            defaults=generation_defaults(loaded, self._config.request_limits),
-            backend=client,
+            engine=client,
             clock=self._clock,
             offload=self._offload,
             metrics=self._metrics,
             max_body_bytes=self._config.max_body_bytes,
             admission=Admission(self._queue_limits(), lambda: client.stats, time.monotonic),
-            max_sequences=min(loaded.facts.limits.max_sequences, loaded.facts.limits.max_batch_tokens),
             deadlines=self._config.deadlines,
             idempotency=self._idempotency,
             ledger=self._ledger,

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 
-from core.detokenizer import Detokenizer
+from core.detokenizer import Detokenizer, PlainTexts
 from core.errors import ExitCode, InvalidRequest, StartupError
 from core.types import FinishReason
 
@@ -273,6 +273,9 @@ class ScreenedDetokenizer:
 
     __slots__ = ("_inner", "_screen", "is_stopped", "stop_reason")
 
+    is_plain = False  # every text passes the screen
+    plain_texts: PlainTexts = ()
+
     def __init__(self, inner: Detokenizer, screen: TextScreen) -> None:
         self.is_stopped = False
         self.stop_reason = FinishReason.STOP
@@ -282,6 +285,10 @@ class ScreenedDetokenizer:
     @property
     def num_tokens_kept(self) -> int:
         return self._inner.num_tokens_kept
+
+    @num_tokens_kept.setter
+    def num_tokens_kept(self, num_tokens: int) -> None:
+        self._inner.num_tokens_kept = num_tokens
 
     def push(self, token_ids: Sequence[int]) -> str:
         return "".join(map(self.push_token, token_ids))

@@ -30,20 +30,20 @@ async def show_readiness(state: AppState, exchange: Exchange) -> None:
 
 
 async def show_metrics(state: AppState, exchange: Exchange) -> None:
-    stats = state.lifecycle.backend.stats if state.lifecycle is not None else EngineStats()
+    stats = state.generations.engine.stats if state.generations is not None else EngineStats()
     listener = state.known_listener
     body = state.metrics.render(stats, listener.num_open, listener.num_accepted, listener.refusals.counts)
     exchange.send(body, media_type=CONTENT_TYPE)
 
 
 async def show_engine(state: AppState, exchange: Exchange) -> None:
-    backend = state.loaded_backend
-    snapshot = await backend.inspect()
-    exchange.send(models.engine_reply(snapshot, backend.stats))
+    engine = state.loaded_engine
+    snapshot = await engine.inspect()
+    exchange.send(models.engine_reply(snapshot, engine.stats))
 
 
 async def clear_cache(state: AppState, exchange: Exchange) -> None:
-    await state.loaded_backend.clear_cache()
+    await state.loaded_engine.clear_cache()
     logger.info("the prefix cache is cleared, as /admin/cache/clear asks")
     exchange.send(models.CACHE_CLEARED)
 

@@ -15,13 +15,13 @@ _SHOWN_CHARS = 200  # of an id that nobody has, in the error that repeats it
 
 async def list_requests(state: AppState, exchange: Exchange) -> None:
     recorder, query = state.accounting.recorder, exchange.request.query
-    exchange.send(requests_reply(query, state.generations(), recorder, state.clock))
+    exchange.send(requests_reply(query, state.generating(), recorder, state.clock))
 
 
 async def show_request(state: AppState, exchange: Exchange) -> None:
     request_id, tenant = _plain_id(exchange.argument), _tenant_of(exchange.known_caller)
     recorder = state.accounting.recorder
-    exchange.send(timeline_reply(request_id, tenant, state.generations(), recorder, state.clock))
+    exchange.send(timeline_reply(request_id, tenant, state.generating(), recorder, state.clock))
 
 
 async def delete_request(state: AppState, exchange: Exchange) -> None:

@@ -27,6 +27,8 @@ class ClientDisconnected(Exception):
     """The peer has gone before its request was read, or broke the protocol. Nobody is left to be answered."""
 
 
+JSON_TYPE = b"application/json"
+
 WrittenCallback = Callable[[float], None]  # called with the time, on the monotonic clock
 
 
@@ -214,6 +216,12 @@ class HttpStream:
             self._carrier.write_end(self, trailers)
             self.is_open = False
 
+    def send_document(self, status: int, body: bytes, headers: Headers = (), media_type: bytes = JSON_TYPE) -> None:
+        """Answer with one document, whole."""
+        self.send_head(ResponseHead(status, (*content_headers(body, media_type), *headers)))
+        self.send(body)
+        self.end()
+
     def call_once_written(self, callback: WrittenCallback) -> None:
         """Call it once, when what was sent so far is with the kernel, or can never be."""
         self._carrier.call_once_written(self, callback)
@@ -273,6 +281,10 @@ def tell_written(callbacks: Sequence[WrittenCallback], now_s: float) -> None:
             callback(now_s)
         except Exception:  # it was told too late for the answer: there is nobody to tell of it
             logger.exception("an answer is written, and cannot be accounted for")
+
+
+def content_headers(body: bytes, media_type: bytes = JSON_TYPE) -> Headers:
+    return ((b"content-type", media_type), (b"content-length", b"%d" % len(body)))
 
 
 def _too_large(limit_bytes: int) -> ServiceError:
