@@ -104,7 +104,7 @@ def identity_checks(directory: Path) -> dict[str, Check]:
     claims = {"iss": "issuer", "aud": "steploop", "exp": int(time.time()) + 3600, "tenant": "acme"}
     for algorithm, key in signing.items():
         token = jwt.encode({"alg": algorithm, "kid": key.kid}, claims, key, [algorithm]).encode()
-        checks[f"a JWT, {algorithm}"] = partial(verifier.tenant_of, token)
+        checks[f"a JWT, {algorithm}"] = partial(verifier.names_of, token)
     return checks
 
 

@@ -20,12 +20,12 @@ from core.errors import ErrorKind, ExitCode, ServiceError, StartupError
 from core.types import StepDelivery
 from server import __version__
 from server.app import App
-from server.app_state import Readiness
 from server.banner import BannerFacts, Place, banner_lines, is_public, places_of, public_addresses
 from server.clock import Clock
 from server.config import ServerConfig
 from server.engine_client import EngineClient
 from server.engine_thread import EngineThread
+from server.exchange import Readiness
 from server.gate.admission import Admission, QueueLimits
 from server.gate.cross_origin import CrossOrigin
 from server.gate.gate import Gate

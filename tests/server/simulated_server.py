@@ -25,10 +25,10 @@ from core.types import EngineStats, FinishReason, StepDelivery
 from server.api.models import ServedModel
 from server.api.surface import GenerationDefaults
 from server.app import App
-from server.app_state import Readiness
 from server.clock import Clock
 from server.config import ServerConfig
 from server.engine_client import EngineClient
+from server.exchange import Readiness
 from server.gate.admission import Admission, QueueLimits
 from server.gate.cross_origin import CrossOrigin
 from server.gate.deadlines import Deadlines
