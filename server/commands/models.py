@@ -1,19 +1,25 @@
-"""`steploop models`: which models are here, what they need, and whether they fit. Thread: main.
+"""`steploop models`: which models are here, what they need, and whether they fit. Reads headers only. Thread: main."""
 
-Facts come in as they are found (server/cli.py asks gpu for its own); nothing here imports torch.
-"""
-
+import argparse
 import json
 import os
+import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
+from core.config import EngineConfig
+from core.errors import ExitCode, StartupError
+from server import engine_loader
 from server.commands.console import new_console
-from server.commands.hub_cache import Hub, cached_models
-from server.commands.model_files import is_gguf
-from server.values import format_count, format_size
+from server.commands.hub import Hub, cached_models, environment_hub
+from server.commands.model_files import check_tokenizer, is_gguf, parse_config, read_model_config
+from server.config import ServerConfig
+from server.values import BadValueError, existing_directory, format_count, format_size
+
+if TYPE_CHECKING:
+    from gpu.device import DeviceChoice
 
 MAX_DEPTH = 2  # below a directory: org/name
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")  # the pickles to say that they are not served
@@ -41,6 +47,58 @@ class ModelFacts:
     needed_bytes: int | None = None
     fits: bool = False
     reason: str | None = None
+
+
+def run(arguments: argparse.Namespace, config: ServerConfig) -> ExitCode:
+    """
+    Raises:
+        StartupError: a directory or the device asked for is not there.
+    """
+    try:
+        directories = [existing_directory(text) for text in arguments.dir]
+    except BadValueError as error:
+        fix = "name a directory of models" if error.proposal is None else f"--dir {error.proposal}"
+        raise StartupError(f"--dir must be {error.expected}", fix, ExitCode.USAGE) from error
+    embedded = (engine_loader.DEMO_NAME, engine_loader.DEMO_DIRECTORY)
+    listed = describe([embedded, *find_models(directories, environment_hub())], config.to_engine_config())
+    (print_json if arguments.json else print_table)(listed, sys.stdout)
+    return ExitCode.OK
+
+
+def describe(found: Sequence[tuple[str, Path]], engine: EngineConfig) -> list[ModelFacts]:
+    """What each model is and needs, by name and path."""
+    from gpu.device import choose_device, free_memory_bytes
+
+    choice = choose_device(engine)
+    free_bytes = free_memory_bytes(choice.device)
+    return [_described(ModelFacts(name, path), engine, choice, free_bytes) for name, path in found]
+
+
+def _described(facts: ModelFacts, engine: EngineConfig, choice: "DeviceChoice", free_bytes: int) -> ModelFacts:
+    """A model's name and path, with all that its headers say."""
+    from gpu.checkpoint import open_checkpoint
+    from gpu.memory_plan import memory_needed
+    from gpu.weights import check_checkpoint
+
+    try:
+        model = parse_config(facts.path, read_model_config(facts.path))
+        checkpoint = open_checkpoint(facts.path, model.packing)
+        model = check_checkpoint(checkpoint, model)
+        check_tokenizer(facts.path)
+        needed_bytes = memory_needed(model, engine, choice, checkpoint)
+    except StartupError as error:
+        return replace(facts, reason=error.cause)
+    fits = needed_bytes <= free_bytes
+    return replace(
+        facts,
+        size_bytes=checkpoint.size_bytes,
+        num_parameters=model.num_parameters,
+        context=model.max_position,
+        dtype=checkpoint.main_format,
+        needed_bytes=needed_bytes,
+        fits=fits,
+        reason=None if fits else f"{format_size(free_bytes)} free",
+    )
 
 
 def find_models(directories: Sequence[Path], hub: Hub) -> list[tuple[str, Path]]:
@@ -76,8 +134,7 @@ def _entries(directory: Path) -> list[Path]:
 
 def print_json(models: Sequence[ModelFacts], stream: TextIO) -> None:
     """A list of objects with ModelFacts' fields."""
-    listed = [{name: getattr(model, name) for name in ModelFacts.__slots__} for model in models]
-    json.dump(listed, stream, indent=2, default=str)
+    json.dump([asdict(model) for model in models], stream, indent=2, default=str)
     stream.write("\n")
 
 

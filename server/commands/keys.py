@@ -3,7 +3,7 @@
 import argparse
 import sys
 from collections.abc import Iterable
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
@@ -16,6 +16,11 @@ from server.values import BadValueError, did_you_mean
 
 MAX_LABEL_CHARS = 64
 RELOAD = "A running server takes this on SIGHUP: systemctl reload steploop, or kill -HUP and its process id."
+
+
+def run(arguments: argparse.Namespace, config: ServerConfig) -> ExitCode:
+    {"create": create, "list": print_keys, "revoke": revoke}[arguments.action](arguments, config, datetime.now(UTC))
+    return ExitCode.OK
 
 
 def create(arguments: argparse.Namespace, config: ServerConfig, now: datetime) -> None:

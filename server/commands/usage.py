@@ -4,7 +4,7 @@ import argparse
 import csv
 import sys
 from collections.abc import Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 
 import msgspec
 
@@ -18,7 +18,7 @@ from server.values import BadValueError
 NO_KEY = "(no key)"
 
 
-def print_usage(arguments: argparse.Namespace, config: ServerConfig, now: datetime) -> None:
+def run(arguments: argparse.Namespace, config: ServerConfig) -> ExitCode:
     """
     Raises:
         StartupError: an argument is not fit, or there is no ledger.
@@ -28,7 +28,7 @@ def print_usage(arguments: argparse.Namespace, config: ServerConfig, now: dateti
         raise StartupError("no ledger is named", fix, ExitCode.USAGE)
     if config.tenants and arguments.tenant not in (None, *(tenant.name for tenant in config.tenants)):
         print(f"note: {arguments.tenant} is no tenant of the configuration", file=sys.stderr)
-    query = UsageQuery(Grouping(arguments.by), arguments.tenant, _since(arguments.since, now))
+    query = UsageQuery(Grouping(arguments.by), arguments.tenant, _since(arguments.since, datetime.now(UTC)))
     lines = read_usage(config.ledger, query)
     if not lines:
         print(f"nothing of this kind is in {config.ledger}", file=sys.stderr)
@@ -38,6 +38,7 @@ def print_usage(arguments: argparse.Namespace, config: ServerConfig, now: dateti
         _print_csv(query.by, lines)
     elif lines:
         _print_table(query.by, lines)
+    return ExitCode.OK
 
 
 def _since(text: str | None, now: datetime) -> int:
