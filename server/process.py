@@ -26,13 +26,13 @@ from server.config import ServerConfig
 from server.engine_client import EngineClient
 from server.engine_thread import EngineThread
 from server.exchange import Readiness
-from server.gate.admission import Admission, EngineRoom, QueueLimits
+from server.gate.admission import Admission, QueueLimits
 from server.gate.cross_origin import CrossOrigin
 from server.gate.gate import Gate
 from server.generation import Generations
 from server.ledger.ledger import open_ledger
 from server.ledger.usage import ANY_MODEL
-from server.listening.listener import ALL_HELD_BODY_BYTES, Listener, ListenerConfig
+from server.listening.listener import ALL_BUFFERED_BODY_BYTES, Listener, ListenerConfig
 from server.listening.sockets import PassedSocket, allow_connections, shown_addresses, take_passed_sockets
 from server.loaded_engine import EngineFacts, LoadedEngine, LoadEngine, prompt_reader, server_card
 from server.observing.logs import tell
@@ -40,7 +40,7 @@ from server.observing.metrics import LoopLag, Metrics, Standing
 from server.observing.otel import TraceExporter
 from server.supervision import EngineLost, Supervision
 from server.systemd import ServiceManager
-from server.wire.limits import HELD_BODY_BYTES
+from server.wire.limits import BUFFERED_BODY_BYTES
 from server.wire.tls import ServerTls, server_tls
 
 logger = logging.getLogger(__name__)
@@ -264,7 +264,7 @@ class Server:
             offload=self._offload,
             metrics=self._metrics,
             max_body_bytes=self._config.max_body_bytes,
-            admission=Admission(self._queue_limits(), self._room(loaded), lambda: client.stats, time.monotonic),
+            admission=Admission(self._queue_limits(), lambda: client.stats, time.monotonic),
             deadlines=self._config.deadlines,
             idempotency=self._idempotency,
             ledger=self._ledger,
@@ -295,11 +295,6 @@ class Server:
         return QueueLimits(
             max_requests=config.max_queue, max_tokens=config.max_queue_tokens, max_bytes=config.max_queue_bytes
         )
-
-    def _room(self, loaded: LoadedEngine) -> EngineRoom:
-        limits, target = loaded.facts.limits, self._config.to_engine_config().inter_token_target
-        num_kv_tokens = limits.num_blocks * limits.block_size
-        return EngineRoom(limits.max_sequences, limits.max_batch_tokens, num_kv_tokens, target)
 
     def on_delivery(self, delivery: StepDelivery) -> None:
         assert self._client is not None, "nothing is delivered before the engine is ready"
@@ -454,12 +449,12 @@ def listener_config(config: ServerConfig, tls: ServerTls | None, passed: Sequenc
         takes_upgrade=config.h2c_upgrade,
         max_connections=config.max_connections,
         clients=config.client_rules,
-        held_body_bytes=max(ALL_HELD_BODY_BYTES, config.max_body_bytes),
+        buffered_body_bytes=max(ALL_BUFFERED_BODY_BYTES, config.max_body_bytes),
         handshake_s=config.handshake_timeout_s,
         notsent_bytes=config.max_unsent_bytes,
         connection=replace(
             config.connection_limits,
-            held_body_bytes=max(HELD_BODY_BYTES, config.max_body_bytes),
+            buffered_body_bytes=max(BUFFERED_BODY_BYTES, config.max_body_bytes),
             head_s=config.head_timeout_s,
             body_s=config.body_timeout_s,
             idle_s=config.idle_timeout_s,
