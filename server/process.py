@@ -19,13 +19,13 @@ from typing import TypeVar
 from core.errors import ErrorKind, ExitCode, ServiceError, StartupError
 from core.types import StepDelivery
 from server.app import App
-from server.app_state import Readiness
 from server.banner import BannerFacts, Endpoint, banner_lines, endpoints_of, is_public, public_addresses
 from server.clock import Clock
 from server.config import ServerConfig
 from server.engine_client import EngineClient
 from server.engine_thread import EngineThread
-from server.gate.admission import Admission, EngineRoom, QueueLimits
+from server.exchange import Readiness
+from server.gate.admission import Admission, QueueLimits
 from server.gate.cross_origin import CrossOrigin
 from server.gate.gate import Gate
 from server.generation import Generations
@@ -262,7 +262,7 @@ class Server:
             offload=self._offload,
             metrics=self._metrics,
             max_body_bytes=self._config.max_body_bytes,
-            admission=Admission(self._queue_limits(), self._room(loaded), lambda: client.stats, time.monotonic),
+            admission=Admission(self._queue_limits(), lambda: client.stats, time.monotonic),
             deadlines=self._config.deadlines,
             idempotency=self._idempotency,
             ledger=self._ledger,
@@ -300,11 +300,6 @@ class Server:
         return QueueLimits(
             max_requests=config.max_queue, max_tokens=config.max_queue_tokens, max_bytes=config.max_queue_bytes
         )
-
-    def _room(self, loaded: LoadedEngine) -> EngineRoom:
-        limits, target = loaded.facts.limits, self._config.to_engine_config().inter_token_target
-        num_kv_tokens = limits.num_blocks * limits.block_size
-        return EngineRoom(limits.max_sequences, limits.max_batch_tokens, num_kv_tokens, target)
 
     def on_delivery(self, delivery: StepDelivery) -> None:
         assert self._client is not None, "nothing is delivered before the engine is ready"
