@@ -31,14 +31,14 @@ from server.gate.gate import Gate
 from server.generation import Generations
 from server.ledger.ledger import open_ledger
 from server.ledger.usage import ANY_MODEL
-from server.listening.listener import ALL_HELD_BODY_BYTES, Listener, ListenerConfig
+from server.listening.listener import ALL_BUFFERED_BODY_BYTES, Listener, ListenerConfig
 from server.listening.sockets import PassedSocket, allow_connections, shown_addresses, take_passed_sockets
 from server.loaded_engine import LoadedEngine, LoadEngine, prompt_reader, server_card
 from server.observing.logs import tell
 from server.observing.metrics import LoopLag, Metrics, Standing
 from server.observing.otel import TraceExporter
 from server.supervision import EngineLost, ServiceManager, Supervision
-from server.wire.limits import HELD_BODY_BYTES
+from server.wire.limits import BUFFERED_BODY_BYTES
 from server.wire.tls import ServerTls, server_tls
 
 logger = logging.getLogger(__name__)
@@ -429,12 +429,12 @@ def listener_config(config: ServerConfig, tls: ServerTls | None, passed: Sequenc
         takes_upgrade=config.h2c_upgrade,
         max_connections=config.max_connections,
         clients=config.client_rules,
-        held_body_bytes=max(ALL_HELD_BODY_BYTES, config.max_body_bytes),
+        buffered_body_bytes=max(ALL_BUFFERED_BODY_BYTES, config.max_body_bytes),
         handshake_s=config.handshake_timeout_s,
         notsent_bytes=config.max_unsent_bytes,
         connection=replace(
             config.connection_limits,
-            held_body_bytes=max(HELD_BODY_BYTES, config.max_body_bytes),
+            buffered_body_bytes=max(BUFFERED_BODY_BYTES, config.max_body_bytes),
             head_s=config.head_timeout_s,
             body_s=config.body_timeout_s,
             idle_s=config.idle_timeout_s,
