@@ -42,8 +42,8 @@ class AttentionKernels(Protocol):
 
     Args:
         index_dtype: of a RaggedRows' tensors.
-        are_own_tokens_alone: several tokens of a row that the sequence has drawn itself are rows of one token each, so
-            that they are rounded as they were when they were drawn. False: they are one row, and share its keys.
+        are_own_tokens_alone: several tokens of a row that were sampled are rows of one token each, so
+            that they are rounded as they were when they were sampled. False: they are one row, and share its keys.
         prompt_tile: see RunnerLimits.
     """
 

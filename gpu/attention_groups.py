@@ -1,6 +1,6 @@
 """Who attends together where torch does: padded contexts, tiles of prompts, and their masks. Thread: engine.
 
-A token's products have the same shapes whoever shares the step and however its prompt was cut into chunks, so that it
+A token's matmuls have the same shapes whoever shares the step and however its prompt was cut into chunks, so that it
 is rounded the same way. Kernels need none of it.
 """
 
