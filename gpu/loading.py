@@ -24,7 +24,7 @@ from gpu.quant import quantizing
 from gpu.runner import ModelRunner
 from gpu.streams import fill_on
 from gpu.tune import find_operators
-from gpu.weights import MatrixForm, check_checkpoint, prequantized_scheme, load_weights
+from gpu.weights import MatrixForm, check_checkpoint, load_weights, prequantized_scheme
 
 # Steps that are timed: prompts of so many tokens, and a decode after each; a large model's for so long alone.
 TIMED_CHUNKS = (8, 16, 32, 64) * 3

@@ -12,7 +12,7 @@ import torch
 
 from core.config import BLOCK_SIZE, EngineConfig, ModelConfig
 from core.errors import NotEnoughMemory, StartupError
-from gpu.attention_groups import MAX_GATHERED_TOKENS
+from gpu.attention import MAX_GATHERED_TOKENS
 from gpu.checkpoint import Checkpoint, open_checkpoint
 from gpu.device import DeviceChoice, choose_device, free_memory_bytes
 from gpu.kernels.sizes import kernel_shape, why_no_attention

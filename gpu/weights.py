@@ -30,7 +30,7 @@ from gpu.parameters import (
     matrices,
     targets,
 )
-from gpu.quant import FP8, QuantizedWeight, Weight, floats, prequantized_group, pack_nibbles, split_groups
+from gpu.quant import FP8, QuantizedWeight, Weight, floats, pack_nibbles, prequantized_group, split_groups
 from gpu.streams import Fill
 
 # The last part of a module's name -> the matrix that it is of; no router, which gates nothing here

@@ -20,7 +20,7 @@ from gpu.memory_plan import estimate, memory_needed, weights_size_bytes
 from gpu.parameters import LayerWeights, ModelWeights, Target, matrices
 from gpu.quant import QuantizedWeight, dequantize
 from gpu.streams import StagedCopies
-from gpu.weights import MatrixForm, prequantized_scheme, load_weights
+from gpu.weights import MatrixForm, load_weights, prequantized_scheme
 from tests import packed_files
 from tests.fp8_files import BLOCKS, SCHEMES, WHOLE, save_pair
 from tests.gpu.conftest import ENGINE, no_progress, open_runner

@@ -16,7 +16,7 @@ from gpu.checkpoint import open_checkpoint
 from gpu.memory_plan import estimate, weights_size_bytes
 from gpu.parameters import ModelWeights, matrices
 from gpu.quant import QuantizedWeight, dequantize
-from gpu.weights import MatrixForm, prequantized_scheme, load_weights
+from gpu.weights import MatrixForm, load_weights, prequantized_scheme
 from tests.gpu.conftest import ENGINE, no_progress, open_runner
 from tests.gpu.driver import Driver
 from tests.oracle import read_config

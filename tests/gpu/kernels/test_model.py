@@ -17,7 +17,7 @@ from gpu.operators import Operators
 from gpu.quant import quantizing
 from gpu.runner import ModelRunner
 from gpu.tune import choose_matmuls
-from gpu.weights import MatrixForm, prequantized_scheme, load_weights
+from gpu.weights import MatrixForm, load_weights, prequantized_scheme
 from tests import fp8_files, packed_files
 from tests.gpu.conftest import ENGINE, no_progress
 from tests.gpu.driver import Driver
