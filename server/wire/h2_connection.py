@@ -318,44 +318,31 @@ class OutgoingBody:
     """What a stream still has to send of its body. Thread: loop.
 
     Attributes:
-        data: bytes, of which those from `start` on are unsent.
+        data: unsent; bounded, because it blocks its stream.
         h2: the stream, with its window.
         frame_end: of each DATA frame's header, behind the length.
         num_partly_sent: bytes that were taken while more was there.
-        num_unsent: bytes.
         is_ending: nothing follows what is there.
         takes_pieces: it has begun, has not ended, and its length was not declared.
     """
 
-    __slots__ = ("data", "frame_end", "h2", "is_ending", "num_partly_sent", "num_unsent", "start", "takes_pieces")
+    __slots__ = ("data", "frame_end", "h2", "is_ending", "num_partly_sent", "takes_pieces")
 
     def __init__(self, stream: H2Stream) -> None:
         self.h2 = stream
         self.frame_end = FRAME_HEADER.pack(0, 0, DATA, 0, stream.stream_id)[_LENGTH_BYTES:]
-        self.num_partly_sent = self.num_unsent = 0
+        self.data = bytearray()
+        self.num_partly_sent = 0
         self.is_ending = False
         self.takes_pieces = False
-        self.data = b""
-        self.start = 0
-
-    def append(self, data: bytes) -> None:
-        """What is there already, unsent, is bounded: it blocks its stream."""
-        self.data = self.data[self.start :] + data
-        self.start = 0
-        self.num_unsent += len(data)
 
     def take(self, size: int) -> bytes:
         """The next bytes, so many or fewer; b"" when there are none."""
-        if size >= self.num_unsent:
-            data = self.data[self.start :] if self.start else self.data
-            self.data = b""
-            self.num_unsent = self.start = 0
-            return data
-        start = self.start
-        self.start += size
-        self.num_partly_sent += size
-        self.num_unsent -= size
-        return self.data[start : start + size]
+        taken = bytes(self.data[:size])
+        del self.data[:size]
+        if self.data:
+            self.num_partly_sent += len(taken)
+        return taken
 
 
 def frame_head(
@@ -387,23 +374,14 @@ def frame_next(connection: H2Connection, body: OutgoingBody, frames: list[bytes]
         by_hand: h2_is_as_known.
     """
     stream = body.h2
-    size = body.num_unsent
     connection_window = connection.outbound_flow_control_window
     stream_window = stream.outbound_flow_control_window
     # RFC 9113 §6.9.2: windows may be negative
-    if size > connection_window:
-        size = connection_window
-    if size > stream_window:
-        size = stream_window
-    if size > connection.max_outbound_frame_size:
-        size = connection.max_outbound_frame_size
+    size = min(len(body.data), connection_window, stream_window, connection.max_outbound_frame_size)
     if size <= 0:
         return 0
     assert stream.state_machine.state in _SENDING
-    if size == body.num_unsent and not body.start:  # as take(), mostly: without a call for each token
-        data, body.data, body.num_unsent = body.data, b"", 0
-    else:
-        data = body.take(size)
+    data = body.take(size)
     if by_hand:
         connection.outbound_flow_control_window = connection_window - size
         stream.outbound_flow_control_window = stream_window - size
@@ -414,7 +392,7 @@ def frame_next(connection: H2Connection, body: OutgoingBody, frames: list[bytes]
     return HEADER_BYTES + size
 
 
-class Pieces:
+class PieceFrames:
     """DATA frames of the texts that most steps are of: small, whole, one of each stream; made as they are said.
 
     They wait for take(), and go before what else the streams have to send. h2's windows are the streams' at once, and
@@ -453,7 +431,7 @@ class Pieces:
             said = encoded[text]
             size = len(said) + num_more
             window = stream.outbound_flow_control_window
-            if size > self._room or size > window or size > PIECE_BYTES or body.num_unsent or not body.takes_pieces:
+            if size > self._room or size > window or size > PIECE_BYTES or body.data or not body.takes_pieces:
                 send(head + said + tail)
                 return
             self._room -= size
@@ -495,7 +473,7 @@ def last_frame(connection: H2Connection, body: OutgoingBody, by_hand: bool) -> b
     Args:
         by_hand: h2_is_as_known.
     """
-    size = body.num_unsent
+    size = len(body.data)
     stream = body.h2
     window = min(connection.outbound_flow_control_window, stream.outbound_flow_control_window)
     if size > connection.max_outbound_frame_size or (size and size > window):
@@ -528,7 +506,7 @@ def h2_is_as_known() -> bool:
             return False
     for is_last in (False, True):
         theirs.send_data(1, b"probe", is_last)
-        body.append(b"probe")
+        body.data += b"probe"
         frames: list[bytes] = []
         if is_last:
             frames.append(last_frame(ours, body, by_hand=True))
