@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -12,16 +14,25 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from bench.beside import Abandoned, Beside, abandon_prefill, send_beside
 from bench.gguf_file import CannotConvert, write_gguf
 from bench.kit import DidNotStart, free_port, running
+from bench.limits import ModelWork, Speed
 from bench.load import CannotRun, LoadConfig
-from bench.make_model import make_model
-from bench.mixed_load import Abandoned, Stalled, abandon_prefill, stall_streams
-from bench.model_presets import LLAMA_8B, MOE_1B, QWEN2_05B
-from bench.peer_servers import LLAMA, STEPLOOP, TRANSFORMERS, Missing, PeerServer, find_server
-from bench.peers import Answers, Bursts, Load, result_tables
+from bench.make_model import LLAMA_8B, MOE_1B, QWEN2_05B, make_model
+from bench.peers import (
+    LLAMA,
+    STEPLOOP,
+    TRANSFORMERS,
+    Answers,
+    Bursts,
+    Load,
+    Missing,
+    PeerServer,
+    find_server,
+    result_tables,
+)
 from bench.results import summarize
-from bench.work import ModelWork, Speed
 from gpu.targets import interleave_halves
 from tests.test_bench_load import num_words, write_chunk, write_whole
 from tests.test_bench_models import TINY
@@ -106,10 +117,10 @@ def against_turns(
 
 
 def test_streams_are_measured_while_the_long_prompt_is_computed() -> None:
-    turns, stalled = against_turns(lambda config: stall_streams(config, 3, 400))
-    assert isinstance(stalled, Stalled)
+    turns, stalled = against_turns(lambda config: send_beside(config, 3, 400, 1, 0.0, 2048))
+    assert isinstance(stalled, Beside)
     assert stalled.num_long_tokens == 400
-    assert stalled.long_ttft_s > 0
+    assert stalled.long_ttft_s.count == 1
     assert stalled.inter_token_s.count >= 3  # each stream went on afterwards
     assert turns.lengths[-4:] == [30, 30, 30, 400]
 
@@ -125,7 +136,7 @@ def test_a_short_prompt_follows_a_client_that_left() -> None:
 
 def test_refused_streams_are_no_measurement() -> None:
     with pytest.raises(CannotRun, match="http_500"):
-        against_turns(lambda config: stall_streams(config, 2, 400), prompt_tokens=None, prompt="refuse")
+        against_turns(lambda config: send_beside(config, 2, 400, 1, 0.0, 2048), prompt_tokens=None, prompt="refuse")
 
 
 def test_a_server_that_ends_did_not_start() -> None:
@@ -153,7 +164,7 @@ def test_what_is_not_installed_is_said(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_failed_parts_are_gaps_in_the_tables() -> None:
-    stalled = Stalled(summarize([0.1, 0.3]), 2.0, 4096)
+    stalled = Beside(summarize([]), summarize([0.1, 0.3]), summarize([2.0]), 4096)
     done = Answers(closed={}, bursts=Bursts(2.0, 1.0, 0.5, 3.0), stalled=stalled, abandoned=None, failures=())
     down = Answers(closed={}, bursts=None, stalled=None, abandoned=None, failures=("down",))
     closed, bursts, mixed = result_tables({"a": done, "b": down}, Load(), WORK, Speed(1.0, 1.0))
@@ -194,3 +205,21 @@ def test_models_that_gguf_is_not_written_for_are_named(
     with pytest.raises(CannotConvert, match=cause):
         write_gguf(tmp_path / "model", tmp_path / "model.gguf")
     assert not (tmp_path / "model.gguf").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's PR_SET_PDEATHSIG")
+def test_what_is_bound_ends_with_who_started_it() -> None:
+    """The pipe has no writer left when both are gone: killed outright, the one that starts has no time to end it."""
+    reader, writer = os.pipe()
+    lasts = f"import os, signal; os.write({writer}, b'up'); signal.pause()"
+    starts = (
+        "import subprocess, sys, signal; from bench.kit import bound\n"
+        f"subprocess.Popen(bound([sys.executable, '-c', {lasts!r}]), pass_fds=({writer},), start_new_session=True)\n"
+        "signal.pause()"
+    )
+    with subprocess.Popen([sys.executable, "-c", starts], pass_fds=(writer,)) as parent:
+        os.close(writer)
+        assert os.read(reader, 10) == b"up"
+        parent.kill()
+    assert os.read(reader, 10) == b""
+    os.close(reader)
