@@ -157,7 +157,6 @@ class SequenceStates:
         sequence.progress_s = self.now_s
         self.running[sequence] = None
         sequence.tenant.num_running += 1
-        self.charges.bounds.include(sequence)
 
     def _stop_running(self, sequence: Sequence) -> None:
         """It is no longer charged, nor preempted. It still holds what it has."""
