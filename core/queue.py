@@ -337,7 +337,7 @@ def outranked(running: Iterable[Sequence], head: Sequence, level: int, least_s: 
         level: the class of the one that waits, aged.
     """
     tenants = {sequence.tenant for sequence in running if sequence.level <= level}
-    giving_way = head.tenant.those_giving_way(tenants)
+    giving_way = {tenant for tenant in tenants if tenant.gives_way_to(head.tenant)}
     lower = [
         s
         for s in running

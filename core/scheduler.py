@@ -174,7 +174,7 @@ class Scheduler:
         for sequence in chosen:  # all before the first ends: the terminal chunk counts them all
             sequence.keep(num_tokens_kept)
         for sequence in reversed(chosen):  # the leader last, so that it is not handed on among those who leave too
-            if not sequence.is_in_flight:
+            if not sequence.num_in_flight:
                 self.states.finish(sequence, reason)
             elif sequence.cancel_reason is None:
                 sequence.cancel_reason = reason
@@ -378,7 +378,7 @@ class Scheduler:
     def _preempt_paused(self, builder: PlanBuilder) -> bool:
         if self.states.num_paused == 0:
             return False
-        paused = [sequence for sequence in self.states.running if sequence.is_paused and not sequence.is_in_flight]
+        paused = [sequence for sequence in self.states.running if sequence.is_paused and not sequence.num_in_flight]
         if paused:
             self._preempt(builder, max(paused, key=victim_order(self.shares.least_s())))
         return bool(paused)
@@ -422,7 +422,7 @@ class Scheduler:
                 self._is_short = True
                 return False
             order = victim_order(self.shares.least_s())
-            victim = max((candidate for candidate in self.states.running if not candidate.is_in_flight), key=order)
+            victim = max((candidate for candidate in self.states.running if not candidate.num_in_flight), key=order)
             self._preempt(builder, victim)
             if victim is sequence:
                 return False

@@ -120,7 +120,7 @@ class SchedulerHistory(RuleBasedStateMachine):
     def only_running_sequences_hold_blocks(self) -> None:
         for sequence in self.present:
             if sequence.table.blocks:
-                assert sequence.state is SequenceState.RUNNING or sequence.is_in_flight
+                assert sequence.state is SequenceState.RUNNING or sequence.num_in_flight
 
     def everyone_knows_what_is_in_flight(self) -> None:
         flights = list(self.scheduler.in_flight)
