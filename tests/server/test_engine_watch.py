@@ -1,7 +1,7 @@
 """How long an engine may be silent: tick by tick, without a clock."""
 
 from core.types import EngineStats
-from server.engine_watch import FIRST_STEP_S, MIN_SILENCE_S, EngineWatch, Pulse
+from server.supervision import FIRST_STEP_S, MIN_SILENCE_S, EngineWatch, Pulse
 
 MAX_BATCH_TOKENS = 100
 

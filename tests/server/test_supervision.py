@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 
 from core.types import EngineStats
-from server.engine_watch import MIN_SILENCE_S, NUM_SILENCES_TO_DEATH
-from server.supervision import TICK_S, EngineLost, Supervision
-from server.systemd import ServiceManager
+from server.supervision import MIN_SILENCE_S, NUM_SILENCES_TO_DEATH, TICK_S, EngineLost, ServiceManager, Supervision
 from tests.deploy.notify_socket import notify_socket
 from tests.server.virtual_loop import VirtualTimeLoop
 
