@@ -24,8 +24,7 @@ from core.errors import ErrorKind, ServiceError
 from core.types import TOP_CLASS, Cost, Delta, EngineMark, FinishReason, Prefilling, Request, Usage
 from server.api.replies import WIRE_REASONS, cut_short, status_of
 from server.api.surface import Surface
-from server.clock import Clock
-from server.deadline import RESOLUTION_S, DeadlineTimer
+from server.clock import RESOLUTION_S, Clock, DeadlineTimer
 from server.engine_client import EngineClient, RequestHandle, RequestSequence
 from server.gate.admission import Admission, Asker, Place
 from server.gate.allowance import NEVER, Allowance
