@@ -16,6 +16,7 @@ from operator import attrgetter
 
 from core.config import INTER_TOKEN_TARGET
 from core.kv_cache import BlockCopies, BlockLabel, num_blocks_for
+from core.outlook import Outlook, tokens_left
 from core.plan import Flight, PlanBuilder, RunnerLimits, StepOutput, StepPlan, restart_rows, rows_misled
 from core.queue import Burst, Rank, aged_class, enough_of, outranked, rank, victim_order
 from core.sequence import ALL_SCORED, Sequence, SequenceGroup, SequenceState
@@ -34,6 +35,7 @@ from core.types import (
     Usage,
 )
 
+LOOK_EVERY_S = 0.25  # for the Outlook
 _NUM_COMPUTED_TOKENS: Callable[[Sequence], int] = attrgetter("num_computed_tokens")
 
 
@@ -98,6 +100,8 @@ class Scheduler:
         self._burst_allowance = PrefillAllowance(self.step_cost, math.inf)
         self._is_short = False  # of blocks or slots that those in flight may have to give up
         self._landed_s = 0.0  # when the last step came back
+        self._outlook: Outlook | None = None
+        self._looked_s = -math.inf
         self.states.outbox.take(self.stats())  # what the loop knows already
 
     # What the loop asks
@@ -447,6 +451,8 @@ class Scheduler:
         if flight.has_suspects:
             self.states.suspects.difference_update(sequences[row] for row in output.rows.tolist() if row not in lost)
         self.states.settle()
+        if now >= self._looked_s + LOOK_EVERY_S:
+            self._look_ahead(now)
         return self._deliver()
 
     def _land(self, now: float) -> tuple[Flight, float]:
@@ -582,6 +588,32 @@ class Scheduler:
         if reason is not None:
             self.states.finish(sequence, reason)
 
+    def _look_ahead(self, now: float) -> None:
+        """Say anew what is expected, once enough steps were measured. Seldom: it looks at all that run."""
+        cost_s, limits, running = self.step_cost.rough_s, self.limits, self.states.running
+        if cost_s is None:
+            return
+        self._looked_s = now
+        mean, counts = self.states.mean_answer_tokens, self._counts
+        decoding = [  # tokens that each has said, and that it may say
+            (num_said, sequence.max_length - sequence.num_prompt_tokens)
+            for sequence in running
+            if (num_said := len(sequence.token_ids) - sequence.num_prompt_tokens)
+        ]
+        rate = len(decoding) / mean  # of ends, by the token; of one that has said over twice the mean it is less
+        rate += sum([1 / tokens_left(mean, *one) - 1 / mean for one in decoding if one[0] > 2 * mean])
+        self._outlook = Outlook(
+            step_cost_s=cost_s,
+            max_sequences=limits.max_sequences,
+            max_batch_tokens=limits.max_batch_tokens,
+            num_kv_tokens=limits.num_blocks * limits.block_size,
+            inter_token_target=self._inter_token_target,
+            miss_ratio=1 - counts.num_cache_hits / max(1, counts.num_cache_queries),
+            kv_of_one=self.pool.num_used * limits.block_size / max(1, len(running)),
+            tokens_left=len(decoding) / rate if decoding else mean,
+            first_left=max(1, min([num_allowed - num_said for num_said, num_allowed in decoding], default=1)),
+        )
+
     # Steps and rows that fail
 
     def restart(self, plan: StepPlan, rows: range) -> StepPlan:
@@ -679,7 +711,7 @@ class Scheduler:
             num_restored_blocks=self.host.num_restored,
             num_recomputed_blocks=self.host.num_recomputed,
             block_bytes=self.limits.block_bytes,
-            step_cost_s=self.step_cost.rough_s,
+            outlook=self._outlook,
             step_cost_error_p50=self.step_cost.error_p50,
             step_cost_error_p90=self.step_cost.error_p90,
             **vars(self._counts),

@@ -335,7 +335,7 @@ class Generation:
             claim.leave()
 
     async def _answer(self, body: bytes) -> Outcome:
-        shared, usage = self._shared, None
+        shared = self._shared
         self._place = shared.admission.enter(self._ticket.caller.sharing_name, len(body))  # others came meanwhile
         try:
             self._prepared = await self._prepare(body)
@@ -346,12 +346,11 @@ class Generation:
             try:
                 self._on(Event.PREPARED)
                 await self._finished
-                usage = total_usage(self._usages)
-                return self._outcome(usage)
+                return self._outcome(total_usage(self._usages))
             finally:
                 del shared.active[self._request_id]
         finally:
-            self._place.leave(usage, self._clock())
+            self._place.leave(self._clock())
 
     async def _prepare(self, body: bytes) -> Prepared:
         reader, tenant = self._shared.reader, self._ticket.caller.tenant
@@ -531,7 +530,7 @@ class Generation:
             self._reasons.append(reason)
             if self._sequence(choice).last_s is not None:
                 self._num_talking -= 1
-                self._place.on_choice_end(choice)
+                self._place.on_choice_end()
             if self._allowance is not None:
                 self._allowance.drop(choice)
         # What ends a choice for no reason that the wire knows is told with the end of the request, as an error

@@ -83,7 +83,7 @@ def computing(
         try:
             reply, unknown_fields = await served.compute(lambda: work(reader, cards, body), len(body))
         finally:
-            place.leave(None, exchange.server.clock.monotonic())
+            place.leave(exchange.server.clock.monotonic())
         exchange.server.metrics.count_unknown_fields(unknown_fields)
         exchange.send(reply)
 

@@ -15,9 +15,9 @@ from server.supervision import (
     EngineLost,
     EngineWatch,
     Pulse,
+    ServiceManager,
     Supervision,
 )
-from server.systemd import ServiceManager
 from tests.deploy.notify_socket import notify_socket
 from tests.server.virtual_loop import VirtualTimeLoop
 
