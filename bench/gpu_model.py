@@ -50,13 +50,13 @@ from core.errors import StartupError
 from core.plan import SequenceStart, StepPlan
 from core.types import SamplingParams
 from gpu.device import DeviceChoice
-from gpu.kernel_choice import find_operators
 from gpu.kv_cache import bytes_per_token
 from gpu.loading import FindOperators, load_runner
 from gpu.operators import Operators
 from gpu.parallel.ranks import close
 from gpu.parallel.runner import load_parallel_runner
 from gpu.runner import ModelRunner
+from gpu.tune import find_operators
 
 INTERPRETED = "tests.gpu.kernels.interpreted"
 ORACLE = "tests.oracle"  # it imports transformers, which only those who check families need

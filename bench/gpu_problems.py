@@ -19,12 +19,12 @@ from core.config import ExpertsConfig, ModelConfig, RopeConfig
 from core.plan import SequenceStart
 from core.types import SamplingParams
 from gpu.attention import RaggedRows
-from gpu.expert_weights import ExpertWeights
 from gpu.kv_cache import LayerKV
 from gpu.layers import GATED, Experts, Rope
 from gpu.linear import Linear, make_linear
 from gpu.operators import Operators
-from gpu.quantize import FP8, MAX_FP8, QuantizedWeight, Weight, dequantize, quantize
+from gpu.parameters import ExpertWeights
+from gpu.quant import FP8, MAX_FP8, QuantizedWeight, Weight, dequantize, quantize
 from gpu.sampler import Sampler, SamplingSlots
 from gpu.scores import Scores
 
@@ -310,13 +310,13 @@ def scatter(draw: Draw, rows: int, slots: int, width: int) -> Problem:
 @builder
 def product(draw: Draw, matrix: str, form: str, rows: int, bias: bool = True, **size: int) -> Problem:
     """size: out and in; matrix: a word of which one it is."""
-    from gpu.kernels.product import Product, stored_as
-    from gpu.quantized_linear import SlabLinear
+    from gpu.kernels.matmul import Matmul, stored_as
+    from gpu.quant import SlabLinear
 
     num_out, num_in = size["out"], size["in"]
     weight = stored(draw, form, num_out, num_in)
     x, added = draw.noise(rows, num_in), draw.noise(num_out) if bias else None
-    kernel = Product(weight, added)
+    kernel = Matmul(weight, added)
     torchs: Linear = (
         SlabLinear(weight, added) if isinstance(weight, QuantizedWeight) else make_linear(weight, added, None)
     )
@@ -376,8 +376,7 @@ def experts(
     bias: bool = False,
 ) -> Problem:
     """All choose by the same scores: what the router's rounding decides is not the kernels'."""
-    from gpu.kernels.experts import GroupedExperts
-    from gpu.kernels.product import stored_as
+    from gpu.kernels.matmul import GroupedExperts, stored_as
 
     config = ExpertsConfig(experts, active, width, "qwen3_moe")
     gate_up = stored(draw, form, experts, 2 * width, hidden)
@@ -434,7 +433,7 @@ def _attention(
         rows: (context, new tokens), first those that decode.
         window, cap, sinks: see RaggedRows and Scores.
     """
-    from gpu.kernels.paged_attention import PagedAttention
+    from gpu.kernels.attention import PagedAttention
 
     kernels = PagedAttention(None if draw.device.type == "cuda" else 3)
     scores = Scores(cap=cap, sinks=draw.noise(heads) if sinks else None)

@@ -41,7 +41,7 @@ from bench.client import (
 )
 from bench.results import RESULTS_DIR, Distribution, Table, command_line, print_tables, summarize, write_result
 from core.errors import ExitCode, StartupError
-from server.commands.command_names import CommandParser
+from server.cli import CommandParser
 from server.commands.tls_trust import add_trust_flags, check_trust_flags, client_context, refused_certificate
 from server.values import with_scheme
 

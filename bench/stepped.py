@@ -27,13 +27,12 @@ from core.plan import BlockStore, Runner, RunnerLimits, StepOutput, StepPlan
 from core.scheduler import Scheduler
 from core.types import Cancel, FinishReason, Message, Pause, Request, Resume, SamplingParams, StepDelivery, Submit
 from gpu.device import DTYPES, apply_threads, choose_device, free_memory_bytes
-from gpu.kernel_choice import find_operators
 from gpu.kv_cache import bytes_per_token
-from gpu.layer_weights import EMBEDDING, ModelWeights, empty_weights, targets
 from gpu.loading import FindOperators, load_runner, warm_up
 from gpu.memory_plan import plan_memory
-from gpu.parallel.ranks import HEAD
+from gpu.parameters import EMBEDDING, HEAD, ModelWeights, empty_weights, targets
 from gpu.runner import ModelRunner
+from gpu.tune import find_operators
 
 WARM_STEPS = 2
 SPARE_TOKENS = 4  # of each sequence: sampled before it was paused, and in flight at the end

@@ -19,8 +19,7 @@ from collections.abc import Callable, Sequence
 from bench.client import encode_request
 from bench.kit import MODEL, Flag, Found, free_port, null_server_command, run_bench, running
 from bench.results import Cell, Table, percentile
-from server.backend import LoopWork
-from server.engine_client import SLICE_ROWS
+from server.engine_client import SLICE_ROWS, LoopWork
 
 STEP_RATE = 200.0  # of the null model, per second
 NUM_TOKENS = 50

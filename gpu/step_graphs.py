@@ -24,8 +24,8 @@ import torch
 
 from core.config import EngineConfig, ModelConfig
 from core.errors import NotEnoughMemory
+from gpu.attention import AttentionKernels
 from gpu.batch import BlockTables
-from gpu.device_attention import DeviceAttention
 from gpu.kv_cache import KVCache, bytes_per_block
 from gpu.memory_plan import MemoryPlan, plan_memory
 from gpu.model import Model
@@ -278,7 +278,7 @@ class TrialParts:
     model: Model
     sampler: Sampler
     streams: Streams
-    attention: DeviceAttention | None
+    attention: AttentionKernels | None
 
 
 def count_graphs(

@@ -13,11 +13,9 @@ from h2.errors import ErrorCodes
 
 from core.errors import ErrorKind, ServiceError
 from core.types import Usage
-from server.answer_body import answer_headers, content_headers
 from server.api.replies import PROTOCOL_CODES, error_body, protocol_error_body, status_of
-from server.app_state import AppState, Readiness
 from server.clock import Clock
-from server.exchange import Exchange
+from server.exchange import AppState, Exchange, Readiness
 from server.gate.cross_origin import CrossOrigin
 from server.gate.deadlines import OwnDeadlineExceeded
 from server.gate.gate import Gate
@@ -27,11 +25,11 @@ from server.listening.clients import DENIED
 from server.observing.accounting import NO_REQUEST, Account, Flight, TraceContext, continue_trace, status_told
 from server.observing.logs import current_request_id, current_trace_id
 from server.observing.metrics import Metrics
-from server.observing.timing import Stage, StageClock
+from server.observing.timing import Stage, StageClock, answer_headers
 from server.routes import MethodNotAllowed, Route, find_route
 from server.values import escape
 from server.wire.messages import Headers, Peer, ResponseHead
-from server.wire.stream import ClientDisconnected, HttpStream
+from server.wire.stream import ClientDisconnected, HttpStream, content_headers
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +75,7 @@ class App:
             request_id=self._new_request_id(),
             timings=timings,
             stream=stream,
-            clock=self._clock.monotonic,
+            server=self.state,
         )
         exchange.trace = self._trace_of(exchange)
         self.state.exchanges[stream] = exchange
@@ -115,8 +113,8 @@ class App:
 
     def fail_all(self, error: ServiceError) -> None:
         """Break off every generation, and every wait for a body: each has the error for its answer, or its end."""
-        if self.state.lifecycle is not None:
-            self.state.lifecycle.fail_all(error)
+        if self.state.generations is not None:
+            self.state.generations.fail_all(error)
         for stream in self.state.exchanges:
             stream.fail_body(error)
 
@@ -127,8 +125,8 @@ class App:
         for stream, exchange in list(self.state.exchanges.items()):
             if exchange.caller is not None and self._gate.directory.has_revoked(exchange.caller):
                 stream.fail_body(error)
-                if self.state.lifecycle is not None:
-                    self.state.lifecycle.fail(exchange.request_id, error)
+                if self.state.generations is not None:
+                    self.state.generations.fail(exchange.request_id, error)
 
     def refuse(
         self,
@@ -218,17 +216,17 @@ class App:
         if route.is_counted:
             await self._handle_counted(route, exchange)
         else:
-            exchange.timings.enter(Stage.ANSWER, self._clock.monotonic())
-            await route.handler(self.state, exchange)
+            exchange.enter(Stage.ANSWER)
+            await route.handler(exchange)
 
     async def _handle_counted(self, route: Route, exchange: Exchange) -> None:
         """Let the request in and out of its caller's quotas. One that the server has no room for counts for nothing."""
-        exchange.timings.enter(Stage.QUOTA, self._clock.monotonic())
+        exchange.enter(Stage.QUOTA)
         ticket = exchange.ticket = self._gate.quotas.ticket_for(exchange.known_caller)
         exchange.stream.late_headers = partial(limit_headers, ticket)
         ticket.enter(route.needs_tokens)
         try:
-            await route.handler(self.state, exchange)
+            await route.handler(exchange)
         except ServiceError as error:
             outcome = exchange.outcome
             is_untouched = outcome is None or outcome.is_refused or outcome.usage == NO_USAGE

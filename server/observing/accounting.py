@@ -199,8 +199,8 @@ class Outcome(msgspec.Struct, frozen=True):
     """
 
     usage: Usage
-    finish_reasons: tuple[FinishReason, ...]
-    error: ServiceError | None
+    finish_reasons: tuple[FinishReason, ...] = ()
+    error: ServiceError | None = None
     is_refused: bool = False
     is_billed: bool = True
 

@@ -10,6 +10,7 @@ What is said on it is the exchanges' (http1_exchanges, http2_exchanges). Decisio
 """
 
 import asyncio
+import email.utils
 import enum
 import logging
 from abc import ABC, abstractmethod
@@ -20,7 +21,7 @@ from typing import Concatenate, ParamSpec, Protocol, cast
 
 from h2.errors import ErrorCodes
 
-from server.deadline import DeadlineTimer
+from server.clock import DeadlineTimer
 from server.wire.limits import ConnectionLimits
 from server.wire.messages import Headers, Peer
 from server.wire.stream import BodyRoom, ClientDisconnected, HttpStream
@@ -95,6 +96,26 @@ SLOW_BODY = "The body came too slowly. Send it again, faster."
 
 def slow_head(head_s: float) -> str:
     return f"The request's head took longer than {head_s:g} s."
+
+
+class HttpDate:
+    """The Date field's value, made once a second. RFC 9110 §6.6.1: an origin server with a clock sends it.
+
+    Args:
+        wall_clock: seconds since the epoch.
+    """
+
+    def __init__(self, wall_clock: Callable[[], float]) -> None:
+        self._wall_clock = wall_clock
+        self._second = -1
+        self._value = b""
+
+    def __call__(self) -> bytes:
+        second = int(self._wall_clock())
+        if second != self._second:
+            self._second = second
+            self._value = email.utils.formatdate(second, usegmt=True).encode()
+        return self._value
 
 
 class ConnectionRegistry(Protocol):

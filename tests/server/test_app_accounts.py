@@ -260,7 +260,7 @@ def test_error_events_are_one_json_line() -> None:
     transport = server.send(chat(**STREAM))
     for _ in range(4):
         server.step()
-    server.lifecycle.fail_all(ServiceError(ErrorKind.UNAVAILABLE, "two\nlines\u2028", "draining"))
+    server.generations.fail_all(ServiceError(ErrorKind.UNAVAILABLE, "two\nlines\u2028", "draining"))
     server.run()
     block = answers(bytes(transport.received))[0].body.decode().split("\n\n")[-2]
     assert json.loads(block.removeprefix("data: "))["error"]["message"] == "two\nlines\u2028"
