@@ -15,7 +15,7 @@ from bench.model_presets import MOE_1B, PRESETS, QWEN2_05B, num_parameters, tens
 from bench.model_tokenizer import SPECIAL_TOKENS, make_tokenizer
 from core.config import EngineConfig, parse_model_config
 from gpu.loading import load_runner
-from server.commands.model_files import read_model_files
+from server.model_files import read_model_files
 from tests.gpu.driver import Driver
 
 TINY: dict[str, Any] = {

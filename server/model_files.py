@@ -55,20 +55,6 @@ MAX_FILE_BYTES = 256 * 2**20  # the largest tokenizer.json known is 35 MB
 
 
 @dataclass(frozen=True, slots=True)
-class GenerationDefaults:
-    """generation_config.json's sampling, for requests that leave it open. None: the model has no say."""
-
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
-    max_tokens: int | None = None
-    suppressed_ids: tuple[int, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class ModelFiles:
     """What a model directory, or a GGUF file, says.
 
@@ -76,6 +62,7 @@ class ModelFiles:
         path: the directory or the file.
         config: config.json, as it is, or as it would be.
         chat_template: renders, or refuses with what to do where the model has none.
+        recommended: generation_config.json's sampling: values of fields of server.api.surface.GenerationDefaults.
         eos_ids: any of them ends an answer.
     """
 
@@ -83,7 +70,7 @@ class ModelFiles:
     config: dict[str, Any]
     tokenizer: Tokenizer
     chat_template: ChatTemplate
-    defaults: GenerationDefaults
+    recommended: dict[str, Any]
     eos_ids: tuple[int, ...]
 
 
@@ -134,7 +121,7 @@ def read_model_files(
         contents.config,
         tokenizer := _tokenizer(path, contents, template),
         template,
-        _defaults(path, contents),
+        _recommended(path, contents),
         _eos_ids(path, contents, tokenizer),
     )
 
@@ -370,7 +357,7 @@ def _is_named_template(entry: Any) -> bool:
     return isinstance(entry, dict) and isinstance(entry.get("name"), str) and isinstance(entry.get("template"), str)
 
 
-def _defaults(path: Path, contents: _Contents) -> GenerationDefaults:
+def _recommended(path: Path, contents: _Contents) -> dict[str, Any]:
     """What the model's makers recommend; greedy where they say do_sample: false.
 
     Raises:
@@ -402,7 +389,7 @@ def _defaults(path: Path, contents: _Contents) -> GenerationDefaults:
                 "remove it there: answers are then sampled without it",
                 ExitCode.MODEL,
             )
-    return GenerationDefaults(**found)
+    return found
 
 
 def _suppressed_ids(path: Path, contents: _Contents) -> tuple[int, ...]:
