@@ -128,7 +128,7 @@ def test_generation_config_that_is_not_served_is_refused_by_name(directory: Path
 
 def test_model_that_says_not_to_sample_is_greedy(directory: Path) -> None:
     write(directory, "generation_config.json", {"do_sample": False, "temperature": 0.6})
-    assert read_model_files(directory).recommended.temperature == 0.0
+    assert read_model_files(directory).recommended["temperature"] == 0.0
 
 
 def test_template_in_tokenizer_config_is_a_text_or_named_ones(directory: Path) -> None:

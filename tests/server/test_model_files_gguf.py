@@ -67,7 +67,7 @@ def test_file_says_what_its_directory_says(tmp_path: Path, directory: Path, meta
         theirs.config | {"bos_token_id": ours.tokenizer.bos_id, "eos_token_id": ours.tokenizer.eos_id}
     )
     assert ours.eos_ids == theirs.eos_ids
-    assert ours.recommended.temperature == 0.5
+    assert ours.recommended["temperature"] == 0.5
     chat = [{"role": "user", "content": "hi"}]
     now = datetime(2026, 7, 4)
     assert ours.chat_template.render(chat, now=now) == theirs.chat_template.render(chat, now=now)
