@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from core.errors import ErrorKind, ServiceError
-from core.types import TOP_CLASS, Cost, Delta, EngineMark, FinishReason, Prefilling, Request, Usage
+from core.types import TOP_CLASS, Cost, Delta, EngineMark, FinishReason, Prefilling, Usage
 from server.api.replies import WIRE_REASONS, cut_short, status_of
 from server.api.surface import Surface
 from server.clock import RESOLUTION_S, Clock, DeadlineTimer
@@ -247,7 +247,6 @@ class Generation:
     _place: Place
     _deadlines: Deadlines
     _prepared: Prepared
-    _requests: list[Request]
 
     def __init__(
         self,
@@ -487,8 +486,10 @@ class Generation:
 
     def _close_books(self) -> None:
         """Whatever became of it, it is counted and written down. Idempotent."""
-        self._count()
-        self._write_end()
+        try:
+            self._count()
+        finally:
+            self._write_end()
 
     def _end_task(self, fault: Exception | None = None) -> None:
         """Let run() go on, unless it has been cancelled."""

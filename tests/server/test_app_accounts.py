@@ -3,7 +3,6 @@
 import json
 import re
 from ipaddress import ip_network
-from typing import Any
 
 import pytest
 
@@ -12,12 +11,13 @@ from server.listening.clients import ClientRules
 from server.observing.metrics import MAX_UNKNOWN_FIELDS, OTHER_FIELDS
 from tests.server import raw_http2
 from tests.server.fakes import MemoryTransport
-from tests.server.simulated_app import MortalRunner, ask
+from tests.server.simulated_engine import MortalRunner
 from tests.server.simulated_server import (
     MODEL,
     STREAM,
     SimulatedServer,
     answers,
+    ask,
     chat,
     completion,
     request,
@@ -213,25 +213,6 @@ def test_access_lines_say_how_it_ended(caplog: pytest.LogCaptureFixture) -> None
         r"cached=16 completion=2 finish=error error=engine_error client=192.0.2.7:4242 stages=prefill:\S+,decode:\S+"
     )
     assert re.search(f" 200 .* {ending}$", lines[1])
-    server.close()
-
-
-@pytest.mark.parametrize("fields", [{}, STREAM])
-@pytest.mark.parametrize("num_steps", [0, 1, 4])
-def test_client_that_leaves_is_logged_and_counted_as_499(
-    fields: dict[str, Any], num_steps: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", "server.access")
-    server = SimulatedServer()
-    transport = server.send(chat(**fields))
-    for _ in range(num_steps):
-        server.step()
-    transport.feed_eof()
-    server.run()
-    (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith("POST /v1/chat/completions 499 ")
-    assert server.metrics.responses == {499: 1}
-    assert server.metrics.num_disconnects == 1
     server.close()
 
 

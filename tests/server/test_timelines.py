@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from core.types import Admitted
-from tests.server.simulated_app import MortalRunner
+from tests.server.simulated_engine import MortalRunner
 from tests.server.simulated_server import STREAM, SimulatedServer, answers, chat, request
 from tests.server.test_gate import ACME, THIRD, as_caller
 
