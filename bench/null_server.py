@@ -260,7 +260,7 @@ def _load_random(
     config: dict[str, Any], engine: EngineConfig, inbox: Inbox, deliver: Deliver, _: Report
 ) -> LoadedEngine:
     from bench.make_model import make_model_files
-    from bench.random_weights import random_runner
+    from bench.stepped import random_runner
 
     with tempfile.TemporaryDirectory() as scratch:
         make_model_files(config, Path(scratch))
