@@ -35,6 +35,7 @@ from core.types import (
     Usage,
 )
 
+ASK_EVERY_STEPS = 8  # whether somebody gives way to the queue's head: all that run are looked at
 LOOK_EVERY_S = 0.25  # for the Outlook
 _NUM_COMPUTED_TOKENS: Callable[[Sequence], int] = attrgetter("num_computed_tokens")
 
@@ -99,6 +100,8 @@ class Scheduler:
         self._burst = Burst()
         self._burst_allowance = PrefillAllowance(self.step_cost, math.inf)
         self._is_short = False  # of blocks or slots that those in flight may have to give up
+        self._stuck: tuple[Sequence, int] | None = None  # the queue's head and its class, to whom nobody gave way
+        self._ask_again = 0  # from this step on
         self._landed_s = 0.0  # when the last step came back
         self._outlook: Outlook | None = None
         self._looked_s = -math.inf
@@ -171,7 +174,7 @@ class Scheduler:
         for sequence in chosen:  # all before the first ends: the terminal chunk counts them all
             sequence.keep(num_tokens_kept)
         for sequence in reversed(chosen):  # the leader last, so that it is not handed on among those who leave too
-            if not sequence.is_in_flight:
+            if not sequence.num_in_flight:
                 self.states.finish(sequence, reason)
             elif sequence.cancel_reason is None:
                 sequence.cancel_reason = reason
@@ -284,16 +287,17 @@ class Scheduler:
         head, level = found
         num_slots = len(states.joining(head)) - len(states.free_slots)
         num_blocks = states.num_blocks_to_admit(head) - self.pool.num_free
-        if (num_slots <= 0 and num_blocks <= 0) or states.charges.bounds.rule_out(head, level):
+        if (num_slots <= 0 and num_blocks <= 0) or (found == self._stuck and self._counts.num_steps < self._ask_again):
             return
-        states.charges.bounds.fit(states.running)
         candidates = outranked(states.running, head, level, self.shares.least_s(), now)
         giving_way = enough_of(candidates, num_slots, num_blocks, lambda s: len(states.joining(s)))
-        if self.in_flight:
-            self._is_short = bool(giving_way)
-            return
-        for sequence in giving_way:
-            self._preempt(builder, sequence)
+        if not giving_way:
+            self._stuck, self._ask_again = found, self._counts.num_steps + ASK_EVERY_STEPS
+        elif self.in_flight:
+            self._is_short = True
+        else:
+            for sequence in giving_way:
+                self._preempt(builder, sequence)
 
     def _add_decodes(self, builder: PlanBuilder, plain: list[Sequence], others: list[Sequence]) -> None:
         """Add a row for each, in as few operations as can be for those that have nothing to be looked at.
@@ -374,7 +378,7 @@ class Scheduler:
     def _preempt_paused(self, builder: PlanBuilder) -> bool:
         if self.states.num_paused == 0:
             return False
-        paused = [sequence for sequence in self.states.running if sequence.is_paused and not sequence.is_in_flight]
+        paused = [sequence for sequence in self.states.running if sequence.is_paused and not sequence.num_in_flight]
         if paused:
             self._preempt(builder, max(paused, key=victim_order(self.shares.least_s())))
         return bool(paused)
@@ -418,7 +422,7 @@ class Scheduler:
                 self._is_short = True
                 return False
             order = victim_order(self.shares.least_s())
-            victim = max((candidate for candidate in self.states.running if not candidate.is_in_flight), key=order)
+            victim = max((candidate for candidate in self.states.running if not candidate.num_in_flight), key=order)
             self._preempt(builder, victim)
             if victim is sequence:
                 return False

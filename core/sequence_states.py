@@ -157,7 +157,6 @@ class SequenceStates:
         sequence.progress_s = self.now_s
         self.running[sequence] = None
         sequence.tenant.num_running += 1
-        self.charges.bounds.include(sequence)
 
     def _stop_running(self, sequence: Sequence) -> None:
         """It is no longer charged, nor preempted. It still holds what it has."""
@@ -253,7 +252,7 @@ class SequenceStates:
         """All of it: what it has computed so far cannot be used."""
         self.forget(sequence)
         sequence.is_lost = sequence.state is SequenceState.RUNNING
-        if sequence.is_in_flight:
+        if sequence.num_in_flight:
             self.unsettled[sequence] = None
         elif sequence.is_lost and sequence.cancel_reason is None:
             self.requeue(sequence)

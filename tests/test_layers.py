@@ -69,7 +69,7 @@ def test_layer_imports_only_what_it_may(layer: str) -> None:
     assert not crossings
 
 
-@pytest.mark.parametrize(("folder", "others"), [("wire", {"values", "deadline"}), ("listening", {"wire", "values"})])
+@pytest.mark.parametrize(("folder", "others"), [("wire", {"values", "clock"}), ("listening", {"wire", "values"})])
 def test_what_lies_next_to_the_sockets_knows_nothing_of_what_is_asked(folder: str, others: set[str]) -> None:
     found = {
         (path.name, module)
