@@ -18,10 +18,12 @@ import orjson
 from joserfc import jwt
 from joserfc.jwk import ECKey, OKPKey, RSAKey
 
-from bench.results import RESULTS_DIR, Table, command_line, print_tables, write_result
+from bench.kit import Flag, Found, run_bench
+from bench.results import Table
 from core.errors import ServiceError
+from core.outlook import Outlook
 from core.types import EngineStats, Request, SamplingParams, Usage
-from server.gate.admission import Admission, Asker, EngineRoom, Place, QueueLimits
+from server.gate.admission import Admission, Asker, Place, QueueLimits
 from server.gate.identity import Authenticator, Caller, make_directory
 from server.gate.jwt import JwtRules, JwtVerifier, KeySource
 from server.gate.quota import S_NS, Moment, Quotas
@@ -40,8 +42,17 @@ EVERY_LIMIT = Limits(
     requests_per_minute=PLENTY, tokens_per_minute=PLENTY, tokens_per_day=PLENTY, concurrent_requests=PLENTY
 )
 NO_LIMITS = QueueLimits(max_requests=PLENTY, max_tokens=PLENTY, max_bytes=PLENTY)
-ROOM = EngineRoom(max_sequences=64, max_batch_tokens=2_048, num_kv_tokens=2**20, inter_token_target=0.05)
-STATS = EngineStats(num_steps=1_000, step_cost_s=(5e-3, 1e-4, 0.0, 0.0, 0.0))  # steps of 5 ms, 0.1 ms a token
+STATS = EngineStats(
+    outlook=Outlook(
+        step_cost_s=(5e-3, 1e-4, 0.0, 0.0, 0.0),  # steps of 5 ms, 0.1 ms a token
+        max_sequences=64,
+        max_batch_tokens=2_048,
+        num_kv_tokens=2**20,
+        inter_token_target=0.05,
+        tokens_left=128,
+        first_left=1,
+    )
+)
 RULES = (
     *(TextRule(phrase=f"project nightingale {i}", ignore_case=True) for i in range(NUM_PHRASES)),
     TextRule(pattern=r"sk-[A-Za-z0-9]{20,}"),
@@ -93,7 +104,7 @@ def identity_checks(directory: Path) -> dict[str, Check]:
     claims = {"iss": "issuer", "aud": "steploop", "exp": int(time.time()) + 3600, "tenant": "acme"}
     for algorithm, key in signing.items():
         token = jwt.encode({"alg": algorithm, "kid": key.kid}, claims, key, [algorithm]).encode()
-        checks[f"a JWT, {algorithm}"] = partial(verifier.tenant_of, token)
+        checks[f"a JWT, {algorithm}"] = partial(verifier.names_of, token)
     return checks
 
 
@@ -126,7 +137,7 @@ def admission_checks() -> dict[str, Check]:
     """From the parsed head to the end of the answer, with others before it in the queue."""
 
     def way(num_waiting: int) -> Check:
-        admission = Admission(NO_LIMITS, ROOM, lambda: STATS, time.monotonic)
+        admission = Admission(NO_LIMITS, lambda: STATS, time.monotonic)
 
         def admit(tenant: str) -> Place:
             place = admission.enter(tenant, 1_000)
@@ -141,8 +152,8 @@ def admission_checks() -> dict[str, Check]:
             admission.check("acme", 1_000)
             place = admit("acme")
             place.on_first_token(0, time.monotonic())
-            place.on_choice_end(0)
-            place.leave(Usage(100, 50), time.monotonic())
+            place.on_choice_end()
+            place.leave(time.monotonic())
 
         return go
 
@@ -184,24 +195,17 @@ def measure(checks: dict[str, Check], num_turns: int) -> dict[str, float]:
     return best
 
 
-def _all_checks(directory: Path) -> dict[str, Check]:
-    return identity_checks(directory) | quota_checks() | admission_checks() | text_rule_checks()
+def _measure(arguments: argparse.Namespace) -> Found:
+    with TemporaryDirectory() as directory:
+        checks = identity_checks(Path(directory)) | quota_checks() | admission_checks() | text_rule_checks()
+        found = measure(checks, arguments.turns)
+    rows = tuple((name, round(us, 1)) for name, us in found.items())
+    table = Table("Event loop, us a call, by the gate's check", ("check", "us"), rows)
+    return Found([table], {"turns": arguments.turns})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(prog="python -m bench.gate", description=__doc__)
-    parser.add_argument("--turns", type=int, default=20, help="of each check (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", default=RESULTS_DIR / "gate.json")
-    arguments = parser.parse_args(argv)
-    with TemporaryDirectory() as directory:
-        found = measure(_all_checks(Path(directory)), arguments.turns)
-    rows = tuple((name, round(us, 1)) for name, us in found.items())
-    tables = [Table("Event loop, us a call, by the gate's check", ("check", "us"), rows)]
-    print_tables(tables)
-    command = command_line("python -m bench.gate", argv)
-    write_result(arguments.json, "gate", command, tables, {"turns": arguments.turns}, {})
-    return 0
+    return run_bench("gate", __doc__, _measure, (Flag("--turns", 20, "of each check", 1),), argv)
 
 
 if __name__ == "__main__":

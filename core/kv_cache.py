@@ -25,9 +25,12 @@ nobody finds anything that was not copied.
 
 import struct
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+
+ONLINE_RATE = 0.1  # of the last copies in the measured time of one
+_UNPUBLISHED = 0  # serials are larger
 
 Domain = tuple[str, str]  # whose prompts may share blocks (a tenant, or ""), and the request's own salt
 # Of a full block: the serial of the block before it (the domain, for a chain's first) and its own token ids as int32.
@@ -71,118 +74,6 @@ class BlockCopies:
         return not (self.offloads or self.restores or self.used)
 
 
-class OutOfBlocks(Exception):
-    """More blocks were asked for than are free. Nothing was taken."""
-
-    def __init__(self, num_asked: int, num_free: int) -> None:
-        super().__init__(f"{num_asked} KV blocks asked for, {num_free} free")
-        self.num_asked = num_asked
-        self.num_free = num_free
-
-
-class BlockPool:
-    """All blocks with their reference counts. Every operation is O(1) per block.
-
-    Args:
-        on_evict: told of each block that is worth keeping and handed out all the same, before it is.
-    """
-
-    def __init__(self, num_blocks: int, on_evict: Callable[[int], None] = lambda block: None) -> None:
-        self.num_blocks = num_blocks
-        self.num_evictions = 0  # since the start
-        self._on_evict = on_evict
-        self._references = [0] * num_blocks
-        self._is_worth_keeping = [False] * num_blocks
-        self._empty = deque(range(num_blocks))
-        self._kept: OrderedDict[int, None] = OrderedDict()  # next to be evicted first
-
-    @property
-    def num_free(self) -> int:
-        """Blocks that can be handed out."""
-        return len(self._empty) + len(self._kept)
-
-    @property
-    def num_kept(self) -> int:
-        """Of the free ones, those whose content is kept."""
-        return len(self._kept)
-
-    @property
-    def num_used(self) -> int:
-        return self.num_blocks - self.num_free
-
-    def kept(self) -> list[int]:
-        """The free blocks whose content is kept, next to be evicted first."""
-        return list(self._kept)
-
-    def is_shared(self, block: int) -> bool:
-        """Whether writing to it would be seen by another holder."""
-        return self._references[block] > 1
-
-    def allocate(self, count: int) -> list[int]:
-        """Take `count` blocks, each with one reference.
-
-        Raises:
-            OutOfBlocks: fewer are free.
-        """
-        if count > self.num_free:
-            raise OutOfBlocks(count, self.num_free)
-        blocks = [self._empty.popleft() if self._empty else self._evict() for _ in range(count)]
-        for block in blocks:
-            self._references[block] = 1
-        return blocks
-
-    def share(self, blocks: Seq[int]) -> None:
-        """Add one reference to each of these blocks, which are used or kept."""
-        for block in blocks:
-            if self._references[block] == 0:
-                assert block in self._kept, f"block {block} is empty and cannot be shared"
-                del self._kept[block]
-            self._references[block] += 1
-
-    def take_for_shared(self, block: int) -> int:
-        """Take a free block, with one reference, in place of one reference to a shared block, which stays used.
-
-        Raises:
-            OutOfBlocks: none is free.
-        """
-        assert self.is_shared(block), f"block {block} has no other holder"
-        (taken,) = self.allocate(1)
-        self._references[block] -= 1
-        return taken
-
-    def release(self, blocks: Seq[int]) -> None:
-        """Drop one reference of each, last first: a sequence's tail is reused before its head."""
-        for block in reversed(blocks):
-            assert self._references[block] > 0, f"block {block} was released twice"
-            self._references[block] -= 1
-            if self._references[block] == 0:
-                self._put_back(block)
-
-    def keep(self, block: int) -> None:
-        """This block, which is used, is worth keeping once nobody holds it."""
-        self._is_worth_keeping[block] = True
-
-    def discard(self, block: int) -> None:
-        """This block is worth nothing any more to those who do not hold it."""
-        self._is_worth_keeping[block] = False
-        if block in self._kept:
-            del self._kept[block]
-            self._empty.append(block)
-
-    def _put_back(self, block: int) -> None:
-        if self._is_worth_keeping[block]:
-            self._kept[block] = None
-        else:
-            self._empty.append(block)
-
-    def _evict(self) -> int:
-        block, _ = self._kept.popitem(last=False)
-        self._is_worth_keeping[block] = False
-        self.num_evictions += 1
-        self._on_evict(block)
-        return block
-
-
 @dataclass(slots=True)
 class BlockTable:
     """Which block holds which positions of one sequence: position p lies in blocks[p // block_size].
@@ -218,11 +109,8 @@ def num_blocks_for(num_tokens: int, block_size: int) -> int:
     return -(-num_tokens // block_size)
 
 
-ONLINE_RATE = 0.1  # of the last copies in the measured time of one
-
-
 class HostBlocks:
-    """The slots of host memory.
+    """The slots of host memory. The least recently used one is reused first.
 
     Args:
         num_slots: of one block each; 0: nothing is ever copied.
@@ -399,37 +287,104 @@ class HostBlocks:
         return None
 
 
-_UNPUBLISHED = 0  # serials are larger
+class BlockPool:
+    """All blocks: their holders, which of them can be found by what they hold, and what is copied to and from the host.
 
-
-class PrefixCache:
-    """The published blocks of a pool, which it makes. What it does costs O(1) for each block that it looks at.
+    Every operation is O(1) for each block that it looks at.
 
     Args:
-        is_enabled: False: nothing is published, so nothing is found.
+        has_prefix_cache: False: nothing is published, so nothing is found.
         host: where blocks go that are evicted.
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, is_enabled: bool = True, host: HostBlocks | None = None
+        self, num_blocks: int, block_size: int, has_prefix_cache: bool = True, host: HostBlocks | None = None
     ) -> None:
-        self.pool = BlockPool(num_blocks, on_evict=self._on_evict)
+        self.num_blocks = num_blocks
+        self.num_evictions = 0  # since the start
+        self.has_prefix_cache = has_prefix_cache
         self._host = HostBlocks(0) if host is None else host
         self._block_size = block_size
-        self.is_enabled = is_enabled
+        self._references = [0] * num_blocks
+        self._empty = deque(range(num_blocks))
+        self._kept: OrderedDict[int, None] = OrderedDict()  # published, held by nobody; next to be evicted first
         self._content = struct.Struct(f"{block_size}i").pack
-        self._blocks: dict[BlockKey, int] = {}
+        self._blocks: dict[BlockKey, int] = {}  # the published ones
         self._keys: list[BlockKey | None] = [None] * num_blocks  # by block
         self._serials = [_UNPUBLISHED] * num_blocks  # by block
         self._last_serial = max(_UNPUBLISHED, self._host.last_serial)
 
-    def __len__(self) -> int:
-        """How many blocks can be found."""
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be handed out."""
+        return len(self._empty) + len(self._kept)
+
+    @property
+    def num_kept(self) -> int:
+        """Of the free ones, those whose content is kept."""
+        return len(self._kept)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - self.num_free
+
+    @property
+    def num_published(self) -> int:
+        """How many can be found."""
         return len(self._blocks)
 
-    def num_published(self, blocks: Iterable[int]) -> int:
-        """How many of these can be found."""
-        return sum(self._keys[block] is not None for block in blocks)
+    def is_published(self, block: int) -> bool:
+        return self._keys[block] is not None
+
+    def is_shared(self, block: int) -> bool:
+        """Whether writing to it would be seen by another holder."""
+        return self._references[block] > 1
+
+    # Who holds which
+
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` blocks, each with one reference. As many must be free."""
+        assert count <= self.num_free, f"{count} KV blocks asked for, {self.num_free} free"
+        blocks = [self._empty.popleft() if self._empty else self._evict() for _ in range(count)]
+        for block in blocks:
+            self._references[block] = 1
+        self._host.reuse(blocks)
+        return blocks
+
+    def share(self, blocks: Seq[int]) -> None:
+        """Add one reference to each of these blocks, which are used or kept."""
+        for block in blocks:
+            if self._references[block] == 0:
+                assert block in self._kept, f"block {block} is empty and cannot be shared"
+                del self._kept[block]
+            self._references[block] += 1
+
+    def take_for_shared(self, block: int) -> int:
+        """Take a free block, with one reference, in place of one reference to a shared block, which stays used."""
+        assert self.is_shared(block), f"block {block} has no other holder"
+        (taken,) = self.allocate(1)
+        self._references[block] -= 1
+        return taken
+
+    def release(self, blocks: Seq[int]) -> None:
+        """Drop one reference of each, last first: a sequence's tail is reused before its head."""
+        for block in reversed(blocks):
+            assert self._references[block] > 0, f"block {block} was released twice"
+            self._references[block] -= 1
+            if self._references[block] == 0:
+                if self._keys[block] is None:
+                    self._empty.append(block)
+                else:
+                    self._kept[block] = None
+
+    def _evict(self) -> int:
+        block, _ = self._kept.popitem(last=False)
+        self.num_evictions += 1
+        self._offload(block)
+        self._unpublish(block)
+        return block
+
+    # Which can be found
 
     def extend(self, table: BlockTable, token_ids: Seq[int]) -> int:
         """Let a table go on, from its last published block, with as many blocks as others have published.
@@ -447,9 +402,9 @@ class PrefixCache:
             block = self._blocks.get(self._key(table, token_ids))
             if block is None:
                 break
-            self.pool.share((block,))
+            self.share((block,))
             if position < len(table):
-                self.pool.release((table.replace(position, block),))
+                self.release((table.replace(position, block),))
             else:
                 table.blocks.append(block)
             table.num_published += 1
@@ -461,7 +416,7 @@ class PrefixCache:
         It stops at a block whose content another one is published for: extend() puts that one in its place. (And at
         one that comes after a forgotten one: nobody can find it.)
         """
-        if not self.is_enabled:
+        if not self.has_prefix_cache:
             return True
         while table.num_published < num_tokens // self._block_size:
             if table.num_published and self._serials[table.blocks[table.num_published - 1]] == _UNPUBLISHED:
@@ -475,67 +430,17 @@ class PrefixCache:
             self._publish(table, table.blocks[table.num_published], key, serial)
         return True
 
-    def find_on_host(self, table: BlockTable, token_ids: Seq[int]) -> list[BlockKey]:
-        """Keys of the chain that lies on the host and goes on where extend() has stopped."""
-        keys: list[BlockKey] = []
-        if not self._host.num_used:
-            return keys
-        position = table.num_published
-        parent = self._parent(table)
-        while position < (len(token_ids) - 1) // self._block_size:
-            key = parent, self._content_at(position, token_ids)
-            serial = self._host.serial_of(key)
-            if serial is None or key in self._blocks or not self._host.has(key):
-                break
-            keys.append(key)
-            parent = serial
-            position += 1
-        return keys
-
-    def restore(self, table: BlockTable, keys: list[BlockKey]) -> None:
-        """Let a table that has nothing but published blocks go on with these, in new blocks, of which enough are free.
-
-        Args:
-            keys: as find_on_host() has found them.
-        """
-        self._host.pin(keys)
-        for key in keys:
-            (block,) = self.allocate(1)
-            table.blocks.append(block)
-            self._publish(table, block, key, self._host.restore(block, key))
-
-    def allocate(self, count: int) -> list[int]:
-        """Take new blocks from the pool, as it does."""
-        blocks = self.pool.allocate(count)
-        self._host.reuse(blocks)
-        return blocks
-
-    def take_for_shared(self, block: int) -> int:
-        """As the pool does."""
-        taken = self.pool.take_for_shared(block)
-        self._host.reuse((taken,))
-        return taken
-
-    def offload_kept(self) -> None:
-        """Copy out what lies in blocks which nobody holds, last used first served: no more steps come.
-
-        What was found on the device has not been looked up on the host meanwhile. So where it lies there too it is
-        taken for used before anything is copied, or it would be the first to make room.
-        """
-        kept = self.pool.kept()[-self._host.num_slots :] if self._host.num_slots else []
-        there = [block for block in kept if (key := self._keys[block]) is not None and self._host.has(key)]
-        for block in (*there, *kept):
-            self._offload(block)
-
     def forget(self, blocks: Seq[int]) -> None:
-        """Let nobody find these blocks any more, nor what was computed after them."""
+        """Let nobody find these blocks any more, nor what was computed after them. Those who hold them keep them."""
         self._host.forget(key for block in blocks if (key := self._keys[block]) is not None)
         for block in blocks:
             self._unpublish(block)
-            self.pool.discard(block)
+            if block in self._kept:
+                del self._kept[block]
+                self._empty.append(block)
 
     def clear(self) -> None:
-        """Forget all blocks. Those who hold them keep them."""
+        """Forget all blocks."""
         self._host.clear()
         self.forget(list(self._blocks.values()))
 
@@ -553,17 +458,7 @@ class PrefixCache:
 
     def _publish(self, table: BlockTable, block: int, key: BlockKey, serial: int) -> None:
         self._blocks[key], self._keys[block], self._serials[block] = block, key, serial
-        self.pool.keep(block)
         table.num_published += 1
-
-    def _offload(self, block: int) -> None:
-        key = self._keys[block]
-        if key is not None and self._host.num_slots:
-            self._host.offload(block, BlockLabel(self._serials[block], key))
-
-    def _on_evict(self, block: int) -> None:
-        self._offload(block)
-        self._unpublish(block)
 
     def _unpublish(self, block: int) -> None:
         key = self._keys[block]
@@ -571,3 +466,48 @@ class PrefixCache:
             del self._blocks[key]
             self._keys[block] = None
             self._serials[block] = _UNPUBLISHED
+
+    # To the host and back
+
+    def find_on_host(self, table: BlockTable, token_ids: Seq[int]) -> list[BlockKey]:
+        """Keys of the chain that lies on the host and goes on where extend() has stopped."""
+        keys: list[BlockKey] = []
+        if not self._host.num_used:
+            return keys
+        parent = self._parent(table)
+        for position in range(table.num_published, (len(token_ids) - 1) // self._block_size):
+            key = parent, self._content_at(position, token_ids)
+            serial = self._host.serial_of(key)
+            if serial is None or key in self._blocks or not self._host.has(key):
+                break
+            keys.append(key)
+            parent = serial
+        return keys
+
+    def restore(self, table: BlockTable, keys: list[BlockKey]) -> None:
+        """Let a table that has nothing but published blocks go on with these, in new blocks, of which enough are free.
+
+        Args:
+            keys: as find_on_host() has found them.
+        """
+        self._host.pin(keys)
+        for key in keys:
+            (block,) = self.allocate(1)
+            table.blocks.append(block)
+            self._publish(table, block, key, self._host.restore(block, key))
+
+    def offload_kept(self) -> None:
+        """Copy out what lies in blocks which nobody holds, last used first served: no more steps come.
+
+        What was found on the device has not been looked up on the host meanwhile. So where it lies there too it is
+        taken for used before anything is copied, or it would be the first to make room.
+        """
+        kept = list(self._kept)[-self._host.num_slots :] if self._host.num_slots else []
+        there = [block for block in kept if (key := self._keys[block]) is not None and self._host.has(key)]
+        for block in (*there, *kept):
+            self._offload(block)
+
+    def _offload(self, block: int) -> None:
+        key = self._keys[block]
+        if key is not None and self._host.num_slots:
+            self._host.offload(block, BlockLabel(self._serials[block], key))

@@ -8,9 +8,7 @@ A sequence counts the steps that it is in (num_in_flight) and the tokens that th
 next plan goes on after them, before anybody knows them. What it holds it keeps until the last of its steps has landed.
 """
 
-from collections import deque
-from collections.abc import Iterable, Iterator
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -220,16 +218,13 @@ class PlanBuilder:
         """Compute `length` tokens from position `start` on; tell the runner what it does not know of the sequence."""
         end = start + length
         samples = end == len(sequence.token_ids) + sequence.num_pending
-        self._add(sequence, start, length, samples)
+        self.repeat_row(sequence, start, length, samples)
         sequence.num_computed_tokens = end
         sequence.num_in_flight += 1
         sequence.num_pending += samples
 
-    def add_again(self, sequence: Sequence, start: int, length: int, samples: bool) -> None:
-        """A row of a plan that failed, once more."""
-        self._add(sequence, start, length, samples)
-
-    def _add(self, sequence: Sequence, start: int, length: int, samples: bool) -> None:
+    def repeat_row(self, sequence: Sequence, start: int, length: int, samples: bool) -> None:
+        """A row of a plan that failed, once more: nothing of the sequence changes."""
         token_ids = sequence.token_ids[start : start + length]
         self.other_rows.append(len(self.sequences))
         if sequence.num_scored_tokens != ALL_SCORED:
@@ -277,7 +272,9 @@ class PlanBuilder:
         self.add_copy(sequence.table.blocks[position], block)
         sequence.table.blocks[position] = block
         if position < sequence.table.num_sent:
-            self._send_block(sequence.slot, position, block)
+            self._table_slots.append(sequence.slot)
+            self._table_positions.append(position)
+            self._table_blocks.append(block)
 
     def build(self) -> StepPlan | None:
         """The plan, None if it has no rows."""
@@ -328,11 +325,6 @@ class PlanBuilder:
         self._table_blocks += new
         table.num_sent = len(table.blocks)
 
-    def _send_block(self, slot: int, position: int, block: int) -> None:
-        self._table_slots.append(slot)
-        self._table_positions.append(position)
-        self._table_blocks.append(block)
-
 
 def _int32(values: list[int]) -> Int32Array:
     return np.fromiter(values, np.int32, len(values))  # np.array takes twice as long: it looks for the shape first
@@ -357,7 +349,7 @@ def restart_rows(plan: StepPlan, rows: range, sequences: list[Sequence]) -> Step
     starts, lengths, samples = plan.starts.tolist(), plan.lengths.tolist(), plan.samples.tolist()
     for row, sequence in zip(rows, sequences, strict=True):
         sequence.is_started = False
-        builder.add_again(sequence, starts[row], lengths[row], samples[row])
+        builder.repeat_row(sequence, starts[row], lengths[row], samples[row])
         for block in sequence.table.blocks:
             if block in copies:
                 builder.add_copy(copies[block], block)
@@ -406,77 +398,3 @@ class Flight:
     work: StepWork
     planned_s: float
     has_suspects: bool
-
-
-class InFlight:
-    """The steps under way, oldest first.
-
-    Args:
-        max_steps: that may be.
-    """
-
-    def __init__(self, max_steps: int) -> None:
-        self._max_steps = max_steps
-        self._flights: deque[Flight] = deque()
-        self._landed_s = 0.0  # when the last one came back
-
-    def __len__(self) -> int:
-        return len(self._flights)
-
-    def __iter__(self) -> Iterator[Flight]:
-        return iter(self._flights)
-
-    @property
-    def has_suspects(self) -> bool:
-        return any(flight.has_suspects for flight in self._flights)
-
-    def send(self, plan: StepPlan, builder: PlanBuilder, now: float, suspects: AbstractSet[Sequence]) -> None:
-        """
-        Args:
-            suspects: those that were in a step that raised, and were not seen to be innocent since.
-        """
-        assert len(self._flights) < self._max_steps, "a step has to come back first"
-        has_suspects = bool(suspects) and not suspects.isdisjoint(builder.sequences)
-        self._flights.append(Flight(plan, builder.sequences, builder.other_rows, builder.work, now, has_suspects))
-
-    def find(self, plan: StepPlan) -> Flight:
-        return next(flight for flight in self._flights if flight.plan is plan)
-
-    def land(self, now: float) -> tuple[Flight, float]:
-        """The oldest has come back: its rows are no longer under way.
-
-        Returns: it, and the seconds that it took: since it was planned, or since the one before it came back.
-        """
-        flight = self._flights.popleft()
-        for sequence, samples in zip(flight.sequences, flight.plan.samples.tolist(), strict=True):
-            sequence.num_in_flight -= 1
-            sequence.num_pending -= samples
-        step_s = now - max(flight.planned_s, self._landed_s)
-        self._landed_s = now
-        return flight, step_s
-
-    def written_blocks(self, block_size: int) -> set[int]:
-        """Those that their rows write to, and what lies behind them."""
-        found: set[int] = set()
-        for flight in self._flights:
-            for start, sequence in zip(flight.plan.starts.tolist(), flight.sequences, strict=True):
-                found.update(sequence.table.blocks[start // block_size :])
-        return found
-
-    def abandon(self, now: float) -> list[Sequence]:
-        """None of them will come back. Returns who was in them, each once."""
-        self._landed_s = now
-        found = dict.fromkeys(sequence for flight in self._flights for sequence in flight.sequences)
-        for sequence in found:
-            sequence.num_in_flight = sequence.num_pending = 0
-        self._flights.clear()
-        return list(found)
-
-
-def blocks_reached(flights: Iterable[Flight], blocks: set[int]) -> set[int]:
-    """These blocks, and those that steps under way copy them to."""
-    reached = set(blocks)
-    for flight in flights:
-        copies = zip(flight.plan.copy_sources.tolist(), flight.plan.copy_targets.tolist(), strict=True)
-        reached |= {target for source, target in copies if source in reached}
-    return reached

@@ -48,7 +48,7 @@ class DeviceChoice:
 
     Args:
         device: "cpu" or "cuda:0".
-        threads: compute threads on a CPU at most (gpu/threads.py says when); on CUDA, torch's for the little that
+        threads: compute threads on a CPU at most (gpu/tune.py says when); on CUDA, torch's for the little that
             stays on the host.
     """
 

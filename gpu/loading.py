@@ -15,22 +15,21 @@ from core.plan import DeviceError, Runner, RunnerLimits, SequenceStart, StepPlan
 from core.types import SamplingParams
 from gpu.checkpoint import Checkpoint, Progress, open_checkpoint
 from gpu.device import DeviceChoice, apply_threads, choose_device, drop_code_pages, free_memory_bytes, trim_heap
-from gpu.device_products import MOST_FEW_ROWS
-from gpu.kept_matrices import kept_scheme
-from gpu.kernel_choice import find_operators
 from gpu.kv_cache import num_blocks_for
+from gpu.linear import MOST_FEW_ROWS
 from gpu.memory_plan import MemoryPlan, plan_checkpoint
 from gpu.operators import Operators
 from gpu.parallel.ranks import Ranks, Shard
-from gpu.quantize_cache import quantizing
+from gpu.quant import quantizing
 from gpu.runner import ModelRunner
 from gpu.streams import fill_on
-from gpu.weights import MatrixForm, check_checkpoint, load_weights
+from gpu.tune import find_operators
+from gpu.weights import MatrixForm, check_checkpoint, load_weights, prequantized_scheme
 
 # Steps that are timed: prompts of so many tokens, and a decode after each; a large model's for so long alone.
 TIMED_CHUNKS = (8, 16, 32, 64) * 3
 TIMED_FOR_S = 2.0
-WARM_UP_TOKENS = 2 * MOST_FEW_ROWS  # of a prompt: more rows than those that products are cut otherwise for
+WARM_UP_TOKENS = 2 * MOST_FEW_ROWS  # of a prompt: more rows than those that matmuls are cut otherwise for
 FindOperators = Callable[[ModelConfig, DeviceChoice], Operators]
 
 
@@ -90,7 +89,7 @@ def load_planned(
     operators.ranks = ranks
     drop_code_pages()
     with torch.inference_mode(), quantizing(engine) as convert:
-        form = MatrixForm(convert, kept_scheme(config, engine.quantize, choice.device) is not None)
+        form = MatrixForm(convert, prequantized_scheme(config, engine.quantize, choice.device) is not None)
         fill = fill_on(choice.device)
         weights = load_weights(checkpoint, config, choice.dtype, choice.device, progress, form, fill, shard)
     runner = ModelRunner(part, engine, memory, weights, operators)

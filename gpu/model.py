@@ -11,17 +11,15 @@ import torch
 from torch import Tensor
 
 from core.config import LayerConfig, ModelConfig
-from gpu.attention import Attending, paged_attention
-from gpu.expert_weights import ExpertWeights
+from gpu.attention import RaggedRows
 from gpu.kv_cache import KVCache, LayerKV
-from gpu.layer_weights import LayerWeights, ModelWeights
 from gpu.layers import Block, Experts, Mlp, Rope
-from gpu.linear import Linear
+from gpu.linear import Embed, Linear
 from gpu.operators import HeadNorms, Operators
 from gpu.parallel.ranks import norm_heads
+from gpu.parameters import ExpertWeights, LayerWeights, ModelWeights
 from gpu.rows import StepTokens
 from gpu.scores import Scores
-from gpu.tied_head import Embed
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +32,7 @@ class Batch:
     """
 
     tokens: StepTokens
-    attending: dict[int | None, Attending]
+    attending: dict[int | None, RaggedRows]
     asked: Tensor | None
 
 
@@ -155,7 +153,7 @@ class Model:
         rotation = None if layer.rope is None else rotations[layer.rope]
         query = operators.rotate_and_store(qkv, self._own_norms(layer, qkv), rotation, kv, batch.tokens.kv_slots)
         attending = batch.attending[layer.window]
-        added = layer.output(paged_attention(query, kv, attending, layer.scores, operators.attention))
+        added = layer.output(operators.attention.attend(query, kv, attending, layer.scores))
         return added if operators.ranks is None else operators.ranks.sum(added)
 
     def _own_norms(self, layer: Layer, qkv: Tensor) -> HeadNorms | None:

@@ -17,24 +17,20 @@ from torch import Tensor
 
 from core.config import BLOCK_SIZE, EngineConfig, ModelConfig
 from core.plan import DeviceError, RunnerLimits, StepOutput, StepPlan
-from gpu.attention import TILE_TOKENS
 from gpu.checkpoint import Checkpoint
 from gpu.device import FEW_TOKENS, last_level_cache_bytes, to_device, trim_heap
-from gpu.device_attention import DeviceAttention
-from gpu.elementwise_speed import find_elementwise
-from gpu.kernel_choice import find_recorder
 from gpu.kv_cache import KVCache, bytes_per_block
 from gpu.kv_store import CopyTicket, KVOffload, open_offload
-from gpu.layer_weights import ModelWeights
-from gpu.measured import MIN_PARAMETERS, Measured, Measuring
 from gpu.memory_plan import MemoryPlan
 from gpu.model import Model
 from gpu.operators import Operators
+from gpu.parameters import ModelWeights
 from gpu.sampler import OnTheirWay, PromptScores, Sampler, TokensToHost
 from gpu.step_graphs import CountedGraphs, Progress, StepGraphs, count_graphs
 from gpu.step_shapes import StepShapes, max_decodes, step_shapes
 from gpu.steps import SentStep, StepParts, Steps
 from gpu.streams import open_streams
+from gpu.tune import Measured, Tuning, find_recorder
 
 logger = logging.getLogger(__name__)
 
@@ -96,15 +92,13 @@ class ModelRunner:
             self._sampler = Sampler(engine.max_sequences, config.vocab_size, device, operators.sampler)
             self._to_host = TokensToHost(engine.max_sequences, self._streams)
             with _device_errors():
-                self._measuring = self._measure(memory)
+                self._tuning = self._tune(memory)
             self._recorder = find_recorder(engine, memory.device, operators)
             counted = self._count_graphs(memory)
             self.memory = memory = counted.memory
             self._cache = KVCache(config, memory.num_blocks, dtype, device, has_padding=self._recorder is not None)
             with _device_errors():
                 self._steps = self._open_steps(self._cache, counted.shapes)
-                if isinstance(operators.attention, DeviceAttention) and config.num_parameters >= MIN_PARAMETERS:
-                    operators.attention.choose(self._cache.layers[0], config.num_heads)
         self._steps.graphs.most_graphs = counted.most_graphs
         self.limits = RunnerLimits(
             num_blocks=memory.num_blocks,
@@ -115,29 +109,26 @@ class ModelRunner:
             vocab_size=config.vocab_size,
             block_bytes=bytes_per_block(config, dtype),
             max_in_flight=steps_in_flight(engine.overlap, device),
-            prompt_tile=TILE_TOKENS if operators.attention is None else operators.attention.prompt_tile,
+            prompt_tile=operators.attention.prompt_tile,
             few_tokens=FEW_TOKENS[device.type],
         )
 
-    def _measure(self, memory: MemoryPlan) -> Measuring:
+    def _tune(self, memory: MemoryPlan) -> Tuning:
         operators = self._operators
         if operators.ranks is not None:
-            return Measuring(
-                self.config, memory.device, None
-            )  # each rank's own choice would round otherwise what all compute alike
+            # each rank's own choice would round otherwise what all compute alike
+            return Tuning(self.config, memory.device, operators, None)
         probes = self._model.probes(min(max(MIN_PROBE_BYTES, 2 * last_level_cache_bytes()), MAX_PROBE_BYTES))
-        product, sampler = operators.product_choice, operators.sampler
-        elementwise = find_elementwise(self.config, operators)
-        return Measuring(self.config, memory.device, probes, product, sampler, elementwise)
+        return Tuning(self.config, memory.device, operators, probes)
 
     @property
     def measured(self) -> Measured:
         """What serves, of what is chosen by measuring."""
-        return self._measuring.measured
+        return self._tuning.measured
 
     def idle_work(self) -> Generator[None]:
         """See Engine: look again at what was within noise, and give back what a busy phase has freed."""
-        yield from self._measuring.look_again()
+        yield from self._tuning.look_again()
         trim_heap()
 
     def _count_graphs(self, memory: MemoryPlan) -> CountedGraphs:
@@ -155,10 +146,8 @@ class ModelRunner:
         return counted
 
     def _open_steps(self, cache: KVCache, shapes: StepShapes) -> Steps:
-        attention, max_model_len = self._operators.attention, self.memory.max_model_len
-        if isinstance(attention, DeviceAttention):
-            attention.reserve(max_decodes(self._engine), max_model_len, self.config.num_heads, cache.layers[0])
-        operators, engine = self._operators, self._engine
+        operators, engine, max_model_len = self._operators, self._engine, self.memory.max_model_len
+        operators.attention.reserve(max_decodes(engine), max_model_len, self.config.num_heads, cache.layers[0])
         parts = StepParts(self._model, self._sampler, operators, self._streams, engine, max_model_len, shapes)
         return Steps(parts, cache)
 

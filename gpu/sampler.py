@@ -287,12 +287,8 @@ class LaunchedSampler(ABC):
         """
 
 
-@dataclass(slots=True)
-class SamplerChoice:
-    """Who samples: a kernel, or torch, as measured; both sample the same."""
-
-    make_kernel: Callable[[SamplingSlots], SampleRows | LaunchedSampler]
-    uses_kernel: bool = True
+MakeSampler = Callable[[SamplingSlots], SampleRows | LaunchedSampler]
+"""A kernel that samples what slots ask for, the same tokens as torch"""
 
 
 class Sampler:
@@ -300,19 +296,18 @@ class Sampler:
 
     Args:
         vocab_size: the logits' width.
-        choice: None: there is no kernel.
+        make_kernel: None: torch samples.
 
     launched: the kernel that steps launch; None: sample() has to be called.
     """
 
     def __init__(
-        self, num_slots: int, vocab_size: int, device: torch.device, choice: SamplerChoice | None = None
+        self, num_slots: int, vocab_size: int, device: torch.device, make_kernel: MakeSampler | None = None
     ) -> None:
-        self._choice = choice
         self._vocab_size = vocab_size
         self._device = device
         self._asked = SamplingSlots(num_slots, vocab_size, device)
-        kernel = None if choice is None else choice.make_kernel(self._asked)
+        kernel = None if make_kernel is None else make_kernel(self._asked)
         self.launched = kernel if isinstance(kernel, LaunchedSampler) else None
         self._called = None if isinstance(kernel, LaunchedSampler) else kernel
 
@@ -346,7 +341,7 @@ class Sampler:
             slots: [rows]
             positions: [rows], of the token to sample in its sequence.
         """
-        if self._called is not None and self._choice is not None and self._choice.uses_kernel:
+        if self._called is not None:
             token_ids, is_finite = self._called(logits, slots, positions)
         else:
             is_finite = logits.sum(-1).isfinite()  # [rows]: any NaN or infinity makes the sum one

@@ -11,7 +11,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 
 from core.config import EngineConfig, ModelConfig
-from gpu.device_products import MOST_FEW_ROWS
+from gpu.linear import MOST_FEW_ROWS
 
 MOST_TOKENS = 1024  # of prompts, in a step
 # A dozen kernels of a layer, sent one by one, 10 µs each in Python; an H100 or H200 at three quarters of its ceiling.
@@ -47,7 +47,7 @@ class StepShape:
     def serves(self, step: "StepShape") -> bool:
         """Whether a step may be padded to this: nothing of it is computed in other sums for that.
 
-        Products of few rows and of many are cut differently (kernels/product.py), those with the head too.
+        Products of few rows and of many are cut differently (kernels/matmul.py), those with the head too.
         """
         return (
             step.num_decodes <= self.num_decodes

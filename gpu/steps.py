@@ -32,8 +32,7 @@ from torch import Tensor
 
 from core.config import BLOCK_SIZE, EngineConfig
 from core.plan import Int32Array, StepPlan
-from gpu.attention import Attending, RaggedRows
-from gpu.attention_groups import GroupBuilder, IntArray, TokenRanges
+from gpu.attention import HostRows, IntArray, RaggedRows
 from gpu.kv_cache import KVCache, num_blocks_for
 from gpu.model import Batch, Model
 from gpu.operators import Operators
@@ -46,9 +45,6 @@ from gpu.streams import HostStreams, StagedCopies, Streams
 INT_BYTES, ALIGNMENT = 4, 4  # each part of a step's integers begins at a multiple of 16 bytes
 CHANGES_PER_ROW = 4  # of tables, in a usual copy: a decode's is one in 16 steps
 NOTHING = np.empty(0, dtype=np.int32)
-
-Groups = dict[int | None, Attending]
-"""Who attends together, by the window of a layer"""
 
 
 class BlockTables:
@@ -83,6 +79,12 @@ class BlockTables:
         table = self.blocks[slot]
         found: IntArray = table[table != self.scratch_block]
         return found
+
+    def rows_of(self, layout: "StepLayout") -> HostRows:
+        """Who attends to what, for who lays it out on the host."""
+        tables = self.blocks[layout.slots, : num_blocks_for(int(layout.ends.max(initial=0)))]
+        offsets = np.concatenate([np.arange(layout.num_own + 1), layout.num_own + np.cumsum(layout.lengths)])
+        return HostRows(tables, layout.ends, offsets, self.scratch_block)
 
     def fresh_blocks(self, plan: StepPlan) -> IntArray:
         """Blocks whose first token is written now but whose last is not: the rest still has another's content."""
@@ -126,16 +128,6 @@ class StepLayout:
     def shape(self) -> StepShape:
         """Without padding."""
         return StepShape(self.num_own, len(self.lengths), self.tokens.shape[1] - self.num_own)
-
-    @property
-    def own(self) -> tuple[IntArray, IntArray]:
-        """Slots of own tokens, and the lengths of their contexts."""
-        return self.slots[: self.num_own], self.ends[: self.num_own]
-
-    @property
-    def prompts(self) -> TokenRanges:
-        slots, ends = self.slots[self.num_own :], self.ends[self.num_own :]
-        return slots, ends - self.lengths, ends
 
 
 def lay_out(plan: StepPlan, num_prompt_tokens: IntArray, are_own_alone: bool) -> StepLayout:
@@ -268,17 +260,18 @@ class Steps:
     def __init__(self, parts: StepParts, cache: KVCache) -> None:
         self._model, self._sampler, self._streams = parts.model, parts.sampler, parts.streams
         self._operators, self._cache = parts.operators, cache
-        engine, device, kernels = parts.engine, cache.tensor.device, parts.operators.attention
+        engine, device, attention = parts.engine, cache.tensor.device, parts.operators.attention
         max_rows, max_tokens = parts.shapes.decodes[-1], engine.max_batch_tokens
         self.tables = BlockTables(engine.max_sequences, parts.max_model_len, cache.scratch_block)
-        self._are_own_alone = kernels is None or kernels.are_own_tokens_alone
-        self._groups = GroupBuilder(self.tables.blocks, cache.scratch_block, cache.tensor.dtype, device)
         self._is_host = isinstance(parts.streams, HostStreams)  # what the host writes is there at once
         blocks = torch.from_numpy(self.tables.blocks)
         if not self._is_host:
             blocks = blocks.to(device, torch.int32, copy=True)
         on_device = DeviceTables(blocks, self._sampler.last_tokens, cache.scratch_block, cache.padding_block)
-        shapes = [*parts.shapes.chunks, StepShape(max_tokens if self._are_own_alone else max_rows, 0, max_tokens)]
+        shapes = [
+            *parts.shapes.chunks,
+            StepShape(max_tokens if attention.are_own_tokens_alone else max_rows, 0, max_tokens),
+        ]
         self._rows = parts.operators.make_rows(on_device, max_rows, max(shape.num_tokens for shape in shapes))
         most_inputs = max(num_inputs(shape, shape.num_rows + max_tokens) for shape in shapes)
         self._inputs = torch.full((most_inputs,), NO_SLOT, dtype=torch.int32, device=device)
@@ -298,7 +291,7 @@ class Steps:
             wants_all: the logits of all its tokens, in the order in which they are computed; nothing is sampled.
         """
         self.tables.grow(plan)
-        layout = lay_out(plan, self.tables.num_prompt_tokens, self._are_own_alone)
+        layout = lay_out(plan, self.tables.num_prompt_tokens, self._operators.attention.are_own_tokens_alone)
         if wants_all:
             layout = replace(layout, asked=None)
         samples = self._samples and not wants_all and self._sampler.can_launch(layout.sampled.slots)
@@ -318,8 +311,7 @@ class Steps:
         if padded is not None:
             self._streams.current.run(partial(self._replay, padded))
         else:
-            groups = self._groups_of(layout) if self._operators.attention is None else None
-            self._streams.current.run(partial(self._send, step, plan, layout, num_logits, groups))
+            self._streams.current.run(partial(self._send, step, plan, layout, num_logits, self.tables.rows_of(layout)))
         return step
 
     def sample(self, step: SentStep) -> Sampled:
@@ -343,11 +335,11 @@ class Steps:
         if self._sampler.launched is not None:
             self._sampler.launched.launch(logits, inputs.sampled)
 
-    def _send(self, step: SentStep, plan: StepPlan, layout: StepLayout, num_logits: int, groups: Groups | None) -> None:
+    def _send(self, step: SentStep, plan: StepPlan, layout: StepLayout, num_logits: int, rows: HostRows) -> None:
         """As it is, by Python."""
         shape, num_asked = layout.shape, 0 if layout.asked is None else len(layout.asked)
         inputs, num_blocks = inputs_in(self._inputs, shape, num_asked), num_blocks_for(int(layout.ends.max(initial=1)))
-        hidden = self._hidden(inputs, shape, num_blocks, None if layout.asked is None else inputs.asked, groups)
+        hidden = self._hidden(inputs, shape, num_blocks, None if layout.asked is None else inputs.asked, rows)
         out = self._logits[:num_logits] if self._logits is not None and num_logits == len(step.logits) else None
         step.logits = self._model.logits(hidden[:num_logits], out)
         if step.is_sampled:
@@ -358,28 +350,20 @@ class Steps:
             step.scores = score(hidden[num_logits:], plan, self._model.logits, vocab_size, self._streams)
 
     def _hidden(
-        self, inputs: StepInputs, shape: StepShape, num_blocks: int, asked: Tensor | None, groups: Groups | None
+        self, inputs: StepInputs, shape: StepShape, num_blocks: int, asked: Tensor | None, host: HostRows | None
     ) -> Tensor:
         """
         Args:
             num_blocks: of the longest context, at least.
-            groups: who attends together, where torch does.
+            host: the rows, where they are known there.
         """
-        attending = self._rows_of(inputs, shape, num_blocks) if groups is None else groups
+        dtype, tables = self._operators.attention.index_dtype, self._rows.tables_of(inputs, num_blocks)
+        columns = (tables.to(dtype), inputs.ends.to(dtype), inputs.offsets.to(dtype))
+        rows = RaggedRows(
+            *columns, num_decodes=shape.num_decodes, window=None, host=host
+        )  # of one step: see its layout
+        attending = rows_by_window(rows, self._model.config.windows, self.tables.width * BLOCK_SIZE)
         return self._model.forward(Batch(self._rows.tokens_of(inputs), attending, asked), self._cache)
-
-    def _rows_of(self, inputs: StepInputs, shape: StepShape, num_blocks: int) -> Groups:
-        """What kernels attend by. Of one step: their layout is made by its first layer."""
-        kernels = self._operators.attention
-        assert kernels is not None
-        tables, dtype = self._rows.tables_of(inputs, num_blocks), kernels.index_dtype
-        found = (tables.to(dtype), inputs.ends.to(dtype), inputs.offsets.to(dtype))
-        rows = RaggedRows(*found, num_decodes=shape.num_decodes, window=None)
-        return rows_by_window(rows, self._model.config.windows, self.tables.width * BLOCK_SIZE)
-
-    def _groups_of(self, layout: StepLayout) -> Groups:
-        longest = int(layout.ends.max(initial=0))
-        return self._groups.build(layout.own, layout.prompts, self._model.config.windows, longest)
 
     def _bring_up(self, plan: StepPlan, inputs: Int32Array) -> None:
         """Put on the device what the plan changes, in one copy."""
@@ -414,8 +398,10 @@ def _num_asked(shape: StepShape) -> int:
     return shape.num_rows if shape.num_prompts else 0
 
 
-def rows_by_window(rows: RaggedRows, windows: tuple[int | None, ...], max_model_len: int) -> Groups:
+def rows_by_window(
+    rows: RaggedRows, windows: tuple[int | None, ...], max_model_len: int
+) -> dict[int | None, RaggedRows]:
     """By the window of a layer: those that hide nothing share their rows."""
     hiding = {window: window if window and window < max_model_len else None for window in windows}
-    found: Groups = {window: replace(rows, window=window) for window in set(hiding.values())}
+    found = {window: replace(rows, window=window) for window in set(hiding.values())}
     return {window: found[hidden] for window, hidden in hiding.items()}

@@ -13,25 +13,23 @@ from h2.errors import ErrorCodes
 
 from core.errors import ErrorKind, ServiceError
 from core.types import Usage
-from server.answer_body import answer_headers, content_headers
 from server.api.replies import PROTOCOL_CODES, error_body, protocol_error_body, status_of
-from server.app_state import AppState, Readiness
 from server.clock import Clock
-from server.exchange import Exchange
+from server.exchange import AppState, Exchange, Readiness
 from server.gate.cross_origin import CrossOrigin
 from server.gate.deadlines import OwnDeadlineExceeded
 from server.gate.gate import Gate
 from server.gate.identity import mask_keys
 from server.gate.quota import limit_headers
 from server.listening.clients import DENIED
-from server.observing.accounting import NO_REQUEST, Account, Flight, TraceContext, continue_trace, status_told
+from server.observing.accounting import NO_REQUEST, Account, RequestRecord, TraceContext, continue_trace, status_told
 from server.observing.logs import current_request_id, current_trace_id
 from server.observing.metrics import Metrics
-from server.observing.timing import Stage, StageClock
+from server.observing.timing import Stage, StageClock, answer_headers
 from server.routes import MethodNotAllowed, Route, find_route
 from server.values import escape
 from server.wire.messages import Headers, Peer, ResponseHead
-from server.wire.stream import ClientDisconnected, HttpStream
+from server.wire.stream import ClientDisconnected, HttpStream, content_headers
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +45,7 @@ class App:
     Args:
         new_request_id: unique ids, ours.
         new_span_id: of 16 hex digits, of our spans in clients' traces.
-        cross_origin: whose pages may read the answers; None: nobody's else.
+        cross_origin: whose pages may read the answers; None: no other site's.
     """
 
     def __init__(
@@ -77,7 +75,7 @@ class App:
             request_id=self._new_request_id(),
             timings=timings,
             stream=stream,
-            clock=self._clock.monotonic,
+            server=self.state,
         )
         exchange.trace = self._trace_of(exchange)
         self.state.exchanges[stream] = exchange
@@ -115,8 +113,8 @@ class App:
 
     def fail_all(self, error: ServiceError) -> None:
         """Break off every generation, and every wait for a body: each has the error for its answer, or its end."""
-        if self.state.lifecycle is not None:
-            self.state.lifecycle.fail_all(error)
+        if self.state.generations is not None:
+            self.state.generations.fail_all(error)
         for stream in self.state.exchanges:
             stream.fail_body(error)
 
@@ -127,8 +125,8 @@ class App:
         for stream, exchange in list(self.state.exchanges.items()):
             if exchange.caller is not None and self._gate.directory.has_revoked(exchange.caller):
                 stream.fail_body(error)
-                if self.state.lifecycle is not None:
-                    self.state.lifecycle.fail(exchange.request_id, error)
+                if self.state.generations is not None:
+                    self.state.generations.fail(exchange.request_id, error)
 
     def refuse(
         self,
@@ -149,35 +147,27 @@ class App:
             http2_error: what is sent instead, by RST_STREAM or GOAWAY.
         """
         error_name = None if http2_error is None else http2_error.name
-        account: Exchange | None = None if stream is None else self.state.exchanges.get(stream)
-        now = self._clock.monotonic()
-        if account is not None:
-            account.http2_error = error_name
-            if not account.stream.head_sent:
-                account.refused_status = status
-            account.timings.enter(Stage.LAST_FLUSH, now)
-        else:
-            request = NO_REQUEST if stream is None else stream.request  # whose handler has not begun
-            nobody = Account(
-                request=request,
-                client=peer,
-                request_id=self._new_request_id(),
-                timings=StageClock(since),
-                http2_error=error_name,
-            )
-            nobody.timings.enter(Stage.LAST_FLUSH, now)
-            self.state.accounting.close(nobody, status, PROTOCOL_CODES[status])
-        told = account or nobody
+        exchange = None if stream is None else self.state.exchanges.get(stream)
+        request = NO_REQUEST if stream is None else stream.request
+        account = exchange or Account(  # its handler has not begun
+            request=request, client=peer, request_id=self._new_request_id(), timings=StageClock(since)
+        )
+        account.http2_error = error_name
+        account.timings.enter(Stage.LAST_FLUSH, self._clock.monotonic())
+        if exchange is None:
+            self.state.accounting.close(account, status, PROTOCOL_CODES[status])
+        elif not exchange.stream.head_sent:
+            exchange.refused_status = status
         body = protocol_error_body(status, message)
-        headers = (*content_headers(body), *answer_headers(told.timings), *told.identity_headers)
-        return (*headers, *self._cross_origin.headers(told.request)), body
+        headers = (*content_headers(body), *answer_headers(account.timings), *account.identity_headers)
+        return (*headers, *self._cross_origin.headers(account.request)), body
 
     def _trace_of(self, exchange: Exchange) -> TraceContext | None:
         """The trace that the client names."""
         traceparent = exchange.request.header(b"traceparent")
         return None if traceparent is None else continue_trace(traceparent, self.state.new_span_id())
 
-    def export_to(self, export: Callable[[Flight], None]) -> None:
+    def export_to(self, export: Callable[[RequestRecord], None]) -> None:
         """Hand it each generation that is over, from now on."""
         self.state.accounting.export = export
 
@@ -218,17 +208,17 @@ class App:
         if route.is_counted:
             await self._handle_counted(route, exchange)
         else:
-            exchange.timings.enter(Stage.ANSWER, self._clock.monotonic())
-            await route.handler(self.state, exchange)
+            exchange.enter(Stage.ANSWER)
+            await route.handler(exchange)
 
     async def _handle_counted(self, route: Route, exchange: Exchange) -> None:
         """Let the request in and out of its caller's quotas. One that the server has no room for counts for nothing."""
-        exchange.timings.enter(Stage.QUOTA, self._clock.monotonic())
+        exchange.enter(Stage.QUOTA)
         ticket = exchange.ticket = self._gate.quotas.ticket_for(exchange.known_caller)
         exchange.stream.late_headers = partial(limit_headers, ticket)
         ticket.enter(route.needs_tokens)
         try:
-            await route.handler(self.state, exchange)
+            await route.handler(exchange)
         except ServiceError as error:
             outcome = exchange.outcome
             is_untouched = outcome is None or outcome.is_refused or outcome.usage == NO_USAGE

@@ -1,6 +1,6 @@
 """What the engine thread has loaded, and what clients are told and served of it. Thread: main, at start."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import sha256
 
@@ -10,11 +10,10 @@ from core.types import EngineStats, StepDelivery
 from server import __version__
 from server.api.models import ServedModel, ServerCard
 from server.api.surface import GenerationDefaults, RequestLimits
-from server.banner import Place
 from server.clock import Clock
-from server.commands.model_files import ModelFiles
 from server.engine_thread import Inbox
-from server.lifecycle import PromptReader
+from server.model_files import ModelFiles
+from server.prompts import PromptReader
 
 DEMONSTRATION = "demonstration model: it has memorised a glossary of LLM serving and knows nothing else"
 
@@ -52,17 +51,24 @@ class LoadedEngine:
 LoadEngine = Callable[[Inbox, Callable[[StepDelivery], None], Callable[[str], None]], LoadedEngine]
 
 
-def prompt_reader(loaded: LoadedEngine, clock: Clock) -> PromptReader:
+def prompt_reader(loaded: LoadedEngine, clock: Clock, request_limits: RequestLimits) -> PromptReader:
     """What makes token ids of prompts for the one model that is served."""
-    facts, files = loaded.facts, loaded.files
+    facts, files, limits = loaded.facts, loaded.files, loaded.facts.limits
     card = ServedModel(
         id=facts.model_name,
         created_s=int(clock.unix()),
-        max_model_len=facts.limits.max_model_len,
+        max_model_len=limits.max_model_len,
         description=DEMONSTRATION if facts.is_demonstration else None,
     )
     return PromptReader(
-        (card,), files.tokenizer, files.chat_template, facts.limits.max_model_len, clock.unix, _fingerprint(loaded)
+        cards=(card,),
+        tokenizer=files.tokenizer,
+        chat_template=files.chat_template,
+        max_model_len=limits.max_model_len,
+        max_sequences=min(limits.max_sequences, limits.max_batch_tokens),
+        defaults=GenerationDefaults(vocab_size=limits.vocab_size, limits=request_limits, **files.recommended),
+        unix_clock=clock.unix,
+        fingerprint=_fingerprint(loaded),
     )
 
 
@@ -73,7 +79,7 @@ def _fingerprint(loaded: LoadedEngine) -> str:
     return f"fp_{sha256(repr(parts).encode()).hexdigest()[:12]}"
 
 
-def server_card(model: ServedModel, loaded: LoadedEngine, places: Sequence[Place]) -> ServerCard:
+def server_card(model: ServedModel, loaded: LoadedEngine, binds: tuple[str, ...]) -> ServerCard:
     """This server, as routers see it."""
     limits, config = loaded.facts.limits, loaded.files.config
     return ServerCard(
@@ -84,16 +90,5 @@ def server_card(model: ServedModel, loaded: LoadedEngine, places: Sequence[Place
         max_sequences=limits.max_sequences,
         max_batch_tokens=limits.max_batch_tokens,
         num_kv_tokens=limits.num_blocks * limits.block_size,
-        binds=tuple(map(str, places)),
-    )
-
-
-def generation_defaults(loaded: LoadedEngine, limits: RequestLimits) -> GenerationDefaults:
-    """The model's own recommendations, where its generation_config.json has any."""
-    recommended = loaded.files.defaults
-    known = {name: getattr(recommended, name) for name in recommended.__slots__}
-    return GenerationDefaults(
-        vocab_size=loaded.facts.limits.vocab_size,
-        limits=limits,
-        **{name: value for name, value in known.items() if value is not None},
+        binds=binds,
     )

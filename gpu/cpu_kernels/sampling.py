@@ -15,7 +15,6 @@ import numpy as np
 from numba import carray, cfunc, njit, types
 
 from gpu.cpu_kernels.emit import LANES
-from gpu.cpu_kernels.shuffles import spread_largest
 from gpu.cpu_kernels.vectors import (
     first_lane,
     larger,
@@ -23,6 +22,7 @@ from gpu.cpu_kernels.vectors import (
     load_integer,
     multiply_add,
     pointer,
+    spread_largest,
     take_next,
     total,
     zeros,

@@ -4,17 +4,17 @@ import codecs
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from core.errors import InvalidRequest, ServiceError
+from core.errors import InvalidRequest
 from core.types import Delta, TokenLogprobs, Usage
 from server.api import fields
 from server.api.decoding import decode
-from server.api.known_fields import Surface, rules_of
+from server.api.known_fields import fields_of
 from server.api.replies import (
     LOWEST_LOGPROB,
+    ChunkStream,
     VllmPromptLogprobs,
-    error_event,
+    envelope,
     finite,
-    partial_usage,
     refuse_broken,
     sampled_ids,
     usage_object,
@@ -32,7 +32,6 @@ from server.api.surface import (
     TextPrompt,
 )
 from server.wire import sse
-from server.wire.messages import TextFrame
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 TokenLists = dict[str, list[Any]]
@@ -40,7 +39,7 @@ TokenLists = dict[str, list[Any]]
 _new_utf8_decoder = codecs.getincrementaldecoder("utf-8")
 MAX_ANSWERS = 4096  # prompts times n: 16,384 kept the loop from others for up to 0.9 s, 4,096 for 0.2
 
-RULES = rules_of(Surface.COMPLETIONS)
+RULES = fields_of("completions")
 
 
 class CompletionBody(fields.ChoiceFields, frozen=True, kw_only=True):
@@ -68,20 +67,14 @@ class CompletionsSurface:
         if len(prompts) * _num_sequences(wire) > MAX_ANSWERS:
             message = f"{len(prompts)} prompts with n answers each must be at most {MAX_ANSWERS} answers. Send fewer."
             raise InvalidRequest(message, "n")
-        return GenerationCall(
+        return fields.generation_call(
+            wire,
+            fields.sampling_params(wire, defaults, max_tokens, wishes, bool(wire.echo)),
+            wishes,
             model=model,
             prompts=prompts,
-            sampling=fields.sampling_params(wire, defaults, max_tokens, wishes, bool(wire.echo)),
             num_sequences=_num_sequences(wire),
-            cache_salt=fields.checked_cache_salt(wire.cache_salt),
-            priority=wire.priority,
-            deadlines=fields.checked_deadlines(wire.deadlines),
-            is_stream=bool(wire.stream),
-            includes_usage=wire.includes_usage,
-            wants_timings=bool(wire.timings),
-            tells_queue=wire.tells_queue,
             echo=bool(wire.echo),
-            tokens=wishes,
             unknown_fields=unknown_fields,
         )
 
@@ -120,15 +113,16 @@ class LegacyLogprobs:
         prompt: number of the prompt that is echoed before them; None: none is.
     """
 
-    __slots__ = ("_context", "_lists", "_offsets", "_prompt", "_prompt_offsets", "_texts")
+    __slots__ = ("_context", "_lists", "_offsets", "_position", "_prompt", "_prompt_offsets", "_prompt_text", "_texts")
 
     def __init__(self, context: ReplyContext, prompt: int | None) -> None:
         self._context = context
         self._texts = _Texts(context)
         self._prompt = prompt
         text = "" if prompt is None else context.prompt_texts[prompt]
-        self._prompt_offsets = _PromptOffsets(text)
-        self._offsets = _TextOffsets(len(text))
+        self._prompt_text = text.encode()
+        self._position = 0  # of the prompt's next token in it
+        self._prompt_offsets, self._offsets = _TextOffsets(0), _TextOffsets(len(text))
         self._lists = _empty_lists()
 
     def begin_prompt(self) -> None:
@@ -157,8 +151,18 @@ class LegacyLogprobs:
         return lists
 
     def _prompt_offset(self, token_id: int) -> int:
-        context = self._context
-        return self._prompt_offsets.next(context.token_bytes(token_id), token_id in context.special_ids)
+        """Where it begins in the prompt's text, which may show less of it than its bytes.
+
+        The text has no BOS that the tokenizer has put before it, and no special id of a prompt that came as ids.
+        """
+        context, text, begin = self._context, self._prompt_text, self._position
+        shown = context.token_bytes(token_id)
+        # sentencepiece puts a space before the first word
+        bare = b"" if token_id in context.special_ids else shown.removeprefix(b" ")
+        if not text.startswith(shown, begin) and text.startswith(bare, begin):
+            shown = bare
+        self._position = min(begin + len(shown), len(text))
+        return self._prompt_offsets.next(text[begin : self._position])
 
     def _add_token(self, token: TokenLogprobs, offset: int) -> None:
         self._add(token.token_id, finite(token.logprob), _top_by_text(token, self._texts), offset)
@@ -214,35 +218,6 @@ class _TextOffsets:
         return offset
 
 
-class _PromptOffsets:
-    """Where a prompt's tokens begin in its text, which may show less of them than their bytes.
-
-    There is no BOS in it that the tokenizer has put before it, and no special id of a prompt that came as ids.
-    """
-
-    __slots__ = ("_offsets", "_position", "_text")
-
-    def __init__(self, text: str) -> None:
-        self._text = text.encode()
-        self._position = 0  # bytes
-        self._offsets = _TextOffsets(0)
-
-    def next(self, token_bytes: bytes, is_special: bool) -> int:
-        """Of the next token."""
-        end = self._position + self._num_shown(token_bytes, is_special)
-        shown = self._text[self._position : end]
-        self._position += len(shown)
-        return self._offsets.next(shown)
-
-    def _num_shown(self, token_bytes: bytes, is_special: bool) -> int:
-        if self._text.startswith(token_bytes, self._position):
-            return len(token_bytes)
-        if is_special:
-            return 0
-        bare = token_bytes.removeprefix(b" ")  # sentencepiece puts a space before the first word
-        return len(bare) if self._text.startswith(bare, self._position) else len(token_bytes)
-
-
 def _empty_lists() -> TokenLists:
     return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
 
@@ -273,31 +248,18 @@ class _PromptLogprobs:
                 form.add_prompt(logprobs)
 
 
-class CompletionStream:
-    """Implements surface.StreamReply: chunks, [DONE]. Choice p * num_sequences + i is sequence i of prompt p."""
+class CompletionStream(ChunkStream):
+    """Implements surface.StreamReply."""
 
-    __slots__ = ("_call", "_context", "_end", "_head", "_heads", "_logprobs", "_nums_tokens", "_tail")
+    __slots__ = ("_logprobs",)
 
     def __init__(self, call: GenerationCall, context: ReplyContext) -> None:
-        self._call = call
-        self._context = context
-        num_choices = len(call.prompts) * call.num_sequences
-        self._head = sse.event_head() + sse.json_line(_envelope(context))[:-1] + b',"choices":['
-        self._end = (b'],"usage":null}' if call.includes_usage else b"]}") + sse.EVENT_END
-        self._heads = tuple(self._head + b'{"index":%d,"text":' % i for i in range(num_choices))
-        self._tail = b',"logprobs":null,"finish_reason":null}' + self._end
-        self._logprobs = [_logprobs(call, context, choice) for choice in range(num_choices)]
-        self._nums_tokens = [0] * num_choices  # said, where each chunk counts them
+        super().__init__(call, context, _envelope(context), b'"text":', b"")
+        self._logprobs = [_logprobs(call, context, choice) for choice in range(len(self._heads))]
 
     def start(self) -> bytes:
         has_first = self._call.echo or self._call.tokens.returns_ids
         return b"".join(map(self._first, range(len(self._heads)))) if has_first else b""
-
-    def text(self, choice: int, text: str) -> bytes:
-        return self._heads[choice] + sse.json_strings[text] + self._tail
-
-    def text_frame(self, choice: int) -> TextFrame:
-        return TextFrame(self._heads[choice], sse.json_strings, self._tail)
 
     def delta(self, choice: int, delta: Delta) -> bytes:
         reason = wire_reason(delta.finish_reason)
@@ -310,16 +272,8 @@ class CompletionStream:
             logprobs.add_prompt(delta.prompt_logprobs)
             logprobs.add(delta.logprobs or (), delta.stop_logprobs)
             lists = logprobs.take()
-        return self._line(choice, delta.text, lists, reason, sampled_ids(delta.logprobs, delta.stop_logprobs))
-
-    def end(self, usage: Usage, extras: Extras) -> bytes:
-        last = {"usage": usage_object(usage)} | extras if self._call.includes_usage else extras
-        if not last:
-            return sse.DONE
-        return sse.event(sse.json_line(_envelope(self._context) | {"choices": []} | last)) + sse.DONE
-
-    def error(self, error: ServiceError) -> bytes:
-        return error_event(error)
+        ids = {"token_ids": sampled_ids(delta.logprobs, delta.stop_logprobs), "prompt_token_ids": None}
+        return self._line(choice, delta.text, lists, reason, ids)
 
     def _first(self, choice: int) -> bytes:
         """What a choice begins with: its prompt, as text or as ids."""
@@ -329,36 +283,16 @@ class CompletionStream:
             logprobs.begin_prompt()
             lists = logprobs.take()
         text = _prompt_text(call, self._context, choice) if call.echo else ""
-        return self._line(choice, text, lists, None, [], has_prompt_ids=True)
+        prompt_ids = self._context.prompt_ids[choice // call.num_sequences] if call.tokens.returns_ids else ()
+        return self._line(choice, text, lists, None, {"token_ids": [], "prompt_token_ids": prompt_ids})
 
-    def _line(
-        self,
-        choice: int,
-        text: str,
-        lists: TokenLists | None,
-        reason: str | None,
-        ids: list[int],
-        has_prompt_ids: bool = False,
-    ) -> bytes:
-        call, prompt = self._call, choice // self._call.num_sequences
+    def _line(self, choice: int, text: str, lists: TokenLists | None, reason: str | None, ids: dict[str, Any]) -> bytes:
         line = {"index": choice, "text": text, "logprobs": lists, "finish_reason": reason}
-        if call.tokens.returns_ids:
-            line["token_ids"] = ids
-            line["prompt_token_ids"] = self._context.prompt_ids[prompt] if has_prompt_ids else None
-        if not call.tokens.counts_usage:
-            return self._head + sse.json_line(line) + self._end
-        usage = partial_usage(self._context.prompt_lengths[prompt], self._nums_tokens[choice])
-        return self._head + sse.json_line(line) + b'],"usage":' + sse.json_line(usage) + b"}" + sse.EVENT_END
+        return self._chunk(choice, line | ids if self._call.tokens.returns_ids else line)
 
 
 def _envelope(context: ReplyContext) -> dict[str, Any]:
-    return {
-        "id": f"cmpl-{context.reply_id}",
-        "object": "text_completion",
-        "created": context.created_s,
-        "model": context.model,
-        "system_fingerprint": context.fingerprint,
-    }
+    return envelope(context, "cmpl-", "text_completion")
 
 
 def _max_tokens(wire: CompletionBody) -> int:

@@ -2,11 +2,10 @@
 
 import argparse
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from core.errors import ExitCode, StartupError
-from server.commands.command_names import CommandParser, name_commands
 from server.commands.tls_trust import add_trust_flags
 from server.config import OLD_OPTIONS, OPTIONS, Option
 from server.gate.tenants import LOCAL_NAME
@@ -81,13 +80,12 @@ USAGE_FIELDS = ("config_file", "ledger")
 KEYS_FIELDS = ("config_file", "keys_file")
 
 
-def build_parsers(shows_all: bool = False) -> tuple[CommandParser, dict[str, CommandParser]]:
-    """The parser of the whole command line, and its commands' own by name.
+def add_flags(by_command: Mapping[str, argparse.ArgumentParser], shows_all: bool = False) -> None:
+    """Give each command's parser its flags, examples and exit codes.
 
     Args:
         shows_all: help lists the rare settings, too.
     """
-    parser, by_command = name_commands()
     for name, examples in EXAMPLES.items():
         by_command[name].epilog = _epilog(name, examples)
         by_command[name].set_defaults(shows_all=shows_all)
@@ -100,7 +98,6 @@ def build_parsers(shows_all: bool = False) -> tuple[CommandParser, dict[str, Com
     by_command["bench"].add_argument(
         "what", choices=["serve"], nargs="?", help="the load generator: see its own --help"
     )
-    return parser, by_command
 
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:
@@ -220,7 +217,7 @@ def _epilog(command: str, examples: str) -> str:
     return "\n\n".join([examples, SOURCES] + ([f"exit codes:\n{codes}"] if command == "serve" else []))
 
 
-def refuse_unknown(parser: CommandParser, word: str) -> NoReturn:
+def refuse_unknown(parser: argparse.ArgumentParser, word: str) -> NoReturn:
     if parser.prog.endswith(" chat") and not word.startswith("-"):
         raise StartupError(f"unknown argument: {word}", f"steploop chat -q {shlex.quote(word)}", ExitCode.USAGE)
     if parser.prog.endswith(" serve") and not word.startswith("-"):

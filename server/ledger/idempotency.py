@@ -9,23 +9,74 @@ import hashlib
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from core.errors import ErrorKind, InvalidRequest, ServiceError
-from server.ledger.recording import Recording
 from server.ledger.store import StoredAnswer
-from server.wire.messages import Headers, HttpRequest, ResponseHead
-from server.wire.stream import HttpStream
+from server.wire.messages import Headers, HttpRequest, Peer, ResponseHead, TextFrame, TextWriter
+from server.wire.stream import HttpStream, StreamCarrier, WrittenCallback
 
 HEADER = b"idempotency-key"
 KEPT_S = 86_400.0
 MAX_ANSWER_BYTES = 2**20  # a longer one is given, and not kept
 MAX_KEPT_BYTES = 64 * 2**20  # the oldest are forgotten first
 MICRO = 10**6
+KEPT_HEADERS = (b"content-type", b"x-accel-buffering")  # the others are each response's own
 _SANE = re.compile(rb"[!-~]{1,255}")
 
-Place = tuple[str, str]  # tenant, key
+KeyOfTenant = tuple[str, str]  # tenant, key
 Keep = Callable[[StoredAnswer], None]
-Forget = Callable[[tuple[Place, ...]], None]
+Forget = Callable[[tuple[KeyOfTenant, ...]], None]
+
+
+class Recording:
+    """An answer's bytes as they pass, to be said again. Implements StreamCarrier between a stream and its connection.
+
+    Args:
+        max_bytes: of a body; a longer one is not remembered.
+
+    Attributes:
+        is_whole: all of the answer has been sent, and is here.
+    """
+
+    def __init__(self, carrier: StreamCarrier, max_bytes: int) -> None:
+        self.status = 0
+        self.headers: Headers = ()
+        self.body = bytearray()
+        self.is_whole = False
+        self._carrier = carrier
+        self._max_bytes = max_bytes
+        self._is_too_long = False
+
+    @property
+    def peer(self) -> Peer:
+        return self._carrier.peer
+
+    def start_body(self, stream: HttpStream) -> None:
+        self._carrier.start_body(stream)
+
+    def write_head(self, stream: HttpStream, head: ResponseHead) -> None:
+        self.status = head.status
+        self.headers = tuple(field for field in head.headers if field[0] in KEPT_HEADERS)
+        self._carrier.write_head(stream, head)
+
+    def write_data(self, stream: HttpStream, data: bytes) -> None:
+        self._is_too_long |= len(self.body) + len(data) > self._max_bytes
+        if self._is_too_long:
+            self.body.clear()
+        else:
+            self.body += data
+        self._carrier.write_data(stream, data)
+
+    def text_writer(self, stream: HttpStream, frame: TextFrame) -> TextWriter:
+        return partial(stream.send_text, frame)
+
+    def write_end(self, stream: HttpStream, trailers: Headers) -> None:
+        self.is_whole = not self._is_too_long
+        self._carrier.write_end(stream, trailers)
+
+    def call_once_written(self, stream: HttpStream, callback: WrittenCallback) -> None:
+        self._carrier.call_once_written(stream, callback)
 
 
 class Claim:
@@ -35,7 +86,9 @@ class Claim:
         stored: what the same request was answered before.
     """
 
-    def __init__(self, owner: "Idempotency", place: Place, digest: bytes, stored: StoredAnswer | None = None) -> None:
+    def __init__(
+        self, owner: "Idempotency", place: KeyOfTenant, digest: bytes, stored: StoredAnswer | None = None
+    ) -> None:
         self.stored = stored
         self._owner = owner
         self._place = place
@@ -69,7 +122,7 @@ class Idempotency:
         self._unix = unix
         self._on_keep = on_keep
         self._on_forget = on_forget
-        self._in_progress: dict[Place, bytes] = {}  # digests
+        self._in_progress: dict[KeyOfTenant, bytes] = {}  # digests
         self._answers = OrderedDict(((one.tenant, one.key), one) for one in answers)
         self._num_bytes = sum(one.size_bytes for one in self._answers.values())
 
@@ -101,7 +154,7 @@ class Idempotency:
             self._in_progress[place] = digest
         return Claim(self, place, digest, stored)
 
-    def keep(self, place: Place, digest: bytes, recording: Recording, request_id: str) -> None:
+    def keep(self, place: KeyOfTenant, digest: bytes, recording: Recording, request_id: str) -> None:
         answer = StoredAnswer(
             tenant=place[0],
             key=place[1],
@@ -117,7 +170,7 @@ class Idempotency:
         self._on_keep(answer)
         self._drop_old()
 
-    def leave(self, place: Place) -> None:
+    def leave(self, place: KeyOfTenant) -> None:
         self._in_progress.pop(place, None)
 
     def _drop_old(self) -> None:

@@ -17,21 +17,22 @@ from typing import Any
 from server.listening.clients import (
     HANDSHAKE,
     MAX_CONNECTIONS,
+    PROXY_HEAD_BYTES,
     PROXY_HEADER,
     SHUTDOWN,
     UNTRUSTED_PROXY,
     ClientGate,
     ClientRules,
-    ProxyHeader,
-    ProxyHeaderParser,
     ProxyProtocolError,
     Refusals,
+    num_behind_proxy_head,
+    proxied_client,
 )
 from server.listening.sockets import DEFAULT_UNIX_MODE, Bind, ListeningSocket, PassedSocket, TcpAddress, open_binds
-from server.wire.connection import Connection, ConnectionContext, Handler, Refuse, WriteBatch
+from server.wire.connection import Connection, ConnectionContext, Handler, HttpDate, Refuse, WriteBatch
 from server.wire.http1_exchanges import first_exchanges
 from server.wire.limits import ConnectionLimits
-from server.wire.messages import HttpDate, Peer, socket_peer
+from server.wire.messages import Peer, socket_peer
 from server.wire.stream import BodyRoom
 from server.wire.tls import REFUSED_ALERT, ServerTls, start_tls
 
@@ -103,7 +104,7 @@ class Acceptor:
         self._pause = self._loop.call_later(PAUSE_S, self.start)
 
 
-ALL_HELD_BODY_BYTES = 256 * 1024 * 1024
+ALL_BUFFERED_BODY_BYTES = 256 * 1024 * 1024
 HANDSHAKE_S = 5.0
 NOTSENT_BYTES = 16 * 1024  # a loopback's kernel takes 4 MB without it
 
@@ -120,8 +121,8 @@ class ListenerConfig:
         passed: sockets that listen already; each is served, whether a bind names it or not.
         unix_mode: permissions of Unix sockets' files.
         backlog: connections the kernel holds before they are accepted.
-        held_body_bytes: of incomplete bodies, all connections together: beyond it the oldest goes on, and that of each
-            client that holds less than its part.
+        buffered_body_bytes: of incomplete bodies, all connections together: beyond it the oldest goes on, and that of
+            each client that has less than its part.
         max_connections: open at once; one more is closed at once and counted as refused.
         clients: who may come, and what proxies may say.
         handshake_s: for what comes ahead of HTTP, from the accept: TLS, or a PROXY header.
@@ -135,7 +136,7 @@ class ListenerConfig:
     unix_mode: int = DEFAULT_UNIX_MODE
     backlog: int = 1024
     max_connections: int = 4096
-    held_body_bytes: int = ALL_HELD_BODY_BYTES
+    buffered_body_bytes: int = ALL_BUFFERED_BODY_BYTES
     clients: ClientRules = field(default_factory=ClientRules)
     connection: ConnectionLimits = field(default_factory=ConnectionLimits)
     handshake_s: float = HANDSHAKE_S
@@ -189,7 +190,7 @@ class Listener:
             loop,
             self.batch,
             HttpDate(wall_clock),
-            BodyRoom(config.held_body_bytes),
+            BodyRoom(config.buffered_body_bytes),
             clock,
             first_exchanges,
             config.takes_upgrade,
@@ -322,14 +323,14 @@ class Listener:
         """Whether the client may come that the proxy names; it is the connection's peer from now on."""
         try:
             async with asyncio.timeout(self._config.handshake_s):
-                header = await _read_proxy_header(self._loop, accepted)
+                head = await _receive(self._loop, accepted, PROXY_HEAD_BYTES)
+                client = proxied_client(head, await _receive(self._loop, accepted, num_behind_proxy_head(head)))
         except (OSError, ProxyProtocolError) as error:
             logger.debug("no PROXY header from %s: %s", connection.peer, error)
             self.refusals.add(PROXY_HEADER, connection.peer)
             return False
-        if header.source is None:
+        if client is None:
             return True
-        client = header.source
         if client.address is not None:  # its clients over a Unix socket are not ours, whom `unix` trusts
             client = self.gate.identify(client)
         reason = None if client.is_proxy else self.gate.why_refused(client)
@@ -454,18 +455,16 @@ async def _peek(loop: asyncio.AbstractEventLoop, accepted: socket.socket) -> byt
     return accepted.recv(1, socket.MSG_PEEK)
 
 
-async def _read_proxy_header(loop: asyncio.AbstractEventLoop, accepted: socket.socket) -> ProxyHeader:
+async def _receive(loop: asyncio.AbstractEventLoop, accepted: socket.socket, num_bytes: int) -> bytes:
     """Not a byte more is taken off the socket: the rest is the connection's.
 
     Raises:
-        ProxyProtocolError: it is malformed.
-        OSError: the connection ended before it.
+        OSError: the connection ended before that.
     """
-    parser = ProxyHeaderParser()
-    while True:
-        data = await loop.sock_recv(accepted, parser.num_wanted)
+    received = b""
+    while len(received) < num_bytes:
+        data = await loop.sock_recv(accepted, num_bytes - len(received))
         if not data:
             raise ConnectionAbortedError(errno.ECONNABORTED, "the connection ended")
-        header = parser.receive(data)
-        if header is not None:
-            return header
+        received += data
+    return received

@@ -8,9 +8,12 @@ from collections.abc import Callable
 from enum import StrEnum
 
 from core.types import Admitted, Prefilled
+from server.wire.messages import Headers
 
 S_NS = 1_000_000_000
 MS_NS = 1_000_000
+
+NO_STORE = (b"cache-control", b"no-store")
 
 
 class Stage(StrEnum):
@@ -26,7 +29,7 @@ class Stage(StrEnum):
     TOKENIZE = "tokenize"
     QUEUE = "queue"  # from the engine's inbox to the step that admits it
     PREFILL = "prefill"
-    FIRST_TOKEN = "first_token"  # drawn, on its way to the loop
+    FIRST_TOKEN = "first_token"  # sampled, on its way to the loop
     FIRST_FLUSH = "first_flush"  # at the loop, as text; of a stream only
     DECODE = "decode"  # until the last token is at the loop, less what is next
     DETOKENIZE = "detokenize"  # the loop's work on its tokens: text, stop strings, events
@@ -185,3 +188,9 @@ class StageClock:
         if not entry.startswith(Stage.PREFILL):
             return entry
         return f'{entry};desc="chunks={self.num_prefill_chunks} cached={self.num_cached_tokens}"'
+
+
+def answer_headers(timings: StageClock) -> Headers:
+    """What an answer bears beside its content: where the time went until now."""
+    processing_ms = b"%d" % round(timings.total_ns / MS_NS)
+    return (NO_STORE, (b"server-timing", timings.server_timing()), (b"openai-processing-ms", processing_ms))

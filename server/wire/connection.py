@@ -10,6 +10,7 @@ What is said on it is the exchanges' (http1_exchanges, http2_exchanges). Decisio
 """
 
 import asyncio
+import email.utils
 import enum
 import logging
 from abc import ABC, abstractmethod
@@ -20,7 +21,7 @@ from typing import Concatenate, ParamSpec, Protocol, cast
 
 from h2.errors import ErrorCodes
 
-from server.deadline import DeadlineTimer
+from server.clock import DeadlineTimer
 from server.wire.limits import ConnectionLimits
 from server.wire.messages import Headers, Peer
 from server.wire.stream import BodyRoom, ClientDisconnected, HttpStream
@@ -95,6 +96,26 @@ SLOW_BODY = "The body came too slowly. Send it again, faster."
 
 def slow_head(head_s: float) -> str:
     return f"The request's head took longer than {head_s:g} s."
+
+
+class HttpDate:
+    """The Date field's value, made once a second. RFC 9110 §6.6.1: an origin server with a clock sends it.
+
+    Args:
+        wall_clock: seconds since the epoch.
+    """
+
+    def __init__(self, wall_clock: Callable[[], float]) -> None:
+        self._wall_clock = wall_clock
+        self._second = -1
+        self._value = b""
+
+    def __call__(self) -> bytes:
+        second = int(self._wall_clock())
+        if second != self._second:
+            self._second = second
+            self._value = email.utils.formatdate(second, usegmt=True).encode()
+        return self._value
 
 
 class ConnectionRegistry(Protocol):
@@ -196,12 +217,8 @@ class Exchanges(ABC):
     def on_due(self) -> None: ...
 
     @abstractmethod
-    def fail(self, stream: HttpStream) -> None:
-        """The stream's handler is done, and has left the response open."""
-
-    @abstractmethod
-    def break_off(self, stream: HttpStream) -> None:
-        """The stream's handler has been cancelled, by nobody here."""
+    def abandon(self, stream: HttpStream, is_cancelled: bool) -> None:
+        """The stream's handler is done, or was cancelled by nobody here, and has left the response open."""
 
     def break_down(self) -> None:
         """A fault of ours is being handled: it costs this connection alone."""
@@ -422,7 +439,7 @@ class Connection(asyncio.Protocol):
             logger.debug("the client left before its request was read")
         except asyncio.CancelledError:
             if stream.is_open:  # it was not we who cancelled: something that the handler awaited was cancelled
-                self._break_off(stream)
+                self._abandon(stream, is_cancelled=True)
             raise
         except Exception:
             logger.exception("a request's handler failed")  # which: the record has its id, and a path may hold a key
@@ -430,15 +447,11 @@ class Connection(asyncio.Protocol):
             if stream.is_open:
                 logger.error("a request's handler left its response open")
         if stream.is_open:
-            self._fail(stream)
+            self._abandon(stream, is_cancelled=False)
 
     @_costs_itself
-    def _break_off(self, stream: HttpStream) -> None:
-        self._exchanges.break_off(stream)
-
-    @_costs_itself
-    def _fail(self, stream: HttpStream) -> None:
-        self._exchanges.fail(stream)
+    def _abandon(self, stream: HttpStream, is_cancelled: bool) -> None:
+        self._exchanges.abandon(stream, is_cancelled)
 
     def go_on_with(self, exchanges: Exchanges) -> None:
         """What is received from now on is theirs."""

@@ -12,10 +12,8 @@ import enum
 import http
 import re
 import sys
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
-
-import h11
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from server.wire.frame_gate import PREFACE
 from server.wire.limits import HeadLimits
@@ -35,18 +33,32 @@ from server.wire.messages import (
     is_authority,
 )
 
-_REQUEST_LINE = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+ [\x21-\x7e]+ HTTP/1\.([01])")
-_NAME = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):")
-_CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")  # every CTL except HTAB
-CONTENT_LENGTH = re.compile(rb"[0-9]{1,19}")  # 19 digits: below 2**64
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+SWITCH_TO_HTTP2 = b"HTTP/1.1 101 Switching Protocols\r\nconnection: Upgrade\r\nupgrade: h2c\r\n\r\n"
 
+_TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]++"
+_REQUEST_LINE = rb"(%b) ([\x21-\x7e]++) HTTP/1\.([01])\r\n" % _TOKEN
+_FIELD_LINE = rb"%b:[\t\x20-\x7e\x80-\xff]*+\r\n" % _TOKEN  # RFC 9110 §5.5: no CTL in a value except HTAB
+# All that is taken. Possessive within a field: what is taken is never given back, so that a look takes time in
+# proportion to its bytes. No `*+` over the fields: Python before 3.11.5 matches such groups wrongly (gh-106052); there
+# is one way to cut them, so that nothing is tried twice
+_HEAD = re.compile(rb"%b((?:%b)*)\r\n" % (_REQUEST_LINE, _FIELD_LINE))
+_TRAILERS = re.compile(rb"(?:%b)*\r\n" % _FIELD_LINE)
+_FIELD = re.compile(rb"(%b):([^\r]*+)\r\n" % _TOKEN)  # of what is cut already
+_NAME = re.compile(rb"%b:" % _TOKEN)
+_CR = 0x0D
+_CONTENT_LENGTH = re.compile(rb"[0-9]{1,19}")  # 19 digits: below 2**64
+_DECIDING = frozenset((b"host", b"content-length", b"transfer-encoding"))  # whose request it is, and where it ends
+_ABSOLUTE = re.compile(rb"https?://([^/?#]*)([/?].*)?", re.IGNORECASE)
+_STATUS_LINES = {s.value: f"HTTP/1.1 {s.value} {s.phrase}\r\n".encode() for s in http.HTTPStatus}
 
-class Framing(enum.Enum):
-    """How the length of a request's body is known (RFC 9112 §6.3)."""
-
-    NONE = "none"
-    COUNTED = "content-length"
-    CHUNKED = "chunked"
+_SIZE_LINE_BYTES = 256
+_EXTENSION_BYTES = 16 * 1024  # of all chunks of a body together: extensions are read, and mean nothing
+_STEPS_PER_CHUNK = 3  # its size, its data, its line end
+_QUOTED = rb'"(?:[\t\x20\x21\x23-\x5b\x5d-\x7e\x80-\xff]|\\[\t\x20-\x7e\x80-\xff])*"'
+# RFC 9112 §7.1.1. All of it, quotes too: a reader that heeds them would go on past the CRLF within an open one
+_EXTENSION = rb"[ \t]*;[ \t]*%b(?:[ \t]*=[ \t]*(?:%b|%b))?" % (_TOKEN, _TOKEN, _QUOTED)
+_SIZE_LINE = re.compile(rb"([0-9A-Fa-f]{1,16})((?:%b)*)\r\n" % _EXTENSION)
 
 
 class LineScanner:
@@ -56,123 +68,136 @@ class LineScanner:
         has_request_line: the first line is a request line with a limit of its own; otherwise all lines are fields.
     """
 
-    __slots__ = ("_has_request_line", "_limits", "_line_start", "_num_lines", "_searched")
+    __slots__ = ("_limits", "_line_start", "_most_bytes", "_num_fields", "_request_line_is_due", "_searched")
 
     def __init__(self, limits: HeadLimits, has_request_line: bool = True) -> None:
         self._limits = limits
-        self._has_request_line = has_request_line
-        self.reset()
-
-    def reset(self) -> None:
-        self._line_start = 0
-        self._searched = 0
-        self._num_lines = 0
-
-    @property
-    def is_fresh(self) -> bool:
-        """It has seen nothing of the section yet."""
-        return not self._searched
+        self._request_line_is_due = has_request_line
+        self._most_bytes = min(limits.request_line_bytes, limits.head_bytes) if has_request_line else limits.head_bytes
+        self._line_start = self._searched = self._num_fields = 0
 
     def scan(self, buffer: bytearray) -> int | None:
         """The index after the empty line that ends the section, or None as long as it has not come.
 
-        `buffer` starts with the section, and is the same one, only longer, in each call until the end is found.
+        `buffer` starts with the section, and is the same one, only longer, in each call until the end is found. A line
+        that is cut by the end of a read is judged by its size alone.
 
         Raises:
             HeadRefused: a limit is passed, or a line is not a line.
         """
         while (newline := buffer.find(b"\n", self._searched)) >= 0:
-            end = newline + 1
-            self._check_sizes(end)
-            if self._take_line(buffer, end):
-                return end
+            start, end = self._line_start, newline + 1
+            if end > self._most_bytes:
+                self._refuse_size(end)
+            # RFC 9112 §2.2: a recipient MAY take a bare LF for a line end; we do not
+            if newline == start or buffer[newline - 1] != _CR:
+                raise HeadRefused(400, "Lines must end in CR LF.")
             self._line_start = self._searched = end
+            if self._request_line_is_due:
+                if end - start == 2:
+                    raise HeadRefused(400, "The request line is empty.")
+                self._request_line_is_due = False
+                self._most_bytes = self._limits.head_bytes
+            elif end - start == 2:
+                return end
+            elif buffer[start] in b" \t":
+                # RFC 9112 §5.2: a server that receives obs-fold rejects it with 400, or replaces it; §2.2: nor may
+                # whitespace stand between the request line and the first field
+                raise HeadRefused(400, "A header line must not start with white space.")
+            else:
+                self._num_fields += 1
+                if self._num_fields > self._limits.num_fields:
+                    raise HeadRefused(431, f"There are more than {self._limits.num_fields} header fields.")
         self._searched = len(buffer)
-        self._check_sizes(len(buffer))
+        if len(buffer) > self._most_bytes:
+            self._refuse_size(len(buffer))
         return None
 
-    def _check_sizes(self, end: int) -> None:
-        """Before a look at the line's content: a line cut by the end of a read is judged by its size alone."""
+    def _refuse_size(self, end: int) -> None:
         limits = self._limits
-        if self._num_lines == 0 and self._has_request_line and end > limits.request_line_bytes:
+        if self._request_line_is_due and end > limits.request_line_bytes:
             # RFC 9112 §3: a request-target longer than the server wishes to parse is 414
             raise HeadRefused(414, f"The request line is longer than {limits.request_line_bytes} bytes.")
-        if end > limits.head_bytes:
-            # RFC 6585 §5
-            raise HeadRefused(431, f"The header fields are larger than {limits.head_bytes} bytes.")
-
-    def _take_line(self, buffer: bytearray, end: int) -> bool:
-        """Judge the line that ends at `end`; True when it is the empty one."""
-        start = self._line_start
-        # RFC 9112 §2.2: a recipient MAY take a bare LF for a line end; we do not
-        if end - start < 2 or buffer[end - 2] != 0x0D:
-            raise HeadRefused(400, "Lines must end in CR LF.")
-        is_request_line = self._has_request_line and self._num_lines == 0
-        if end - start == 2:
-            if is_request_line:
-                raise HeadRefused(400, "The request line is empty.")
-            return True
-        if not is_request_line and buffer[start] in b" \t":
-            # RFC 9112 §5.2: a server that receives obs-fold rejects it with 400, or replaces it; §2.2: nor may
-            # whitespace stand between the request line and the first field
-            raise HeadRefused(400, "A header line must not start with white space.")
-        self._num_lines += 1
-        if self._num_lines - self._has_request_line > self._limits.num_fields:
-            raise HeadRefused(431, f"There are more than {self._limits.num_fields} header fields.")
-        return False
+        # RFC 6585 §5
+        raise HeadRefused(431, f"The header fields are larger than {limits.head_bytes} bytes.")
 
 
-def check_trailers(section: bytes) -> None:
-    """Refuse a trailer section (with its empty line) that holds anything but fields. Its content is dropped unread.
-
-    Raises:
-        HeadRefused: a line is not a field.
-    """
-    for line in section[:-4].split(b"\r\n") if len(section) > 2 else ():
-        _split_field(line)
-
-
-def check_head(head: bytes) -> tuple[Framing, int]:
-    """How the request's body is framed, and its length in bytes where that is COUNTED.
+class RequestHead(NamedTuple):
+    """A request's head, understood.
 
     Args:
-        head: from the request line to the empty line, as LineScanner found it.
-
-    Raises:
-        HeadRefused: two recipients could read this head in two ways.
+        length: of the body (RFC 9112 §6.3); None: it is chunked.
     """
-    request_line, *lines = head[:-4].split(b"\r\n")
-    match = _REQUEST_LINE.fullmatch(request_line)
-    if match is None:
+
+    method: bytes
+    target: bytes
+    headers: Headers
+    is_http10: bool
+    length: int | None
+
+
+class HeadReader:
+    """Reads a request's head from a buffer that grows; mostly it is there at once, and read in one look."""
+
+    def __init__(self, limits: HeadLimits) -> None:
+        self._limits = limits
+        self._scanner: LineScanner | None = None  # of what has come without its end
+
+    def read(self, buffer: bytearray) -> tuple[RequestHead, int] | None:
+        """The head that the buffer begins with, and where it ends; None as long as it has not come.
+
+        Raises:
+            HeadRefused: a limit is passed, or two recipients could read this head in two ways.
+        """
+        head = self._look(buffer) if self._scanner is None else None
+        if head is None:
+            self._scanner = self._scanner or LineScanner(self._limits)
+            end = self._scanner.scan(buffer)
+            if end is None:
+                return None
+            head = self._look(buffer)
+            if head is None:
+                raise _why_malformed(bytes(buffer[:end]))
+        self._scanner = None
+        return head
+
+    def _look(self, buffer: bytearray) -> tuple[RequestHead, int] | None:
+        """None: it is not complete, malformed, or past a limit."""
+        limits = self._limits
+        match = _HEAD.match(buffer, 0, limits.head_bytes)
+        if match is None:
+            return None
+        start, end = match.span(4)
+        fields = _FIELD.findall(buffer, start, end)
+        if start > limits.request_line_bytes or len(fields) > limits.num_fields:
+            return None
+        headers = tuple([(name.lower(), value.strip(b" \t")) for name, value in fields])
+        is_http10 = match[3] == b"0"
+        deciding = [field for field in headers if field[0] in _DECIDING]
+        _check_hosts(_values(deciding, b"host"), is_http10)
+        return RequestHead(match[1], match[2], headers, is_http10, _body_length(deciding, is_http10)), match.end()
+
+
+def _why_malformed(section: bytes) -> HeadRefused:
+    """Of a head whose lines are lines."""
+    request_line, separator, fields = section.partition(b"\r\n")
+    if re.fullmatch(_REQUEST_LINE, request_line + separator) is None:
         # RFC 9112 §3: an invalid request line SHOULD be answered with 400
-        raise HeadRefused(400, "The request line is not `METHOD target HTTP/1.1`.")
-    is_http10 = match[1] == b"0"
-    lengths: list[bytes] = []
-    codings: list[bytes] = []
-    hosts: list[bytes] = []
-    for line in lines:
-        name, value = _split_field(line)
-        if name == b"content-length":
-            lengths.append(value)
-        elif name == b"transfer-encoding":
-            codings.append(value)
-        elif name == b"host":
-            hosts.append(value)
-    _check_hosts(hosts, is_http10)
-    return _framing(lengths, codings, is_http10)
+        return HeadRefused(400, "The request line is not `METHOD target HTTP/1.1`.")
+    return _why_malformed_fields(fields)
 
 
-def _split_field(line: bytes) -> tuple[bytes, bytes]:
-    match = _NAME.match(line)
-    if match is None:
-        # RFC 9112 §5.1: white space between the name and the colon MUST be rejected with 400
-        raise HeadRefused(400, "A header line is not `name: value`.")
-    value = line[match.end() :].strip(b" \t")
-    if _CONTROL.search(value):
+def _why_malformed_fields(section: bytes) -> HeadRefused:
+    if all(_NAME.match(line) for line in section[:-4].split(b"\r\n")):
         # RFC 9110 §5.5: NUL, CR and LF in a value are dangerous, other control characters are invalid;
         # RFC 9112 §2.2: a bare CR is not a line end
-        raise HeadRefused(400, "A header value holds a control character.")
-    return match[1].lower(), value
+        return HeadRefused(400, "A header value holds a control character.")
+    # RFC 9112 §5.1: white space between the name and the colon MUST be rejected with 400
+    return HeadRefused(400, "A header line is not `name: value`.")
+
+
+def _values(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> list[bytes]:
+    return [value for key, value in headers if key == name]
 
 
 def _check_hosts(hosts: list[bytes], is_http10: bool) -> None:
@@ -185,7 +210,8 @@ def _check_hosts(hosts: list[bytes], is_http10: bool) -> None:
         raise HeadRefused(400, "The Host header is not a host and a port.")
 
 
-def _framing(lengths: list[bytes], codings: list[bytes], is_http10: bool) -> tuple[Framing, int]:
+def _body_length(headers: list[tuple[bytes, bytes]], is_http10: bool) -> int | None:
+    lengths, codings = _values(headers, b"content-length"), _values(headers, b"transfer-encoding")
     if codings:
         if lengths:
             # RFC 9112 §6.3 item 3: ought to be handled as an error, it is how requests are smuggled
@@ -196,124 +222,19 @@ def _framing(lengths: list[bytes], codings: list[bytes], is_http10: bool) -> tup
         if len(codings) > 1 or codings[0].lower() != b"chunked":
             # RFC 9112 §6.1 allows 501 for a coding not understood; where chunked is not last, §6.3 item 4 wants 400
             raise HeadRefused(400, "The only Transfer-Encoding taken is `chunked`.")
-        return Framing.CHUNKED, 0
-    if not lengths:
-        return Framing.NONE, 0
+        return None
     # RFC 9112 §6.3 item 5: an invalid length, a list of lengths included, is an unrecoverable error
-    if len(lengths) > 1 or CONTENT_LENGTH.fullmatch(lengths[0]) is None:
+    if len(lengths) > 1 or (lengths and _CONTENT_LENGTH.fullmatch(lengths[0]) is None):
         raise HeadRefused(400, "Content-Length must be one decimal number.")
-    length = int(lengths[0])
-    return (Framing.COUNTED, length) if length else (Framing.NONE, 0)
+    return int(lengths[0]) if lengths else 0
 
 
-_PLAIN_NAME = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]++"
-# At most one space before it, and none behind it: the line ends in CR LF, and in nothing else that could be an end
-_VALUE = rb"[\x21-\x7e][\x20-\x7e]*+|"
-_END = rb"(?<! )\r\n"
-_TARGET = rb"/[\x21\x22\x24-\x7e]*+"  # no fragment
-# Possessive within a field: what is taken is never given back, so that a look takes time in proportion to its bytes
-_FIELD = re.compile(rb"(%b): ?+(%b)%b" % (_PLAIN_NAME, _VALUE, _END))
-# No `*+` over the fields: Python before 3.11.5 matches such groups wrongly (gh-106052). There is one way to cut them,
-# so that nothing is tried twice
-_HEAD = re.compile(
-    rb"(%b) (%b) HTTP/1\.1\r\n((?:%b: ?+(?:%b)%b)*)\r\n" % (_PLAIN_NAME, _TARGET, _PLAIN_NAME, _VALUE, _END)
-)
-
-
-class RequestHead(NamedTuple):
-    """A request's head, understood.
-
-    Args:
-        length: of the body, where it is COUNTED.
-    """
-
-    method: bytes
-    target: bytes
-    headers: Headers
-    is_http10: bool
-    framing: Framing
-    length: int
-
-
-def read_plain_head(buffer: bytearray, limits: HeadLimits) -> tuple[RequestHead, int] | None:
-    """The head that the buffer begins with, and where it ends; None: it is not plain, or not complete."""
-    match = _HEAD.match(buffer)
-    if match is None:
-        return None
-    end = match.end()
-    start_of_fields, end_of_fields = match.span(3)
-    if end > limits.head_bytes or start_of_fields > limits.request_line_bytes:
-        return None
-    headers = tuple([(name.lower(), value) for name, value in _FIELD.findall(buffer, start_of_fields, end_of_fields)])
-    by_name = dict(headers)
-    host = by_name.get(b"host")
-    if len(by_name) != len(headers) or len(headers) > limits.num_fields or host is None or not is_authority(host):
-        return None
-    if b"transfer-encoding" in by_name:
-        return None
-    framing, length = Framing.NONE, 0
-    declared = by_name.get(b"content-length")
-    if declared is not None:
-        if CONTENT_LENGTH.fullmatch(declared) is None:
-            return None
-        length = int(declared)
-        if length:
-            framing = Framing.COUNTED
-    return RequestHead(match[1], match[2], headers, False, framing, length), end
-
-
-def read_head(head: bytes) -> RequestHead:
-    """Any head, first by the prefilter, then by a parser of h11's that sees nothing else.
-
-    Args:
-        head: from the request line to the empty line, as LineScanner found it.
-
-    Raises:
-        HeadRefused: it is not one that is taken.
-    """
-    framing, length = check_head(head)
-    parser = h11.Connection(h11.SERVER, max_incomplete_event_size=len(head))
-    parser.receive_data(head)
-    try:
-        request = parser.next_event()
-    except h11.RemoteProtocolError as error:
-        raise HeadRefused(400, f"The request's head is malformed: {error}.") from error
-    assert isinstance(request, h11.Request)
-    is_http10 = request.http_version == b"1.0"
-    return RequestHead(request.method, request.target, tuple(request.headers), is_http10, framing, length)
-
-
-_SIZE_LINE_BYTES = 256
-_EXTENSION_BYTES = 16 * 1024  # of all chunks of a body together: extensions are read, and mean nothing
-_STEPS_PER_CHUNK = 3  # its size, its data, its line end
-_TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
-_QUOTED = rb'"(?:[\t\x20\x21\x23-\x5b\x5d-\x7e\x80-\xff]|\\[\t\x20-\x7e\x80-\xff])*"'
-# RFC 9112 §7.1.1. All of it, quotes too: a reader that heeds them would go on past the CRLF within an open one
-_EXTENSION = rb"[ \t]*;[ \t]*%b(?:[ \t]*=[ \t]*(?:%b|%b))?" % (_TOKEN, _TOKEN, _QUOTED)
-_SIZE_LINE = re.compile(rb"([0-9A-Fa-f]{1,16})((?:%b)*)\r\n" % _EXTENSION)
-
-
-class BodyDecoder(Protocol):
-    """Takes its own bytes from the front of a buffer, and leaves what comes after the body.
+class CountedBody:
+    """A body of a known length (RFC 9112 §6.3 item 6).
 
     Attributes:
         has_more: enough was taken at once; the buffer may have more of it.
     """
-
-    is_complete: bool
-    has_more: bool
-
-    def decode(self, buffer: bytearray) -> bytes:
-        """The next content, possibly none.
-
-        Raises:
-            HeadRefused: the framing is broken.
-        """
-        ...
-
-
-class CountedBody:
-    """A body of a known length (RFC 9112 §6.3 item 6)."""
 
     def __init__(self, length: int) -> None:
         self._remaining = length
@@ -321,6 +242,11 @@ class CountedBody:
         self.has_more = False
 
     def decode(self, buffer: bytearray) -> bytes:
+        """The next content, possibly none, taken from the front of the buffer.
+
+        Raises:
+            HeadRefused: the framing is broken.
+        """
         content = bytes(buffer[: self._remaining])
         del buffer[: len(content)]
         self._remaining -= len(content)
@@ -417,18 +343,14 @@ class ChunkedBody:
         end = scanner.scan(buffer)
         if end is None:
             return
-        check_trailers(bytes(buffer[:end]))
+        if _TRAILERS.fullmatch(buffer, 0, end) is None:
+            raise _why_malformed_fields(bytes(buffer[:end]))
         del buffer[:end]
         self.is_complete = True
 
 
-CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-SWITCH_TO_HTTP2 = b"HTTP/1.1 101 Switching Protocols\r\nconnection: Upgrade\r\nupgrade: h2c\r\n\r\n"
 LAST_CHUNK = b"0\r\n\r\n"
 _NUM_CHUNK_HEADS = 64  # kept, for each of a stream's choices
-
-_STATUS_LINES = {s.value: f"HTTP/1.1 {s.value} {s.phrase}\r\n".encode() for s in http.HTTPStatus}
-_ABSOLUTE = re.compile(rb"https?://([^/?#]*)([/?].*)?", re.IGNORECASE)
 
 
 class _Reading(enum.Enum):
@@ -486,8 +408,8 @@ class Http1Protocol:
         self._date = date
         self._chunks_at_once = chunks_at_once
         self._buffer = bytearray()
-        self._scanner = LineScanner(limits)
-        self._body: BodyDecoder = CountedBody(0)
+        self._heads = HeadReader(limits)
+        self._body: CountedBody | ChunkedBody = CountedBody(0)
         self._reading = _Reading.HEAD
         self._sending = _Sending.ENDED
         self._may_skip_line = True
@@ -588,23 +510,14 @@ class Http1Protocol:
             if self._buffer.startswith(b"\r\n"):
                 del self._buffer[:2]
             self._may_skip_line = False
-        # Of what has come before the end, the scanner has seen a part, and goes on
-        plain = read_plain_head(self._buffer, self._limits) if self._scanner.is_fresh else None
-        if plain is not None:
-            head, end = plain
+        found = self._heads.read(self._buffer)
+        if found is not None:
+            head, end = found
             del self._buffer[:end]
             events.append(self._begin_exchange(head))
-            return
-        scanned = self._scanner.scan(self._buffer)
-        if scanned is None:
-            return
-        section = bytes(self._buffer[:scanned])
-        del self._buffer[:scanned]
-        self._scanner.reset()
-        events.append(self._begin_exchange(read_head(section)))
 
     def _begin_exchange(self, head: RequestHead) -> HttpRequest:
-        framing = head.framing
+        has_body = head.length != 0
         path, headers = _route(head.method, head.target, head.headers)
         path, _, query = path.partition("?")
         connection = _list_values(headers, b"connection")
@@ -612,22 +525,21 @@ class Http1Protocol:
         # RFC 9112 §9.3. An HTTP/1.0 client's keep-alive is not honoured: it cannot read chunks, a close ends its body.
         self.keep_alive = self.keep_alive and not self._is_http10 and b"close" not in connection
         self._is_head_request = head.method == b"HEAD"
-        is_chunked = framing is Framing.CHUNKED
-        self._body = ChunkedBody(self._limits, self._chunks_at_once) if is_chunked else CountedBody(head.length)
-        self._reading = _Reading.COMPLETE if framing is Framing.NONE else _Reading.BODY
+        self._body = (
+            ChunkedBody(self._limits, self._chunks_at_once) if head.length is None else CountedBody(head.length)
+        )
+        self._reading = _Reading.BODY if has_body else _Reading.COMPLETE
         self._sending = _Sending.HEAD
         self.num_requests += 1
         # RFC 9110 §10.1.1: the expectation of an HTTP/1.0 client, or of one without content, is ignored
-        expects_continue = (
-            framing is not Framing.NONE and not self._is_http10 and b"100-continue" in _list_values(headers, b"expect")
-        )
+        expects_continue = has_body and not self._is_http10 and b"100-continue" in _list_values(headers, b"expect")
         return HttpRequest(
             stream_id=self.num_requests,
             method=head.method.decode("ascii"),
             path=path,
             query=query,
             headers=headers,
-            has_body=framing is not Framing.NONE,
+            has_body=has_body,
             expects_continue=expects_continue,
         )
 
@@ -728,7 +640,7 @@ class Http1Protocol:
 def _route(method: bytes, target: bytes, headers: Headers) -> tuple[str, Headers]:
     """Path and query of a request target, and the headers with the Host that counts (RFC 9112 §3.2)."""
     if method == b"CONNECT":
-        raise HeadRefused(501, "CONNECT is for proxies, and this is none.")
+        raise HeadRefused(501, "CONNECT is not supported.")
     if b"#" in target:
         raise HeadRefused(400, "A request target has no fragment.")
     if target.startswith(b"/") or (target == b"*" and method == b"OPTIONS"):
@@ -744,7 +656,7 @@ def _route(method: bytes, target: bytes, headers: Headers) -> tuple[str, Headers
 
 def _list_values(headers: Headers, name: bytes) -> set[bytes]:
     """The members of a comma-separated field, in lower case, over all its lines."""
-    return {part.strip(b" \t") for key, value in headers if key == name for part in value.lower().split(b",")}
+    return {part.strip(b" \t") for value in _values(headers, name) for part in value.lower().split(b",")}
 
 
 def _status_line(status: int) -> bytes:

@@ -3,7 +3,6 @@
 `stream_id` is 1, 2, 3... on HTTP/1.1 (the n-th request of the connection), the stream's own on HTTP/2.
 """
 
-import email.utils
 import re
 import socket
 from collections.abc import Callable, Mapping
@@ -115,26 +114,6 @@ class HeadRefused(Exception):
 
 class ResponseError(Exception):
     """The answer given to the protocol is not one it can send: our own bug, never the peer's."""
-
-
-class HttpDate:
-    """The Date field's value, made once a second. RFC 9110 §6.6.1: an origin server with a clock sends it.
-
-    Args:
-        wall_clock: seconds since the epoch.
-    """
-
-    def __init__(self, wall_clock: Callable[[], float]) -> None:
-        self._wall_clock = wall_clock
-        self._second = -1
-        self._value = b""
-
-    def __call__(self) -> bytes:
-        second = int(self._wall_clock())
-        if second != self._second:
-            self._second = second
-            self._value = email.utils.formatdate(second, usegmt=True).encode()
-        return self._value
 
 
 def check_fields(head: ResponseHead) -> int | None:

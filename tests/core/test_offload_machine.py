@@ -25,7 +25,7 @@ class OffloadMachine(SchedulerMachine):
 
     def a_serial_names_one_content(self) -> None:
         """On the device and on the host: a hit on either goes on with the same blocks."""
-        cache, host = self.scheduler.cache, self.scheduler.host
+        cache, host = self.scheduler.pool, self.scheduler.host
         for key, slot in host._slots.items():
             block = cache._blocks.get(key)
             assert block is None or cache._serials[block] == host._serials[slot]

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 import torch
 
 from core.plan import StepPlan
-from gpu.attention_groups import GroupBuilder
+from gpu.attention import DecodeGroup, PromptGroup, RaggedRows, TorchAttention
 from gpu.rows import DeviceTables, RowOperators, StepInputs, StepTokens
-from gpu.steps import BlockTables, Groups, StepLayout, inputs_in, lay_out, pack
+from gpu.steps import BlockTables, StepLayout, inputs_in, lay_out, pack, rows_by_window
 
 SCRATCH = 100
+TORCH = TorchAttention(torch.float32, torch.device("cpu"))
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,13 @@ class Built:
     layout: StepLayout
     inputs: StepInputs
     tokens: StepTokens
-    attending: Groups
+    attending: dict[int | None, RaggedRows]
+
+    def groups(self, window: int | None = None) -> list[DecodeGroup | PromptGroup]:
+        """Who attends together, as torch's attention has it."""
+        rows = self.attending[window]
+        assert rows.host is not None
+        return TORCH.groups_of(rows.host, rows.num_decodes, rows.window)
 
 
 class Builder:
@@ -32,7 +39,6 @@ class Builder:
     ) -> None:
         self.tables = BlockTables(8, max_model_len, scratch)
         self._windows, self._are_own_alone = windows, are_own_alone
-        self._groups = GroupBuilder(self.tables.blocks, scratch, torch.float32, torch.device("cpu"))
         last_tokens = torch.arange(8) + 1000  # slot 3's is 1003
         tables = DeviceTables(torch.from_numpy(self.tables.blocks), last_tokens, scratch, scratch + 1)
         self._rows = RowOperators(tables, 0, 0)
@@ -42,6 +48,7 @@ class Builder:
         layout = lay_out(plan, self.tables.num_prompt_tokens, self._are_own_alone)
         num_asked = 0 if layout.asked is None else len(layout.asked)
         inputs = inputs_in(torch.from_numpy(pack(layout, layout.shape, num_asked)), layout.shape, num_asked)
-        longest = int(layout.ends.max(initial=0))
-        attending = self._groups.build(layout.own, layout.prompts, self._windows, longest)
+        columns = (self._rows.tables_of(inputs, self.tables.width), inputs.ends, inputs.offsets)
+        rows = RaggedRows(*columns, layout.num_own, window=None, host=self.tables.rows_of(layout))
+        attending = rows_by_window(rows, self._windows, self.tables.width * 16)
         return Built(layout, inputs, self._rows.tokens_of(inputs), attending)

@@ -7,13 +7,15 @@ import pytest
 import torch
 
 from core.plan import SequenceStart
-from gpu.attention import DecodeGroup, PromptGroup, paged_attention
+from gpu.attention import DecodeGroup, PromptGroup, TorchAttention
 from gpu.kv_cache import LayerKV
+from gpu.scores import PLAIN
 from tests.gpu.built import Builder
 from tests.gpu.driver import GREEDY, make_plan
 
 CPU = torch.device("cpu")
 NUM_BLOCKS, HEAD_DIM = 40, 8
+TORCH = TorchAttention(torch.float32, CPU)
 
 
 def textbook(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -58,7 +60,7 @@ def test_mixed_rows_attend_as_the_textbook_says(
     )
     batch = Builder(160, (None, window), scratch=NUM_BLOCKS).build(plan)
     query = torch.randn(plan.num_tokens, num_heads, HEAD_DIM, generator=generator)
-    got = paged_attention(query, kv, batch.attending[window])
+    got = TORCH.attend(query, kv, batch.attending[window], PLAIN)
     places = {slot: token for token, slot in enumerate(batch.tokens.kv_slots.tolist())}
     for row, (start, length) in enumerate(rows):
         context = both[:, tables[row]].flatten(1, 2)  # [2, context, kv_heads, dim]
@@ -78,7 +80,7 @@ def test_groups_cover_the_tokens_in_order() -> None:
         tables=[(slot, i, slot * 6 + i) for slot in range(4) for i in range(6)],
         sequence_starts=[SequenceStart(slot, (1,), length, GREEDY, 0, ()) for slot, length in enumerate(prompts)],
     )
-    groups = Builder(160, scratch=NUM_BLOCKS).build(plan).attending[None]
+    groups = Builder(160, scratch=NUM_BLOCKS).build(plan).groups()
     ranges = [(type(group), group.first_token, group.end_token) for group in groups]
     decodes = [(DecodeGroup, 0, 1), (DecodeGroup, 1, 15)]  # padded to 128 tokens, and to 64
     assert ranges == [*decodes, (PromptGroup, 15, 18), (PromptGroup, 18, 22)]

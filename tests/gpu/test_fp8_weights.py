@@ -13,16 +13,14 @@ from safetensors.torch import load_file, save_file
 
 from core.config import parse_model_config
 from core.errors import BadCheckpoint
-from gpu import layer_weights
+from gpu import parameters
 from gpu import weights as weights_module
 from gpu.checkpoint import open_checkpoint
-from gpu.kept_matrices import kept_scheme
-from gpu.layer_weights import LayerWeights, ModelWeights, matrices
 from gpu.memory_plan import estimate, memory_needed, weights_size_bytes
-from gpu.quantize import QuantizedWeight, dequantize
+from gpu.parameters import LayerWeights, ModelWeights, Target, matrices
+from gpu.quant import QuantizedWeight, dequantize
 from gpu.streams import StagedCopies
-from gpu.targets import Target
-from gpu.weights import MatrixForm, load_weights
+from gpu.weights import MatrixForm, load_weights, prequantized_scheme
 from tests import packed_files
 from tests.fp8_files import BLOCKS, SCHEMES, WHOLE, save_pair
 from tests.gpu.conftest import ENGINE, no_progress, open_runner
@@ -48,7 +46,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def load(directory: Path, is_kept: bool, dtype: torch.dtype = torch.float32, fill: Any = Target.fill) -> ModelWeights:
     config = parse_model_config(read_config(directory))
     checkpoint = open_checkpoint(directory, config.packing)
-    return load_weights(checkpoint, config, dtype, CPU, no_progress, MatrixForm(is_packed_kept=is_kept), fill)
+    return load_weights(checkpoint, config, dtype, CPU, no_progress, MatrixForm(serves_prequantized=is_kept), fill)
 
 
 def loaded_matrices(weights: ModelWeights) -> dict[str, Any]:
@@ -140,9 +138,9 @@ def test_a_device_keeps_them_and_a_cpu_where_it_is_asked_to(plain: Path, tmp_pat
     stored, _ = save_pair(plain, tmp_path, WHOLE)
     config = parse_model_config(read_config(stored))
     for device, found in ((torch.device("cuda"), "fp8"), (CPU, None)):
-        assert kept_scheme(config, None, device) == found
-        assert kept_scheme(config, "fp8", device) == "fp8"
-        assert kept_scheme(config, "int8", device) is kept_scheme(config, "int4", device) is None
+        assert prequantized_scheme(config, None, device) == found
+        assert prequantized_scheme(config, "fp8", device) == "fp8"
+        assert prequantized_scheme(config, "int8", device) is prequantized_scheme(config, "int4", device) is None
 
 
 @pytest.mark.parametrize("scheme", ["blocks", "compressed channels"])
@@ -249,7 +247,7 @@ def test_floats_that_are_not_to_come_take_no_memory_beside_what_does(plain: Path
         target.fill(tensor)
 
     def empty_layer(*arguments: Any) -> LayerWeights:
-        layer = layer_weights.empty_layer(*arguments)
+        layer = parameters.empty_layer(*arguments)
         alive[:] = [weakref.ref(getattr(owner, field)) for owner, field in matrices(layer)]
         return layer
 

@@ -6,8 +6,15 @@ import torch
 
 from core.config import BLOCK_SIZE
 from core.plan import PENDING, SequenceStart
-from gpu.attention import TILE_TOKENS, DecodeGroup, PromptGroup, RaggedRows
-from gpu.attention_groups import CONTEXT_STEP, MAX_GATHERED_TOKENS, padded_contexts
+from gpu.attention import (
+    CONTEXT_STEP,
+    MAX_GATHERED_TOKENS,
+    TILE_TOKENS,
+    DecodeGroup,
+    PromptGroup,
+    RaggedRows,
+    padded_contexts,
+)
 from gpu.step_shapes import StepShape
 from gpu.steps import BlockTables, inputs_in, lay_out, num_inputs, pack, rows_by_window
 from tests.gpu.built import SCRATCH, Builder
@@ -42,7 +49,7 @@ def test_own_tokens_stand_first_longest_first_and_lead_back_to_the_plans_rows() 
     assert sampled.positions.tolist() == [41, 13, 6, 3]
     assert batch.inputs.asked.tolist() == [0, 1, 3, 6]
     assert batch.inputs.offsets.tolist() == [0, 1, 2, 3, 4, 7, 9, 10]
-    groups = batch.attending[None]
+    groups = batch.groups()
     assert [(type(group), group.first_token, group.end_token) for group in groups] == [
         (DecodeGroup, 0, 4),
         (PromptGroup, 4, 7),
@@ -54,7 +61,7 @@ def test_own_tokens_stand_first_longest_first_and_lead_back_to_the_plans_rows() 
 def test_tables_grow_over_steps_and_are_forgotten_when_the_slot_starts_anew() -> None:
     builder = Builder()
     builder.build(make_plan([(0, 0, [1] * 16, True)], tables=[(0, 0, 7)]))
-    (group,) = builder.build(make_plan([(0, 16, [1], True)], tables=[(0, 1, 8)])).attending[None]
+    (group,) = builder.build(make_plan([(0, 16, [1], True)], tables=[(0, 1, 8)])).groups()
     assert group.blocks.tolist() == [[7, 8, SCRATCH, SCRATCH]]
     assert builder.tables.of(0).tolist() == [7, 8]
     start = SequenceStart(0, (1,), 1, GREEDY, 0, ())
@@ -65,7 +72,7 @@ def test_tables_grow_over_steps_and_are_forgotten_when_the_slot_starts_anew() ->
 def test_contexts_are_padded_with_scratch_and_masked() -> None:
     """Blocks that a slot has, but has not come to, are not read: nothing is known of what they hold."""
     tables = [(0, 0, 1), (0, 1, 2), (1, 0, 5), (1, 1, 6)]
-    (group,) = Builder().build(make_plan([(0, 17, [1], True), (1, 3, [1], True)], tables=tables)).attending[None]
+    (group,) = Builder().build(make_plan([(0, 17, [1], True), (1, 3, [1], True)], tables=tables)).groups()
     assert group.blocks.tolist() == [[1, 2, SCRATCH, SCRATCH], [5, SCRATCH, SCRATCH, SCRATCH]]
     assert isinstance(group, DecodeGroup)
     assert group.mask is not None
@@ -74,7 +81,7 @@ def test_contexts_are_padded_with_scratch_and_masked() -> None:
 
 
 def test_rows_that_need_no_padding_need_no_mask() -> None:
-    (group,) = Builder().build(make_plan([(0, 63, [1], True), (1, 63, [1], True)])).attending[None]
+    (group,) = Builder().build(make_plan([(0, 63, [1], True), (1, 63, [1], True)])).groups()
     assert isinstance(group, DecodeGroup)
     assert group.mask is None
 
@@ -89,7 +96,7 @@ def test_a_context_is_padded_to_what_its_own_length_says(num_tokens: int, padded
 
 def test_rows_attend_together_where_they_are_padded_alike() -> None:
     rows = [(slot, start, [1], True) for slot, start in enumerate((3 * CONTEXT_STEP, 10, 12, 300))]
-    groups = Builder().build(make_plan(rows)).attending[None]
+    groups = Builder().build(make_plan(rows)).groups()
     assert [group.blocks.shape for group in groups] == [(1, 4 * CONTEXT_STEP // BLOCK_SIZE), (1, 32), (2, 4)]
 
 
@@ -97,7 +104,7 @@ def test_rows_attend_together_where_they_are_padded_alike() -> None:
 def test_rows_that_decode_together_gather_no_more_than_the_limit(window: int | None) -> None:
     length = MAX_GATHERED_TOKENS // 3 - CONTEXT_STEP
     builder = Builder(length, (window,))
-    groups = builder.build(make_plan([(slot, length - 1, [1], True) for slot in range(8)])).attending[window]
+    groups = builder.build(make_plan([(slot, length - 1, [1], True) for slot in range(8)])).groups(window)
     assert all(group.blocks.numel() * BLOCK_SIZE <= MAX_GATHERED_TOKENS for group in groups)
     assert [len(group.blocks) for group in groups] == ([3, 3, 2] if window is None else [4, 4])
 
@@ -105,7 +112,7 @@ def test_rows_that_decode_together_gather_no_more_than_the_limit(window: int | N
 def test_a_row_longer_than_the_limit_is_gathered_alone() -> None:
     builder = Builder(2 * MAX_GATHERED_TOKENS)
     rows = [(slot, length - 1, [1], True) for slot, length in enumerate((2 * MAX_GATHERED_TOKENS, 9, 9))]
-    groups = builder.build(make_plan(rows)).attending[None]
+    groups = builder.build(make_plan(rows)).groups()
     assert [len(group.blocks) for group in groups] == [1, 2]
 
 
@@ -114,7 +121,7 @@ def test_a_prompt_is_cut_where_a_tile_ends_wherever_its_chunk_does() -> None:
     builder = Builder()
     tables = [(0, index, index) for index in range(10)]
     begun = builder.build(make_plan([(0, 0, [1] * 70, False)], tables=tables, sequence_starts=of_prompts(1)))
-    (before,), (after,) = begun.attending[None], builder.build(make_plan([(0, 70, [1] * 80, False)])).attending[None]
+    (before,), (after,) = begun.groups(), builder.build(make_plan([(0, 70, [1] * 80, False)])).groups()
     assert isinstance(before, PromptGroup)
     assert isinstance(after, PromptGroup)
     assert [(tile.first, tile.num_tokens, tile.num_context) for tile in before.tiles] == [(0, 64, 64), (0, 6, 128)]
@@ -147,19 +154,20 @@ def test_blocks_behind_a_window_are_not_gathered() -> None:
     tables = [(slot, index, slot * 10 + index) for slot in range(2) for index in range(10)]
     starts = [SequenceStart(0, (1,), 5, GREEDY, 0, ()), *of_prompts(2)[1:]]
     plan = make_plan([(0, 69, [1], True), (1, 140, [1] * 9, True)], tables=tables, sequence_starts=starts)
-    groups = builder.build(plan).attending
-    own, prompt = groups[None]
+    built = builder.build(plan)
+    own, prompt = built.groups()
     assert own.blocks.tolist() == [[0, 1, 2, 3, 4, *[SCRATCH] * 3]]
     assert prompt.blocks.tolist() == [*range(10, 20), SCRATCH, SCRATCH]
-    own, prompt = groups[20]
+    own, prompt = built.groups(20)
     assert own.blocks.tolist() == [[3, 4, SCRATCH, SCRATCH]]
     assert prompt.blocks.tolist() == [16, 17, 18, 19, SCRATCH, SCRATCH]  # from 109 = 128 + 1 - 20 on
 
 
 def test_a_window_that_no_row_fills_takes_what_full_attention_takes() -> None:
     builder = Builder(windows=(None, 20))
-    groups = builder.build(make_plan([(0, 19, [1], True), (1, 0, [1] * 20, True)])).attending
-    assert groups[20] is groups[None]
+    built = builder.build(make_plan([(0, 19, [1], True), (1, 0, [1] * 20, True)]))
+    shapes = [[group.blocks.tolist() for group in built.groups(window)] for window in (None, 20)]
+    assert shapes[0] == shapes[1]
 
 
 def test_tables_that_are_copied_change_as_they_grow_each_place_once() -> None:
@@ -203,8 +211,6 @@ def test_windows_share_all_but_what_they_hide() -> None:
     rows = RaggedRows(torch.zeros(1, 1), torch.ones(1), torch.arange(2), num_decodes=1, window=None)
     attending = rows_by_window(rows, (None, 20, 4096), 4096)
     whole, windowed = attending[None], attending[20]
-    assert isinstance(whole, RaggedRows)
-    assert isinstance(windowed, RaggedRows)
     assert attending[4096] is whole  # no context is longer
     assert windowed.window == 20
     assert windowed.tables is whole.tables

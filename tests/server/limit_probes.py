@@ -322,7 +322,7 @@ def body_of(num_bytes: int, over: str) -> str:
     """A good request that is filled up with spaces."""
     body = json.dumps(COMPLETION).encode().ljust(num_bytes)
     server = SimulatedServer()
-    server.lifecycle.max_body_bytes = ServerConfig().max_body_bytes
+    server.generations.max_body_bytes = ServerConfig().max_body_bytes
     if over == "HTTP/2":
         status = _http2_status(server, body)
     else:

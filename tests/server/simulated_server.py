@@ -1,4 +1,4 @@
-"""The whole server in virtual time: real connections, app, lifecycle, engine client, engine and scheduler.
+"""The whole server in virtual time: real connections, app, generations, engine client, engine and scheduler.
 
 Only the ends are simulated: the network (in memory), the model (a hash of the tokens it finds in its KV blocks) and
 time. No thread, no socket, no clock: the same script gives the same bytes and the same steps.
@@ -8,7 +8,8 @@ import functools
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ import h11
 import orjson
 
 from core.chat_template import ChatTemplate
-from core.config import INTER_TOKEN_TARGET
 from core.plan import BlockStore, RunnerLimits
 from core.scheduler import Scheduler
 from core.simulation import CostModel, SimulatedClock, SimulatedRunner
@@ -26,21 +26,22 @@ from core.types import EngineStats, FinishReason, StepDelivery
 from server.api.models import ServedModel
 from server.api.surface import GenerationDefaults
 from server.app import App
-from server.app_state import Readiness
 from server.clock import Clock
 from server.config import ServerConfig
 from server.engine_client import EngineClient
-from server.gate.admission import Admission, Backlog, EngineRoom, QueueLimits
+from server.exchange import Readiness
+from server.gate.admission import Admission, QueueLimits
 from server.gate.cross_origin import CrossOrigin
 from server.gate.deadlines import Deadlines
 from server.gate.gate import Gate
 from server.gate.tenants import Tenant
+from server.generation import Generations
 from server.ledger.idempotency import Idempotency
 from server.ledger.ledger import OpenLedger, opened
 from server.ledger.usage import NO_PRICES, Prices
-from server.lifecycle import Lifecycle, PromptReader
 from server.listening.clients import ClientRules
 from server.observing.metrics import Metrics
+from server.prompts import PromptReader
 from server.wire.limits import ConnectionLimits
 from tests.core.chat_templates import CHATML
 from tests.core.small_tokenizers import SPECIAL, byte_level
@@ -221,9 +222,9 @@ class SimulatedServer:
         self.app.state.listener = self.network.listener
         self.client = self._new_client()
         queue_limits = QueueLimits(max_requests=max_requests, max_tokens=max_queue_tokens, max_bytes=max_queue_bytes)
-        self.lifecycle = self._new_lifecycle(clock, queue_limits, deadlines, opening)
+        self.generations = self._new_generations(clock, queue_limits, deadlines, opening)
         if is_ready:
-            self.app.state.lifecycle = self.lifecycle
+            self.app.state.generations = self.generations
 
     def _open_ledger(self, config: ServerConfig, clock: Clock) -> OpenLedger:
         if self.ledger_writer is None:
@@ -242,22 +243,18 @@ class SimulatedServer:
             self.metrics.inter_token,
         )
 
-    def _new_lifecycle(
+    def _new_generations(
         self, clock: Clock, queue_limits: QueueLimits, deadlines: Deadlines, opening: OpenLedger
-    ) -> Lifecycle:
+    ) -> Generations:
         limits = self.limits
-        num_kv_tokens = limits.num_blocks * limits.block_size
-        room = EngineRoom(limits.max_sequences, limits.max_batch_tokens, num_kv_tokens, INTER_TOKEN_TARGET)
-        return Lifecycle(
+        return Generations(
             reader=_reader(limits, clock),
-            defaults=GenerationDefaults(vocab_size=limits.vocab_size),
-            backend=self.client,
+            engine=self.client,
             clock=clock,
             offload=_inline,
             metrics=self.metrics,
             max_body_bytes=100_000,
-            admission=Admission(queue_limits, room, lambda: self.client.stats, self.loop.time),
-            max_sequences=min(limits.max_sequences, limits.max_batch_tokens),
+            admission=Admission(queue_limits, lambda: self.client.stats, self.loop.time),
             deadlines=deadlines,
             idempotency=opening.idempotency,
             ledger=opening.ledger,
@@ -356,11 +353,11 @@ class SimulatedServer:
         assert (pool.num_used, pool.num_free) == (0, pool.num_blocks)
         assert (self.stats.num_waiting, self.stats.num_running, self.stats.num_paused) == (0, 0, 0)
         assert not self.client._handles
-        assert not self.lifecycle.active
-        admission = self.lifecycle.admission
+        assert not self.generations.active
+        admission = self.generations.admission
         assert (admission.num_requests, admission.num_bytes, admission.num_decoding) == (0, 0, 0)
-        assert not admission._lines
-        assert admission._waiting == Backlog()
+        assert admission.is_idle
+        assert admission._tokens.total == 0
         assert self.network.listener.num_handlers == 0
         assert not any(account.num_active or account.num_reserved for account in self.gate.quotas.accounts)
         submitted = [message.request.request_id for message in self.posted if hasattr(message, "request")]
@@ -378,8 +375,8 @@ class SimulatedServer:
         self.network.listener.abort()
         self.run()
         self.check_idle()
-        if self.lifecycle.ledger is not None:
-            self.lifecycle.ledger.close()
+        if self.generations.ledger is not None:
+            self.generations.ledger.close()
         self.network.close()
 
     def _take(self, delivery: StepDelivery) -> None:
@@ -390,13 +387,43 @@ class SimulatedServer:
             self.client.deliver(delivery)
 
 
+@contextmanager
+def serving(**arguments: Any) -> Iterator[SimulatedServer]:
+    """A server whose end is checked: nothing is held for anybody."""
+    with closing(SimulatedServer(**arguments)) as server:
+        yield server
+
+
+def ask(data: bytes, method: str = "POST", **server: Any) -> Answer:
+    """The answer to one request, of a server of its own."""
+    with serving(**server) as simulated:
+        return simulated.ask(data, method)
+
+
+def the_answer(transport: MemoryTransport) -> Answer:
+    (answer,) = answers(bytes(transport.received))
+    return answer
+
+
+def refusal_of(answer: Answer) -> tuple[int, str]:
+    return answer.status, answer.json["error"]["code"]
+
+
 async def _inline(work: Callable[[], Any]) -> Any:
     return work()
 
 
 def _reader(limits: RunnerLimits, clock: Clock) -> PromptReader:
     card = ServedModel(id=MODEL, created_s=int(UNIX_S), max_model_len=limits.max_model_len)
-    return PromptReader((card,), TOKENIZER, _template(limits.max_model_len), limits.max_model_len, clock.unix)
+    return PromptReader(
+        cards=(card,),
+        tokenizer=TOKENIZER,
+        chat_template=_template(limits.max_model_len),
+        max_model_len=limits.max_model_len,
+        max_sequences=min(limits.max_sequences, limits.max_batch_tokens),
+        defaults=GenerationDefaults(vocab_size=limits.vocab_size),
+        unix_clock=clock.unix,
+    )
 
 
 @functools.cache

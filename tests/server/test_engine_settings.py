@@ -6,10 +6,9 @@ import pytest
 
 from core.config import EngineConfig
 from core.errors import ExitCode, StartupError
-from server.commands.command_line import build_parsers, flags_given
 from server.config_sources import load_config
 from server.values import HubId
-from tests.server.given_settings import refusal, toml_flag
+from tests.server.given_settings import refusal, toml_flag, typed
 
 
 @pytest.mark.parametrize(("value", "factor"), [("2", 2.0), ("1.25", 1.25), ("0", None)])
@@ -129,8 +128,7 @@ def test_what_several_ranks_do_not_have_is_refused(flags: dict[str, str | list[s
 def test_switches_of_the_last_release_stand_for_a_mode_with_a_warning(
     given: list[str], wanted: tuple[str, str], origins: list[str]
 ) -> None:
-    parser, _ = build_parsers()
-    config = load_config(flags_given(parser.parse_args(["serve", *given])), {})
+    config = load_config(typed("serve", *given), {})
     engine = config.to_engine_config()
     assert (engine.overlap, engine.graphs) == wanted
     assert len(config.warnings) == len(origins)

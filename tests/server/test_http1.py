@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from server.wire.connection import HttpDate
 from server.wire.http1 import ChunkHeads, Http1Protocol
 from server.wire.limits import HeadLimits
 from server.wire.messages import (
     BodyChunk,
     BodyEnd,
     Event,
-    HttpDate,
     HttpRequest,
     ProtocolViolation,
     ResponseError,

@@ -111,7 +111,7 @@ def test_client_that_left_is_billed_for_what_was_said(path: Path) -> None:
 def test_request_called_off_says_so(path: Path) -> None:
     server = SimulatedServer(ledger=path)
     stream_until_first_byte(server)
-    assert server.lifecycle.cancel("r1", "local")
+    assert server.generations.cancel("r1", "local")
     server.run()
     server.close()
     (row,) = rows(path)
@@ -264,8 +264,8 @@ def test_every_request_is_settled_once_whatever_becomes_of_it(path: Path, seed: 
         server.run_for(rng.random() * 0.05)
         if leavers and rng.random() < 0.5:
             leavers.pop().feed_eof()
-        elif rng.random() < 0.3 and server.lifecycle.active:
-            server.lifecycle.cancel(rng.choice(list(server.lifecycle.active)), "local")
+        elif rng.random() < 0.3 and server.generations.active:
+            server.generations.cancel(rng.choice(list(server.generations.active)), "local")
     server.ledger_writer.is_stuck = False
     server.ledger_writer.commit()
     server.close()

@@ -7,19 +7,17 @@ import pytest
 
 from core.plan import RunnerLimits
 from core.types import Cancel
-from server.gate.admission import QueueView
-from server.gate.queue_news import NEWS_EVERY_S, QueueNews
+from server.gate.admission import Place, QueueView
 from tests.server.simulated_server import (
     STREAM,
     TOKENIZER,
     Answer,
     SimulatedServer,
-    answers,
     chat,
     completion,
     request,
+    the_answer,
 )
-from tests.server.virtual_loop import VirtualTimeLoop
 
 ONE_AT_A_TIME = RunnerLimits(64, 4, 1, 16, 200, TOKENIZER.vocab_size)
 NEWS: dict[str, Any] = {"timings": {"queue": True}, **STREAM}
@@ -36,11 +34,6 @@ def without_comments(answer: Answer) -> bytes:
     return b"\n\n".join(block for block in blocks if not block.startswith(b":"))
 
 
-def answer_of(transport: Any) -> Answer:
-    (answer,) = answers(bytes(transport.received))
-    return answer
-
-
 def test_stream_tells_its_position_and_its_wait_and_then_its_prefill() -> None:
     server = SimulatedServer(limits=ONE_AT_A_TIME)
     server.ask(completion(max_tokens=30))  # the cost model learns
@@ -49,7 +42,7 @@ def test_stream_tells_its_position_and_its_wait_and_then_its_prefill() -> None:
         server.step()
     asked = server.send(completion(prompt=[5] * 190, max_tokens=2, **NEWS))
     server.run()
-    answer = answer_of(asked)
+    answer = the_answer(asked)
     positions = [news["position"] for news in told(answer, "queue")]
     assert positions[0] == 2
     assert positions == sorted(positions, reverse=True)
@@ -74,7 +67,7 @@ def test_news_come_at_most_ten_times_a_second_and_end_with_the_first_token() -> 
     server.run_until(lambda: b'"text"' in asked.received)
     num_tenths = round((server.loop.time() - began_s) * 10)
     server.run()
-    answer = answer_of(asked)
+    answer = the_answer(asked)
     num_told = len(told(answer, "queue"))
     assert 3 <= num_told <= num_tenths
     assert not any(event.startswith(": queue") for event in answer.events[num_told:] if isinstance(event, str))
@@ -90,7 +83,7 @@ def test_events_are_the_same_with_news_and_without(make: Any) -> None:
         server.step()
         asked = server.send(make(**fields))
         server.run()
-        bodies.append(answer_of(asked))
+        bodies.append(the_answer(asked))
         server.close()
     assert not told(bodies[0], "queue")
     assert told(bodies[1], "queue")
@@ -100,26 +93,20 @@ def test_events_are_the_same_with_news_and_without(make: Any) -> None:
     assert len(bodies[0].events) == len(bodies[1].events) - len(told(bodies[1], "queue"))
 
 
-def test_what_has_been_told_is_not_told_again() -> None:
-    loop = VirtualTimeLoop()
+def test_what_has_been_told_is_not_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = SimulatedServer(limits=ONE_AT_A_TIME)
     views = iter([QueueView(2, 1.5), QueueView(2, 1.5), QueueView(1, 1.5), QueueView(1, 1.5), QueueView(1, 0.5)])
-    told: list[str] = []
-
-    async def start() -> QueueNews:
-        return QueueNews(lambda: next(views, None), 40, told.append)
-
-    news = loop.run_until_complete(start())
-    loop.advance(5.5 * NEWS_EVERY_S)
-    news.on_prefill(16)
-    loop.advance(3 * NEWS_EVERY_S)
-    news.close()
-    loop.close()
-    assert told == [
-        'queue {"position":2,"expected_ms":1500}',
-        'queue {"position":1,"expected_ms":1500}',
-        'queue {"position":1,"expected_ms":500}',
-        'prefill {"tokens":16,"of":40}',
+    monkeypatch.setattr(Place, "view", lambda place, now_s: next(views, None))
+    server.send(completion(max_tokens=80))
+    server.step()
+    asked = server.send(completion(prompt=[5] * 40, **NEWS))
+    server.run()
+    assert told(the_answer(asked), "queue") == [
+        {"position": 2, "expected_ms": 1500},
+        {"position": 1, "expected_ms": 1500},
+        {"position": 1, "expected_ms": 500},
     ]
+    server.close()
 
 
 def test_who_need_not_wait_and_who_does_not_stream_are_told_nothing() -> None:

@@ -2,19 +2,16 @@
 
 from core.config import ModelConfig
 from gpu.device import DeviceChoice
-from gpu.device_attention import DeviceAttention
+from gpu.kernels.attention import PagedAttention
 from gpu.kernels.operators import TritonOperators
-from gpu.kernels.paged_attention import PagedAttention
 from gpu.kernels.sampler import DeviceSampler
 from gpu.operators import Operators
-from gpu.sampler import SamplerChoice
 
 NUM_PROGRAMS = 3  # that decode: each takes several splits
 
 
 def find_interpreted(config: ModelConfig, choice: DeviceChoice) -> Operators:
     """See gpu.loading.FindOperators."""
-    attention = DeviceAttention(PagedAttention(NUM_PROGRAMS))
-    operators = TritonOperators(config, choice.dtype, choice.device, attention)
-    operators.sampler = SamplerChoice(DeviceSampler)
+    operators = TritonOperators(config, choice.dtype, choice.device, PagedAttention(NUM_PROGRAMS))
+    operators.sampler = DeviceSampler
     return operators

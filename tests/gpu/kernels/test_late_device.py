@@ -59,7 +59,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> LateStreams:
     """Of runners that are opened from now on."""
     found = LateStreams(work_s=0.0)
     monkeypatch.setattr("gpu.runner.open_streams", lambda device: found)
-    monkeypatch.setattr("gpu.kernel_choice.CudaRecorder", lambda device: LateRecorder(found))
+    monkeypatch.setattr("gpu.tune.CudaRecorder", lambda device: LateRecorder(found))
     return found
 
 

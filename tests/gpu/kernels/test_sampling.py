@@ -10,7 +10,7 @@ from core.plan import SequenceStart
 from core.types import SamplingParams
 from gpu.kernels.sampler import MAX_BIASES, MAX_STOP_IDS, SHAPES, DeviceSampler, Shape, shape_of
 from gpu.rows import NO_SLOT
-from gpu.sampler import IntArray, Sampled, Sampler, SamplerChoice, SamplingSlots
+from gpu.sampler import IntArray, Sampled, Sampler, SamplingSlots
 
 ASKED: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0, "num_logprobs": 3},
@@ -44,7 +44,7 @@ def make_samplers(
         return made[0]
 
     by_torch = Sampler(len(asked), vocab, device)
-    by_kernel = Sampler(len(asked), vocab, device, SamplerChoice(make))
+    by_kernel = Sampler(len(asked), vocab, device, make)
     start_all(by_torch, asked)
     start_all(by_kernel, asked)
     return by_torch, by_kernel, made[0]
