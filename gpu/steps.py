@@ -40,7 +40,7 @@ from gpu.rows import NO_SLOT, DeviceTables, StepInputs
 from gpu.sampler import PromptScores, Sampled, Sampler, score, scored_tokens
 from gpu.step_graphs import StepGraphs
 from gpu.step_shapes import StepShape, StepShapes
-from gpu.streams import HostStreams, StagedCopies, Streams
+from gpu.streams import StagedCopies, Streams
 
 INT_BYTES, ALIGNMENT = 4, 4  # each part of a step's integers begins at a multiple of 16 bytes
 CHANGES_PER_ROW = 4  # of tables, in a usual copy: a decode's is one in 16 steps
@@ -263,7 +263,7 @@ class Steps:
         engine, device, attention = parts.engine, cache.tensor.device, parts.operators.attention
         max_rows, max_tokens = parts.shapes.decodes[-1], engine.max_batch_tokens
         self.tables = BlockTables(engine.max_sequences, parts.max_model_len, cache.scratch_block)
-        self._is_host = isinstance(parts.streams, HostStreams)  # what the host writes is there at once
+        self._is_host = parts.streams.is_host  # what the host writes is there at once
         blocks = torch.from_numpy(self.tables.blocks)
         if not self._is_host:
             blocks = blocks.to(device, torch.int32, copy=True)

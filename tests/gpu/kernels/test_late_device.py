@@ -16,7 +16,7 @@ from core.plan import StepPlan
 from core.types import SamplingParams
 from gpu.runner import ModelRunner, StepTicket
 from gpu.step_graphs import Graph
-from gpu.streams import HostStreams
+from gpu.streams import Streams
 from tests.gpu.conftest import ENGINE
 from tests.gpu.driver import Driver, make_plan
 from tests.gpu.fake_cuda_graphs import FakeRecorder
@@ -65,7 +65,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> LateStreams:
 
 def open_at_once(directory: Path, engine: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> ModelRunner:
     with monkeypatch.context() as plain:
-        plain.setattr("gpu.runner.open_streams", lambda device: HostStreams())
+        plain.setattr("gpu.runner.open_streams", lambda device: Streams())
         return open_with(directory, engine)
 
 
