@@ -34,7 +34,7 @@ class SequenceStart:
         token_ids: all tokens known so far: the prompt, and after a preemption also what was generated.
         num_prompt_tokens: how many of them are the prompt's.
         seed: 64-bit key of its counter-based noise; noise depends on (seed, position) alone.
-        stop_ids: ids that may not be drawn before min_tokens: the model's ends (unless ignored) and the request's.
+        stop_ids: ids that may not be sampled before min_tokens: the model's ends (unless ignored) and the request's.
     """
 
     slot: int
@@ -68,8 +68,8 @@ class StepPlan:
 
     Row i, in [0, num_rows): the sequence in slots[i] computes its tokens at positions starts[i] up to
     starts[i] + lengths[i] - 1. Their ids stand one row after the other in token_ids. Where samples[i], the row reaches
-    the sequence's last token, and a token is drawn from its last logits. PENDING in token_ids is the token that this
-    slot drew last: a plan before this one has asked for it, and it was still on the device when this one was made.
+    the sequence's last token, and a token is sampled from its last logits. PENDING in token_ids is the last token of
+    this slot: a plan before this one has asked for it, and it was still on the device when this one was made.
     Order of effects: sequence_starts reset their slots, blocks are copied out to the host, then back from it, then from
     block to block, block tables grow, the rows are computed.
     """
@@ -99,13 +99,13 @@ class StepPlan:
 
 @dataclass(slots=True)
 class StepOutput:
-    """What was drawn. A row may appear several times, in order (speculation), or not at all (it only prefilled)."""
+    """What was sampled. A row may appear several times, in order (speculation), or not at all (it only prefilled)."""
 
     rows: Int32Array  # [tokens]: row of the plan
     token_ids: Int32Array  # [tokens]
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # index into token_ids -> its logprobs
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # row -> of its PromptTargets
-    failed_rows: dict[int, str] = field(default_factory=dict)  # row -> cause (e.g. logits not finite); draws nothing
+    failed_rows: dict[int, str] = field(default_factory=dict)  # row -> cause (e.g. logits not finite); samples nothing
     host_copy_s: float = 0.0  # of the step's time, what its copies from and to the host took
 
 
@@ -244,7 +244,7 @@ class PlanBuilder:
             self._send_table(sequence)
 
     def add_decodes(self, sequences: list[Sequence]) -> None:
-        """Compute the last token of each, one that it has drawn itself; the runner knows all else of them.
+        """Compute the last token of each, one that was sampled for it; the runner knows all else of them.
 
         As add_row would, column by column: most rows of most steps are these.
         """
@@ -342,7 +342,7 @@ def restart_rows(plan: StepPlan, rows: range, sequences: list[Sequence]) -> Step
 
     Args:
         sequences: of these rows, in order. All plans before this one were applied since it was made: tokens that were
-            pending are known, but those of a row that failed, and what that one's sequence draws here is not used.
+            pending are known, but those of a row that failed: what is sampled here for that one's sequence is not used.
     """
     builder = PlanBuilder(budget=plan.num_tokens)
     copies = dict(zip(plan.copy_targets.tolist(), plan.copy_sources.tolist(), strict=True))

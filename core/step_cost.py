@@ -17,8 +17,8 @@ from core.config import BLOCK_SIZE
 # (gpu/attention.py): chunks that end with a tile cost no tile twice. Some kernels compute no more than what is new:
 # RunnerLimits.prompt_tile.
 PROMPT_TILE = 64
-LEAST_TOKENS = 8  # of a chunk that ends within a block: each has a row of its own in every product
-# Before anything was measured, for the tenants' shares alone: a drawn token at twice a prompt's (arXiv:2401.00588 §5).
+LEAST_TOKENS = 8  # of a chunk that ends within a block: each has a row of its own in every matmul
+# Before anything was measured, for tenants' shares alone: a sampled token at twice a prompt's (arXiv:2401.00588 §5).
 NOMINAL_S = (0.0, 1e-3, 0.0, 2e-3, 0.0)
 MEMORY_STEPS = 512  # of each kind, with prompts and without: older ones fade
 LEAST_STEPS = 8  # of each kind, before predictions are used
@@ -41,7 +41,7 @@ class StepWork:
 
     Args:
         prompt_kv: KV tokens that prompts read, PROMPT_TILE query tokens at a time: smaller tiles count as a part.
-        own_tokens: those that sequences have drawn themselves: each attends alone.
+        own_tokens: those that were sampled: each attends alone.
         own_kv: KV tokens that these read.
         tile: see RunnerLimits.prompt_tile.
     """
