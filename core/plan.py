@@ -10,8 +10,10 @@ next plan goes on after them, before anybody knows them. What it holds it keeps 
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from functools import cache
+from typing import Any, Protocol, TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -68,8 +70,8 @@ class StepPlan:
 
     Row i, in [0, num_rows): the sequence in slots[i] computes its tokens at positions starts[i] up to
     starts[i] + lengths[i] - 1. Their ids stand one row after the other in token_ids. Where samples[i], the row reaches
-    the sequence's last token, and a token is sampled from its last logits. PENDING in token_ids is the last token of
-    this slot: a plan before this one has asked for it, and it was still on the device when this one was made.
+    the sequence's last token, and a token is sampled from its last logits. PENDING in token_ids is the token that
+    was sampled last for this slot, by a step whose result had not been read when this plan was made.
     Order of effects: sequence_starts reset their slots, blocks are copied out to the host, then back from it, then from
     block to block, block tables grow, the rows are computed.
     """
@@ -160,6 +162,7 @@ class BlockStore(Protocol):
 
 
 Ticket = TypeVar("Ticket")
+T = TypeVar("T")
 
 
 class Runner(Protocol[Ticket]):
@@ -398,3 +401,44 @@ class Flight:
     work: StepWork
     planned_s: float
     has_suspects: bool
+
+
+_FORMATS: dict[Any, type[np.generic]] = {Int32Array: np.int32, BoolArray: np.bool_}
+
+
+def encode(value: object) -> bytes:
+    """As msgpack, never pickle: for processes that compute together, on machines of one byte order.
+
+    Args:
+        value: a dataclass of what core's are made of: plain values, tuples, others like it, and columns of a StepPlan.
+    """
+    return _ENCODER.encode(value)
+
+
+def decode(content: bytes, kind: type[T]) -> T:
+    """What was encoded; its columns cannot be written to.
+
+    Raises:
+        msgspec.DecodeError: it is none of that kind.
+    """
+    hashable: Any = kind
+    decoder: msgspec.msgpack.Decoder[T] = _decoder(hashable)
+    return decoder.decode(content)
+
+
+@cache
+def _decoder(kind: Any) -> Any:
+    return msgspec.msgpack.Decoder(kind, dec_hook=_column)
+
+
+def _column(kind: Any, content: Any) -> Any:
+    return np.frombuffer(content, dtype=_FORMATS[kind])
+
+
+def _bytes_of(column: Any) -> bytes:
+    if isinstance(column, np.ndarray):
+        return column.tobytes()
+    raise NotImplementedError(f"{type(column).__name__} in what is encoded")  # as msgspec asks for
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_bytes_of)

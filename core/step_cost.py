@@ -29,7 +29,7 @@ NEWS_SHARE = 1 / 8
 SURPRISE = 0.1  # a step that was off by more of what it took is news enough
 NUM_SWEEPS = 6
 ERROR_WINDOW, ERROR_REFRESH = 256, 32  # steps
-MOST_LATE = 0.15  # what is off by more is not the machine's unrest but the model's, which learns
+MOST_LATE = 0.15  # what is off by more is no noise of the machine but the model's error, which learns
 
 Features = tuple[float, float, float, float, float]
 Float64Array = npt.NDArray[np.float64]
@@ -318,7 +318,7 @@ def allow_prefill(
 
     The target is not for those alone who do: with many prompts waiting, the batch would stay small, and the queue
     grow. What streams notice stays bounded by what they notice once the prompts have become streams. One prompt makes
-    no queue: it is bound by those who do decode. As much is left as the machine's unrest may take: nine of ten steps
+    no queue: it is bound by those who do decode. As much is left as noise in step times may take: nine of ten steps
     stay under the target, and not every other one. Until the model predicts, a chunk is the least there is, or what
     fits among the few tokens that cost nothing.
 
