@@ -1,4 +1,4 @@
-"""The engine as the loop has it: requests into its inbox, its tokens to text and to whoever asked. Thread: loop.
+"""The engine as the loop has it: requests go into its inbox, its tokens become text on its way out. Thread: loop.
 
     step's rows ─▶ RequestSequence: text of a token ─▶ its writer, or its request's sink ─▶ the stream's frames
 
@@ -144,14 +144,14 @@ class RequestSequence:
         """What may be said now."""
         detokenizer, num_before = self.detokenizer, self.num_tokens
         self.write = None
-        detokenizer.num_tokens_kept = num_before  # of these, whoever called write counted some
+        detokenizer.num_tokens_kept = num_before  # some have been counted where write was called
         text = detokenizer.push_token(token_id)
         self.num_tokens = detokenizer.num_tokens_kept
         self.num_untold += self.num_tokens - num_before
         return text
 
     def tell(self, text: str, sink: DeltaSink) -> None:
-        """Say what a push gave. If nothing is held back, the next token is whoever's that has write and plain_texts."""
+        """Say what a push gave. If nothing is held back, the next token's plain text may go straight to write."""
         self.num_untold = 0
         if self._writer is not None:
             self._writer(text)

@@ -32,7 +32,7 @@ from server.gate.deadlines import Deadlines, OwnDeadlineExceeded
 from server.gate.quota import Ticket
 from server.gate.text_rules import rule_book
 from server.ledger.idempotency import MAX_ANSWER_BYTES, Idempotency, Recording, replay
-from server.ledger.ledger import End, Entry, Ledger, Subject, unavailable
+from server.ledger.ledger import End, Entry, EntryState, Ledger, Subject, unavailable
 from server.observing.accounting import CLIENT_GONE, Outcome, client_request_id
 from server.observing.metrics import Metrics
 from server.observing.timing import Stage, StageClock, StageMarks, answer_headers
@@ -283,8 +283,8 @@ class Generation:
         # What it owes its reader, and when: _dues
         self._timer = DeadlineTimer(self._loop, self._next_due, self._on_due)
         self._num_talking = 0  # choices that have begun and not ended
-        self._num_holds = 0  # by a slow reader, by an empty quota
-        self._held_since_s: float | None = None
+        self._num_pauses = 0  # by a slow reader, by an empty quota
+        self._paused_since_s: float | None = None
         self._excused: dict[int, tuple[float, float]] = {}  # choice → (its last text, what does not count since then)
         self._untold: dict[int, tuple[float, int]] = {}  # choice → (its last text, untold tokens when it was looked at)
         self._last_said_s = self._loop.time()  # but for the texts of tokens
@@ -374,7 +374,7 @@ class Generation:
         place.end = self.fail
 
     def _outcome(self, usage: Usage) -> Outcome:
-        is_refused = self._entry is not None and self._entry.is_unreserved
+        is_refused = self._entry is not None and self._entry.state is EntryState.UNRESERVED
         is_billed = not (is_refused or self._is_unsettled)
         if is_billed:
             self._shared.metrics.finished.update(self._reasons)
@@ -599,7 +599,7 @@ class Generation:
     @property
     def _is_withheld(self) -> bool:
         """The ledger has yet to tell whether it has the reservation."""
-        return self._entry is not None and self._entry.is_waiting
+        return self._entry is not None and self._entry.state is EntryState.RESERVING
 
     def _sequence(self, choice: int) -> RequestSequence:
         handle, i = divmod(choice, self._prepared.call.num_sequences)
@@ -625,16 +625,16 @@ class Generation:
 
     def pause(self) -> None:
         """Until as many resume() have come. The time until then is the reader's, or the quota's."""
-        self._num_holds += 1
-        if self._num_holds == 1:
-            self._held_since_s = self._clock()
+        self._num_pauses += 1
+        if self._num_pauses == 1:
+            self._paused_since_s = self._clock()
             for handle in self._handles:
                 handle.pause()
 
     def resume(self) -> None:
-        self._num_holds -= 1
-        if self._num_holds == 0:
-            self._excuse_held()
+        self._num_pauses -= 1
+        if self._num_pauses == 0:
+            self._excuse_pause()
             for handle in self._handles:
                 handle.resume()
 
@@ -653,9 +653,9 @@ class Generation:
         head_s, limits = self._timings.arrived_s, self._deadlines
         is_silent = self._is_withheld or self._timings.first_token_s is None
         yield head_s + limits.total_s, "total_s"
-        if is_silent:  # what is withheld is no first token to who waits for it
+        if is_silent:  # to its client, what is withheld is no first token
             yield head_s + limits.ttft_s, "ttft_s"
-        elif self._held_since_s is None:
+        elif self._paused_since_s is None:
             for sequence, last_s in self._talking():
                 yield last_s + limits.inter_token_s + self._excused_s(sequence, last_s), "inter_token_s"
         if self._output.is_streamed and not self._is_withheld:
@@ -669,7 +669,7 @@ class Generation:
 
     def _on_due(self) -> None:
         now_s = self._loop.time()
-        if self._held_since_s is None:
+        if self._paused_since_s is None:
             self._excuse_untold(now_s)
         due_s, name = min(self._dues())
         if due_s > now_s + RESOLUTION_S:
@@ -690,7 +690,7 @@ class Generation:
         }[name]
         message = f"{what}, the request's deadline. Allow more time, ask for less, or try when the server is less busy."
         # Who reads slowly, or has emptied its quota, is late by itself
-        is_ours = name not in limits.asked and self._held_since_s is None
+        is_ours = name not in limits.asked and self._paused_since_s is None
         error_type = OwnDeadlineExceeded if is_ours else ServiceError
         self.fail(error_type(ErrorKind.DEADLINE_EXCEEDED, message, "deadline_exceeded"))
 
@@ -709,14 +709,14 @@ class Generation:
         since_s, excused_s = self._excused.get(sequence.choice, (last_s, 0.0))
         return excused_s if since_s == last_s else 0.0
 
-    def _excuse_held(self) -> None:
-        """What it was held for does not count between tokens."""
-        held_since_s, self._held_since_s = self._held_since_s, None
-        assert held_since_s is not None, "resume() comes after pause()"
+    def _excuse_pause(self) -> None:
+        """The time of a pause does not count between tokens."""
+        paused_since_s, self._paused_since_s = self._paused_since_s, None
+        assert paused_since_s is not None, "resume() comes after pause()"
         now_s = self._clock()
         for sequence, last_s in self._talking():
             excused_s = self._excused_s(sequence, last_s)
-            self._excused[sequence.choice] = last_s, excused_s + now_s - max(held_since_s, last_s)
+            self._excused[sequence.choice] = last_s, excused_s + now_s - max(paused_since_s, last_s)
         self._timer.arm()
 
     def _excuse_untold(self, now_s: float) -> None:
@@ -794,7 +794,7 @@ class Generation:
     def _count(self) -> None:
         """Take what it has used from the quota, once engine and ledger have told what is to be paid. Idempotent."""
         if self._has_ended and not self._is_withheld:
-            is_refused = self._entry is not None and self._entry.is_unreserved
+            is_refused = self._entry is not None and self._entry.state is EntryState.UNRESERVED
             self._ticket.settle(Usage(0, 0) if is_refused else total_usage(self._usages))
 
     def _write_end(self) -> None:

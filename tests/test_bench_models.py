@@ -23,7 +23,7 @@ from bench.make_model import (
 )
 from core.config import EngineConfig, parse_model_config
 from gpu.loading import load_runner
-from server.commands.model_files import read_model_files
+from server.model_files import read_model_files
 from tests.gpu.driver import Driver
 
 TINY: dict[str, Any] = {

@@ -16,11 +16,11 @@ from core.config import QUANTIZE_SCHEMES, EngineConfig, ModelConfig
 from core.errors import DeviceUnavailable, ExitCode, StartupError
 from server.commands.console import new_console
 from server.commands.hub import NotFetched
-from server.commands.model_files import ModelFiles, parse_config, read_model_config, read_model_files
 from server.commands.versions import LISTED, NOT_EVERYWHERE, VersionOf, check_floors, installed_version, versions
 from server.config import ServerConfig
 from server.engine_loader import model_path, served_name
 from server.listening.sockets import Bind, PassedAddress, TcpAddress, open_binds
+from server.model_files import ModelFiles, parse_config, read_model_config, read_model_files
 from server.values import format_count, format_size
 
 if TYPE_CHECKING:
@@ -135,13 +135,13 @@ def plan_facts(config: ServerConfig) -> tuple[Fact, ...]:
     from gpu.parallel.ranks import part_of
     from gpu.parallel.runner import estimate_ranks
     from gpu.tune import describe_attention, describe_graphs, describe_matmuls
-    from gpu.weights import kept_scheme
+    from gpu.weights import prequantized_scheme
 
     files, model = _model_files(config)
     engine = config.to_engine_config()
     plan = (estimate if engine.tensor_parallel == 1 else estimate_ranks)(files.path, model, engine)
     part = part_of(model, engine.tensor_parallel)
-    layers = kept_scheme(model, config.quantize, plan.device.device) or config.quantize
+    layers = prequantized_scheme(model, config.quantize, plan.device.device) or config.quantize
     graphs = describe_graphs(part, plan.device, engine)
     return (
         Fact(

@@ -10,7 +10,7 @@ import msgspec
 
 from core.errors import ExitCode, StartupError
 from server.config import ServerConfig
-from server.gate.identity import KeyRecord, KeyTerms, Scope, create_key, expiry_value, read_keys, revoke_key
+from server.gate.identity import COMMON_SCOPES, KeyRecord, Scope, create_key, expiry_value, read_keys, revoke_key
 from server.gate.tenants import LOCAL_NAME
 from server.values import BadValueError, did_you_mean
 
@@ -29,16 +29,13 @@ def create(arguments: argparse.Namespace, config: ServerConfig, now: datetime) -
     Raises:
         StartupError: an argument is not fit, or the file is not ours.
     """
-    terms = KeyTerms(
-        tenant=_tenant(arguments.tenant, config),
-        label=_label(arguments.label),
-        scopes=_scopes(arguments.scope or [Scope.INFERENCE, Scope.USAGE]),
-        expires=None if arguments.expires is None else _expiry(arguments.expires, now),
-    )
+    tenant, label = _tenant(arguments.tenant, config), _label(arguments.label)
+    scopes = _scopes(arguments.scope or list(COMMON_SCOPES))
+    expires = None if arguments.expires is None else _expiry(arguments.expires, now)
     path = _keys_file(config)
-    key, record = create_key(path, terms, now)
+    key, record = create_key(path, now, tenant, label=label, scopes=scopes, expires=expires)
     expiry = "never expires" if record.expires is None else f"expires {_shown(record.expires)}"
-    _say(f"A key of {record.tenant} for {', '.join(record.scopes)}, which {expiry}. Nobody can show it again:")
+    _say(f"A key of {record.tenant} for {', '.join(record.scopes)}, which {expiry}. It is shown only now:")
     print(key, flush=True)
     _say(f"Kept in {path} as {record.prefix}. {RELOAD}")
 
@@ -76,10 +73,14 @@ def _keys_file(config: ServerConfig) -> Path:
 def _tenant(name: str | None, config: ServerConfig) -> str:
     known = [tenant.name for tenant in config.tenants] or [LOCAL_NAME]
     if name is None and len(known) > 1:
-        raise StartupError("whose key is it to be?", f"--tenant, one of {', '.join(known)}", ExitCode.USAGE)
+        raise StartupError(
+            "the configuration has several tenants: whose key is it?",
+            f"--tenant, one of {', '.join(known)}",
+            ExitCode.USAGE,
+        )
     if name is not None and name not in known:
         where = f"--tenant, one of {', '.join(known)}" if config.tenants else "--config FILE, the one with [[tenants]]"
-        cause = f"there is no tenant {name!r} in the configuration{did_you_mean(name, known)}"
+        cause = f"the configuration has no tenant {name!r}{did_you_mean(name, known)}"
         raise StartupError(cause, where, ExitCode.USAGE)
     return name or known[0]
 
@@ -95,7 +96,7 @@ def _scopes(words: Iterable[str]) -> tuple[Scope, ...]:
     known = [scope.value for scope in Scope]
     for word in words:
         if word not in known:
-            cause = f"there is no right {word!r}{did_you_mean(word, known)}"
+            cause = f"unknown right {word!r}{did_you_mean(word, known)}"
             raise StartupError(cause, f"--scope {', --scope '.join(known)}", ExitCode.USAGE)
     return tuple(dict.fromkeys(map(Scope, words)))
 
