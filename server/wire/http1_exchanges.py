@@ -108,7 +108,7 @@ class Http1Exchanges(Exchanges):
     def end_of_peer(self) -> None:
         stream, self._stream = self._stream, None
         try:
-            self._protocol.receive_eof()
+            self._protocol.leave()
             self._tell_written()
             self._end_body()
         finally:
