@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core.config import ExpertsConfig
-from gpu.attention import AttentionKernels
+from gpu.attention import AttentionKernels, TorchAttention
 from gpu.kv_cache import LayerKV
 from gpu.layers import GATED, Block, Experts, Gated, apply_rope
 from gpu.linear import Embed, Linear, MatmulChoices, can_pack, make_linear, make_tied, packed_linear
@@ -32,7 +32,6 @@ class Operators:
         eps: of norms.
     """
 
-    attention: AttentionKernels | None = None  # None: torch attends
     matmuls: MatmulChoices | None = None  # None: there is nothing to choose
     sampler: SamplerChoice | None = None  # None: torch samples
     has_device_rows = False  # whether steps may go by device_steps.py
@@ -41,6 +40,7 @@ class Operators:
     def __init__(self, dtype: torch.dtype, device: torch.device, eps: float) -> None:
         self._is_packed = can_pack(dtype, device)
         self._eps = eps
+        self.attention: AttentionKernels = TorchAttention(dtype, device)
 
     def linear(self, weight: Weight, bias: Tensor | None) -> Linear:
         """A matmul with weight [out, in], plus bias [out] or None."""

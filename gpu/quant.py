@@ -119,7 +119,7 @@ def group_size_of(num_in: int) -> int | None:
     return next((size for size in GROUP_SIZES if num_in % size == 0), None)
 
 
-def kept_group(stored: int | None, num_in: int) -> int | None:
+def prequantized_group(stored: int | None, num_in: int) -> int | None:
     """Inputs of a checkpoint's row, or of the part of it that a rank has, that share a scale once it is loaded.
 
     Stored groups that do not divide the row, or within which a part begins, are cut into smaller ones.
@@ -193,7 +193,7 @@ def quantize(weight: Tensor, scheme: str) -> QuantizedWeight:
 
 
 def dequantize(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
-    """The matrix again, [..., out, in]: computed in dtype, which rounds as products in that format do."""
+    """The matrix again, [..., out, in]: computed in dtype, which rounds as matmuls in that format do."""
     if weight.zeros is None:
         groups = weight.values.to(dtype).view(*weight.scales.shape, -1)  # [..., out, groups, group]
         return groups.mul_(weight.scales.unsqueeze(-1)).flatten(-2)  # float32 scales are not rounded first

@@ -340,9 +340,7 @@ class ServerConfig:
         " proxy: before it expects a PROXY protocol v2 header first; plain: leaves --tls-cert out",
     )
     tls_cert: Path | None = _LISTENING.file(
-        "tls-cert",
-        existing_file,
-        "serve https with this PEM certificate and its chain; read again on SIGHUP",
+        "tls-cert", existing_file, "serve https with this PEM certificate and its chain; read again on SIGHUP"
     )
     tls_key: Path | None = _LISTENING.file(
         "tls-key", existing_file, "PEM key of the certificate (default: in the certificate's file)"
@@ -404,9 +402,7 @@ class ServerConfig:
         is_secret=True,
     )
     keys_file: Path | None = _ACCESS.file(
-        "keys-file",
-        file_value,
-        "keys that steploop keys create, list and revoke manage; read at start and on SIGHUP",
+        "keys-file", file_value, "keys that steploop keys create, list and revoke manage; read at start and on SIGHUP"
     )
     auth: tuple[str, ...] = _ACCESS.setting(
         "auth",
@@ -729,11 +725,8 @@ class ServerConfig:
         for bind in self.binds:
             kinds = _kinds(bind.address, passed)
             if bind.takes_proxy and not (trusted and kinds <= trusted):
-                raise StartupError(
-                    f"the bind proxy:{bind.address} is for trusted proxies alone, and none that can reach it is named",
-                    f"--trusted-proxies {_sample_proxy(kinds)}",
-                    ExitCode.CONFIGURATION,
-                )
+                cause = f"the bind proxy:{bind.address} takes trusted proxies only, and none that can reach it is named"
+                raise StartupError(cause, f"--trusted-proxies {_sample_proxy(kinds)}", ExitCode.CONFIGURATION)
         is_given = any(name in ("host", "port") for name, _ in self.origins)
         if is_given or not (self.binds or passed):
             return (Bind(TcpAddress(self.host, self.port)), *self.binds)
