@@ -209,15 +209,17 @@ def _is_foreign(tool: object) -> bool:
 
 def _refuse_unsupported(fields: dict[str, Any], rules: Rules) -> None:
     for name, value in fields.items():
-        _refuse(name, value, fields, rules)
+        if name in rules:
+            _refuse(name, value, fields, rules)
         if isinstance(value, dict):
             for inner in value:
-                _refuse(f"{name}.{inner}", value[inner], fields, rules)
+                if (path := f"{name}.{inner}") in rules:
+                    _refuse(path, value[inner], fields, rules)
 
 
 def _refuse(name: str, value: Any, fields: dict[str, Any], rules: Rules) -> None:
-    rule = rules.get(name)
-    if rule is None or value is None or value in rule.neutral:
+    rule = rules[name]
+    if value is None or value in rule.neutral:
         return
     if rule.does is Does.CONTAINER and isinstance(value, dict):
         _refuse_contents(name, value, rules)
@@ -246,10 +248,8 @@ def _rename(fields: dict[str, Any], rules: Rules) -> dict[str, str]:
     Returns: by name, the alias that it came under.
     """
     renamed: dict[str, str] = {}
-    for alias in list(fields):
-        rule = rules.get(alias)
-        if rule is None or rule.does is not Does.ALIAS:
-            continue
+    for alias in [name for name in fields if name in rules and rules[name].does is Does.ALIAS]:
+        rule = rules[alias]
         name, value = rule.target, fields.pop(alias)
         if value is None or value in rule.neutral:
             continue

@@ -189,9 +189,10 @@ KNOWN: dict[str, tuple[Known, ...]] = {
 }
 
 
-def fields_of(surface: Name) -> dict[str, Known]:
-    """Those that the surface knows, by name."""
-    return {row.name: row for rows in KNOWN.values() for row in rows if surface in row.surfaces}
+def rules_of(surface: Name) -> dict[str, Known]:
+    """By name, the fields that the surface knows and does not serve under it."""
+    rows = (row for rows in KNOWN.values() for row in rows)
+    return {row.name: row for row in rows if surface in row.surfaces and row.does is not Does.SERVED}
 
 
 def docs_row(owner: str, row: Known) -> str:
