@@ -395,10 +395,6 @@ class Output(Protocol):
         """Of connections so far: those that wait to be flushed, and those that were made without."""
         ...
 
-    def expect_flush(self) -> None:
-        """flush_all is going to be called."""
-        ...
-
     def flush_all(self) -> None:
         """Write what there is."""
         ...
@@ -559,7 +555,6 @@ class EngineClient:
             return
         try:
             now_s = self._clock()
-            self._output.expect_flush()
             self._take_slice(self._deliveries[0], now_s)
             self.work.busy_s += self._clock() - now_s
         except Exception:  # of no request, for those are ended by what they raise; the rows behind are still to be told

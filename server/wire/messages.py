@@ -98,9 +98,10 @@ class ResponseHead(msgspec.Struct, frozen=True):
     headers: Headers
 
 
-_NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9a-z-]+")
+FIELD_NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9a-z-]+")
 _HOST = re.compile(rb"(?:\[[0-9A-Za-z:.%_~-]+\]|[0-9A-Za-z._~%!$&'()*+,;=-]*)(?::[0-9]*)?")
-_VALUE = re.compile(rb"[\t\x20-\x7e\x80-\xff]*")
+FIELD_VALUE = re.compile(rb"[\t\x20-\x7e\x80-\xff]*")  # RFC 9110 §5.5: no CTL except HTAB
+CONTENT_LENGTH = re.compile(rb"[0-9]{1,19}")  # 19 digits: below 2**64
 
 
 class HeadRefused(Exception):
@@ -124,7 +125,7 @@ def check_fields(head: ResponseHead) -> int | None:
     """
     length: int | None = None
     for name, value in head.headers:
-        if _NAME.fullmatch(name) is None or _VALUE.fullmatch(value) is None:
+        if FIELD_NAME.fullmatch(name) is None or FIELD_VALUE.fullmatch(value) is None:
             raise ResponseError(f"The header {name!r} cannot be sent: its name or its value has bytes it must not.")
         if name == b"transfer-encoding":
             raise ResponseError("How a body is framed is the protocol's to choose.")
