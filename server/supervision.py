@@ -116,7 +116,9 @@ class Supervision:
             reload()
         except StartupError as error:
             self.last_reload = time.time(), False
-            logger.error("the reload failed, all stays as it was but for revocations: %s; %s", error.cause, error.fix)
+            logger.error(
+                "the reload failed; everything but revocations stays as it was: %s; %s", error.cause, error.fix
+            )
             self._serving = f"Serving as before: the reload failed: {error.cause}"
         except Exception:
             logger.exception("the reload failed")
