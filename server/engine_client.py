@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 # What is handled before other callbacks of the loop, and the engine thread, get their turn: so many rows, or as many as
 # make so many connections write, whichever comes first. A write costs more than all else of a token, and streams that
 # share a connection share its write. 16, 32, 64, 128, 256 rows cost 8.1, 7.6, 7.1, 7.4, 6.9 us a token, on average
-# over both protocols and 64 and 256 streams (bench/slices.py, on a busy machine): from 64 on, nothing shows any more.
+# over both protocols and 64 and 256 streams (on a busy machine): from 64 on, nothing shows any more.
 SLICE_ROWS = 64
 SLICE_CONNECTIONS = 16  # DESIGN, The way through it
 

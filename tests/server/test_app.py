@@ -175,14 +175,12 @@ def test_insane_request_id_is_replaced_by_ours(theirs: str) -> None:
     assert ask(data, "GET").headers["x-request-id"] == "r1"
 
 
-def test_slow_body_and_slow_head_are_the_same_error() -> None:
-    server = SimulatedServer()
+def test_slow_body_and_slow_head_are_the_same_error(server: SimulatedServer) -> None:
     slow = [server.send(b"GET / HT"), server.send(b"POST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n")]
     server.run_for(31)
     errors = [answers(bytes(transport.received))[0].json["error"] for transport in slow]
     assert errors[0]["type"] == errors[1]["type"] == "timeout_error"
     assert errors[0]["code"] == errors[1]["code"] == "request_timeout"
-    server.close()
 
 
 def test_every_refusal_bears_a_request_id_and_where_time_went_if_any_did() -> None:
@@ -238,8 +236,7 @@ def test_no_more_ids_are_detokenized_than_a_context_holds() -> None:
 
 
 @pytest.mark.parametrize("size", [1, OFFLOAD_BYTES])
-def test_tokenizing_a_long_text_is_work_for_elsewhere(size: int) -> None:
-    server = SimulatedServer()
+def test_tokenizing_a_long_text_is_work_for_elsewhere(server: SimulatedServer, size: int) -> None:
     offloaded: list[Callable[[], Any]] = []
 
     async def offload(work: Callable[[], Any]) -> Any:
@@ -252,7 +249,6 @@ def test_tokenizing_a_long_text_is_work_for_elsewhere(size: int) -> None:
     detokenized = server.ask(request("POST", "/detokenize", {"tokens": [64] * num_ids}))
     assert detokenized.json["prompt"] == "^" * num_ids
     assert len(offloaded) == (1 if size > 1 else 0)
-    server.close()
 
 
 def test_while_loading_probes_answer_and_the_rest_says_the_stage() -> None:
@@ -270,8 +266,7 @@ def test_while_loading_probes_answer_and_the_rest_says_the_stage() -> None:
     server.close()
 
 
-def test_draining_refuses_new_requests_and_finishes_those_in_progress() -> None:
-    server = SimulatedServer()
+def test_draining_refuses_new_requests_and_finishes_those_in_progress(server: SimulatedServer) -> None:
     transport = server.send(chat(**STREAM))
     server.step()
     server.readiness.is_draining = True
@@ -279,11 +274,9 @@ def test_draining_refuses_new_requests_and_finishes_those_in_progress() -> None:
     assert refusal_of(server.ask(chat())) == (503, "draining")
     server.run()
     assert answers(bytes(transport.received))[0].text() == ask(chat()).text()
-    server.close()
 
 
-def test_who_is_still_sending_is_told_of_the_end() -> None:
-    server = SimulatedServer()
+def test_who_is_still_sending_is_told_of_the_end(server: SimulatedServer) -> None:
     whole = chat()
     for data in (whole, whole.replace(b"/v1/chat/completions", b"/tokenize"), chat(**STREAM)):
         transport = server.send(data[:-1])
@@ -291,18 +284,15 @@ def test_who_is_still_sending_is_told_of_the_end() -> None:
         server.loop.settle()
         (answer,) = answers(bytes(transport.received))
         assert refusal_of(answer) == (503, "draining")
-    server.close()
 
 
-def test_pipelined_requests_are_answered_in_order() -> None:
-    server = SimulatedServer()
+def test_pipelined_requests_are_answered_in_order(server: SimulatedServer) -> None:
     transport = server.send(chat() + request("GET", "/health") + completion(**STREAM) + chat(n=9))
     server.run()
     found = answers(bytes(transport.received))
     assert [answer.status for answer in found] == [200, 200, 200, 400]
     assert found[0].text() == ask(chat()).text()
     assert found[2].text() == ask(completion()).text()
-    server.close()
 
 
 def test_paths_without_v1_are_the_same() -> None:
