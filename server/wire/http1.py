@@ -29,7 +29,6 @@ from server.wire.messages import (
     ProtocolViolation,
     ResponseError,
     ResponseHead,
-    StreamReset,
     check_fields,
     is_authority,
 )
@@ -454,13 +453,6 @@ class Http1Protocol:
         self._buffer += data
         return self._parse()
 
-    def receive_eof(self) -> list[Event]:
-        """The connection has ended: no answer can be sent any more. Idempotent."""
-        is_under_way = self._sending is not _Sending.ENDED
-        self.stop_reading()
-        self._sending = _Sending.ENDED
-        return [StreamReset(self.num_requests)] if is_under_way else []
-
     def next_request(self) -> list[Event]:
         """Request and response are complete: read on, first what was pipelined."""
         assert self._reading is _Reading.COMPLETE
@@ -485,7 +477,7 @@ class Http1Protocol:
         return events
 
     def leave(self) -> bytes:
-        """Another protocol goes on. What was received and not understood is its own."""
+        """No byte is understood or sent here any more. Returns what was received and not understood."""
         rest = bytes(self._buffer)
         self.stop_reading()
         self._sending = _Sending.ENDED

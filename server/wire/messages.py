@@ -57,7 +57,7 @@ class BodyEnd(msgspec.Struct, frozen=True):
 
 
 class StreamReset(msgspec.Struct, frozen=True):
-    """No answer is wanted any more: RST_STREAM on HTTP/2, the end of the connection on HTTP/1.1.
+    """No answer is wanted any more.
 
     Args:
         refused_with: the code of our own RST_STREAM, to a request that is malformed or not taken; None: the peer's.

@@ -19,7 +19,6 @@ from server.wire.messages import (
     ProtocolViolation,
     ResponseError,
     ResponseHead,
-    StreamReset,
 )
 
 HOST = b"Host: a\r\n"
@@ -131,15 +130,6 @@ def test_next_request_waits_for_the_response() -> None:
     assert isinstance(second, HttpRequest)
     assert second.stream_id == 2
     assert protocol.num_buffered == len(GET)
-
-
-def test_end_of_connection_resets_the_exchange_once() -> None:
-    protocol = new_protocol()
-    assert protocol.receive_eof() == []
-    protocol = new_protocol()
-    protocol.receive(GET)
-    assert protocol.receive_eof() == [StreamReset(1)]
-    assert protocol.receive_eof() == []
 
 
 def read_back(answer: bytes, request: bytes, is_closed: bool = True) -> tuple[h11.Response, bytes]:
