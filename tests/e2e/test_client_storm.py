@@ -42,7 +42,7 @@ from bench.raw_clients import (
     frame,
     http2_request,
 )
-from server.ledger.store import State
+from server.ledger.store import RowState
 from tests.e2e.raw_http import RawAnswer, connected, post_bytes, request_bytes
 from tests.e2e.server_process import ServerProcess, ready_server
 from tests.server.inline_ledger import rows
@@ -409,7 +409,7 @@ def check_nothing_is_left(server: ServerProcess, directory: Path) -> None:
     server.process.terminate()
     assert server.wait_exit() == 0
     found = rows(directory / "ledger.db")
-    assert {row.state for row in found} == {State.SETTLED}
+    assert {row.state for row in found} == {RowState.SETTLED}
     used = Counter[str]()
     for row in found:
         used[row.tenant] += row.counted_tokens
