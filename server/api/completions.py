@@ -107,7 +107,7 @@ class CompletionsSurface:
 
 
 class LegacyLogprobs:
-    """Of one choice, in the order in which its tokens come. Implements surface.PromptLogprobs.
+    """Parallel lists over one choice's tokens, as they come, an echoed prompt first. Implements surface.PromptLogprobs.
 
     Args:
         prompt: number of the prompt that is echoed before them; None: none is.

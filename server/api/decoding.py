@@ -299,15 +299,3 @@ def _with_key(path: str, kind: str, fields: dict[str, Any]) -> str:
         return path
     key = next((key for key, value in values.items() if _KINDS[type(value)] == kind), "...")
     return f"{name}[{key[:MAX_SHOWN_KEY]}]"
-
-
-MAX_DEPTH = 64
-MAX_VALUES = 100_000  # those of _IDS aside: a few microseconds, and up to 60 bytes for two on the wire
-
-_RUN = 1000  # numbers that are taken in one step: some 0.1 ms
-_SPACE = re.compile(r"[ \t\n\r]*+")
-# Whole numbers that others follow; no `}+`, which Python before 3.11.5 matches wrongly (gh-106052)
-_IDS = re.compile(rf"(?:-?(?:0|[1-9][0-9]{{0,17}})[ \t\n\r]*+,[ \t\n\r]*+){{1,{_RUN}}}")
-_NUMBER = re.compile(r"(-?(?:0|[1-9][0-9]*+))(\.[0-9]++)?([eE][-+]?[0-9]++)?")
-_WORDS = {"true": True, "false": False, "null": None}
-_WORD = re.compile(r"true|false|null|NaN|-?Infinity")

@@ -14,6 +14,7 @@ from server.gate.identity import Caller, Directory
 from server.gate.tenants import Limits
 from server.wire.messages import Headers
 
+_PREFIX = b"x-ratelimit-"
 S_NS = 10**9
 MINUTE_NS = 60 * S_NS
 PRUNED_ACCOUNTS = 1024  # at twice as many as after the last time, those that hold nothing are forgotten
@@ -456,9 +457,6 @@ class Quotas:
         now = self._clock()
         self._accounts = {place: account for place, account in self._accounts.items() if not account.is_full(now)}
         self._most_accounts = max(PRUNED_ACCOUNTS, 2 * len(self._accounts))
-
-
-_PREFIX = b"x-ratelimit-"
 
 
 def limit_headers(ticket: Ticket) -> Headers:

@@ -25,6 +25,7 @@ from server.gate.quota import DAY_S, UsedTokens
 from server.ledger.idempotency import Idempotency
 from server.ledger.journal import Disk, Journal, LedgerThread, Writer, Written, open_journal
 from server.ledger.store import (
+    MICRO,
     Amend,
     Checkpoint,
     Forget,
@@ -48,7 +49,6 @@ PROBE_S = 1.0  # while the database takes no writes
 HEARTBEAT_S = 15.0  # at most, without a commit: a fault is known before a request meets it
 STUCK_S = 5.0  # without word of any write: a disk that hangs takes none
 PRUNE_S = 3600.0  # and again at once while there is more
-MICRO = 10**6
 MAX_SPILLED = 32_768  # requests that the spill file has room for: 64 MiB
 SHUTDOWN = "shutdown"
 

@@ -16,6 +16,14 @@ import msgspec
 
 from core.errors import ExitCode, StartupError
 
+MICRO = 10**6  # of a second, and of the currency
+APPLICATION_ID = 0x53544C47  # "STLG", in the file's header: what `file` shows
+SCHEMA_VERSION = 1
+BUSY_MS = 250  # for who holds the file's lock for a moment, as a backup does
+PRUNED_ROWS = 500  # at once: 5 ms
+PAGE_BYTES = 4096  # SQLite's own choice
+CHECKPOINT_WRITES = 2000  # between checkpoints: some 32 MiB of write-ahead log, to be read again after a crash
+
 
 class State(StrEnum):
     """RESERVED: in progress. SETTLED: ended, with its true usage. ABORTED: the server ended before it did."""
@@ -156,13 +164,6 @@ class Probe(msgspec.Struct, frozen=True):
 
 Write = Reserve | Checkpoint | Settle | Amend | Keep | Forget | Prune | Probe
 
-
-APPLICATION_ID = 0x53544C47  # "STLG", in the file's header: what `file` shows
-SCHEMA_VERSION = 1
-BUSY_MS = 250  # for who holds the file's lock for a moment, as a backup does
-PRUNED_ROWS = 500  # at once: 5 ms
-PAGE_BYTES = 4096  # SQLite's own choice
-CHECKPOINT_WRITES = 2000  # between checkpoints: some 32 MiB of write-ahead log, to be read again after a crash
 
 SCHEMA = f"""
 CREATE TABLE requests (
