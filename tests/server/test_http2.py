@@ -12,7 +12,7 @@ from tests.server.http2_client import fields
 @settings(deadline=None, max_examples=300)
 @given(st.binary(max_size=300))
 def test_no_input_is_more_than_a_refusal(data: bytes) -> None:
-    """Arbitrary frames behind a good beginning, whole and split, read and answered: events or a GOAWAY, nothing else."""
+    """Arbitrary frames behind a good beginning, whole and split, read and answered: events, or a GOAWAY."""
     check(data)
 
 
