@@ -53,7 +53,7 @@ def clear(
     tl.store(cache + place + columns, tl.zeros([BLOCK], cache.dtype.element_ty), mask=columns < width)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots", "ends"])
 def lay_out_tables(
     slots,  # int32 [rows], < 0: padding
     ends,  # int32 [rows]: one past the last new token's position; 0: padding
@@ -74,7 +74,7 @@ def lay_out_tables(
     tl.store(row_tables + row * width + columns, tl.where(columns < num_used, blocks, scratch_block), mask=is_inside)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["step"])
 def lay_out_tokens(
     step,  # int32 [3, num_tokens]: of each token its slot (< 0: padding), its position, and its id, or < 0: what the
     # slot sampled last
