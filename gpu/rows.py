@@ -1,6 +1,6 @@
 """What a step's rows and tokens read, from tables that stay on the device: torch's operators. Thread: engine.
 
-kernels/device_rows.py has Triton's, whose results lie where they always lie, so that a graph may hold them.
+kernels/rows.py has Triton's, whose results lie where they always lie, so that a graph may hold them.
 """
 
 from dataclasses import dataclass
