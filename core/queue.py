@@ -377,7 +377,6 @@ class Charges:
 
     Args:
         num_blocks: that there are.
-
     """
 
     def __init__(self, model: StepCostModel, num_blocks: int) -> None:
