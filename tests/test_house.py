@@ -1,0 +1,119 @@
+"""The house keeps its order: who imports whom inside a package, no circles, and how much there is to read.
+
+`BUDGETS` is the one place that says how large a folder may be. Raise a budget only with the reason in the commit.
+"""
+
+import ast
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("server", "core", "gpu")
+
+# Lines and modules of a folder's own Python files, without its subfolders.
+BUDGETS = {
+}
+
+# server's rooms, lowest first: a file imports from its own room and those before it. A name is a folder or a module.
+ROOMS = (
+)
+
+
+def modules_of(package: str) -> dict[str, Path]:
+    files = sorted((ROOT / package).rglob("*.py"))
+    return {_name(path): path for path in files if "demo" not in path.relative_to(ROOT).parts}
+
+
+def _name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of(modules: Mapping[str, Path]) -> dict[str, set[str]]:
+    """The modules of the same package that each imports, wherever in the file it does."""
+    return {name: set(_imports(name, path, modules)) for name, path in modules.items()}
+
+
+def _imports(name: str, path: Path, modules: Mapping[str, Path]) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            found = [f"{node.module}.{alias.name}" for alias in node.names]
+            found = [one if one in modules else node.module or "" for one in found]
+        elif isinstance(node, ast.Import):
+            found = [alias.name for alias in node.names]
+        else:
+            continue
+        yield from (one for one in found if one in modules and one != name)
+
+
+def circles(imports: Mapping[str, set[str]]) -> list[list[str]]:
+    """The groups of nodes that reach one another: Tarjan's strongly connected components, of two or more."""
+    order: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(node: str) -> None:
+        order[node] = lowest[node] = len(order)
+        stack.append(node)
+        for other in sorted(imports.get(node, ())):
+            if other not in order:
+                visit(other)
+            if other in stack:
+                lowest[node] = min(lowest[node], lowest[other])
+        if lowest[node] == order[node]:
+            group = stack[stack.index(node) :]
+            del stack[stack.index(node) :]
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    for node in imports:
+        if node not in order:
+            visit(node)
+    return found
+
+
+def test_circles_are_found() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set()}) == [["a", "b", "c"]]
+    assert circles({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_files_import_one_another_in_a_circle(package: str) -> None:
+    assert circles(imports_of(modules_of(package))) == []
+
+
+def room_of(module: str) -> str:
+    """server.gate.quota is of the room gate, server.app of app."""
+    return module.split(".")[1] if "." in module else ""
+
+
+def test_the_rooms_of_the_server_import_in_one_direction() -> None:
+    ranks = {name: rank for rank, names in enumerate(ROOMS) for name in names}
+    modules = modules_of("server")
+    unknown = sorted({room_of(name) for name in modules} - ranks.keys() - {""})
+    assert not unknown, f"ROOMS does not place {unknown}"
+    found = [
+        f"{name} imports {other}"
+        for name, others in imports_of(modules).items()
+        for other in sorted(others)
+        if room_of(name) and room_of(other) and ranks[room_of(other)] > ranks[room_of(name)]
+    ]
+    assert not found
+
+
+@pytest.mark.parametrize("folder", sorted(BUDGETS))
+def test_a_folder_stays_within_its_budget(folder: str) -> None:
+    files = list((ROOT / folder).glob("*.py"))
+    num_lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
+    num_files = sum(1 for path in files if path.stat().st_size)
+    most_lines, most_files = BUDGETS[folder]
+    assert num_lines <= most_lines, f"{folder} has {num_lines} lines of {most_lines}: delete, or raise it with a reason"
+    assert num_files <= most_files, f"{folder} has {num_files} modules of {most_files}: fold, or raise it with a reason"
+
+
+def test_every_folder_has_a_budget() -> None:
+    folders = {path.parent.relative_to(ROOT).as_posix() for one in (*PACKAGES, "bench") for path in (ROOT / one).rglob("*.py")}
+    assert {one for one in folders if not one.startswith("gpu/demo")} <= BUDGETS.keys()
