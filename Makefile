@@ -83,7 +83,6 @@ fuzz: $(VENV)/.installed-fuzz
 	$(VENV)/bin/python -m fuzz --seconds $(FUZZ_SECONDS) $(ARGS)
 
 bench: $(VENV)/.installed-bench
-	$(VENV)/bin/python -m bench.batching
 	$(VENV)/bin/python -m bench.cancel
 	$(VENV)/bin/python -m bench.cold_start
 	$(VENV)/bin/python -m bench.drain
@@ -120,7 +119,7 @@ $(VENV)/bin/llama-server: | $(VENV)/.installed-bench
 	rm -rf $(VENV)/llama
 
 WHEELS_FOR ?= 3.12
-WHEELS := h11 h2 hpack hyperframe markdown-it-py mdurl msgspec orjson pygments rich uvloop
+WHEELS := h2 hpack hyperframe markdown-it-py mdurl msgspec orjson pygments rich uvloop
 WHEEL_PLATFORMS := manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64
 
 .PHONY: wheels
@@ -135,7 +134,7 @@ clean:
 
 .PHONY: crash
 crash: $(VENV)/.installed
-	$(VENV)/bin/python -m bench.crash --kills 10000 --json bench/results/crash.json
+	$(VENV)/bin/python -m bench.crash --kills 10000
 
 .PHONY: storm
 storm: $(VENV)/.installed-test

@@ -1,1 +1,5 @@
-"""Measurements: each against a peer or a limit in the same run. Results are committed under bench/results/."""
+"""Measurements of the server and its parts, each a command (`python -m bench.NAME`), and their results."""
+
+import os
+
+os.environ.setdefault("GOMP_SPINCOUNT", "0")  # read by torch once: idle compute threads sleep, as the server has it

@@ -1,7 +1,7 @@
 """How soon a generation that nobody wants any more has given everything back: `python -m bench.cancel`.
 
 Clients call streams off in every way, at random moments of prefill and decode, while others run. Measured for each:
-the time from just before the client's system call (for a stop string: from the end of the step that drew its last
+the time from just before the client's system call (for a stop string: from the end of the step that sampled its last
 token) to the moment at which the engine has released the blocks, and what was computed for it after the bytes came.
 The promise: within one step and 50 ms, at most two tokens. Against a null runner paced like a model, and a real one.
 """
@@ -22,25 +22,22 @@ from pathlib import Path
 
 import msgspec
 
-from bench import http2_frames
-from bench.http2_frames import CANCEL, GOAWAY, OPENING, RST_STREAM, frame
-from bench.load_run import run_on_fast_loop
-from bench.measures import summarize
-from bench.peer import MODEL
-from bench.recorded_server import EngineRecord, RequestRecord
-from bench.results import RESULTS_DIR, Cell, Table, command_line, print_tables, write_result
-from bench.server_process import free_port, running
+from bench.kit import DEMO_MODEL, MODEL, Flag, Found, free_port, null_server_command, run_bench, running
+from bench.load import run_on_fast_loop
+from bench.null_server import EngineRecord, RequestRecord
+from bench.raw_clients import CANCEL, GOAWAY, OPENING, RST_STREAM, frame, http1_request, http2_request, request_head
+from bench.results import Cell, Table, summarize
 
-DEMO_MODEL = Path(__file__).parent.parent / "gpu" / "demo" / "model"
-NUM_PER_KIND = 200
 NUM_CLIENTS = 16
 LONG_PROMPT_TOKENS = 900
+MAX_TOKENS = 400  # more than any of them waits for
+STEP_RATE = 100.0
 SLACK_S = 0.050
 MAX_WASTED_TOKENS = 2
 PATH = "/v1/completions"
-
-HTTP2_HEAD = http2_frames.request_head("POST", PATH)
+HTTP2_HEAD = request_head("POST", PATH)
 CANCEL_CODE = CANCEL.to_bytes(4, "big")
+RESET_ON_CLOSE = b"\1\0\0\0\0\0\0\0"  # SO_LINGER of no time
 
 
 @dataclass
@@ -58,15 +55,10 @@ class CallOff:
 
 @dataclass
 class Clients:
-    """Callers on one loop, who take turns in the ways of leaving.
-
-    Args:
-        max_tokens: more than any of them waits for.
-    """
+    """Callers on one loop, who take turns in the ways of leaving."""
 
     port: int
     num_per_kind: int
-    max_tokens: int
     call_offs: list[CallOff] = field(default_factory=list)
     _seeds: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
     _random: random.Random = field(default_factory=lambda: random.Random(3))
@@ -83,29 +75,28 @@ class Clients:
         }
         turns = [(kind, way) for kind, way in ways.items() for _ in range(self.num_per_kind)]
         self._random.shuffle(turns)
-        await asyncio.gather(*(self._take_turns(turns) for _ in range(NUM_CLIENTS)))
 
-    async def _take_turns(self, turns: list[tuple[str, Callable[[str], Awaitable[None]]]]) -> None:
-        while turns:
-            kind, way = turns.pop()
-            await way(kind)
+        async def take_turns() -> None:
+            while turns:
+                kind, way = turns.pop()
+                await way(kind)
+
+        await asyncio.gather(*(take_turns() for _ in range(NUM_CLIENTS)))
 
     def _request(self, **fields: object) -> tuple[int, bytes]:
         """A seed and the body that bears it."""
         seed = next(self._seeds)
         prompt = [5] * (LONG_PROMPT_TOKENS if self._random.random() < 0.25 else 5)
         body = {"model": MODEL, "prompt": prompt, "seed": seed, "stream": True, "ignore_eos": True}
-        return seed, json.dumps(body | {"max_tokens": self.max_tokens} | fields).encode()
+        return seed, json.dumps(body | {"max_tokens": MAX_TOKENS} | fields).encode()
 
-    async def _wait_moment(self, reader: asyncio.StreamReader) -> bytes:
+    async def _wait_moment(self, reader: asyncio.StreamReader) -> None:
         """A few tokens, or a few milliseconds: while the prompt is computed, or before."""
         if self._random.random() < 0.3:
             await asyncio.sleep(self._random.random() * 0.02)
-            return b""
-        received = b""
+            return
         for _ in range(self._random.randrange(1, 12)):
-            received += await reader.read(65_536)
-        return received
+            await reader.read(65_536)
 
     def _note(self, kind: str, seed: int) -> None:
         self.call_offs.append(CallOff(kind, seed, time.monotonic()))
@@ -119,21 +110,20 @@ class Clients:
         writer.write(http1_request("POST", PATH, body))
         await self._wait_moment(reader)
         if "reset" in kind:
-            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_ON_CLOSE)
         self._note(kind, seed)
         await close(writer)
 
     async def _delete(self, kind: str) -> None:
         reader, writer = await self._connect()
-        other_reader, other = await self._connect()
         seed, body = self._request()
         writer.write(http1_request("POST", PATH, body))
-        head = await reader.readuntil(b"\r\n\r\n")
-        request_id = head.partition(b"x-request-id: ")[2].partition(b"\r\n")[0].decode()
+        request_id = await read_request_id(reader)
         for _ in range(self._random.randrange(8)):
             await reader.read(65_536)
+        other_reader, other = await self._connect()
         self._note(kind, seed)
-        other.write(http1_request("DELETE", f"/v1/requests/{request_id}", b""))
+        other.write(http1_request("DELETE", f"/v1/requests/{request_id}"))
         await other_reader.readuntil(b"cancelled")
         await close(writer)
         await close(other)
@@ -149,7 +139,7 @@ class Clients:
     async def _leave_http2(self, kind: str) -> None:
         reader, writer = await self._connect()
         seed, body = self._request()
-        writer.write(OPENING + http2_frames.request(1, HTTP2_HEAD, body))
+        writer.write(OPENING + http2_request(1, HTTP2_HEAD, body))
         await self._wait_moment(reader)
         self._note(kind, seed)
         if kind.endswith("RST_STREAM"):
@@ -163,13 +153,15 @@ class Clients:
         await close(writer)
 
 
-def http1_request(method: str, path: str, body: bytes) -> bytes:
-    return f"{method} {path} HTTP/1.1\r\nhost: a\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+async def read_request_id(reader: asyncio.StreamReader) -> str:
+    """Of the answer whose head is to come."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    return head.partition(b"x-request-id: ")[2].partition(b"\r\n")[0].decode()
 
 
 async def close(writer: asyncio.StreamWriter) -> None:
     writer.close()
-    with suppress(ConnectionError):
+    with suppress(OSError):
         await writer.wait_closed()
 
 
@@ -180,7 +172,7 @@ class Outcome:
     Args:
         latency_s: until the blocks were free.
         step_s: the longest step that ran meanwhile; 0: none.
-        num_wasted: tokens drawn after it.
+        num_wasted: tokens sampled after it.
         num_prompt_tokens: computed of the prompt after it.
     """
 
@@ -208,53 +200,33 @@ def outcome_of(call_off: CallOff, record: EngineRecord) -> Outcome | None:
         return None
     later = [row for row in request.rows if record.steps[row.step].end_s > start_s]
     overlapping = [s.end_s - s.begin_s for s in record.steps if s.end_s > start_s and s.begin_s < request.end_s]
-    num_wasted = sum(row.draws for row in later)
-    num_prompt = sum(row.num_tokens for row in later if row.num_tokens > 1 or not row.draws)
+    num_wasted = sum(row.samples for row in later)
+    num_prompt = sum(row.num_tokens for row in later if row.num_tokens > 1 or not row.samples)
     return Outcome(call_off.kind, request.end_s - start_s, max(overlapping, default=0.0), num_wasted, num_prompt)
 
 
 def _end_of_last_kept(request: RequestRecord, record: EngineRecord) -> float | None:
-    draws = [row for row in request.rows if row.draws]
-    if request.reason != "stop" or request.num_kept > len(draws):
+    sampled = [row for row in request.rows if row.samples]
+    if request.reason != "stop" or request.num_kept > len(sampled):
         return None
-    return record.steps[draws[request.num_kept - 1].step].end_s
+    return record.steps[sampled[request.num_kept - 1].step].end_s
 
 
-def tables_of(outcomes: Sequence[Outcome], title: str) -> Table:
+def table_of(outcomes: Sequence[Outcome], title: str) -> Table:
     """One row per kind, and one for all."""
-    kinds = sorted({outcome.kind for outcome in outcomes})
     rows: list[tuple[Cell, ...]] = []
-    for kind in [*kinds, "all"]:
+    for kind in [*sorted({outcome.kind for outcome in outcomes}), "all"]:
         chosen = [outcome for outcome in outcomes if kind in (outcome.kind, "all")]
         latency, excess = summarize([o.latency_s * 1e3 for o in chosen]), summarize([o.excess_s * 1e3 for o in chosen])
         within = sum(o.excess_s <= SLACK_S and o.num_wasted <= MAX_WASTED_TOKENS for o in chosen)
         wasted = [outcome.num_wasted for outcome in chosen]
-        rows.append(
-            (
-                kind,
-                len(chosen),
-                *(round(value or 0.0, 2) for value in (latency.p50, latency.p99, latency.max)),
-                *(round(value or 0.0, 2) for value in (excess.p99, excess.max)),
-                round(sum(wasted) / len(wasted), 2),
-                max(wasted),
-                max(outcome.num_prompt_tokens for outcome in chosen),
-                f"{within} of {len(chosen)}",
-            )
-        )
-    columns = (
-        "called off by",
-        "count",
-        "p50 ms",
-        "p99 ms",
-        "max ms",
-        "beyond a step: p99 ms",
-        "max ms beyond",
-        "wasted tokens, mean",
-        "max wasted",
-        "max prompt tokens after",
-        "one step + 50 ms, <= 2 tokens",
-    )
-    return Table(title=title, columns=columns, rows=tuple(rows))
+        times = (latency.p50, latency.p99, latency.max, excess.p99, excess.max)
+        counts = (round(sum(wasted) / len(wasted), 2), max(wasted), max(o.num_prompt_tokens for o in chosen))
+        rounded = (round(value or 0.0, 2) for value in times)
+        rows.append((kind, len(chosen), *rounded, *counts, f"{within} of {len(chosen)}"))
+    columns = ("called off by", "count", "p50 ms", "p99 ms", "max ms", "beyond a step: p99 ms", "max ms beyond")
+    more = ("wasted tokens, mean", "max wasted", "max prompt tokens after", "one step + 50 ms, <= 2 tokens")
+    return Table(title, (*columns, *more), tuple(rows))
 
 
 def measure(model: Path | None, num_per_kind: int) -> list[Outcome]:
@@ -262,31 +234,27 @@ def measure(model: Path | None, num_per_kind: int) -> list[Outcome]:
     port = free_port()
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "record"
-        command = [sys.executable, "-m", "bench.recorded_server", "--port", str(port), "--record", str(path)]
-        if model is not None:
-            command += ["--model", str(model)]
-        clients = Clients(port, num_per_kind, max_tokens=400)
-        with running(command, port):
+        command = null_server_command(port, "--record", str(path), "--step-rate", str(STEP_RATE))
+        clients = Clients(port, num_per_kind)
+        with running(command + ([] if model is None else ["--model", str(model)]), port):
             run_on_fast_loop(clients.run())
         record = msgspec.msgpack.decode(path.read_bytes(), type=EngineRecord)
     outcomes = [outcome_of(call_off, record) for call_off in clients.call_offs]
     return [outcome for outcome in outcomes if outcome is not None]
 
 
-def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.cancel", description=__doc__)
-    parser.add_argument("--model", type=Path, default=DEMO_MODEL, help="the real one (default: the embedded model)")
-    parser.add_argument("--count", type=int, default=NUM_PER_KIND, help="of each kind")
-    parser.add_argument("--json", type=Path, default=RESULTS_DIR / "cancel.json")
-    arguments = parser.parse_args(argv)
-    tables = [
-        tables_of(measure(None, arguments.count), "Cancel to free blocks: null runner, 100 steps/s, 16 streams"),
-        tables_of(measure(arguments.model, arguments.count), "Cancel to free blocks: a real model, 16 streams"),
-    ]
-    print_tables(tables)
-    write_result(arguments.json, "cancel", command_line("python -m bench.cancel", argv), tables)
-    return 0
+def _measure(arguments: argparse.Namespace) -> Found:
+    titles = {
+        None: f"Cancel to free blocks: null runner, {STEP_RATE:g} steps/s, {NUM_CLIENTS} streams",
+        arguments.model: f"Cancel to free blocks: a real model, {NUM_CLIENTS} streams",
+    }
+    return Found([table_of(measure(model, arguments.count), title) for model, title in titles.items()])
 
+
+FLAGS = (
+    Flag("--model", DEMO_MODEL, "the real one", more={"type": Path}),
+    Flag("--count", 200, "of each kind", 8),
+)
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_bench("cancel", __doc__, _measure, FLAGS))

@@ -1,4 +1,4 @@
-"""One streamed generation over one connection, timed. Thread: the load generator's loop.
+"""A client of HTTP/1.1 and server-sent events that times one streamed generation. Thread: the load generator's loop.
 
 A connection is an asyncio.Protocol with one exchange at a time; each arriving piece of bytes is stamped once, and every
 event in it costs one framing and one JSON decode. Connections are kept and used again; one that the server closed while
@@ -15,8 +15,8 @@ from typing import Any, cast
 
 import msgspec
 
-from bench.wire import BadResponse, ResponseParser, SseParser
-
+MAX_HEAD_BYTES = 16_384
+MAX_EVENT_BYTES = 1_048_576
 MAX_ERROR_BODY_BYTES = 65_536
 
 CONNECT_FAILED = "connect"
@@ -26,6 +26,190 @@ TIMEOUT = "timeout"
 BAD_RESPONSE = "bad_response"
 ERROR_EVENT = "error_event"
 NO_END = "stream_without_end"
+
+
+class BadResponse(Exception):
+    """The peer's bytes are not HTTP/1.1, not SSE, or longer than any sane server's."""
+
+
+class ResponseHead(msgspec.Struct, frozen=True):
+    """Status and fields, names in lower case; of repeated fields the last."""
+
+    status: int
+    headers: dict[bytes, bytes]
+    keeps_alive: bool
+
+
+def encode_request(method: str, path: str, host: str, headers: dict[str, str], body: bytes = b"") -> bytes:
+    """Head and body of one request, ready to be written; content-length is added."""
+    lines = [f"{method} {path} HTTP/1.1", f"host: {host}", *(f"{name}: {value}" for name, value in headers.items())]
+    return "\r\n".join([*lines, f"content-length: {len(body)}", "", ""]).encode("latin-1") + body
+
+
+class ResponseParser:
+    """The bytes of one response, framed (RFC 9112 §6.3): strict, and cheap enough not to be what is measured.
+
+    `head` is there once it was read, `is_complete` once the body ended; `surplus` is what came after it.
+    """
+
+    def __init__(self) -> None:
+        self.head: ResponseHead | None = None
+        self.surplus = b""
+        self._state = _HEAD
+        self._pending = b""  # of a head, a chunk's size or end, or a trailer that is not whole yet
+        self._remaining = 0  # bytes of the body or chunk
+
+    @property
+    def is_complete(self) -> bool:
+        return self._state == _END
+
+    @property
+    def has_started(self) -> bool:
+        return self.head is not None or bool(self._pending)
+
+    def feed(self, data: bytes) -> bytes:
+        """The body bytes that `data` brings.
+
+        Raises:
+            BadResponse: the peer cannot be understood from here on.
+        """
+        if self._pending:
+            data, self._pending = self._pending + data, b""
+        body: list[bytes] = []
+        while data and self._state != _END:
+            if self._state in (_LENGTH, _CHUNK_DATA, _UNTIL_EOF):
+                data = self._feed_body(data, body)
+            else:
+                data = self._feed_line(data)
+        self.surplus += data
+        return body[0] if len(body) == 1 else b"".join(body)
+
+    def feed_eof(self) -> None:
+        """The peer closed. Ends a body that has no other end.
+
+        Raises:
+            BadResponse: the body was to be longer.
+        """
+        if self._state not in (_UNTIL_EOF, _END):
+            raise BadResponse("the connection closed in the middle of the response")
+        self._state = _END
+
+    def _feed_body(self, data: bytes, body: list[bytes]) -> bytes:
+        if self._state == _UNTIL_EOF:
+            body.append(data)
+            return b""
+        body.append(data[: self._remaining])
+        rest = data[self._remaining :]
+        self._remaining -= len(body[-1])
+        if not self._remaining:
+            self._state = _END if self._state == _LENGTH else _CHUNK_END
+        return rest
+
+    def _feed_line(self, data: bytes) -> bytes:
+        """What ends with a mark: the head, a chunk's size line, the CRLF behind a chunk, a trailer."""
+        mark, limit = (b"\r\n\r\n", MAX_HEAD_BYTES) if self._state == _HEAD else (b"\r\n", _LINE_BYTES[self._state])
+        end = data.find(mark)
+        if end < 0 and len(data) > limit:
+            raise BadResponse(f"the response's {_LINE_NAMES[self._state]} is longer than {limit} bytes")
+        if end < 0:
+            self._pending = data
+            return b""
+        line = data[:end]
+        if self._state == _HEAD:
+            self._take_head(_parse_head(line))
+        elif self._state == _CHUNK_SIZE:
+            self._remaining = _chunk_size(line)
+            self._state = _CHUNK_DATA if self._remaining else _TRAILERS
+        elif self._state == _CHUNK_END:
+            if line:
+                raise BadResponse("a chunk is longer than its size line says")
+            self._state = _CHUNK_SIZE
+        elif not line:
+            self._state = _END
+        return data[end + len(mark) :]
+
+    def _take_head(self, head: ResponseHead) -> None:
+        if head.status < 200:  # RFC 9110 §15.2: interim answers come before the final one
+            return
+        self.head = head
+        coding, length = head.headers.get(b"transfer-encoding"), head.headers.get(b"content-length")
+        if head.status in (204, 304):
+            self._state = _END
+        elif coding is not None:
+            if coding.lower() != b"chunked":
+                raise BadResponse(f"unknown transfer coding {coding!r}")
+            self._state = _CHUNK_SIZE
+        elif length is None:
+            self._state = _UNTIL_EOF
+        elif length.isdigit():
+            self._remaining = int(length)
+            self._state = _LENGTH if self._remaining else _END
+        else:
+            raise BadResponse(f"bad content-length {length!r}")
+
+
+_HEAD, _LENGTH, _UNTIL_EOF, _CHUNK_SIZE, _CHUNK_DATA, _CHUNK_END, _TRAILERS, _END = range(8)  # states of the framing
+_LINE_BYTES = {_CHUNK_SIZE: 4_096, _CHUNK_END: 1, _TRAILERS: MAX_HEAD_BYTES}
+_LINE_NAMES = {_HEAD: "head", _CHUNK_SIZE: "chunk size line", _CHUNK_END: "chunk", _TRAILERS: "trailer"}
+
+
+def _chunk_size(line: bytes) -> int:
+    text = line.partition(b";")[0].strip()
+    try:
+        size = int(text, 16)
+    except ValueError:
+        size = -1
+    if size < 0:
+        raise BadResponse(f"bad chunk size {text[:20]!r}")
+    return size
+
+
+def _parse_head(data: bytes) -> ResponseHead:
+    status_line, *lines = data.split(b"\r\n")
+    version, _, rest = status_line.partition(b" ")
+    if version not in (b"HTTP/1.1", b"HTTP/1.0") or not rest[:3].isdigit():
+        raise BadResponse(f"not an HTTP/1 status line: {status_line[:60]!r}")
+    headers = {}
+    for line in lines:
+        name, colon, value = line.partition(b":")
+        if not colon:
+            raise BadResponse(f"not a header field: {line[:60]!r}")
+        headers[name.lower()] = value.strip()
+    connection = headers.get(b"connection", b"keep-alive" if version == b"HTTP/1.1" else b"close")
+    return ResponseHead(int(rest[:3]), headers, b"close" not in connection.lower())
+
+
+class SseParser:
+    """The `data` of each server-sent event (WHATWG HTML §9.2.6). Names, ids and comments are passed over."""
+
+    def __init__(self) -> None:
+        self._pending = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """
+        Raises:
+            BadResponse: an event longer than MAX_EVENT_BYTES.
+        """
+        if self._pending:
+            data = self._pending + data
+        held = b""
+        if b"\r" in data:
+            if data.endswith(b"\r"):  # half of a CRLF, perhaps
+                data, held = data[:-1], b"\r"
+            data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        parts = data.split(b"\n\n")
+        self._pending = parts.pop() + held
+        if len(self._pending) > MAX_EVENT_BYTES:
+            raise BadResponse(f"an event is longer than {MAX_EVENT_BYTES} bytes")
+        events = []
+        for part in parts:
+            if part.startswith(b"data: ") and b"\n" not in part:  # nearly all
+                events.append(part[6:])
+                continue
+            fields = [line.partition(b":")[::2] for line in part.split(b"\n")]
+            values = [value.removeprefix(b" ") for name, value in fields if name == b"data"]
+            events += [b"\n".join(values)] if values else []
+        return events
 
 
 class _Text(msgspec.Struct):

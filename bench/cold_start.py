@@ -13,55 +13,44 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass
 from pathlib import Path
 
-from bench.load_run import CannotRun
-from bench.results import RESULTS_DIR, Table, command_line, print_tables, write_result
-from bench.server_process import free_port
+from bench.client import encode_request
+from bench.kit import Flag, Found, free_port, run_bench, serve_command
+from bench.load import CannotRun
+from bench.raw_clients import http1_request
+from bench.results import Cell, Table
 
-NUM_RUNS = 5
 POLL_S = 0.01
 TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 10.0
-QUESTION = "What is a KV cache?"
+QUESTION = {"model": "cold", "stream": True, "messages": [{"role": "user", "content": "What is a KV cache?"}]}
 
 
-@dataclass(frozen=True, slots=True)
-class ColdStart:
-    """Seconds from the start of the process."""
-
-    listening_s: float
-    ready_s: float
-    first_token_s: float
-
-
-def measure(model: Path | None) -> ColdStart:
-    """Start a server, ask it once, end it.
+def measure(model: Path | None) -> dict[str, float]:
+    """Start a server, ask it once, end it: seconds from the start of the process.
 
     Raises:
         CannotRun: it ended, or did not come up in time.
     """
     port = free_port()
-    command = [sys.executable, "-m", "server", "serve", "--port", str(port), "--served-model-name", "cold"]
-    if model is not None:
-        command += ["--model", str(model)]
+    command = serve_command(port, "--served-model-name", "cold", *(() if model is None else ("--model", str(model))))
     start_s = time.monotonic()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        listening_s = _wait_until(process, port, "/health") - start_s
-        ready_s = _wait_until(process, port, "/ready") - start_s
-        first_token_s = _first_token(port) - start_s
+        return {
+            "port answers": _wait_until(process, port, "/health") - start_s,
+            "ready": _wait_until(process, port, "/ready") - start_s,
+            "first token": _first_token(port) - start_s,
+        }
     finally:
         process.terminate()
         process.wait(STOP_TIMEOUT_S)
-    return ColdStart(listening_s, ready_s, first_token_s)
 
 
 def _wait_until(process: "subprocess.Popen[bytes]", port: int, path: str) -> float:
     """The monotonic time at which GET path first answers 200."""
-    request = f"GET {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n".encode()
+    request = encode_request("GET", path, "localhost", {"connection": "close"})
     end_s = time.monotonic() + TIMEOUT_S
     while time.monotonic() < end_s:
         if process.poll() is not None:
@@ -79,12 +68,9 @@ def _wait_until(process: "subprocess.Popen[bytes]", port: int, path: str) -> flo
 
 def _first_token(port: int) -> float:
     """The monotonic time at which the first text of a streamed chat is here."""
-    question = {"model": "cold", "stream": True, "messages": [{"role": "user", "content": QUESTION}]}
-    body = json.dumps(question).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n".encode()
     received = b""
     with socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_S) as connection:
-        connection.sendall(head + body)
+        connection.sendall(http1_request("POST", "/v1/chat/completions", json.dumps(QUESTION).encode()))
         while received.count(b"data: ") < 2:  # the first event is the role alone
             data = connection.recv(65536)
             if not data:
@@ -100,46 +86,33 @@ def _run_s(*words: str) -> float:
     return time.monotonic() - start_s
 
 
-def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.cold_start", description=__doc__)
-    parser.add_argument("--model", type=Path, help="a Hugging Face directory (default: the embedded model)")
-    parser.add_argument("--runs", type=int, default=NUM_RUNS)
-    parser.add_argument("--json", type=Path, default=RESULTS_DIR / "cold_start.json")
-    arguments = parser.parse_args(argv)
-    runs, bare, torch, version, usage = [], [], [], [], []
-    for _ in range(arguments.runs):  # in turn, so that a disturbance meets all alike
-        bare.append(_run_s("-c", "pass"))
-        torch.append(_run_s("-c", "import torch"))
-        version.append(_run_s("-m", "server", "--version"))
-        usage.append(_run_s("-m", "server", "--help"))
-        runs.append(measure(arguments.model))
-    columns = list(zip(*map(astuple, runs), strict=True))
-    labels = ("port answers", "ready", "first token")
-    rows = [
-        ("python -c pass", bare),
-        ("import torch", torch),
-        ("--version", version),
-        ("--help", usage),
-        *zip(labels, columns, strict=True),
-    ]
-    table = Table(
-        title="Cold start, from the start of the process",
-        columns=("until", "median s", "min s", "max s", "x import torch"),
-        rows=tuple(
-            (
-                label,
-                round(statistics.median(times), 3),
-                round(min(times), 3),
-                round(max(times), 3),
-                round(statistics.median(times) / statistics.median(torch), 2),
-            )
-            for label, times in rows
-        ),
-    )
-    print_tables([table])
-    write_result(arguments.json, "cold_start", command_line("python -m bench.cold_start", argv), [table])
-    return 0
+COMMANDS = {
+    "python -c pass": ("-c", "pass"),
+    "import torch": ("-c", "import torch"),
+    "--version": ("-m", "server", "--version"),
+    "--help": ("-m", "server", "--help"),
+}
 
+
+def _measure(arguments: argparse.Namespace) -> Found:
+    found: dict[str, list[float]] = {}
+    for _ in range(arguments.runs):  # in turn, so that a disturbance meets all alike
+        times = {name: _run_s(*words) for name, words in COMMANDS.items()} | measure(arguments.model)
+        for name, seconds in times.items():
+            found.setdefault(name, []).append(seconds)
+    torch_s = statistics.median(found["import torch"])
+    rows: list[tuple[Cell, ...]] = []
+    for name, seen in found.items():
+        median_s = statistics.median(seen)
+        rows.append((name, *(round(s, 3) for s in (median_s, min(seen), max(seen))), round(median_s / torch_s, 2)))
+    columns = ("until", "median s", "min s", "max s", "x import torch")
+    return Found([Table("Cold start, from the start of the process", columns, tuple(rows))])
+
+
+FLAGS = (
+    Flag("--model", None, "a Hugging Face directory (default: the embedded model)", more={"type": Path}),
+    Flag("--runs", 5, "of each", 1),
+)
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_bench("cold_start", __doc__, _measure, FLAGS))

@@ -33,16 +33,14 @@ from pathlib import Path
 
 import uvloop
 
-from bench.client import ConnectionPool, Exchange, Recorder
+from bench.client import ConnectionPool, Exchange, Recorder, encode_request
+from bench.kit import MODEL, Flag, Found, run_bench
 from bench.null_server import load
-from bench.peer import MODEL
-from bench.results import Table, command_line, write_result
-from bench.wire import encode_request
+from bench.results import Table
 from server.config import ServerConfig
 from server.ledger import ledger
 from server.ledger.journal import open_journal
-from server.ledger.records import LedgerRow, State
-from server.ledger.store import LedgerStore
+from server.ledger.store import LedgerRow, LedgerStore, State
 from server.observing.logs import configure_logging
 from server.process import Server
 
@@ -244,31 +242,28 @@ def run(num_kills: int, seed: int, num_at_once: int, directory: Path) -> Counter
     return totals
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=100, metavar="COUNT", help="how often [100]")
-    parser.add_argument("--seed", type=int, default=1, help="of the moments [1]; the machine's timing is not drawn")
-    parser.add_argument("--at-once", type=int, default=NUM_AT_ONCE, metavar="COUNT", help=f"servers [{NUM_AT_ONCE}]")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write a result file")
-    arguments = parser.parse_args()
+def _measure(arguments: argparse.Namespace) -> Found:
     configure_logging("critical", "text")
     begin_s = time.monotonic()
     with tempfile.TemporaryDirectory() as directory:
-        try:
-            found = run(arguments.kills, arguments.seed, arguments.at_once, Path(directory))
-        except Broken as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 1
+        found = run(arguments.kills, arguments.seed, arguments.at_once, Path(directory))
     duration_s = round(time.monotonic() - begin_s)
     seen = ", ".join(f"{count:,} {name}" for name, count in found.items())
     print(f"{duration_s} s: {seen}; none lost, none doubled, no orphan")
-    if arguments.json is not None:
-        title = "kill -9 under load: what clients had seen, and what the ledgers had"
-        columns = (*found, "lost", "doubled", "orphans", "s")  # of one that is lost no result is written
-        table = Table(title, columns, ((*found.values(), 0, 0, 0, duration_s),))
-        write_result(arguments.json, "crash", command_line("python -m bench.crash", sys.argv[1:]), [table])
-    return 0
+    columns = (*found, "lost", "doubled", "orphans", "s")  # of one that is lost no result is written
+    title = "kill -9 under load: what clients had seen, and what the ledgers had"
+    return Found([Table(title, columns, ((*found.values(), 0, 0, 0, duration_s),))])
 
+
+FLAGS = (
+    Flag("--kills", 1_000, "how often", 10),
+    Flag("--seed", 1, "of the moments; the machine's timing is its own"),
+    Flag("--at-once", NUM_AT_ONCE, "servers"),
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        code = run_bench("crash", __doc__, _measure, FLAGS)
+    except Broken as error:
+        sys.exit(f"error: {error}")
+    sys.exit(code)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from gpu.graphs import recording
+from gpu.streams import recording
 
 ROTATED_BYTES = 256 * 1024**2  # more than a device's cache keeps (an H200 has 50 MB)
 MAX_COPIES = 32

@@ -22,7 +22,6 @@ from typing import Any
 import msgspec
 import torch
 
-import bench.no_spin  # noqa: F401
 from bench.engine_runs import DecodeRun, EngineRuns, MemoryRun, PrefillRun, result_tables
 from bench.limits import Limits, limit_tables, measure_limits
 from bench.results import RESULTS_DIR, command_line, print_tables, write_result
@@ -35,8 +34,7 @@ from core.types import Cancel, FinishReason, Message, Pause, Request, Resume, Sa
 from gpu.device import DTYPES, MIN_PROBE_BYTES, choose_device, num_physical_cores
 from gpu.kv_cache import bytes_per_token
 from gpu.loading import load_runner
-from gpu.memory_plan import MemoryPlan
-from gpu.memory_sizes import weights_size_bytes
+from gpu.memory_plan import MemoryPlan, weights_size_bytes
 from gpu.runner import ModelRunner
 
 CPU = torch.device("cpu")

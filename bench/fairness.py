@@ -111,7 +111,7 @@ def measure_gap(load: Load, cost: CostModel) -> Table:
 
     def compare(scheduler: Scheduler) -> None:
         nonlocal furthest_s, num_steps
-        served_s = [t.served_s for t in scheduler.shares.tenants() if scheduler.is_waiting(t.name)]
+        served_s = [t.served_s for t in scheduler.shares.tenants() if scheduler.states.waiting.is_waiting(t.name)]
         if len(served_s) == 2:
             furthest_s, num_steps = max(furthest_s, max(served_s) - min(served_s)), num_steps + 1
 

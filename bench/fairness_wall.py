@@ -18,11 +18,10 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from bench.client import ConnectionPool, Exchange, Recorder
-from bench.load_run import poisson_arrivals, run_on_fast_loop
+from bench.client import ConnectionPool, Exchange, Recorder, encode_request
+from bench.kit import free_port, running
+from bench.load import poisson_arrivals, run_on_fast_loop
 from bench.results import Table
-from bench.server_process import free_port, running
-from bench.wire import encode_request
 
 MODEL = "fair"
 FLOOD = "flood"

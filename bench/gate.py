@@ -18,21 +18,17 @@ import orjson
 from joserfc import jwt
 from joserfc.jwk import ECKey, OKPKey, RSAKey
 
-from bench.results import RESULTS_DIR, Table, command_line, print_tables, write_result
+from bench.kit import Flag, Found, run_bench
+from bench.results import Table
 from core.errors import ServiceError
 from core.types import EngineStats, Request, SamplingParams, Usage
-from core.wait_estimate import EngineRoom
-from server.gate.admission import Admission, Asker, Place
-from server.gate.auth import Authenticator, Caller, make_directory
-from server.gate.jwks import KeySource
-from server.gate.jwt_auth import JwtRules, JwtVerifier
-from server.gate.queue_limits import QueueLimits
+from server.gate.admission import Admission, Asker, EngineRoom, Place, QueueLimits
+from server.gate.identity import Authenticator, Caller, make_directory
+from server.gate.jwt import JwtRules, JwtVerifier, KeySource
 from server.gate.quota import S_NS, Moment, Quotas
 from server.gate.tenants import Limits, Tenant
-from server.gate.text_rules import RuleBook, TextRule
-from server.gate.text_screen import TextScreen
-from server.wire.messages import Headers, HttpRequest
-from server.wire.peer import ClientCertificate
+from server.gate.text_rules import RuleBook, TextRule, TextScreen
+from server.wire.messages import ClientCertificate, Headers, HttpRequest
 
 NUM_KEYS = 10_000
 TURN_S = 0.05
@@ -189,24 +185,17 @@ def measure(checks: dict[str, Check], num_turns: int) -> dict[str, float]:
     return best
 
 
-def _all_checks(directory: Path) -> dict[str, Check]:
-    return identity_checks(directory) | quota_checks() | admission_checks() | text_rule_checks()
+def _measure(arguments: argparse.Namespace) -> Found:
+    with TemporaryDirectory() as directory:
+        checks = identity_checks(Path(directory)) | quota_checks() | admission_checks() | text_rule_checks()
+        found = measure(checks, arguments.turns)
+    rows = tuple((name, round(us, 1)) for name, us in found.items())
+    table = Table("Event loop, us a call, by the gate's check", ("check", "us"), rows)
+    return Found([table], {"turns": arguments.turns})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(prog="python -m bench.gate", description=__doc__)
-    parser.add_argument("--turns", type=int, default=20, help="of each check (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", default=RESULTS_DIR / "gate.json")
-    arguments = parser.parse_args(argv)
-    with TemporaryDirectory() as directory:
-        found = measure(_all_checks(Path(directory)), arguments.turns)
-    rows = tuple((name, round(us, 1)) for name, us in found.items())
-    tables = [Table("Event loop, us a call, by the gate's check", ("check", "us"), rows)]
-    print_tables(tables)
-    command = command_line("python -m bench.gate", argv)
-    write_result(arguments.json, "gate", command, tables, {"turns": arguments.turns}, {})
-    return 0
+    return run_bench("gate", __doc__, _measure, (Flag("--turns", 20, "of each check", 1),), argv)
 
 
 if __name__ == "__main__":

@@ -23,11 +23,11 @@ from core.config import EngineConfig, parse_model_config
 from core.errors import StartupError
 from core.plan import Runner, SequenceStart, StepPlan
 from core.types import SamplingParams
-from gpu.kernel_choice import find_operators
 from gpu.loading import load_runner
 from gpu.parallel.ranks import close
 from gpu.parallel.runner import load_parallel_runner
 from gpu.runner import ModelRunner
+from gpu.tune import find_operators
 
 INTERPRETED = "tests.gpu.kernels.interpreted"
 ORACLE = "tests.oracle"  # it imports transformers, which only those who check families need

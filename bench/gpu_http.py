@@ -1,6 +1,6 @@
 """bench.gpu_check --part http: random models behind the server's port, by the load generator of bench/load.py.
 
-The server is a process of its own (bench/random_server.py) on 127.0.0.1. What HTTP costs is seen beside the engine
+The server is a process of its own (bench/null_server.py) on 127.0.0.1. What HTTP costs is seen beside the engine
 alone, which answers the same requests, of as many tokens, when the server has ended. What one measure finds wrong is a
 row, and the others are measured all the same.
 """
@@ -20,8 +20,8 @@ from bench.gpu_model import MODELS, QUICK_MODELS, config_of, engine_config, runn
 from bench.gpu_parts import FAILED, Case, Context, Row, last_line
 from bench.gpu_streams import Streams
 from bench.gpu_targets import BESIDE_ENGINE, FULL_SERVER, TAIL_BESIDE_PROMPTS, first_token_of, judged
-from bench.load_run import LoadConfig, LoadResult, run_load, run_on_fast_loop
-from bench.server_process import free_port, running
+from bench.kit import free_port, running
+from bench.load import LoadConfig, LoadResult, run_load, run_on_fast_loop
 from bench.work import prefill_limit_s, serving_limit_tokens_per_s
 from core.config import parse_model_config
 from core.errors import StartupError
@@ -289,7 +289,7 @@ def _ms(seconds: float | None) -> float:
 @contextmanager
 def _server(model: str, context: Context) -> Iterator[int]:
     port = free_port()
-    command = [sys.executable, "-m", "bench.random_server", "--config", json.dumps(config_of(model))]
+    command = [sys.executable, "-m", "bench.null_server", "--random", json.dumps(config_of(model))]
     command += ["--engine", json.dumps(asdict(engine_config(context))), "--port", str(port)]
     with running(command, port, start_timeout_s=START_LIMIT_S):
         yield port

@@ -12,10 +12,11 @@ from dataclasses import replace
 
 import msgspec
 
-from bench.cancel import close, http1_request
+from bench.cancel import close
 from bench.client import ConnectionPool, Exchange, Recorder
-from bench.load_run import CannotRun, LoadConfig, LoadRun
-from bench.measures import Distribution, summarize
+from bench.load import CannotRun, LoadConfig, LoadRun
+from bench.raw_clients import http1_request
+from bench.results import Distribution, summarize
 
 STREAM_TOKENS = 1 << 13  # of a stream that outlasts what is measured beside it
 FIRST_EVENTS = 4  # of each stream, before anything is measured
@@ -50,7 +51,7 @@ async def send_beside(
     recorder, long_recorder = Recorder(), Recorder()
     pool, long_pool = _pool(config, recorder), _pool(config, long_recorder)
     streams = [Exchange(time.monotonic()) for _ in range(num_streams)]
-    tasks = [asyncio.create_task(pool.perform(run.request(prompts.next(), max_tokens), stream)) for stream in streams]
+    tasks = [asyncio.create_task(pool.perform(run.request(next(prompts), max_tokens), stream)) for stream in streams]
     longs = [Exchange(0.0) for _ in range(num_arrivals)]
     try:
         await _wait_until(lambda: all(_has_events(stream, FIRST_EVENTS) for stream in streams), config.timeout_s)
@@ -61,7 +62,7 @@ async def send_beside(
         for number, long in enumerate(longs):
             await asyncio.sleep(max(0.0, start_s + number * every_s - time.monotonic()))
             long.intended_s = time.monotonic()
-            sent.append(asyncio.create_task(long_pool.perform(run.request(long_prompts.next(), 1), long)))
+            sent.append(asyncio.create_task(long_pool.perform(run.request(next(long_prompts), 1), long)))
         await asyncio.gather(*sent)
         gaps = recorder.inter_token_s
         alone, beside = summarize(gaps[num_first:num_before]), summarize(gaps[num_before:])
@@ -82,7 +83,7 @@ async def send_again(config: LoadConfig, num_times: int) -> list[float]:
         CannotRun: a request failed.
     """
     run, config = await _known(config)
-    text, pool = (await run.prompts()).next(), _pool(config, Recorder())
+    text, pool = next(await run.prompts()), _pool(config, Recorder())
     exchanges = []
     try:
         for number in range(num_times):
@@ -106,7 +107,7 @@ async def call_off(config: LoadConfig, num_streams: int, num_called_off: int) ->
     try:
         for _ in range(num_streams):
             streams.append(await asyncio.open_connection(config.host, config.port, limit=1 << 24))
-            streams[-1][1].write(run.request(texts.next(), CANCELLED_TOKENS))
+            streams[-1][1].write(run.request(next(texts), CANCELLED_TOKENS))
         return [await _call_off(config, reader) for reader, _ in streams[:num_called_off]]
     finally:
         for _, writer in streams:
@@ -119,7 +120,7 @@ async def _call_off(config: LoadConfig, reader: asyncio.StreamReader) -> float:
     await reader.readuntil(b"\n\n")  # an event: it runs
     other_reader, other = await asyncio.open_connection(config.host, config.port)
     started_s = time.monotonic()
-    other.write(http1_request("DELETE", f"/v1/requests/{request_id}", b""))
+    other.write(http1_request("DELETE", f"/v1/requests/{request_id}"))
     try:
         rest = await asyncio.wait_for(reader.readuntil(b"0\r\n\r\n"), config.timeout_s)
         ended_s = time.monotonic()

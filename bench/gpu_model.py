@@ -28,10 +28,9 @@ from bench.gpu_targets import (
     first_token_of,
 )
 from bench.gpu_targets import judged as judged_in
-from bench.measures import percentile
 from bench.model_presets import PRESETS, tensor_shapes
 from bench.random_weights import random_runner
-from bench.results import Cell
+from bench.results import Cell, percentile
 from bench.work import ModelWork, count_work, decode_limit_s, prefill_limit_s
 from core.config import EngineConfig
 from gpu.runner import ModelRunner

@@ -14,9 +14,8 @@ from torch import Generator, Tensor
 
 from core.config import ModelConfig, RopeConfig
 from gpu.kv_cache import LayerKV
-from gpu.mlp import GATED
+from gpu.layers import GATED, Rope
 from gpu.operators import Operators
-from gpu.rope import Rope
 
 EPS = 1e-6
 THETA = 500_000.0

@@ -9,8 +9,8 @@ from torch import Generator, Tensor
 from bench.gpu_problems import Problem, noise
 from core.config import ExpertsConfig
 from gpu.expert_weights import ExpertWeights
+from gpu.layers import GATED, Experts
 from gpu.linear import Linear, make_linear
-from gpu.mlp import GATED, Experts
 from gpu.quantize import FP8, MAX_FP8, QuantizedWeight, Weight, dequantize, quantize
 
 

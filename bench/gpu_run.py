@@ -21,10 +21,10 @@ from pathlib import Path
 import msgspec
 import torch
 
-from bench.bound_process import bound
 from bench.gpu_parts import FAILED, LEFT_OUT, Case, Job, Row
 from bench.gpu_results import Results
 from bench.gpu_worker import MORE_TO_DO, PARTS, News, cases_of, run_cases
+from bench.kit import bound
 from bench.results import RESULTS_DIR, command_line
 
 CEILINGS = "ceilings"  # the case that every part begins with

@@ -22,11 +22,11 @@ from bench.random_weights import random_runner
 from bench.results import Cell
 from core.config import EngineConfig, ModelConfig, parse_model_config
 from gpu.device import DeviceChoice
-from gpu.kernel_choice import find_operators
 from gpu.kv_cache import bytes_per_token
 from gpu.loading import FindOperators
 from gpu.operators import Operators
 from gpu.runner import ModelRunner
+from gpu.tune import find_operators
 
 TABLE = "Tokens of real shapes, however steps are sent"
 LIMIT_S = 240.0

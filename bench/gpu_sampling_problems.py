@@ -9,8 +9,7 @@ from torch import Generator, Tensor
 from bench.gpu_problems import Problem, noise
 from core.plan import SequenceStart
 from core.types import SamplingParams
-from gpu.sampler import Sampler
-from gpu.sampling_slots import SamplingSlots
+from gpu.sampler import Sampler, SamplingSlots
 
 PROMPT = (1, 2, 3, 3, 7)
 OUTPUT = (4, 5, 5)  # so far
@@ -39,7 +38,7 @@ def sample(generator: Generator, dtype: torch.dtype, rows: int, vocab: int, asks
     Args:
         asks: of ASKS.
     """
-    from gpu.kernels.device_sampler import DeviceSampler
+    from gpu.kernels.sampler import DeviceSampler
 
     logits, asked = _logits(generator, dtype, rows, vocab), SamplingSlots(rows, vocab, generator.device)
     by_torch = Sampler(rows, vocab, generator.device)
@@ -60,7 +59,7 @@ def sample(generator: Generator, dtype: torch.dtype, rows: int, vocab: int, asks
 
 def logprobs(generator: Generator, dtype: torch.dtype, rows: int, vocab: int) -> Problem:
     """Of the drawn tokens and of all others, whatever else is asked for."""
-    from gpu.kernels.device_sampler import DeviceSampler
+    from gpu.kernels.sampler import DeviceSampler
 
     logits, asked = _logits(generator, dtype, rows, vocab), SamplingSlots(rows, vocab, generator.device)
     for start in _starts(rows, ASKS["all"], {"num_logprobs": 0}):

@@ -22,23 +22,20 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.load_run import CannotRun
-from bench.results import RESULTS_DIR, Table, command_line, print_tables, write_result
-from bench.server_process import free_port, running
+from bench.client import encode_request
+from bench.kit import Flag, Found, free_port, resident_bytes, run_bench, running
+from bench.load import CannotRun
+from bench.raw_clients import ACK, PREFACE, SETTINGS, frame
+from bench.results import Cell, Table
 
-NUM_HTTP1 = 10_000
-NUM_TLS = 5_000
 NUM_NEWCOMERS = 200  # once all are there
 NUM_REFUSED = 1_000
 CONNECTIONS_PER_NEWCOMER = 50  # while they come
 SPARE = 200  # connections and descriptors
 TIMEOUT_S = 10.0
-REQUEST = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
-LAST_REQUEST = b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+REQUEST = encode_request("GET", "/health", "localhost", {})
+LAST_REQUEST = encode_request("GET", "/health", "localhost", {"connection": "close"})
 ANSWER_END = b'{"status":"ok"}'
-EMPTY_SETTINGS = b"\0\0\0\x04\0\0\0\0\0"
-SETTINGS_ACK = b"\0\0\0\x04\x01\0\0\0\0"
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + EMPTY_SETTINGS
 
 Connect = Callable[[], socket.socket]
 
@@ -49,21 +46,18 @@ class Idle:
 
     Args:
         bytes_each: of the server's resident memory.
-        opening_ms, idle_ms: what newcomers waited while they came, and once they were there.
-        refused_ms: how long it took to turn those away who came past the cap.
+        waits_ms: of newcomers, by what went on meanwhile.
     """
 
     kind: str
     num_connections: int
     bytes_each: float
-    opening_ms: list[float]
-    idle_ms: list[float]
-    refused_ms: list[float]
+    waits_ms: dict[str, list[float]]
 
 
 def measure(kind: str, num_connections: int, pid: int, port: int, connect: Connect) -> Idle:
     """Open them, look, close them."""
-    opening_ms, idle_ms = [], []
+    opening_ms = []
     for connection in [connect() for _ in range(100)]:  # what the first ones cost is not theirs alone
         connection.close()
     before = resident_bytes(pid)
@@ -72,10 +66,11 @@ def measure(kind: str, num_connections: int, pid: int, port: int, connect: Conne
             stack.enter_context(connect())
             if number % CONNECTIONS_PER_NEWCOMER == 0:
                 opening_ms.append(newcomer_ms(port))
-        after = resident_bytes(pid)
-        idle_ms += [newcomer_ms(port) for _ in range(NUM_NEWCOMERS)]
+        bytes_each = (resident_bytes(pid) - before) / num_connections
+        idle_ms = [newcomer_ms(port) for _ in range(NUM_NEWCOMERS)]
         refused_ms = refusals_ms(port, stack)
-    return Idle(kind, num_connections, (after - before) / num_connections, opening_ms, idle_ms, refused_ms)
+    waits_ms = {"they come": opening_ms, "they idle": idle_ms, "the cap is reached: refused": refused_ms}
+    return Idle(kind, num_connections, bytes_each, waits_ms)
 
 
 def refusals_ms(port: int, stack: contextlib.ExitStack) -> list[float]:
@@ -97,11 +92,6 @@ def refusals_ms(port: int, stack: contextlib.ExitStack) -> list[float]:
             if len(found) == NUM_REFUSED:
                 return found
     raise CannotRun("the server lets more in than its cap", "look at what the server says")
-
-
-def resident_bytes(pid: int) -> int:
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return pages * resource.getpagesize()
 
 
 def newcomer_ms(port: int) -> float:
@@ -135,9 +125,9 @@ def connect_http1(port: int) -> socket.socket:
 def connect_tls(port: int, context: ssl.SSLContext) -> socket.socket:
     plain = socket.create_connection(("127.0.0.1", port), TIMEOUT_S)
     connection = context.wrap_socket(plain, server_hostname="localhost")
-    connection.sendall(PREFACE)
-    read_until(connection, SETTINGS_ACK)
-    connection.sendall(SETTINGS_ACK)
+    connection.sendall(PREFACE + frame(SETTINGS))
+    read_until(connection, frame(SETTINGS, flags=ACK))
+    connection.sendall(frame(SETTINGS, flags=ACK))
     return connection
 
 
@@ -165,11 +155,11 @@ def measure_all(num_http1: int, num_tls: int) -> list[Idle]:
         command = [sys.executable, "-m", "server", "serve", "--threads", "1", "--log-level", "warning"]
         command += ["--bind", f"plain:127.0.0.1:{port}", "--bind", f"127.0.0.1:{tls_port}", "--idle-timeout", "1h"]
         command += ["--tls-cert", str(file), "--tls-key", str(key)]
-        found = []
         kinds: list[tuple[str, int, Connect]] = [
             ("HTTP/1.1", num_http1, lambda: connect_http1(port)),
             ("HTTP/2 over TLS", num_tls, lambda: connect_tls(tls_port, context)),
         ]
+        found = []
         for kind, num_connections, connect in kinds:
             cap = num_connections + SPARE
             caps = [f"--max-connections={cap}", f"--max-connections-per-address={cap}"]
@@ -179,40 +169,23 @@ def measure_all(num_http1: int, num_tls: int) -> list[Idle]:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
+    """One that was seen."""
     return sorted(values)[min(len(values) - 1, math.ceil(share * len(values)) - 1)]
 
 
-def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.idle", description=__doc__)
-    parser.add_argument("--http1", type=int, default=NUM_HTTP1, metavar="COUNT")
-    parser.add_argument("--tls", type=int, default=NUM_TLS, metavar="COUNT")
-    parser.add_argument("--json", type=Path, default=RESULTS_DIR / "idle.json")
-    arguments = parser.parse_args(argv)
-    table = Table(
-        title="Idle connections, and what newcomers wait beside them (connect, /health, answer)",
-        columns=("kind", "connections", "KiB each", "while", "median ms", "p99 ms", "max ms"),
-        rows=tuple(
-            (
-                one.kind,
-                one.num_connections,
-                round(one.bytes_each / 1024, 1),
-                name,
-                round(statistics.median(waits_ms), 2),
-                round(percentile(waits_ms, 0.99), 2),
-                round(max(waits_ms), 2),
-            )
-            for one in measure_all(arguments.http1, arguments.tls)
-            for name, waits_ms in (
-                ("they come", one.opening_ms),
-                ("they idle", one.idle_ms),
-                ("the cap is reached: refused", one.refused_ms),
-            )
-        ),
-    )
-    print_tables([table])
-    write_result(arguments.json, "idle", command_line("python -m bench.idle", argv), [table])
-    return 0
+def _measure(arguments: argparse.Namespace) -> Found:
+    rows: list[tuple[Cell, ...]] = []
+    for one in measure_all(arguments.http1, arguments.tls):
+        for name, waits_ms in one.waits_ms.items():
+            shown = (statistics.median(waits_ms), percentile(waits_ms, 0.99), max(waits_ms))
+            kib = round(one.bytes_each / 1024, 1)
+            rows.append((one.kind, one.num_connections, kib, name, *(round(ms, 2) for ms in shown)))
+    title = "Idle connections, and what newcomers wait beside them (connect, /health, answer)"
+    columns = ("kind", "connections", "KiB each", "while", "median ms", "p99 ms", "max ms")
+    return Found([Table(title, columns, tuple(rows))])
 
+
+FLAGS = (Flag("--http1", 10_000, "connections", 100), Flag("--tls", 5_000, "connections", 100))
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_bench("idle", __doc__, _measure, FLAGS))

@@ -17,19 +17,18 @@ import json
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import get_context
-from pathlib import Path
 
 import numpy as np
 import uvloop
 
 from bench import null_server
-from bench.peer import MODEL
-from bench.reader import StreamLoad, drain
-from bench.results import RESULTS_DIR, Cell, Table, command_line, print_tables, write_result
+from bench.kit import MODEL, Flag, Found, run_bench
+from bench.raw_clients import StreamLoad, drain
+from bench.results import Cell, Table
 from core.types import StepDelivery
 from server.config import ServerConfig
 from server.engine_thread import Inbox
@@ -43,7 +42,6 @@ STEP_S = 0.02
 PROBE_S = 0.005
 BODY_BYTES = 8 * 1024 * 1024
 WARM_UP_S = 1.0
-QUICK_S = 0.5
 
 
 @dataclass(slots=True)
@@ -176,32 +174,14 @@ async def measure(case: Case, duration_s: float) -> tuple[Cell, ...]:
     return (case.name, num_posted / duration_s, *gil.figures_ms(), *lag.figures_ms())
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, show, write. Returns the exit code."""
-    argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.lag", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seconds", type=float, default=15.0, help="of each case (default: %(default)s)")
-    parser.add_argument("--quick", action="store_true", help="see that it works; writes nothing unless --json")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="default: bench/results/lag.json")
-    arguments = parser.parse_args(argv)
+def _measure(arguments: argparse.Namespace) -> Found:
     configure_logging("error", "text")
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    seconds = QUICK_S if arguments.quick else arguments.seconds
-    rows = tuple(uvloop.run(measure(case, seconds)) for case in CASES)
-    waits = ("gil_wait p50 ms", "p99 ms", "most ms")
-    columns = ("beside 64 streams", "posted or opened/s", *waits, "loop lag p50 ms", "p99 ms", "most ms")
-    tables = [Table("What long bodies cost the others", columns, rows)]
-    print_tables(tables)
-    if arguments.quick and arguments.json is None:
-        return 0
-    path = arguments.json or RESULTS_DIR / "lag.json"
-    config = {"streams": STREAMS, "step_s": STEP_S, "seconds": seconds}
-    write_result(path, "lag", command_line("python -m bench.lag", argv), tables, config)
-    print(f"written: {path}")
-    return 0
+    rows = tuple(uvloop.run(measure(case, arguments.seconds)) for case in CASES)
+    waits = ("gil_wait p50 ms", "p99 ms", "most ms", "loop lag p50 ms", "p99 ms", "most ms")
+    table = Table("What long bodies cost the others", ("beside 64 streams", "posted or opened/s", *waits), rows)
+    return Found([table], {"streams": STREAMS, "step_s": STEP_S, "seconds": arguments.seconds})
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_bench("lag", __doc__, _measure, (Flag("--seconds", 15.0, "of each case", 0.5),)))

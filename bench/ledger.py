@@ -23,13 +23,13 @@ from pathlib import Path
 import numpy as np
 import uvloop
 
-from bench.results import RESULTS_DIR, Table, command_line, print_tables, write_result
+from bench.kit import Flag, Found, run_bench
+from bench.results import Table
 from core.types import Cost, Usage
-from server.ledger.journal import Written, open_journal
+from server.ledger.journal import DURABLE_S, LedgerThread, Tell, Writer, Written, open_journal
 from server.ledger.ledger import End, Ledger, Subject
-from server.ledger.prices import ModelPrice, Prices
-from server.ledger.records import Write
-from server.ledger.thread import DURABLE_S, LedgerThread, Tell, Writer
+from server.ledger.store import Write
+from server.ledger.usage import ModelPrice, Prices
 from server.process import GC_THRESHOLDS, SWITCH_INTERVAL_S
 
 AT_ONCE = (1, 16, 64, 256)
@@ -172,13 +172,7 @@ def _p50_and_p99_ms(latencies_s: Sequence[float]) -> tuple[float, ...]:
     return tuple(round(float(np.percentile(latencies_s, q)) * 1e3, 2) for q in (50, 99))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(prog="python -m bench.ledger", description=__doc__)
-    parser.add_argument("--requests", type=int, default=3000, help="of each load (default: %(default)s)")
-    parser.add_argument("--directory", type=Path, help="whose disk is written to (default: a temporary one)")
-    parser.add_argument("--json", type=Path, metavar="FILE", default=RESULTS_DIR / "ledger.json")
-    arguments = parser.parse_args(argv)
+def _measure(arguments: argparse.Namespace) -> Found:
     sys.setswitchinterval(SWITCH_INTERVAL_S)  # this and what follows as the server does
     gc.collect()
     gc.freeze()
@@ -188,23 +182,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         for num_at_once in AT_ONCE:
             num_requests = max(num_at_once, arguments.requests // (10 if num_at_once == 1 else 1))
             rows.append(uvloop.run(measure(Path(directory), num_requests, num_at_once)))
-    columns = (
-        "at once",
-        "loop us",
-        "of it rows and calls us",
-        "two timers us",
-        "its thread us",
-        "commit p50 ms",
-        "commit p99 ms",
-        "disk p50 ms",
-        "disk p99 ms",
-        "requests/s",
-    )
-    tables = [Table("The ledger: CPU time a request, and until a write is durable", columns, tuple(rows))]
-    print_tables(tables)
-    command = command_line("python -m bench.ledger", argv)
-    write_result(arguments.json, "ledger", command, tables, {"requests": arguments.requests}, {})
-    return 0
+    times = ("loop us", "of it rows and calls us", "two timers us", "its thread us")
+    waits = ("commit p50 ms", "commit p99 ms", "disk p50 ms", "disk p99 ms")
+    title, columns = "The ledger: CPU time a request, and until a write is durable", ("at once", *times, *waits)
+    return Found([Table(title, (*columns, "requests/s"), tuple(rows))], {"requests": arguments.requests})
+
+
+FLAGS = (
+    Flag("--requests", 3000, "of each load", 100),
+    Flag("--directory", None, "whose disk is written to (default: a temporary one)", more={"type": Path}),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run_bench("ledger", __doc__, _measure, FLAGS, argv)
 
 
 if __name__ == "__main__":

@@ -16,23 +16,31 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.cancel import DEMO_MODEL, PATH, close, http1_request
-from bench.idle import resident_bytes
-from bench.load_run import run_on_fast_loop
-from bench.peer import MODEL
-from bench.process_cpu import cpu_times
-from bench.results import RESULTS_DIR, Cell, Table, command_line, print_tables, write_result
-from bench.server_process import free_port, running
+from bench.cancel import PATH, close
+from bench.kit import (
+    DEMO_MODEL,
+    MODEL,
+    Flag,
+    Found,
+    cpu_times,
+    free_port,
+    resident_bytes,
+    run_bench,
+    running,
+    serve_command,
+)
+from bench.load import run_on_fast_loop
+from bench.raw_clients import http1_request
+from bench.results import Cell, Table
 
-NUM_REQUESTS = 36_000
 NUM_LOOKS = 6
 NUM_CLIENTS = 16
 KV_BYTES = 256 * 10**6
 PROMISED_BYTES = 150 * 10**6
 MOST_PROMPT_TOKENS, MOST_TOKENS = 400, 24
 CALLED_OFF = 0.25  # of the requests
-LIMIT_S = 1800.0
 CACHE_VARIABLE = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
+LAST_CHUNK = b"\r\n0\r\n\r\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +88,12 @@ class Clients:
             status = await reader.readline()
             if b" 200 " not in status:
                 raise RuntimeError(f"the server answered {status!r}")
-            await reader.readuntil(b"\r\n0\r\n\r\n")
+            await reader.readuntil(LAST_CHUNK)
         else:
             await asyncio.sleep(rng.random() * 0.01)
             received = b""
-            for _ in range(num_reads):
-                if received.endswith(b"\r\n0\r\n\r\n"):  # it has ended before
-                    break
+            while num_reads and not received.endswith(LAST_CHUNK):  # it may have ended before
+                num_reads -= 1
                 with suppress(ConnectionError):
                     received += await reader.read(65_536)
         await close(writer)
@@ -99,9 +106,8 @@ def measure(model: Path, num_requests: int, limit_s: float, capacity: str | None
         capacity: of oneDNN's primitive cache; None: as the server has it.
     """
     port = free_port()
-    command = [sys.executable, "-m", "server", "serve", "--port", str(port), "--log-level", "warning"]
-    command += ["--model", str(model), "--served-model-name", MODEL, "--kv-memory", f"{KV_BYTES // 1000**2}MB"]
-    command += ["--max-model-len", str(MOST_PROMPT_TOKENS + MOST_TOKENS)]
+    command = serve_command(port, "--model", str(model), "--served-model-name", MODEL)
+    command += ["--kv-memory", f"{KV_BYTES // 1000**2}MB", "--max-model-len", str(MOST_PROMPT_TOKENS + MOST_TOKENS)]
     vocab_size = json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
     environment = {} if capacity is None else {CACHE_VARIABLE: capacity}
     with running(command, port, environment=environment) as pid:
@@ -123,36 +129,29 @@ def table_of(looks: Sequence[Look], name: str) -> Table:
     start_bytes = looks[0].size_bytes
     rows: list[tuple[Cell, ...]] = []
     for look in looks:
-        beyond_bytes = look.size_bytes - start_bytes - KV_BYTES
-        is_kept = "yes" if beyond_bytes <= PROMISED_BYTES else "no"
+        is_kept = "yes" if look.size_bytes - start_bytes - KV_BYTES <= PROMISED_BYTES else "no"
         sizes = (round(size / 1e6) for size in (look.size_bytes, look.size_bytes - start_bytes))
         rows.append((look.num_requests, round(look.took_s), round(look.cpu_s), *sizes, is_kept))
     title = f"Resident memory under a mixed load, KV cache of {KV_BYTES // 10**6} MB, {name}"
-    return Table(
-        title, ("requests", "seconds", "CPU seconds", "MB", "more than at the start", "KV + 150 MB kept"), tuple(rows)
-    )
+    columns = ("requests", "seconds", "CPU seconds", "MB", "more than at the start", "KV + 150 MB kept")
+    return Table(title, columns, tuple(rows))
 
 
-def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.memory", description=__doc__)
-    parser.add_argument("--model", type=Path, default=DEMO_MODEL, help="default: the embedded model")
-    parser.add_argument("--requests", type=int, default=NUM_REQUESTS, metavar="COUNT")
-    parser.add_argument("--limit", type=float, default=LIMIT_S, metavar="SECONDS", help="of each run")
-    parser.add_argument("--compare", metavar="ENTRIES", help=f"a second run, with {CACHE_VARIABLE} of so many")
-    parser.add_argument("--json", type=Path, default=RESULTS_DIR / "memory.json")
-    arguments = parser.parse_args(argv)
+def _measure(arguments: argparse.Namespace) -> Found:
     own = os.environ.get(CACHE_VARIABLE)
     runs = {own: "as the server has it" if own is None else f"{CACHE_VARIABLE}={own}"}
     if arguments.compare is not None:
         runs[arguments.compare] = f"{CACHE_VARIABLE}={arguments.compare}"
-    tables = [
-        table_of(measure(arguments.model, arguments.requests, arguments.limit, capacity), name)
-        for capacity, name in runs.items()
-    ]
-    print_tables(tables)
-    write_result(arguments.json, "memory", command_line("python -m bench.memory", argv), tables)
-    return 0
+    asked = arguments.model, arguments.requests, arguments.limit
+    return Found([table_of(measure(*asked, capacity), name) for capacity, name in runs.items()])
 
+
+FLAGS = (
+    Flag("--model", DEMO_MODEL, "a Hugging Face directory", more={"type": Path}),
+    Flag("--requests", 36_000, "in all", 240),
+    Flag("--limit", 1800.0, "seconds of each run"),
+    Flag("--compare", None, f"a second run, with {CACHE_VARIABLE} of so many"),
+)
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_bench("memory", __doc__, _measure, FLAGS))

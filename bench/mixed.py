@@ -18,7 +18,6 @@ from pathlib import Path
 
 import numpy as np
 
-import bench.no_spin  # noqa: F401
 from bench.results import RESULTS_DIR, Table, command_line, print_tables, write_result
 from core.config import BLOCK_SIZE, INTER_TOKEN_TARGET, EngineConfig, parse_model_config
 from core.engine import Engine

@@ -13,8 +13,8 @@ from dataclasses import replace
 import msgspec
 
 from bench.client import ConnectionPool, Exchange, Recorder
-from bench.load_run import CannotRun, LoadConfig, LoadRun
-from bench.measures import Distribution, summarize
+from bench.load import CannotRun, LoadConfig, LoadRun
+from bench.results import Distribution, summarize
 
 STREAM_TOKENS = 2048  # of a stream that shall outlast the long prompt
 FIRST_EVENTS = 4  # of each stream, before the long prompt goes
@@ -48,11 +48,11 @@ async def stall_streams(config: LoadConfig, num_streams: int, num_long: int) -> 
     """
     run = LoadRun(config)
     prompts = await run.prompts()
-    long_prompt = (await LoadRun(_long(config, num_long)).prompts()).next()
+    long_prompt = next(await LoadRun(_long(config, num_long)).prompts())
     recorder = Recorder()
     streams_pool, long_pool = _pool(config, recorder), _pool(config, Recorder())
     streams = [Exchange(time.monotonic()) for _ in range(num_streams)]
-    requests = [run.request(prompts.next(), STREAM_TOKENS) for _ in streams]
+    requests = [run.request(next(prompts), STREAM_TOKENS) for _ in streams]
     tasks = [
         asyncio.create_task(streams_pool.perform(request, exchange))
         for request, exchange in zip(requests, streams, strict=True)
@@ -78,17 +78,17 @@ async def abandon_prefill(config: LoadConfig, num_long: int) -> Abandoned:
     """
     run = LoadRun(config)
     prompts = await run.prompts()
-    long_prompt = (await LoadRun(_long(config, num_long)).prompts()).next()
+    long_prompt = next(await LoadRun(_long(config, num_long)).prompts())
     pool, left_pool = _pool(config, Recorder()), _pool(config, Recorder())
     alone, after = Exchange(time.monotonic()), Exchange(0.0)
     tasks: list[asyncio.Task[object]] = []
     try:
-        await pool.perform(run.request(prompts.next(), 1), alone)
+        await pool.perform(run.request(next(prompts), 1), alone)
         tasks.append(asyncio.create_task(left_pool.perform(run.request(long_prompt, 1), Exchange(time.monotonic()))))
         await asyncio.sleep(LEAVE_AFTER_S)
         await left_pool.close()
         after.intended_s = time.monotonic()
-        await pool.perform(run.request(prompts.next(), 1), after)
+        await pool.perform(run.request(next(prompts), 1), after)
     finally:
         await _leave([pool, left_pool], tasks)
     return Abandoned(_ttft_s(alone), _ttft_s(after))

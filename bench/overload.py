@@ -1,63 +1,36 @@
 """Why latency explodes under load, and here does not: `python -m bench.overload`. Real server code, simulated time.
 
 Requests come open loop, at 0.2 to 3 times what the server can do, and each wants its first token within a deadline.
-Beside the server as it is stands one that takes everybody: no deadlines, no bound on its queue. The app, the lifecycle,
-admission, the engine's client, engine and scheduler are the server's own; the sockets are left out, and the steps of
-the model are as long as a cost model says. The same seed gives the same figures on any machine.
+Beside the server as it is stands one that takes everybody: no deadlines, no bound on its queue. All of the server is
+the real one; the network is in memory, and the steps of the model are as long as a cost model says
+(tests/server/simulated_server.py). The same seed gives the same figures on any machine.
 """
 
 import argparse
-import asyncio
-import itertools
 import json
 import logging
 import random
 import sys
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from bench.null_server import null_tokenizer
-from bench.results import RESULTS_DIR, Plot, Table, command_line, print_tables, write_result
-from bench.virtual_loop import VirtualTimeLoop
-from core.chat_template import ChatTemplate
-from core.config import INTER_TOKEN_TARGET
-from core.engine import Engine
+from bench.client import encode_request
+from bench.kit import Found, run_bench
+from bench.results import Cell, Plot, Table
 from core.plan import RunnerLimits
-from core.scheduler import Scheduler
-from core.simulation import CostModel, SimulatedClock, SimulatedRunner
-from core.types import Message, StepDelivery
-from core.wait_estimate import EngineRoom
-from server.api.models import ServedModel
-from server.api.surface import GenerationDefaults
-from server.app import App
-from server.app_state import Readiness
-from server.clock import Clock
+from core.simulation import CostModel, SimulatedRunner
 from server.config import ServerConfig
-from server.engine_client import EngineClient
-from server.gate.admission import Admission
 from server.gate.deadlines import ANY_TIME
-from server.gate.gate import Gate
-from server.gate.queue_limits import QueueLimits
-from server.ledger.idempotency import Idempotency
-from server.lifecycle import Lifecycle, PromptReader
-from server.observing.metrics import Metrics
-from server.wire.messages import Headers, HttpRequest, ResponseHead, TextFrame, TextWriter
-from server.wire.peer import Peer
-from server.wire.stream import HttpStream
-from server.wire.write_batch import WriteBatch
+from tests.server.fakes import PEER, MemoryTransport
+from tests.server.simulated_server import MODEL, SimulatedServer
 
-MODEL = "simulated"
 LOADS = (0.2, 0.4, 0.6, 0.8, 1.0, 1.25, 1.5, 2.0, 2.5, 3.0)
 LIMITS = RunnerLimits(
     num_blocks=2048, block_size=16, max_sequences=32, max_batch_tokens=256, max_model_len=2048, vocab_size=90
 )  # the first 90 ids are ASCII: each says something
-HEADERS = ((b"host", b"a"), (b"content-type", b"application/json"))
+UNBOUNDED = {"max_requests": 10**9, "max_queue_tokens": 10**12, "max_queue_bytes": 10**12, "deadlines": ANY_TIME}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,187 +58,89 @@ class Arrivals:
             at_s += rng.expovariate(requests_per_s)
         return times
 
-    def bodies(self, has_deadline: bool) -> "Bodies":
-        return Bodies(self, has_deadline)
+    def bodies(self, has_deadline: bool) -> Iterator[tuple[bytes, int]]:
+        """One after the other, without end: a body, and the tokens of its prompt."""
+        rng = random.Random(self.seed + 1)
+        deadlines = {"ttft_ms": self.ttft_deadline_s * 1e3} if has_deadline else {}
+        while True:
+            prompt = rng.choices(range(LIMITS.vocab_size), k=rng.randint(*self.prompt))
+            body = {"model": MODEL, "prompt": prompt, "max_tokens": rng.randint(*self.output), "seed": 1}
+            body |= {"ignore_eos": True, "stream": True, "deadlines": deadlines}
+            yield json.dumps(body).encode(), len(prompt)
 
 
-class Bodies:
-    """The requests' bodies, one after the other, without end."""
-
-    def __init__(self, arrivals: Arrivals, has_deadline: bool) -> None:
-        self._arrivals = arrivals
-        self._random = random.Random(arrivals.seed + 1)
-        self._deadlines = {"ttft_ms": arrivals.ttft_deadline_s * 1e3} if has_deadline else {}
-
-    def next(self) -> tuple[bytes, int]:
-        """A body, and the tokens of its prompt."""
-        rng, arrivals = self._random, self._arrivals
-        num_prompt_tokens = rng.randint(*arrivals.prompt)
-        body = {
-            "model": MODEL,
-            "prompt": rng.choices(range(LIMITS.vocab_size), k=num_prompt_tokens),
-            "max_tokens": rng.randint(*arrivals.output),
-            "seed": 1,
-            "ignore_eos": True,
-            "stream": True,
-            "deadlines": self._deadlines,
-        }
-        return json.dumps(body).encode(), num_prompt_tokens
-
-
-class Client:
-    """One request's client, in place of a connection. Implements server.stream.StreamCarrier.
+class Client(MemoryTransport):
+    """One request's connection; it notes when what comes.
 
     Attributes:
         first_text_s: when the first text came, from its request; None: none did.
         end_s: when the answer had ended, likewise.
     """
 
-    def __init__(self, num_prompt_tokens: int, clock: Callable[[], float]) -> None:
+    def __init__(self, server: SimulatedServer, body: bytes, num_prompt_tokens: int) -> None:
+        connection = server.network.listener.admit(PEER)
+        assert connection is not None, "the connection was refused"
+        super().__init__(server.loop, connection)
         self.num_prompt_tokens = num_prompt_tokens
         self.status = 0
         self.first_text_s: float | None = None
         self.end_s: float | None = None
-        self.has_error = False
-        self._clock = clock
-        self._began_s = clock()
+        self._clock, self._began_s = server.loop.time, server.loop.time()
+        headers = {"content-type": "application/json", "connection": "close"}
+        self.feed(encode_request("POST", "/v1/completions", "a", headers, body))
 
-    @property
-    def peer(self) -> Peer:
-        return Peer()
-
-    def start_body(self, stream: HttpStream) -> None:
-        """It is there already."""
-
-    def write_head(self, stream: HttpStream, head: ResponseHead) -> None:
-        self.status = head.status
-
-    def write_data(self, stream: HttpStream, data: bytes) -> None:
-        self.has_error |= data.startswith(b'data: {"error"')
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        now_s, data = self._clock() - self._began_s, bytes(data)
+        if not self.status:
+            self.status = int(data[9:12])
         if self.first_text_s is None and b'"text":' in data:
-            self.first_text_s = self._clock() - self._began_s
+            self.first_text_s = now_s
+        super().write(data)
 
-    def text_writer(self, stream: HttpStream, frame: TextFrame) -> TextWriter:
-        return partial(stream.send_text, frame)
-
-    def write_end(self, stream: HttpStream, trailers: Headers) -> None:
+    def close(self) -> None:
+        """The server has told all."""
         self.end_s = self._clock() - self._began_s
-
-    def call_once_written(self, stream: HttpStream, callback: Callable[[float], None]) -> None:
-        callback(self._clock())
+        super().close()
 
     @property
     def is_whole(self) -> bool:
-        return self.status == 200 and self.end_s is not None and not self.has_error
-
-
-class LoopClock(SimulatedClock):
-    """The loop's time. To let it pass is to let the loop run."""
-
-    def __init__(self, loop: VirtualTimeLoop) -> None:
-        self._loop = loop
-
-    def __call__(self) -> float:
-        return self._loop.time()
-
-    def advance(self, seconds: float) -> None:
-        self._loop.advance(seconds)
-
-
-class Server:
-    """The server on a virtual loop, and its engine.
-
-    Args:
-        admits_all: it has no deadlines and no bounds.
-    """
-
-    def __init__(self, cost: CostModel, admits_all: bool) -> None:
-        self.loop = VirtualTimeLoop()
-        time = LoopClock(self.loop)
-        self._inbox: deque[Message] = deque()
-        scheduler = Scheduler(LIMITS, (), lambda: 0)
-        self._engine = Engine(scheduler, SimulatedRunner(LIMITS, cost, time), time, self._inbox, self._deliver)
-        tokenizer = null_tokenizer()
-        config, clock, metrics = ServerConfig(), Clock(time, time), Metrics()
-        self._client = EngineClient(
-            self._inbox.append,
-            tokenizer.table,
-            tokenizer.full_table,
-            WriteBatch(self.loop),
-            self.loop.call_soon,
-            time,
-            lambda: None,
-            metrics.inter_token,
-        )
-        numbers = itertools.count(1)
-        self._app = App(Readiness(is_ready=True), Gate(config, clock), metrics, clock, lambda: f"r{next(numbers)}")
-        card = ServedModel(id=MODEL, created_s=0, max_model_len=LIMITS.max_model_len)
-        template = ChatTemplate({"default": ""}, {}, LIMITS.max_model_len)
-        room = EngineRoom(
-            LIMITS.max_sequences,
-            LIMITS.max_batch_tokens,
-            LIMITS.num_blocks * LIMITS.block_size,
-            INTER_TOKEN_TARGET,
-        )
-        unbounded = QueueLimits(max_requests=10**9, max_tokens=10**12, max_bytes=10**12)
-        self._app.state.lifecycle = Lifecycle(
-            reader=PromptReader((card,), tokenizer, template, LIMITS.max_model_len, clock.unix),
-            defaults=GenerationDefaults(vocab_size=LIMITS.vocab_size),
-            backend=self._client,
-            clock=clock,
-            offload=_inline,
-            metrics=metrics,
-            max_body_bytes=config.max_body_bytes,
-            admission=Admission(
-                unbounded if admits_all else config.queue_limits, room, lambda: self._client.stats, time
-            ),
-            max_sequences=LIMITS.max_sequences,
-            deadlines=ANY_TIME if admits_all else config.deadlines,
-            idempotency=Idempotency(time),
-        )
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def send(self, body: bytes, num_prompt_tokens: int) -> Client:
-        client = Client(num_prompt_tokens, self.loop.time)
-        stream = HttpStream(HttpRequest(1, "POST", "/v1/completions", "", HEADERS, True), client)
-        stream.receive_body(body)
-        stream.complete_body()
-        task = self.loop.create_task(self._app.handle(stream))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return client
-
-    def run(self) -> None:
-        """Until nobody comes and nobody is served any more."""
-        self.loop.settle()
-        while True:
-            if self._engine.step():
-                self.loop.settle()
-                continue
-            if not self._inbox:
-                when = self.loop.next_timer()
-                if when is None:
-                    return
-                self.loop.advance(when - self.loop.time())
-
-    def _deliver(self, delivery: StepDelivery) -> None:
-        self.loop.call_soon(self._client.deliver, delivery)
-
-
-async def _inline(work: Callable[[], Any]) -> Any:
-    return work()
+        return self.status == 200 and b"data: [DONE]" in self.received and b'data: {"error"' not in self.received
 
 
 def run_load(arrivals: Arrivals, cost: CostModel, times_s: Sequence[float], admits_all: bool) -> list[Client]:
     """What became of each request."""
-    server, bodies = Server(cost, admits_all), arrivals.bodies(not admits_all)
-    clients: list[Client] = []
+    config = ServerConfig()
+    bounds = {
+        "max_requests": config.max_queue,
+        "max_queue_tokens": config.max_queue_tokens,
+        "max_queue_bytes": config.max_queue_bytes,
+        "deadlines": config.deadlines,
+    }
+    options = UNBOUNDED if admits_all else bounds
+    server = SimulatedServer(limits=LIMITS, cost=cost, runner=SimulatedRunner, **options)  # type: ignore[arg-type]
+    bodies, clients = arrivals.bodies(not admits_all), list[Client]()
+
+    def send() -> None:
+        clients.append(Client(server, *next(bodies)))
+
     for at_s in times_s:
-        server.loop.call_at(at_s, lambda: clients.append(server.send(*bodies.next())))
-    server.run()
-    server.loop.close()
-    assert len(clients) == len(times_s)
+        server.loop.call_at(at_s, send)
+    server.run_until(_all_ended(clients, len(times_s)))
+    server.close()
     return clients
+
+
+def _all_ended(clients: Sequence[Client], num_awaited: int) -> Callable[[], bool]:
+    """Looks at each client until it has ended, and not again."""
+    num_ended = 0
+
+    def is_over() -> bool:
+        nonlocal num_ended
+        while num_ended < len(clients) and clients[num_ended].end_s is not None:
+            num_ended += 1
+        return num_ended == num_awaited
+
+    return is_over
 
 
 def capacity(arrivals: Arrivals, cost: CostModel) -> float:
@@ -278,7 +153,7 @@ def capacity(arrivals: Arrivals, cost: CostModel) -> float:
 
 def measure(arrivals: Arrivals, cost: CostModel, loads: Sequence[float]) -> list[Table]:
     requests_per_s = capacity(arrivals, cost)
-    rows: list[tuple[str | float | None, ...]] = []
+    rows: list[tuple[Cell, ...]] = []
     for name, admits_all in (("steploop", False), ("everybody is taken", True)):
         figures = []
         for load in loads:
@@ -287,23 +162,13 @@ def measure(arrivals: Arrivals, cost: CostModel, loads: Sequence[float]) -> list
         best = max(goodput for _, goodput, *_ in figures)
         for load, (num_requests, goodput, *others) in zip(loads, figures, strict=True):
             rows.append((name, load, num_requests, goodput, 100 * goodput / best, *others))
-    columns = (
-        "server",
-        "load / capacity",
-        "requests",
-        "goodput requests/s",
-        "% of its best",
-        "admitted %",
-        "their prompts' mean tokens",
-        "late %",
-        "TTFT p50 s",
-        "TTFT p99 s",
-    )
+    columns = ("server", "load / capacity", "requests", "goodput requests/s", "% of its best", "admitted %")
+    more = ("their prompts' mean tokens", "late %", "TTFT p50 s", "TTFT p99 s")
     deadline = f"{arrivals.ttft_deadline_s:g} s"
     return [
         Table(
             f"Goodput: first token within {deadline}, and then all of it",
-            columns,
+            (*columns, *more),
             tuple(rows),
             Plot("load / capacity", "goodput requests/s", "server"),
             f"Requests come in bursts: what of one cannot have its first token within {deadline} is refused, and the"
@@ -340,28 +205,12 @@ def _figures(clients: Sequence[Client], arrivals: Arrivals) -> tuple[float, ...]
     )
 
 
-QUICK = Arrivals(duration_s=30.0, num_to_fill=80)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, show, write. Returns the exit code."""
-    argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(prog="python -m bench.overload", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="see that it works; writes nothing unless --json")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="default: bench/results/overload.json")
-    arguments = parser.parse_args(argv)
-    arrivals, loads = (QUICK, (0.5, 3.0)) if arguments.quick else (Arrivals(), LOADS)
+def _measure(arguments: argparse.Namespace) -> Found:
     logging.getLogger("server").setLevel(logging.WARNING)  # a line for each request is not wanted here
-    cost = CostModel()
-    tables = measure(arrivals, cost, loads)
-    print_tables(tables)
-    path = arguments.json or (None if arguments.quick else RESULTS_DIR / "overload.json")
-    if path is not None:
-        shown = {"cost": asdict(cost), "arrivals": asdict(arrivals)}
-        write_result(path, "overload", command_line("python -m bench.overload", argv), tables, shown)
-        print(f"written: {path}")
-    return 0
+    cost, arrivals = CostModel(), Arrivals(duration_s=30.0, num_to_fill=80) if arguments.quick else Arrivals()
+    tables = measure(arrivals, cost, (0.5, 3.0) if arguments.quick else LOADS)
+    return Found(tables, {"cost": asdict(cost), "arrivals": asdict(arrivals)})
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_bench("overload", __doc__, _measure))

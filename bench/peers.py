@@ -20,13 +20,12 @@ from typing import IO, TypeVar
 
 import msgspec
 
-import bench.no_spin  # noqa: F401
+from bench.kit import DidNotStart, free_port, running
 from bench.limits import Limits, limit_tables, measure_limits
-from bench.load_run import CannotRun, LoadConfig, LoadResult, run_load, run_on_fast_loop
+from bench.load import CannotRun, LoadConfig, LoadResult, run_load, run_on_fast_loop
 from bench.mixed_load import Abandoned, Stalled, abandon_prefill, stall_streams
 from bench.peer_servers import SERVERS, Missing, PeerServer, find_server
 from bench.results import RESULTS_DIR, Plot, Table, command_line, print_tables, write_result
-from bench.server_process import DidNotStart, free_port, running
 from bench.work import ModelWork, Speed, serving_limit_tokens_per_s, work_of
 from core.errors import StartupError
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import bench.no_spin  # noqa: F401
 from bench.results import RESULTS_DIR, Table, command_line, print_tables, write_result
 from core.config import BLOCK_SIZE, EngineConfig, parse_model_config
 from core.engine import Engine
@@ -26,7 +25,7 @@ from core.types import EngineStats, Message, Request, SamplingParams, StepDelive
 from gpu.checkpoint import open_checkpoint
 from gpu.device import DTYPES, choose_device
 from gpu.kv_cache import bytes_per_token
-from gpu.kv_offload import KVOffload
+from gpu.kv_store import KVOffload
 from gpu.loading import load_runner
 from gpu.runner import ModelRunner
 

@@ -1,4 +1,4 @@
-"""Result files: what was measured, with which command, on which machine. Every bench writes this one form.
+"""Figures, tables and result files: what was measured, with which command, on which machine. One form for all benches.
 
 Tables are columns and rows as they are shown; a table that has a Plot can be drawn by bench/report.py without knowing
 the bench that made it.
@@ -15,30 +15,51 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from server.commands.console import new_console
 
 RESULTS_DIR = Path(__file__).parent / "results"
 
 PACKAGES = (
-    "fastapi",
-    "h11",
-    "httptools",
-    "msgspec",
-    "numpy",
-    "pydantic",
-    "tokenizers",
-    "torch",
-    "transformers",
-    "uvicorn",
+    *("fastapi", "h11", "httptools", "msgspec", "numpy", "pydantic", "tokenizers", "torch", "transformers", "uvicorn"),
     "uvloop",
 )
-
 PLAIN_WIDTH = 140  # columns, where there is no terminal to ask
-
 _SECRET_FLAGS = ("--api-key",)
 
 Cell = str | int | float | None
+
+
+def percentile(values: Sequence[float] | npt.NDArray[np.float64], q: float) -> float | None:
+    """The value below which q percent of the values lie, linear between neighbours; None of no values.
+
+    Args:
+        q: in [0, 100].
+    Source: Hyndman and Fan (1996), definition 7.
+    """
+    return None if len(values) == 0 else float(np.percentile(np.asarray(values, dtype=np.float64), q))
+
+
+class Distribution(msgspec.Struct, frozen=True):
+    """What is left of many samples; the unit is the samples'. None: there were none."""
+
+    count: int
+    mean: float | None
+    p50: float | None
+    p95: float | None
+    p99: float | None
+    max: float | None
+
+
+def summarize(values: Sequence[float]) -> Distribution:
+    """The figures of these samples."""
+    if not values:
+        return Distribution(0, None, None, None, None, None)
+    samples = np.asarray(values, dtype=np.float64)
+    p50, p95, p99 = (percentile(samples, q) for q in (50, 95, 99))
+    return Distribution(len(samples), float(samples.mean()), p50, p95, p99, float(samples.max()))
 
 
 class Plot(msgspec.Struct, frozen=True):

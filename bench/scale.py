@@ -21,7 +21,8 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.results import RESULTS_DIR, Cell, Table, command_line, print_tables, read_result, write_result
+from bench.kit import Flag, Found, run_bench
+from bench.results import Cell, Table, read_result
 from core.plan import RunnerLimits, StepOutput, StepPlan
 from core.scheduler import Scheduler
 from core.simulation import RequestTrace, RooflineCost, SimulatedClock, Simulation, StepCost
@@ -262,26 +263,18 @@ def compare(path: Path) -> Table:
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Simulate, show, write. Returns the exit code."""
-    argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.scale", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="see that it works; writes nothing unless --json")
-    parser.add_argument("--against", type=Path, metavar="FILE", help="a result of bench.engine to compare steps with")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="default: bench/results/scale.json")
-    arguments = parser.parse_args(argv)
+def _measure(arguments: argparse.Namespace) -> Found:
     load = QUICK if arguments.quick else Load()
     tables = [] if arguments.against is None else [compare(arguments.against)]
     tables += measure_rush(load) + measure_day(load)
-    print_tables(tables)
-    path = arguments.json or (None if arguments.quick else RESULTS_DIR / "scale.json")
-    if path is not None:
-        shown = {"cost": asdict(RooflineCost()), "load": asdict(load)}
-        write_result(path, "scale", command_line("python -m bench.scale", argv), tables, shown)
-        print(f"written: {path}")
-    return 0
+    return Found(tables, {"cost": asdict(RooflineCost()), "load": asdict(load)})
+
+
+FLAGS = (Flag("--against", None, "a result of bench.engine to compare steps with", more={"type": Path}),)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run_bench("scale", __doc__, _measure, FLAGS, argv)
 
 
 if __name__ == "__main__":

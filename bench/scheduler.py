@@ -5,18 +5,17 @@ by the length of their prompts; and what a queue costs, by the number of tenants
 thread: others' work hardly counts.
 """
 
-import argparse
 import statistics
 import sys
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
-from bench.results import RESULTS_DIR, Plot, Table, command_line, print_tables, write_result
+from bench.kit import Found, run_bench
+from bench.results import Plot, Table
 from core.plan import RunnerLimits, StepOutput, StepPlan
 from core.scheduler import Scheduler
 from core.types import Request, SamplingParams
@@ -175,19 +174,9 @@ def measure_all(cases: Cases) -> list[Table]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, show, write. Returns the exit code."""
-    argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(prog="python -m bench.scheduler", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="see that it works; writes nothing unless --json")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="default: bench/results/scheduler.json")
-    arguments = parser.parse_args(argv)
-    tables = measure_all(QUICK if arguments.quick else Cases())
-    print_tables(tables)
-    path = arguments.json or (None if arguments.quick else RESULTS_DIR / "scheduler.json")
-    if path is not None:
-        write_result(path, "scheduler", command_line("python -m bench.scheduler", argv), tables, {}, {})
-        print(f"written: {path}")
-    return 0
+    return run_bench(
+        "scheduler", __doc__, lambda arguments: Found(measure_all(QUICK if arguments.quick else Cases())), argv=argv
+    )
 
 
 if __name__ == "__main__":

@@ -15,14 +15,11 @@ import threading
 import time
 import timeit
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
-from bench.measures import percentile
-from bench.peer import MODEL
-from bench.results import RESULTS_DIR, Cell, Table, command_line, print_tables, write_result
-from bench.server_process import free_port, running
-from server.backend import LoopWork
-from server.engine_client import SLICE_ROWS
+from bench.client import encode_request
+from bench.kit import MODEL, Flag, Found, free_port, null_server_command, run_bench, running
+from bench.results import Cell, Table, percentile
+from server.engine_client import SLICE_ROWS, LoopWork
 
 STEP_RATE = 200.0  # of the null model, per second
 NUM_TOKENS = 50
@@ -36,25 +33,20 @@ NUM_STAMPS = 200_000
 def post(port: int, max_tokens: int, is_stream: bool) -> socket.socket:
     """A connection on which a generation has been asked for."""
     fields = {"model": MODEL, "prompt": "a" * 200, "max_tokens": max_tokens, "stream": is_stream, "ignore_eos": True}
+    headers = {"connection": "close", "content-type": "application/json"}
     body = json.dumps(fields | {"timings": True}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: a\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+    return _ask(port, encode_request("POST", "/v1/completions", "a", headers, body))
+
+
+def _ask(port: int, request: bytes) -> socket.socket:
     connection = socket.create_connection(("127.0.0.1", port))
-    connection.sendall(head.encode() + body)
+    connection.sendall(request)
     return connection
 
 
 def read_all(connection: socket.socket) -> bytes:
-    received = bytearray()
-    while data := connection.recv(65_536):
-        received += data
-    connection.close()
-    return bytes(received)
-
-
-def get(port: int, path: str) -> bytes:
-    with socket.create_connection(("127.0.0.1", port)) as connection:
-        connection.sendall(f"GET {path} HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n".encode())
-        return read_all(connection)
+    with connection:
+        return b"".join(iter(lambda: connection.recv(65_536), b""))
 
 
 def compare_clocks(port: int, num_requests: int, is_stream: bool) -> list[tuple[float, float]]:
@@ -79,7 +71,7 @@ def scrape_under_load(port: int) -> list[float]:
     found = []
     for _ in range(NUM_SCRAPES):
         time.sleep(SCRAPE_PAUSE_S)
-        page = get(port, "/metrics").decode()
+        page = read_all(_ask(port, encode_request("GET", "/metrics", "a", {"connection": "close"}))).decode()
         (line,) = [line for line in page.splitlines() if line.startswith("steploop_scrape_seconds{")]
         found.append(float(line.rpartition(" ")[2]) * 1e3)
     for one in streams:
@@ -92,9 +84,8 @@ def scrape_under_load(port: int) -> list[float]:
 
 def _drain(connection: socket.socket) -> None:
     """To the end, whoever makes it."""
-    with connection, contextlib.suppress(ConnectionResetError):
-        while connection.recv(65_536):
-            pass
+    with contextlib.suppress(ConnectionResetError):
+        read_all(connection)
 
 
 def stamps_us() -> dict[int, float]:
@@ -113,44 +104,33 @@ def _least_s(work: Callable[[], None]) -> float:
     return min(timeit.repeat(work, number=NUM_STAMPS, repeat=5)) / NUM_STAMPS
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(prog="python -m bench.timing", description=__doc__)
-    parser.add_argument("--requests", type=int, default=100, help="of each kind (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", default=RESULTS_DIR / "timing.json")
-    arguments = parser.parse_args(argv)
+def _measure(arguments: argparse.Namespace) -> Found:
     port = free_port()
-    command = [sys.executable, "-m", "bench.null_server", "--port", str(port), "--step-rate", str(STEP_RATE)]
-    with running(command, port):
+    with running(null_server_command(port, "--step-rate", str(STEP_RATE)), port):
         pairs = {kind: compare_clocks(port, arguments.requests, kind == "streamed") for kind in ("streamed", "whole")}
         scrapes = scrape_under_load(port)
     columns = ("kind", "client ms p50", "server ms p50", "unexplained ms p50", "p99", "server more, ms at most")
     rows = tuple(_compared(kind, found) for kind, found in pairs.items())
-    tables = [
-        Table(f"A request of {NUM_TOKENS} tokens by the client's clock and by its own", columns, rows),
-        Table(
-            f"A scrape while {NUM_STREAMS} streams run, ms of the event loop",
-            ("pages", "p50", "p99", "most"),
-            ((len(scrapes), percentile(scrapes, 50), percentile(scrapes, 99), max(scrapes)),),
-        ),
-        Table("Stamps of the clock", ("rows of a slice", "us per token"), tuple(stamps_us().items())),
-    ]
-    print_tables(tables)
-    write_result(arguments.json, "timing", command_line("python -m bench.timing", argv), tables, {}, {})
-    return 0
+    figures = (len(scrapes), percentile(scrapes, 50), percentile(scrapes, 99), max(scrapes))
+    scraped = f"A scrape while {NUM_STREAMS} streams run, ms of the event loop"
+    return Found(
+        [
+            Table(f"A request of {NUM_TOKENS} tokens by the client's clock and by its own", columns, rows),
+            Table(scraped, ("pages", "p50", "p99", "most"), (figures,)),
+            Table("Stamps of the clock", ("rows of a slice", "us per token"), tuple(stamps_us().items())),
+        ]
+    )
 
 
 def _compared(kind: str, pairs: Sequence[tuple[float, float]]) -> tuple[Cell, ...]:
     gaps = [client - server for client, server in pairs]
     clients, servers = zip(*pairs, strict=True)
-    return (
-        kind,
-        percentile(clients, 50),
-        percentile(servers, 50),
-        percentile(gaps, 50),
-        percentile(gaps, 99),
-        max(0.0, -min(gaps)),
-    )
+    medians = (percentile(values, 50) for values in (clients, servers, gaps))
+    return (kind, *medians, percentile(gaps, 99), max(0.0, -min(gaps)))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run_bench("timing", __doc__, _measure, (Flag("--requests", 100, "of each kind", 5),), argv)
 
 
 if __name__ == "__main__":

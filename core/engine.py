@@ -20,8 +20,8 @@ from core.inspection import BooksDoNotBalance, check_conservation, snapshot_of
 from core.plan import BlockStore, DeviceError, Runner, StepOutput, StepPlan
 from core.scheduler import Scheduler
 from core.sent_steps import SentSteps
-from core.snapshot import NO_STORE
 from core.types import (
+    NO_STORE,
     Cancel,
     ClearCache,
     FinishReason,
@@ -208,7 +208,7 @@ class Engine:
 
     def _check_books(self) -> None:
         try:
-            check_conservation(self._scheduler.view())
+            check_conservation(self._scheduler)
         except BooksDoNotBalance as error:
             logger.critical("the engine is idle and its books do not balance, a fault in this program: %s", error)
             self._break(_ENGINE_FAULT, error)
@@ -226,7 +226,7 @@ class Engine:
             counts = {"num_undeleted_blocks": store.num_undeleted, "num_unwritten_blocks": store.num_unwritten}
             delivery = msgspec.structs.replace(delivery, stats=msgspec.structs.replace(delivery.stats, **counts))
         if self._inspect is not None:
-            snapshot = snapshot_of(self._scheduler.view(), self._inspect.serial, self._clock(), store)
+            snapshot = snapshot_of(self._scheduler, self._inspect.serial, self._clock(), store)
             delivery = msgspec.structs.replace(delivery, snapshot=snapshot)
             self._inspect = None
         self._deliver(delivery)
@@ -243,7 +243,7 @@ class Engine:
                 case Resume(request_id):
                     self._scheduler.resume(request_id)
                 case ClearCache():
-                    self._scheduler.cache.clear()
+                    self._scheduler.pool.clear()
                     self._drop_forgotten(is_asked=True)
                 case Inspect() as inspect:
                     self._inspect = inspect

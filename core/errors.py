@@ -1,4 +1,4 @@
-"""The errors a request can end with, as kinds; which HTTP status a kind becomes is server/api/envelope.py's to say.
+"""The errors a request can end with, as kinds; which HTTP status a kind becomes is server/api/replies.py's to say.
 
 Any thread.
 """

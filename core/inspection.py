@@ -3,14 +3,13 @@
 Thread: engine, between two calls of the scheduler. Nothing here changes anything.
 """
 
-from collections.abc import Iterable, Mapping
-from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from collections.abc import Iterable
 
-from core.fairness import Tenant
-from core.prefix_cache import PrefixCache
-from core.sequence import NO_SLOT, Sequence, SequenceGroup, SequenceState
-from core.snapshot import (
+from core.scheduler import Scheduler
+from core.sequence import NO_SLOT, Sequence, SequenceGroup, SequenceState, Tenant
+from core.sequence_states import SequenceStates
+from core.step_cost import StepCostModel
+from core.types import (
     NO_STORE,
     BlockCounts,
     EngineSnapshot,
@@ -21,93 +20,73 @@ from core.snapshot import (
     TenantCounters,
     WaitingLine,
 )
-from core.step_cost import StepCostModel, StepWork
 
 
 class BooksDoNotBalance(Exception):
     """Something is held that nobody has, or had that nobody holds: a fault of ours, and no answer can be trusted."""
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulerView:
-    """The scheduler's own structures, live.
-
-    Args:
-        running: all that hold blocks.
-        occupants: who has each slot.
-    """
-
-    groups: Mapping[str, SequenceGroup]
-    running: Iterable[Sequence]
-    num_waiting: int
-    num_paused: int
-    occupants: Seq[Sequence | None]
-    free_slots: Seq[int]
-    cache: PrefixCache
-    block_size: int
-    last_work: StepWork
-    last_step_s: float
-    step_cost: StepCostModel
-    tenants: Seq[Tenant]
-
-
-def snapshot_of(view: SchedulerView, serial: int, now: float, store: StoreState = NO_STORE) -> EngineSnapshot:
+def snapshot_of(scheduler: Scheduler, serial: int, now: float, store: StoreState = NO_STORE) -> EngineSnapshot:
     """
     Args:
         now: monotonic seconds, as requests' arrivals.
     """
     return EngineSnapshot(
         serial=serial,
-        queues=_queues(view, now),
-        running=tuple(map(_live, view.running)),
-        last_step=_last_step(view),
-        blocks=_blocks(view),
-        step_cost=_fit(view.step_cost),
-        tenants=tuple(map(_counters, view.tenants)),
+        queues=_queues(scheduler.states, now),
+        running=tuple(map(_live, scheduler.states.running)),
+        last_step=_last_step(scheduler),
+        blocks=_blocks(scheduler),
+        step_cost=_fit(scheduler.step_cost),
+        tenants=tuple(map(_counters, scheduler.shares.tenants())),
         store=store,
     )
 
 
-def check_conservation(view: SchedulerView) -> None:
+def check_conservation(scheduler: Scheduler) -> None:
     """Every block, slot and sequence is in one place. O(live sequences and the blocks that they hold).
 
     Raises:
         BooksDoNotBalance: it says what is wrong.
     """
-    running, pool = list(view.running), view.cache.pool
-    held = {block for sequence in running for block in sequence.table.blocks}
-    live = [s for group in view.groups.values() for s in group.sequences if s.state is not SequenceState.FINISHED]
-    occupied = [sequence for sequence in view.occupants if sequence is not None]
+    states, pool = scheduler.states, scheduler.pool
+    held = {block for sequence in states.running for block in sequence.table.blocks}
+    live = [s for group in states.groups.values() for s in group.sequences if s.state is not SequenceState.FINISHED]
+    num_occupied = sum(sequence is not None for sequence in states.occupants)
+    num_tenants_have = sum(tenant.num_live for tenant in scheduler.shares.tenants())
     claims = {
         "blocks that are used, and held by sequences": (pool.num_used, len(held)),
         "blocks that are published, and kept or held": (
-            len(view.cache),
-            pool.num_kept + view.cache.num_published(held),
+            pool.num_published,
+            pool.num_kept + sum(map(pool.is_published, held)),
         ),
-        "sequences that run, of all that live": (len(running), sum(s.state is SequenceState.RUNNING for s in live)),
-        "slots in all, and taken or free": (len(view.occupants), len(occupied) + len(view.free_slots)),
-        "slots that are taken, and had": (len(occupied), sum(s.slot != NO_SLOT for s in live)),
-        "sequences in the queue, of all that live": (view.num_waiting, len(list(_waiting(view)))),
-        "requests that are paused": (view.num_paused, sum(group.is_paused for group in view.groups.values())),
-        "requests that tenants have": (len(view.groups), sum(tenant.num_live for tenant in view.tenants)),
+        "sequences that run, of all that live": (
+            len(states.running),
+            sum(s.state is SequenceState.RUNNING for s in live),
+        ),
+        "slots in all, and taken or free": (len(states.occupants), num_occupied + len(states.free_slots)),
+        "slots that are taken, and had": (num_occupied, sum(s.slot != NO_SLOT for s in live)),
+        "sequences in the queue, of all that live": (len(states.waiting), len(list(_waiting(states)))),
+        "requests that are paused": (states.num_paused, sum(group.is_paused for group in states.groups.values())),
+        "requests that tenants have": (len(states.groups), num_tenants_have),
     }
     wrong = [f"{claim}: {one} and {other}" for claim, (one, other) in claims.items() if one != other]
     if wrong:
         raise BooksDoNotBalance("; ".join(wrong))
 
 
-def _waiting(view: SchedulerView) -> Iterable[tuple[SequenceGroup, Sequence]]:
+def _waiting(states: SequenceStates) -> Iterable[tuple[SequenceGroup, Sequence]]:
     """Those in the queue, with their requests."""
-    for group in view.groups.values():
+    for group in states.groups.values():
         if not group.is_paused:
             for sequence in group.sequences:
                 if sequence.state is SequenceState.WAITING and sequence.index not in group.unforked:
                     yield group, sequence
 
 
-def _queues(view: SchedulerView, now: float) -> tuple[WaitingLine, ...]:
+def _queues(states: SequenceStates, now: float) -> tuple[WaitingLine, ...]:
     lines: dict[tuple[int, str], list[tuple[SequenceGroup, Sequence]]] = {}
-    for group, sequence in _waiting(view):
+    for group, sequence in _waiting(states):
         lines.setdefault((-sequence.priority, sequence.tenant.name), []).append((group, sequence))
     return tuple(
         WaitingLine(
@@ -135,23 +114,23 @@ def _live(sequence: Sequence) -> LiveSequence:
     )
 
 
-def _last_step(view: SchedulerView) -> StepComposition:
-    work = view.last_work
+def _last_step(scheduler: Scheduler) -> StepComposition:
+    work, step_cost = scheduler.last_work, scheduler.step_cost
     return StepComposition(
         num_prompt_tokens=work.prompt_tokens,
         num_prompt_kv_tokens=round(work.prompt_kv),
         num_decoded_tokens=work.own_tokens,
         num_decoded_kv_tokens=work.own_kv,
-        predicted_s=view.step_cost.predict(work) if view.step_cost.is_ready else None,
-        measured_s=view.last_step_s,
+        predicted_s=step_cost.predict(work) if step_cost.is_ready else None,
+        measured_s=scheduler.stats().step_s,
     )
 
 
-def _blocks(view: SchedulerView) -> BlockCounts:
-    pool = view.cache.pool
-    held = {block for sequence in view.running for block in sequence.table.blocks}
+def _blocks(scheduler: Scheduler) -> BlockCounts:
+    pool = scheduler.pool
+    held = {block for sequence in scheduler.states.running for block in sequence.table.blocks}
     return BlockCounts(
-        num_tokens_each=view.block_size,
+        num_tokens_each=scheduler.limits.block_size,
         num_all=pool.num_blocks,
         num_held=pool.num_used,
         num_shared=sum(map(pool.is_shared, held)),

@@ -1,29 +1,57 @@
 """Decides what each step computes, and what its result means. Thread: engine. No I/O; time and seeds are arguments.
 
-A step lets sequences catch up on their tokens. Every submitted request ends with exactly one terminal TokenChunk, from
-the last of its sequences. What is decided where: planner.py, what a step computes; step_results.py, what came of it;
-sequence_states.py, what becomes of sequences meanwhile.
+A step lets sequences catch up on their tokens. plan() takes running decodes first, then, as far as the inter-token
+target allows, prompts: those that run and those that wait, in one order. Who has to give way for it does: the paused,
+then those whom the queue's head outranks, then the least. apply() takes in what came of it: tokens, forks, ends, rows
+that are lost, what it cost. Every submitted request ends with exactly one terminal TokenChunk, from the last of its
+sequences (sequence_states.py).
 """
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
 
-from core.charges import Charges
 from core.config import INTER_TOKEN_TARGET
-from core.fairness import TenantShares
-from core.in_flight import InFlight
-from core.inspection import SchedulerView
-from core.intake import Intake
-from core.outbox import Outbox
-from core.plan import BlockCopies, BlockLabel, RunnerLimits, StepOutput, StepPlan
-from core.plan_builder import restart_rows
-from core.planner import Planner
-from core.sequence import SequenceGroup, SequenceState
-from core.sequence_blocks import SequenceBlocks
+from core.kv_cache import BlockCopies, BlockLabel, num_blocks_for
+from core.plan import Flight, PlanBuilder, RunnerLimits, StepOutput, StepPlan, restart_rows, rows_misled
+from core.queue import Burst, Rank, aged_class, enough_of, outranked, rank, victim_order
+from core.sequence import ALL_SCORED, Sequence, SequenceGroup, SequenceState
 from core.sequence_states import SequenceStates
-from core.step_cost import StepCostModel
-from core.step_results import StepResults
-from core.types import EngineStats, FinishReason, Request, StepDelivery, TokenChunk, Usage
+from core.step_cost import PrefillAllowance, StepCostModel, StepWork, allow_prefill
+from core.types import (
+    Admitted,
+    EngineStats,
+    FinishReason,
+    Prefilled,
+    Prefilling,
+    Request,
+    StepDelivery,
+    TokenChunk,
+    TokenLogprobs,
+    Usage,
+)
+
+_NUM_COMPUTED_TOKENS: Callable[[Sequence], int] = attrgetter("num_computed_tokens")
+
+
+@dataclass
+class _Counts:
+    """Since the start, as EngineStats has them."""
+
+    num_steps: int = 0
+    num_rows: int = 0
+    num_prefill_rows: int = 0
+    num_prompt_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_preemptions: int = 0
+    num_cache_queries: int = 0
+    num_cache_hits: int = 0
+    step_s: float = 0.0
+    device_s: float = 0.0
+    kv_block_s: float = 0.0
 
 
 class Scheduler:
@@ -36,6 +64,10 @@ class Scheduler:
         has_prefix_cache: requests use what others of their domain have computed.
         inter_token_target: see EngineConfig.
         stored: see HostBlocks.
+
+    Attributes:
+        in_flight: steps that were planned and have not come back, oldest first.
+        last_work: of the step that came back last.
     """
 
     def __init__(
@@ -48,30 +80,35 @@ class Scheduler:
         stored: Iterable[tuple[int, BlockLabel]] = (),
     ) -> None:
         self.limits = limits
-        num_slots = min(limits.max_sequences, limits.max_batch_tokens)  # so that every running decode has its token
-        self._intake = Intake(limits, num_slots, eos_ids, seeds)
         self.step_cost = StepCostModel(limits.prompt_tile, limits.few_tokens)
         for row in limits.timed_rows:
             self.step_cost.observe_row(row.start, row.end, row.num_prompt_tokens, row.took_s)
-        self.shares = TenantShares()
-        self._charges = Charges(self.step_cost, limits.num_blocks)
-        blocks = SequenceBlocks(limits, has_prefix_cache, self._charges.prefill_s, stored)
-        self.cache, self.pool, self.host = blocks.cache, blocks.pool, blocks.host
-        self._outbox = Outbox()
-        self._in_flight = InFlight(limits.max_in_flight)
-        self._states = SequenceStates(num_slots, blocks, self._charges, self.shares, self._outbox)
-        self._planner = Planner(limits, self._states, self._in_flight, self.step_cost, inter_token_target)
-        self._results = StepResults(self._states, self._in_flight, self.step_cost, limits.block_size)
-        self._outbox.take(self.stats())  # what the loop knows already
+        num_slots = min(limits.max_sequences, limits.max_batch_tokens)  # so that every running decode has its token
+        self.states = SequenceStates(limits, num_slots, self.step_cost, has_prefix_cache, stored)
+        self.pool, self.host, self.shares = self.states.pool, self.states.host, self.states.shares
+        self.in_flight: deque[Flight] = deque()
+        self.last_work = StepWork()
+        self._counts = _Counts()
+        self._max_length = min(limits.max_model_len, limits.num_blocks * limits.block_size)  # a lone sequence fits
+        self._eos_ids = eos_ids
+        self._seeds = seeds
+        self._num_groups = 0  # since the start
+        self._inter_token_target = inter_token_target
+        self._burst = Burst()
+        self._burst_allowance = PrefillAllowance(self.step_cost, math.inf)
+        self._is_short = False  # of blocks or slots that those in flight may have to give up
+        self._landed_s = 0.0  # when the last step came back
+        self.states.outbox.take(self.stats())  # what the loop knows already
 
     # What the loop asks
 
     def submit(self, request: Request) -> None:
         """Queue a request; one that can never run is refused with a terminal ERROR chunk."""
-        assert request.request_id not in self._states.groups, f"request {request.request_id} was submitted twice"
-        cause = self._intake.cause_of_refusal(request)
+        states = self.states
+        assert request.request_id not in states.groups, f"request {request.request_id} was submitted twice"
+        cause = self._cause_of_refusal(request)
         if cause is not None:
-            self._outbox.chunks.append(
+            states.outbox.chunks.append(
                 TokenChunk(
                     request_id=request.request_id,
                     index=0,
@@ -82,9 +119,38 @@ class Scheduler:
             )
             return
         group = self._make_group(request)
-        self._states.groups[request.request_id] = group
+        states.groups[request.request_id] = group
         assert group.leader is not None, "a request has a sequence"
-        self._states.waiting.add(group.leader, request.arrival_s)
+        states.waiting.add(group.leader, request.arrival_s)
+
+    def _cause_of_refusal(self, request: Request) -> str | None:
+        """Why a request can never run, for its user; None if it can."""
+        num_tokens, num_slots = len(request.prompt_ids), len(self.states.occupants)
+        if num_tokens == 0:
+            return "The prompt is empty."
+        if num_tokens >= self._max_length:
+            return (
+                f"The prompt has {num_tokens} tokens; this server holds at most {self._max_length - 1}, and one more."
+            )
+        if request.num_sequences > num_slots:
+            return f"{request.num_sequences} sequences were asked for; this server runs {num_slots} at once."
+        return None
+
+    def _make_group(self, request: Request) -> SequenceGroup:
+        """The sequences of a request that can run, the first of which leads."""
+        num_tokens, sampling = len(request.prompt_ids), request.sampling
+        latest_start_s = math.inf
+        if request.deadline_s is not None:
+            latest_start_s = request.deadline_s - self.step_cost.prefill_s(0, num_tokens, num_tokens)
+        tenant = self.shares.enter(request.tenant, request.share)
+        seed = self._seeds() if sampling.seed is None else sampling.seed
+        group = SequenceGroup(request, tenant, self._num_groups, seed, latest_start_s)
+        self._num_groups += 1
+        stop_ids = sampling.stop_token_ids if sampling.ignore_eos else self._eos_ids + sampling.stop_token_ids
+        max_length = min(num_tokens + sampling.max_tokens, self._max_length)
+        group.leader, *siblings = [group.add(stop_ids, max_length) for _ in range(request.num_sequences)]
+        group.unforked = {sibling.index: sibling for sibling in siblings}
+        return group
 
     def cancel(
         self, request_id: str, reason: FinishReason, index: int | None = None, num_tokens_kept: int | None = None
@@ -94,7 +160,7 @@ class Scheduler:
         A sequence that has ended is not ended again, but until its request's terminal chunk its usage is still cut.
         Without an index, num_tokens_kept holds for each of the request's sequences.
         """
-        group = self._states.groups.get(request_id)
+        group = self.states.groups.get(request_id)
         if group is None or (index is not None and not 0 <= index < len(group.sequences)):
             return
         chosen = group.sequences if index is None else [group.sequences[index]]
@@ -102,37 +168,47 @@ class Scheduler:
             sequence.keep(num_tokens_kept)
         for sequence in reversed(chosen):  # the leader last, so that it is not handed on among those who leave too
             if not sequence.is_in_flight:
-                self._states.finish(sequence, reason)
+                self.states.finish(sequence, reason)
             elif sequence.cancel_reason is None:
                 sequence.cancel_reason = reason
                 sequence.plain_end = 0
-                self._states.unsettled[sequence] = None
+                self.states.unsettled[sequence] = None
 
     def pause(self, request_id: str) -> None:
         """Leave the request out of the next plans. It keeps its blocks as long as nobody else needs them."""
-        group = self._states.groups.get(request_id)
+        group = self.states.groups.get(request_id)
         if group is None or group.is_paused:
             return
         group.is_paused = True
-        self._states.num_paused += 1
+        self.states.num_paused += 1
         for sequence in group.sequences:
             sequence.is_paused = True
             sequence.plain_end = 0
-            self._states.waiting.remove(sequence)
+            self.states.waiting.remove(sequence)
 
     def resume(self, request_id: str) -> None:
         """Let a paused request go on, from its old place in the queue."""
-        group = self._states.groups.get(request_id)
+        group = self.states.groups.get(request_id)
         if group is None or not group.is_paused:
             return
         group.is_paused = False
-        self._states.num_paused -= 1
+        self.states.num_paused -= 1
         for sequence in group.sequences:
             sequence.is_paused = False
             if sequence.state is SequenceState.WAITING and sequence.index not in group.unforked:
-                self._states.waiting.add(sequence, self._states.now_s)
+                self.states.waiting.add(sequence, self.states.now_s)
 
-    # One step
+    def end_all(self, reason: FinishReason, error: str | None = None) -> None:
+        """End every request, those of steps that will never come back too."""
+        abandoned = self._abandon(self.states.now_s)
+        for group in list(self.states.groups.values()):
+            for sequence in reversed(group.sequences):
+                self.states.finish(sequence, sequence.cancel_reason or reason, error)
+        self.states.unsettled.clear()
+        for sequence in abandoned:  # some had ended before
+            self.states.give_back(sequence)
+
+    # What a step computes
 
     def plan(self, now: float) -> StepPlan | None:
         """The next step, None when nothing can be computed now. Every plan must come back to apply(), in order.
@@ -140,12 +216,373 @@ class Scheduler:
         With a step in flight, None too where it has to come back first: somebody may have to give way, and whoever it
         is may be in it.
         """
-        return self._planner.plan(now)
+        states, has_flights = self.states, bool(self.in_flight)
+        if has_flights and (self._is_short or any(flight.has_suspects for flight in self.in_flight)):
+            return None
+        states.now_s = now
+        self._is_short = False
+        builder = PlanBuilder(self.limits.max_batch_tokens, self.limits.prompt_tile)
+        self._make_room(builder, now)
+        plain, others, behind = self._ready()
+        if len(others) <= self.pool.num_free:  # each needs a block at most
+            self._add_decodes(builder, plain, others)
+        elif has_flights:
+            return None
+        else:  # some may have to give way: in turn, so that they are not in the plan before those who need blocks
+            self._add_decodes_in_turn(builder, [*plain, *others])
+        num_coming = len(behind) + min(len(states.waiting), len(states.free_slots))
+        allowance = allow_prefill(self.step_cost, self._inter_token_target, builder.work, num_coming)
+        if self._burst.is_on or (self._inter_token_target is not None and not builder.work.own_tokens):
+            self._burst.look(builder.sequences if builder.work.own_tokens else (), now)
+        num_reserved = len(builder.sequences)  # blocks, which the decodes need within 16 steps
+        self._catch_up(builder, allowance, behind, num_reserved, now)
+        plan = builder.build()
+        if plan is not None:
+            assert len(self.in_flight) < self.limits.max_in_flight, "a step has to come back first"
+            plan.host_copies = self.host.take_copies()
+            has_suspects = bool(states.suspects) and not states.suspects.isdisjoint(builder.sequences)
+            self.in_flight.append(Flight(plan, builder.sequences, builder.other_rows, builder.work, now, has_suspects))
+        return plan
 
-    def offload_kept(self) -> BlockCopies | None:
-        """No more steps come: what has to be copied out for all that nobody holds to be on the host."""
-        self.cache.offload_kept()
-        return self.host.take_copies()
+    def _ready(self) -> tuple[list[Sequence], list[Sequence], list[Sequence]]:
+        """Who can compute something now: those that decode on, others that need one token alone, and those behind."""
+        plain: list[Sequence] = []
+        others: list[Sequence] = []
+        behind: list[Sequence] = []
+        for sequence in self.states.running:
+            if sequence.num_computed_tokens < sequence.plain_end:
+                plain.append(sequence)
+            elif not (sequence.is_paused or (sequence.num_in_flight and self._has_to_land(sequence))):
+                is_decode = len(sequence.token_ids) + sequence.num_pending == sequence.num_computed_tokens + 1
+                (others if is_decode else behind).append(sequence)
+        return plain, others, behind
+
+    def _has_to_land(self, sequence: Sequence) -> bool:
+        """Whether a sequence in flight is not to be computed further yet.
+
+        It ends with what is in flight, or computes it again, or its siblings fork from it where it is now: what it
+        writes next is not theirs.
+        """
+        if sequence.is_lost or sequence.cancel_reason is not None:
+            return True
+        if sequence.num_computed_tokens < sequence.num_prompt_tokens:
+            return False
+        if len(sequence.token_ids) + sequence.num_pending >= sequence.max_length:
+            return True
+        return sequence.num_computed_tokens == sequence.num_prompt_tokens and self.states.leads(sequence)
+
+    def _make_room(self, builder: PlanBuilder, now: float) -> None:
+        """Preempt those whom the queue's head outranks, if that is what it takes to admit it."""
+        states = self.states
+        found = states.waiting.head(now)
+        if found is None:
+            return
+        head, level = found
+        num_slots = len(states.joining(head)) - len(states.free_slots)
+        num_blocks = states.num_blocks_to_admit(head) - self.pool.num_free
+        if (num_slots <= 0 and num_blocks <= 0) or states.charges.bounds.rule_out(head, level):
+            return
+        states.charges.bounds.fit(states.running)
+        candidates = outranked(states.running, head, level, self.shares.least_s(), now)
+        giving_way = enough_of(candidates, num_slots, num_blocks, lambda s: len(states.joining(s)))
+        if self.in_flight:
+            self._is_short = bool(giving_way)
+            return
+        for sequence in giving_way:
+            self._preempt(builder, sequence)
+
+    def _add_decodes(self, builder: PlanBuilder, plain: list[Sequence], others: list[Sequence]) -> None:
+        """Add a row for each, in as few operations as can be for those that have nothing to be looked at.
+
+        Of siblings that share a block, the last writes in place what the others copied: the one that is furthest, so
+        that it writes nothing that they have to copy again if the step is restarted.
+        """
+        builder.add_decodes(plain)
+        if others:
+            others.sort(key=_NUM_COMPUTED_TOKENS)
+        for sequence in others:
+            self._add_row(builder, sequence)
+
+    def _add_decodes_in_turn(self, builder: PlanBuilder, sequences: list[Sequence]) -> None:
+        """As _add_decodes, request by request, those that give way last first."""
+        in_turn = sorted(sequences, key=victim_order(self.shares.least_s()))
+        for _, siblings in groupby(in_turn, key=lambda sequence: sequence.request_id):
+            plain: list[Sequence] = []
+            others: list[Sequence] = []
+            for sequence in siblings:
+                (plain if sequence.num_computed_tokens < sequence.plain_end else others).append(sequence)
+            self._add_decodes(builder, plain, others)
+
+    def _catch_up(
+        self, builder: PlanBuilder, allowance: PrefillAllowance, behind: list[Sequence], num_reserved: int, now: float
+    ) -> None:
+        """Add chunks of those that are behind and of those that wait, the first in rank first, as far as allowed."""
+
+        def rank_of(sequence: Sequence) -> Rank:
+            return rank(sequence, aged_class(sequence.level, now - sequence.progress_s), now)
+
+        behind.sort(key=rank_of, reverse=True)
+        is_admitting = True
+        while builder.budget > 0 and (self._burst.is_on or not allowance.is_spent):
+            found = self.states.waiting.head(now) if is_admitting else None
+            if found is not None and behind and rank(*found, now) >= rank_of(behind[-1]):
+                found = None
+            if found is None and not behind:
+                return
+            sequence = behind[-1] if found is None else found[0]
+            is_of_burst = self._burst.has(sequence)
+            if allowance.is_spent and not is_of_burst:
+                return
+            if found is None:
+                behind.pop()
+            else:
+                copying_s = self.host.planned_s
+                is_admitting = self._admit(builder, *found, num_reserved)
+                allowance.spend(self.host.planned_s - copying_s)
+                if not is_admitting:
+                    continue
+            self._add_row(builder, sequence, self._burst_allowance if is_of_burst else allowance)
+            if is_of_burst:  # all that the streams leave, and more
+                self._burst.compute()
+                allowance.use_up()
+
+    def _admit(self, builder: PlanBuilder, sequence: Sequence, level: int, num_reserved: int) -> bool:
+        """Give the queue's head its slots, and blocks for all its tokens and the next. False: not yet.
+
+        The blocks are taken at once so that no prefill waits for blocks halfway.
+
+        Args:
+            level: its class, aged.
+            num_reserved: blocks that others will need soon.
+        """
+        states = self.states
+        num_joining = len(states.joining(sequence))
+        while num_joining > len(states.free_slots) or not states.take_blocks(sequence, num_reserved):
+            if not self._preempt_paused(builder):
+                return False
+        states.admit(sequence, level)
+        group = states.groups[sequence.request_id]
+        if not group.is_admitted:
+            group.is_admitted = True
+            states.outbox.marks.append(Admitted(sequence.request_id, states.now_s))
+        return True
+
+    def _preempt_paused(self, builder: PlanBuilder) -> bool:
+        if self.states.num_paused == 0:
+            return False
+        paused = [sequence for sequence in self.states.running if sequence.is_paused and not sequence.is_in_flight]
+        if paused:
+            self._preempt(builder, max(paused, key=victim_order(self.shares.least_s())))
+        return bool(paused)
+
+    def _preempt(self, builder: PlanBuilder, victim: Sequence) -> None:
+        """Let a sequence give way."""
+        self._counts.num_preemptions += 1
+        # nobody else may get a copy's source in this plan: restart() may have to copy it once more
+        assert not any(block in builder.sources and not self.pool.is_shared(block) for block in victim.table.blocks)
+        self.states.requeue(victim)
+
+    def _add_row(self, builder: PlanBuilder, sequence: Sequence, allowance: PrefillAllowance | None = None) -> None:
+        """
+        Args:
+            allowance: bounds how much it catches up; None: it needs one token.
+        """
+        if sequence.state is not SequenceState.RUNNING:  # preempted while this plan was made
+            return
+        start, length = sequence.num_computed_tokens, 1
+        is_published = self.states.publish(sequence, start)  # the block that was filled since this was last asked
+        if allowance is not None or not is_published:
+            start = self.states.skip_cached(sequence)
+        if allowance is not None:
+            length = allowance.chunk(start, len(sequence.token_ids), sequence.num_prompt_tokens, builder.budget)
+            if length == 0:
+                return
+            sequence.progress_s = self.states.now_s
+        end = start + length
+        if self._secure_blocks(builder, sequence, end):
+            builder.add_row(sequence, start, length)
+            if allowance is not None:
+                self.states.publish(sequence, end)
+            elif end > sequence.num_prompt_tokens:
+                block_end = num_blocks_for(end, self.limits.block_size) * self.limits.block_size
+                sequence.plain_end = min(block_end, sequence.max_length - 1)
+
+    def _secure_blocks(self, builder: PlanBuilder, sequence: Sequence, end: int) -> bool:
+        """Let the sequence own all blocks it writes up to position `end`; False if it cannot yet or gave up its own."""
+        while not self.states.own(builder, sequence, end):
+            if self.in_flight:
+                self._is_short = True
+                return False
+            order = victim_order(self.shares.least_s())
+            victim = max((candidate for candidate in self.states.running if not candidate.is_in_flight), key=order)
+            self._preempt(builder, victim)
+            if victim is sequence:
+                return False
+        return True
+
+    # What came of it
+
+    def apply(self, plan: StepPlan, output: StepOutput, now: float) -> StepDelivery:
+        """Take in what the oldest step in flight gave: tokens, forks, ends. Returns all news since the last delivery.
+
+        What it computed for those who have ended or were lost since it was planned counts for nobody.
+        """
+        flight, step_s = self._land(now)
+        assert flight.plan is plan, "an older step has to come back first"
+        sequences = flight.sequences
+        misled, lost, bystanders = set[int](), set[int](), list[Sequence]()
+        if output.failed_rows:
+            misled, unwritten = rows_misled(plan, sequences, output.failed_rows, self.limits.block_size)
+            lost = misled.union(output.failed_rows)
+            bystanders = self._bystanders_misled([sequences[row] for row in lost], unwritten)
+        self.host.on_applied(len(output.failed_rows) < len(sequences), output.host_copy_s)
+        self._account(flight, step_s - output.host_copy_s)
+        self._take_prompt_logprobs(flight, output, lost)
+        self._advance_prompts(flight, lost, now)
+        self._take_tokens(output, sequences, lost)
+        for row in sorted(lost):
+            self._lose_row(sequences[row], None if row in misled else output.failed_rows[row])
+        for bystander in bystanders:
+            self.states.compute_again(bystander)
+        if flight.has_suspects:
+            self.states.suspects.difference_update(sequences[row] for row in output.rows.tolist() if row not in lost)
+        self.states.settle()
+        return self._deliver()
+
+    def _land(self, now: float) -> tuple[Flight, float]:
+        """The oldest step has come back: its rows are no longer under way.
+
+        Returns: it, and the seconds that it took: since it was planned, or since the one before it came back.
+        """
+        flight = self.in_flight.popleft()
+        for sequence, samples in zip(flight.sequences, flight.plan.samples.tolist(), strict=True):
+            sequence.num_in_flight -= 1
+            sequence.num_pending -= samples
+        step_s = now - max(flight.planned_s, self._landed_s)
+        self._landed_s = now
+        return flight, step_s
+
+    def _account(self, flight: Flight, step_s: float) -> None:
+        """Learn from a step's duration, and charge for it."""
+        counts, self.last_work = self._counts, flight.work
+        self.step_cost.observe(flight.work, step_s)
+        num_held = self.states.charges.charge_step(flight, self.states.running, step_s)
+        counts.num_steps += 1
+        counts.num_rows += len(flight.sequences)
+        counts.step_s = step_s
+        counts.device_s += step_s
+        counts.kv_block_s += num_held * step_s
+
+    def _take_prompt_logprobs(self, flight: Flight, output: StepOutput, lost: set[int]) -> None:
+        """Tell what was asked of prompts: each position once, however often it is computed."""
+        for targets in flight.plan.prompt_targets:
+            row = targets.row
+            sequence = flight.sequences[row]
+            if row in lost or sequence.is_lost or sequence.state is SequenceState.FINISHED:
+                continue
+            end = sequence.end_of_scores(int(flight.plan.starts[row] + flight.plan.lengths[row]))
+            num_new = end - sequence.num_scored_tokens
+            if num_new <= 0:
+                continue
+            told = output.prompt_logprobs[row]
+            assert num_new <= len(told), "a position was left out"
+            self.states.outbox.chunks.append(
+                TokenChunk(request_id=sequence.request_id, index=sequence.index, prompt_logprobs=tuple(told[-num_new:]))
+            )
+            sequence.num_scored_tokens = end if end < sequence.num_prompt_tokens - 1 else ALL_SCORED
+
+    def _advance_prompts(self, flight: Flight, lost: set[int], now: float) -> None:
+        """Count what was computed of prompts, and fork those who waited for theirs.
+
+        Args:
+            lost: rows that computed nothing that can be used.
+        """
+        for row in flight.other_rows:
+            sequence, start = flight.sequences[row], int(flight.plan.starts[row])
+            if start < sequence.num_prompt_tokens and row not in lost and not sequence.is_lost:
+                end = min(start + int(flight.plan.lengths[row]), sequence.num_prompt_tokens)
+                self._advance_prompt(sequence, start, end, now)
+
+    def _advance_prompt(self, sequence: Sequence, start: int, end: int, now: float) -> None:
+        """Positions `start` to `end` - 1 of its prompt are computed; what lies before was, or is cached."""
+        counts = self._counts
+        counts.num_prefill_rows += 1
+        counts.num_prompt_tokens += end - start
+        group = self.states.groups.get(sequence.request_id)
+        if group is None or group.sequences[sequence.index] is not sequence:
+            return  # the request ended while this was computed
+        is_looked_up = self.pool.has_prefix_cache and sequence.sampling.num_prompt_logprobs is None
+        if group.num_prompt_tokens_done == 0 and is_looked_up:
+            counts.num_cache_queries += sequence.num_prompt_tokens
+        num_cached = max(0, start - group.num_prompt_tokens_done)  # nobody of this request has computed these
+        group.num_cached_tokens += num_cached
+        counts.num_cache_hits += num_cached
+        group.num_prompt_tokens_done = max(group.num_prompt_tokens_done, end)
+        if sequence.state is SequenceState.FINISHED:
+            return
+        if not group.is_prefilled:
+            self._tell_prefill(group, end, now)
+        if end == sequence.num_prompt_tokens and sequence is group.leader:
+            for sibling in group.unforked.values():
+                self.states.fork(sequence, sibling)
+            group.unforked = {}
+
+    def _tell_prefill(self, group: SequenceGroup, end: int, now: float) -> None:
+        """Of a chunk up to position `end` of a prompt that had not been done before."""
+        request_id, marks = group.request.request_id, self.states.outbox.marks
+        group.num_prompt_chunks += 1
+        if end == len(group.request.prompt_ids):
+            group.is_prefilled = True
+            marks.append(Prefilled(request_id, now, group.num_prompt_chunks, group.num_cached_tokens))
+        elif group.request.tells_progress:
+            marks.append(Prefilling(request_id, end))
+
+    def _take_tokens(self, output: StepOutput, sequences: list[Sequence], lost: set[int]) -> None:
+        """Give sequences the tokens that were sampled for them, but those that ended before or are being cancelled."""
+        told: list[Sequence] = []
+        told_ids: list[int] = []
+        logprobs, finished = output.logprobs, SequenceState.FINISHED
+        for i, (row, token_id) in enumerate(zip(output.rows.tolist(), output.token_ids.tolist(), strict=True)):
+            sequence = sequences[row]
+            if row in lost:
+                continue
+            if not sequence.plain_end and (
+                sequence.cancel_reason is not None or sequence.state is finished or sequence.is_lost
+            ):
+                continue
+            token_ids = sequence.token_ids
+            token_ids.append(token_id)
+            if token_id in sequence.stop_ids or len(token_ids) >= sequence.max_length or i in logprobs:
+                self._take_notable_token(sequence, token_id, logprobs.get(i))
+            else:
+                told.append(sequence)
+                told_ids.append(token_id)
+        self._counts.num_generated_tokens += len(told)
+        self.states.outbox.add_tokens(told, told_ids)
+
+    def _take_notable_token(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        """Tell a token that has logprobs, or may end its sequence, which it has been appended to."""
+        if len(sequence.token_ids) > sequence.max_length:  # max_tokens is 0
+            sequence.token_ids.pop()
+            self.states.finish(sequence, FinishReason.LENGTH)
+            return
+        self._counts.num_generated_tokens += 1
+        reason = sequence.end_after_last_token()
+        if reason is FinishReason.STOP:
+            self.states.finish(sequence, reason, stop_logprobs=logprobs)
+            return
+        if logprobs is None:
+            self.states.outbox.add_tokens([sequence], [token_id])
+        else:
+            self.states.outbox.chunks.append(
+                TokenChunk(
+                    request_id=sequence.request_id, index=sequence.index, token_ids=(token_id,), logprobs=(logprobs,)
+                )
+            )
+        if reason is not None:
+            self.states.finish(sequence, reason)
+
+    # Steps and rows that fail
 
     def restart(self, plan: StepPlan, rows: range) -> StepPlan:
         """These rows of a plan whose step failed, to be computed anew whatever the failed step has left behind.
@@ -153,50 +590,88 @@ class Scheduler:
         Args:
             plan: the only one in flight: what has been made behind it would have read what it did not write.
         """
-        assert len(self._in_flight) == 1, "a later step is in flight"
-        restarted = restart_rows(plan, rows, self._in_flight.find(plan).sequences[rows.start : rows.stop])
+        (flight,) = self.in_flight
+        assert flight.plan is plan, "it is not in flight"
+        restarted = restart_rows(plan, rows, flight.sequences[rows.start : rows.stop])
         restarted.host_copies = self.host.on_restart()
         return restarted
-
-    def apply(self, plan: StepPlan, output: StepOutput, now: float) -> StepDelivery:
-        """Take in what the oldest step in flight gave: tokens, forks, ends. Returns all news since the last delivery.
-
-        What it computed for those who have ended or were lost since it was planned counts for nobody.
-        """
-        self._results.take_in(plan, output, now)
-        return self._outbox.take(self.stats())
 
     def lose_in_flight(self, now: float) -> StepDelivery:
         """A step raised when its result was read, with another one behind it: neither is known to have done anything.
 
         Their sequences compute all again. From now on each step with one of them in it has to come back before the
-        next is sent, until it has drawn a token: if one raises again, its rows can be computed one by one.
+        next is sent, until it has sampled a token: if one raises again, its rows can be computed one by one.
         """
-        self._results.lose_in_flight(now)
-        return self._outbox.take(self.stats())
+        unwritten: set[int] = set()  # blocks that their rows write to, and what lies behind them
+        for flight in self.in_flight:
+            self.host.on_lost()
+            for start, sequence in zip(flight.plan.starts.tolist(), flight.sequences, strict=True):
+                unwritten.update(sequence.table.blocks[start // self.limits.block_size :])
+        lost = self._abandon(now)
+        for sequence in (*lost, *self._bystanders_misled(lost, unwritten)):
+            self.states.suspects.add(sequence)
+            self.states.compute_again(sequence)
+        self.states.settle()
+        return self._deliver()
+
+    def _abandon(self, now: float) -> list[Sequence]:
+        """None of the steps in flight will come back. Returns who was in them, each once."""
+        self._landed_s = now
+        found = dict.fromkeys(sequence for flight in self.in_flight for sequence in flight.sequences)
+        for sequence in found:
+            sequence.num_in_flight = sequence.num_pending = 0
+        self.in_flight.clear()
+        return list(found)
+
+    def _lose_row(self, sequence: Sequence, cause: str | None) -> None:
+        """A row failed, or (None) read what a failed one should have written: then its sequence computes it itself."""
+        if cause is None:
+            self.states.compute_again(sequence)
+        else:
+            self.states.forget(sequence)
+            self.states.finish(sequence, sequence.cancel_reason or FinishReason.ERROR, cause)
+
+    def _bystanders_misled(self, lost: list[Sequence], unwritten: set[int]) -> list[Sequence]:
+        """Who counts on these blocks beside the sequences that are lost: admitted with the step or after it.
+
+        Or in the step itself, with a block of its own that one of these has taken the place of since. Steps in flight
+        may have copied the blocks to others.
+        """
+        reached, known = set(unwritten), set(lost)
+        for flight in self.in_flight:
+            copies = zip(flight.plan.copy_sources.tolist(), flight.plan.copy_targets.tolist(), strict=True)
+            reached |= {target for source, target in copies if source in reached}
+        return [s for s in self.states.running if s not in known and not reached.isdisjoint(s.table.blocks)]
+
+    # What the loop is told
+
+    def _deliver(self) -> StepDelivery:
+        return self.states.outbox.take(self.stats())
 
     def flush(self) -> StepDelivery | None:
         """News that no step will bring: ends of what was not in flight, who is paused. None when there are none."""
         stats = self.stats()
-        return self._outbox.take(stats) if self._outbox.has_news(stats) else None
+        return self.states.outbox.take(stats) if self.states.outbox.has_news(stats) else None
+
+    def offload_kept(self) -> BlockCopies | None:
+        """No more steps come: what has to be copied out for all that nobody holds to be on the host."""
+        self.pool.offload_kept()
+        return self.host.take_copies()
+
+    @property
+    def has_requests(self) -> bool:
+        """Any that has not ended: running, waiting or paused."""
+        return bool(self.states.groups)
 
     def stats(self) -> EngineStats:
         """A snapshot. Waiting is the queue's length, running are sequences that hold blocks, paused are requests."""
         return EngineStats(
-            num_waiting=len(self._states.waiting),
-            num_running=len(self._states.running),
-            num_paused=self._states.num_paused,
+            num_waiting=len(self.states.waiting),
+            num_running=len(self.states.running),
+            num_paused=self.states.num_paused,
             num_blocks=self.pool.num_blocks,
             num_used_blocks=self.pool.num_used,
             num_cached_blocks=self.pool.num_kept,
-            num_steps=self._results.counts.num_steps,
-            num_rows=self._results.counts.num_rows,
-            num_prefill_rows=self._results.counts.num_prefill_rows,
-            num_prompt_tokens=self._results.counts.num_prompt_tokens,
-            num_generated_tokens=self._results.counts.num_generated_tokens,
-            num_preemptions=self._planner.num_preemptions,
-            num_cache_queries=self._results.counts.num_cache_queries,
-            num_cache_hits=self._results.counts.num_cache_hits,
             num_cache_evictions=self.pool.num_evictions,
             num_host_blocks=self.host.num_slots,
             num_used_host_blocks=self.host.num_used,
@@ -204,54 +679,8 @@ class Scheduler:
             num_restored_blocks=self.host.num_restored,
             num_recomputed_blocks=self.host.num_recomputed,
             block_bytes=self.limits.block_bytes,
-            step_s=self._results.counts.step_s,
             step_cost_s=self.step_cost.rough_s,
-            device_s=self._results.counts.device_s,
-            kv_block_s=self._results.counts.kv_block_s,
             step_cost_error_p50=self.step_cost.error_p50,
             step_cost_error_p90=self.step_cost.error_p90,
+            **vars(self._counts),
         )
-
-    def view(self) -> SchedulerView:
-        """Its insides, to be looked at between two calls."""
-        return SchedulerView(
-            groups=self._states.groups,
-            running=self._states.running,
-            num_waiting=len(self._states.waiting),
-            num_paused=self._states.num_paused,
-            occupants=self._states.occupants,
-            free_slots=self._states.free_slots,
-            cache=self.cache,
-            block_size=self.limits.block_size,
-            last_work=self._results.last_work,
-            last_step_s=self._results.counts.step_s,
-            step_cost=self.step_cost,
-            tenants=self.shares.tenants(),
-        )
-
-    @property
-    def has_requests(self) -> bool:
-        """Any that has not ended: running, waiting or paused."""
-        return bool(self._states.groups)
-
-    def is_waiting(self, tenant: str) -> bool:
-        """Whether a tenant has a sequence in the queue."""
-        return self._states.waiting.is_waiting(tenant)
-
-    def end_all(self, reason: FinishReason, error: str | None = None) -> None:
-        """End every request, those of steps that will never come back too."""
-        abandoned = self._in_flight.abandon(self._states.now_s)
-        for group in list(self._states.groups.values()):
-            for sequence in reversed(group.sequences):
-                self._states.finish(sequence, sequence.cancel_reason or reason, error)
-        self._states.unsettled.clear()
-        for sequence in abandoned:  # some had ended before
-            self._states.give_back(sequence)
-
-    def _make_group(self, request: Request) -> SequenceGroup:
-        latest_start_s = math.inf
-        if request.deadline_s is not None:
-            num_tokens = len(request.prompt_ids)
-            latest_start_s = request.deadline_s - self._charges.prefill_s(0, num_tokens, num_tokens)
-        tenant = self.shares.enter(request.tenant, request.share)
-        return self._intake.make_group(request, tenant, latest_start_s)

@@ -6,10 +6,10 @@ State only: who may change it, and when, is the scheduler's.
 import enum
 import math
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from core.blocks import BlockTable
-from core.fairness import Tenant
+from core.kv_cache import BlockTable
 from core.types import Cost, FinishReason, Request, SamplingParams
 
 NO_SLOT = -1
@@ -17,12 +17,77 @@ ALL_SCORED = sys.maxsize
 _MASK_64 = (1 << 64) - 1
 _GOLDEN_64 = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, SplitMix64's increment (Steele et al., OOPSLA 2014)
 
+# Of engine time that one tenant has had more than another, before it gives way though it runs no more than one sequence
+# more: less would have them take turns too often, each time computing anew what was in the blocks.
+OVER_SHARE_S = 2.0
 # A short prompt goes as if it had arrived earlier: by so much if it had no tokens, by nothing from so many on.
 SHORT_PROMPT_BONUS_S = 2.0
 LONG_PROMPT_TOKENS = 2048
 
 Place = tuple[float, int, int]  # (arrival_s less the bonus, serial of the submit, index): smaller goes first
 DueOrder = tuple[float, int, int]  # (when its prompt must start at the latest, serial, index): smaller goes first
+
+
+@dataclass(slots=True, eq=False)
+class Tenant:
+    """One tenant's account.
+
+    Args:
+        share: weight against others: counter and credit count engine time divided by it.
+        counter_s: engine time it has had, and lifts. Never falls, so that queues by it stay in order.
+        served_s: engine time it has had, undivided.
+        credit_s: was charged and not used: later charges take it first.
+        prepaid_s: was charged and is not used yet, undivided.
+        num_live: requests that wait or run.
+        num_running: sequences that hold blocks.
+    """
+
+    name: str
+    share: int = 1
+    counter_s: float = 0.0
+    served_s: float = 0.0
+    credit_s: float = 0.0
+    prepaid_s: float = 0.0
+    num_live: int = 0
+    num_running: int = 0
+
+    @property
+    def had_s(self) -> float:
+        """The counter less what was charged ahead."""
+        return self.counter_s - self.credit_s - self.prepaid_s / self.share
+
+    def charge(self, seconds: float) -> None:
+        self.served_s += seconds
+        seconds /= self.share
+        if self.credit_s:
+            used_s = min(self.credit_s, seconds)
+            self.credit_s -= used_s
+            seconds -= used_s
+        self.counter_s += seconds
+
+    def refund(self, seconds: float) -> None:
+        """Some of what was prepaid was not computed after all."""
+        self.prepaid_s -= seconds
+        self.served_s -= seconds
+        self.credit_s += seconds / self.share
+
+    def gives_way_to(self, other: "Tenant") -> bool:
+        """Whether a running sequence of this tenant gives way to a waiting one of the other's.
+
+        Where it runs at least two more, both come nearer to each other: they cannot take turns for nothing.
+        """
+        if self.num_running > other.num_running + 1:
+            return self.counter_s > other.counter_s
+        return self.had_s > other.counter_s + OVER_SHARE_S
+
+    def those_giving_way(self, others: Iterable["Tenant"]) -> set["Tenant"]:
+        """Those of them that give way to a waiting sequence of this tenant's."""
+        over_s, num_running = self.counter_s + OVER_SHARE_S, self.num_running + 1  # few have more of either
+        return {
+            other
+            for other in others
+            if (other.counter_s > over_s or other.num_running > num_running) and other.gives_way_to(self)
+        }
 
 
 class SequenceState(enum.Enum):

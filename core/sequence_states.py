@@ -1,18 +1,47 @@
 """Moves sequences between their states, with the slots and blocks that they hold. Thread: engine.
 
 They wait, run, fork, give way, are computed again, and end. They end in one place (finish), and blocks are released in
-one place (give_back).
+one place (give_back). A sequence's blocks are of four kinds: found in the prefix cache, copied back from the host,
+shared with a parent, new. Whoever asks for more than is free gets nothing; the scheduler decides who gives way.
 """
 
 import heapq
+from collections.abc import Iterable
 
-from core.charges import Charges
-from core.fairness import TenantShares
-from core.outbox import Outbox
-from core.sequence import NO_SLOT, Sequence, SequenceGroup, SequenceState
-from core.sequence_blocks import SequenceBlocks
-from core.types import Cost, FinishReason, TokenChunk, TokenLogprobs, Usage
-from core.waiting import WaitingQueue
+from core.kv_cache import BlockLabel, BlockPool, HostBlocks, num_blocks_for
+from core.plan import PlanBuilder, RunnerLimits
+from core.queue import Charges, TenantShares, WaitingQueue
+from core.sequence import ALL_SCORED, NO_SLOT, Sequence, SequenceGroup, SequenceState
+from core.step_cost import StepCostModel
+from core.types import Cost, EngineMark, EngineStats, FinishReason, StepDelivery, TokenChunk, TokenLogprobs, Usage
+
+
+class Outbox:
+    """News for the loop, until the next delivery."""
+
+    def __init__(self) -> None:
+        self._told: EngineStats | None = None
+        self._request_ids: list[str] = []
+        self._indexes: list[int] = []
+        self._token_ids: list[int] = []
+        self.chunks: list[TokenChunk] = []
+        self.marks: list[EngineMark] = []
+
+    def add_tokens(self, sequences: list[Sequence], token_ids: list[int]) -> None:
+        """One token of each, without logprobs."""
+        self._request_ids += [sequence.request_id for sequence in sequences]
+        self._indexes += [sequence.index for sequence in sequences]
+        self._token_ids += token_ids
+
+    def has_news(self, stats: EngineStats) -> bool:
+        """Whether anything is to be told that no step is needed for: an end, or a change of what the stats count."""
+        return bool(self.chunks) or stats != self._told
+
+    def take(self, stats: EngineStats) -> StepDelivery:
+        self._told = stats
+        delivery = StepDelivery(self._request_ids, self._indexes, self._token_ids, self.chunks, stats, self.marks)
+        self._request_ids, self._indexes, self._token_ids, self.chunks, self.marks = [], [], [], [], []
+        return delivery
 
 
 class SequenceStates:
@@ -20,6 +49,9 @@ class SequenceStates:
 
     Args:
         num_slots: sequences that can run at once.
+        stored: see HostBlocks.
+
+    Attributes:
         groups: live requests, by id.
         waiting: neither paused ones nor unforked siblings.
         running: as they were admitted: a set in order, as unsettled.
@@ -31,9 +63,18 @@ class SequenceStates:
     """
 
     def __init__(
-        self, num_slots: int, blocks: SequenceBlocks, charges: Charges, shares: TenantShares, outbox: Outbox
+        self,
+        limits: RunnerLimits,
+        num_slots: int,
+        step_cost: StepCostModel,
+        has_prefix_cache: bool,
+        stored: Iterable[tuple[int, BlockLabel]],
     ) -> None:
-        self.blocks, self.charges, self.shares, self.outbox = blocks, charges, shares, outbox
+        self.host = HostBlocks(limits.num_host_blocks, limits.host_copy_s, stored)
+        self.pool = BlockPool(limits.num_blocks, limits.block_size, has_prefix_cache, self.host)
+        self.charges = Charges(step_cost, limits.num_blocks)
+        self.shares = TenantShares()
+        self.outbox = Outbox()
         self.groups: dict[str, SequenceGroup] = {}
         self.waiting = WaitingQueue()
         self.running: dict[Sequence, None] = {}
@@ -43,6 +84,85 @@ class SequenceStates:
         self.unsettled: dict[Sequence, None] = {}
         self.suspects: set[Sequence] = set()
         self.now_s = 0.0
+        self._step_cost = step_cost
+        self._block_size = limits.block_size
+
+    # Waiting and running
+
+    def joining(self, sequence: Sequence) -> list[Sequence]:
+        """Who needs a slot when this one is admitted."""
+        group = self.groups[sequence.request_id]
+        return [sequence, *group.unforked.values()] if sequence is group.leader else [sequence]
+
+    def leads(self, sequence: Sequence) -> bool:
+        """Whether siblings wait for it."""
+        return len(self.joining(sequence)) > 1
+
+    def admit(self, sequence: Sequence, level: int) -> None:
+        """Let the queue's head, which has its blocks, run; its siblings get their slots with it.
+
+        Args:
+            level: its class, aged.
+        """
+        self.waiting.admit(sequence, self.now_s)
+        for member in self.joining(sequence):
+            member.slot = heapq.heappop(self.free_slots)
+            member.is_started = False  # the runner has to be told of it anew
+            self.occupants[member.slot] = member
+        sequence.level = level
+        self.charges.prepay(sequence)
+        self._start_running(sequence)
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let a child that has a slot start where its parent is, but for its last token: that one it computes itself.
+
+        They share the parent's blocks; whoever writes into a shared one first, copies it. Into a full one nobody
+        writes: where the last token fills a block, the child computes that block's tokens. What of the prompt's
+        logprobs has not been told is the child's to compute.
+        """
+        assert not parent.plain_end, "it would go on in a block that is no longer its own"
+        child.num_scored_tokens = parent.num_scored_tokens
+        child.num_computed_tokens = min(parent.num_computed_tokens, len(child.token_ids) - 1, child.num_scored_tokens)
+        if len(child.token_ids) % self._block_size == 0 or child.num_scored_tokens != ALL_SCORED:
+            child.num_computed_tokens -= child.num_computed_tokens % self._block_size
+        num_blocks = num_blocks_for(child.num_computed_tokens, self._block_size)
+        child.table.blocks = parent.table.blocks[:num_blocks]
+        child.table.num_published = min(parent.table.num_published, num_blocks)
+        self.pool.share(child.table.blocks)
+        child.level = parent.level
+        self._start_running(child)
+
+    def requeue(self, sequence: Sequence) -> None:
+        """Take its slot and blocks; it computes all its tokens again when its old place in the queue comes."""
+        self._stop_running(sequence)
+        self.give_back(sequence)
+        sequence.state = SequenceState.WAITING
+        sequence.num_computed_tokens = 0
+        sequence.is_lost = False
+        group = self.groups[sequence.request_id]
+        if sequence is group.leader:
+            for sibling in group.unforked.values():
+                self.give_back(sibling)
+        if not sequence.is_paused:
+            self.waiting.add(sequence, self.now_s)
+
+    def _start_running(self, sequence: Sequence) -> None:
+        """It has its slot and its blocks: from now on it is charged for them, and may have to give way."""
+        sequence.state = SequenceState.RUNNING
+        sequence.progress_s = self.now_s
+        self.running[sequence] = None
+        sequence.tenant.num_running += 1
+        self.charges.bounds.include(sequence)
+
+    def _stop_running(self, sequence: Sequence) -> None:
+        """It is no longer charged, nor preempted. It still holds what it has."""
+        if sequence.state is SequenceState.RUNNING:
+            del self.running[sequence]
+            sequence.tenant.num_running -= 1
+            self.charges.refund(sequence)
+            sequence.plain_end = 0
+
+    # Its end
 
     def finish(
         self,
@@ -60,7 +180,7 @@ class SequenceStates:
         group = self.groups[sequence.request_id]
         self._leave_siblings(group, sequence)
         self.waiting.remove(sequence)
-        self.stop_running(sequence)
+        self._stop_running(sequence)
         self.suspects.discard(sequence)
         sequence.state = SequenceState.FINISHED
         if sequence.num_in_flight:
@@ -80,6 +200,19 @@ class SequenceStates:
                 error=error if reason is FinishReason.ERROR else None,
             )
         )
+
+    def give_back(self, sequence: Sequence) -> None:
+        """The one place where a sequence loses its slot and its blocks: after its end, or when it is preempted.
+
+        Idempotent, and nothing is done while it is in flight: apply() comes back to it.
+        """
+        if sequence.num_in_flight or sequence.slot == NO_SLOT:
+            return
+        self.publish(sequence, min(sequence.num_computed_tokens, len(sequence.token_ids)))
+        self.pool.release(sequence.table.take())
+        self.occupants[sequence.slot] = None
+        heapq.heappush(self.free_slots, sequence.slot)
+        sequence.slot = NO_SLOT
 
     def _end_group(self, group: SequenceGroup) -> Usage:
         del self.groups[group.request.request_id]
@@ -101,76 +234,11 @@ class SequenceStates:
             elif not group.is_paused:
                 self.waiting.add(heir, self.now_s)
 
-    def stop_running(self, sequence: Sequence) -> None:
-        """It is no longer charged, nor preempted. It still holds what it has."""
-        if sequence.state is SequenceState.RUNNING:
-            del self.running[sequence]
-            sequence.tenant.num_running -= 1
-            self.charges.refund(sequence)
-            sequence.plain_end = 0
-
-    def give_back(self, sequence: Sequence) -> None:
-        """The one place where a sequence loses its slot and its blocks: after its end, or when it is preempted.
-
-        Idempotent, and nothing is done while it is in flight: apply() comes back to it.
-        """
-        if sequence.num_in_flight or sequence.slot == NO_SLOT:
-            return
-        self.blocks.publish(sequence, min(sequence.num_computed_tokens, len(sequence.token_ids)))
-        self.blocks.pool.release(sequence.table.take())
-        self.occupants[sequence.slot] = None
-        heapq.heappush(self.free_slots, sequence.slot)
-        sequence.slot = NO_SLOT
-
-    def occupy_slot(self, sequence: Sequence) -> None:
-        """Give it the lowest free one; the runner has to be told of it anew."""
-        sequence.slot = heapq.heappop(self.free_slots)
-        sequence.is_started = False
-        self.occupants[sequence.slot] = sequence
-
-    def start_running(self, sequence: Sequence) -> None:
-        """It has its slot and its blocks: from now on it is charged for them, and may have to give way."""
-        sequence.state = SequenceState.RUNNING
-        sequence.progress_s = self.now_s
-        self.running[sequence] = None
-        sequence.tenant.num_running += 1
-        self.charges.bounds.include(sequence)
-
-    def joining(self, sequence: Sequence) -> list[Sequence]:
-        """Who needs a slot when this one is admitted."""
-        group = self.groups[sequence.request_id]
-        return [sequence, *group.unforked.values()] if sequence is group.leader else [sequence]
-
-    def leads(self, sequence: Sequence) -> bool:
-        """Whether siblings wait for it."""
-        group = self.groups[sequence.request_id]
-        return sequence is group.leader and bool(group.unforked)
-
-    def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let a child that has a slot go on where its parent is."""
-        self.blocks.fork(parent, child)
-        child.level = parent.level
-        self.start_running(child)
-
-    def requeue(self, sequence: Sequence) -> None:
-        """Take its slot and blocks; it computes all its tokens again when its old place in the queue comes."""
-        self.stop_running(sequence)
-        self.give_back(sequence)
-        sequence.state = SequenceState.WAITING
-        sequence.num_computed_tokens = 0
-        sequence.is_lost = False
-        group = self.groups[sequence.request_id]
-        if sequence is group.leader:
-            for sibling in group.unforked.values():
-                self.give_back(sibling)
-        if not sequence.is_paused:
-            self.waiting.add(sequence, self.now_s)
+    # What is lost, and what is in flight
 
     def forget(self, sequence: Sequence) -> None:
-        """Let nobody use what it has computed, itself included."""
-        self.blocks.cache.forget(
-            sequence.table.blocks
-        )  # some may have been computed in chunks whose fault shows only now
+        """Let nobody use what it has computed, itself included: chunks before the one that failed may be wrong too."""
+        self.pool.forget(sequence.table.blocks)
         sequence.num_computed_tokens = 0  # a sibling that takes over goes on from nothing of this
         sequence.plain_end = 0
 
@@ -195,3 +263,73 @@ class SequenceStates:
                 self.give_back(sequence)
             elif sequence.is_lost:
                 self.requeue(sequence)
+
+    # Its blocks
+
+    def num_blocks_to_admit(self, sequence: Sequence) -> int:
+        """Blocks of all its tokens and the next."""
+        return num_blocks_for(len(sequence.token_ids) + 1, self._block_size)
+
+    def take_blocks(self, sequence: Sequence, num_reserved: int) -> bool:
+        """Give a waiting sequence what is cached of it and new blocks for the rest, or nothing and False.
+
+        Into the first of the new ones is copied what lies on the host, where that is cheaper than to compute it.
+
+        Args:
+            num_reserved: blocks that others will need soon.
+        """
+        table, num_free = sequence.table, self.pool.num_free
+        if num_free - num_reserved < sequence.num_free_blocks_needed:  # a long prompt is not looked up in each step
+            return False
+        self.pool.extend(table, _cacheable(sequence))
+        num_new = self.num_blocks_to_admit(sequence) - len(table)
+        if num_new > self.pool.num_free - num_reserved:
+            sequence.num_free_blocks_needed = num_new + num_free - self.pool.num_free
+            self.pool.release(table.take())
+            return False
+        self._restore(sequence)
+        sequence.num_computed_tokens = self.pool.extend(table, _cacheable(sequence))
+        table.blocks += self.pool.allocate(self.num_blocks_to_admit(sequence) - len(table))
+        sequence.num_free_blocks_needed = 0
+        return True
+
+    def _restore(self, sequence: Sequence) -> None:
+        keys = self.pool.find_on_host(sequence.table, _cacheable(sequence))
+        start = len(sequence.table) * self._block_size
+        end = start + len(keys) * self._block_size
+        if keys and self.host.is_cheaper(len(keys), self._step_cost.prefill_s(start, end, sequence.num_prompt_tokens)):
+            self.pool.restore(sequence.table, keys)
+
+    def skip_cached(self, sequence: Sequence) -> int:
+        """Let it go on after what others have computed of it by now. Returns its first position to compute."""
+        num_cached_tokens = self.pool.extend(sequence.table, _cacheable(sequence))
+        sequence.num_computed_tokens = max(sequence.num_computed_tokens, num_cached_tokens)
+        return sequence.num_computed_tokens
+
+    def publish(self, sequence: Sequence, end: int) -> bool:
+        """Let others find what is full with its first `end` tokens. False: of some of it they find somebody else's."""
+        return self.pool.publish(sequence.table, sequence.token_ids, end)
+
+    def own(self, builder: PlanBuilder, sequence: Sequence, end: int) -> bool:
+        """Let it own all blocks that it writes up to position `end`: the shared one copied, new ones for the rest.
+
+        False, and nothing is done, if there are too few free ones.
+        """
+        blocks = sequence.table.blocks
+        first = sequence.num_computed_tokens // self._block_size  # only this one can be shared: later ones are new
+        is_shared = first < len(blocks) and self.pool.is_shared(blocks[first])
+        num_new = max(0, num_blocks_for(end, self._block_size) - len(blocks))
+        if num_new + is_shared > self.pool.num_free:
+            return False
+        if is_shared:
+            builder.replace_block(sequence, first, self.pool.take_for_shared(blocks[first]))
+        if num_new:
+            blocks += self.pool.allocate(num_new)
+        return True
+
+
+def _cacheable(sequence: Sequence) -> list[int]:
+    """Its tokens as far as the cache may give them, and one more: logits that are asked for are not in there."""
+    if sequence.num_scored_tokens == ALL_SCORED:
+        return sequence.token_ids
+    return sequence.token_ids[: sequence.num_scored_tokens + 1]

@@ -17,17 +17,8 @@ import numpy as np
 
 from core.config import INTER_TOKEN_TARGET
 from core.engine import Engine
-from core.plan import (
-    PENDING,
-    BlockCopies,
-    Int32Array,
-    PromptTargets,
-    Runner,
-    RunnerLimits,
-    SequenceStart,
-    StepOutput,
-    StepPlan,
-)
+from core.kv_cache import BlockCopies
+from core.plan import PENDING, Int32Array, PromptTargets, Runner, RunnerLimits, SequenceStart, StepOutput, StepPlan
 from core.scheduler import Scheduler
 from core.types import Message, Request, StepDelivery, Submit, TokenLogprobs, Usage
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from core.errors import ErrorKind, ServiceError
 from fuzz.frames import stream_of_frames
-from server.wire.connection_limits import ConnectionLimits
+from server.wire.limits import ConnectionLimits
 from server.wire.messages import ResponseHead
 from server.wire.stream import HttpStream
 from tests.server.fakes import MemoryServer, MemoryTransport

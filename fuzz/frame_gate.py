@@ -16,7 +16,7 @@ from server.wire.frame_gate import (
     SETTINGS,
     FrameGate,
 )
-from server.wire.frame_limits import FrameLimits
+from server.wire.limits import FrameLimits
 
 _NUM_READS = 2_000  # at most, so that an input takes no longer than it is worth
 _END_HEADERS = 0x4

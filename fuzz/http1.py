@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import h11
 
 from server.wire.http1 import Http1Protocol
-from server.wire.http1_prefilter import HeadLimits
+from server.wire.limits import HeadLimits
 from server.wire.messages import BodyChunk, Event, Http2Preface, HttpRequest, ProtocolViolation, ResponseHead
 
 _LIMITS = HeadLimits()

@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from fuzz.frames import stream_of_frames
-from server.wire.connection_limits import Http2Limits
 from server.wire.frame_gate import FRAME_HEADER, GOAWAY, HEADER_BYTES, RST_STREAM
-from server.wire.http1_prefilter import HeadLimits
 from server.wire.http2 import Http2Protocol
+from server.wire.limits import HeadLimits, Http2Limits
 from server.wire.messages import BodyChunk, BodyEnd, HttpRequest, ProtocolViolation, ResponseHead, StreamReset
 
 _ANSWER = ResponseHead(200, ((b"x-request-id", b"1"),))

@@ -1,6 +1,6 @@
 """Our DATA framer with h2's client as the peer: what it receives is what was sent, and the windows agree."""
 
-from server.wire.http2_data import h2_is_as_known
+from server.wire.h2_connection import h2_is_as_known
 from tests.server.http2_pair import STEP_NAMES, Pair, take_step
 
 _INITIAL_WINDOWS = (0, 1, 1_000, 65_535, 100_000)

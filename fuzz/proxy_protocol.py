@@ -1,6 +1,6 @@
 """PROXY protocol's header: the same however it is split, never a byte beyond it, never more held than is taken."""
 
-from server.listening.proxy_protocol import MAX_BYTES, ProxyHeader, ProxyHeaderParser, ProxyProtocolError
+from server.listening.clients import MAX_BYTES, ProxyHeader, ProxyHeaderParser, ProxyProtocolError
 
 _SIGNATURE = b"\r\n\r\n\x00\r\nQUIT\n"
 _HEAD_BYTES = 16

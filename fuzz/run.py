@@ -5,7 +5,7 @@ import shlex
 import sys
 from collections.abc import Callable
 
-TARGETS = ("http1", "http1_prefilter", "frame_gate", "http2", "http2_data", "connection", "proxy_protocol")
+TARGETS = ("http1", "http1_head", "frame_gate", "http2", "http2_data", "connection", "proxy_protocol")
 
 
 def load_check(target: str) -> Callable[[bytes], None]:

@@ -51,6 +51,10 @@ class AttentionKernels(Protocol):
     are_own_tokens_alone: bool
     prompt_tile: int
 
+    def reserve(self, num_decodes: int, context: int, num_heads: int, kv: LayerKV) -> None:
+        """Have room for so many rows of such a context, so that it never grows. kv: a layer's."""
+        ...
+
     def attend(self, query: Tensor, kv: LayerKV, rows: RaggedRows, scores: Scores) -> Tensor:
         """query: [tokens, heads, head_dim], rotated; returns [tokens, heads * head_dim]."""
         ...

@@ -1,8 +1,11 @@
-"""A plan's columns to the tensors of one step: all indexes and masks, computed once, on the host. Thread: engine.
+"""A plan's columns to the tensors of one step, and the block tables between steps, on the host. Thread: engine.
 
-Tokens are put in an order of their own: first those that a sequence has drawn itself, longest context first, each
-attending alone; then prompts, row by row, in tiles. A token's products have the same shapes whoever shares the step and
+Tokens are put in an order of their own: first those that a sequence has sampled itself, longest context first, each
+attending alone; then prompts, row by row, in tiles. A token's matmuls have the same shapes whoever shares the step and
 however its prompt was cut into chunks, so that it is rounded the same way.
+
+The tokens that slots sampled last stay on the device for the next step, and come down to the host into one of two
+buffers in turn, behind an event: who waits for step N does not wait for N+1, which was sent after it.
 """
 
 from dataclasses import dataclass, replace
@@ -14,13 +17,56 @@ import torch
 from torch import Tensor
 
 from core.config import BLOCK_SIZE
-from core.plan import PENDING, StepPlan
+from core.plan import PENDING, Int32Array, StepPlan
 from gpu.attention import Attending, AttentionKernels, RaggedRows
 from gpu.attention_groups import GroupBuilder, IntArray, TokenRanges
-from gpu.block_tables import BlockTables
 from gpu.device import to_device
 from gpu.kv_cache import num_blocks_for
-from gpu.prompt_logprobs import scored_tokens
+from gpu.sampler import AskedLogprobs, Drawn, RowLogprobs, scored_tokens
+from gpu.streams import Event, Streams
+
+
+class BlockTables:
+    """Of all slots, on the host.
+
+    Args:
+        scratch_block: is where a sequence has no block yet.
+    """
+
+    def __init__(self, max_sequences: int, max_model_len: int, scratch_block: int) -> None:
+        self.width = num_blocks_for(max_model_len)
+        self.scratch_block = scratch_block
+        self.blocks = np.full((max_sequences, self.width), scratch_block, dtype=np.int64)  # [slots, width]
+        self.num_prompt_tokens = np.zeros(max_sequences, dtype=np.int64)  # [slots]
+        self._changes: list[Int32Array] | None = None
+
+    def grow(self, plan: StepPlan) -> None:
+        """Reset the slots that start, and note the plan's new blocks."""
+        for start in plan.sequence_starts:
+            self.blocks[start.slot] = self.scratch_block
+            self.num_prompt_tokens[start.slot] = start.num_prompt_tokens
+        self.blocks[plan.table_slots, plan.table_positions] = plan.table_blocks
+        if self._changes is not None and len(plan.table_slots):
+            places = plan.table_slots * np.int32(self.width) + plan.table_positions
+            self._changes.append(np.stack([places, plan.table_blocks]))
+
+    def of(self, slot: int) -> IntArray:
+        """The blocks of a slot, in order."""
+        table = self.blocks[slot]
+        found: IntArray = table[table != self.scratch_block]
+        return found
+
+    def keep_changes(self) -> None:
+        """From now on, for who asks for them: a copy of the tables."""
+        self._changes = []
+
+    def take_changes(self) -> Int32Array:
+        """Since it was asked before: (place in all tables end to end, its block now), [2, changes]; each place once."""
+        assert self._changes is not None
+        found = np.concatenate([np.empty((2, 0), np.int32), *self._changes], 1)
+        self._changes = []
+        _, lasts = np.unique(found[0, ::-1], return_index=True)
+        return found[:, found.shape[1] - 1 - lasts]
 
 
 @dataclass(slots=True)
@@ -202,3 +248,67 @@ def rows_by_window(
     hiding = {window: window if window and window < max_model_len else None for window in windows}
     found: dict[int | None, Attending] = {window: replace(rows, window=window) for window in set(hiding.values())}
     return {window: found[hidden] for window, hidden in hiding.items()}
+
+
+NUM_BUFFERS = 2  # steps whose tokens may be on their way
+
+
+@dataclass(slots=True)
+class OnTheirWay:
+    """What one step drew, on the host once the event has come."""
+
+    token_ids: Tensor  # [rows], int64
+    is_finite: Tensor  # [rows]
+    logprobs: RowLogprobs | None
+    event: Event
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+
+class DrawnTokens:
+    """
+    Args:
+        num_slots: rows of a step, at most.
+        last_tokens: what each slot drew last, on the device: int64 [slots].
+    """
+
+    def __init__(self, num_slots: int, streams: Streams, last_tokens: Tensor) -> None:
+        self._streams = streams
+        self._last_tokens = last_tokens
+        self._buffers = [
+            (self._host(num_slots, torch.int64), self._host(num_slots, torch.bool)) for _ in range(NUM_BUFFERS)
+        ]
+
+    def fill_pending(self, batch: DeviceBatch) -> None:
+        """Put the tokens that slots drew last where the plan asked for them."""
+        if batch.pending is not None:
+            last = self._last_tokens[batch.pending.slots].to(batch.token_ids.dtype)
+            batch.token_ids.index_copy_(0, batch.pending.tokens, last)
+
+    def send(self, drawn: Drawn) -> OnTheirWay:
+        """Start the way of what was drawn to the host."""
+        self._buffers.reverse()
+        token_ids, is_finite = (buffer[: len(drawn.token_ids)] for buffer in self._buffers[0])
+        self._send(drawn.token_ids, token_ids)
+        self._send(drawn.is_finite, is_finite)
+        logprobs = None if drawn.logprobs is None else self._sent(drawn.logprobs)
+        return OnTheirWay(token_ids, is_finite, logprobs, self._streams.current.record())
+
+    def _sent(self, asked: AskedLogprobs) -> RowLogprobs:
+        num_rows, size = len(asked.rows), len(asked.rows) * asked.most
+        drawn, top = self._host(num_rows, torch.float32), self._host(size, torch.float32).view(num_rows, -1)
+        kept = (drawn, top, self._host(size, torch.int64).view(num_rows, -1))
+
+        def send() -> None:
+            for source, target in zip(asked.find(), kept, strict=True):
+                target.copy_(source, non_blocking=True)
+
+        self._streams.current.run(send)
+        return RowLogprobs(asked.rows, asked.num_top, *kept)
+
+    def _send(self, source: Tensor, target: Tensor) -> None:
+        self._streams.current.run(lambda: target.copy_(source, non_blocking=True))
+
+    def _host(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        return self._streams.pinned(num_elements * dtype.itemsize).view(dtype)

@@ -20,7 +20,7 @@ from core.packed_config import PackedConfig
 from gpu.fp8_weights import FP8_FORMAT, SCALES, UNREAD_SCALES, Fp8Weight, described_scales, is_scale_of
 from gpu.gguf import GgufReader
 from gpu.packed_weights import NEEDED_PARTS, PARTS, UnpackedWeight, matrix_shape, part_shapes, unpack
-from gpu.staged_copies import Fill
+from gpu.streams import Fill
 from gpu.targets import Target
 
 PICKLES = (".bin", ".pt", ".pth")  # checkpoints of these are not read: they can run code
@@ -46,7 +46,7 @@ NAMED_AT_MOST = 5  # tensors in one error message
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes total), as loading goes."""
 Cut = Callable[[str, torch.Tensor, tuple[int, ...]], torch.Tensor]
-"""See gpu.parallel.shards.Shard.cut."""
+"""See gpu.parallel.ranks.Shard.cut."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,19 @@
-"""Which device, number format and threads to compute with, and why; what the machine has. Thread: engine (at start).
+"""Which device, number format and threads to compute with, and why; what memory the machine has. Thread: engine.
 
-The only place that sets torch's thread count. Each choice comes with its reason as text, for the banner. And how
-numbers of the host come to it.
+The only place that sets torch's thread count; each choice comes with its reason as text, for the banner. Beside it: how
+numbers of the host come to the device, large pages, and giving memory back that starting needed (trim RSS).
 """
 
+import ctypes
 import os
+import re
 import resource
+import sys
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +48,7 @@ class DeviceChoice:
 
     Args:
         device: "cpu" or "cuda:0".
-        threads: compute threads on a CPU at most (gpu/threads.py says when); on CUDA, torch's for the little that
+        threads: compute threads on a CPU at most (gpu/tune.py says when); on CUDA, torch's for the little that
             stays on the host.
     """
 
@@ -282,3 +287,79 @@ def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
     if device.type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
+
+
+PAGE_BYTES = 2 * 1024**2
+LEAST_BYTES = PAGE_BYTES // 2  # of what is worth a call
+MADV_COLLAPSE = 25  # Linux 6.1, include/uapi/asm-generic/mman-common.h
+
+
+def use_huge_pages(address: int, size_bytes: int) -> bool:
+    """Collapse the pages that these bytes lie in, now, with what shares a large page with them.
+
+    Returns whether the system did so for all of them; where it did not, they are read as they lie.
+    """
+    advise = _madvise()
+    if advise is None or size_bytes < LEAST_BYTES:
+        return False
+    first = address // PAGE_BYTES * PAGE_BYTES
+    end = -(-(address + size_bytes) // PAGE_BYTES) * PAGE_BYTES
+    return bool(advise(first, end - first, MADV_COLLAPSE) == 0)
+
+
+@cache
+def _madvise() -> Any:
+    if sys.platform != "linux":
+        return None
+    advise = ctypes.CDLL(None).madvise
+    advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return advise
+
+
+_SMAPS = Path("/proc/self/smaps")  # proc_pid_smaps(5)
+_MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) \S+ \S+ \d+ +/.*\.so[.\d]*$")
+_COUNT = re.compile(r"(Anonymous|Rss): +(\d+) kB$")
+_MADV_DONTNEED = 4  # madvise(2)
+
+
+def drop_code_pages() -> int:
+    """Returns how many bytes were resident of what was dropped; 0 where the system does not tell.
+
+    A mapping of which a page was written to, as the loader does where it relocates, is left alone: it would not come
+    back from the file.
+    """
+    try:
+        lines = _SMAPS.read_text(errors="replace").splitlines()
+    except OSError:
+        return 0
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return sum(
+        resident_bytes
+        for start, size, resident_bytes in _clean_mappings(lines)
+        if madvise(start, size, _MADV_DONTNEED) == 0
+    )
+
+
+def trim_heap() -> None:
+    """Give the system back what the allocator keeps of freed memory, where it is glibc's; malloc_trim(3)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(ctypes.c_size_t(0))
+
+
+def _clean_mappings(lines: list[str]) -> Iterator[tuple[int, int, int]]:
+    """(address, bytes, resident bytes) of libraries' mappings that cannot be written to, and were not."""
+    found: tuple[int, int] | None = None
+    resident_bytes = 0
+    for line in lines:
+        if match := _MAPPING.match(line):
+            start, end = int(match[1], 16), int(match[2], 16)
+            found = None if "w" in match[3] else (start, end - start)
+        elif re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            found = None
+        elif found is not None and (count := _COUNT.match(line)):
+            if count[1] == "Rss":
+                resident_bytes = int(count[2]) * 1024
+            elif count[2] == "0" and resident_bytes:
+                yield (*found, resident_bytes)

@@ -7,7 +7,7 @@ that start ask of sampling, and the blocks that tables have grown by. All else i
 tokens that slots drew last. A step is therefore the same kernels on the same buffers, whatever its rows, and it is sent
 by a graph of a shape that it is padded to, or by Python as it is. The way of a step, in either case:
 
-    forward: _bring_up (one copy: uploads.py) -> a graph, or _compute: _fill, Model.forward, DeviceSampler.launch
+    forward: _bring_up (one copy) -> a graph, or _compute: _fill, Model.forward, DeviceSampler.launch
     draw:    what the step has not drawn itself
 
 Rows that a graph has too many see nothing, draw nothing, and write to a block of their own; so do tokens of prompts.
@@ -18,32 +18,139 @@ any number, and goes no further than its own row.
 What the sampling kernel does not know, as more biases than it has room for, is drawn by torch: such a step has no
 graph. All that requests may ask for by default it knows, in one form: nothing is compiled or captured for the first of
 them that asks for something.
+
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from core.config import BLOCK_SIZE
-from core.plan import StepPlan
+from core.plan import Int32Array, StepPlan
 from gpu.attention import RaggedRows
-from gpu.batch import DeviceBatch, SampledRows, fresh_blocks, rows_by_window
-from gpu.block_tables import BlockTables, IntArray
+from gpu.attention_groups import IntArray
+from gpu.batch import BlockTables, DeviceBatch, SampledRows, fresh_blocks, rows_by_window
 from gpu.kernels.device_rows import SpareBlocks, clear_blocks, empty_rows, fill_rows, fill_tokens, scatter_rows
-from gpu.kernels.device_sampler import DeviceSampler
-from gpu.kernels.slot_tables import StartedSlots
+from gpu.kernels.sampler import DeviceSampler, StartedSlots
 from gpu.kv_cache import KVCache, num_blocks_for
 from gpu.model import Model
 from gpu.sampler import Drawn, Sampler
 from gpu.step_graphs import StepGraphs
-from gpu.step_inputs import NO_SLOT, KnownPlan, StepInputs, inputs_in, num_inputs, step_inputs
 from gpu.step_shapes import StepShape, StepShapes
-from gpu.streams import Streams
-from gpu.uploads import Uploads
+from gpu.streams import StagedCopies, Streams
 
+NO_SLOT = -1  # of padding
+
+
+@dataclass(frozen=True, slots=True)
+class KnownPlan:
+    """A plan of rows that decode, and of prompts.
+
+    Args:
+        own: rows whose one token their sequences drew last; they draw the next. Long contexts first: they take the
+            longest.
+        prompts: the others, in the plan's order.
+    """
+
+    plan: StepPlan
+    own: IntArray
+    prompts: IntArray
+
+    @property
+    def shape(self) -> StepShape:
+        """Without padding."""
+        return StepShape(len(self.own), len(self.prompts), int(self.plan.lengths[self.prompts].sum()))
+
+    @property
+    def drawn(self) -> IntArray:
+        """Rows that draw, in the order of their logits."""
+        return np.concatenate([self.own, self.prompts[self.plan.samples[self.prompts]]])
+
+    @property
+    def sampled(self) -> SampledRows:
+        rows = self.drawn
+        return SampledRows(rows, self.plan.slots[rows], (self.plan.starts + self.plan.lengths)[rows])
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """Parts of one piece of integers; without prompts, the first alone."""
+
+    rows: Any  # [3, rows]: slot, the last new token's position, its id or < 0: what the slot drew last
+    tokens: Any  # [3, prompt tokens]: of each its slot, its position, and its id or < 0
+    offsets: Any  # [rows + 1]: where a row's tokens begin
+    asked: Any  # [rows]: index of the token that a drawing row draws behind; any for padding
+    drawn: Any  # [2, rows]: slots and positions of the tokens that are drawn
+
+
+def num_inputs(shape: StepShape) -> int:
+    return sum(_sizes(shape))
+
+
+def _sizes(shape: StepShape) -> list[int]:
+    rows = shape.num_rows
+    return [3 * rows, 3 * shape.num_prompt_tokens, rows + 1, rows, 2 * rows] if shape.num_prompts else [3 * rows]
+
+
+def inputs_in(piece: Tensor, shape: StepShape) -> StepInputs:
+    """Views of a step's part of it."""
+    parts = [*torch.split(piece[: num_inputs(shape)], _sizes(shape))]
+    return _shaped(parts + [piece[:0]] * (5 - len(parts)))
+
+
+def _shaped(parts: Sequence[Any]) -> StepInputs:
+    rows, tokens, offsets, asked, drawn = parts
+    return StepInputs(rows.reshape(3, -1), tokens.reshape(3, -1), offsets, asked, drawn.reshape(2, -1))
+
+
+def step_inputs(known: KnownPlan | None, shape: StepShape) -> Int32Array:
+    """In one piece.
+
+    Args:
+        known: None: all is padding.
+        shape: that it is padded to.
+    """
+    piece = np.full(num_inputs(shape), NO_SLOT, dtype=np.int32)
+    parts = np.split(piece, np.cumsum(_sizes(shape))[:-1])
+    found = _shaped(parts + [piece[:0]] * (5 - len(parts)))
+    if shape.num_prompts:
+        found.offsets[:] = np.minimum(np.arange(shape.num_rows + 1), shape.num_decodes)
+        found.asked[:] = 0
+    if known is not None:
+        _fill(found, known, shape)
+    return piece
+
+
+def _fill(inputs: StepInputs, known: KnownPlan, shape: StepShape) -> None:
+    plan, own, prompts = known.plan, known.own, known.prompts
+    tokens_before = np.cumsum(plan.lengths) - plan.lengths  # [rows of the plan]
+    inputs.rows[:, : len(own)] = plan.slots[own], plan.starts[own], plan.token_ids[tokens_before[own]]
+    if not shape.num_prompts:
+        return
+    lengths, ends = plan.lengths[prompts], (plan.starts + plan.lengths)[prompts]
+    last = shape.num_decodes + np.cumsum(lengths)  # one past each prompt's tokens
+    inputs.rows[:2, shape.num_decodes : shape.num_decodes + len(prompts)] = plan.slots[prompts], ends - 1
+    inputs.offsets[shape.num_decodes + 1 :] = last[-1]
+    inputs.offsets[shape.num_decodes + 1 : shape.num_decodes + 1 + len(prompts)] = last
+    row = np.repeat(np.arange(len(prompts)), lengths)  # [prompt tokens]
+    index = np.arange(len(row)) - (last - lengths - shape.num_decodes)[row]  # in its row
+    of_plan = prompts[row]
+    inputs.tokens[:, : len(row)] = (
+        plan.slots[of_plan],
+        plan.starts[of_plan] + index,
+        plan.token_ids[tokens_before[of_plan] + index],
+    )
+    sampled = known.sampled
+    inputs.asked[: len(sampled.rows)] = np.concatenate([np.arange(len(own)), last[plan.samples[prompts]] - 1])
+    inputs.drawn[:, : len(sampled.rows)] = sampled.slots, sampled.positions
+
+
+INT_BYTES = 4
 CHANGES_PER_ROW = 4  # of tables, in a usual copy: a decode's is one in 16 steps
 NOTHING_STARTED = StartedSlots([], [], [])
 
@@ -95,7 +202,7 @@ class DeviceSteps:
         self._rows = empty_rows(max_rows, most_tokens, tables.width, drawn)
         self._offsets = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
         self._logits = torch.empty((max_rows, model.config.vocab_size), device=device)
-        self._uploads = Uploads(streams, most_inputs + (2 * CHANGES_PER_ROW + 1 + 2) * max_rows)
+        self._copies = StagedCopies(streams, INT_BYTES * (most_inputs + (2 * CHANGES_PER_ROW + 1 + 2) * max_rows))
         has_kernel = self._kernel is not None
         self.graphs = StepGraphs(lambda shape: self._compute(shape, tables.width, has_kernel), self._pad, shapes)
 
@@ -193,7 +300,7 @@ class DeviceSteps:
         places, blocks = self._tables.take_changes()
         started = NOTHING_STARTED if self._kernel is None else self._kernel.take_started()
         parts = (inputs, places, blocks, plan.copy_sources, plan.copy_targets, cleared, *started.parts)
-        self._uploads.send(parts, partial(self._change, started))
+        self._copies.send_integers(parts, partial(self._change, started))
 
     def _change(self, started: StartedSlots, parts: list[Tensor]) -> None:
         """Launches nothing for what is empty, which most parts are in most steps."""
@@ -210,4 +317,6 @@ class DeviceSteps:
         self._inputs[: len(inputs)].copy_(inputs)
 
     def _pad(self, shape: StepShape) -> None:
-        self._uploads.send([step_inputs(None, shape)], lambda parts: self._inputs[: len(parts[0])].copy_(parts[0]))
+        self._copies.send_integers(
+            [step_inputs(None, shape)], lambda parts: self._inputs[: len(parts[0])].copy_(parts[0])
+        )

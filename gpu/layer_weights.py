@@ -12,7 +12,7 @@ from torch import Tensor
 
 from core.config import ModelConfig
 from gpu.expert_weights import Empty, ExpertWeights, empty_experts, expert_targets
-from gpu.parallel.shards import HEAD
+from gpu.parallel.ranks import HEAD
 from gpu.quantize import Weight, floats
 from gpu.targets import Target
 

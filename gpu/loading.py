@@ -14,19 +14,17 @@ from core.errors import ExitCode, StartupError
 from core.plan import DeviceError, Runner, RunnerLimits, SequenceStart, StepPlan, Ticket, TimedRow
 from core.types import SamplingParams
 from gpu.checkpoint import Checkpoint, Progress, open_checkpoint
-from gpu.device import DeviceChoice, apply_threads, choose_device, free_memory_bytes
-from gpu.device_products import MOST_FEW_ROWS
+from gpu.device import DeviceChoice, apply_threads, choose_device, drop_code_pages, free_memory_bytes, trim_heap
 from gpu.kept_matrices import kept_scheme
-from gpu.kernel_choice import find_operators
 from gpu.kv_cache import num_blocks_for
+from gpu.linear import MOST_FEW_ROWS
 from gpu.memory_plan import MemoryPlan, plan_checkpoint
 from gpu.operators import Operators
-from gpu.parallel.ranks import Ranks
-from gpu.parallel.shards import Shard
+from gpu.parallel.ranks import Ranks, Shard
 from gpu.quantize_cache import quantizing
 from gpu.runner import ModelRunner
-from gpu.spent_memory import drop_code_pages, trim_heap
-from gpu.staged_copies import fill_on
+from gpu.streams import fill_on
+from gpu.tune import find_operators
 from gpu.weights import MatrixForm, check_checkpoint, load_weights
 
 # Steps that are timed: prompts of so many tokens, and a decode after each; a large model's for so long alone.

@@ -16,13 +16,11 @@ from gpu.batch import DeviceBatch
 from gpu.expert_weights import ExpertWeights
 from gpu.kv_cache import KVCache, LayerKV
 from gpu.layer_weights import LayerWeights, ModelWeights
-from gpu.linear import Linear
-from gpu.mlp import Block, Experts, Mlp
+from gpu.layers import Block, Experts, Mlp, Rope
+from gpu.linear import Embed, Linear
 from gpu.operators import HeadNorms, Operators
-from gpu.parallel.head_norms import norm_heads
-from gpu.rope import Rope
+from gpu.parallel.ranks import norm_heads
 from gpu.scores import Scores
-from gpu.tied_head import Embed
 
 
 @dataclass(slots=True)

@@ -4,7 +4,6 @@ They serve on every device, and are what the kernels of cpu_kernels/ and kernels
 them one by one. Norms and RoPE are computed in float32.
 """
 
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -13,27 +12,17 @@ from torch import Tensor
 
 from core.config import ExpertsConfig
 from gpu.attention import AttentionKernels
-from gpu.device_products import DeviceProducts
 from gpu.expert_weights import ExpertWeights
 from gpu.kv_cache import LayerKV
-from gpu.linear import Linear, ProductChoice, can_pack, make_linear, packed_linear
-from gpu.mlp import GATED, Block, Experts, Gated
+from gpu.layers import GATED, Block, Experts, Gated, apply_rope
+from gpu.linear import Embed, Linear, MatmulChoices, can_pack, make_linear, make_tied, packed_linear
 from gpu.parallel.ranks import Ranks
 from gpu.quantize import QuantizedWeight, Weight
 from gpu.quantized_linear import make_quantized_linear
-from gpu.rope import apply_rope
 from gpu.sampler import SamplerChoice
-from gpu.tied_head import Embed, make_tied
 
 HeadNorms = tuple[Tensor, Tensor]
 """Weights of the norms of queries and keys: [head_dim] each, or [heads, head_dim] and [kv_heads, head_dim]"""
-
-
-@dataclass(slots=True)
-class ElementwiseChoice:
-    """Whether kernels compute what lies between a model's products: norms, RoPE with the cache's writing, gates."""
-
-    uses_kernel: bool = True
 
 
 class Operators:
@@ -45,10 +34,9 @@ class Operators:
     """
 
     attention: AttentionKernels | None = None  # None: torch attends
-    product_choice: ProductChoice | DeviceProducts | None = None  # None: there is no kernel for products
-    sampler: SamplerChoice | None = None  # None: torch draws
+    matmuls: MatmulChoices | None = None  # None: there is nothing to choose
+    sampler: SamplerChoice | None = None  # None: torch samples
     has_device_rows = False  # whether steps may go by device_steps.py
-    elementwise_choice: ElementwiseChoice | None = None  # None: there is nothing to choose
     ranks: Ranks | None = None  # None: this process computes the whole model
 
     def __init__(self, dtype: torch.dtype, device: torch.device, eps: float) -> None:
@@ -56,7 +44,7 @@ class Operators:
         self._eps = eps
 
     def linear(self, weight: Weight, bias: Tensor | None) -> Linear:
-        """A product with weight [out, in], plus bias [out] or None."""
+        """A matmul with weight [out, in], plus bias [out] or None."""
         if isinstance(weight, QuantizedWeight):
             return self.quantized_linear(weight, bias)
         return make_linear(weight, bias, self.packed_linear if self._is_packed else None)
@@ -65,7 +53,7 @@ class Operators:
         return make_quantized_linear(weight, bias)
 
     def packed_linear(self, packed: Tensor, weight: Tensor, bias: Tensor | None) -> Linear:
-        """See MakeProduct."""
+        """See MakeMatmul."""
         return packed_linear(packed, weight, bias)
 
     def tied(self, embedding: Tensor) -> tuple[Embed, Linear]:

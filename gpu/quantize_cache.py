@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from core.config import EngineConfig
-from gpu.measured_file import cache_home
+from gpu.cache_files import cache_home
 from gpu.quantize import QuantizedWeight, Weight, can_quantize, quantize
 
 FOLDER = Path("steploop", "quantized")

@@ -20,27 +20,20 @@ from core.config import BLOCK_SIZE, EngineConfig, ModelConfig
 from core.plan import DeviceError, RunnerLimits, StepOutput, StepPlan
 from core.types import TokenLogprobs
 from gpu.attention import TILE_TOKENS
-from gpu.batch import BatchBuilder, SampledRows
+from gpu.batch import BatchBuilder, DrawnTokens, OnTheirWay, SampledRows
 from gpu.checkpoint import Checkpoint
-from gpu.device import FEW_TOKENS, last_level_cache_bytes
-from gpu.device_attention import DeviceAttention
-from gpu.drawn_tokens import DrawnTokens, OnTheirWay
-from gpu.elementwise_speed import find_elementwise
-from gpu.graph_memory import CountedGraphs, TrialParts, count_graphs
-from gpu.host_streams import open_streams
-from gpu.kernel_choice import find_recorder
+from gpu.device import FEW_TOKENS, last_level_cache_bytes, trim_heap
 from gpu.kv_cache import KVCache, bytes_per_block
-from gpu.kv_offload import CopyTicket, KVOffload, open_offload
+from gpu.kv_store import CopyTicket, KVOffload, open_offload
 from gpu.layer_weights import ModelWeights
-from gpu.measured import MIN_PARAMETERS, Measured, Measuring
 from gpu.memory_plan import MemoryPlan
 from gpu.model import Model
 from gpu.operators import Operators
-from gpu.prompt_logprobs import PromptScores, score
-from gpu.sampler import Drawn, RowLogprobs, Sampler
-from gpu.spent_memory import trim_heap
-from gpu.step_graphs import Progress
+from gpu.sampler import Drawn, PromptScores, RowLogprobs, Sampler, score
+from gpu.step_graphs import CountedGraphs, Progress, TrialParts, count_graphs
 from gpu.step_shapes import max_decodes, step_shapes
+from gpu.streams import open_streams
+from gpu.tune import Measured, Tuning, find_recorder
 
 if TYPE_CHECKING:
     from gpu.device_steps import DeviceSteps, SentStep
@@ -112,13 +105,15 @@ class ModelRunner:
             self._sampler = Sampler(engine.max_sequences, config.vocab_size, device, operators.sampler)
             self._drawn = DrawnTokens(engine.max_sequences, self._streams, self._sampler.last_tokens)
             with _device_errors():
-                self._measuring = self._measure(memory)
+                self._tuning = self._tune(memory)
             self._recorder = find_recorder(engine, memory.device, operators)
             counted = self._count_graphs(memory)
             self.memory = memory = counted.memory
             self._cache = KVCache(config, memory.num_blocks, dtype, device, has_padding=self._recorder is not None)
-            with _device_errors():
-                self._choose_attention(memory.max_model_len)
+            if operators.attention is not None:
+                with _device_errors():
+                    layer = self._cache.layers[0]
+                    operators.attention.reserve(max_decodes(engine), memory.max_model_len, config.num_heads, layer)
         self.limits = RunnerLimits(
             num_blocks=memory.num_blocks,
             block_size=BLOCK_SIZE,
@@ -143,25 +138,22 @@ class ModelRunner:
         has_device_rows = operators.has_device_rows and operators.ranks is None
         self._steps = self._open_steps(counted) if has_device_rows else None
 
-    def _measure(self, memory: MemoryPlan) -> Measuring:
+    def _tune(self, memory: MemoryPlan) -> Tuning:
         operators = self._operators
         if operators.ranks is not None:
-            return Measuring(
-                self.config, memory.device, None
-            )  # each rank's own choice would round otherwise what all compute alike
+            # each rank's own choice would round otherwise what all compute alike
+            return Tuning(self.config, memory.device, operators, None)
         probes = self._model.probes(min(max(MIN_PROBE_BYTES, 2 * last_level_cache_bytes()), MAX_PROBE_BYTES))
-        product, sampler = operators.product_choice, operators.sampler
-        elementwise = find_elementwise(self.config, operators)
-        return Measuring(self.config, memory.device, probes, product, sampler, elementwise)
+        return Tuning(self.config, memory.device, operators, probes)
 
     @property
     def measured(self) -> Measured:
         """What serves, of what is chosen by measuring."""
-        return self._measuring.measured
+        return self._tuning.measured
 
     def idle_work(self) -> Generator[None]:
         """See Engine: look again at what was within noise, and give back what a busy phase has freed."""
-        yield from self._measuring.look_again()
+        yield from self._tuning.look_again()
         trim_heap()
 
     def _count_graphs(self, memory: MemoryPlan) -> CountedGraphs:
@@ -169,21 +161,12 @@ class ModelRunner:
         shapes = step_shapes(self.config, self._engine)
         if self._recorder is None:
             return CountedGraphs(memory, shapes, 0)
-        attention = self._operators.attention
-        kernels = attention if isinstance(attention, DeviceAttention) else None
-        parts = TrialParts(self._model, self._sampler, self._streams, kernels)
+        parts = TrialParts(self._model, self._sampler, self._streams, self._operators.attention)
         with _device_errors():
             counted = count_graphs(parts, self._engine, memory, shapes, self._recorder)
         if not counted.most_graphs:
             self._recorder = None
         return counted
-
-    def _choose_attention(self, max_model_len: int) -> None:
-        attention, heads, layer = self._operators.attention, self.config.num_heads, self._cache.layers[0]
-        if isinstance(attention, DeviceAttention):
-            attention.reserve(max_decodes(self._engine), max_model_len, heads, layer)
-            if self.config.num_parameters >= MIN_PARAMETERS:
-                attention.choose(layer, heads)
 
     def _open_steps(self, counted: CountedGraphs) -> "DeviceSteps":
         from gpu.device_steps import DeviceSteps  # imports triton

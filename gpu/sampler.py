@@ -1,19 +1,24 @@
-"""Draws one token per row, all rows together, on the device. Thread: engine.
+"""Samples one token per row, all rows together, on the device; and scores a prompt's own tokens. Thread: engine.
 
-What a request asks for stays in its slot (sampling_slots.py). A token is drawn as argmax(logits / temperature + Gumbel
-noise), which needs no softmax (Gumbel, 1954); the noise depends on (seed, position, token id) alone (noise.py), never
-on the row or its neighbours.
+A token is argmax(logits / temperature + Gumbel noise), which needs no softmax (Gumbel, 1954); the noise depends on
+(seed, position, token id) alone (sampling_rules.py), never on the row or its neighbours.
 
-Order of effects: penalties, logit_bias, min_tokens, then top_k, top_p (of what top_k kept) and min_p (filters.py), then
-temperature. Tokens tied with the last one kept are kept. Logprobs are of the model's raw logits, before all of these.
+Order of effects: penalties, logit_bias, min_tokens, then top_k, top_p (of what top_k kept) and min_p, then temperature.
+Tokens tied with the last one kept are kept. Logprobs are of the model's raw logits, before all of these.
 
-A kernel draws a row in one go. What is here in torch's operators is its reference, and serves where there is none: each
-feature costs only the steps in which a row uses it, and a step of greedy rows is one argmax. Both draw the same tokens.
+A kernel samples a row in one go. What is here in torch's operators is its reference, and serves where there is none:
+each feature costs only the steps in which a row uses it, and a step of greedy rows is one argmax. Both sample the same
+tokens.
+
+What a request asks for stays in its slot (SamplingSlots), written when the slot gets a new occupant, not per step; only
+the tokens seen and the last one change as tokens are sampled.
 """
 
-from collections.abc import Callable
+import enum
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,11 +26,189 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from core.plan import SequenceStart
+from core.plan import Int32Array, PromptTargets, SequenceStart, StepPlan
+from core.types import SamplingParams, TokenLogprobs
 from gpu.device import to_device
-from gpu.filters import Filters
-from gpu.noise import gumbel_argmax, row_keys
-from gpu.sampling_slots import ADJUSTED, Factor, Feature, Number, SamplingSlots
+from gpu.sampling_rules import LEAST_TEMPERATURE, Filters, gumbel_argmax, least_of, row_keys, slope_of
+from gpu.streams import Event, Streams
+
+Int64Array = npt.NDArray[np.int64]
+Float32Array = npt.NDArray[np.float32]
+
+
+class Feature(enum.IntFlag):
+    """What a slot needs beyond an argmax."""
+
+    NOISE = 1
+    FILTERS = 2
+    PENALTIES = 4
+    BIAS = 8
+    MIN_TOKENS = 16
+    LOGPROBS = 32
+
+
+ADJUSTED = Feature.PENALTIES | Feature.BIAS | Feature.MIN_TOKENS
+
+
+class Number(enum.IntEnum):
+    """Columns of SamplingSlots.numbers."""
+
+    FEATURES = 0  # of Feature
+    TOP_K = 1  # at least 1; the vocabulary's size for all
+    SEED = 2  # its 64 bits
+    FREE_FROM = 3  # position from which stop ids may be drawn
+    NUM_BIASES = 4
+    NUM_STOP_IDS = 5
+
+
+class Factor(enum.IntEnum):
+    """Columns of SamplingSlots.factors."""
+
+    INVERSE_TEMPERATURE = 0
+    SLOPE = 1  # see sampling_rules.slope_of
+    TOP_P = 2  # infinity for all
+    LEAST = 3  # see sampling_rules.least_of
+    REPETITION = 4
+    PRESENCE = 5
+    FREQUENCY = 6
+
+
+class Address(enum.IntEnum):
+    """Columns of SamplingSlots.addresses: of first elements on the host; of tokens known, how many."""
+
+    BIAS_IDS = 0  # int64
+    BIASES = 1  # float32
+    STOP_IDS = 2  # int64
+    KNOWN_IDS = 3  # int64, each once: of prompt and output, where there are penalties
+    NUM_KNOWN = 4  # grows as tokens are drawn
+    KNOWN_ROOM = 5
+
+
+@dataclass(frozen=True, slots=True)
+class SeenTokens:
+    """
+    Args:
+        counts: of each: 2 * how often in the output, + 1 if in the prompt.
+    """
+
+    token_ids: Int64Array  # [some], each once
+    counts: Int32Array  # [some]
+
+
+class SamplingSlots:
+    """Of all slots.
+
+    Args:
+        vocab_size: the logits' width.
+        device: of the tokens drawn last, and the table of tokens seen.
+    """
+
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
+        self.numbers = np.zeros((num_slots, len(Number)), dtype=np.int64)
+        self.factors = np.zeros((num_slots, len(Factor)), dtype=np.float32)
+        self.addresses = np.zeros((num_slots, len(Address)), dtype=np.int64)
+        self.bias_ids: list[Int64Array] = [np.empty(0, dtype=np.int64)] * num_slots
+        self.biases: list[Float32Array] = [np.empty(0, dtype=np.float32)] * num_slots
+        self.stop_ids: list[Int64Array] = [np.empty(0, dtype=np.int64)] * num_slots
+        self.known_ids: list[Int64Array] = [np.empty(0, dtype=np.int64)] * num_slots
+        self.num_logprobs = np.zeros(num_slots, dtype=np.int64)
+        self.last_tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)  # what each slot drew last
+        self.seen: Tensor | None = None  # int32 [slots, vocab]: 2 * how often in the output, + 1 if in the prompt
+        self.vocab_size, self.device = vocab_size, device
+        self._changed: set[int] = set()
+        self._seen_at_start: dict[int, SeenTokens] = {}  # of slots whose rows are another's still
+
+    def start(self, start: SequenceStart) -> Feature:
+        """Give the slot to a new sequence; returns what it needs."""
+        slot, params = start.slot, start.sampling
+        self._changed.add(slot)
+        features = features_of(params)
+        top_k = params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size
+        free_from = start.num_prompt_tokens + params.min_tokens
+        seed = np.array(start.seed & 0xFFFFFFFFFFFFFFFF, dtype=np.uint64).view(np.int64)
+        self.numbers[slot] = (features, top_k, seed, free_from, len(params.logit_bias), len(start.stop_ids))
+        self.factors[slot] = (
+            1 / max(params.temperature, LEAST_TEMPERATURE),
+            slope_of(params.temperature),
+            params.top_p if params.top_p < 1 else np.inf,
+            least_of(params.min_p, params.temperature),
+            params.repetition_penalty,
+            params.presence_penalty,
+            params.frequency_penalty,
+        )
+        self.bias_ids[slot] = np.array([token_id for token_id, _ in params.logit_bias], dtype=np.int64)
+        self.biases[slot] = np.array([bias for _, bias in params.logit_bias], dtype=np.float32)
+        self.stop_ids[slot] = np.array(start.stop_ids, dtype=np.int64)
+        self.num_logprobs[slot] = params.num_logprobs or 0
+        self.known_ids[slot] = np.empty(0, dtype=np.int64)
+        num_known = self._see(start) if features & Feature.PENALTIES else 0
+        bias_ids, biases, stop_ids = self.bias_ids[slot], self.biases[slot], self.stop_ids[slot]
+        known_ids = self.known_ids[slot]
+        self.addresses[slot] = (
+            bias_ids.ctypes.data,
+            biases.ctypes.data,
+            stop_ids.ctypes.data,
+            known_ids.ctypes.data,
+            num_known,
+            len(known_ids),
+        )
+        return features
+
+    def take_changed(self) -> set[int]:
+        """The slots that have started since it was asked before."""
+        changed, self._changed = self._changed, set()
+        return changed
+
+    def take_seen(self) -> dict[int, "SeenTokens"]:
+        """Slot -> what its row of the table is to hold, and nothing else, where that is not there yet."""
+        found, self._seen_at_start = self._seen_at_start, {}
+        return found
+
+    def reserve_seen(self) -> Tensor:
+        """Make the table of tokens seen, where there is none yet: where a CPU computes, most servers never need it."""
+        if self.seen is None:
+            self.seen = torch.zeros((len(self.numbers), self.vocab_size), dtype=torch.int32, device=self.device)
+        return self.seen
+
+    def write_seen(self) -> Tensor:
+        """The table of tokens seen, up to date."""
+        table = self.reserve_seen()
+        for slot, seen in self.take_seen().items():
+            row = torch.zeros(self.vocab_size, dtype=torch.int32)
+            row[torch.from_numpy(seen.token_ids)] = torch.from_numpy(seen.counts)
+            table[slot] = row.to(self.device)
+        return table
+
+    def _see(self, start: SequenceStart) -> int:
+        """Note all tokens known; returns how many different ones there are."""
+        token_ids = np.array(start.token_ids, dtype=np.int64)
+        seen = 2 * np.bincount(token_ids[start.num_prompt_tokens :], minlength=self.vocab_size)
+        seen[token_ids[: start.num_prompt_tokens]] += 1  # once each: an index that repeats adds once
+        known = np.flatnonzero(seen)
+        room = min(self.vocab_size, len(known) + start.sampling.max_tokens + 1)
+        self.known_ids[start.slot] = np.empty(room, dtype=np.int64)
+        self.known_ids[start.slot][: len(known)] = known
+        self._seen_at_start[start.slot] = SeenTokens(known, seen[known].astype(np.int32))
+        return len(known)
+
+
+def features_of(params: SamplingParams) -> Feature:
+    """What these need beyond an argmax."""
+    features = Feature(0)
+    if params.temperature > 0:
+        features |= Feature.NOISE
+        if params.top_k > 0 or params.top_p < 1 or params.min_p > 0:
+            features |= Feature.FILTERS
+    if params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty:
+        features |= Feature.PENALTIES
+    if params.logit_bias:
+        features |= Feature.BIAS
+    if params.min_tokens > 0:
+        features |= Feature.MIN_TOKENS
+    if params.num_logprobs is not None:
+        features |= Feature.LOGPROBS
+    return features
+
 
 IntArray = npt.NDArray[np.signedinteger[Any]]
 
@@ -282,3 +465,92 @@ def _logprobs_with(made: Tensor, logits: Tensor, rows: IntArray, most: int) -> t
 def _some_of(found: Tensor, rows: IntArray) -> Tensor:
     """Rows of it, without numbers of theirs that would have to be copied to the device."""
     return found if len(rows) == len(found) else torch.stack([found[row] for row in rows.tolist()])
+
+
+PIECE_BYTES = 32 * 1024**2  # of float32 logits, at most ...
+PIECE_ROWS = 256  # ... and so many tokens: reading the head's weights is not what takes the time then
+
+
+def piece_rows(vocab_size: int) -> int:
+    """Tokens whose logits are there at once."""
+    return min(PIECE_ROWS, max(1, PIECE_BYTES // (4 * vocab_size)))
+
+
+@dataclass(slots=True)
+class PromptScores:
+    """What one step tells of prompts, on the host once the event has come.
+
+    Args:
+        slots: of the targets' rows.
+    """
+
+    targets: list[PromptTargets]
+    slots: list[int]
+    logprobs: Tensor  # [tokens of all targets], float32
+    top: Tensor  # [tokens, most asked for], float32, likeliest first
+    top_ids: Tensor  # [tokens, most asked for]
+    event: Event
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+    def told(self) -> Iterator[tuple[PromptTargets, int, list[TokenLogprobs] | None]]:
+        """Of each target, with its slot; None: the logits are not finite."""
+        first = 0
+        for targets, slot in zip(self.targets, self.slots, strict=True):
+            part = slice(first, first + len(targets.token_ids))
+            is_finite = bool(self.logprobs[part].isfinite().all())
+            yield targets, slot, self._entries(targets, part) if is_finite else None
+            first = part.stop
+
+    def _entries(self, targets: PromptTargets, part: slice) -> list[TokenLogprobs]:
+        num_top = targets.num_top
+        columns = (self.logprobs[part], self.top[part, :num_top], self.top_ids[part, :num_top])
+        return [
+            TokenLogprobs(token_id, logprob, tuple(zip(top_ids, top, strict=True)))
+            for token_id, logprob, top, top_ids in zip(
+                targets.token_ids, *(column.tolist() for column in columns), strict=True
+            )
+        ]
+
+
+def scored_tokens(plan: StepPlan, first_tokens: Int32Array) -> Int32Array:
+    """Of the plan's tokens, those whose next ones its targets name, in their order.
+
+    Args:
+        first_tokens: [rows]: index of each row's first token.
+    """
+    parts = [
+        np.arange(len(targets.token_ids), dtype=np.int32) + first_tokens[targets.row] + targets.first
+        for targets in plan.prompt_targets
+    ]
+    return np.concatenate(parts) if parts else np.empty(0, dtype=np.int32)
+
+
+def score(
+    hidden: Tensor, plan: StepPlan, logits_of: Callable[[Tensor], Tensor], vocab_size: int, streams: Streams
+) -> PromptScores:
+    """Start what the plan's targets ask for on its way to the host.
+
+    Args:
+        hidden: [tokens of all targets, hidden]
+        logits_of: [tokens, hidden] -> [tokens, vocab], float32
+    """
+    targets = plan.prompt_targets
+    most = min(max(one.num_top for one in targets), vocab_size)
+    all_ids = np.array(list(chain.from_iterable(one.token_ids for one in targets)), dtype=np.int64)
+    wanted = to_device(all_ids, hidden.device)
+    found: list[tuple[Tensor, ...]] = []
+    num_rows = piece_rows(vocab_size)
+    for some, token_ids in zip(torch.split(hidden, num_rows), torch.split(wanted, num_rows), strict=True):
+        logprobs = logits_of(some).log_softmax(-1)  # [some, vocab]
+        found.append((logprobs.gather(1, token_ids.unsqueeze(1)).squeeze(1), *logprobs.topk(most)))
+    logprobs, top, top_ids = (_to_host(torch.cat(pieces), streams) for pieces in zip(*found, strict=True))
+    slots = plan.slots[[one.row for one in targets]].tolist()
+    return PromptScores(targets, slots, logprobs, top, top_ids, streams.current.record())
+
+
+def _to_host(found: Tensor, streams: Streams) -> Tensor:
+    kept = streams.pinned(found.nbytes).view(found.dtype).view(found.shape)
+    streams.current.run(lambda: kept.copy_(found, non_blocking=True))
+    return kept

@@ -11,7 +11,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 
 from core.config import EngineConfig, ModelConfig
-from gpu.device_products import MOST_FEW_ROWS
+from gpu.linear import MOST_FEW_ROWS
 
 MOST_TOKENS = 1024  # of prompts, in a step
 # A dozen kernels of a layer, sent one by one, 10 µs each in Python; an H100 or H200 at three quarters of its ceiling.

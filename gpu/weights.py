@@ -33,9 +33,9 @@ from gpu.layer_weights import (
     matrices,
     targets,
 )
-from gpu.parallel.shards import HEAD, Shard
+from gpu.parallel.ranks import HEAD, Shard
 from gpu.quantize import Weight, floats
-from gpu.staged_copies import Fill
+from gpu.streams import Fill
 from gpu.targets import Target
 
 logger = logging.getLogger(__name__)

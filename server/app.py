@@ -13,27 +13,24 @@ from h2.errors import ErrorCodes
 
 from core.errors import ErrorKind, ServiceError
 from core.types import Usage
-from server.answer_body import answer_headers, content_headers
-from server.api.envelope import PROTOCOL_CODES, error_body, protocol_error_body, status_of
+from server.api.replies import PROTOCOL_CODES, error_body, protocol_error_body, status_of
 from server.app_state import AppState, Readiness
 from server.clock import Clock
 from server.exchange import Exchange
 from server.gate.cross_origin import CrossOrigin
 from server.gate.deadlines import OwnDeadlineExceeded
 from server.gate.gate import Gate
-from server.gate.keys import mask_keys
-from server.gate.rate_limit_fields import limit_headers
-from server.listening.refusals import DENIED
-from server.observing.accounting import NO_REQUEST, Account, status_told
-from server.observing.flight_recorder import Flight
-from server.observing.logs import current_request_id, current_trace_id, escape
+from server.gate.identity import mask_keys
+from server.gate.quota import limit_headers
+from server.listening.clients import DENIED
+from server.observing.accounting import NO_REQUEST, Account, Flight, TraceContext, continue_trace, status_told
+from server.observing.logs import current_request_id, current_trace_id
 from server.observing.metrics import Metrics
-from server.observing.timing import Stage, StageClock
-from server.observing.trace_context import TraceContext, continue_trace
+from server.observing.timing import Stage, StageClock, answer_headers
 from server.routes import MethodNotAllowed, Route, find_route
-from server.wire.messages import Headers, ResponseHead
-from server.wire.peer import Peer
-from server.wire.stream import ClientDisconnected, HttpStream
+from server.values import escape
+from server.wire.messages import Headers, Peer, ResponseHead
+from server.wire.stream import ClientDisconnected, HttpStream, content_headers
 
 logger = logging.getLogger(__name__)
 
@@ -117,8 +114,8 @@ class App:
 
     def fail_all(self, error: ServiceError) -> None:
         """Break off every generation, and every wait for a body: each has the error for its answer, or its end."""
-        if self.state.lifecycle is not None:
-            self.state.lifecycle.fail_all(error)
+        if self.state.generations is not None:
+            self.state.generations.fail_all(error)
         for stream in self.state.exchanges:
             stream.fail_body(error)
 
@@ -129,8 +126,8 @@ class App:
         for stream, exchange in list(self.state.exchanges.items()):
             if exchange.caller is not None and self._gate.directory.has_revoked(exchange.caller):
                 stream.fail_body(error)
-                if self.state.lifecycle is not None:
-                    self.state.lifecycle.fail(exchange.request_id, error)
+                if self.state.generations is not None:
+                    self.state.generations.fail(exchange.request_id, error)
 
     def refuse(
         self,

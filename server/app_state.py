@@ -6,15 +6,14 @@ from secrets import token_hex
 
 from core.errors import ErrorKind, ServiceError
 from server.api.models import ServedModel, ServerCard
-from server.backend import Backend
 from server.clock import Clock
+from server.engine_client import EngineClient
 from server.exchange import Exchange
-from server.lifecycle import Lifecycle
+from server.generation import Generations
 from server.listening.listener import Listener
-from server.observing.accounting import Accounting
+from server.observing.accounting import Accounting, TraceContext
 from server.observing.logs import current_trace_id
 from server.observing.metrics import Metrics
-from server.observing.trace_context import TraceContext
 from server.wire.stream import HttpStream
 
 
@@ -47,7 +46,7 @@ class AppState:
     Args:
         new_span_id: of 16 hex digits, of our spans in clients' traces.
         exchanges: in progress.
-        lifecycle: once the model is loaded.
+        generations: once the model is loaded.
         card: likewise.
         drain: ends the process as SIGTERM does; returns the seconds of grace.
     """
@@ -58,7 +57,7 @@ class AppState:
     new_span_id: Callable[[], str]
     accounting: Accounting = field(init=False)
     exchanges: dict[HttpStream, Exchange] = field(default_factory=dict)
-    lifecycle: Lifecycle | None = None
+    generations: Generations | None = None
     card: ServerCard | None = None
     listener: Listener | None = None
     drain: Callable[[], float] | None = None
@@ -67,24 +66,24 @@ class AppState:
         self.accounting = Accounting(self.metrics, self.clock)
 
     @property
-    def served(self) -> Lifecycle:
-        assert self.lifecycle is not None, "readiness is checked before a handler that needs the model"
-        return self.lifecycle
+    def served(self) -> Generations:
+        assert self.generations is not None, "readiness is checked before a handler that needs the model"
+        return self.generations
 
     @property
-    def loaded_backend(self) -> Backend:
+    def loaded_engine(self) -> EngineClient:
         """For operators, who may ask while the server drains.
 
         Raises:
             ServiceError: the model is still loading.
         """
-        if self.lifecycle is None:
+        if self.generations is None:
             self.readiness.check()
-        return self.served.backend
+        return self.served.engine
 
     @property
     def known_card(self) -> ServerCard:
-        assert self.card is not None, "it comes with the lifecycle"
+        assert self.card is not None, "it comes with the model"
         return self.card
 
     @property
@@ -96,9 +95,9 @@ class AppState:
         """The models that the caller may use."""
         return self.served.reader.cards_for(exchange.known_caller.tenant)
 
-    def generations(self) -> list[Exchange]:
-        """In progress."""
-        active = {} if self.lifecycle is None else self.lifecycle.active
+    def generating(self) -> list[Exchange]:
+        """The generations in progress."""
+        active = {} if self.generations is None else self.generations.active
         return [one for one in self.exchanges.values() if one.request_id in active]
 
     def begin_trace(self, exchange: Exchange) -> None:

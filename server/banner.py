@@ -8,8 +8,7 @@ from pathlib import Path
 
 from server.config import ServerConfig
 from server.gate.tenants import LOCAL_NAME
-from server.listening.binds import Bind, TcpAddress, UnixAddress
-from server.listening.listening_sockets import ListeningSocket
+from server.listening.sockets import Bind, ListeningSocket, TcpAddress, UnixAddress
 from server.values import format_count, format_size
 
 SURFACES = "/v1/chat/completions /v1/completions /v1/responses /metrics"
@@ -173,9 +172,17 @@ def _auth(facts: BannerFacts) -> str:
     return "none: anyone who reaches this port can use it; set STEPLOOP_API_KEY"
 
 
+def public_addresses(places: Sequence[Place]) -> list[str]:
+    """Those that other machines can reach."""
+    return [
+        str(place.address)
+        for place in places
+        if isinstance(place.address, TcpAddress) and not is_loopback(place.address.host)
+    ]
+
+
 def is_public(places: Sequence[Place]) -> bool:
-    """Other machines can reach it."""
-    return any(isinstance(place.address, TcpAddress) and not is_loopback(place.address.host) for place in places)
+    return bool(public_addresses(places))
 
 
 def is_loopback(host: str) -> bool:

@@ -1,63 +1,654 @@
-"""What the operator can set: the tables of server/settings, as one. Flags, environment and TOML all come from them.
+"""What the operator can set: one table. Flags, environment, TOML file, --help and docs all come from it.
 
 A setting called some-name is the flag --some-name, the variable STEPLOOP_SOME_NAME and the TOML key some_name.
-Which of them wins: server/config_sources.py. Thread: main, at start; frozen after that.
+Which of them wins: server/config_sources.py. A deadline, a rate or a count that is not here is none that an operator
+need change. Thread: main, at start; frozen after that.
 """
 
 import socket
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
 
-from core.config import EngineConfig
+from core.config import INTER_TOKEN_TARGET, QUANTIZE_SCHEMES, EngineConfig
 from core.errors import ExitCode, StartupError
+from server.api.surface import RequestLimits
+from server.gate.cross_origin import origin_value
 from server.gate.deadlines import Deadlines
-from server.gate.queue_limits import QueueLimits
+from server.gate.identity import WAYS, way_value
+from server.gate.jwt import JwksUrl, jwks_source
 from server.gate.tenants import Tenant
-from server.ledger.prices import NO_PRICES, Prices
-from server.listening.binds import Bind, PassedAddress, TcpAddress, UnixAddress
-from server.listening.client_gate import ClientRules
-from server.listening.networks import UNIX
-from server.listening.socket_activation import PassedSocket
+from server.ledger.usage import NO_PRICES, Prices
+from server.listening.clients import (
+    FORWARDED,
+    UNIX,
+    X_FORWARDED_FOR,
+    ClientRules,
+    IpNetwork,
+    network_value,
+    proxy_value,
+)
+from server.listening.sockets import (
+    DEFAULT_HOST,
+    DEFAULT_PORT,
+    DEFAULT_UNIX_MODE,
+    Bind,
+    PassedAddress,
+    PassedSocket,
+    TcpAddress,
+    UnixAddress,
+    bind_value,
+    format_unix_mode,
+    unix_mode_value,
+)
 from server.observing.slo import NO_PROMISES, SloRules
-from server.settings.engine import EngineSettings
-from server.settings.identity import IdentitySettings
-from server.settings.ledger import LedgerSettings
-from server.settings.limits import LimitSettings
-from server.settings.listening import NO_HEADER, ListeningSettings
-from server.settings.model import ModelSettings
-from server.settings.option import Option, rows_of
-from server.settings.process import ProcessSettings
-from server.settings.requests import RequestSettings
-from server.settings.wire import WireSettings
+from server.values import (
+    HubId,
+    choice_of,
+    count_between,
+    directory_value,
+    duration_between,
+    existing_file,
+    factor_or_none,
+    file_value,
+    format_duration,
+    format_size,
+    model_source,
+    otlp_endpoint,
+    secret_value,
+    size_between,
+    text_value,
+    yes_or_no,
+)
+from server.wire.limits import ConnectionLimits, FrameLimits, HeadLimits, Http2Limits, Rate, format_rate, rate_from
+
+ENVIRONMENT_PREFIX = "STEPLOOP_"
+KiB, MiB, GiB = 2**10, 2**20, 2**30
+DAY_S = 86_400.0
+NO_HEADER = "none"
+
+_WIRE, _REQUEST = ConnectionLimits(), RequestLimits()
+_LIST_PER_HEAD = _WIRE.http2.list_bytes // _WIRE.head.head_bytes
+_PARTS_OF_CONTROL = _WIRE.max_control_bytes // _WIRE.control_bytes
+# With less no client of ours could be served: nghttp begins with five PRIORITY frames and reads with WINDOW_UPDATEs
+_LEAST_SETTINGS = 2  # the client's own, and that it has heard of ours
+_LEAST_SETTINGS_ENTRIES = 8
+_LEAST_EMPTY_FRAMES = 16
 
 AnyAddress = TcpAddress | UnixAddress | PassedAddress
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """One row of the table.
+
+    Args:
+        name: what operators write, with dashes.
+        parse: from text; raises BadValueError.
+        section: its heading in --help.
+        field_name: of ServerConfig; its unit is part of it.
+        show: the default, as the help says it.
+        is_rare: listed by --help-all alone.
+        is_list: the flag may be repeated, the variable holds commas, the TOML value is a list.
+        is_secret: its value is never printed.
+        is_switch: the flag has no value; the variable and the TOML key say true or false.
+        in_file: may stand in the TOML file.
+    """
+
+    name: str
+    default: Any
+    parse: Callable[[str], Any]
+    metavar: str
+    help: str
+    section: str
+    field_name: str = ""
+    show: Callable[[Any], str] = str
+    is_rare: bool = False
+    is_list: bool = False
+    is_secret: bool = False
+    is_switch: bool = False
+    in_file: bool = True
+
+    @property
+    def flag(self) -> str:
+        return f"--{self.name}"
+
+    @property
+    def variable(self) -> str:
+        return ENVIRONMENT_PREFIX + self.name.replace("-", "_").upper()
+
+    @property
+    def toml_key(self) -> str:
+        return self.name.replace("-", "_")
+
+
+@dataclass(frozen=True, slots=True)
+class _Section:
+    """A heading in --help. Its methods make a field of ServerConfig that is a row of the table.
+
+    All take the name that operators write, the default, what may be written (`within` both bounds, included), the text
+    of --help, and Option's other arguments.
+    """
+
+    heading: str
+    is_rare: bool = False
+
+    def setting(self, name: str, default: T, parse: Callable[[str], Any], metavar: str, text: str, **more: Any) -> T:
+        row = {"is_rare": self.is_rare, **more}
+        option = Option(
+            name=name, default=default, parse=parse, metavar=metavar, help=text, section=self.heading, **row
+        )
+        return field(default=default, repr=not option.is_secret, metadata={"option": option})
+
+    def count(
+        self, name: str, default: T, within: tuple[int, int], text: str, metavar: str = "COUNT", **more: Any
+    ) -> T:
+        return self.setting(name, default, count_between(*within), metavar, text, **more)
+
+    def size(self, name: str, default: T, within: tuple[int, int], text: str, **more: Any) -> T:
+        """In bytes."""
+        return self.setting(name, default, size_between(*within), "SIZE", text, show=format_size, **more)
+
+    def duration(self, name: str, default: T, within: tuple[float, float], text: str, **more: Any) -> T:
+        """In seconds."""
+        return self.setting(name, default, duration_between(*within), "TIME", text, show=format_duration, **more)
+
+    def file(self, name: str, parse: Callable[[str], Path], text: str, **more: Any) -> Path | None:
+        return self.setting(name, None, parse, "FILE", text, **more)
+
+    def rate(self, name: str, default: T, least: int, text: str) -> T:
+        return self.setting(name, default, rate_from(least), "RATE", text, show=format_rate)
+
+    def switch(self, name: str, text: str, **more: Any) -> bool:
+        """Off by default."""
+        return self.setting(name, False, yes_or_no, "BOOL", text, is_switch=True, **more)
+
+    def several(self, name: str, parse: Callable[[str], Any], metavar: str, text: str, **more: Any) -> tuple[Any, ...]:
+        """None by default."""
+        return self.setting(name, (), parse, metavar, f"{text}; may be repeated", is_list=True, **more)
+
+
+_MODEL, _RARE_MODEL = _Section("model"), _Section("model", is_rare=True)
+_ENGINE, _RARE_ENGINE = _Section("engine"), _Section("engine", is_rare=True)
+_SERVER = _Section("server")
+_LISTENING, _RARE_LISTENING = _Section("listening"), _Section("listening", is_rare=True)
+_ACCESS, _RARE_ACCESS = _Section("access"), _Section("access", is_rare=True)
+_LEDGER = _Section("ledger")
+_LIMITS, _RARE_LIMITS = _Section("limits"), _Section("limits", is_rare=True)
+_CONNECTION = _Section("limits of a connection", is_rare=True)
+_ONE_REQUEST = _Section("limits of a request", is_rare=True)
 
 
 @dataclass(frozen=True)
-class ServerConfig(
-    ModelSettings,
-    EngineSettings,
-    ProcessSettings,
-    ListeningSettings,
-    IdentitySettings,
-    LedgerSettings,
-    LimitSettings,
-    WireSettings,
-    RequestSettings,
-):
+class ServerConfig:
     """All settings, parsed and in range. None: chosen at start, from the model or by measurement."""
 
+    # What is served.
+
+    model: Path | HubId | None = _MODEL.setting(
+        "model",
+        None,
+        model_source,
+        "MODEL",
+        "Hugging Face directory (config.json, *.safetensors, tokenizer.json), GGUF file, or org/name[@revision] to"
+        " fetch from a hub (default: the embedded demonstration model)",
+    )
+    served_model_name: str | None = _MODEL.setting(
+        "served-model-name",
+        None,
+        text_value,
+        "NAME",
+        "name that clients ask for (default: the directory's, file's or hub's name)",
+    )
+    chat_template: Path | None = _MODEL.file(
+        "chat-template", existing_file, "Jinja chat template, instead of the model's own"
+    )
+    max_model_len: int | None = _MODEL.count(
+        "max-model-len",
+        None,
+        (16, 10_000_000),
+        "context length: prompt and answer of a sequence together (default: the model's own)",
+        "TOKENS",
+    )
+    allow_special_in_content: bool = _RARE_MODEL.switch(
+        "allow-special-in-content",
+        "let messages spell control tokens (<|im_start|>): whoever may write a message can then write any turn",
+    )
+
+    # What computes, and how much at once.
+
+    device: str = _ENGINE.setting(
+        "device", "auto", choice_of("auto", "cpu", "cuda", gpu="cuda", nvidia="cuda"), "NAME", "auto, cpu or cuda"
+    )
+    dtype: str = _ENGINE.setting(
+        "dtype",
+        "auto",
+        choice_of("auto", "bfloat16", "float16", "float32", bf16="bfloat16", fp16="float16", half="float16"),
+        "TYPE",
+        "number format of weights and KV cache: auto, bfloat16, float16 or float32",
+    )
+    quantize: str | None = _ENGINE.setting(
+        "quantize",
+        None,
+        choice_of(*QUANTIZE_SCHEMES),
+        "SCHEME",
+        "quantize the layers' matrices to int8, fp8 (for GPUs) or int4 while they load; embedding and head stay as they"
+        " are. int4 is for few sequences at once. steploop doctor --quality measures what it costs",
+    )
+    kv_memory_bytes: int | None = _ENGINE.size(
+        "kv-memory", None, (MiB, 2**44), "memory for the KV cache, such as 2GiB (default: from what is free)"
+    )
+    kv_offload_bytes: int = _ENGINE.size(
+        "kv-offload-memory",
+        0,
+        (0, 2**44),
+        "host memory for cached prompts that the KV cache evicts, such as 8GiB; they are copied back where that is"
+        " faster than computing them again (default: none)",
+    )
+    kv_offload_dir: Path | None = _ENGINE.setting(
+        "kv-offload-dir",
+        None,
+        directory_value,
+        "DIR",
+        "directory that keeps the prompts of --kv-offload-memory over a restart, in files that only their owner can"
+        " read; for this server alone (default: nothing is kept)",
+    )
+    max_batch_tokens: int = _ENGINE.count("max-batch-tokens", 512, (16, 1_000_000), "tokens of one step", "TOKENS")
+    max_sequences: int = _ENGINE.count("max-sequences", 64, (1, 65_536), "sequences that run at once")
+    inter_token_target: float = _ENGINE.setting(
+        "inter-token-target",
+        INTER_TOKEN_TARGET,
+        factor_or_none(1.05, 1000),
+        "FACTOR",
+        "how many times longer prompts may make a step of running streams: less is smoother, more finishes prompts"
+        " sooner; 0: no bound",
+    )
+    tensor_parallel: int = _ENGINE.count(
+        "tensor-parallel",
+        1,
+        (1, 64),
+        "GPUs of this machine that share the model, a process for each (with --device cpu: processes)",
+    )
+    threads: int | None = _ENGINE.count(
+        "threads", None, (1, 4096), "compute threads on a CPU (default: measured, by the tokens of a step)"
+    )
+    overlap: str = _RARE_ENGINE.setting(
+        "overlap",
+        "auto",
+        choice_of("auto", "on", "off"),
+        "MODE",
+        "send the next step before the tokens of this one are read: auto does so on a GPU. The tokens are the same",
+    )
+    graphs: str = _RARE_ENGINE.setting(
+        "graphs",
+        "auto",
+        choice_of("auto", "on", "off", "lazy"),
+        "MODE",
+        "send decode steps as CUDA graphs: auto captures them at start on a GPU; lazy, which is ready sooner, captures"
+        " each when it is first needed. The tokens are the same",
+    )
+    no_prefix_cache: bool = _RARE_ENGINE.switch(
+        "no-prefix-cache", "compute every prompt whole, even where an earlier one began the same"
+    )
+    kv_offload_dir_bytes: int | None = _RARE_ENGINE.size(
+        "kv-offload-dir-bytes",
+        None,
+        (MiB, 2**50),
+        "most that the files of --kv-offload-dir take (default: as much as --kv-offload-memory)",
+    )
+    quantize_cache_bytes: int = _RARE_ENGINE.size(
+        "quantize-cache",
+        32 * GiB,
+        (0, 2**50),
+        "most that ~/.cache/steploop takes of quantized weights, for the next start; 0 keeps none",
+    )
+
+    # The file with the settings, and the logs.
+
+    config_file: Path | None = _SERVER.file("config", existing_file, "TOML file with settings", in_file=False)
+    log_level: str = _SERVER.setting(
+        "log-level",
+        "info",
+        choice_of("debug", "info", "warning", "error", loud="debug", verbose="debug", quiet="error"),
+        "LEVEL",
+        "debug, info, warning or error",
+    )
+    log_format: str = _SERVER.setting("log-format", "text", choice_of("text", "json"), "FORMAT", "text or json")
+    otlp_endpoint: str | None = _SERVER.setting(
+        "otlp-endpoint",
+        None,
+        otlp_endpoint,
+        "URL",
+        "send a trace of each generation to this OpenTelemetry collector, by OTLP over HTTP, such as"
+        " http://localhost:4318 (needs the extra otel)",
+    )
+
+    # Where connections come in, what is ahead of HTTP on them, and who may come.
+
+    host: str = _LISTENING.setting(
+        "host", DEFAULT_HOST, text_value, "ADDRESS", "address to listen on; 0.0.0.0 or :: for all"
+    )
+    port: int = _LISTENING.count("port", DEFAULT_PORT, (0, 65_535), "port to listen on; 0 takes a free one", "PORT")
+    binds: tuple[Bind, ...] = _LISTENING.several(
+        "bind",
+        bind_value,
+        "WHERE",
+        "listen there, instead of on the default address and beside a --host or --port that is given: HOST:PORT,"
+        " [IPV6]:PORT, unix:PATH, or systemd:NAME for sockets that systemd passes (which are served in any case)."
+        " proxy: before it expects a PROXY protocol v2 header first; plain: leaves --tls-cert out",
+    )
+    tls_cert: Path | None = _LISTENING.file(
+        "tls-cert",
+        existing_file,
+        "serve https with this PEM certificate and its chain; read again on SIGHUP",
+    )
+    tls_key: Path | None = _LISTENING.file(
+        "tls-key", existing_file, "PEM key of the certificate (default: in the certificate's file)"
+    )
+    tls_client_ca: Path | None = _LISTENING.file(
+        "tls-client-ca",
+        existing_file,
+        "ask clients for certificates that these PEM certificates have signed; may hold revocation lists; read again"
+        " on SIGHUP",
+    )
+    tls_client_auth: str | None = _LISTENING.setting(
+        "tls-client-auth",
+        None,
+        choice_of("optional", "required"),
+        "MODE",
+        "whether clients must show a certificate: optional or required (default with --tls-client-ca: required)",
+    )
+    trusted_proxies: tuple[IpNetwork | str, ...] = _LISTENING.several(
+        "trusted-proxies",
+        proxy_value,
+        "NETWORK",
+        "proxies whose word on the client's address is taken; unix: whoever connects to a Unix socket",
+    )
+    forwarded_header: str = _LISTENING.setting(
+        "forwarded-header",
+        X_FORWARDED_FOR,
+        choice_of(X_FORWARDED_FOR, FORWARDED, NO_HEADER),
+        "NAME",
+        f"header in which those proxies name the client: {X_FORWARDED_FOR}, {FORWARDED} or {NO_HEADER}",
+    )
+    allow: tuple[IpNetwork, ...] = _LISTENING.several(
+        "allow", network_value, "NETWORK", "serve clients of this network alone"
+    )
+    deny: tuple[IpNetwork, ...] = _LISTENING.several(
+        "deny", network_value, "NETWORK", "refuse clients of this network, allowed or not"
+    )
+    unix_mode: int = _RARE_LISTENING.setting(
+        "unix-mode",
+        DEFAULT_UNIX_MODE,
+        unix_mode_value,
+        "MODE",
+        "permissions of the files of Unix sockets",
+        show=format_unix_mode,
+    )
+    h2c_upgrade: bool = _RARE_LISTENING.switch(
+        "h2c-upgrade",
+        "let HTTP/1.1 clients upgrade to HTTP/2 in the clear. Not for use behind a proxy, which would no longer see the"
+        " requests. HTTP/2 by prior knowledge or ALPN needs no switch",
+    )
+
+    # How clients say who they are.
+
+    api_keys: tuple[str, ...] = _ACCESS.several(
+        "api-key",
+        secret_value,
+        "KEY",
+        "key that clients must show. Other users of the machine can read flags: prefer STEPLOOP_API_KEY (several: with"
+        " commas between)",
+        is_secret=True,
+    )
+    keys_file: Path | None = _ACCESS.file(
+        "keys-file",
+        file_value,
+        "keys that steploop keys create, list and revoke manage; read at start and on SIGHUP",
+    )
+    auth: tuple[str, ...] = _ACCESS.setting(
+        "auth",
+        WAYS,
+        way_value,
+        "WAY",
+        "what a client may identify itself by, in the order in which it is looked for: key, jwt, certificate, or two of"
+        " one request as in certificate+key; may be repeated",
+        show=", ".join,
+        is_list=True,
+    )
+    jwks: Path | JwksUrl | None = _ACCESS.setting(
+        "jwks",
+        None,
+        jwks_source,
+        "SOURCE",
+        "public keys of the JWT issuer, as a JSON Web Key Set: a file, read again on SIGHUP, or an https URL",
+    )
+    jwt_issuer: str | None = _ACCESS.setting("jwt-issuer", None, text_value, "TEXT", "the iss that a JWT must have")
+    jwt_audience: str | None = _ACCESS.setting(
+        "jwt-audience", None, text_value, "TEXT", "the aud that a JWT must have, perhaps among others"
+    )
+    jwt_tenant_claim: str = _ACCESS.setting(
+        "jwt-tenant-claim", "tenant", text_value, "NAME", "claim of a JWT that names one of [[tenants]]"
+    )
+    jwt_leeway_s: float = _RARE_ACCESS.duration(
+        "jwt-leeway", 30.0, (0, 600), "how far the clocks of this machine and the JWT issuer may differ"
+    )
+    insecure: bool = _ACCESS.switch(
+        "insecure",
+        "serve everybody who reaches the port, from other machines too, without tenants, keys or client certificates",
+    )
+    cors_origins: tuple[str, ...] = _ACCESS.several(
+        "cors-origin",
+        origin_value,
+        "ORIGIN",
+        "let pages of this origin, such as https://app.example.com, send requests from a browser; * for any, which"
+        " without keys serves every page that a user visits",
+    )
+
+    # What is recorded of each request, and for how long.
+
+    ledger: Path | None = _LEDGER.file(
+        "ledger",
+        file_value,
+        "record durably what each request used: steploop usage shows it, and a restart continues the day's quotas from"
+        " it (default: nothing is recorded)",
+    )
+    ledger_keep_s: float = _LEDGER.duration(
+        "ledger-keep", 400 * DAY_S, (DAY_S, 36_500 * DAY_S), "delete records of requests that ended longer ago"
+    )
+
+    # How much is taken, and for how long.
+
+    max_body_bytes: int = _LIMITS.size("max-body", 8 * MiB, (KiB, GiB), "size of a request body; a larger one gets 413")
+    max_connections: int = _LIMITS.count(
+        "max-connections", 1024, (1, 1_000_000), "open connections, TLS handshakes included; more are closed at once"
+    )
+    max_connections_per_address: int | None = _LIMITS.count(
+        "max-connections-per-address",
+        None,
+        (1, 1_000_000),
+        "open connections of one client, IPv6 by its /64; behind trusted proxies: its requests in progress"
+        " (default: seven eighths of --max-connections)",
+    )
+    max_queue: int = _LIMITS.count("max-queue", 1024, (1, 1_000_000), "requests that wait or run; more get 503")
+    max_queue_tokens: int = _LIMITS.count(
+        "max-queue-tokens", 1_000_000, (1, 10**12), "prompt tokens of requests without a first token; more get 503"
+    )
+    max_queue_bytes: int = _RARE_LIMITS.size(
+        "max-queue-bytes",
+        256 * MiB,
+        (1, 2**50),
+        "bodies of requests that wait, are tokenized or run, together; more get 503",
+    )
+    ttft_deadline_s: float = _LIMITS.duration(
+        "ttft-deadline",
+        120.0,
+        (0.001, 604_800),
+        "time from a request's head to its first token, then 504; a request that cannot make it is refused at once",
+    )
+    inter_token_deadline_s: float = _LIMITS.duration(
+        "inter-token-deadline",
+        30.0,
+        (0.001, 604_800),
+        "time from one token of an answer to the next, without what a slow reader takes",
+    )
+    total_deadline_s: float = _LIMITS.duration(
+        "total-deadline",
+        3600.0,
+        (0.001, 604_800),
+        "time from a request's head to the end of its answer; requests and tenants may ask for less",
+    )
+    idle_timeout_s: float = _LIMITS.duration(
+        "idle-timeout", 75.0, (0.1, DAY_S), "time after which a connection without a request is closed"
+    )
+    stall_timeout_s: float = _LIMITS.duration(
+        "stall-timeout", 30.0, (0.1, 3600), "time after which a client that reads nothing loses its stream"
+    )
+    drain_timeout_s: float = _LIMITS.duration(
+        "drain-timeout", 60.0, (0, DAY_S), "time that running requests have to finish after SIGTERM"
+    )
+    head_timeout_s: float = _RARE_LIMITS.duration(
+        "head-timeout", 10.0, (0.1, 3600), "time for a request's head, from its first byte"
+    )
+    body_timeout_s: float = _RARE_LIMITS.duration(
+        "body-timeout", 30.0, (0.1, 3600), "time for a request's body; --min-body-rate adds to it"
+    )
+
+    # What one connection may take: DESIGN's table of limits.
+
+    handshake_timeout_s: float = _CONNECTION.duration(
+        "handshake-timeout", 5.0, (0.1, 3600), "time for a TLS handshake, from the accept, and for a PROXY header"
+    )
+    max_request_line_bytes: int = _CONNECTION.size(
+        "max-request-line", _WIRE.head.request_line_bytes, (64, MiB), "HTTP/1.1 request line; a longer one gets 414"
+    )
+    max_head_bytes: int = _CONNECTION.size(
+        "max-head", _WIRE.head.head_bytes, (KiB, 128 * KiB), "request head, unpacked; a larger one gets 431"
+    )
+    max_header_fields: int = _CONNECTION.count(
+        "max-header-fields",
+        _WIRE.head.num_fields,
+        (1, 10_000),
+        "fields of a request head, cookie crumbs too; more get 431",
+    )
+    min_body_rate: int = _CONNECTION.size(
+        "min-body-rate",
+        round(_WIRE.body_bytes_per_s),
+        (1, MiB),
+        "bytes of a body that prolong --body-timeout by a second; slower bodies get 408",
+    )
+    min_read_rate: int = _CONNECTION.size(
+        "min-read-rate",
+        round(_WIRE.stall_bytes_per_s),
+        (1, MiB),
+        "bytes per second that a client must read over --stall-timeout to keep its stream, unless it has read all",
+    )
+    max_unsent_bytes: int = _CONNECTION.size(
+        "max-unsent",
+        _WIRE.unsent_bytes,
+        (4 * KiB, MiB),
+        "unread bytes of a stream, and as many again in the kernel, at which the stream pauses",
+    )
+    max_requests_per_connection: int = _CONNECTION.count(
+        "max-requests-per-connection", _WIRE.num_requests, (1, 10**9), "HTTP/1.1: closed after so many requests"
+    )
+    max_streams_per_connection: int = _CONNECTION.count(
+        "max-streams-per-connection", _WIRE.num_streams, (1, 2**30 - 1), "HTTP/2: closed after so many streams"
+    )
+    max_concurrent_streams: int = _CONNECTION.count(
+        "max-concurrent-streams",
+        _WIRE.http2.num_streams,
+        (1, 65_536),
+        "HTTP/2: open streams, as advertised; more are refused",
+    )
+    max_refused_streams: int = _CONNECTION.count(
+        "max-refused-streams",
+        _WIRE.http2.num_refused,
+        (1, 65_536),
+        "HTTP/2: streams beyond those that are refused in a row; more end the connection",
+    )
+    max_heads_bytes: int = _CONNECTION.size(
+        "max-heads",
+        _WIRE.http2.heads_bytes,
+        (16 * KiB, 64 * MiB),
+        "HTTP/2: heads of the open requests together, with 100 bytes for each field; more are refused, but for a single"
+        " one",
+    )
+    max_frame_bytes: int = _CONNECTION.size(
+        "max-frame",
+        _WIRE.http2.frames.frame_bytes,
+        (16 * KiB, MiB),
+        "HTTP/2: a frame, as advertised; a larger one ends the connection",
+    )
+    max_header_block_bytes: int = _CONNECTION.size(
+        "max-header-block",
+        _WIRE.http2.frames.header_block_bytes,
+        (KiB, 4 * MiB),
+        "HTTP/2: request head, packed; a larger one ends the connection",
+    )
+    max_continuations: int = _CONNECTION.count(
+        "max-continuations", _WIRE.http2.frames.num_continuations, (0, 1024), "HTTP/2: CONTINUATION frames of a head"
+    )
+    max_resets: Rate = _CONNECTION.rate(
+        "max-resets", _WIRE.http2.frames.resets, 1, "HTTP/2: resets of streams, by the client or for its faults"
+    )
+    max_pings: Rate = _CONNECTION.rate("max-pings", _WIRE.http2.frames.pings, 1, "HTTP/2: PING frames")
+    max_settings: Rate = _CONNECTION.rate(
+        "max-settings", _WIRE.http2.frames.settings, _LEAST_SETTINGS, "HTTP/2: SETTINGS frames"
+    )
+    max_settings_entries: int = _CONNECTION.count(
+        "max-settings-entries",
+        _WIRE.http2.frames.num_settings,
+        (_LEAST_SETTINGS_ENTRIES, 2730),
+        "HTTP/2: entries of a SETTINGS frame",
+    )
+    max_empty_frames: int = _CONNECTION.count(
+        "max-empty-frames",
+        _WIRE.http2.frames.num_overhead_frames,
+        (_LEAST_EMPTY_FRAMES, 1_000_000),
+        "frames, and HTTP/1.1 chunks, that carry next to nothing, beyond what the content beside them earns",
+    )
+    max_control_output_bytes: int = _CONNECTION.size(
+        "max-control-output",
+        _WIRE.max_control_bytes,
+        (64 * KiB, 64 * MiB),
+        "HTTP/2: answers to frames that the client has not read; from a quarter of it on the server reads no more",
+    )
+
+    # What one request may ask for.
+
+    max_choices: int = _ONE_REQUEST.count(
+        "max-choices", _REQUEST.num_choices, (1, 1024), "n: answers to one prompt; more get 400"
+    )
+    max_prompts: int = _ONE_REQUEST.count(
+        "max-prompts", _REQUEST.num_prompts, (1, 1024), "prompts of one completion; more get 400"
+    )
+    max_stops: int = _ONE_REQUEST.count("max-stops", _REQUEST.num_stops, (0, 256), "stop strings; more get 400")
+    max_logit_biases: int = _ONE_REQUEST.count(
+        "max-logit-biases", _REQUEST.num_logit_biases, (0, 100_000), "entries of logit_bias; more get 400"
+    )
+    max_top_logprobs: int = _ONE_REQUEST.count(
+        "max-top-logprobs", _REQUEST.num_top_logprobs, (0, 128), "top_logprobs: alternatives to a token; more get 400"
+    )
+
+    # Tables of the TOML file, the only place where they can stand.
+
     prices: Prices = NO_PRICES
-    """[prices] of the TOML file, the only place where they can stand."""
+    """[prices]"""
 
     tenants: tuple[Tenant, ...] = ()
-    """[[tenants]] of the TOML file, the only place where they can stand."""
+    """[[tenants]]"""
 
     slo: SloRules = NO_PROMISES
-    """[slo] of the TOML file, likewise."""
+    """[slo]"""
 
     origins: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
     """Fields that were set, each with the flag, the variable, or the key of the file that set it."""
+
+    warnings: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    """What the operator should change before the next release."""
 
     @property
     def context_origin(self) -> str:
@@ -72,15 +663,57 @@ class ServerConfig(
         return ClientRules(self.allow, self.deny, self.trusted_proxies, header, cap)
 
     @property
-    def queue_limits(self) -> QueueLimits:
-        return QueueLimits(
-            max_requests=self.max_queue, max_tokens=self.max_queue_tokens, max_bytes=self.max_queue_bytes
-        )
-
-    @property
     def deadlines(self) -> Deadlines:
         return Deadlines(
             ttft_s=self.ttft_deadline_s, inter_token_s=self.inter_token_deadline_s, total_s=self.total_deadline_s
+        )
+
+    @property
+    def request_limits(self) -> RequestLimits:
+        return RequestLimits(
+            num_choices=self.max_choices,
+            num_prompts=self.max_prompts,
+            num_stops=self.max_stops,
+            num_logit_biases=self.max_logit_biases,
+            num_top_logprobs=self.max_top_logprobs,
+        )
+
+    @property
+    def connection_limits(self) -> ConnectionLimits:
+        """Of the wire; a head that is not too large is not refused for how it is packed."""
+        head = HeadLimits(
+            request_line_bytes=self.max_request_line_bytes,
+            head_bytes=self.max_head_bytes,
+            num_fields=self.max_header_fields,
+            num_small_chunks=self.max_empty_frames,
+        )
+        frames = FrameLimits(
+            frame_bytes=self.max_frame_bytes,
+            header_block_bytes=max(self.max_header_block_bytes, self.max_head_bytes),
+            num_continuations=self.max_continuations,
+            resets=self.max_resets,
+            pings=self.max_pings,
+            settings=self.max_settings,
+            num_settings=self.max_settings_entries,
+            num_overhead_frames=self.max_empty_frames,
+        )
+        http2 = Http2Limits(
+            frames=frames,
+            num_streams=self.max_concurrent_streams,
+            num_refused=self.max_refused_streams,
+            heads_bytes=self.max_heads_bytes,
+            list_bytes=_LIST_PER_HEAD * self.max_head_bytes,
+        )
+        return ConnectionLimits(
+            head=head,
+            http2=http2,
+            body_bytes_per_s=self.min_body_rate,
+            stall_bytes_per_s=self.min_read_rate,
+            unsent_bytes=self.max_unsent_bytes,
+            num_requests=self.max_requests_per_connection,
+            num_streams=self.max_streams_per_connection,
+            control_bytes=self.max_control_output_bytes // _PARTS_OF_CONTROL,
+            max_control_bytes=self.max_control_output_bytes,
         )
 
     def all_binds(self, passed: Sequence[PassedSocket] = ()) -> tuple[Bind, ...]:
@@ -92,11 +725,13 @@ class ServerConfig(
         Raises:
             StartupError: a bind is for proxies, and none that could reach it is trusted.
         """
+        trusted = {proxy == UNIX for proxy in self.trusted_proxies}
         for bind in self.binds:
-            if bind.takes_proxy and not self._has_proxies_for(bind.address, passed):
+            kinds = _kinds(bind.address, passed)
+            if bind.takes_proxy and not (trusted and kinds <= trusted):
                 raise StartupError(
                     f"the bind proxy:{bind.address} is for trusted proxies alone, and none that can reach it is named",
-                    f"--trusted-proxies {_sample_proxy(_kinds(bind.address, passed))}",
+                    f"--trusted-proxies {_sample_proxy(kinds)}",
                     ExitCode.CONFIGURATION,
                 )
         is_given = any(name in ("host", "port") for name, _ in self.origins)
@@ -104,23 +739,13 @@ class ServerConfig(
             return (Bind(TcpAddress(self.host, self.port)), *self.binds)
         return self.binds
 
-    def _has_proxies_for(self, address: AnyAddress, passed: Sequence[PassedSocket]) -> bool:
-        trusted = {proxy == UNIX for proxy in self.trusted_proxies}
-        return bool(trusted) and _kinds(address, passed) <= trusted
-
     def to_engine_config(self) -> EngineConfig:
         """
         Raises:
-            StartupError: settings that say nothing together.
+            StartupError: settings contradict one another.
         """
-        if self.no_prefix_cache and self.kv_offload_bytes:
-            cause = "--kv-offload-memory holds what the prefix cache has found, and --no-prefix-cache turns that off"
-            raise StartupError(cause, "leave one of them out", ExitCode.CONFIGURATION)
-        if self.kv_offload_dir is not None and not self.kv_offload_bytes:
-            cause = "--kv-offload-dir keeps what lies in --kv-offload-memory, and there is none"
-            raise StartupError(cause, "--kv-offload-memory 1GiB, or as much as is to be kept", ExitCode.CONFIGURATION)
-        if self.tensor_parallel > 1:
-            self._check_parallel()
+        for cause, fix in self._contradictions():
+            raise StartupError(cause, fix, ExitCode.CONFIGURATION)
         return EngineConfig(
             device=self.device,
             dtype=self.dtype,
@@ -136,39 +761,32 @@ class ServerConfig(
             quantize_cache_bytes=self.quantize_cache_bytes,
             has_prefix_cache=not self.no_prefix_cache,
             inter_token_target=self.inter_token_target or None,
-            overlap=_mode("overlap", self.overlap, "no-overlap", "off" if self.no_overlap else None),
-            graphs=_mode("graphs", self.graphs, "lazy-graphs", "lazy" if self.lazy_graphs else None),
+            overlap=self.overlap,
+            graphs=self.graphs,
             tensor_parallel=self.tensor_parallel,
         )
 
-    def _check_parallel(self) -> None:
-        """
-        Raises:
-            StartupError: a setting that several ranks do not have.
-        """
-        asked = f"--tensor-parallel {self.tensor_parallel}"
-        if self.overlap == "on":
-            cause = f"--overlap on and {asked}: each rank gets a step's tokens with the next plan, not before"
-            raise StartupError(cause, "leave --overlap out", ExitCode.CONFIGURATION)
-        if self.graphs in ("on", "lazy") or self.lazy_graphs:
-            cause = f"--graphs {self.graphs if self.graphs != 'auto' else 'lazy'} and {asked}: ranks send steps without"
-            raise StartupError(cause, "leave --graphs and --lazy-graphs out", ExitCode.CONFIGURATION)
-        if self.kv_offload_bytes:
-            cause = f"--kv-offload-memory and {asked}: the ranks keep no keys and values on the host"
-            raise StartupError(cause, "leave one of them out", ExitCode.CONFIGURATION)
-
-
-def _mode(name: str, mode: str, switch: str, switched: str | None) -> str:
-    """What a setting and a switch that stands for one of its values say together; "auto" is no word against it.
-
-    Raises:
-        StartupError: they contradict each other.
-    """
-    if switched is None or mode == switched:
-        return mode
-    if mode != "auto":
-        raise StartupError(f"--{name} {mode} and --{switch} say two things", "leave one out", ExitCode.CONFIGURATION)
-    return switched
+    def _contradictions(self) -> list[tuple[str, str]]:
+        """What cannot be served together, each with what to do."""
+        found = []
+        if self.no_prefix_cache and self.kv_offload_bytes:
+            cause = "--kv-offload-memory keeps what the prefix cache evicts, and --no-prefix-cache turns that cache off"
+            found.append((cause, "leave one of them out"))
+        if self.kv_offload_dir is not None and not self.kv_offload_bytes:
+            cause = "--kv-offload-dir keeps what is in --kv-offload-memory, which is 0"
+            found.append((cause, "--kv-offload-memory 1GiB, or as much as is to be kept"))
+        if self.tensor_parallel > 1:
+            asked = f"--tensor-parallel {self.tensor_parallel}"
+            if self.overlap == "on":
+                cause = f"--overlap on and {asked}: each rank gets a step's tokens with the next plan, not before"
+                found.append((cause, "leave --overlap out"))
+            if self.graphs in ("on", "lazy"):
+                cause = f"--graphs {self.graphs} and {asked}: ranks send steps without CUDA graphs"
+                found.append((cause, "leave --graphs out"))
+            if self.kv_offload_bytes:
+                cause = f"--kv-offload-memory and {asked}: the ranks keep no keys and values in host memory"
+                found.append((cause, "leave one of them out"))
+        return found
 
 
 def _kinds(address: AnyAddress, passed: Sequence[PassedSocket]) -> set[bool]:
@@ -185,5 +803,24 @@ def _sample_proxy(are_unix: set[bool]) -> str:
     return network if are_unix == {False} else f"{UNIX} for a Unix socket; else {network}"
 
 
-OPTIONS: tuple[Option, ...] = tuple(row for table in ServerConfig.__bases__ for row in rows_of(table))
+OPTIONS: tuple[Option, ...] = tuple(
+    replace(one.metadata["option"], field_name=one.name) for one in fields(ServerConfig) if one.metadata
+)
 """In the order of --help."""
+
+# Switches of the last release, each with the setting and the value that it stands for. The next release drops them.
+REPLACED = {"no_overlap": ("overlap", "off"), "lazy_graphs": ("graphs", "lazy")}
+OLD_OPTIONS = tuple(
+    Option(
+        name=name.replace("_", "-"),
+        default=False,
+        parse=yes_or_no,
+        metavar="BOOL",
+        help=f"as --{instead} {value}",
+        section=_ENGINE.heading,
+        field_name=name,
+        is_rare=True,
+        is_switch=True,
+    )
+    for name, (instead, value) in REPLACED.items()
+)

@@ -10,18 +10,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from core.errors import ExitCode, StartupError
-from server.config import OPTIONS, ServerConfig
+from server.config import ENVIRONMENT_PREFIX, OLD_OPTIONS, OPTIONS, REPLACED, Option, ServerConfig
 from server.gate.tenants import Tenant, parse_tenants
-from server.ledger.prices import NO_PRICES, parse_prices
+from server.ledger.usage import NO_PRICES, parse_prices
 from server.observing.slo import NO_PROMISES, parse_slo
-from server.settings.option import ENVIRONMENT_PREFIX, Option
 from server.values import BadValueError, MissingPathError, did_you_mean
 
 _TOML_KINDS: dict[type, str] = {list: "a list", dict: "a table"}  # what tomllib gives that is no setting's value
 FLAG_AS_KEY = "max_queue = 8 for --max-queue 8"
 TENANTS, PRICES, SLO = "tenants", "prices", "slo"  # the file's tables of these names are no settings
-_BY_KEY = {option.toml_key: option for option in OPTIONS if option.in_file}
-_BY_FIELD = {option.field_name: option for option in OPTIONS}
+_BY_KEY = {option.toml_key: option for option in (*OPTIONS, *OLD_OPTIONS) if option.in_file}
+_BY_FIELD = {option.field_name: option for option in (*OPTIONS, *OLD_OPTIONS)}
 
 
 class Given(NamedTuple):
@@ -53,9 +52,32 @@ def load_config(flags: Mapping[str, str | list[str]], environ: Mapping[str, str]
         slo = parse_slo(table.pop(SLO, {}), path)
         prices = parse_prices(table.pop(PRICES, {}), path)
         given = _from_file(table, path) | given
+    warnings = _replace_old(given)
     values = {name: one.value for name, one in given.items()}
     origins = tuple((name, one.origin) for name, one in given.items())
-    return ServerConfig(**values, tenants=tenants, prices=prices, slo=slo, origins=origins)
+    return ServerConfig(**values, tenants=tenants, prices=prices, slo=slo, origins=origins, warnings=warnings)
+
+
+def _replace_old(given: dict[str, Given]) -> tuple[str, ...]:
+    """Put the settings in their place that switches of the last release stand for, and say so.
+
+    Raises:
+        StartupError: a switch contradicts the setting.
+    """
+    warnings = []
+    for name, (instead, value) in REPLACED.items():
+        old = given.pop(name, None)
+        if old is None or not old.value:
+            continue
+        flag, now = _BY_FIELD[name].flag, f"{_BY_FIELD[instead].flag} {value}"
+        said = given.setdefault(instead, Given(value, old.origin))
+        if said.value == "auto":
+            given[instead] = Given(value, old.origin)
+        elif said.value != value:
+            cause = f"{_BY_FIELD[instead].flag} {said.value} and {flag} contradict each other"
+            raise StartupError(cause, "leave one out", ExitCode.CONFIGURATION)
+        warnings.append(f"{old.origin} is an old name, which the next release will not take: use {now}")
+    return tuple(warnings)
 
 
 def told_log_format(argv: Sequence[str], environ: Mapping[str, str]) -> str | None:
@@ -83,14 +105,14 @@ def _from_flags(flags: Mapping[str, str | list[str]]) -> dict[str, Given]:
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Given]:
-    by_variable = {option.variable: option for option in OPTIONS}
+    by_variable = {option.variable: option for option in _BY_FIELD.values()}
     values = {}
     for variable in sorted(environ):
         if not variable.startswith(ENVIRONMENT_PREFIX):
             continue
         option = by_variable.get(variable)
         if option is None:
-            fix = f"use a name that `steploop serve --help` lists, or unset it: unset {variable}"
+            fix = f"use a name that `steploop serve --help-all` lists, or unset it: unset {variable}"
             raise _unknown("environment variable", variable, by_variable, fix)
         text = environ[variable]
         values[option.field_name] = _parse(option, text.split(",") if option.is_list else text, variable)
@@ -106,7 +128,7 @@ def _from_file(table: Mapping[str, Any], path: Path) -> dict[str, Given]:
             fix = f"remove the line [{key}]: only {known} are tables; settings stand above them, as in port = 8080"
             raise StartupError(f"{path} has a table, [{key}]", fix, ExitCode.CONFIGURATION)
         if option is None:
-            fix = f"remove it, or name a flag of those that `steploop serve --help` lists: {FLAG_AS_KEY}"
+            fix = f"remove it, or name a flag of those that `steploop serve --help-all` lists: {FLAG_AS_KEY}"
             raise _unknown(f"key in {path}", key, _BY_KEY, fix)
         values[option.field_name] = _parse(option, _toml_text(option, value, path), f"{key} in {path}")
     return values

@@ -1,6 +1,11 @@
-"""The backend of this process: requests to the engine's inbox, its deliveries to deltas. Thread: loop.
+"""The engine as the loop has it: requests into its inbox, its tokens to text and to whoever asked. Thread: loop.
 
-The loop decides where text ends: a stop string is found here, a step or more after its token was drawn. The handle
+    step's rows ─▶ RequestSequence: text of a token ─▶ its writer, or its request's sink ─▶ the stream's frames
+
+A token has one way. Where its text stands by itself (whole characters that no stop string begins with, nothing to be
+told beside them) the step's loop writes it at once; otherwise the sequence's detokenizer says what may be written.
+
+The loop decides where text ends: a stop string is found here, a step or more after its token was sampled. The handle
 then drops what came later, tells the engine how many tokens were kept, and cuts the usage to that count, so that the
 same request has the same text and the same usage whatever the timing.
 """
@@ -9,27 +14,37 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
 
+import msgspec
+
 from core.detokenizer import Detokenizer, TokenTable
 from core.errors import ErrorKind, ServiceError
-from core.snapshot import EngineSnapshot
 from core.types import (
+    Cancel,
     ClearCache,
+    Cost,
+    Delta,
+    EngineMark,
+    EngineSnapshot,
     EngineStats,
+    FinishReason,
     Inspect,
     Message,
+    Pause,
     Request,
+    Resume,
     StepDelivery,
     Submit,
     TokenChunk,
+    TokenLogprobs,
+    Usage,
 )
-from server.backend import DeltaSink, LoopWork
-from server.gate.text_rules import Matcher
-from server.gate.text_screen import ScreenedDetokenizer, TextScreen
-from server.observing.exposition import Histogram
-from server.request_handle import RequestHandle, RequestSequence
+from server.gate.text_rules import Matcher, ScreenedDetokenizer, TextScreen
+from server.observing.metrics import Histogram
+from server.wire.messages import TextWriter
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +59,336 @@ LOOK_S, MOST_LOOKS = 0.05, 200  # while the files of a cleared cache are deleted
 _CLEARED = "No request finds now what was computed before"
 
 
+class DeltaSink(Protocol):
+    """Where a request's words go, as they come. Called on the loop, within the delivery of the step; must not block.
+
+    `choice` is the sequence's number among those that share the sink; `now_s` is when the news came, monotonic.
+    """
+
+    def on_begin(self, choice: int, now_s: float) -> None:
+        """The choice's first token is there, and is told next."""
+        ...
+
+    def on_text(self, choice: int, text: str) -> None:
+        """New tokens say this, and there is nothing else to tell of them."""
+        ...
+
+    def text_writer(self, choice: int) -> TextWriter | None:
+        """What does as on_text(choice, ...) in one call, for a choice that has said something before.
+
+        Good until the choice has ended or been cancelled. None: not yet; ask again after the next on_text.
+        """
+        ...
+
+    def on_delta(self, choice: int, delta: Delta, now_s: float) -> None: ...
+
+    def on_mark(self, choice: int, num_tokens: int) -> int:
+        """The choice has so many tokens: 0 as it is submitted, and later at least its mark.
+
+        Returns: at how many to call again.
+        """
+        ...
+
+    def on_engine_mark(self, mark: EngineMark) -> None:
+        """How far one of its requests has come, before any token of it."""
+        ...
+
+    def on_end(self, usage: Usage, error: str | None) -> None:
+        """The request's last news, exactly once. With an error, sequences without a finish reason have failed."""
+        ...
+
+
+class RequestSequence:
+    """One sequence of a request: its tokens, and what they say.
+
+    Attributes:
+        write: takes the text of a token that plain_texts has; None: the next token is the detokenizer's.
+        mark: the sink is told when so many tokens are kept.
+        num_tokens: kept, of those received.
+        num_untold: of these, those that no text has told of yet: half a character, or what may be a stop string.
+        last_s: when its last text came; None before its first.
+    """
+
+    __slots__ = (
+        "_writer",
+        "choice",
+        "detokenizer",
+        "index",
+        "is_finished",
+        "last_s",
+        "logprobs",
+        "mark",
+        "num_tokens",
+        "num_untold",
+        "plain_texts",
+        "write",
+    )
+
+    def __init__(
+        self, index: int, choice: int, detokenizer: Detokenizer | ScreenedDetokenizer, has_logprobs: bool, mark: int
+    ) -> None:
+        self.index = index
+        self.choice = choice
+        self.detokenizer = detokenizer
+        self.plain_texts = detokenizer.plain_texts
+        self.mark = mark
+        self.num_tokens = 0
+        self.num_untold = 0
+        self.is_finished = False
+        self.logprobs: list[TokenLogprobs] | None = [] if has_logprobs else None
+        self.last_s: float | None = None
+        self.write: TextWriter | None = None
+        self._writer: TextWriter | None = None  # the sink's, once there is one
+
+    def push(self, token_id: int) -> str:
+        """What may be said now."""
+        detokenizer, num_before = self.detokenizer, self.num_tokens
+        self.write = None
+        detokenizer.num_tokens_kept = num_before  # of these, whoever called write counted some
+        text = detokenizer.push_token(token_id)
+        self.num_tokens = detokenizer.num_tokens_kept
+        self.num_untold += self.num_tokens - num_before
+        return text
+
+    def tell(self, text: str, sink: DeltaSink) -> None:
+        """Say what a push gave. If nothing is held back, the next token is whoever's that has write and plain_texts."""
+        self.num_untold = 0
+        if self._writer is not None:
+            self._writer(text)
+        else:
+            sink.on_text(self.choice, text)
+            self._writer = sink.text_writer(self.choice)
+        if self.detokenizer.is_plain and not self.is_finished:
+            self.write = self._writer
+
+    def finish_text(self) -> str:
+        """What was held back; a broken character that ends here may complete a stop string."""
+        self.write = None
+        self.detokenizer.num_tokens_kept = self.num_tokens
+        return self.detokenizer.finish()
+
+    def end(self) -> None:
+        """Ignore later tokens."""
+        self.write = None
+        self.is_finished = True
+
+    def take_delta(
+        self, text: str, reason: FinishReason | None = None, stop_logprobs: TokenLogprobs | None = None
+    ) -> Delta:
+        """The text, with the count and the logprobs of the tokens that no text has told of yet."""
+        logprobs = None
+        if self.logprobs is not None:
+            logprobs = tuple(self.logprobs)
+            self.logprobs.clear()
+        num_new, self.num_untold = self.num_untold, 0
+        return Delta(
+            text=text, num_tokens=num_new, logprobs=logprobs, stop_logprobs=stop_logprobs, finish_reason=reason
+        )
+
+
+class RequestHandle:
+    """A submitted request: tokens in, deltas out, until its one terminal chunk.
+
+    A sink that raises has a fault of ours: its request ends with an error, and its neighbours go on.
+
+    Args:
+        gaps: observes the seconds from one text of a sequence to the next.
+
+    Attributes:
+        cost: nothing until it has ended.
+    """
+
+    __slots__ = ("_error", "_gaps", "_has_ended", "_is_cancelled", "_post", "_sink", "cost", "request", "sequences")
+
+    def __init__(
+        self,
+        request: Request,
+        sequences: list[RequestSequence],
+        sink: DeltaSink,
+        post: Callable[[Message], None],
+        gaps: Histogram,
+    ) -> None:
+        self.request = request
+        self.cost = Cost()
+        self.sequences = sequences
+        self._sink = sink
+        self._post = post
+        self._gaps = gaps
+        self._is_cancelled = False
+        self._has_ended = False
+        self._error: str | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Of its completions, those that have come and are kept."""
+        return sum(sequence.num_tokens for sequence in self.sequences)
+
+    # What its owner asks.
+
+    def cancel(self, reason: FinishReason) -> None:
+        """End all its sequences. Later tokens are dropped; on_end still comes. Idempotent."""
+        if self._is_cancelled:
+            return
+        self._is_cancelled = True
+        for sequence in self.sequences:
+            if not sequence.is_finished:
+                self._finish(sequence, reason)
+
+    def finish(self, reason: FinishReason, now_s: float) -> None:
+        """End all its sequences where they are, and tell it as their ends. Later tokens are dropped."""
+        for sequence in self.sequences:
+            if not sequence.is_finished:
+                text = sequence.finish_text()
+                end = sequence.detokenizer.stop_reason if sequence.detokenizer.is_stopped else reason
+                self._finish(sequence, end)
+                self._tell_delta(sequence, sequence.take_delta(text, end), now_s)
+
+    def pause(self) -> None:
+        self._post(Pause(self.request.request_id))
+
+    def resume(self) -> None:
+        self._post(Resume(self.request.request_id))
+
+    # What the engine tells.
+
+    def on_token(self, sequence: RequestSequence, token_id: int, now_s: float) -> None:
+        """One sampled token, without logprobs and not the last."""
+        if not sequence.is_finished:
+            try:
+                self._tell(sequence, sequence.push(token_id), now_s)
+            except Exception:  # whatever a detokenizer or a writer of answers can raise
+                self.break_off()
+
+    def on_chunk(self, chunk: TokenChunk, now_s: float) -> None:
+        sequence = self.sequences[chunk.index]
+        try:
+            if chunk.prompt_logprobs:
+                self._tell_of_prompt(chunk.prompt_logprobs, now_s)
+            elif not sequence.is_finished:
+                self._take_chunk(sequence, chunk, now_s)
+        except Exception:
+            self.break_off()
+        if chunk.error is not None:
+            self._error = chunk.error
+
+    def on_engine_mark(self, mark: EngineMark) -> None:
+        self._sink.on_engine_mark(mark)
+
+    def end(self, chunk: TokenChunk) -> None:
+        """The terminal chunk, once it has been told: nothing more will come."""
+        assert chunk.usage is not None, "it is terminal"
+        self.cost = chunk.cost
+        try:
+            usage = self._cut(chunk.usage)
+        except Exception:
+            logger.exception("an answer's tokens cannot be counted", extra={"request_id": self.request.request_id})
+            usage = chunk.usage  # the engine's count
+        self._end(usage, self._error)
+
+    def fail(self, message: str) -> None:
+        """The engine will not tell its end any more: end it here."""
+        for sequence in self.sequences:
+            sequence.end()
+        num_kept = self.num_tokens
+        # Where tokens have come, the prompt was computed; otherwise nobody knows how much of it
+        num_prompt = len(self.request.prompt_ids) if num_kept else 0
+        self._end(Usage(num_prompt_tokens=num_prompt, num_completion_tokens=num_kept), message)
+
+    def break_off(self) -> None:
+        """The exception that is handled comes of writing the answer."""
+        logger.exception("an answer cannot be written", extra={"request_id": self.request.request_id})
+        self._error = "The server failed to write this answer. The fault is not in the request."
+        self.cancel(FinishReason.ERROR)
+
+    def pass_mark(self, sequence: RequestSequence) -> None:
+        """It has as many tokens as the sink wanted to know of."""
+        if not sequence.is_finished:
+            sequence.mark = self._sink.on_mark(sequence.choice, sequence.num_tokens)
+
+    def _tell(self, sequence: RequestSequence, text: str, now_s: float) -> None:
+        """What its newest tokens say."""
+        if sequence.detokenizer.is_stopped:
+            reason = sequence.detokenizer.stop_reason
+            self._finish(sequence, reason)
+            self._tell_delta(sequence, sequence.take_delta(text, reason), now_s)
+        elif sequence.logprobs is not None:
+            if text or sequence.logprobs:
+                self._tell_delta(sequence, sequence.take_delta(text), now_s)
+        elif text:
+            self._note_time(sequence, now_s)
+            sequence.tell(text, self._sink)
+        if sequence.num_tokens >= sequence.mark:
+            self.pass_mark(sequence)
+
+    def _take_chunk(self, sequence: RequestSequence, chunk: TokenChunk, now_s: float) -> None:
+        num_before = sequence.num_tokens
+        text = "".join(map(sequence.push, chunk.token_ids))
+        if sequence.logprobs is not None and chunk.logprobs:
+            sequence.logprobs.extend(chunk.logprobs[: sequence.num_tokens - num_before])
+        if chunk.finish_reason is None or sequence.detokenizer.is_stopped:
+            self._tell(sequence, text, now_s)
+            return
+        text += sequence.finish_text()
+        sequence.end()
+        sequence.num_untold += chunk.num_sequence_tokens - sequence.num_tokens
+        sequence.num_tokens = chunk.num_sequence_tokens  # an end by id counts, and has no text
+        is_stopped = sequence.detokenizer.is_stopped
+        reason = sequence.detokenizer.stop_reason if is_stopped else chunk.finish_reason
+        stop_logprobs = None if is_stopped else chunk.stop_logprobs
+        self._tell_delta(sequence, sequence.take_delta(text, reason, stop_logprobs), now_s)
+
+    def _tell_of_prompt(self, logprobs: tuple[TokenLogprobs, ...], now_s: float) -> None:
+        """To every sequence: they have one prompt."""
+        delta = Delta(text="", num_tokens=0, prompt_logprobs=logprobs)
+        for sequence in self.sequences:
+            if not sequence.is_finished:
+                self._sink.on_delta(sequence.choice, delta, now_s)
+
+    def _tell_delta(self, sequence: RequestSequence, delta: Delta, now_s: float) -> None:
+        if delta.num_tokens:
+            self._note_time(sequence, now_s)
+        self._sink.on_delta(sequence.choice, delta, now_s)
+
+    def _note_time(self, sequence: RequestSequence, now_s: float) -> None:
+        last_s, sequence.last_s = sequence.last_s, now_s
+        if last_s is None:
+            self._sink.on_begin(sequence.choice, now_s)
+        else:
+            self._gaps.observe(now_s - last_s)
+
+    def _finish(self, sequence: RequestSequence, reason: FinishReason) -> None:
+        sequence.end()
+        self._post(Cancel(self.request.request_id, reason, sequence.index, sequence.num_tokens))
+
+    def _end(self, usage: Usage, error: str | None) -> None:
+        if self._has_ended:
+            return
+        self._has_ended = True
+        try:
+            self._sink.on_end(usage, error)
+        except Exception:  # it was its last news: there is nothing left to cancel
+            logger.exception("an answer cannot be ended", extra={"request_id": self.request.request_id})
+
+    def _cut(self, usage: Usage) -> Usage:
+        """The engine's usage with our count of tokens kept: of a stop it may have heard too late."""
+        return msgspec.structs.replace(usage, num_completion_tokens=self.num_tokens)
+
+
+@dataclass(slots=True)
+class LoopWork:
+    """What the loop has done for tokens since the start: text, stop strings, events. Measured once a slice of many."""
+
+    num_tokens: int = 0
+    busy_s: float = 0.0
+
+    def cost_s(self, since: tuple[int, float], num_tokens: int) -> float:
+        """What so many tokens have cost, at the mean price since then: (num_tokens, busy_s) as they were."""
+        num, busy_s = self.num_tokens - since[0], self.busy_s - since[1]
+        return busy_s * num_tokens / num if num else 0.0
+
+
 class Output(Protocol):
-    """Where deltas end up: the connections, each with what it has to write. server.wire.write_batch implements it."""
+    """Where deltas end up: the connections, each with what it has to write. WriteBatch implements it."""
 
     @property
     def num_writes(self) -> int:
@@ -62,7 +405,7 @@ class Output(Protocol):
 
 
 class EngineClient:
-    """Implements server.backend.Backend over an engine thread's inbox and outbox.
+    """Turns requests into deltas, over an engine thread's inbox and outbox.
 
     Args:
         post: puts a message into the engine's inbox.
@@ -72,7 +415,10 @@ class EngineClient:
         call_soon: the loop's.
         clock: monotonic seconds; read twice a slice.
         on_delivered: called for each delivery once it has been told in full.
-        gaps: observes the seconds between texts that take the short way; the sinks observe the others.
+        gaps: observes the seconds from one text of a sequence to the next.
+
+    Attributes:
+        stats: the engine's latest.
     """
 
     def __init__(
@@ -111,6 +457,16 @@ class EngineClient:
         first_choice: int = 0,
         forbidden: Sequence[Matcher] = (),
     ) -> RequestHandle:
+        """Queue the request.
+
+        Args:
+            continues_text: the output goes on with the prompt's text (completions), rather than being one of its own.
+            first_choice: the number of its first sequence; the others follow.
+            forbidden: what ends the text of a sequence that says it, with content_filter.
+
+        Raises:
+            ServiceError: the engine has failed.
+        """
         if self._error is not None:
             raise self._error
         has_logprobs = request.sampling.num_logprobs is not None
@@ -124,7 +480,7 @@ class EngineClient:
             )
             for i in range(request.num_sequences)
         ]
-        handle = RequestHandle(request, sequences, sink, self._post)
+        handle = RequestHandle(request, sequences, sink, self._post, self._gaps)
         self._handles[request.request_id] = handle
         self._post(Submit(request))
         return handle
@@ -138,6 +494,11 @@ class EngineClient:
         return ScreenedDetokenizer(detokenizer, TextScreen(forbidden)) if forbidden else detokenizer
 
     def inspect(self) -> Awaitable[EngineSnapshot]:
+        """What the engine is at, after all that was asked of it before.
+
+        Raises:
+            ServiceError: the engine has failed.
+        """
         if self._error is not None:
             raise self._error
         self._num_inspections += 1
@@ -147,6 +508,12 @@ class EngineClient:
         return future
 
     async def clear_cache(self) -> None:
+        """Let no request find what was computed before now, after a restart neither. Returns once that is so.
+
+        Raises:
+            ServiceError: the engine has failed; or no request finds it now, but one after a restart may: some of its
+                files could not be deleted, or not in time.
+        """
         self._post(ClearCache())
         store = (await self.inspect()).store
         for _ in range(MOST_LOOKS):
@@ -249,8 +616,8 @@ class EngineClient:
                 try:
                     handle = handles[request_id]
                     sequence = handle.sequences[index]
-                    tell = sequence.tell
-                    if tell is None:
+                    write = sequence.write
+                    if write is None:
                         handle.on_token(sequence, token_id, now_s)
                         continue
                     try:
@@ -260,16 +627,15 @@ class EngineClient:
                     if not text:
                         handle.on_token(sequence, token_id, now_s)
                         continue
-                    clock = sequence.clock
-                    if clock.last_s != before_s:
-                        assert clock.last_s is not None, "who takes the short way has said something"
+                    if sequence.last_s != before_s:
+                        assert sequence.last_s is not None, "who has a writer has said something"
                         if num_alike:
                             self._gaps.observe(now_s - before_s, num_alike)
-                        before_s, num_alike = clock.last_s, 0
+                        before_s, num_alike = sequence.last_s, 0
                     num_alike += 1
-                    clock.last_s = now_s
+                    sequence.last_s = now_s
                     sequence.num_tokens = num_tokens = sequence.num_tokens + 1
-                    tell(text)
+                    write(text)
                     if num_tokens >= sequence.mark:
                         handle.pass_mark(sequence)
                 except Exception:  # whatever a writer of answers can raise

@@ -3,13 +3,12 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from server.answer_body import JSON_TYPE, answer_headers, send_document
-from server.gate.auth import Caller
+from server.gate.identity import Caller
 from server.gate.quota import Ticket
 from server.observing.accounting import Account
-from server.observing.timing import Stage
+from server.observing.timing import Stage, answer_headers
 from server.wire.messages import Headers
-from server.wire.stream import HttpStream
+from server.wire.stream import JSON_TYPE, HttpStream
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,5 +40,5 @@ class Exchange(Account):
     def send(self, body: bytes, status: int = 200, headers: Headers = (), media_type: bytes = JSON_TYPE) -> None:
         """Answer with a document that no generation is told in."""
         self.timings.enter(Stage.LAST_FLUSH, self.clock())
-        send_document(self.stream, status, body, (*answer_headers(self.timings), *headers), media_type)
+        self.stream.send_document(status, body, (*answer_headers(self.timings), *headers), media_type)
         self.stream.call_once_written(self.timings.finish)

@@ -14,7 +14,7 @@ from server.banner import Place
 from server.clock import Clock
 from server.commands.model_files import ModelFiles
 from server.engine_thread import Inbox
-from server.lifecycle import PromptReader
+from server.prompts import PromptReader
 
 DEMONSTRATION = "demonstration model: it has memorised a glossary of LLM serving and knows nothing else"
 
@@ -52,17 +52,24 @@ class LoadedEngine:
 LoadEngine = Callable[[Inbox, Callable[[StepDelivery], None], Callable[[str], None]], LoadedEngine]
 
 
-def prompt_reader(loaded: LoadedEngine, clock: Clock) -> PromptReader:
+def prompt_reader(loaded: LoadedEngine, clock: Clock, request_limits: RequestLimits) -> PromptReader:
     """What makes token ids of prompts for the one model that is served."""
-    facts, files = loaded.facts, loaded.files
+    facts, files, limits = loaded.facts, loaded.files, loaded.facts.limits
     card = ServedModel(
         id=facts.model_name,
         created_s=int(clock.unix()),
-        max_model_len=facts.limits.max_model_len,
+        max_model_len=limits.max_model_len,
         description=DEMONSTRATION if facts.is_demonstration else None,
     )
     return PromptReader(
-        (card,), files.tokenizer, files.chat_template, facts.limits.max_model_len, clock.unix, _fingerprint(loaded)
+        cards=(card,),
+        tokenizer=files.tokenizer,
+        chat_template=files.chat_template,
+        max_model_len=limits.max_model_len,
+        max_sequences=min(limits.max_sequences, limits.max_batch_tokens),
+        defaults=_generation_defaults(loaded, request_limits),
+        unix_clock=clock.unix,
+        fingerprint=_fingerprint(loaded),
     )
 
 
@@ -88,7 +95,7 @@ def server_card(model: ServedModel, loaded: LoadedEngine, places: Sequence[Place
     )
 
 
-def generation_defaults(loaded: LoadedEngine, limits: RequestLimits) -> GenerationDefaults:
+def _generation_defaults(loaded: LoadedEngine, limits: RequestLimits) -> GenerationDefaults:
     """The model's own recommendations, where its generation_config.json has any."""
     recommended = loaded.files.defaults
     known = {name: getattr(recommended, name) for name in recommended.__slots__}

@@ -1,7 +1,7 @@
 """The process's life: listen, load, serve, drain, exit. Thread: loop.
 
 The port listens at once; while the engine loads on its thread, /health answers and everything else says 503 with the
-stage. What is loaded, and how, is an argument (server/__main__.py): this file knows no model.
+stage. What is loaded, and how, is an argument (server/engine_loader.py): this file knows no model.
 """
 
 import asyncio
@@ -18,32 +18,29 @@ from typing import TypeVar
 
 from core.errors import ErrorKind, ExitCode, ServiceError, StartupError
 from core.types import StepDelivery
-from core.wait_estimate import EngineRoom
 from server import __version__
 from server.app import App
 from server.app_state import Readiness
-from server.banner import BannerFacts, Place, banner_lines, is_public, places_of
+from server.banner import BannerFacts, Place, banner_lines, is_public, places_of, public_addresses
 from server.clock import Clock
 from server.config import ServerConfig
 from server.engine_client import EngineClient
 from server.engine_thread import EngineThread
-from server.gate.admission import Admission
+from server.gate.admission import Admission, EngineRoom, QueueLimits
 from server.gate.cross_origin import CrossOrigin
-from server.gate.gate import Gate, warn_of_models
-from server.ledger.setup import open_ledger
-from server.lifecycle import Lifecycle
-from server.listening.descriptors import allow_connections
+from server.gate.gate import Gate
+from server.generation import Generations
+from server.ledger.ledger import open_ledger
+from server.ledger.usage import ANY_MODEL
 from server.listening.listener import ALL_HELD_BODY_BYTES, Listener, ListenerConfig
-from server.listening.listening_sockets import shown_addresses
-from server.listening.socket_activation import PassedSocket, take_passed_sockets
-from server.loaded_engine import EngineFacts, LoadedEngine, LoadEngine, generation_defaults, prompt_reader, server_card
+from server.listening.sockets import PassedSocket, allow_connections, shown_addresses, take_passed_sockets
+from server.loaded_engine import EngineFacts, LoadedEngine, LoadEngine, prompt_reader, server_card
 from server.observing.logs import tell
-from server.observing.loop_lag import LoopLag
-from server.observing.metrics import Metrics, Standing
+from server.observing.metrics import LoopLag, Metrics, Standing
 from server.observing.otel import TraceExporter
 from server.supervision import EngineLost, Supervision
 from server.systemd import ServiceManager
-from server.wire.connection_limits import HELD_BODY_BYTES
+from server.wire.limits import HELD_BODY_BYTES
 from server.wire.tls import ServerTls, server_tls
 
 logger = logging.getLogger(__name__)
@@ -152,7 +149,7 @@ class Server:
         """
         await self.listener.start()
         try:
-            self._gate.check_exposure(self._places, self._needs_certificate)
+            self._gate.check_exposure([] if self._needs_certificate else public_addresses(self._places))
         except StartupError:
             await self.listener.drain(0)
             raise
@@ -258,18 +255,16 @@ class Server:
         client.stats = loaded.stats  # until the first delivery
         self._client = client
         self._metrics.model_name = loaded.facts.model_name
-        reader = prompt_reader(loaded, self._clock)
+        reader = prompt_reader(loaded, self._clock, self._config.request_limits)
         self._app.state.card = server_card(reader.cards[0], loaded, self._places)
-        self._app.state.lifecycle = Lifecycle(
+        self._app.state.generations = Generations(
             reader=reader,
-            defaults=generation_defaults(loaded, self._config.request_limits),
-            backend=client,
+            engine=client,
             clock=self._clock,
             offload=self._offload,
             metrics=self._metrics,
             max_body_bytes=self._config.max_body_bytes,
-            admission=Admission(self._config.queue_limits, self._room(loaded), lambda: client.stats, time.monotonic),
-            max_sequences=min(loaded.facts.limits.max_sequences, loaded.facts.limits.max_batch_tokens),
+            admission=Admission(self._queue_limits(), self._room(loaded), lambda: client.stats, time.monotonic),
             deadlines=self._config.deadlines,
             idempotency=self._idempotency,
             ledger=self._ledger,
@@ -293,6 +288,12 @@ class Server:
             reload=self._supervision.last_reload,
             expiries={} if self._tls is None else self._tls.expiries,
             jwks_age_s=self._gate.jwks_age_s,
+        )
+
+    def _queue_limits(self) -> QueueLimits:
+        config = self._config
+        return QueueLimits(
+            max_requests=config.max_queue, max_tokens=config.max_queue_tokens, max_bytes=config.max_queue_bytes
         )
 
     def _room(self, loaded: LoadedEngine) -> EngineRoom:
@@ -465,3 +466,19 @@ def listener_config(config: ServerConfig, tls: ServerTls | None, passed: Sequenc
             stall_s=config.stall_timeout_s,
         ),
     )
+
+
+def warn_of_models(config: ServerConfig, served: str) -> None:
+    """Log what is said of models that are not here.
+
+    Args:
+        served: the name of the one that is.
+    """
+    hint = f"the one that is served is {served}"
+    for model, _ in config.prices.by_model:
+        if model not in (served, ANY_MODEL):
+            logger.warning("[prices] has the model %r, and %s", model, hint)
+    for tenant in config.tenants:
+        for model in tenant.models or ():
+            if model != served:
+                logger.warning("the tenant %s may use the model %r, and %s", tenant.name, model, hint)

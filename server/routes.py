@@ -11,7 +11,7 @@ from server.api.responses import ResponsesSurface
 from server.api.surface import Surface
 from server.app_state import AppState
 from server.exchange import Exchange
-from server.gate.keys import Scope
+from server.gate.identity import Scope
 from server.handlers import models, operating, prompts, requests
 from server.handlers.prompts import generating
 from server.values import nearest

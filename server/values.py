@@ -373,3 +373,13 @@ def format_count(number: float) -> str:
         if number >= factor:
             return f"{number / factor:.1f}{unit}"
     return f"{number:.0f}"
+
+
+def escape(text: str) -> str:
+    """What a client chose, fit for one line: everything but visible ASCII as a backslash escape."""
+    if text.isascii() and text.isprintable() and " " not in text:
+        return text
+    return "".join(
+        character if "!" <= character <= "~" else character.encode("unicode_escape").decode().replace(" ", "\\x20")
+        for character in text
+    )

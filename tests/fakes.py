@@ -5,10 +5,9 @@ from dataclasses import replace
 
 from core.config import INTER_TOKEN_TARGET
 from core.engine import Engine
-from core.fairness import Tenant
 from core.plan import RunnerLimits, SequenceStart, StepOutput, StepPlan
 from core.scheduler import Scheduler
-from core.sequence import sequence_seed
+from core.sequence import Sequence, Tenant, sequence_seed
 from core.simulation import CostModel, SimulatedClock, SimulatedRunner, continuation
 from core.types import FinishReason, Message, Request, SamplingParams, StepDelivery, TokenChunk, TokenLogprobs
 
@@ -155,7 +154,12 @@ def sequence_start(request: Request, eos_ids: tuple[int, ...] = (), index: int =
 def charge(scheduler: Scheduler, tenant: Tenant, seconds: float) -> None:
     """As if steps had been computed for a tenant that took so long."""
     tenant.charge(seconds)
-    scheduler._charges.bounds.most_s += seconds
+    scheduler.states.charges.bounds.most_s += seconds
+
+
+def sequences_of(scheduler: Scheduler, made: StepPlan) -> list[Sequence]:
+    """Of the rows of a plan in flight."""
+    return next(flight.sequences for flight in scheduler.in_flight if flight.plan is made)
 
 
 def small_limits(

@@ -3,8 +3,8 @@
 import pytest
 
 from bench import memory
-from bench.cancel import CallOff, Outcome, measure, outcome_of, tables_of
-from bench.recorded_server import EngineRecord, RequestRecord, RowRecord, StepRecord
+from bench.cancel import CallOff, Outcome, measure, outcome_of, table_of
+from bench.null_server import EngineRecord, RequestRecord, RowRecord, StepRecord
 
 STEPS = [StepRecord(begin_s, begin_s + 0.01) for begin_s in (1.00, 1.01, 1.02, 1.03)]
 
@@ -46,7 +46,7 @@ def test_what_had_ended_by_itself_is_not_counted(end_s: float, reason: str) -> N
 
 def test_table_counts_those_that_keep_the_promise() -> None:
     outcomes = [Outcome("a", 0.05, 0.01, 2, 0), Outcome("a", 0.07, 0.01, 0, 0), Outcome("b", 0.01, 0.01, 3, 0)]
-    table = tables_of(outcomes, "t")
+    table = table_of(outcomes, "t")
     assert [(row[0], row[1], row[-1]) for row in table.rows] == [
         ("a", 2, "1 of 2"),
         ("b", 1, "0 of 1"),

@@ -2,8 +2,7 @@
 
 from collections import Counter
 
-from bench.drain import UNREACHED_GRACE_S, round_plans, run_rounds, table_of
-from bench.drain_clients import BROKEN, DONE, TOLD, RoundPlan
+from bench.drain import BROKEN, DONE, TOLD, UNREACHED_GRACE_S, RoundPlan, round_plans, run_rounds, table_of
 
 
 def test_sigterm_under_load_breaks_no_stream() -> None:

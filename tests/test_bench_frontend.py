@@ -11,15 +11,24 @@ import msgspec
 import numpy as np
 import pytest
 
-from bench.floor_server import Floor, StepLoop
-from bench.front_ends import SERVERS, HealthCase, Measured, RequestCase, StreamCase, running_server
-from bench.frontend import PARTS, main, median_run, plan_cases, result_tables
-from bench.load_run import LoadConfig, LoadResult, LoadRun, run_on_fast_loop
-from bench.null_runner import NullRunner, Pace
-from bench.peer import PIECES
-from bench.process_cpu import CpuTimes, cpu_times
-from bench.reader import StreamLoad, drain
-from bench.request_rate import RequestLoad, ask, latencies_s
+from bench.front_peers import Floor, StepLoop
+from bench.frontend import (
+    PARTS,
+    SERVERS,
+    HealthCase,
+    Measured,
+    RequestCase,
+    StreamCase,
+    main,
+    median_run,
+    plan_cases,
+    result_tables,
+    running_server,
+)
+from bench.kit import PIECES, CpuTimes, cpu_times
+from bench.load import LoadConfig, LoadResult, LoadRun, run_on_fast_loop
+from bench.null_server import NullRunner, Pace
+from bench.raw_clients import RequestLoad, StreamLoad, ask, drain, latencies_s
 from core.plan import RunnerLimits, StepPlan
 
 LIMITS = RunnerLimits(8, 16, 4, 64, 128, 1_000)
@@ -89,7 +98,9 @@ def test_cpu_times_subtract_field_by_field() -> None:
 
 
 def arguments_of(**changes: object) -> argparse.Namespace:
-    fields = {"parts": PARTS, "step_rate": [0.0], "streams": None, "tokens": 100_000, "servers": tuple(SERVERS)}
+    fields = {"parts": PARTS, "step_rate": [0.0], "streams": None, "tokens": 100_000, "servers": tuple(SERVERS)} | {
+        "quick": False
+    }
     return argparse.Namespace(**{**fields, **changes})
 
 
@@ -187,7 +198,7 @@ def test_the_floor_streams_every_token_that_was_asked_for() -> None:
 
 
 def test_the_fastapi_peer_streams_every_token_that_was_asked_for() -> None:
-    from bench.fastapi_peer import ChatRequest, TokenSource, stream_chat
+    from bench.front_peers import ChatRequest, TokenSource, stream_chat
 
     async def read(source: TokenSource, num_tokens: int) -> list[str]:
         request = ChatRequest(model="null", messages=[], max_tokens=num_tokens, stream=True)

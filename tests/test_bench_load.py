@@ -10,13 +10,22 @@ from pathlib import Path
 
 import pytest
 
-from bench.client import CONNECTION_CLOSED, ERROR_EVENT, NO_END
-from bench.load import check_result_file, loopback_address, result_tables
-from bench.load_run import CannotRun, LoadConfig, LoadResult, LoadRun, poisson_arrivals, run_on_fast_loop
-from bench.measures import percentile, summarize
-from bench.prompts import CALIBRATION_WORDS, RandomPrompts, words_for_tokens
-from bench.results import command_line, read_result, write_result
-from bench.wire import BadResponse, ResponseParser, SseParser
+from bench.client import CONNECTION_CLOSED, ERROR_EVENT, NO_END, BadResponse, ResponseParser, SseParser
+from bench.load import (
+    CALIBRATION_WORDS,
+    CannotRun,
+    LoadConfig,
+    LoadResult,
+    LoadRun,
+    check_result_file,
+    loopback_address,
+    poisson_arrivals,
+    random_prompts,
+    result_tables,
+    run_on_fast_loop,
+    words_for_tokens,
+)
+from bench.results import command_line, percentile, read_result, summarize, write_result
 from core.errors import ExitCode
 from server.cli import main
 from tests.certificates import make_certificate, needs_openssl
@@ -139,7 +148,7 @@ def test_words_for_tokens_inverts_the_servers_count() -> None:
     calibration = [(words, 9 + 3 * words) for words in CALIBRATION_WORDS]
     assert words_for_tokens(309, calibration) == 100
     assert words_for_tokens(1, calibration) == 1
-    assert len(RandomPrompts(100, seed=0).next().split()) == 100
+    assert len(next(random_prompts(100, seed=0)).split()) == 100
 
 
 # The server that the load goes to: it counts words as tokens.

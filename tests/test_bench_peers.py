@@ -13,14 +13,14 @@ import torch
 from safetensors.torch import load_file
 
 from bench.gguf_file import CannotConvert, write_gguf
-from bench.load_run import CannotRun, LoadConfig
+from bench.kit import DidNotStart, free_port, running
+from bench.load import CannotRun, LoadConfig
 from bench.make_model import make_model
-from bench.measures import summarize
 from bench.mixed_load import Abandoned, Stalled, abandon_prefill, stall_streams
 from bench.model_presets import LLAMA_8B, MOE_1B, QWEN2_05B
 from bench.peer_servers import LLAMA, STEPLOOP, TRANSFORMERS, Missing, PeerServer, find_server
 from bench.peers import Answers, Bursts, Load, result_tables
-from bench.server_process import DidNotStart, free_port, running
+from bench.results import summarize
 from bench.work import ModelWork, Speed
 from gpu.targets import interleave_halves
 from tests.test_bench_load import num_words, write_chunk, write_whole

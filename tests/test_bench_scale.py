@@ -1,14 +1,13 @@
 """bench.scale on few tenants: simulated time, the same figures each time; and bench.lag on a real server, briefly."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import uvloop
 
 from bench import lag, null_server, scale
-from bench.results import Cell, Table, read_result, write_result
+from bench.results import Table, read_result, write_result
 from core.plan import RunnerLimits
 from core.simulation import CostModel, RooflineCost, Simulation
 from tests.fakes import make_request, small_limits
@@ -77,18 +76,3 @@ def test_lag_is_noted_while_long_bodies_are_posted() -> None:
     assert float(posted_per_s or 0) > 0
     assert len(waits) == 6
     assert all(float(wait or 0) > 0 for wait in waits)
-
-
-def test_quick_lag_is_brief_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = []
-
-    async def measure(case: lag.Case, duration_s: float) -> tuple[Cell, ...]:
-        seconds.append(duration_s)
-        return (case.name, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-
-    monkeypatch.setattr(lag, "measure", measure)
-    monkeypatch.setattr(lag, "RESULTS_DIR", tmp_path)
-    monkeypatch.setattr(sys, "setswitchinterval", lambda interval_s: None)
-    assert lag.main(["--quick"]) == 0
-    assert seconds == [lag.QUICK_S] * len(lag.CASES)
-    assert not list(tmp_path.iterdir())

@@ -6,8 +6,7 @@ from torch import Tensor
 
 from gpu.cpu_kernels.sampling import Arguments, sample_rows, scratch_bytes
 from gpu.cpu_kernels.team import Kernel
-from gpu.sampler import IntArray
-from gpu.sampling_slots import Feature, Number, SamplingSlots
+from gpu.sampler import Feature, IntArray, Number, SamplingSlots
 
 
 class RowSampler:

@@ -1,6 +1,6 @@
 """Kernels in Triton for CUDA devices, beside torch's operators (gpu/operators.py), which they are held against.
 
-Whether they serve is gpu/kernel_choice.py's to decide; `import gpu.kernels` does not import triton. Files whose
+Whether they serve is gpu/tune.py's to decide; `import gpu.kernels` does not import triton. Files whose
 functions are @triton.jit hold nothing else but tuples of what they are told; what launches them is beside them, typed.
 """
 

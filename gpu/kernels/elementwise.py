@@ -137,7 +137,7 @@ def gate(
     ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The product of an MLP's halves. Program: a row, and BLOCK of its columns. Source: see gpu/mlp.py."""
+    """The product of an MLP's halves. Program: a row, and BLOCK of its columns. Source: see gpu/layers.py."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_inside = columns < width

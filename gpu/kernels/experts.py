@@ -13,8 +13,8 @@ from gpu.expert_weights import ExpertWeights
 from gpu.kernels.block_sizes import COLUMN_WARPS, COLUMNS, SMALL_ROWS, next_power_of_two
 from gpu.kernels.product import PRECISION, Matrix, as_matrix, can_multiply
 from gpu.kernels.products import add_experts, multiply_by_expert
+from gpu.layers import Gated, shares_of
 from gpu.linear import Linear
-from gpu.mlp import Gated, shares_of
 
 
 def can_group(weights: ExpertWeights) -> bool:
@@ -23,7 +23,7 @@ def can_group(weights: ExpertWeights) -> bool:
 
 
 class GroupedExperts:
-    """See gpu.mlp.Experts.
+    """See gpu.layers.Experts.
 
     Args:
         weights: such as it can_group.

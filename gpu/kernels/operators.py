@@ -10,8 +10,6 @@ from torch import Tensor
 
 from core.config import ExpertsConfig, ModelConfig
 from gpu.attention import AttentionKernels
-from gpu.device_clock import Timer
-from gpu.device_products import DeviceProducts
 from gpu.expert_weights import ExpertWeights
 from gpu.kernels.block_sizes import (
     COLUMN_WARPS,
@@ -26,12 +24,11 @@ from gpu.kernels.elementwise import add_and_norm, gate, rotate_and_store
 from gpu.kernels.experts import GroupedExperts, can_group
 from gpu.kernels.product import Product, can_multiply, stored_as
 from gpu.kv_cache import LayerKV
-from gpu.linear import Linear, make_linear
-from gpu.mlp import SWIGLU_LIMIT, SWIGLU_SLOPE, Block, Gated
+from gpu.layers import SWIGLU_LIMIT, SWIGLU_SLOPE, Block, Gated
+from gpu.linear import Embed, Linear, MatmulChoices, make_linear
 from gpu.operators import HeadNorms, Operators
 from gpu.quantize import QuantizedWeight, Weight
 from gpu.quantized_linear import SlabLinear
-from gpu.tied_head import Embed
 
 ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1, "clamped_swiglu": 2}  # as elementwise.gate numbers them
 
@@ -41,7 +38,6 @@ class TritonOperators(Operators):
 
     Args:
         attention: kernels that know the model; None: torch attends.
-        clock: see DeviceProducts.
     """
 
     def __init__(
@@ -50,12 +46,11 @@ class TritonOperators(Operators):
         dtype: torch.dtype,
         device: torch.device,
         attention: AttentionKernels | None = None,
-        clock: Timer | None = None,
     ) -> None:
         super().__init__(dtype, device, config.rms_norm_eps)
         self.attention = attention
         self.has_device_rows = attention is not None
-        self.product_choice = self._products = DeviceProducts(device, dtype, clock)
+        self.matmuls: MatmulChoices = MatmulChoices()
 
     def linear(self, weight: Weight, bias: Tensor | None) -> Linear:
         if isinstance(weight, QuantizedWeight):
@@ -71,7 +66,7 @@ class TritonOperators(Operators):
             return torchs
         num_out, num_in = weight.shape
         name, size_bytes = stored_as(weight)
-        return self._products.make(name, Product(weight, bias), torchs, (num_out, num_in), size_bytes)
+        return self.matmuls.make(name, Product(weight, bias), torchs, (num_out, num_in), size_bytes)
 
     def experts(self, config: ExpertsConfig, weights: ExpertWeights, gated: Gated) -> Block:
         if not can_group(weights):

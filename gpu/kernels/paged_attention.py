@@ -52,7 +52,7 @@ class _Parts:
 
 
 class PagedAttention:
-    """DeviceKernels of a CUDA device. Not for two streams at once: what splits find lies in one place.
+    """AttentionKernels of a CUDA device. Not for two streams at once: what splits find lies in one place.
 
     Args:
         num_programs: that decode, at most; None: as many as the device has room for.
@@ -70,7 +70,7 @@ class PagedAttention:
         self._parts: list[_Parts] = []
 
     def reserve(self, num_decodes: int, context: int, num_heads: int, kv: LayerKV) -> None:
-        """See DeviceKernels."""
+        """See AttentionKernels."""
         shape = kernel_shape(num_heads, kv.keys.shape[1], kv.keys.shape[2], kv.keys.dtype, self._tiles)
         self._parts_for(num_decodes * shape.splits_of(context) * num_heads, shape, kv.keys.device)
 

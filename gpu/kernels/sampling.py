@@ -1,31 +1,498 @@
-"""Draws a token per row: @triton.jit. Thread: engine.
+"""Samples a token per row: @triton.jit. Thread: engine.
 
-A row is read once (row_scan.py), and again in part where filters ask for it (filtered_draw.py). Either one program does
-all of a row (`sample_rows`), or several read it, a range of segments each (`scan_rows`), and one ends it (`end_rows`):
-the tokens are the same. Nothing depends on the host: what slots ask for, positions and all results are on the device.
+A row is read once: adjusted, summed for logprobs, its segments' maxima found, and a token taken where nothing filters.
+What top_k, top_p and min_p keep is sampled afterwards: from the maxima alone follows, mostly, which few segments hold
+what is kept, and only those are read again; nothing is sorted. Either one program does all of a row (`sample_rows`), or
+several read it, a range of segments each (`scan_rows`), and one ends it (`end_rows`): the tokens are the same. Nothing
+depends on the host: what slots ask for, positions and all results are on the device.
+
+The rules are gpu/sampling_rules.py's, operation by operation, so that a token is the same to the last bit as torch's:
+divisions are rounded as IEEE 754 has it, and these are launched with enable_fp_fusion=False.
 
 Of every kernel: slots are those of requests, < 0: a row that is padding; `scratch` holds a row's adjusted logits.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-from gpu.kernels.filtered_draw import draw_filtered
-from gpu.kernels.row_scan import adjust, scan, sum_exponentials
-from gpu.kernels.sampling_layout import (
-    ADJUSTED,
-    FEATURES,
-    FILTERS,
-    LOGPROBS,
-    MINUS_INFINITY,
-    NO_TOKEN,
-    NUM_FACTORS,
-    NUM_LOGPROBS,
-    NUM_NUMBERS,
-    PENALTIES,
-    SEGMENT,
-    Row,
-)
+from gpu import sampling_rules as rules
+from gpu.sampler import ADJUSTED as _ADJUSTED
+from gpu.sampler import Factor, Feature, Number
+
+SEGMENT = tl.constexpr(128)  # tokens
+NOISE, FILTERS, PENALTIES = (tl.constexpr(int(f)) for f in (Feature.NOISE, Feature.FILTERS, Feature.PENALTIES))
+BIAS, MIN_TOKENS = tl.constexpr(int(Feature.BIAS)), tl.constexpr(int(Feature.MIN_TOKENS))
+LOGPROBS, ADJUSTED = tl.constexpr(int(Feature.LOGPROBS)), tl.constexpr(int(_ADJUSTED))
+FEATURES, TOP_K, SEED, FREE_FROM, NUM_BIASES, NUM_STOP_IDS = (tl.constexpr(int(n)) for n in Number)
+INVERSE, SLOPE, TOP_P, LEAST, REPETITION, PRESENCE, FREQUENCY = (tl.constexpr(int(f)) for f in Factor)
+NUM_NUMBERS, NUM_FACTORS = tl.constexpr(len(Number)), tl.constexpr(len(Factor))
+NUM_LOGPROBS = tl.constexpr(3)  # of a row: see sampler.DrawRows
+NO_TOKEN = tl.constexpr(0x7FFFFFFF)
+MINUS_INFINITY = tl.constexpr(float("-inf"))
+
+
+class Row(NamedTuple):
+    """A row of logits, and what its slot asks for.
+
+    Args:
+        logits: [vocab], as the model gives them.
+        scratch: float32 [vocab]: adjusted, where the slot asks for it.
+        maxima: float32 [segments], of what is drawn from.
+        numbers, factors: [Number], [Factor], of the slot.
+        features: Feature's bits, of the slot.
+        position: of the token to draw.
+        vocab_size: tokens.
+    """
+
+    logits: Any
+    scratch: Any
+    maxima: Any
+    numbers: Any
+    factors: Any
+    features: Any
+    position: Any
+    vocab_size: Any
+
+
+@triton.jit
+def load_logits(row, tokens, mask):
+    """What is drawn from, as float32; -inf where masked."""
+    if (row.features & ADJUSTED) != 0:
+        value = tl.load(row.scratch + tokens, mask=mask, other=MINUS_INFINITY)
+    else:
+        value = tl.load(row.logits + tokens, mask=mask, other=MINUS_INFINITY).to(tl.float32)
+    return value
+
+
+GOLDEN, MIX_1, MIX_2 = tl.constexpr(rules.GOLDEN), tl.constexpr(rules.MIX_1), tl.constexpr(rules.MIX_2)
+REST_BITS, UNIT = tl.constexpr(64 - rules.UNIFORM_BITS), tl.constexpr(2.0**-rules.UNIFORM_BITS)
+LARGEST_UNIFORM = tl.constexpr(rules.LARGEST_UNIFORM)
+LN_2, THREE_QUARTERS = tl.constexpr(rules.LN_2), tl.constexpr(rules.THREE_QUARTERS)
+LN_0, LN_1, LN_2ND, LN_3, LN_4 = (tl.constexpr(term) for term in rules.LN_TERMS)
+LEAST_POWER, ROUNDER = tl.constexpr(rules.LEAST_POWER), tl.constexpr(rules.ROUNDER)
+WEIGHT_BITS = tl.constexpr(rules.WEIGHT_BITS)
+EXP2_0, EXP2_1, EXP2_2, EXP2_3, EXP2_4, EXP2_5, EXP2_6 = (tl.constexpr(term) for term in rules.EXP2_TERMS)
+BOUND_SLACK = tl.constexpr(1e-3)  # beyond what rounding makes of a bound
+
+
+@triton.jit
+def _mix(x):
+    """SplitMix64's finalizer, of uint64."""
+    x = (x ^ (x >> 30)) * MIX_1
+    x = (x ^ (x >> 27)) * MIX_2
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def key_of(seed, position):
+    """See sampling_rules.row_keys. seed, position: int64, scalars."""
+    return _mix(seed.to(tl.uint64, bitcast=True) + _mix(position.to(tl.uint64, bitcast=True) * GOLDEN))
+
+
+@triton.jit
+def uniforms_of(key, tokens):
+    """Above 0, below 1."""
+    bits = _mix(key + tokens.to(tl.uint64) * GOLDEN) >> REST_BITS
+    return tl.minimum((bits.to(tl.int64).to(tl.float32) + 0.5) * UNIT, LARGEST_UNIFORM)
+
+
+@triton.jit
+def _ln(exponent, part):
+    """See sampling_rules._ln."""
+    ratio = tl.math.div_rn(part, part + 2.0)
+    square = ratio * ratio
+    series = square * LN_4
+    series = (series + LN_3) * square
+    series = (series + LN_2ND) * square
+    series = (series + LN_1) * square
+    return (series + LN_0) * ratio + exponent.to(tl.float32) * LN_2
+
+
+@triton.jit
+def _exponent_of(x):
+    return (x.to(tl.int32, bitcast=True) - THREE_QUARTERS) >> 23
+
+
+@triton.jit
+def _part_of(x, exponent):
+    return (x.to(tl.int32, bitcast=True) - (exponent << 23)).to(tl.float32, bitcast=True) - 1.0
+
+
+@triton.jit
+def noise_of(uniforms):
+    """See sampling_rules.gumbel_noise."""
+    rest = 1.0 - uniforms
+    exponent = _exponent_of(rest)
+    part = tl.where(exponent == 0, -uniforms, _part_of(rest, exponent))
+    rate = -_ln(exponent, part)
+    exponent = _exponent_of(rate)
+    return -_ln(exponent, _part_of(rate, exponent))
+
+
+@triton.jit
+def most_noise_of(uniforms):
+    """What noise_of stays below, without a logarithm: an exponential number is at least its uniform one."""
+    exponent = 127 - (uniforms.to(tl.int32, bitcast=True) >> 23)
+    return exponent.to(tl.float32) * LN_2 + BOUND_SLACK
+
+
+@triton.jit
+def weigh(logits, top, slope):
+    """See sampling_rules.weigh."""
+    power = (logits - top) * slope
+    power = tl.where(power > LEAST_POWER, power, LEAST_POWER)
+    whole = (power + ROUNDER) - ROUNDER
+    part = power - whole
+    series = part * EXP2_6
+    series = (series + EXP2_5) * part
+    series = (series + EXP2_4) * part
+    series = (series + EXP2_3) * part
+    series = (series + EXP2_2) * part
+    series = (series + EXP2_1) * part
+    series = series + EXP2_0
+    exponents = (whole.to(tl.int32) + WEIGHT_BITS) << 23
+    return (series.to(tl.int32, bitcast=True) + exponents).to(tl.float32, bitcast=True).to(tl.int64)
+
+
+@triton.jit
+def needed_of(weight, top_p):
+    """See sampling_rules.needed_of. Scalars: int64, float32."""
+    needed = tl.math.ceil(weight.to(tl.float64) * top_p.to(tl.float64))
+    return tl.maximum(needed, 1.0).to(tl.int64)
+
+
+@triton.jit
+def ordered_of(x):
+    """A float32 as an int32 in the same order; 0.0 and -0.0 are one."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def number_of(ordered):
+    """The float32 that ordered_of gave. A scalar, int64 of that range."""
+    bits = ordered.to(tl.int32)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def largest_reaching(ordered, weights, needed):
+    """The largest of these numbers such that those not below it weigh at least as much as is needed; all together do.
+
+    Args:
+        ordered: int32 [some], of ordered_of.
+        weights: int64 [some]; 0: is not there.
+    """
+    low = tl.min(tl.where(weights > 0, ordered, 0x7FFFFFFF), 0).to(tl.int64)
+    high = tl.max(tl.where(weights > 0, ordered, -0x7FFFFFFF), 0).to(tl.int64)
+    while low < high:
+        middle = low + ((high - low + 1) >> 1)
+        is_enough = tl.sum(tl.where(ordered >= middle, weights, 0), 0) >= needed
+        low = tl.where(is_enough, middle, low)
+        high = tl.where(is_enough, high, middle - 1)
+    return number_of(low)
+
+
+@triton.jit
+def _penalise(row, seen, first, end, BLOCK: tl.constexpr):
+    """Logits first..end - 1 to scratch, with penalties where the slot asks for them."""
+    for start in range(first, end, BLOCK):
+        tokens = start + tl.arange(0, BLOCK)
+        is_inside = tokens < end
+        value = tl.load(row.logits + tokens, mask=is_inside).to(tl.float32)
+        if row.features & PENALTIES:
+            repetition, presence = tl.load(row.factors + REPETITION), tl.load(row.factors + PRESENCE)
+            known = tl.load(seen + tokens, mask=is_inside, other=0)
+            count = (known >> 1).to(tl.float32)
+            repeated = tl.where(value > 0, tl.math.div_rn(value, repetition), value * repetition)
+            value = tl.where(known > 0, repeated, value)
+            value = value - tl.load(row.factors + FREQUENCY) * count - presence * (count > 0).to(tl.float32)
+        tl.store(row.scratch + tokens, value, mask=is_inside)
+
+
+@triton.jit
+def adjust(
+    row, seen, biases, bias_ids, stop_ids, first, end,
+    MAX_BIASES: tl.constexpr, MAX_STOP_IDS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Penalties, logit_bias and min_tokens, of tokens first..end - 1, to scratch. See sampler._adjust.
+
+    Args:
+        seen, biases, bias_ids, stop_ids: of the slot.
+    """
+    _penalise(row, seen, first, end, BLOCK)
+    tl.debug_barrier()
+    if row.features & BIAS:
+        places = tl.arange(0, MAX_BIASES)
+        ids = tl.load(bias_ids + places, mask=places < tl.load(row.numbers + NUM_BIASES), other=-1)
+        is_here = (ids >= first) & (ids < end)
+        value = tl.load(row.scratch + ids, mask=is_here) + tl.load(biases + places, mask=is_here)
+        tl.store(row.scratch + ids, value, mask=is_here)
+        tl.debug_barrier()
+    if row.features & MIN_TOKENS:
+        if row.position < tl.load(row.numbers + FREE_FROM):
+            places = tl.arange(0, MAX_STOP_IDS)
+            ids = tl.load(stop_ids + places, mask=places < tl.load(row.numbers + NUM_STOP_IDS), other=-1)
+            tl.store(row.scratch + ids, MINUS_INFINITY, mask=(ids >= first) & (ids < end))
+        tl.debug_barrier()
+
+
+@triton.jit
+def sum_exponentials(logits, first, end, BLOCK: tl.constexpr):
+    """(largest, sum of exp(logit - largest)) of raw logits first..end - 1, for logprobs."""
+    tops, sums = tl.full([BLOCK], MINUS_INFINITY, tl.float32), tl.zeros([BLOCK], tl.float32)
+    for start in range(first, end, BLOCK):
+        tokens = start + tl.arange(0, BLOCK)
+        value = tl.load(logits + tokens, mask=tokens < end, other=MINUS_INFINITY).to(tl.float32)
+        larger = tl.maximum(tops, value)
+        safe = tl.where(larger == MINUS_INFINITY, 0.0, larger)
+        sums = sums * tl.exp(tops - safe) + tl.exp(value - safe)
+        tops = larger
+    top = tl.max(tops, 0)
+    safe_top = tl.where(top == MINUS_INFINITY, 0.0, top)  # a range behind the vocabulary's end is empty
+    return top, tl.sum(sums * tl.exp(tops - safe_top), 0)
+
+
+@triton.jit
+def scan(row, first, end, GROUP: tl.constexpr):
+    """Segments' maxima, of tokens first..end - 1, first a segment's; what is drawn of them where nothing filters.
+
+    Returns:
+        (the largest sum with noise, or logit; its token, of equals the first; how many logits are not finite)
+    """
+    is_adjusted, is_noisy = (row.features & ADJUSTED) != 0, (row.features & NOISE) != 0
+    key, inverse = key_of(tl.load(row.numbers + SEED), row.position), tl.load(row.factors + INVERSE)
+    rows, columns = tl.arange(0, GROUP), tl.arange(0, SEGMENT)
+    bests = tl.full([GROUP, SEGMENT], MINUS_INFINITY, tl.float32)
+    drawn = tl.full([GROUP, SEGMENT], NO_TOKEN, tl.int32)
+    broken = tl.zeros([GROUP, SEGMENT], tl.int32)
+    least = tl.full([], MINUS_INFINITY, tl.float32)  # what the largest sum is at least
+    for start in range(first, end, GROUP * SEGMENT):
+        tokens = start + rows[:, None] * SEGMENT + columns[None, :]
+        is_inside = tokens < end
+        raw = tl.load(row.logits + tokens, mask=is_inside, other=0.0).to(tl.float32)
+        broken += tl.where(tl.abs(raw) < float("inf"), 0, 1)  # not of a NaN either
+        if is_adjusted:
+            value = tl.load(row.scratch + tokens, mask=is_inside, other=MINUS_INFINITY)
+        else:
+            value = tl.where(is_inside, raw, MINUS_INFINITY)
+        segments = start // SEGMENT + rows
+        tl.store(row.maxima + segments, tl.max(value, 1), mask=segments * SEGMENT < end)
+        if row.features & FILTERS == 0:
+            may_win = True
+            if is_noisy:
+                value *= inverse
+                uniforms = uniforms_of(key, tokens)
+                may_win = tl.max(tl.max(value + most_noise_of(uniforms), 1), 0) >= least
+                if may_win:
+                    value += noise_of(uniforms)
+            if may_win:
+                is_better = value > bests
+                bests = tl.where(is_better, value, bests)
+                drawn = tl.where(is_better, tokens, drawn)
+                if is_noisy:
+                    least = tl.max(tl.max(bests, 1), 0)
+    best = tl.max(tl.max(bests, 1), 0)
+    token = tl.min(tl.min(tl.where(bests == best, drawn, NO_TOKEN), 1), 0)
+    return best, token, tl.sum(tl.sum(broken, 1), 0)
+
+
+LOWEST = tl.constexpr(-3.4028234663852886e38)
+
+
+class Gathered(NamedTuple):
+    """What of a row may be kept: in memory, where it had room, and the segments that it comes from.
+
+    Args:
+        listed: int32 [num_listed]: segments, ascending.
+        logits, tokens: float32 and int32 [num_logits], ascending by token; all of them where num_logits is at most
+            GROUP * SEGMENT.
+    """
+
+    listed: Any
+    num_listed: Any
+    logits: Any
+    tokens: Any
+    num_logits: Any
+
+
+@triton.jit
+def _total_weight(row, top, slope, GROUP: tl.constexpr):
+    """The sum of a row's weights."""
+    rows, columns = tl.arange(0, GROUP), tl.arange(0, SEGMENT)
+    sums = tl.zeros([GROUP, SEGMENT], tl.int64)
+    num_segments = tl.cdiv(row.vocab_size, SEGMENT)
+    for segment in range(0, num_segments, GROUP):
+        tops = tl.load(row.maxima + segment + rows, mask=segment + rows < num_segments, other=MINUS_INFINITY)
+        if tl.max(weigh(tops, top, slope), 0) > 0:
+            tokens = (segment + rows[:, None]) * SEGMENT + columns[None, :]
+            sums += weigh(load_logits(row, tokens, tokens < row.vocab_size), top, slope)
+    return tl.sum(tl.sum(sums, 1), 0)
+
+
+@triton.jit
+def _list_segments(row, bound, listed, SEGMENTS: tl.constexpr):
+    """The segments that have a logit not below the bound, ascending, to memory; returns how many."""
+    segments = tl.arange(0, SEGMENTS)
+    is_inside = segments < tl.cdiv(row.vocab_size, SEGMENT)
+    is_listed = is_inside & (tl.load(row.maxima + segments, mask=is_inside, other=MINUS_INFINITY) >= bound)
+    counts = is_listed.to(tl.int32)
+    tl.store(listed + tl.cumsum(counts, 0) - 1, segments, mask=is_listed)
+    tl.debug_barrier()
+    return tl.sum(counts, 0)
+
+
+@triton.jit
+def _load_segments(row, listed, start, num_listed, GROUP: tl.constexpr):
+    """(logits, tokens) of some listed segments, ascending; -inf and -1 where there is none."""
+    rows, columns = tl.arange(0, GROUP), tl.arange(0, SEGMENT)
+    segments = tl.load(listed + start + rows, mask=start + rows < num_listed, other=0)
+    tokens = segments[:, None] * SEGMENT + columns[None, :]
+    is_inside = (tokens < row.vocab_size) & (start + rows < num_listed)[:, None]
+    value = load_logits(row, tokens, is_inside)
+    tokens = tl.where(is_inside, tokens, -1)
+    return tl.reshape(value, [GROUP * SEGMENT]), tl.reshape(tokens, [GROUP * SEGMENT])
+
+
+@triton.jit
+def _gather(row, listed, num_listed, bound, logits, tokens_kept, GROUP: tl.constexpr):
+    """Logits not below the bound, and their tokens, ascending, to memory, as many as it takes; returns how many."""
+    num_found = 0
+    for start in range(0, num_listed, GROUP):
+        value, tokens = _load_segments(row, listed, start, num_listed, GROUP)
+        is_found = (value >= bound) & (tokens >= 0)
+        counts = is_found.to(tl.int32)
+        places = num_found + tl.cumsum(counts, 0) - 1
+        has_room = is_found & (places < GROUP * SEGMENT)
+        tl.store(logits + places, value, mask=has_room)
+        tl.store(tokens_kept + places, tokens, mask=has_room)
+        num_found += tl.sum(counts, 0)
+    tl.debug_barrier()
+    return num_found
+
+
+@triton.jit
+def _end_of(gathered, GROUP: tl.constexpr):
+    """Where a walk of GROUP segments at a time ends: after its first turn, where all had room."""
+    return tl.where(gathered.num_logits <= GROUP * SEGMENT, 1, gathered.num_listed)
+
+
+@triton.jit
+def _load_gathered(row, gathered, start, GROUP: tl.constexpr):
+    """(logits, tokens) of what was gathered, where it had room; else of some of the segments that it comes from."""
+    if gathered.num_logits <= GROUP * SEGMENT:
+        places = tl.arange(0, GROUP * SEGMENT)
+        value = tl.load(gathered.logits + places, mask=places < gathered.num_logits, other=MINUS_INFINITY)
+        tokens = tl.load(gathered.tokens + places, mask=places < gathered.num_logits, other=-1)
+    else:
+        value, tokens = _load_segments(row, gathered.listed, start, gathered.num_listed, GROUP)
+    return value, tokens
+
+
+@triton.jit
+def _weights_of(value, tokens, limit, top, slope, BY_MASS: tl.constexpr):
+    """1 each, or sampling_rules.weigh, of those that are not below the limit; 0 of others."""
+    is_counted = (tokens >= 0) & (value >= limit)
+    if BY_MASS:
+        return tl.where(is_counted, weigh(value, top, slope), 0)
+    return is_counted.to(tl.int64)
+
+
+@triton.jit
+def _weigh_gathered(row, gathered, limit, top, slope, BY_MASS: tl.constexpr, GROUP: tl.constexpr):
+    """The sum of the weights of what was gathered and is not below the limit."""
+    sums = tl.zeros([GROUP * SEGMENT], tl.int64)
+    for start in range(0, _end_of(gathered, GROUP), GROUP):
+        value, tokens = _load_gathered(row, gathered, start, GROUP)
+        sums += _weights_of(value, tokens, limit, top, slope, BY_MASS)
+    return tl.sum(sums, 0)
+
+
+@triton.jit
+def _reaching(row, gathered, limit, top, slope, needed, BY_MASS: tl.constexpr, GROUP: tl.constexpr):
+    """largest_reaching of what was gathered and is not below the limit: in registers, where it fits."""
+    if gathered.num_logits <= GROUP * SEGMENT:
+        value, tokens = _load_gathered(row, gathered, 0, GROUP)
+        weights = _weights_of(value, tokens, limit, top, slope, BY_MASS)
+        found = largest_reaching(ordered_of(value), weights, needed)
+    else:
+        # All not below the limit are enough; where there is none, those not below the lowest float32 are as good.
+        low = ordered_of(tl.maximum(limit, LOWEST)).to(tl.int64)
+        high = ordered_of(top).to(tl.int64)
+        while low < high:
+            middle = low + ((high - low + 1) >> 1)
+            is_enough = _weigh_gathered(row, gathered, number_of(middle), top, slope, BY_MASS, GROUP) >= needed
+            low = tl.where(is_enough, middle, low)
+            high = tl.where(is_enough, high, middle - 1)
+        found = number_of(low)
+    return found
+
+
+@triton.jit
+def _bound_of(row, top, GROUP: tl.constexpr, SEGMENTS: tl.constexpr):
+    """(a logit that none below is kept, nor counts in a share; what of the weights top_p needs, as it has no top_k)."""
+    top_k, top_p, slope = tl.load(row.numbers + TOP_K), tl.load(row.factors + TOP_P), tl.load(row.factors + SLOPE)
+    has_top_k, is_by_mass = top_k < row.vocab_size, top_p < 1
+    num_segments = tl.cdiv(row.vocab_size, SEGMENT)
+    segments = tl.arange(0, SEGMENTS)
+    tops = tl.load(row.maxima + segments, mask=segments < num_segments, other=MINUS_INFINITY)
+    bound = tl.where(has_top_k & is_by_mass, MINUS_INFINITY, top + tl.load(row.factors + LEAST))
+    needed = top_k
+    if has_top_k:
+        if top_k <= num_segments:  # as many segments, at least as many tokens
+            ones = (segments < num_segments).to(tl.int64)
+            bound = tl.maximum(bound, largest_reaching(ordered_of(tops), ones, top_k))
+    else:
+        if is_by_mass:
+            needed = needed_of(_total_weight(row, top, slope, GROUP), top_p)
+            weights = tl.where(segments < num_segments, weigh(tops, top, slope), 0)
+            if tl.sum(weights, 0) >= needed:
+                bound = tl.maximum(bound, largest_reaching(ordered_of(tops), weights, needed))
+    return bound, needed
+
+
+@triton.jit
+def _limit_of(row, gathered, bound, needed, top, GROUP: tl.constexpr):
+    """The least logit that is kept. bound, needed: of _bound_of."""
+    top_k, top_p, slope = tl.load(row.numbers + TOP_K), tl.load(row.factors + TOP_P), tl.load(row.factors + SLOPE)
+    has_top_k = top_k < row.vocab_size
+    limit_k = bound
+    if has_top_k:
+        if top_k < gathered.num_logits:
+            limit_k = _reaching(row, gathered, bound, top, slope, top_k, False, GROUP)
+    limit = tl.maximum(top + tl.load(row.factors + LEAST), limit_k)
+    if top_p < 1:
+        weight = _weigh_gathered(row, gathered, limit_k, top, slope, True, GROUP)
+        if has_top_k:
+            needed = needed_of(weight, top_p)
+        if weight >= needed:  # otherwise min_p keeps less
+            limit = tl.maximum(limit, _reaching(row, gathered, limit_k, top, slope, needed, True, GROUP))
+    return limit
+
+
+@triton.jit
+def draw_filtered(row, listed, logits, tokens_kept, GROUP: tl.constexpr, SEGMENTS: tl.constexpr):
+    """A token of what top_k, top_p and min_p keep. listed, logits, tokens_kept: room for Gathered."""
+    segments = tl.arange(0, SEGMENTS)
+    is_inside = segments < tl.cdiv(row.vocab_size, SEGMENT)
+    top = tl.max(tl.load(row.maxima + segments, mask=is_inside, other=MINUS_INFINITY), 0)
+    bound, needed = _bound_of(row, top, GROUP, SEGMENTS)
+    num_listed = _list_segments(row, bound, listed, SEGMENTS)
+    num_logits = _gather(row, listed, num_listed, bound, logits, tokens_kept, GROUP)
+    gathered = Gathered(listed, num_listed, logits, tokens_kept, num_logits)
+    limit = _limit_of(row, gathered, bound, needed, top, GROUP)
+    key, inverse = key_of(tl.load(row.numbers + SEED), row.position), tl.load(row.factors + INVERSE)
+    bests = tl.full([GROUP * SEGMENT], MINUS_INFINITY, tl.float32)
+    drawn = tl.full([GROUP * SEGMENT], NO_TOKEN, tl.int32)
+    for start in range(0, _end_of(gathered, GROUP), GROUP):
+        value, tokens = _load_gathered(row, gathered, start, GROUP)
+        sums = value * inverse + noise_of(uniforms_of(key, tokens))
+        is_better = (tokens >= 0) & (value >= limit) & (sums > bests)
+        bests = tl.where(is_better, sums, bests)
+        drawn = tl.where(is_better, tokens, drawn)
+    return tl.min(tl.where(bests == tl.max(bests, 0), drawn, NO_TOKEN), 0)
 
 
 @triton.jit

@@ -6,19 +6,19 @@ from typing import Any
 from core.errors import InvalidRequest, ServiceError
 from core.types import Delta, TokenLogprobs, Usage
 from server.api import fields
-from server.api.answers import (
+from server.api.decoding import decode
+from server.api.fields import Message, chat_prompt
+from server.api.known_fields import Surface, rules_of
+from server.api.replies import (
     VllmPromptLogprobs,
-    drawn_ids,
+    error_event,
     logprob_entries,
     partial_usage,
     refuse_broken,
+    sampled_ids,
     usage_object,
     wire_reason,
 )
-from server.api.content import Message, chat_prompt
-from server.api.decoding import decode
-from server.api.envelope import error_event
-from server.api.known_fields import Surface, rules_of
 from server.api.surface import Choice, DefaultsOf, Extras, GenerationCall, GenerationDefaults, ReplyContext
 from server.wire import sse
 from server.wire.messages import TextFrame
@@ -161,7 +161,7 @@ class ChatStream:
             "finish_reason": reason,
         }
         if wishes.returns_ids:
-            line["token_ids"] = drawn_ids(logprobs, stop)
+            line["token_ids"] = sampled_ids(logprobs, stop)
         if wishes.counts_usage:
             more = {"usage": partial_usage(self._context.prompt_lengths[0], self._nums_tokens[choice]), **(more or {})}
         elif not more:
@@ -207,5 +207,5 @@ def _whole_choice(call: GenerationCall, choice: Choice, context: ReplyContext) -
         "finish_reason": wire_reason(choice.finish_reason),
     }
     if call.tokens.returns_ids:
-        line["token_ids"] = drawn_ids(choice.logprobs, choice.stop_logprobs)
+        line["token_ids"] = sampled_ids(choice.logprobs, choice.stop_logprobs)
     return line

@@ -1,23 +1,25 @@
 """/v1/completions: prompts in, text out, in the older form that evaluation tools still use. Wire only. Thread: loop."""
 
-from collections.abc import Sequence
+import codecs
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from core.errors import InvalidRequest, ServiceError
 from core.types import Delta, TokenLogprobs, Usage
 from server.api import fields
-from server.api.answers import (
+from server.api.decoding import decode
+from server.api.known_fields import Surface, rules_of
+from server.api.replies import (
+    LOWEST_LOGPROB,
     VllmPromptLogprobs,
-    drawn_ids,
+    error_event,
+    finite,
     partial_usage,
     refuse_broken,
+    sampled_ids,
     usage_object,
     wire_reason,
 )
-from server.api.decoding import decode
-from server.api.envelope import error_event
-from server.api.known_fields import Surface, rules_of
-from server.api.old_logprobs import OldLogprobs, TokenLists
 from server.api.surface import (
     Choice,
     DefaultsOf,
@@ -33,6 +35,9 @@ from server.wire import sse
 from server.wire.messages import TextFrame
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
+TokenLists = dict[str, list[Any]]
+
+_new_utf8_decoder = codecs.getincrementaldecoder("utf-8")
 MAX_ANSWERS = 4096  # prompts times n: 16,384 kept the loop from others for up to 0.9 s, 4,096 for 0.2
 
 RULES = rules_of(Surface.COMPLETIONS)
@@ -108,6 +113,149 @@ class CompletionsSurface:
         return sse.json_line(answer | extras)
 
 
+class LegacyLogprobs:
+    """Of one choice, in the order in which its tokens come. Implements surface.PromptLogprobs.
+
+    Args:
+        prompt: number of the prompt that is echoed before them; None: none is.
+    """
+
+    __slots__ = ("_context", "_lists", "_offsets", "_prompt", "_prompt_offsets", "_texts")
+
+    def __init__(self, context: ReplyContext, prompt: int | None) -> None:
+        self._context = context
+        self._texts = _Texts(context)
+        self._prompt = prompt
+        text = "" if prompt is None else context.prompt_texts[prompt]
+        self._prompt_offsets = _PromptOffsets(text)
+        self._offsets = _TextOffsets(len(text))
+        self._lists = _empty_lists()
+
+    def begin_prompt(self) -> None:
+        """The prompt's first token, which nothing comes before that could tell how likely it is."""
+        assert self._prompt is not None, "no prompt is echoed"
+        token_id = self._context.prompt_ids[self._prompt][0]
+        self._add(token_id, None, None, self._prompt_offset(token_id))
+
+    def add_prompt(self, logprobs: Iterable[TokenLogprobs]) -> None:
+        """The next of the prompt's other tokens."""
+        for token in logprobs:
+            self._add_token(token, self._prompt_offset(token.token_id))
+
+    def add(self, logprobs: Iterable[TokenLogprobs], stop: TokenLogprobs | None) -> None:
+        """Tokens of the completion; the id that ends it stands in the lists, if not in the text."""
+        context = self._context
+        for token in logprobs:
+            shown = b"" if token.token_id in context.special_ids else context.token_bytes(token.token_id)
+            self._add_token(token, self._offsets.next(shown))
+        if stop is not None:
+            self._add_token(stop, self._offsets.next(b""))
+
+    def take(self) -> TokenLists:
+        """What was added since it was asked before."""
+        lists, self._lists = self._lists, _empty_lists()
+        return lists
+
+    def _prompt_offset(self, token_id: int) -> int:
+        context = self._context
+        return self._prompt_offsets.next(context.token_bytes(token_id), token_id in context.special_ids)
+
+    def _add_token(self, token: TokenLogprobs, offset: int) -> None:
+        self._add(token.token_id, finite(token.logprob), _top_by_text(token, self._texts), offset)
+
+    def _add(self, token_id: int, logprob: float | None, top: dict[str, float] | None, offset: int) -> None:
+        self._lists["tokens"].append(self._texts[token_id])
+        self._lists["token_logprobs"].append(logprob)
+        self._lists["top_logprobs"].append(top)
+        self._lists["text_offset"].append(offset)
+
+
+class _Texts(dict[int, str]):
+    """Token id to text, or to `bytes:\\xc3` where it is a part of a character, as OpenAI writes it.
+
+    Each is asked for once: a long prompt with the likeliest beside each token has many twice.
+    """
+
+    def __init__(self, context: ReplyContext) -> None:
+        super().__init__()
+        self._token_bytes = context.token_bytes
+
+    def __missing__(self, token_id: int) -> str:
+        data = self._token_bytes(token_id)
+        try:
+            text = data.decode()
+        except UnicodeDecodeError:
+            text = "bytes:" + "".join(map(_shown_byte, data))
+        self[token_id] = text
+        return text
+
+
+def _shown_byte(byte: int) -> str:
+    return chr(byte) if 0x20 <= byte < 0x7F and byte != ord("\\") else f"\\x{byte:02x}"
+
+
+class _TextOffsets:
+    """Where the tokens of a completion begin, in characters of its text; one amid a character, where that begins.
+
+    Args:
+        num_characters: of the prompt before it.
+    """
+
+    __slots__ = ("_decoder", "_num_characters")
+
+    def __init__(self, num_characters: int) -> None:
+        self._decoder = _new_utf8_decoder(errors="replace")
+        self._num_characters = num_characters  # whole ones, of the tokens so far
+
+    def next(self, shown: bytes) -> int:
+        """Of the next token, of which the text shows these bytes."""
+        offset = self._num_characters
+        self._num_characters += len(self._decoder.decode(shown))
+        return offset
+
+
+class _PromptOffsets:
+    """Where a prompt's tokens begin in its text, which may show less of them than their bytes.
+
+    There is no BOS in it that the tokenizer has put before it, and no special id of a prompt that came as ids.
+    """
+
+    __slots__ = ("_offsets", "_position", "_text")
+
+    def __init__(self, text: str) -> None:
+        self._text = text.encode()
+        self._position = 0  # bytes
+        self._offsets = _TextOffsets(0)
+
+    def next(self, token_bytes: bytes, is_special: bool) -> int:
+        """Of the next token."""
+        end = self._position + self._num_shown(token_bytes, is_special)
+        shown = self._text[self._position : end]
+        self._position += len(shown)
+        return self._offsets.next(shown)
+
+    def _num_shown(self, token_bytes: bytes, is_special: bool) -> int:
+        if self._text.startswith(token_bytes, self._position):
+            return len(token_bytes)
+        if is_special:
+            return 0
+        bare = token_bytes.removeprefix(b" ")  # sentencepiece puts a space before the first word
+        return len(bare) if self._text.startswith(bare, self._position) else len(token_bytes)
+
+
+def _empty_lists() -> TokenLists:
+    return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+
+
+def _top_by_text(token: TokenLogprobs, texts: _Texts) -> dict[str, float]:
+    """Text to logprob, likeliest first, the token itself always among them. Of ids with the same text the likeliest."""
+    result: dict[str, float] = {}
+    for token_id, logprob in token.top:
+        result.setdefault(texts[token_id], logprob if logprob > LOWEST_LOGPROB else LOWEST_LOGPROB)
+    result.setdefault(texts[token.token_id], finite(token.logprob))
+    return result
+
+
 class _PromptLogprobs:
     """Of one choice, in the forms that are asked for. Implements surface.PromptLogprobs."""
 
@@ -162,7 +310,7 @@ class CompletionStream:
             logprobs.add_prompt(delta.prompt_logprobs)
             logprobs.add(delta.logprobs or (), delta.stop_logprobs)
             lists = logprobs.take()
-        return self._line(choice, delta.text, lists, reason, drawn_ids(delta.logprobs, delta.stop_logprobs))
+        return self._line(choice, delta.text, lists, reason, sampled_ids(delta.logprobs, delta.stop_logprobs))
 
     def end(self, usage: Usage, extras: Extras) -> bytes:
         last = {"usage": usage_object(usage)} | extras if self._call.includes_usage else extras
@@ -263,9 +411,9 @@ def _prompt_text(call: GenerationCall, context: ReplyContext, choice: int) -> st
     return context.prompt_texts[choice // call.num_sequences]
 
 
-def _logprobs(call: GenerationCall, context: ReplyContext, choice: int) -> OldLogprobs:
+def _logprobs(call: GenerationCall, context: ReplyContext, choice: int) -> LegacyLogprobs:
     prompt = choice // call.num_sequences
-    return OldLogprobs(context, prompt if call.echo else None)
+    return LegacyLogprobs(context, prompt if call.echo else None)
 
 
 def _whole_choice(call: GenerationCall, choice: Choice, context: ReplyContext) -> dict[str, Any]:
@@ -287,6 +435,6 @@ def _whole_choice(call: GenerationCall, choice: Choice, context: ReplyContext) -
     if of_prompt is not None and of_prompt.vllm is not None:
         line["prompt_logprobs"] = of_prompt.vllm.entries
     if call.tokens.returns_ids:
-        line["token_ids"] = drawn_ids(choice.logprobs, choice.stop_logprobs)
+        line["token_ids"] = sampled_ids(choice.logprobs, choice.stop_logprobs)
         line["prompt_token_ids"] = context.prompt_ids[choice.index // call.num_sequences]
     return line

@@ -1,4 +1,4 @@
-"""/v1/models, /model_info and /server_info: what is served, and by what. Wire only. Thread: loop."""
+"""/v1/models, /model_info, /server_info and /admin: what is served, and by what. Wire only. Thread: loop."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from core.errors import ErrorKind, InvalidRequest, ServiceError
+from core.types import EngineSnapshot, EngineStats
 from server.wire import sse
 
 
@@ -138,3 +139,15 @@ def _model_object(model: ServedModel) -> dict[str, Any]:
     if model.description is not None:
         result["description"] = model.description
     return result
+
+
+CACHE_CLEARED = sse.json_line({"status": "cleared"})
+
+
+def engine_reply(snapshot: EngineSnapshot, stats: EngineStats) -> bytes:
+    """The engine as it is, field by field as in core/types.py, and what it has counted since its start."""
+    return msgspec.json.encode(msgspec.structs.asdict(snapshot) | {"counters": stats}) + b"\n"
+
+
+def drain_reply(grace_s: float, num_in_progress: int) -> bytes:
+    return sse.json_line({"status": "draining", "grace_s": grace_s, "num_in_progress": num_in_progress})

@@ -8,10 +8,10 @@ import msgspec
 from core.errors import ErrorKind, InvalidRequest, ServiceError
 from core.types import Delta, FinishReason, TokenLogprobs, Usage
 from server.api import fields
-from server.api.answers import logprob_entries, refuse_broken
-from server.api.content import Content, checked_role, flatten, missing_field
 from server.api.decoding import decode
+from server.api.fields import Content, checked_role, flatten, missing_field
 from server.api.known_fields import Surface, rules_of
+from server.api.replies import logprob_entries, refuse_broken
 from server.api.surface import (
     ChatPrompt,
     Choice,

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from core.errors import InvalidRequest
-from server.api.content import Message, chat_prompt
 from server.api.decoding import FieldRules, decode
+from server.api.fields import Message, chat_prompt
 from server.api.known_fields import Surface, rules_of
 from server.api.surface import ChatPrompt, TextPrompt
 from server.wire import sse

@@ -1,22 +1,71 @@
-"""`steploop chat`: a conversation in the terminal, or one question for a pipe. Knows no HTTP; asks a ChatBackend.
+"""`steploop chat`: a conversation in the terminal, or one question for a pipe.
 
-Thread: main, blocking.
+The answers come from a server that speaks /v1/chat/completions; where none is up, one is made in this very process, so
+that there is one way to ask, not two. Thread: main, blocking.
 """
 
+import argparse
+import asyncio
 import contextlib
+import json
+import os
+import secrets
+import ssl
 import sys
-from collections.abc import Callable
-from typing import Any, TextIO
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TextIO
 
-from core.errors import StartupError
-from server.commands.chat_client import ChatBackend, ChatStats, Message
-from server.values import did_you_mean
+import httpx2
+
+from core.errors import ExitCode, StartupError
+from server.banner import base_url, configured_url
+from server.commands.console import take_interrupts
+from server.commands.tls_trust import check_trust_flags, client_context, refused_certificate
+from server.config import ServerConfig
+from server.gate.identity import WAYS
+from server.values import did_you_mean, with_scheme
+
+if TYPE_CHECKING:
+    from server.process import Server
+
+    Started = Future[tuple[asyncio.AbstractEventLoop, Server]]
+
+Message = dict[str, str]
+StartInThread = Callable[[ServerConfig], tuple[str, Callable[[], None]]]  # -> (url, stop)
+
+FROM_STDIN = "-"  # -q -: the question comes from stdin
+ANSWER_TIMEOUT_S = 600.0  # of silence; a server's own deadlines come first, and keep-alives every 15 s
+PROBE_TIMEOUT_S = 2.0
+READY_POLL_S = 0.25
+# Of a server within this process: nobody else reaches it, and no ledger, which another server may have open
+_PRIVATE: dict[str, Any] = {
+    "host": "127.0.0.1",
+    "port": 0,
+    "binds": (),
+    "tls_cert": None,
+    "tls_key": None,
+    "tls_client_ca": None,
+    "tls_client_auth": None,
+    "trusted_proxies": (),
+    "allow": (),
+    "deny": (),
+    "tenants": (),
+    "keys_file": None,
+    "jwks": None,
+    "auth": WAYS,
+    "ledger": None,
+    "log_level": "error",
+}
 
 SETTINGS: dict[str, tuple[Callable[[str], Any], str]] = {
     "system": (str, "what the model is told before the conversation"),
-    "temperature": (float, "0 always takes the likeliest token; 1 draws as the model says"),
-    "top_k": (int, "draw among the k likeliest tokens; 0: all"),
-    "top_p": (float, "draw among the likeliest tokens that make up this share"),
+    "temperature": (float, "0 always takes the likeliest token; 1 samples as the model says"),
+    "top_k": (int, "sample among the k likeliest tokens; 0: all"),
+    "top_p": (float, "sample among the likeliest tokens that make up this share"),
     "min_p": (float, "leave out tokens below this share of the likeliest one's"),
     "max_tokens": (int, "longest answer"),
     "seed": (int, "the same seed gives the same answer"),
@@ -37,6 +86,60 @@ DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 ReadLine = Callable[[], str]  # raises EOFError at the end, KeyboardInterrupt for Ctrl-C
 
 
+def run(arguments: argparse.Namespace, config: ServerConfig) -> ExitCode:
+    """With the server that is named or up, else with a model in this process.
+
+    Raises:
+        StartupError: arguments contradict one another, or there is nobody to talk to.
+    """
+    if arguments.url is not None and arguments.model is not None:
+        raise StartupError("--url and --model are two different models", "give one of them", ExitCode.USAGE)
+    question = read_question(arguments.question)
+    if arguments.model is None:
+        url = arguments.url or configured_url(config)
+        check_trust_flags(arguments)
+        is_asked = arguments.ca_file is not None or arguments.takes_any
+        tls = client_context(arguments.ca_file, not arguments.takes_any) if is_asked else None
+        key = config.api_keys[0] if config.api_keys else None
+        backend = None if url is None else HttpChatBackend(url, key, tls=tls)
+        if backend is not None and (arguments.url is not None or backend.is_up()):
+            backend.wait_ready(_report)
+            return _converse(backend, question)
+    with serve_and_chat(config, start_in_thread, _report) as backend:
+        return _converse(backend, question)
+
+
+def read_question(text: str | None) -> str | None:
+    """The one question to ask, from where the flag says; None: talk.
+
+    Raises:
+        StartupError: there is none, as from a variable of a script that was not filled in.
+    """
+    if text is None:
+        return None
+    question = sys.stdin.read() if text == FROM_STDIN else text
+    if not question.strip():
+        where = "stdin" if text == FROM_STDIN else "-q"
+        fix = 'ask something, as in steploop chat -q "What is a KV cache?", or leave -q out to talk'
+        raise StartupError(f"the question from {where} is empty", fix, ExitCode.USAGE)
+    return question
+
+
+def _converse(backend: "HttpChatBackend", question: str | None) -> ExitCode:
+    has_colour = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+    conversation = Conversation(backend, sys.stdout, sys.stderr, has_colour)
+    take_interrupts()
+    if question is not None:
+        conversation.ask(question)
+    else:
+        conversation.run(terminal_reader(), f"{backend.model} at {backend.url}; /help lists the commands")
+    return ExitCode.OK
+
+
+def _report(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
 class Conversation:
     """What has been said and set so far.
 
@@ -46,7 +149,7 @@ class Conversation:
         has_colour: err is a terminal that wants colour.
     """
 
-    def __init__(self, backend: ChatBackend, out: TextIO, err: TextIO, has_colour: bool = False) -> None:
+    def __init__(self, backend: "HttpChatBackend", out: TextIO, err: TextIO, has_colour: bool = False) -> None:
         self._backend = backend
         self._out = out
         self._err = err
@@ -160,7 +263,7 @@ class Conversation:
         self._err.flush()
 
 
-def stats_line(stats: ChatStats | None) -> str:
+def stats_line(stats: "ChatStats | None") -> str:
     """`34 tokens after a prompt of 12: the first in 45 ms, then 67.8 tokens/s`"""
     if stats is None or stats.ttft_s is None:
         return "no answer yet"
@@ -196,3 +299,288 @@ def terminal_reader() -> ReadLine:
         return line
 
     return read
+
+
+@dataclass(frozen=True, slots=True)
+class ChatStats:
+    """One answer in figures, as seen from here.
+
+    Args:
+        ttft_s: from sending the question to the first text; None: there was none.
+        generation_s: from the first text to the last.
+        num_completion_tokens: as the server counted, or the number of pieces when the answer was stopped.
+        is_exact: the server has counted.
+    """
+
+    ttft_s: float | None
+    generation_s: float
+    num_prompt_tokens: int | None
+    num_completion_tokens: int
+    is_exact: bool
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Of decoding alone: the first token is not counted, nor the time until it came."""
+        has_rate = self.num_completion_tokens > 1 and self.generation_s > 0
+        return (self.num_completion_tokens - 1) / self.generation_s if has_rate else None
+
+
+class HttpChatBackend:
+    """A server at a URL. One connection per answer: leaving it is how an answer is stopped.
+
+    Args:
+        tls: for https; None: what the system trusts.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        api_key: str | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        sleep: Callable[[float], None] = time.sleep,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self.url = with_scheme(url).rstrip("/").removesuffix("/v1")
+        self.stats: ChatStats | None = None
+        self._api_key = api_key
+        self._tls = (tls or client_context()) if _scheme_of(self.url) == "https" else False
+        self._clock = clock
+        self._sleep = sleep
+        self._model: str | None = None
+
+    @property
+    def model(self) -> str:
+        """The first model that the server lists."""
+        if self._model is None:
+            listing = self._get_json("/v1/models")
+            try:
+                self._model = str(listing["data"][0]["id"])
+            except (KeyError, IndexError, TypeError) as error:
+                raise self._unreachable("answers, but lists no model") from error
+        return self._model
+
+    def is_up(self) -> bool:
+        """Something listens there."""
+        try:
+            with self._exchange("GET", "/health", None, PROBE_TIMEOUT_S):
+                return True
+        except StartupError:
+            return False
+
+    def wait_ready(self, report: Callable[[str], None]) -> None:
+        """Wait while the server loads its model, telling each new stage once. Servers without /ready are ready."""
+        told = None
+        while True:
+            with self._exchange("GET", "/ready", None, PROBE_TIMEOUT_S) as response:
+                status, body = response.status_code, response.read()
+            if status != 503:
+                return
+            told_now = _error_message(body)
+            if told_now != told:
+                report(told_now)
+                told = told_now
+            self._sleep(READY_POLL_S)
+
+    def stream(self, messages: Sequence[Message], params: Mapping[str, Any]) -> Generator[str, None, None]:
+        question = {
+            "model": self.model,
+            "messages": list(messages),
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **params,
+        }
+        self.stats = None
+        meter = _Meter(self._clock)
+        try:
+            with self._exchange("POST", "/v1/chat/completions", question, ANSWER_TIMEOUT_S) as response:
+                if response.status_code != 200:
+                    raise self._refusal(response.status_code, response.read())
+                for event in self._events(response):
+                    text = meter.text_of(event)
+                    if text:
+                        yield text
+        finally:
+            self.stats = meter.stats()
+
+    def _events(self, response: httpx2.Response) -> Iterator[dict[str, Any]]:
+        """Chunks of the answer, up to [DONE].
+
+        Raises:
+            StartupError: an error event, or an end without [DONE].
+        """
+        try:
+            for line in response.iter_lines():
+                if not line.startswith("data:"):
+                    continue
+                data = line.removeprefix("data:").strip()
+                if data == "[DONE]":
+                    return
+                event = json.loads(data)
+                if "error" in event:
+                    raise self._refusal(200, data.encode())
+                yield event
+        except (httpx2.TransportError, ValueError) as error:
+            raise self._unreachable(f"broke off the answer ({error})") from error
+        raise self._unreachable("broke off the answer")
+
+    def _get_json(self, path: str) -> Any:
+        with self._exchange("GET", path, None, PROBE_TIMEOUT_S) as response:
+            status, body = response.status_code, response.read()
+        if status != 200:
+            raise self._refusal(status, body)
+        try:
+            return json.loads(body)
+        except ValueError as error:
+            raise self._unreachable("answers, but not as a model server") from error
+
+    @contextlib.contextmanager
+    def _exchange(self, method: str, path: str, body: Any, timeout_s: float) -> Generator[httpx2.Response, None, None]:
+        """One request on a connection of its own, which is closed at the end, whatever that is."""
+        headers = {} if self._api_key is None else {"authorization": f"Bearer {self._api_key}"}
+        with (
+            httpx2.Client(verify=self._tls, timeout=timeout_s, trust_env=False) as client,
+            contextlib.ExitStack() as stack,
+        ):
+            try:
+                exchange = client.stream(method, self.url + path, json=body, headers=headers)
+                response = stack.enter_context(exchange)
+            except httpx2.TransportError as error:
+                if (refused := _certificate_error(error)) is not None:
+                    raise refused_certificate(self.url, refused) from error
+                raise self._unreachable(f"does not answer ({error})") from error
+            yield response
+
+    def _unreachable(self, what: str) -> StartupError:
+        fix = "start a server (steploop serve), name another with --url, or chat in this process with --model DIR"
+        return StartupError(f"{self.url} {what}", fix, ExitCode.UNREACHABLE)
+
+    def _refusal(self, status: int, body: bytes) -> StartupError:
+        fixes = {
+            401: "--api-key KEY, or STEPLOOP_API_KEY in the environment",
+            404: "name a model server with --url",
+            400: "change what was asked: /set shows the parameters, /clear forgets the conversation",
+        }
+        fix = fixes.get(status, "try again, or look into the server's log")
+        return StartupError(f"{self.url}: {_error_message(body)}", fix, ExitCode.UNREACHABLE)
+
+
+class _Meter:
+    """Counts one answer while it passes."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._start_s = clock()
+        self._first_s: float | None = None
+        self._last_s = self._start_s
+        self._num_pieces = 0
+        self._usage: dict[str, int] | None = None
+
+    def text_of(self, event: dict[str, Any]) -> str:
+        self._usage = event.get("usage") or self._usage
+        text = "".join((choice.get("delta") or {}).get("content") or "" for choice in event.get("choices") or ())
+        if text:
+            self._last_s = self._clock()
+            self._first_s = self._last_s if self._first_s is None else self._first_s
+            self._num_pieces += 1
+        return text
+
+    def stats(self) -> ChatStats:
+        usage = self._usage or {}
+        return ChatStats(
+            ttft_s=None if self._first_s is None else self._first_s - self._start_s,
+            generation_s=0.0 if self._first_s is None else self._last_s - self._first_s,
+            num_prompt_tokens=usage.get("prompt_tokens"),
+            num_completion_tokens=usage.get("completion_tokens", self._num_pieces),
+            is_exact="completion_tokens" in usage,
+        )
+
+
+@contextlib.contextmanager
+def serve_and_chat(
+    config: ServerConfig, start_in_thread: StartInThread, report: Callable[[str], None]
+) -> Iterator[HttpChatBackend]:
+    """Serve within this process, for this chat alone: on a free loopback port, with a key that nobody else has."""
+    key = secrets.token_urlsafe(24)
+    private = replace(config, **_PRIVATE, api_keys=(key,))
+    url, stop = start_in_thread(private)
+    try:
+        backend = HttpChatBackend(url, key)
+        backend.wait_ready(report)
+        yield backend
+    finally:
+        stop()
+
+
+def start_in_thread(config: ServerConfig) -> tuple[str, Callable[[], None]]:
+    """Serve in a thread of this process. Returns when the model is loaded.
+
+    Returns: the server's URL, and what stops it and waits for its end.
+
+    Raises:
+        StartupError: what is wrong, and what to do.
+    """
+    import uvloop
+
+    started: Started = Future()
+    # daemon: Ctrl-C while it loads must not have to wait for it
+    thread = threading.Thread(
+        target=lambda: uvloop.run(_serve_until_stopped(config, started)), name="loop", daemon=True
+    )
+    thread.start()
+    loop, server = started.result()
+
+    def stop() -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: a broken engine has ended the server already
+            loop.call_soon_threadsafe(server.stop, 0.0)
+        thread.join()
+
+    return base_url(config.host, server.listener.port), stop
+
+
+async def _serve_until_stopped(config: ServerConfig, started: "Started") -> None:
+    """Tells `started` of the server, or of why there is none."""
+    from server.engine_loader import engine_loader
+    from server.process import Server
+
+    try:
+        server = Server(config, engine_loader(config), lambda lines: None)
+        await server.start()
+        try:
+            await server.wait_ready()
+        except Exception:
+            await server.wait_stopped()  # it has stopped itself: leave no socket behind
+            raise
+    except Exception as error:
+        started.set_exception(error)
+        return
+    started.set_result((asyncio.get_running_loop(), server))
+    await server.wait_stopped()
+
+
+def _scheme_of(url: str) -> str:
+    """
+    Raises:
+        StartupError: it is not a server's.
+    """
+    try:
+        parts = httpx2.URL(url)
+    except httpx2.InvalidURL:  # brackets without an address, a port that is no number
+        parts = httpx2.URL()
+    if not parts.host or parts.scheme not in ("http", "https"):
+        raise StartupError(f"{url!r} is not a server's URL", "--url http://127.0.0.1:8000", ExitCode.USAGE)
+    return parts.scheme
+
+
+def _certificate_error(error: BaseException | None) -> ssl.SSLCertVerificationError | None:
+    """The one that an error comes from, if one does."""
+    while error is not None and not isinstance(error, ssl.SSLCertVerificationError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def _error_message(body: bytes) -> str:
+    """The message of an OpenAI-style envelope, or the beginning of whatever else it is."""
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return body[:200].decode("utf-8", "replace").strip() or "no reason given"

@@ -2,16 +2,14 @@
 
 import argparse
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from core.errors import ExitCode, StartupError
-from server.commands.command_names import CommandParser, name_commands
 from server.commands.tls_trust import add_trust_flags
-from server.config import OPTIONS
+from server.config import OLD_OPTIONS, OPTIONS, Option
 from server.gate.tenants import LOCAL_NAME
-from server.ledger.records import Grouping
-from server.settings.option import Option
+from server.ledger.store import Grouping
 from server.values import did_you_mean
 
 EXAMPLES = {
@@ -60,7 +58,7 @@ Days are those of UTC. What is in progress is left out. Prices are in the curren
 }
 SOURCES = """\
 settings:
-  --some-name is also STEPLOOP_SOME_NAME in the environment and some_name in the TOML file of --config.
+  Each --some-name is also STEPLOOP_SOME_NAME in the environment and some_name in the TOML file of --config.
   Flags win over the environment, the environment over the file. Sizes: 512MiB, 2GiB. Times: 500ms, 10s, 5min."""
 # As other servers call it, and not alike
 OTHERS_FLAGS = {
@@ -73,19 +71,24 @@ OTHERS_FLAGS = {
     "--file": "--config",
     "--settings": "--config",
 }
-CHAT_FIELDS = {option.field_name for option in OPTIONS if option.group in ("model", "engine")} | {
+CHAT_FIELDS = {option.field_name for option in OPTIONS if option.section in ("model", "engine")} | {
     "config_file",
     "api_keys",
 }
+MAX_IN_USAGE = 10  # more options than these are no help in the line that says how to use a command
 USAGE_FIELDS = ("config_file", "ledger")
 KEYS_FIELDS = ("config_file", "keys_file")
 
 
-def build_parsers() -> tuple[CommandParser, dict[str, CommandParser]]:
-    """The parser of the whole command line, and its commands' own by name."""
-    parser, by_command = name_commands()
+def add_flags(by_command: Mapping[str, argparse.ArgumentParser], shows_all: bool = False) -> None:
+    """Give each command's parser its flags, examples and exit codes.
+
+    Args:
+        shows_all: help lists the rare settings, too.
+    """
     for name, examples in EXAMPLES.items():
         by_command[name].epilog = _epilog(name, examples)
+        by_command[name].set_defaults(shows_all=shows_all)
     _add_serve(by_command["serve"])
     _add_chat(by_command["chat"])
     _add_doctor(by_command["doctor"])
@@ -95,7 +98,6 @@ def build_parsers() -> tuple[CommandParser, dict[str, CommandParser]]:
     by_command["bench"].add_argument(
         "what", choices=["serve"], nargs="?", help="the load generator: see its own --help"
     )
-    return parser, by_command
 
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:
@@ -122,7 +124,7 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
         "--dir", action="append", default=[], metavar="DIR", help="look there too, two levels down; may be repeated"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    _add_options(parser, [option for option in OPTIONS if option.group == "engine"])
+    _add_options(parser, [option for option in OPTIONS if option.section == "engine"])
 
 
 def _add_keys(parser: argparse.ArgumentParser) -> None:
@@ -179,16 +181,24 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_options(parser: argparse.ArgumentParser, options: Sequence[Option]) -> None:
+    """Those of the table, by section; --help-all lists them all, --help those that are not rare."""
+    shows_all = parser.get_default("shows_all")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
-    for group in dict.fromkeys(option.group for option in options):
-        section = parser.add_argument_group(group)
+    if len(options) > MAX_IN_USAGE:
+        parser.usage = "%(prog)s [options]"
+    if any(option.is_rare for option in options):
+        parser.add_argument("--help-all", action="help", help="show this, and the settings that few need")
+        options = [*options, *OLD_OPTIONS]
+    for heading in dict.fromkeys(option.section for option in options):
+        section = parser.add_argument_group(heading)
         for option in options:
-            if option.group == group:
-                _add_option(section, option)
+            if option.section == heading:
+                is_shown = option not in OLD_OPTIONS and (shows_all or not option.is_rare)
+                _add_option(section, option, _help(option) if is_shown else argparse.SUPPRESS)
 
 
-def _add_option(section: argparse._ArgumentGroup, option: Option) -> None:
-    dest, text = option.field_name, _help(option)
+def _add_option(section: argparse._ArgumentGroup, option: Option, text: str) -> None:
+    dest = option.field_name
     if option.is_switch:
         section.add_argument(option.flag, dest=dest, action="store_const", const="true", help=text)
     else:
@@ -207,7 +217,7 @@ def _epilog(command: str, examples: str) -> str:
     return "\n\n".join([examples, SOURCES] + ([f"exit codes:\n{codes}"] if command == "serve" else []))
 
 
-def refuse_unknown(parser: CommandParser, word: str) -> NoReturn:
+def refuse_unknown(parser: argparse.ArgumentParser, word: str) -> NoReturn:
     if parser.prog.endswith(" chat") and not word.startswith("-"):
         raise StartupError(f"unknown argument: {word}", f"steploop chat -q {shlex.quote(word)}", ExitCode.USAGE)
     if parser.prog.endswith(" serve") and not word.startswith("-"):
@@ -222,6 +232,5 @@ def refuse_unknown(parser: CommandParser, word: str) -> NoReturn:
 
 def flags_given(arguments: argparse.Namespace) -> dict[str, str | list[str]]:
     given = vars(arguments)
-    return {
-        option.field_name: given[option.field_name] for option in OPTIONS if given.get(option.field_name) is not None
-    }
+    names = [option.field_name for option in (*OPTIONS, *OLD_OPTIONS)]
+    return {name: given[name] for name in names if given.get(name) is not None}

@@ -1,52 +1,196 @@
-"""Fetches a model from a Hugging Face hub into its shared cache. Thread: engine (at start).
+"""Models of a Hugging Face hub: which ones this machine's cache has, and how a missing one is fetched into it.
 
-Only what is served is fetched: JSON, templates, safetensors; never pickle or code. A file goes on where an earlier
-attempt stopped, and enters the cache once its size and hash are those the hub names; until then it is `*.incomplete`.
-huggingface_hub's own download checks sizes alone and starts over.
+The cache is huggingface_hub's own (blobs/, snapshots/, refs/), whose other users find the files. Only what is served is
+fetched: JSON, templates, safetensors; never pickle or code. A file goes on where an earlier attempt stopped, and enters
+the cache once its size and hash are those the hub names; until then it is `*.incomplete`. huggingface_hub downloads
+without either: it checks sizes alone, and begins again at each start. Thread: engine (at start), or main.
+Source: huggingface.co/docs/hub/api.
 """
 
+import difflib
 import errno
 import fcntl
+import hashlib
+import json
 import logging
 import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from core.errors import ExitCode, StartupError
-from server.commands.hub_cache import (
-    DEFAULT_REVISION,
-    INDEX_FILE,
-    REQUIRED,
-    SINGLE_FILE,
-    Hub,
-    find_cached,
-    is_commit,
-    not_here_offline,
-    not_here_unreachable,
-    shards_of,
-    shown,
-)
-from server.commands.hub_client import HubFile, HubRefusal, chunks, list_files, transport_errors
-from server.commands.progress import ReportBytes
-from server.values import HubId, format_size
+from server.commands.console import ReportProgress
+from server.values import HubId, format_size, near_models
 
+if TYPE_CHECKING:
+    from huggingface_hub.errors import HfHubHTTPError
+
+DEFAULT_REVISION = "main"
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+REQUIRED = ("config.json", "tokenizer.json")
+OPTIONAL = ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+TIMEOUT_S = 20.0  # for the hub's next byte
 CHUNK_BYTES = 2**20
-OPTIONAL = (
-    "generation_config.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-)
+LEAST_SIMILARITY = 0.75  # of a whole name to the one that may have been meant: the organisation alone is not enough
+LEAST_SIMILARITY_OF_ENDS = 0.6  # without the organisation
 _TEMPLATE = re.compile(r"additional_chat_templates/[\w.-]+\.jinja")
+_SHARD = re.compile(r"[\w.-]+\.safetensors")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 logger = logging.getLogger(__name__)
 
 
-def fetch(hub: Hub, model: HubId, report: ReportBytes) -> Path:
+@dataclass(frozen=True, slots=True)
+class Hub:
+    """Where models are looked for.
+
+    Args:
+        endpoint: URL, without a slash at its end.
+        cache: the directory that huggingface_hub keeps models in.
+        is_offline: look in the cache only, as HF_HUB_OFFLINE asks.
+    """
+
+    endpoint: str
+    cache: Path
+    token: str | None = None
+    is_offline: bool = False
+
+    def folder(self, model: HubId) -> Path:
+        return self.cache / f"models--{model.repo.replace('/', '--')}"
+
+
+class NotFetched(StartupError):
+    """A model of the hub that is not here, and that `serve` would fetch."""
+
+    exit_code = ExitCode.MODEL
+
+
+class HubRefusal(StartupError):
+    """The hub answers, but not with what was asked for.
+
+    Args:
+        reason: what it says, as a clause; also the cause, where none is given.
+    """
+
+    exit_code = ExitCode.MODEL
+
+    def __init__(self, reason: str, fix: str, cause: str | None = None) -> None:
+        super().__init__(cause or reason, fix)
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class HubFile:
+    """A file as the hub lists it.
+
+    Args:
+        digest: of the content: SHA-256 in hex, or git's SHA-1 of a small file.
+    """
+
+    name: str
+    size_bytes: int
+    digest: str
+
+    def new_hash(self) -> Any:
+        """Source: git's object format for blobs; git-lfs for the others."""
+        if len(self.digest) == 64:
+            return hashlib.sha256()
+        return hashlib.sha1(f"blob {self.size_bytes}\0".encode(), usedforsecurity=False)
+
+
+def environment_hub() -> Hub:
+    """The hub that HF_ENDPOINT, HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE and HF_TOKEN (or a login's file) name.
+
+    Raises:
+        StartupError: a login's file cannot be read.
+    """
+    from huggingface_hub import constants, get_token
+
+    try:
+        token = get_token()
+    except (OSError, UnicodeDecodeError) as error:
+        cause = f"the hub's token in {constants.HF_TOKEN_PATH} cannot be read: {error}"
+        raise StartupError(cause, "mend or remove that file, or name another directory: HF_HOME=DIR") from error
+    return Hub(constants.ENDPOINT, Path(constants.HF_HUB_CACHE), token, constants.is_offline_mode())
+
+
+# What the cache has.
+
+
+def cached_models(hub: Hub) -> list[tuple[HubId, Path]]:
+    """Models whose files are all in the cache, with their directories, by name."""
+    found = []
+    for folder in sorted(hub.cache.glob("models--*--*")):
+        name = folder.name.removeprefix("models--").replace("--", "/", 1)
+        for reference in sorted(path for path in (folder / "refs").rglob("*") if path.is_file()):
+            revision = reference.relative_to(folder / "refs").as_posix()
+            model = HubId(name, None if revision == DEFAULT_REVISION else revision)
+            snapshot = find_cached(hub, model)
+            if snapshot is not None:
+                found.append((model, snapshot))
+    return found
+
+
+def find_cached(hub: Hub, model: HubId) -> Path | None:
+    """The directory of a model's files where they are all in the cache: configuration, tokenizer, weights."""
+    commit = revision = model.revision or DEFAULT_REVISION
+    reference = hub.folder(model) / "refs" / revision
+    try:
+        if reference.is_file():
+            commit = reference.read_text(encoding="ascii").strip()
+        snapshot = hub.folder(model) / "snapshots" / commit
+        if not _COMMIT.fullmatch(commit):
+            return None
+        weights = {SINGLE_FILE} if (snapshot / SINGLE_FILE).exists() else shards_of(snapshot / INDEX_FILE)
+    except (OSError, UnicodeDecodeError, StartupError):
+        return None
+    return snapshot if all((snapshot / name).exists() for name in (*REQUIRED, *weights)) else None
+
+
+def cached(hub: Hub, model: HubId) -> Path:
+    """As find_cached, for commands that fetch nothing.
+
+    Raises:
+        NotFetched: it is not all there, and `serve` would fetch it.
+        StartupError: it is not all there, and nothing is to be fetched.
+    """
+    found = find_cached(hub, model)
+    if found is not None:
+        return found
+    if hub.is_offline:
+        raise _not_here_offline(hub, model)
+    cause = f"model {model} is not in {hub.cache} yet: serve fetches it from {hub.endpoint}, this command does not"
+    raise NotFetched(cause, _fix_with_near(hub, model, f"fetch it first: steploop serve --model {model}"))
+
+
+def shards_of(index: Path) -> set[str]:
+    """The files that an index names, all of its own directory, and itself.
+
+    Raises:
+        OSError: it cannot be read.
+        StartupError: it is no index, or names files elsewhere.
+    """
+    try:
+        names = set(json.loads(index.read_bytes())["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        cause = f"{INDEX_FILE} of {index.parent} is not an index with a weight_map ({error})"
+        raise StartupError(cause, "name another model", ExitCode.MODEL) from error
+    odd = [name for name in names if not isinstance(name, str) or not _SHARD.fullmatch(name)]
+    if odd or not names:
+        cause = f"{INDEX_FILE} of {index.parent} names {odd or 'nothing'}, not safetensors of its own directory"
+        raise StartupError(cause, "name another model", ExitCode.MODEL)
+    return {*names, INDEX_FILE}
+
+
+# Fetching.
+
+
+def fetch(hub: Hub, model: HubId, report: ReportProgress) -> Path:
     """The directory of a model's files, which are fetched where the cache does not have them.
 
     Where the hub does not list it, but the cache has it, that serves, with a warning.
@@ -60,18 +204,22 @@ def fetch(hub: Hub, model: HubId, report: ReportBytes) -> Path:
     found = find_cached(hub, model)
     if hub.is_offline:
         if found is None:
-            raise not_here_offline(hub, model)
+            raise _not_here_offline(hub, model)
         return found
+    unlisted: tuple[type[Exception], ...] = (HubRefusal, *transport_errors())
     try:
         commit, files = list_files(hub, model)
-    except transport_errors() as error:
-        if found is None:
-            raise not_here_unreachable(hub, model, error) from error
-        return _in_spite_of(f"cannot be reached ({error or type(error).__name__})", hub, model, found)
-    except HubRefusal as error:
-        if found is None:
+    except unlisted as error:
+        why = f"cannot be reached ({error or type(error).__name__})"
+        if isinstance(error, HubRefusal):
+            why = f"does not list it: {error.reason}"
+        if found is not None:
+            logger.warning("%s is served as %s has it; %s %s", model, found, hub.endpoint, why)
+            return found
+        if isinstance(error, HubRefusal):
             raise
-        return _in_spite_of(f"does not list it: {error.reason}", hub, model, found)
+        fix = "check the network and HF_ENDPOINT, or give a directory or a .gguf file"
+        raise _not_here(hub, model, f", and {hub.endpoint} {why}", fix) from error
     try:
         return _fetch_commit(hub, model, commit, files, report)
     except OSError as error:
@@ -82,22 +230,16 @@ def fetch(hub: Hub, model: HubId, report: ReportBytes) -> Path:
         raise StartupError(cause, f"{fix}, or name another directory: HF_HOME=DIR", exit_code) from error
 
 
-def _in_spite_of(reason: str, hub: Hub, model: HubId, found: Path) -> Path:
-    logger.warning("%s is served as %s has it; %s %s", model, found, hub.endpoint, reason)
-    return found
-
-
-def _fetch_commit(hub: Hub, model: HubId, commit: str, files: Mapping[str, HubFile], report: ReportBytes) -> Path:
+def _fetch_commit(hub: Hub, model: HubId, commit: str, files: Mapping[str, HubFile], report: ReportProgress) -> Path:
     """What is missing of a listed commit; the revision's name then leads to it."""
     snapshot = hub.folder(model) / "snapshots" / commit
+    weights = {SINGLE_FILE}
     if INDEX_FILE in files and SINGLE_FILE not in files:
         _place(hub, model, commit, [files[INDEX_FILE]], lambda done, total: None)
-        wanted = _wanted(hub, model, files, shards_of(snapshot / INDEX_FILE))
-    else:
-        wanted = _wanted(hub, model, files, {SINGLE_FILE})
-    _place(hub, model, commit, wanted, report)
+        weights = shards_of(snapshot / INDEX_FILE)
+    _place(hub, model, commit, _wanted(hub, model, files, weights), report)
     revision = model.revision or DEFAULT_REVISION
-    if not is_commit(revision):
+    if not _COMMIT.fullmatch(revision):
         reference = hub.folder(model) / "refs" / revision
         reference.parent.mkdir(parents=True, exist_ok=True)
         reference.write_text(commit)
@@ -107,11 +249,8 @@ def _fetch_commit(hub: Hub, model: HubId, commit: str, files: Mapping[str, HubFi
 def _wanted(hub: Hub, model: HubId, files: Mapping[str, HubFile], weights: set[str]) -> list[HubFile]:
     missing = [name for name in (*REQUIRED, *sorted(weights)) if name not in files]
     if missing:
-        raise StartupError(
-            f"{model} on {hub.endpoint} has no {', '.join(missing)}; it has {shown(sorted(files))}",
-            _fix_missing(model, files),
-            ExitCode.MODEL,
-        )
+        cause = f"{model} on {hub.endpoint} has no {', '.join(missing)}; it has {_shown(sorted(files))}"
+        raise StartupError(cause, _fix_missing(model, files), ExitCode.MODEL)
     small = [name for name in files if name in REQUIRED or name in OPTIONAL or _TEMPLATE.fullmatch(name)]
     return [files[name] for name in (*small, *sorted(weights))]
 
@@ -127,49 +266,37 @@ def _fix_missing(model: HubId, files: Mapping[str, HubFile]) -> str:
     return "name a model with safetensors and a tokenizer.json"
 
 
-# Into the cache.
-
-
-def _place(hub: Hub, model: HubId, commit: str, files: list[HubFile], report: ReportBytes) -> None:
-    folder = hub.folder(model)
-    snapshot = folder / "snapshots" / commit
-    missing = [file for file in files if not _is_placed(folder / "blobs" / file.digest, file)]
+def _place(hub: Hub, model: HubId, commit: str, files: list[HubFile], report: ReportProgress) -> None:
+    """Have the files' contents in blobs/, and links to them in the commit's snapshot."""
+    blobs, snapshot = hub.folder(model) / "blobs", hub.folder(model) / "snapshots" / commit
+    missing = [file for file in files if not _has_size(blobs / file.digest, file.size_bytes)]
     total = sum(file.size_bytes for file in missing)
-    (folder / "blobs").mkdir(parents=True, exist_ok=True)
-    needed = total - sum(_here_bytes(folder / "blobs" / file.digest) for file in missing)
-    free = shutil.disk_usage(folder).free
+    blobs.mkdir(parents=True, exist_ok=True)
+    begun = [path for file in missing if (path := _incomplete(blobs / file.digest)).is_file()]
+    needed, free = total - sum(path.stat().st_size for path in begun), shutil.disk_usage(blobs).free
     if needed > free:
         cause = f"{model} needs {format_size(needed)} more in {hub.cache}, {format_size(free)} are free"
         raise StartupError(cause, "make room, or name another directory: HF_HOME=DIR", ExitCode.MODEL)
     done = 0
     for file in missing:
         url = f"{hub.endpoint}/{model.repo}/resolve/{commit}/{file.name}"
-        for position in _download(hub, model, url, folder / "blobs" / file.digest, file):
+        for position in _download(hub, model, url, blobs / file.digest, file):
             report(done + position, total)
         done += file.size_bytes
     for file in files:
-        _link(snapshot / file.name, folder / "blobs" / file.digest)
+        link, blob = snapshot / file.name, blobs / file.digest
+        link.parent.mkdir(parents=True, exist_ok=True)
+        if not link.exists():
+            link.unlink(missing_ok=True)  # it may lead nowhere
+            link.symlink_to(os.path.relpath(blob, link.parent))
 
 
-def _is_placed(blob: Path, file: HubFile) -> bool:
-    return blob.is_file() and blob.stat().st_size == file.size_bytes
+def _has_size(path: Path, size_bytes: int) -> bool:
+    return path.is_file() and path.stat().st_size == size_bytes
 
 
 def _incomplete(blob: Path) -> Path:
     return blob.with_name(f"{blob.name}.incomplete")
-
-
-def _here_bytes(blob: Path) -> int:
-    """What earlier attempts have left of it."""
-    incomplete = _incomplete(blob)
-    return incomplete.stat().st_size if incomplete.is_file() else 0
-
-
-def _link(link: Path, blob: Path) -> None:
-    link.parent.mkdir(parents=True, exist_ok=True)
-    if not link.exists():
-        link.unlink(missing_ok=True)  # it may lead nowhere
-        link.symlink_to(os.path.relpath(blob, link.parent))
 
 
 def _download(hub: Hub, model: HubId, url: str, blob: Path, file: HubFile) -> Iterator[int]:
@@ -177,14 +304,18 @@ def _download(hub: Hub, model: HubId, url: str, blob: Path, file: HubFile) -> It
 
     A broken connection is made anew as long as each comes further than those before.
     """
-    incomplete = _incomplete(blob)
-    with _locked(incomplete, url) as stream:
+    with _incomplete(blob).open("a+b") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            cause = f"{url} is being fetched by another process"
+            raise StartupError(cause, "wait for it, then start again", ExitCode.MODEL) from error
         digest, position = _digest_so_far(stream, file)
         yield position
         reached = position
         while position < file.size_bytes:
             try:
-                for chunk in chunks(hub, model, url, position):
+                for chunk in _chunks(hub, model, url, position):
                     if chunk is None:  # from the start after all
                         digest, position = file.new_hash(), 0
                         stream.seek(0)
@@ -198,26 +329,20 @@ def _download(hub: Hub, model: HubId, url: str, blob: Path, file: HubFile) -> It
                     yield position
             except transport_errors() as error:
                 if position <= reached:
-                    raise _stopped(url, position, file, error) from error
+                    sizes = f"{format_size(position)} of {format_size(file.size_bytes)}"
+                    cause = f"{url} stopped at {sizes}: {error or type(error).__name__}"
+                    raise StartupError(cause, "start again: it goes on from there", ExitCode.MODEL) from error
                 reached = position
             else:
                 break
         stream.flush()
         if position != file.size_bytes or digest.hexdigest() != file.digest:
-            incomplete.unlink()
-            raise _not_as_listed(url, position, digest.hexdigest(), file)
-        os.replace(incomplete, blob)
-
-
-@contextmanager
-def _locked(incomplete: Path, url: str) -> Iterator[IO[bytes]]:
-    with incomplete.open("a+b") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            cause = f"{url} is being fetched by another process"
-            raise StartupError(cause, "wait for it, then start again", ExitCode.MODEL) from error
-        yield stream
+            _incomplete(blob).unlink()
+            found = f"{position} bytes, {digest.hexdigest()}"
+            cause = f"{url} is not what the hub lists: {found}; not {file.size_bytes}, {file.digest}"
+            fix = "try again; if it stays so, the hub or something between is broken"
+            raise StartupError(cause, fix, ExitCode.MODEL)
+        os.replace(_incomplete(blob), blob)
 
 
 def _digest_so_far(stream: IO[bytes], file: HubFile) -> tuple[Any, int]:
@@ -230,12 +355,126 @@ def _digest_so_far(stream: IO[bytes], file: HubFile) -> tuple[Any, int]:
     return digest, position
 
 
-def _stopped(url: str, position: int, file: HubFile, error: Exception) -> StartupError:
-    sizes = f"{format_size(position)} of {format_size(file.size_bytes)}"
-    cause = f"{url} stopped at {sizes}: {error or type(error).__name__}"
-    return StartupError(cause, "start again: it goes on from there", ExitCode.MODEL)
+# What the hub says over HTTP.
 
 
-def _not_as_listed(url: str, num_bytes: int, digest: str, file: HubFile) -> StartupError:
-    cause = f"{url} is not what the hub lists: {num_bytes} bytes, {digest}; not {file.size_bytes}, {file.digest}"
-    return StartupError(cause, "try again; if it stays so, the hub or something between is broken", ExitCode.MODEL)
+def list_files(hub: Hub, model: HubId) -> tuple[str, dict[str, HubFile]]:
+    """The revision's commit, and its files by name.
+
+    Raises:
+        HubRefusal: there is none, or not for this token; the hub is out of order, or it is no hub.
+    """
+    from huggingface_hub import errors, get_session, hf_raise_for_status
+
+    revision = (model.revision or DEFAULT_REVISION).replace("/", "%2F")
+    url = f"{hub.endpoint}/api/models/{model.repo}/revision/{revision}"
+    try:
+        response = get_session().get(url, params={"blobs": "true"}, headers=_headers(hub), timeout=TIMEOUT_S)
+        hf_raise_for_status(response)
+    except errors.HfHubHTTPError as error:
+        raise _refusal(hub, model, url, error, "try again later") from error
+    try:
+        listing = json.loads(response.content)
+        files = [_hub_file(entry) for entry in listing["siblings"]]
+        if not _COMMIT.fullmatch(listing["sha"]):
+            raise ValueError(f"the commit {listing['sha']!r}")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise HubRefusal(f"{url} does not answer as a hub: {error}", "check HF_ENDPOINT") from error
+    return listing["sha"], {file.name: file for file in files}
+
+
+def _chunks(hub: Hub, model: HubId, url: str, position: int) -> Iterator[bytes | None]:
+    """A file's bytes from a position; None first where the hub begins at the start instead.
+
+    Raises:
+        HubRefusal: the file is not for this token (of gated models the hub shows the list to everybody), or the hub is
+            out of order.
+    """
+    from huggingface_hub import errors, get_session, hf_raise_for_status
+
+    headers = _headers(hub) | {"accept-encoding": "identity"}
+    headers |= {"range": f"bytes={position}-"} if position else {}
+    with get_session().stream("GET", url, headers=headers, timeout=TIMEOUT_S) as response:
+        try:
+            hf_raise_for_status(response)
+        except errors.HfHubHTTPError as error:
+            raise _refusal(hub, model, url, error, "try again later: what has come is kept") from error
+        if position and not response.headers.get("content-range", "").startswith(f"bytes {position}-"):
+            yield None
+        yield from response.iter_bytes()  # as they come: what has come is kept
+
+
+def transport_errors() -> tuple[type[Exception], ...]:
+    """What huggingface_hub's HTTP client raises for a connection that is not made, or breaks."""
+    import httpx2
+
+    return (httpx2.RequestError,)
+
+
+def _headers(hub: Hub) -> dict[str, str]:
+    return {"user-agent": "steploop"} | ({"authorization": f"Bearer {hub.token}"} if hub.token else {})
+
+
+def _hub_file(entry: dict[str, Any]) -> HubFile:
+    size_bytes = entry["size"]
+    digest = (entry.get("lfs") or {}).get("sha256") or entry["blobId"]
+    if not isinstance(size_bytes, int) or size_bytes < 0 or not _HASH.fullmatch(digest):
+        raise ValueError(f"{entry['rfilename']} has the size {size_bytes!r} and the hash {digest!r}")
+    return HubFile(str(entry["rfilename"]), size_bytes, digest)
+
+
+def _refusal(hub: Hub, model: HubId, url: str, error: "HfHubHTTPError", later: str) -> HubRefusal:
+    """
+    Args:
+        later: what to do where nothing but the hub can change it.
+    """
+    from huggingface_hub import errors
+
+    status = error.response.status_code
+    if isinstance(error, errors.GatedRepoError):
+        given = "the token given (HF_TOKEN) has not accepted them" if hub.token else "no token is given (HF_TOKEN)"
+        fix = f"accept its terms at {hub.endpoint}/{model.repo}, and give that account's token: HF_TOKEN=hf_..."
+        return HubRefusal(f"{model} is gated: the hub wants its terms accepted, and {given}", fix)
+    if status == 403:
+        fix = "give a token that may read it (HF_TOKEN=hf_...), and check what lies between if it may"
+        return HubRefusal(f"{url} answered 403: this token or this address may not read it", fix)
+    if isinstance(error, errors.RevisionNotFoundError):
+        reason = f"{model.repo} has no revision {model.revision or DEFAULT_REVISION!r}"
+    elif status in (401, 404):
+        hidden = "it is hidden from the token given" if hub.token else "it is shown only with a token"
+        reason = f"there is none, or {hidden} (HF_TOKEN)"
+    else:
+        return HubRefusal(f"{url} answered {status}", later)
+    fix = "check the name, or give a directory or a .gguf file"
+    missing = _not_here(hub, model, f" and at {hub.endpoint}: {reason}", fix)
+    return HubRefusal(reason, missing.fix, missing.cause)
+
+
+# What is said of a model that is not here.
+
+
+def _not_here_offline(hub: Hub, model: HubId) -> StartupError:
+    fix = "unset HF_HUB_OFFLINE to fetch it, or give a directory or a .gguf file"
+    return _not_here(hub, model, ", and HF_HUB_OFFLINE forbids to fetch it", fix)
+
+
+def _not_here(hub: Hub, model: HubId, why: str, fix: str) -> StartupError:
+    cause = f"model {model} is not here: looked for it in {hub.cache}{why}"
+    return StartupError(cause, _fix_with_near(hub, model, fix), ExitCode.MODEL)
+
+
+def _fix_with_near(hub: Hub, model: HubId, otherwise: str) -> str:
+    """What may have been meant, of the cache and of the paths here; or what to do, and what the cache has."""
+    known = {str(found): found for found, _ in cached_models(hub)}
+    by_end = {name.rpartition("/")[2].lower(): name for name in known}
+    near = difflib.get_close_matches(str(model), known, 3, LEAST_SIMILARITY)
+    wanted = model.repo.rpartition("/")[2].lower()
+    near += [by_end[end] for end in difflib.get_close_matches(wanted, by_end, 3, LEAST_SIMILARITY_OF_ENDS)]
+    near += map(str, near_models(Path(model.repo)))  # it may have been meant as a path
+    if near:
+        return f"{otherwise}; did you mean {', '.join(dict.fromkeys(near))}?"
+    return f"{otherwise}; the cache has {_shown(list(known)) if known else 'no model'}"
+
+
+def _shown(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -14,7 +14,6 @@ from server import __version__
 
 # What `doctor` lists, in order: everything that stands between a socket and a token.
 LISTED = (
-    "h11",
     "h2",
     "hpack",
     "uvloop",
@@ -45,7 +44,6 @@ class Floor:
 
 
 FLOORS = (
-    Floor("h11", "0.16.0", "CVE-2025-43859: malformed chunk endings are accepted, which lets requests be smuggled"),
     Floor("h2", "4.4.1", "CVE-2026-71554: several Host headers are passed on, which poisons routes and caches"),
     Floor("hpack", "4.2.0", "CVE-2026-59980: a malformed integer is decoded in the square of its length"),
     Floor("jinja2", "3.1.6", "CVE-2025-27516: a chat template can leave the sandbox through the attr filter"),

@@ -10,15 +10,14 @@ meanwhile, and ends when nothing is left. Where nothing can come by then, as of 
 
 import asyncio
 import logging
-from typing import Protocol
+from typing import Any, Protocol
 
 from core.types import Request
-from server.api.surface import Extras
-from server.backend import NEVER
 from server.gate.quota import FIRST_TOKENS, S_NS, TOP_UP_TOKENS, Shortage, Ticket
 
 logger = logging.getLogger(__name__)
 
+NEVER = 2**63  # tokens: a mark that no sequence reaches
 AHEAD_TOKENS = 32  # at 100 tokens/s of a stream a third of a second: the loop is seldom later
 MAX_WAIT_S = 10.0
 MAX_WAIT_NS = round(MAX_WAIT_S * S_NS)
@@ -62,7 +61,7 @@ class Allowance:
         self._has_ended = False
 
     @property
-    def extras(self) -> Extras:
+    def extras(self) -> dict[str, Any]:
         """What the answer's last chunk says of it, once it is settled: what it gave back shortens the wait."""
         if not self._has_ended or self._shortage is None:
             return {}

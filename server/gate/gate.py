@@ -10,18 +10,22 @@ from pathlib import Path
 from typing import Any
 
 from core.errors import ExitCode, StartupError
-from server.banner import Place, is_public
 from server.clock import Clock
 from server.config import ServerConfig
-from server.gate.auth import WAYS, Authenticator, Caller, Directory, IssuerUnavailable, Stated, make_directory
-from server.gate.jwks import KEY_WAIT_S, KeySource
-from server.gate.jwt_auth import JwtRules, JwtVerifier
-from server.gate.keys import read_keys
+from server.gate.identity import (
+    WAYS,
+    Authenticator,
+    Caller,
+    Directory,
+    IssuerUnavailable,
+    Stated,
+    make_directory,
+    read_keys,
+)
+from server.gate.jwt import KEY_WAIT_S, JwtRules, JwtVerifier, KeySource
 from server.gate.quota import S_NS, Moment, Quotas, UsedTokens
 from server.gate.tenants import certificate_name, stated_values
-from server.ledger.prices import ANY_MODEL
-from server.wire.messages import HttpRequest
-from server.wire.peer import Peer
+from server.wire.messages import HttpRequest, Peer
 
 logger = logging.getLogger(__name__)
 
@@ -101,21 +105,19 @@ class Gate:
         names_somebody = self.num_valid_keys or directory.certificates or self._source is not None
         return not (directory.is_open or names_somebody)
 
-    def check_exposure(self, places: Sequence[Place], needs_certificate: bool) -> None:
+    def check_exposure(self, exposed: Sequence[str]) -> None:
         """
         Args:
-            places: where the server listens.
-            needs_certificate: of every client that comes over a network.
+            exposed: addresses where other machines reach the server and need no certificate.
 
         Raises:
-            StartupError: other machines can reach it, nobody is asked who they are, and --insecure does not say so.
+            StartupError: there are some, nobody is asked who they are, and --insecure does not say so.
         """
-        if not is_public(places) or not self.directory.is_open or needs_certificate:
+        if not exposed or not self.directory.is_open:
             return
         if not self._config.insecure:
-            shown = ", ".join(str(place.address) for place in places if is_public([place]))
             raise StartupError(
-                f"other machines can reach {shown}, and nobody is asked who they are",
+                f"other machines can reach {', '.join(exposed)}, and nobody is asked who they are",
                 "set STEPLOOP_API_KEY, or --keys-file or [[tenants]] (docs/tenants.md), or --tls-client-ca; or"
                 " --insecure, if everybody who reaches it may use it",
                 ExitCode.CONFIGURATION,
@@ -233,22 +235,6 @@ def load_directory(config: ServerConfig) -> Directory:
     if not (directory.is_open or directory.keys or directory.certificates or config.jwks):
         logger.warning("no key or certificate names a tenant: every request will be refused")
     return directory
-
-
-def warn_of_models(config: ServerConfig, served: str) -> None:
-    """Log what is said of models that are not here.
-
-    Args:
-        served: the name of the one that is.
-    """
-    hint = f"the one that is served is {served}"
-    for model, _ in config.prices.by_model:
-        if model not in (served, ANY_MODEL):
-            logger.warning("[prices] has the model %r, and %s", model, hint)
-    for tenant in config.tenants:
-        for model in tenant.models or ():
-            if model != served:
-                logger.warning("the tenant %s may use the model %r, and %s", tenant.name, model, hint)
 
 
 def _changed(old: ServerConfig, new: ServerConfig) -> list[str]:

@@ -2,8 +2,7 @@
 
 Tokens are reserved before the work, in all pools that bound a request or in none, topped up while it says more, and
 settled to what it has used. Whole numbers throughout; time is an argument; nothing runs in the background.
-
-What a day's pools have given before the process started, the ledger knows.
+The ledger knows what a day's pools have given before the process started. Answers tell what is left: x-ratelimit-*.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,8 +10,9 @@ from typing import NamedTuple, Protocol
 
 from core.errors import ErrorKind, ServiceError
 from core.types import Request, Usage
-from server.gate.auth import Caller, Directory
+from server.gate.identity import Caller, Directory
 from server.gate.tenants import Limits
+from server.wire.messages import Headers
 
 S_NS = 10**9
 MINUTE_NS = 60 * S_NS
@@ -486,3 +486,32 @@ class Quotas:
         now = self._clock()
         self._accounts = {place: account for place, account in self._accounts.items() if not account.is_full(now)}
         self._most_accounts = max(PRUNED_ACCOUNTS, 2 * len(self._accounts))
+
+
+_PREFIX = b"x-ratelimit-"
+
+
+def limit_headers(ticket: Ticket) -> Headers:
+    """What the ticket's accounts hold now."""
+    return _fields(b"requests", ticket.tightest_requests()) + _fields(b"tokens", ticket.tightest_tokens())
+
+
+def _fields(kind: bytes, found: tuple[Pool, Moment] | None) -> Headers:
+    if found is None:
+        return ()
+    pool, now = found
+    values = {
+        b"limit": pool.capacity,
+        b"remaining": max(0, pool.available(now)),
+        b"reset": format_reset(-(-pool.full_ns(now) // S_NS)),
+    }
+    return tuple((_PREFIX + name + b"-" + kind, str(value).encode()) for name, value in values.items())
+
+
+def format_reset(seconds: int) -> str:
+    """`6m0s`, as clients parse it: Go's way, in whole seconds."""
+    minutes, seconds = divmod(seconds, 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}h{minutes}m{seconds}s"
+    return f"{minutes}m{seconds}s" if minutes else f"{seconds}s"

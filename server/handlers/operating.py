@@ -4,11 +4,11 @@ import logging
 
 from core.errors import ErrorKind, ServiceError
 from core.types import EngineStats
-from server.api import admin
+from server.api import models
 from server.app_state import AppState
 from server.exchange import Exchange
 from server.ledger.ledger import PROBE_S
-from server.observing.exposition import CONTENT_TYPE
+from server.observing.metrics import CONTENT_TYPE
 
 logger = logging.getLogger(__name__)
 
@@ -30,26 +30,26 @@ async def show_readiness(state: AppState, exchange: Exchange) -> None:
 
 
 async def show_metrics(state: AppState, exchange: Exchange) -> None:
-    stats = state.lifecycle.backend.stats if state.lifecycle is not None else EngineStats()
+    stats = state.generations.engine.stats if state.generations is not None else EngineStats()
     listener = state.known_listener
     body = state.metrics.render(stats, listener.num_open, listener.num_accepted, listener.refusals.counts)
     exchange.send(body, media_type=CONTENT_TYPE)
 
 
 async def show_engine(state: AppState, exchange: Exchange) -> None:
-    backend = state.loaded_backend
-    snapshot = await backend.inspect()
-    exchange.send(admin.engine_reply(snapshot, backend.stats))
+    engine = state.loaded_engine
+    snapshot = await engine.inspect()
+    exchange.send(models.engine_reply(snapshot, engine.stats))
 
 
 async def clear_cache(state: AppState, exchange: Exchange) -> None:
-    await state.loaded_backend.clear_cache()
+    await state.loaded_engine.clear_cache()
     logger.info("the prefix cache is cleared, as /admin/cache/clear asks")
-    exchange.send(admin.CACHE_CLEARED)
+    exchange.send(models.CACHE_CLEARED)
 
 
 async def drain(state: AppState, exchange: Exchange) -> None:
     assert state.drain is not None, "the process has said how it ends before it listens"
     grace_s = state.drain()
     num_others = state.known_listener.num_handlers - 1
-    exchange.send(admin.drain_reply(grace_s, num_others), status=202)
+    exchange.send(models.drain_reply(grace_s, num_others), status=202)

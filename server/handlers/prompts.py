@@ -60,7 +60,7 @@ async def show_tokenizer_info(state: AppState, exchange: Exchange) -> None:
 
 async def detokenize(state: AppState, exchange: Exchange) -> None:
     reader, cards = state.served.reader, state.cards_for(exchange)
-    vocab_size = state.served.defaults.vocab_size
+    vocab_size = reader.defaults.vocab_size
 
     def work(body: bytes) -> tuple[bytes, tuple[str, ...]]:
         call = tokenize.parse_detokenize(body)
@@ -80,7 +80,7 @@ async def count_input_tokens(state: AppState, exchange: Exchange) -> None:
     reader, cards = state.served.reader, state.cards_for(exchange)
 
     def defaults_of(model: str | None) -> tuple[str, GenerationDefaults]:
-        return find_model(cards, model).id, state.served.defaults
+        return find_model(cards, model).id, reader.defaults
 
     def work(body: bytes) -> tuple[bytes, tuple[str, ...]]:
         call = ResponsesSurface().parse(body, defaults_of)

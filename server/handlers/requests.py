@@ -3,13 +3,11 @@
 from datetime import UTC, datetime
 
 from core.errors import ErrorKind, ServiceError
-from server.api.usage import NO_LEDGER, parse_usage, usage_reply
 from server.app_state import AppState
 from server.exchange import Exchange
-from server.gate.auth import Caller
-from server.gate.keys import Scope
-from server.ledger.usage_report import read_usage
-from server.observing.timelines import requests_reply, timeline_reply
+from server.gate.identity import Caller, Scope
+from server.ledger.usage import NO_LEDGER, parse_usage, read_usage, usage_reply
+from server.observing.accounting import requests_reply, timeline_reply
 
 REPLY_PREFIXES = ("chatcmpl-", "cmpl-", "resp_")  # an answer's id is taken as it was shown
 _SHOWN_CHARS = 200  # of an id that nobody has, in the error that repeats it
@@ -17,13 +15,13 @@ _SHOWN_CHARS = 200  # of an id that nobody has, in the error that repeats it
 
 async def list_requests(state: AppState, exchange: Exchange) -> None:
     recorder, query = state.accounting.recorder, exchange.request.query
-    exchange.send(requests_reply(query, state.generations(), recorder, state.clock))
+    exchange.send(requests_reply(query, state.generating(), recorder, state.clock))
 
 
 async def show_request(state: AppState, exchange: Exchange) -> None:
     request_id, tenant = _plain_id(exchange.argument), _tenant_of(exchange.known_caller)
     recorder = state.accounting.recorder
-    exchange.send(timeline_reply(request_id, tenant, state.generations(), recorder, state.clock))
+    exchange.send(timeline_reply(request_id, tenant, state.generating(), recorder, state.clock))
 
 
 async def delete_request(state: AppState, exchange: Exchange) -> None:

@@ -9,25 +9,74 @@ import hashlib
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from core.errors import ErrorKind, InvalidRequest, ServiceError
-from server.answer_body import answer_headers
-from server.ledger.recording import Recording
-from server.ledger.records import StoredAnswer
-from server.observing.timing import StageClock
-from server.wire.messages import HttpRequest, ResponseHead
-from server.wire.stream import HttpStream
+from server.ledger.store import StoredAnswer
+from server.wire.messages import Headers, HttpRequest, Peer, ResponseHead, TextFrame, TextWriter
+from server.wire.stream import HttpStream, StreamCarrier, WrittenCallback
 
 HEADER = b"idempotency-key"
 KEPT_S = 86_400.0
 MAX_ANSWER_BYTES = 2**20  # a longer one is given, and not kept
 MAX_KEPT_BYTES = 64 * 2**20  # the oldest are forgotten first
 MICRO = 10**6
+KEPT_HEADERS = (b"content-type", b"x-accel-buffering")  # the others are each response's own
 _SANE = re.compile(rb"[!-~]{1,255}")
 
 Place = tuple[str, str]  # tenant, key
 Keep = Callable[[StoredAnswer], None]
 Forget = Callable[[tuple[Place, ...]], None]
+
+
+class Recording:
+    """An answer's bytes as they pass, to be said again. Implements StreamCarrier between a stream and its connection.
+
+    Args:
+        max_bytes: of a body; a longer one is not remembered.
+
+    Attributes:
+        is_whole: all of the answer has been sent, and is here.
+    """
+
+    def __init__(self, carrier: StreamCarrier, max_bytes: int) -> None:
+        self.status = 0
+        self.headers: Headers = ()
+        self.body = bytearray()
+        self.is_whole = False
+        self._carrier = carrier
+        self._max_bytes = max_bytes
+        self._is_too_long = False
+
+    @property
+    def peer(self) -> Peer:
+        return self._carrier.peer
+
+    def start_body(self, stream: HttpStream) -> None:
+        self._carrier.start_body(stream)
+
+    def write_head(self, stream: HttpStream, head: ResponseHead) -> None:
+        self.status = head.status
+        self.headers = tuple(field for field in head.headers if field[0] in KEPT_HEADERS)
+        self._carrier.write_head(stream, head)
+
+    def write_data(self, stream: HttpStream, data: bytes) -> None:
+        self._is_too_long |= len(self.body) + len(data) > self._max_bytes
+        if self._is_too_long:
+            self.body.clear()
+        else:
+            self.body += data
+        self._carrier.write_data(stream, data)
+
+    def text_writer(self, stream: HttpStream, frame: TextFrame) -> TextWriter:
+        return partial(stream.send_text, frame)
+
+    def write_end(self, stream: HttpStream, trailers: Headers) -> None:
+        self.is_whole = not self._is_too_long
+        self._carrier.write_end(stream, trailers)
+
+    def call_once_written(self, stream: HttpStream, callback: WrittenCallback) -> None:
+        self._carrier.call_once_written(stream, callback)
 
 
 class Claim:
@@ -136,14 +185,18 @@ class Idempotency:
             self._on_forget(tuple(dropped))
 
 
-def replay(stream: HttpStream, answer: StoredAnswer, timings: StageClock) -> None:
-    """Say again what was answered, all of it at once."""
-    headers = (
+def replay(stream: HttpStream, answer: StoredAnswer, headers: Headers) -> None:
+    """Say again what was answered, all of it at once.
+
+    Args:
+        headers: that each response gets of its own.
+    """
+    all_headers = (
         *answer.headers,
         (b"content-length", b"%d" % len(answer.body)),
-        *answer_headers(timings),
+        *headers,
         (b"idempotent-replayed", b"true"),
     )
-    stream.send_head(ResponseHead(answer.status, headers))
+    stream.send_head(ResponseHead(answer.status, all_headers))
     stream.send(answer.body)
     stream.end()

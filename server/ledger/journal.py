@@ -1,21 +1,140 @@
-"""Database and spill journal as one: what is settled is durable in one of them. Thread: ledger; at start, main.
+"""The ledger as it is written: database and spill file as one, and the thread that has them both.
 
-While the database takes no writes (the disk is full, someone holds its lock), settlements go to the spill journal and
-nothing else is written. A probe tries again: it puts down in the database what was spilled, once, and goes on there.
+Thread: ledger, the third beside loop and engine; at start, main. It shares no mutable state with them: frozen writes go
+in through a queue, one transaction takes all that have come meanwhile, and what became of them goes back by one
+call_soon_threadsafe. What is settled is durable in one of the two files: while the database takes no writes (the disk
+is full, someone holds its lock), settlements go to the spill file and nothing else is written. A probe tries again: it
+puts down in the database what was spilled, once, and goes on there.
 """
 
+import asyncio
+import contextlib
 import errno
+import fcntl
 import logging
+import math
 import os
 import sqlite3
+import struct
+import threading
+import time
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from queue import SimpleQueue
+from typing import NamedTuple, Protocol
+
+import msgspec
 
 from core.errors import ExitCode, StartupError
-from server.ledger.records import Amend, Probe, Prune, Settle, StoredAnswer, Write
-from server.ledger.spill import Spill
-from server.ledger.store import Connect, LedgerStore, connect, is_damaged
+from server.ledger.store import (
+    Amend,
+    Connect,
+    LedgerRow,
+    LedgerStore,
+    Probe,
+    Prune,
+    Settle,
+    StoredAnswer,
+    Write,
+    connect,
+    is_damaged,
+)
+
+RECORD_BYTES = 2048  # at most: ids, names and stages are bounded
+_HEAD = struct.Struct("<II")  # length, CRC-32 of the payload
+_decoder = msgspec.msgpack.Decoder(LedgerRow)
+
+
+class SpillFull(OSError):
+    """There is no room for another record."""
+
+
+class Spill:
+    """The open file.
+
+    Args:
+        num_records: that must fit: as many as can be in progress.
+    """
+
+    def __init__(self, path: Path, num_records: int) -> None:
+        """
+        Raises:
+            BlockingIOError: another process has it open.
+            OSError: it cannot be made, or found no room.
+        """
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._size_bytes = max(num_records * RECORD_BYTES, os.fstat(self._file).st_size)
+            self._fill_up()
+            self._rows, self._end = self._read()
+        except BaseException:
+            os.close(self._file)
+            raise
+
+    @property
+    def rows(self) -> tuple[LedgerRow, ...]:
+        """Those that are in no database yet, in order."""
+        return tuple(self._rows)
+
+    def append(self, rows: list[LedgerRow]) -> None:
+        """Write them down, durably, all or none.
+
+        Raises:
+            OSError: it cannot be.
+        """
+        data = b"".join(map(_encode, rows))
+        if self._end + len(data) > self._size_bytes:
+            raise SpillFull(f"the spill journal's {self._size_bytes} bytes are full")
+        _write_all(self._file, data, self._end)
+        os.fdatasync(self._file)
+        self._end += len(data)
+        self._rows += rows
+
+    def clear(self) -> None:
+        """Forget them: the database has them, durably.
+
+        Raises:
+            OSError: they are still there, and may be replayed once more.
+        """
+        _write_all(self._file, bytes(self._end), 0)
+        os.fdatasync(self._file)
+        self._rows, self._end = [], 0
+
+    def close(self) -> None:
+        os.close(self._file)
+
+    def _fill_up(self) -> None:
+        """Take all its room now. Written, not reserved: reserved room may still need some when it is written to."""
+        missing = self._size_bytes - os.fstat(self._file).st_size
+        if missing:
+            _write_all(self._file, bytes(missing), self._size_bytes - missing)
+            os.fsync(self._file)
+
+    def _read(self) -> tuple[list[LedgerRow], int]:
+        data = os.pread(self._file, self._size_bytes, 0)
+        rows, start = [], 0
+        while start + _HEAD.size <= len(data):
+            length, crc = _HEAD.unpack_from(data, start)
+            payload = data[start + _HEAD.size : start + _HEAD.size + length]
+            if length == 0 or len(payload) < length or zlib.crc32(payload) != crc:
+                break  # the end, or what was being written when the power went: it was acknowledged to nobody
+            rows.append(_decoder.decode(payload))
+            start += _HEAD.size + length
+        return rows, start
+
+
+def _encode(row: LedgerRow) -> bytes:
+    payload = msgspec.msgpack.encode(row)
+    return _HEAD.pack(len(payload), zlib.crc32(payload)) + payload
+
+
+def _write_all(file: int, data: bytes, offset: int) -> None:
+    while data:
+        num_written = os.pwrite(file, data, offset)
+        data, offset = data[num_written:], offset + num_written
+
 
 logger = logging.getLogger(__name__)
 
@@ -206,3 +325,105 @@ def _sync_directory(path: Path) -> None:
         os.fsync(directory)
     finally:
         os.close(directory)
+
+
+logger = logging.getLogger(__name__)
+
+DURABLE_S = 0.005  # after it came a write is durable, where the disk can: a lone one sooner, others are gathered
+SLOW_KEPT = 0.998  # of how long the slowest commit took, at each that follows: those that count are one in a hundred
+CLOSE_S = 5.0
+
+Tell = Callable[[bool, Written], None]
+Item = tuple[Write, Tell]
+
+
+class Writer(Protocol):
+    """Takes writes, in order, and tells on the loop what became of each. Thread: loop."""
+
+    def submit(self, write: Write, tell: Tell) -> None:
+        """
+        Args:
+            tell: gets whether it is durable, and what became of all that was written with it.
+        """
+        ...
+
+    def close(self) -> None:
+        """Write what has been submitted, and close the ledger. Nobody is told any more."""
+        ...
+
+
+class CommitPace:
+    """When the next commit begins: as late as what came right after the last one began can wait.
+
+    It is expected to take as long as the last one, or the slowest of late, so that it is late but seldom; for the
+    slowest's sake no more than half of the time is given up in which writes gather.
+    """
+
+    def __init__(self) -> None:
+        self._next_s = -math.inf
+        self._slowest_s = 0.0
+
+    def wait_s(self, now_s: float) -> float:
+        return max(0.0, self._next_s - now_s)
+
+    def note(self, began_s: float, ended_s: float) -> None:
+        """A commit took so long."""
+        took_s = ended_s - began_s
+        self._slowest_s = min(max(took_s, SLOW_KEPT * self._slowest_s), DURABLE_S / 2)
+        self._next_s = began_s + DURABLE_S - max(took_s, self._slowest_s)
+
+
+class LedgerThread:
+    """Implements Writer."""
+
+    def __init__(self, journal: Journal, loop: asyncio.AbstractEventLoop) -> None:
+        self._journal = journal
+        self._loop = loop
+        self._queue: SimpleQueue[Item | None] = SimpleQueue()
+        # daemon: a disk that hangs must not keep the process from its end
+        self._thread = threading.Thread(target=self._run, name="ledger", daemon=True)
+        self._thread.start()
+
+    def submit(self, write: Write, tell: Tell) -> None:
+        self._queue.put((write, tell))
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._thread.join(CLOSE_S)
+
+    def _run(self) -> None:
+        """Thread: ledger."""
+        pace, is_open = CommitPace(), True
+        while is_open:
+            items = [self._queue.get()]
+            time.sleep(pace.wait_s(time.monotonic()))
+            began_s = time.monotonic()
+            while not self._queue.empty():
+                items.append(self._queue.get())
+            is_open = None not in items
+            batch = [item for item in items if item is not None]
+            if batch:
+                written = write_batch(self._journal, batch)
+                pace.note(began_s, time.monotonic())
+                with contextlib.suppress(RuntimeError):  # the loop has closed: nobody is left to be told
+                    self._loop.call_soon_threadsafe(tell_batch, batch, written)
+                self._journal.tidy()
+        self._journal.close()
+
+
+def write_batch(journal: Journal, batch: Sequence[Item]) -> Written:
+    """A fault of ours is a fault of the ledger: nothing of the batch is durable, and the thread goes on."""
+    try:
+        return journal.write([write for write, _ in batch])
+    except Exception as error:
+        logger.exception("the ledger cannot write")
+        return Written([False] * len(batch), f"{type(error).__name__}: {error}")
+
+
+def tell_batch(batch: Sequence[Item], written: Written) -> None:
+    """Thread: loop."""
+    for (_, tell), is_durable in zip(batch, written.are_durable, strict=True):
+        try:
+            tell(is_durable, written)
+        except Exception:  # a fault of ours: the others of the transaction wait for word as well
+            logger.exception("who waits for the ledger cannot be told")

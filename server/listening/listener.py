@@ -14,24 +14,94 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from server.listening.acceptor import Acceptor
-from server.listening.binds import DEFAULT_UNIX_MODE, Bind, TcpAddress
-from server.listening.client_gate import ClientGate, ClientRules
-from server.listening.handshake import start_tls
-from server.listening.listening_sockets import ListeningSocket, open_binds
-from server.listening.proxy_protocol import ProxyHeader, ProxyHeaderParser, ProxyProtocolError
-from server.listening.refusals import HANDSHAKE, MAX_CONNECTIONS, PROXY_HEADER, SHUTDOWN, UNTRUSTED_PROXY, Refusals
-from server.listening.socket_activation import PassedSocket
-from server.wire.body_room import BodyRoom
-from server.wire.connection import Connection
-from server.wire.connection_limits import ConnectionLimits
-from server.wire.exchanges import ConnectionContext, Handler, Refuse
-from server.wire.peer import Peer, socket_peer
-from server.wire.response_fields import HttpDate
-from server.wire.tls import REFUSED_ALERT, ServerTls
-from server.wire.write_batch import WriteBatch
+from server.listening.clients import (
+    HANDSHAKE,
+    MAX_CONNECTIONS,
+    PROXY_HEADER,
+    SHUTDOWN,
+    UNTRUSTED_PROXY,
+    ClientGate,
+    ClientRules,
+    ProxyHeader,
+    ProxyHeaderParser,
+    ProxyProtocolError,
+    Refusals,
+)
+from server.listening.sockets import DEFAULT_UNIX_MODE, Bind, ListeningSocket, PassedSocket, TcpAddress, open_binds
+from server.wire.connection import Connection, ConnectionContext, Handler, HttpDate, Refuse, WriteBatch
+from server.wire.http1_exchanges import first_exchanges
+from server.wire.limits import ConnectionLimits
+from server.wire.messages import Peer, socket_peer
+from server.wire.stream import BodyRoom
+from server.wire.tls import REFUSED_ALERT, ServerTls, start_tls
 
 logger = logging.getLogger(__name__)
+
+ACCEPTS_PER_WAKEUP = 32
+PAUSE_S = 0.2  # accept(2) is tried again so long after it had nothing to give a connection
+
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+# (the connection, the peer's address as the family has it)
+Welcome = Callable[[socket.socket, Any], None]
+
+
+class Acceptor:
+    """
+    Args:
+        sock: listens, and does not block.
+        welcome: takes every connection, and closes it in the end.
+
+    Attributes:
+        num_pauses: times that it had to wait for descriptors or memory.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, sock: socket.socket, welcome: Welcome) -> None:
+        self.num_pauses = 0
+        self._loop = loop
+        self._sock = sock
+        self._welcome = welcome
+        self._pause: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        self._pause = None
+        self._loop.add_reader(self._sock, self._accept_some)
+
+    def stop(self) -> None:
+        """Accept no more. The socket stays open, and its queue as it is."""
+        if self._pause is not None:
+            self._pause.cancel()
+        self._loop.remove_reader(self._sock)
+
+    def _accept_some(self) -> None:
+        for _ in range(ACCEPTS_PER_WAKEUP):
+            try:
+                accepted, address = self._sock.accept()
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as error:
+                if error.errno in _EXHAUSTED:
+                    self._pause_for(error)
+                    return
+                continue  # accept(2): network errors of the connection to be, which is gone now
+            accepted.setblocking(False)
+            try:
+                self._welcome(accepted, address)
+            except Exception:  # a fault of ours: those behind it in the queue are to come in
+                logger.exception("a connection cannot be taken, and is closed")
+                accepted.close()
+
+    def _pause_for(self, error: OSError) -> None:
+        if not self.num_pauses:
+            logger.error(
+                "no connection can be accepted now: %s; raise the limit on open files (LimitNOFILE=, ulimit -n),"
+                " or lower --max-connections",
+                error.strerror,
+            )
+        self.num_pauses += 1
+        self._loop.remove_reader(self._sock)
+        self._pause = self._loop.call_later(PAUSE_S, self.start)
+
 
 ALL_HELD_BODY_BYTES = 256 * 1024 * 1024
 HANDSHAKE_S = 5.0
@@ -121,6 +191,7 @@ class Listener:
             HttpDate(wall_clock),
             BodyRoom(config.held_body_bytes),
             clock,
+            first_exchanges,
             config.takes_upgrade,
         )
         self._acceptors: list[tuple[ListeningSocket, Acceptor]] = []  # of the sockets that are still open
@@ -223,7 +294,7 @@ class Listener:
                 self.refusals.add(HANDSHAKE, connection.peer)
                 return
             if first.isalpha():  # of a method, in the clear; a TLS record begins with 22
-                connection.misdirect()
+                connection.is_misdirected = True
                 tls = None
         try:
             if tls is None:  # it is open in a turn of the loop, and uvloop would not tell it of a cancellation

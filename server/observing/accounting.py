@@ -1,30 +1,208 @@
-"""What is told of each request once it is over: its access line, its place among the counters, the recorder's and the
-trace's. Thread: loop."""
+"""How requests went, and how those that run are getting on. Thread: loop.
 
-from collections.abc import Callable
+Each request is told once, when it is over: to the access log, the counters, the flight recorder and the trace exporter.
+The recorder keeps those of the last hour that somebody may ask about (GET /v1/requests/{id}, /admin/requests): the
+slowest, the failed, and the latest. It is bounded: each window of minutes keeps its slowest few.
+"""
+
+import heapq
+import itertools
+import re
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from urllib.parse import parse_qs
 
-from core.errors import ErrorKind
-from server.answer import CLIENT_GONE, Outcome
+import msgspec
+import orjson
+
+from core.errors import ErrorKind, ServiceError
+from core.types import FinishReason, Usage
 from server.clock import Clock
-from server.gate.auth import LOCAL_CALLER, Caller
 from server.gate.deadlines import OwnDeadlineExceeded
-from server.gate.keys import mask_keys
+from server.gate.identity import LOCAL_CALLER, Caller, mask_keys
 from server.gate.tenants import LOCAL_NAME
-from server.observing.flight_recorder import Flight, FlightRecorder, intervals_of
 from server.observing.logs import AccessRecord, access_is_logged, log_access
 from server.observing.metrics import OUR_REFUSALS, Finished, Metrics
-from server.observing.request_ids import client_request_id
 from server.observing.timing import MS_NS, S_NS, StageClock
-from server.observing.trace_context import TraceContext
-from server.wire.messages import Headers, HttpRequest
-from server.wire.peer import Peer
+from server.wire.messages import Headers, HttpRequest, Peer
 from server.wire.stream import HttpStream
 
+_SANE = re.compile(rb"[A-Za-z0-9_.:\-]{1,128}")
+
+
+def client_request_id(request: HttpRequest) -> str | None:
+    """The client's x-request-id, if it is one that can stand in headers, logs and files."""
+    theirs = request.header(b"x-request-id")
+    return None if theirs is None or not _SANE.fullmatch(theirs) else theirs.decode()
+
+
+TRACEPARENT = re.compile(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+SAMPLED = 1
+_NO_TRACE, _NO_SPAN = "0" * 32, "0" * 16
+
+
+@dataclass(frozen=True, slots=True)
+class TraceContext:
+    """
+    Args:
+        trace_id: 32 hex digits.
+        span_id: of our span, 16 hex digits.
+        parent_id: of the caller's span; None: the trace begins here.
+    """
+
+    trace_id: str
+    span_id: str
+    parent_id: str | None
+    is_sampled: bool
+
+    @property
+    def response_header(self) -> tuple[bytes, bytes]:
+        flags = SAMPLED if self.is_sampled else 0
+        return b"traceresponse", f"00-{self.trace_id}-{self.span_id}-{flags:02x}".encode()
+
+
+def continue_trace(traceparent: bytes, span_id: str) -> TraceContext | None:
+    """The trace that the caller's header names; None: it is not fit, and must be ignored."""
+    match = TRACEPARENT.fullmatch(traceparent.strip())
+    if match is None:
+        return None
+    version, trace_id, parent_id, flags = (part.decode() for part in match.groups()[:4])
+    has_rest = match[5] is not None
+    if version == "ff" or (version == "00" and has_rest) or trace_id == _NO_TRACE or parent_id == _NO_SPAN:
+        return None
+    return TraceContext(trace_id, span_id, parent_id, bool(int(flags, 16) & SAMPLED))
+
+
+HOUR_S = 3600.0
+WINDOW_S = 300.0
+SLOWEST_PER_WINDOW = 32
+MAX_FAILED = 256
+MAX_RECENT = 256
+MAX_ASKED = SLOWEST_PER_WINDOW  # of the slowest: as many are right, wherever in the hour they were
+
+
+class Interval(msgspec.Struct, frozen=True):
+    """A stage of a request, since its first byte."""
+
+    stage: str
+    start_ms: float
+    duration_ms: float
+
+
+class Flight(msgspec.Struct, frozen=True, kw_only=True):
+    """One request as it went.
+
+    Args:
+        ended_s: monotonic.
+        started_unix_s: when its first byte came.
+        tenant: whose it is; an open server's requests are all its one tenant's.
+        detokenize_ms: of the decode, the loop's work on its tokens.
+        has_failed: by our fault, or broken off.
+    """
+
+    record: AccessRecord
+    ended_s: float
+    started_unix_s: float
+    tenant: str
+    model: str
+    intervals: tuple[Interval, ...]
+    detokenize_ms: float
+    prefill_chunks: int
+    has_failed: bool
+    trace: TraceContext | None = None
+    alias: str | None = None  # the client's own id
+
+    @property
+    def request_id(self) -> str:
+        return self.record.request_id
+
+
+def intervals_of(timings: StageClock) -> tuple[Interval, ...]:
+    """The stages left so far, in order."""
+    first_ns = round(timings.accepted_s * S_NS)
+    return tuple(
+        Interval(stage.value, round((start - first_ns) / MS_NS, 3), round((end - start) / MS_NS, 3))
+        for stage, start, end in timings.intervals()
+    )
+
+
+class FlightRecorder:
+    """
+    Args:
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._serials = itertools.count()
+        # (number of the window, a heap of its slowest: (duration, serial, flight)), oldest first
+        self._windows: deque[tuple[int, list[tuple[float, int, Flight]]]] = deque()
+        self._failed: deque[Flight] = deque(maxlen=MAX_FAILED)
+        self._recent: deque[Flight] = deque(maxlen=MAX_RECENT)
+
+    def keep(self, flight: Flight) -> None:
+        self._recent.append(flight)
+        if flight.has_failed:
+            self._failed.append(flight)
+        number = int(flight.ended_s // WINDOW_S)
+        if not self._windows or self._windows[-1][0] != number:
+            self._windows.append((number, []))
+            self._forget()
+        slowest = self._windows[-1][1]
+        heapq.heappush(slowest, (flight.record.duration_ms, next(self._serials), flight))
+        if len(slowest) > SLOWEST_PER_WINDOW:
+            heapq.heappop(slowest)
+
+    def slowest(self, number: int) -> list[Flight]:
+        """Of the last hour, the slowest first; of two that took as long, the later first."""
+        kept = [entry for _, window in self._windows for entry in window]
+        return list(self._of_last_hour(flight for _, _, flight in sorted(kept, reverse=True)))[:number]
+
+    def failed(self, number: int) -> list[Flight]:
+        """Of the last hour, the latest first."""
+        return list(self._of_last_hour(reversed(self._failed)))[:number]
+
+    def find(self, request_id: str, tenant: str | None) -> Flight | None:
+        """The request of that id, ours or its client's, if it is kept and the tenant's (None: any's); the latest."""
+        kept = (flight for _, window in self._windows for _, _, flight in window)
+        for flight in self._of_last_hour(itertools.chain(reversed(self._recent), reversed(self._failed), kept)):
+            if request_id in (flight.request_id, flight.alias) and tenant in (None, flight.tenant):
+                return flight
+        return None
+
+    def _of_last_hour(self, flights: Iterable[Flight]) -> Iterable[Flight]:
+        oldest_s = self._clock() - HOUR_S
+        return (flight for flight in flights if flight.ended_s >= oldest_s)
+
+    def _forget(self) -> None:
+        oldest = int((self._clock() - HOUR_S) // WINDOW_S)
+        while self._windows and self._windows[0][0] < oldest:
+            self._windows.popleft()
+
+
+CLIENT_GONE = 499  # nginx's word for it; in logs and the ledger only
 OUR_FAULTS = frozenset({ErrorKind.ENGINE, ErrorKind.UNAVAILABLE})  # of what can break a generation off
 PROBES = frozenset({"/health", "/ready"})  # asked every few seconds: that one says no is no request refused
 # Stands in the access line for what never became a request
 NO_REQUEST = HttpRequest(stream_id=0, method="-", path="-", query="", headers=(), has_body=False)
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """How a generation ended.
+
+    Args:
+        finish_reasons: that its choices gave, each once.
+        error: what broke it off; told in the stream already where the head was out.
+        is_refused: the ledger could not reserve it: whatever was computed meanwhile is not billed.
+        is_billed: False: there is a ledger, and it could not be written there.
+    """
+
+    usage: Usage
+    finish_reasons: tuple[FinishReason, ...] = ()
+    error: ServiceError | None = None
+    is_refused: bool = False
+    is_billed: bool = True
 
 
 @dataclass(slots=True, kw_only=True)
@@ -155,3 +333,87 @@ def _is_our_fault(account: Account, error_code: str | None) -> bool:
 def status_told(stream: HttpStream) -> int:
     """As it is logged and counted: a head that went out is not an answer that arrived."""
     return CLIENT_GONE if stream.has_lost_peer else stream.status or 500  # without one, the connection answers a fault
+
+
+_SHOWN_CHARS = 200  # of an id that nobody has, in the error that repeats it
+DEFAULT_ASKED = 20
+
+
+def timeline_reply(
+    request_id: str, tenant: str | None, running: Iterable[Account], recorder: FlightRecorder, clock: Clock
+) -> bytes:
+    """One request of the tenant's, by our id or the client's own.
+
+    Args:
+        tenant: None: of any.
+
+    Raises:
+        ServiceError: it has none of that id, or none that is kept.
+    """
+    named = (one for one in running if request_id in (one.request_id, client_request_id(one.request)))
+    account = next((one for one in named if tenant in (None, one.tenant)), None)
+    if account is not None:
+        return orjson.dumps(_running_json(account, clock))
+    flight = recorder.find(request_id, tenant)
+    if flight is None:
+        message = f"No request {request_id[:_SHOWN_CHARS]!r} is in progress, or kept of those that were."
+        raise ServiceError(ErrorKind.NOT_FOUND, message, "request_not_found")
+    return orjson.dumps(_flight_json(flight))
+
+
+def requests_reply(query: str, running: Sequence[Account], recorder: FlightRecorder, clock: Clock) -> bytes:
+    """Of all tenants: those that run, oldest first, the slowest of the last hour, and the failed, the latest first.
+
+    Raises:
+        ServiceError: the query is not one of ours.
+    """
+    number = _asked_number(query)
+    oldest = sorted(running, key=lambda one: one.timings.accepted_s)
+    reply = {
+        "object": "list",
+        "running": [_running_json(one, clock) for one in oldest[:number]],
+        "slowest": [_flight_json(one) for one in recorder.slowest(number)],
+        "failed": [_flight_json(one) for one in recorder.failed(number)],
+    }
+    return orjson.dumps(reply)
+
+
+def _asked_number(query: str) -> int:
+    values = parse_qs(query, keep_blank_values=True)
+    text = values.pop("slowest", [str(DEFAULT_ASKED)])[-1]
+    if values or not text.isascii() or not text.isdecimal() or not 1 <= int(text[:9]) <= MAX_ASKED:
+        message = f"Ask for /admin/requests?slowest=N, with N from 1 to {MAX_ASKED}."
+        raise ServiceError(ErrorKind.INVALID_REQUEST, message, "invalid_query", "slowest")
+    return int(text)
+
+
+def _flight_json(flight: Flight) -> dict[str, object]:
+    record = msgspec.structs.asdict(flight.record)
+    told = {name: value for name, value in record.items() if value is not None and name != "stages_ms"}
+    head = {"id": told.pop("request_id"), "object": "request", "state": "failed" if flight.has_failed else "done"}
+    return {
+        **head,
+        **told,
+        "tenant": flight.tenant,
+        "model": flight.model,
+        "started": round(flight.started_unix_s, 3),
+        "prefill_chunks": flight.prefill_chunks,
+        "detokenize_ms": flight.detokenize_ms,
+        "stages": [msgspec.structs.asdict(one) for one in flight.intervals],
+    }
+
+
+def _running_json(account: Account, clock: Clock) -> dict[str, object]:
+    """The stages that it has left, and as its state the one that it is in."""
+    timings = account.timings
+    return {
+        "id": account.request_id,
+        "object": "request",
+        "state": timings.stage,
+        "method": account.request.method,
+        "path": account.request.path,
+        "tenant": account.tenant,
+        "started": round(clock.unix() - (clock.monotonic() - timings.accepted_s), 3),
+        "prefill_chunks": timings.num_prefill_chunks,
+        "stages": [msgspec.structs.asdict(one) for one in intervals_of(timings)],
+    }

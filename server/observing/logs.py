@@ -1,7 +1,7 @@
 """Log records as lines, in text or JSON: one shape for all modules, one access line per request. Any thread.
 
 Never prompts, completions, keys or query strings. What clients chose (paths, aliases) is escaped: no line is forged,
-and masked where it looks like a key (server/gate/keys.py).
+and masked where it looks like a key (server/gate/identity.py).
 
 Whoever logs never waits: a thread of its own writes the lines. What the log's reader does not take in time is dropped,
 counted, and told once it reads again.
@@ -22,6 +22,8 @@ from typing import Any, TextIO
 
 import msgspec
 import orjson
+
+from server.values import escape
 
 NO_REQUEST = "-"
 # Set where a request's task starts; records of code that knows its request better pass extra={"request_id": ...}.
@@ -112,16 +114,6 @@ def log_access(record: AccessRecord) -> None:
     """Write the one access line of a request."""
     if access_is_logged():
         access_logger.info(access_line(record), extra={"request_id": record.request_id, "access": record})
-
-
-def escape(text: str) -> str:
-    """What a client chose, fit for one line: everything but visible ASCII as a backslash escape."""
-    if text.isascii() and text.isprintable() and " " not in text:
-        return text
-    return "".join(
-        character if "!" <= character <= "~" else character.encode("unicode_escape").decode().replace(" ", "\\x20")
-        for character in text
-    )
 
 
 class TextFormatter(logging.Formatter):

@@ -1,27 +1,253 @@
-"""What the server counts, and the page that /metrics shows of it. Thread: loop.
+"""What the server counts, and the page that Prometheus reads (/metrics, exposition format 0.0.4). Thread: loop."""
 
-Own names are steploop_*; beside them stands the subset of vllm:* that routers and dashboards already read (API.md).
-Every label has a bounded set of values: what clients or the operator name is told apart up to a number, and then one.
-"""
-
+import asyncio
+import ctypes
 import logging
+import os
 import re
+import resource
 import time
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from core.types import EngineStats, Usage
 from server import __version__
-from server.gate.keys import mask_keys
-from server.observing.exposition import Histogram, Page
+from server.gate.identity import mask_keys
 from server.observing.logs import num_lines_dropped
-from server.observing.nvml import DeviceMonitor
-from server.observing.process_memory import cpu_s, resident_bytes
 from server.observing.slo import NO_PROMISES, SloMonitor, SloRules
 from server.observing.timing import S_NS, Stage, StageClock
+
+CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
+
+
+class Histogram:
+    """Counts per bucket, their sum and number. Neighbours of a step often have one value: a run is counted at once."""
+
+    __slots__ = ("_counts", "_num_in_run", "_run_value", "_total", "bounds")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._total = 0.0
+        self._run_value = 0.0
+        self._num_in_run = 0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        if value != self._run_value:
+            self._end_run()
+            self._run_value = value
+        self._num_in_run += times
+
+    @property
+    def counts(self) -> list[int]:
+        """By bucket, the last one without a bound."""
+        self._end_run()
+        return self._counts
+
+    @property
+    def total(self) -> float:
+        """The sum of what was observed."""
+        self._end_run()
+        return self._total
+
+    def _end_run(self) -> None:
+        if self._num_in_run:
+            self._counts[bisect_left(self.bounds, self._run_value)] += self._num_in_run
+            self._total += self._run_value * self._num_in_run
+            self._num_in_run = 0
+
+
+class Page:
+    """Families of samples, each in one place.
+
+    Args:
+        labels: by name, of every sample.
+    """
+
+    def __init__(self, labels: Mapping[str, str]) -> None:
+        self._labels = _pairs(labels)
+        self._lines: list[str] = []
+
+    def encode(self) -> bytes:
+        return ("\n".join(self._lines) + "\n").encode()
+
+    def gauge(self, name: str, text: str, value: float) -> None:
+        self._head(name, "gauge", text)
+        self._lines.append(f"{name}{{{self._labels}}} {value}")
+
+    def gauge_if_known(self, name: str, text: str, value: float | None) -> None:
+        """A family without a sample tells who reads the page that there is such a thing."""
+        if value is None:
+            self._head(name, "gauge", text)
+        else:
+            self.gauge(name, text, float(value))
+
+    def counter(self, name: str, text: str, value: float) -> None:
+        self._head(name, "counter", text)
+        self._lines.append(f"{name}{{{self._labels}}} {value}")
+
+    def gauges(self, name: str, text: str, label: str, values: Mapping[str, float]) -> None:
+        self._labelled(name, "gauge", text, label, values)
+
+    def counters(self, name: str, text: str, label: str, values: Mapping[str, float] | Mapping[int, float]) -> None:
+        self._labelled(name, "counter", text, label, values)
+
+    def _labelled(
+        self, name: str, kind: str, text: str, label: str, values: Mapping[str, float] | Mapping[int, float]
+    ) -> None:
+        self._head(name, kind, text)
+        for key, value in sorted(values.items()):
+            self._lines.append(f"{name}{{{self._labels},{_pairs({label: str(key)})}}} {value}")
+
+    def histogram(self, name: str, text: str, histogram: Histogram) -> None:
+        self._head(name, "histogram", text)
+        self._buckets(name, self._labels, histogram)
+
+    def histograms(self, name: str, text: str, label: str, values: Mapping[str, Histogram]) -> None:
+        """One family of several, each with its value of the label."""
+        self._head(name, "histogram", text)
+        for key, histogram in values.items():
+            self._buckets(name, f"{self._labels},{_pairs({label: key})}", histogram)
+
+    def _buckets(self, name: str, labels: str, histogram: Histogram) -> None:
+        count = 0
+        for bound, in_bucket in zip((*histogram.bounds, "+Inf"), histogram.counts, strict=True):
+            count += in_bucket
+            self._lines.append(f'{name}_bucket{{{labels},le="{bound}"}} {count}')
+        self._lines.append(f"{name}_sum{{{labels}}} {histogram.total}")
+        self._lines.append(f"{name}_count{{{labels}}} {count}")
+
+    def _head(self, name: str, kind: str, text: str) -> None:
+        self._lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
+
+
+def _pairs(labels: Mapping[str, str]) -> str:
+    return ",".join(f'{name}="{_escape(value)}"' for name, value in labels.items())
+
+
+def _escape(value: str) -> str:
+    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+_NVML = "libnvidia-ml.so.1"
+
+
+class _Memory(ctypes.Structure):
+    """nvmlMemory_t, in bytes."""
+
+    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+
+
+class _Utilization(ctypes.Structure):
+    """nvmlUtilization_t, in percent of the last sampling period."""
+
+    _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceState:
+    """
+    Args:
+        utilization: share of the last moments in which something ran, 0 to 1; None: the device does not tell (MIG).
+    """
+
+    memory_used_bytes: int
+    memory_total_bytes: int
+    utilization: float | None
+
+
+class DeviceMonitor:
+    """The machine's devices, by their number in the driver."""
+
+    def __init__(self) -> None:
+        self._library: Any = None
+        self._handles: list[ctypes.c_void_p] = []
+        try:
+            library = ctypes.CDLL(_NVML)
+        except OSError:
+            return  # no such devices here
+        if library.nvmlInit_v2() == 0:
+            self._library = library
+            self._handles = self._find()
+
+    def states(self) -> dict[str, DeviceState]:
+        """Those that can be asked."""
+        found = {str(i): self._state(handle) for i, handle in enumerate(self._handles)}
+        return {number: state for number, state in found.items() if state is not None}
+
+    def _find(self) -> list[ctypes.c_void_p]:
+        count = ctypes.c_uint()
+        if self._library.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
+            return []
+        handles = []
+        for index in range(count.value):
+            handle = ctypes.c_void_p()
+            if self._library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(handle)) == 0:
+                handles.append(handle)
+        return handles
+
+    def _state(self, handle: ctypes.c_void_p) -> DeviceState | None:
+        memory, utilization = _Memory(), _Utilization()
+        if self._library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) != 0:
+            return None
+        is_told = self._library.nvmlDeviceGetUtilizationRates(handle, ctypes.byref(utilization)) == 0
+        return DeviceState(memory.used, memory.total, utilization.gpu / 100 if is_told else None)
+
+
+_STATM = Path("/proc/self/statm")
+_PAGE_BYTES = resource.getpagesize()
+
+
+def resident_bytes() -> int:
+    """Source: proc_pid_statm(5), the second field; where there is none, what it once was at most (getrusage(2))."""
+    try:
+        return int(_STATM.read_bytes().split()[1]) * _PAGE_BYTES
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def cpu_s() -> float:
+    """Of all threads, in user and system mode."""
+    times = os.times()
+    return times.user + times.system
+
+
+TICK_S = 0.25
+
+
+class LoopLag:
+    """Sets a timer again and again, from start() to close(), and notes how late it is called.
+
+    Args:
+        clock: monotonic seconds, finer than the loop's own milliseconds.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, clock: Callable[[], float], lags: Histogram) -> None:
+        self._loop = loop
+        self._clock = clock
+        self._lags = lags
+        self._timer: asyncio.TimerHandle | None = None
+        self._due_s = 0.0
+
+    def start(self) -> None:
+        self._due_s = self._clock() + TICK_S
+        self._timer = self._loop.call_later(TICK_S, self._tick)
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _tick(self) -> None:
+        late_s = max(0.0, self._clock() - self._due_s)
+        self.start()
+        self._lags.observe(late_s)
+
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from core.errors import ExitCode, StartupError
 from server import __version__
-from server.observing.flight_recorder import Flight
+from server.observing.accounting import Flight
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan

@@ -8,9 +8,12 @@ from collections.abc import Callable
 from enum import StrEnum
 
 from core.types import Admitted, Prefilled
+from server.wire.messages import Headers
 
 S_NS = 1_000_000_000
 MS_NS = 1_000_000
+
+NO_STORE = (b"cache-control", b"no-store")
 
 
 class Stage(StrEnum):
@@ -185,3 +188,9 @@ class StageClock:
         if not entry.startswith(Stage.PREFILL):
             return entry
         return f'{entry};desc="chunks={self.num_prefill_chunks} cached={self.num_cached_tokens}"'
+
+
+def answer_headers(timings: StageClock) -> Headers:
+    """What an answer bears beside its content: where the time went until now."""
+    processing_ms = b"%d" % round(timings.total_ns / MS_NS)
+    return (NO_STORE, (b"server-timing", timings.server_timing()), (b"openai-processing-ms", processing_ms))

@@ -1,4 +1,4 @@
-"""One TCP connection: its transport, its end, and the clock that ends it. Thread: loop.
+"""One TCP connection: its transport, its end, its clock, and its place among the loop's writes. Thread: loop.
 
 What is said on it is the exchanges' (http1_exchanges, http2_exchanges). Decisions a reader may look for:
 - EOF from the peer means that it has left, and cancels its requests. A client may close its sending side and read on,
@@ -10,29 +10,223 @@ What is said on it is the exchanges' (http1_exchanges, http2_exchanges). Decisio
 """
 
 import asyncio
+import email.utils
 import enum
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import wraps
-from typing import Concatenate, ParamSpec, cast
+from typing import Concatenate, ParamSpec, Protocol, cast
 
-from h2.exceptions import ProtocolError
+from h2.errors import ErrorCodes
 
 from server.deadline import DeadlineTimer
-from server.wire.exchanges import ConnectionContext, Exchanges
-from server.wire.http1 import SWITCH_TO_HTTP2
-from server.wire.http1_exchanges import Http1Exchanges
-from server.wire.http2_exchanges import Http2Exchanges
-from server.wire.peer import Peer
-from server.wire.stream import ClientDisconnected, HttpStream
+from server.wire.limits import ConnectionLimits
+from server.wire.messages import Headers, Peer
+from server.wire.stream import BodyRoom, ClientDisconnected, HttpStream
 from server.wire.tls import client_certificate
 
 logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 
-PLAIN_ON_TLS = "This port speaks TLS, and the request came in the clear. Ask by https."
+
+class Flushable(Protocol):
+    def flush(self) -> None: ...
+
+    def break_down(self) -> None:
+        """What flush() has raised is being handled: it costs this connection alone."""
+        ...
+
+
+class WriteBatch:
+    """The connections with bytes to write. Whoever delivers a step calls flush_all; otherwise the loop soon does.
+
+    Attributes:
+        num_writes: by connections so far: those that wait for flush_all, and those that were made without.
+    """
+
+    __slots__ = ("_dirty", "_is_expected", "_is_scheduled", "_loop", "num_writes")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.num_writes = 0
+        self._loop = loop
+        self._dirty: list[Flushable] = []
+        self._is_scheduled = False
+        self._is_expected = False
+
+    def add(self, connection: Flushable) -> None:
+        """Flush it in the next flush_all. The connection sees to it that it is added once."""
+        self.num_writes += 1
+        self._dirty.append(connection)
+        if not (self._is_expected or self._is_scheduled):
+            self._is_scheduled = True
+            self._loop.call_soon(self._flush_scheduled)
+
+    def expect_flush(self) -> None:
+        """Whoever says so calls flush_all before the loop goes on, whatever happens: the loop need not."""
+        self._is_expected = True
+
+    def flush_all(self) -> None:
+        """Write now what has been sent so far."""
+        self._is_expected = False
+        dirty = self._dirty
+        if dirty:
+            self._dirty = []
+            for connection in dirty:
+                try:
+                    connection.flush()
+                except Exception:  # a fault of ours: those behind it in the list have done nothing
+                    connection.break_down()
+
+    def _flush_scheduled(self) -> None:
+        self._is_scheduled = False
+        self.flush_all()
+
+
+Handler = Callable[[HttpStream], Awaitable[None]]
+# (status, message, peer, when the first byte came by the loop's clock, the stream whose body or handler failed, if any,
+# the code of HTTP/2 that is sent instead of an answer, if one is) -> what ends the exchange
+Refuse = Callable[[int, str, Peer, float, HttpStream | None, ErrorCodes | None], tuple[Headers, bytes]]
+
+SERVER_FAULT = "The server failed to answer. The fault is not in the request; try again later."
+SLOW_BODY = "The body came too slowly. Send it again, faster."
+
+
+def slow_head(head_s: float) -> str:
+    return f"The request's head took longer than {head_s:g} s."
+
+
+class HttpDate:
+    """The Date field's value, made once a second. RFC 9110 §6.6.1: an origin server with a clock sends it.
+
+    Args:
+        wall_clock: seconds since the epoch.
+    """
+
+    def __init__(self, wall_clock: Callable[[], float]) -> None:
+        self._wall_clock = wall_clock
+        self._second = -1
+        self._value = b""
+
+    def __call__(self) -> bytes:
+        second = int(self._wall_clock())
+        if second != self._second:
+            self._second = second
+            self._value = email.utils.formatdate(second, usegmt=True).encode()
+        return self._value
+
+
+class ConnectionRegistry(Protocol):
+    """Who knows all connections, and all handlers."""
+
+    def opened(self, connection: "Connection") -> None:
+        """The connection has its transport."""
+        ...
+
+    def forget(self, connection: "Connection") -> None:
+        """The connection is lost."""
+        ...
+
+    def keep_task(self, task: asyncio.Task[None]) -> None:
+        """Hold the handler's task until it is done: it may outlive its connection."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionContext:
+    """What all connections of a listener share."""
+
+    handler: Handler
+    refuse: Refuse
+    limits: ConnectionLimits
+    registry: ConnectionRegistry
+    loop: asyncio.AbstractEventLoop
+    batch: WriteBatch
+    date: Callable[[], bytes]
+    bodies: BodyRoom
+    clock: Callable[[], float]  # monotonic seconds, finer than the loop's
+    first_exchanges: "Callable[[Connection, ConnectionContext], Exchanges]"
+    takes_upgrade: bool = False  # from HTTP/1.1 to HTTP/2
+
+
+class Exchanges(ABC):
+    """The requests and responses of one connection, in one protocol; what their streams are written to (StreamCarrier).
+
+    The connection has the transport, its end and its clock; the exchanges have the protocol, the streams and their
+    rules.
+    """
+
+    def __init__(self, connection: "Connection", context: ConnectionContext) -> None:
+        self._connection = connection
+        self._context = context
+        self._limits = context.limits
+        self._loop = context.loop
+        self._clock = context.clock
+        self._batch = context.batch
+        self._received_s = 0.0  # the first byte of the request whose head is read
+
+    @property
+    def peer(self) -> Peer:
+        return self._connection.peer
+
+    @property
+    @abstractmethod
+    def has_streams(self) -> bool:
+        """Somebody would miss the peer."""
+
+    @property
+    @abstractmethod
+    def has_more(self) -> bool:
+        """Of what was received, some is left for the loop's next turn: receive(b"") goes on."""
+
+    @property
+    @abstractmethod
+    def holds_enough(self) -> bool:
+        """No further byte is to be read from the peer for now."""
+
+    @abstractmethod
+    def receive(self, data: bytes) -> None: ...
+
+    @abstractmethod
+    def set_blocked(self, is_blocked: bool) -> None:
+        """The transport takes nothing more for now, or takes again."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Write what there is, at once."""
+
+    @abstractmethod
+    def end_of_peer(self) -> None:
+        """There is nobody to answer any more: tell the streams, or cancel their handlers. Idempotent."""
+
+    @abstractmethod
+    def close_after_answer(self) -> None:
+        """Take one more request, and what is on its way when the peer hears of the end."""
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Take no further request; close when those under way are answered."""
+
+    @abstractmethod
+    def next_due(self) -> float | None:
+        """The next deadline of a connection that is not about to end, in the loop's seconds."""
+
+    @abstractmethod
+    def on_due(self) -> None: ...
+
+    @abstractmethod
+    def fail(self, stream: HttpStream) -> None:
+        """The stream's handler is done, and has left the response open."""
+
+    @abstractmethod
+    def break_off(self, stream: HttpStream) -> None:
+        """The stream's handler has been cancelled, by nobody here."""
+
+    def break_down(self) -> None:
+        """A fault of ours is being handled: it costs this connection alone."""
+        self._connection.break_down()
 
 
 class _Closing(enum.Enum):
@@ -88,6 +282,9 @@ class Connection(asyncio.Protocol):
         out: what the exchanges want written at the next flush.
         is_writing_paused: the transport has enough unsent.
         is_secure: it is TLS.
+        is_draining: no further request is to be taken.
+        is_misdirected: it is in the clear where TLS is spoken: whatever it says is answered with that.
+        speaks_http2: by ALPN.
         peer: who is at the other end.
     """
 
@@ -95,14 +292,16 @@ class Connection(asyncio.Protocol):
         self.out: list[bytes] = []
         self.is_writing_paused = False
         self.is_secure = False
+        self.is_misdirected = False
+        self.speaks_http2 = False
         self.peer = peer
         self._context = context
         self._limits = context.limits
         self._loop = context.loop
-        self._exchanges: Exchanges = Http1Exchanges(self, context)
+        self._exchanges: Exchanges
         self._timer = DeadlineTimer(context.loop, self._next_due, self._on_due)
         self._transport: asyncio.Transport
-        self._is_draining = False
+        self.is_draining = False
         self._closes_after_answer = False
         self._closing = _Closing.NO
         self._is_reading_paused = False
@@ -135,8 +334,10 @@ class Connection(asyncio.Protocol):
         self.is_secure = tls is not None
         if tls is not None:
             self.peer = replace(self.peer, certificate=client_certificate(tls.getpeercert()))
-            if tls.selected_alpn_protocol() == "h2":
-                self.speak_http2()
+            self.speaks_http2 = tls.selected_alpn_protocol() == "h2"
+        self.go_on_with(self._context.first_exchanges(self, self._context))
+        if self.speaks_http2:
+            self._exchanges.receive(b"")  # RFC 9113 §3.4: the server's SETTINGS wait for nothing
         self._timer.arm()
 
     def data_received(self, data: bytes) -> None:
@@ -260,30 +461,11 @@ class Connection(asyncio.Protocol):
     def _fail(self, stream: HttpStream) -> None:
         self._exchanges.fail(stream)
 
-    def speak_http2(self, data: bytes = b"") -> None:
-        """The peer speaks HTTP/2; `data` is all that it has said."""
-        self._exchanges = Http2Exchanges(self, self._context)
-        if self._closes_after_answer:
-            self._exchanges.close_after_answer()
-        self._exchanges.receive(data)
-        if self._is_draining:
-            self._exchanges.drain()
-
-    def upgrade(self, settings: bytes, stream: HttpStream, task: asyncio.Task[None]) -> bool:
-        """Go on in HTTP/2, with this stream as its first (RFC 7540 §3.2); False: its settings are not fit."""
-        try:
-            exchanges = Http2Exchanges(self, self._context, settings)
-        except ProtocolError:
-            return False
-        self.out.append(SWITCH_TO_HTTP2)
+    def go_on_with(self, exchanges: Exchanges) -> None:
+        """What is received from now on is theirs."""
         self._exchanges = exchanges
-        exchanges.adopt(stream, task)
-        return True
-
-    def receive_rest(self, data: bytes) -> None:
-        """What was received before an upgrade, and belongs behind it."""
-        if data:
-            self._exchanges.receive(data)
+        if self._closes_after_answer:
+            exchanges.close_after_answer()
 
     def write_out(self) -> None:
         """Write `out`."""
@@ -301,16 +483,11 @@ class Connection(asyncio.Protocol):
         self._closing = _Closing.LAST_WORDS
 
     def close_after_answer(self) -> None:
-        """Take one more request at most: the answer under way, or the first to come, is the last.
+        """Of a connection without its transport yet: the first answer is to be the last.
 
         By HTTP/2, those are answered too that are sent before the peer has heard of it.
         """
         self._closes_after_answer = True
-        self._exchanges.close_after_answer()
-
-    def misdirect(self) -> None:
-        """It is in the clear, and came where TLS is spoken: whatever it says is answered with that."""
-        self._exchanges = Http1Exchanges(self, self._context, PLAIN_ON_TLS)
 
     def abort(self) -> None:
         """Close now; what is unsent is lost."""
@@ -372,7 +549,7 @@ class Connection(asyncio.Protocol):
     @_costs_itself
     def drain(self) -> None:
         """Close now when idle, else after the responses that are under way. A new connection may still ask once."""
-        self._is_draining = True
+        self.is_draining = True
         if self._closing is _Closing.NO:
             self._exchanges.drain()
 

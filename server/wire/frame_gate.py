@@ -3,7 +3,8 @@
 h2 4.4 holds 15 MiB sent as one frame before it complains, and counts nothing. Here each frame is judged by its nine
 bytes of header, and by the first few of its payload, before the rest is let through. Verdicts and bytes are the same
 however the input is split. h2 sees of them what it takes as RFC 9113 does: no GOAWAY (it would end everything: THREATS,
-h2 cannot drain), no PRIORITY and no padding of header blocks, no unknown frames and settings, each setting once.
+h2 cannot drain), no PRIORITY and no padding of header blocks, no unknown frames. Of settings it sees each known one
+once, at its last value: it would not judge the others, and keeps unknown ones, some hundred bytes each, for good.
 """
 
 import struct
@@ -13,8 +14,57 @@ from typing import NamedTuple
 
 from h2.errors import ErrorCodes
 
-from server.wire.frame_limits import Budget, FrameLimits
-from server.wire.http2_settings import InvalidSetting, read_settings
+from server.wire.limits import Budget, FrameLimits
+
+_SETTING = struct.Struct(">HL")  # RFC 9113 §6.5.1
+_TABLE_SIZE = 1
+_ANY = range(2**32)
+_IS = range(2)
+# RFC 9113 §6.5.2, RFC 8441 §3: the values that each may have, and the error of those that it may not
+_KNOWN = {
+    _TABLE_SIZE: (_ANY, ErrorCodes.NO_ERROR),
+    2: (_IS, ErrorCodes.PROTOCOL_ERROR),  # ENABLE_PUSH
+    3: (_ANY, ErrorCodes.NO_ERROR),  # MAX_CONCURRENT_STREAMS
+    4: (range(2**31), ErrorCodes.FLOW_CONTROL_ERROR),  # INITIAL_WINDOW_SIZE
+    5: (range(2**14, 2**24), ErrorCodes.PROTOCOL_ERROR),  # MAX_FRAME_SIZE
+    6: (_ANY, ErrorCodes.NO_ERROR),  # MAX_HEADER_LIST_SIZE
+    8: (_IS, ErrorCodes.PROTOCOL_ERROR),  # ENABLE_CONNECT_PROTOCOL
+}
+
+
+class InvalidSetting(Exception):
+    """A connection error of this code."""
+
+    def __init__(self, code: ErrorCodes, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+
+
+def read_settings(payload: bytes) -> tuple[bytes, list[int]]:
+    """The payload with each known setting once, at its last value, and the table sizes that were replaced in it.
+
+    RFC 9113 §6.5.3: values are processed in their order; unknown settings are ignored.
+
+    Args:
+        payload: of whole settings.
+
+    Raises:
+        InvalidSetting: a value is none that its setting may have.
+    """
+    settings: dict[int, int] = {}
+    replaced: list[int] = []
+    for code, value in _SETTING.iter_unpack(payload):
+        if code not in _KNOWN:
+            continue
+        allowed, error = _KNOWN[code]
+        if value not in allowed:
+            raise InvalidSetting(error, f"Setting {code} cannot be {value}.")
+        if code == _TABLE_SIZE and code in settings:
+            replaced.append(settings[code])
+        settings[code] = value
+    return b"".join(_SETTING.pack(code, value) for code, value in settings.items()), replaced
+
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"  # RFC 9113 §3.4
 

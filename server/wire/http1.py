@@ -1,7 +1,11 @@
 """HTTP/1.1 without I/O: bytes to events, response heads and bodies to bytes. Thread: loop.
 
-One exchange at a time: bytes of a next, pipelined request stay in the buffer until `next_request`. Heads are read by
-http1_head; response heads are written and streamed bodies framed by hand.
+One exchange at a time: bytes of a next, pipelined request stay in the buffer until `next_request`. Each verdict depends
+on a prefix of the bytes only: it is the same however the bytes are split over reads.
+
+h11 0.16 takes what request smuggling needs: content-length beside transfer-encoding, `3, 3`, obs-fold, bare LF,
+HTTP/1.0 with transfer-encoding, versions 1.9 and 2.0, CR in chunk extensions, bare LF in trailers; and its limit on
+heads holds only for heads that are incomplete. Here those are refused, with limits as origin servers have them.
 """
 
 import enum
@@ -9,31 +13,319 @@ import http
 import re
 import sys
 from collections.abc import Callable
+from typing import NamedTuple
 
 from server.wire.frame_gate import PREFACE
-from server.wire.http1_body import BodyDecoder, ChunkedBody, CountedBody
-from server.wire.http1_head import RequestHead, read_head, read_plain_head
-from server.wire.http1_prefilter import Framing, HeadLimits, HeadRefused, LineScanner, is_authority
+from server.wire.limits import HeadLimits
 from server.wire.messages import (
     BodyChunk,
     BodyEnd,
     Event,
     Headers,
+    HeadRefused,
     Http2Preface,
     HttpRequest,
     ProtocolViolation,
+    ResponseError,
     ResponseHead,
     StreamReset,
+    check_fields,
+    is_authority,
 )
-from server.wire.response_fields import ResponseError, check_fields
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 SWITCH_TO_HTTP2 = b"HTTP/1.1 101 Switching Protocols\r\nconnection: Upgrade\r\nupgrade: h2c\r\n\r\n"
+
+_TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
+_REQUEST_LINE = re.compile(rb"(%b) ([\x21-\x7e]+) HTTP/1\.([01])" % _TOKEN)
+_NAME = re.compile(rb"(%b):" % _TOKEN)
+_CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")  # every CTL except HTAB
+_CONTENT_LENGTH = re.compile(rb"[0-9]{1,19}")  # 19 digits: below 2**64
+_ABSOLUTE = re.compile(rb"https?://([^/?#]*)([/?].*)?", re.IGNORECASE)
+_STATUS_LINES = {s.value: f"HTTP/1.1 {s.value} {s.phrase}\r\n".encode() for s in http.HTTPStatus}
+
+_SIZE_LINE_BYTES = 256
+_EXTENSION_BYTES = 16 * 1024  # of all chunks of a body together: extensions are read, and mean nothing
+_STEPS_PER_CHUNK = 3  # its size, its data, its line end
+_QUOTED = rb'"(?:[\t\x20\x21\x23-\x5b\x5d-\x7e\x80-\xff]|\\[\t\x20-\x7e\x80-\xff])*"'
+# RFC 9112 §7.1.1. All of it, quotes too: a reader that heeds them would go on past the CRLF within an open one
+_EXTENSION = rb"[ \t]*;[ \t]*%b(?:[ \t]*=[ \t]*(?:%b|%b))?" % (_TOKEN, _TOKEN, _QUOTED)
+_SIZE_LINE = re.compile(rb"([0-9A-Fa-f]{1,16})((?:%b)*)\r\n" % _EXTENSION)
+
+
+class LineScanner:
+    """Finds the end of a head, or of a trailer section, in a buffer that grows; each byte is looked at once.
+
+    Args:
+        has_request_line: the first line is a request line with a limit of its own; otherwise all lines are fields.
+    """
+
+    __slots__ = ("_limits", "_line_start", "_num_fields", "_request_line_is_due", "_searched")
+
+    def __init__(self, limits: HeadLimits, has_request_line: bool = True) -> None:
+        self._limits = limits
+        self._request_line_is_due = has_request_line
+        self._line_start = 0
+        self._searched = 0
+        self._num_fields = 0
+
+    def scan(self, buffer: bytearray) -> int | None:
+        """The index after the empty line that ends the section, or None as long as it has not come.
+
+        `buffer` starts with the section, and is the same one, only longer, in each call until the end is found.
+
+        Raises:
+            HeadRefused: a limit is passed, or a line is not a line.
+        """
+        while (newline := buffer.find(b"\n", self._searched)) >= 0:
+            end = newline + 1
+            self._check_sizes(end)
+            if self._take_line(buffer, end):
+                return end
+            self._line_start = self._searched = end
+        self._searched = len(buffer)
+        self._check_sizes(len(buffer))
+        return None
+
+    def _check_sizes(self, end: int) -> None:
+        """Before a look at the line's content: a line cut by the end of a read is judged by its size alone."""
+        limits = self._limits
+        if self._request_line_is_due and end > limits.request_line_bytes:
+            # RFC 9112 §3: a request-target longer than the server wishes to parse is 414
+            raise HeadRefused(414, f"The request line is longer than {limits.request_line_bytes} bytes.")
+        if end > limits.head_bytes:
+            # RFC 6585 §5
+            raise HeadRefused(431, f"The header fields are larger than {limits.head_bytes} bytes.")
+
+    def _take_line(self, buffer: bytearray, end: int) -> bool:
+        """Judge the line that ends at `end`; True when it is the empty one."""
+        start = self._line_start
+        # RFC 9112 §2.2: a recipient MAY take a bare LF for a line end; we do not
+        if end - start < 2 or buffer[end - 2] != 0x0D:
+            raise HeadRefused(400, "Lines must end in CR LF.")
+        is_empty = end - start == 2
+        if self._request_line_is_due:
+            if is_empty:
+                raise HeadRefused(400, "The request line is empty.")
+            self._request_line_is_due = False
+            return False
+        if is_empty:
+            return True
+        if buffer[start] in b" \t":
+            # RFC 9112 §5.2: a server that receives obs-fold rejects it with 400, or replaces it; §2.2: nor may
+            # whitespace stand between the request line and the first field
+            raise HeadRefused(400, "A header line must not start with white space.")
+        self._num_fields += 1
+        if self._num_fields > self._limits.num_fields:
+            raise HeadRefused(431, f"There are more than {self._limits.num_fields} header fields.")
+        return False
+
+
+class RequestHead(NamedTuple):
+    """A request's head, understood.
+
+    Args:
+        length: of the body (RFC 9112 §6.3); None: it is chunked.
+    """
+
+    method: bytes
+    target: bytes
+    headers: Headers
+    is_http10: bool
+    length: int | None
+
+
+def read_head(section: bytes) -> RequestHead:
+    """A request's head.
+
+    Args:
+        section: from the request line to the empty line, as LineScanner found it.
+
+    Raises:
+        HeadRefused: two recipients could read this head in two ways.
+    """
+    request_line, *lines = section[:-4].split(b"\r\n")
+    match = _REQUEST_LINE.fullmatch(request_line)
+    if match is None:
+        # RFC 9112 §3: an invalid request line SHOULD be answered with 400
+        raise HeadRefused(400, "The request line is not `METHOD target HTTP/1.1`.")
+    method, target, minor_version = match.groups()
+    is_http10 = minor_version == b"0"
+    headers = _read_fields(lines)
+    _check_hosts(_values(headers, b"host"), is_http10)
+    return RequestHead(method, target, headers, is_http10, _body_length(headers, is_http10))
+
+
+def _read_fields(lines: list[bytes]) -> Headers:
+    headers = []
+    for line in lines:
+        match = _NAME.match(line)
+        if match is None:
+            # RFC 9112 §5.1: white space between the name and the colon MUST be rejected with 400
+            raise HeadRefused(400, "A header line is not `name: value`.")
+        headers.append((match[1].lower(), line[match.end() :].strip(b" \t")))
+    if _CONTROL.search(b"".join(lines)):
+        # RFC 9110 §5.5: NUL, CR and LF in a value are dangerous, other control characters are invalid;
+        # RFC 9112 §2.2: a bare CR is not a line end
+        raise HeadRefused(400, "A header value holds a control character.")
+    return tuple(headers)
+
+
+def _values(headers: Headers, name: bytes) -> list[bytes]:
+    return [value for key, value in headers if key == name]
+
+
+def _check_hosts(hosts: list[bytes], is_http10: bool) -> None:
+    # RFC 9112 §3.2: 400 to an HTTP/1.1 request that lacks Host, and to any with two or an invalid one
+    if len(hosts) > 1:
+        raise HeadRefused(400, "There is more than one Host header.")
+    if not hosts and not is_http10:
+        raise HeadRefused(400, "The Host header is missing.")
+    if hosts and not is_authority(hosts[0]):
+        raise HeadRefused(400, "The Host header is not a host and a port.")
+
+
+def _body_length(headers: Headers, is_http10: bool) -> int | None:
+    lengths, codings = _values(headers, b"content-length"), _values(headers, b"transfer-encoding")
+    if codings:
+        if lengths:
+            # RFC 9112 §6.3 item 3: ought to be handled as an error, it is how requests are smuggled
+            raise HeadRefused(400, "Content-Length and Transfer-Encoding exclude each other.")
+        if is_http10:
+            # RFC 9112 §6.1: Transfer-Encoding in HTTP/1.0 is faulty framing
+            raise HeadRefused(400, "HTTP/1.0 has no Transfer-Encoding.")
+        if len(codings) > 1 or codings[0].lower() != b"chunked":
+            # RFC 9112 §6.1 allows 501 for a coding not understood; where chunked is not last, §6.3 item 4 wants 400
+            raise HeadRefused(400, "The only Transfer-Encoding taken is `chunked`.")
+        return None
+    # RFC 9112 §6.3 item 5: an invalid length, a list of lengths included, is an unrecoverable error
+    if len(lengths) > 1 or (lengths and _CONTENT_LENGTH.fullmatch(lengths[0]) is None):
+        raise HeadRefused(400, "Content-Length must be one decimal number.")
+    return int(lengths[0]) if lengths else 0
+
+
+class CountedBody:
+    """A body of a known length (RFC 9112 §6.3 item 6).
+
+    Attributes:
+        has_more: enough was taken at once; the buffer may have more of it.
+    """
+
+    def __init__(self, length: int) -> None:
+        self._remaining = length
+        self.is_complete = length == 0
+        self.has_more = False
+
+    def decode(self, buffer: bytearray) -> bytes:
+        """The next content, possibly none, taken from the front of the buffer.
+
+        Raises:
+            HeadRefused: the framing is broken.
+        """
+        content = bytes(buffer[: self._remaining])
+        del buffer[: len(content)]
+        self._remaining -= len(content)
+        self.is_complete = self._remaining == 0
+        return content
+
+
+class ChunkedBody:
+    """chunk = size [extension] CRLF data CRLF, until a chunk of size 0 and the trailers (RFC 9112 §7.1)."""
+
+    def __init__(self, limits: HeadLimits, chunks_at_once: int = sys.maxsize) -> None:
+        self.is_complete = False
+        self.has_more = False
+        self._steps_at_once = chunks_at_once * _STEPS_PER_CHUNK
+        self._remaining = 0  # of the chunk's data
+        self._is_after_data = False  # its CRLF is due
+        self._extension_bytes = 0
+        self._limits = limits
+        self._credit = self._most_credit = limits.num_small_chunks * limits.bytes_per_chunk  # in bytes of content
+        self._trailers: LineScanner | None = None
+
+    def decode(self, buffer: bytearray) -> bytes:
+        pieces: list[bytes] = []
+        position = 0  # bytes before it are done with
+        num_steps = 0
+        self.has_more = False
+        while not self.is_complete and self._trailers is None:
+            if num_steps >= self._steps_at_once:
+                self.has_more = True
+                break
+            num_steps += 1
+            after = self._step(buffer, position, pieces)
+            if after == position:
+                break
+            position = after
+        del buffer[:position]
+        if self._trailers is not None:
+            self._take_trailers(self._trailers, buffer)
+        return b"".join(pieces)
+
+    def _step(self, buffer: bytearray, position: int, pieces: list[bytes]) -> int:
+        """Take one size line, one piece of data or one CRLF; the position after it, the same if more bytes are due."""
+        if self._remaining:
+            piece = bytes(buffer[position : position + self._remaining])
+            if piece:
+                pieces.append(piece)
+            self._remaining -= len(piece)
+            self._is_after_data = self._remaining == 0
+            return position + len(piece)
+        if self._is_after_data:
+            return self._take_line_end(buffer, position)
+        return self._take_size(buffer, position)
+
+    def _take_line_end(self, buffer: bytearray, position: int) -> int:
+        line_end = bytes(buffer[position : position + 2])
+        if not b"\r\n".startswith(line_end):
+            raise HeadRefused(400, "A chunk is longer than its size.")
+        if len(line_end) < 2:
+            return position
+        self._is_after_data = False
+        return position + 2
+
+    def _take_size(self, buffer: bytearray, position: int) -> int:
+        newline = buffer.find(b"\n", position, position + _SIZE_LINE_BYTES)
+        if newline < 0:
+            if len(buffer) - position >= _SIZE_LINE_BYTES:
+                raise HeadRefused(400, f"A chunk's size line is longer than {_SIZE_LINE_BYTES} bytes.")
+            return position
+        match = _SIZE_LINE.fullmatch(buffer, position, newline + 1)
+        if match is None:
+            raise HeadRefused(400, "A chunk does not begin with a hexadecimal size.")
+        # RFC 9112 §7.1.1: a server ought to limit the total length of chunk extensions
+        self._extension_bytes += len(match[2])
+        if self._extension_bytes > _EXTENSION_BYTES:
+            raise HeadRefused(400, f"The chunk extensions are larger than {_EXTENSION_BYTES} bytes.")
+        self._remaining = int(match[1], 16)
+        self._charge(self._remaining)
+        if self._remaining == 0:
+            self._trailers = LineScanner(self._limits, has_request_line=False)
+        return newline + 1
+
+    def _charge(self, num_bytes: int) -> None:
+        """A chunk of so many bytes begins; its content is here before the next can begin."""
+        limits = self._limits
+        self._credit = min(self._most_credit, self._credit + num_bytes) - limits.bytes_per_chunk
+        if self._credit < 0:
+            raise HeadRefused(
+                400,
+                f"The chunks are too small. Send at least {limits.bytes_per_chunk} bytes in each, or the whole body.",
+            )
+
+    def _take_trailers(self, scanner: LineScanner, buffer: bytearray) -> None:
+        """Read them for their end only: RFC 9110 §6.5.1 lets a recipient drop trailers it has no use for."""
+        end = scanner.scan(buffer)
+        if end is None:
+            return
+        if end > 2:
+            _read_fields(bytes(buffer[: end - 4]).split(b"\r\n"))
+        del buffer[:end]
+        self.is_complete = True
+
+
 LAST_CHUNK = b"0\r\n\r\n"
 _NUM_CHUNK_HEADS = 64  # kept, for each of a stream's choices
-
-_STATUS_LINES = {s.value: f"HTTP/1.1 {s.value} {s.phrase}\r\n".encode() for s in http.HTTPStatus}
-_ABSOLUTE = re.compile(rb"https?://([^/?#]*)([/?].*)?", re.IGNORECASE)
 
 
 class _Reading(enum.Enum):
@@ -92,7 +384,7 @@ class Http1Protocol:
         self._chunks_at_once = chunks_at_once
         self._buffer = bytearray()
         self._scanner = LineScanner(limits)
-        self._body: BodyDecoder = CountedBody(0)
+        self._body: CountedBody | ChunkedBody = CountedBody(0)
         self._reading = _Reading.HEAD
         self._sending = _Sending.ENDED
         self._may_skip_line = True
@@ -193,23 +485,16 @@ class Http1Protocol:
             if self._buffer.startswith(b"\r\n"):
                 del self._buffer[:2]
             self._may_skip_line = False
-        # Of what has come before the end, the scanner has seen a part, and goes on
-        plain = read_plain_head(self._buffer, self._limits) if self._scanner.is_fresh else None
-        if plain is not None:
-            head, end = plain
-            del self._buffer[:end]
-            events.append(self._begin_exchange(head))
+        end = self._scanner.scan(self._buffer)
+        if end is None:
             return
-        scanned = self._scanner.scan(self._buffer)
-        if scanned is None:
-            return
-        section = bytes(self._buffer[:scanned])
-        del self._buffer[:scanned]
-        self._scanner.reset()
+        section = bytes(self._buffer[:end])
+        del self._buffer[:end]
+        self._scanner = LineScanner(self._limits)
         events.append(self._begin_exchange(read_head(section)))
 
     def _begin_exchange(self, head: RequestHead) -> HttpRequest:
-        framing = head.framing
+        has_body = head.length != 0
         path, headers = _route(head.method, head.target, head.headers)
         path, _, query = path.partition("?")
         connection = _list_values(headers, b"connection")
@@ -217,22 +502,21 @@ class Http1Protocol:
         # RFC 9112 §9.3. An HTTP/1.0 client's keep-alive is not honoured: it cannot read chunks, a close ends its body.
         self.keep_alive = self.keep_alive and not self._is_http10 and b"close" not in connection
         self._is_head_request = head.method == b"HEAD"
-        is_chunked = framing is Framing.CHUNKED
-        self._body = ChunkedBody(self._limits, self._chunks_at_once) if is_chunked else CountedBody(head.length)
-        self._reading = _Reading.COMPLETE if framing is Framing.NONE else _Reading.BODY
+        self._body = (
+            ChunkedBody(self._limits, self._chunks_at_once) if head.length is None else CountedBody(head.length)
+        )
+        self._reading = _Reading.BODY if has_body else _Reading.COMPLETE
         self._sending = _Sending.HEAD
         self.num_requests += 1
         # RFC 9110 §10.1.1: the expectation of an HTTP/1.0 client, or of one without content, is ignored
-        expects_continue = (
-            framing is not Framing.NONE and not self._is_http10 and b"100-continue" in _list_values(headers, b"expect")
-        )
+        expects_continue = has_body and not self._is_http10 and b"100-continue" in _list_values(headers, b"expect")
         return HttpRequest(
             stream_id=self.num_requests,
             method=head.method.decode("ascii"),
             path=path,
             query=query,
             headers=headers,
-            has_body=framing is not Framing.NONE,
+            has_body=has_body,
             expects_continue=expects_continue,
         )
 
@@ -349,7 +633,7 @@ def _route(method: bytes, target: bytes, headers: Headers) -> tuple[str, Headers
 
 def _list_values(headers: Headers, name: bytes) -> set[bytes]:
     """The members of a comma-separated field, in lower case, over all its lines."""
-    return {part.strip(b" \t") for key, value in headers if key == name for part in value.lower().split(b",")}
+    return {part.strip(b" \t") for value in _values(headers, name) for part in value.lower().split(b",")}
 
 
 def _status_line(status: int) -> bytes:

@@ -9,14 +9,14 @@ while a peer that has its answers does not read them.
 import asyncio
 import math
 from functools import partial
-from typing import TYPE_CHECKING
+
+from h2.exceptions import ProtocolError
 
 from core.errors import ErrorKind, ServiceError
-from server.wire.body_clock import BodyClock
-from server.wire.body_room import HeldBody
-from server.wire.exchanges import SERVER_FAULT, SLOW_BODY, ConnectionContext, slow_head
-from server.wire.http1 import CONTINUE, ChunkHeads, Http1Protocol
-from server.wire.http2_head import upgrade_settings
+from server.wire.connection import SERVER_FAULT, SLOW_BODY, Connection, ConnectionContext, Exchanges, slow_head
+from server.wire.http1 import CONTINUE, SWITCH_TO_HTTP2, ChunkHeads, Http1Protocol
+from server.wire.http2 import upgrade_settings
+from server.wire.http2_exchanges import Http2Exchanges
 from server.wire.messages import (
     BodyChunk,
     BodyEnd,
@@ -29,29 +29,22 @@ from server.wire.messages import (
     TextFrame,
     TextWriter,
 )
-from server.wire.peer import Peer
-from server.wire.stream import HttpStream, WrittenCallback, tell_written
+from server.wire.stream import BodyClock, HeldBody, HttpStream, WrittenCallback, tell_written
 
-if TYPE_CHECKING:
-    from server.wire.connection import Connection
+PLAIN_ON_TLS = "This port speaks TLS, and the request came in the clear. Ask by https."
 
 
-class Http1Exchanges:
-    """The exchanges of one connection (Exchanges), and the carrier of their streams (StreamCarrier)."""
+def first_exchanges(connection: Connection, context: ConnectionContext) -> Exchanges:
+    """What is spoken first: HTTP/2 where ALPN says so, or HTTP/1.1, which may go on in HTTP/2."""
+    return (Http2Exchanges if connection.speaks_http2 else Http1Exchanges)(connection, context)
 
-    def __init__(self, connection: "Connection", context: ConnectionContext, misdirected: str | None = None) -> None:
-        """
-        Args:
-            misdirected: why whatever is asked is refused.
-        """
-        self._connection = connection
-        self._limits = context.limits
-        self._loop = context.loop
-        self._batch = context.batch
+
+class Http1Exchanges(Exchanges):
+    """The exchanges of one connection that speaks HTTP/1.1."""
+
+    def __init__(self, connection: Connection, context: ConnectionContext) -> None:
+        super().__init__(connection, context)
         self._out = connection.out
-        self._refusal = context.refuse
-        self._takes_upgrade = context.takes_upgrade
-        self._misdirected = misdirected
         self._protocol = Http1Protocol(context.limits.head, context.date, context.limits.pieces_per_turn)
         self._stream: HttpStream | None = None
         self._task: asyncio.Task[None] | None = None  # of the stream's handler
@@ -64,13 +57,7 @@ class Http1Exchanges:
         self._num_refused: int | None = None  # bytes thrown away, once too many have been pipelined
         self._drain_due = math.inf  # for a connection that has asked for nothing yet
         self._waiting_since = context.loop.time()  # for a request, or for the rest of its head
-        self._clock = context.clock
-        self._received_s = 0.0  # the first byte of the request
         self._on_written: list[WrittenCallback] = []  # to be called after the next flush
-
-    @property
-    def peer(self) -> Peer:
-        return self._connection.peer
 
     @property
     def has_streams(self) -> bool:
@@ -94,8 +81,8 @@ class Http1Exchanges:
         )
 
     def receive(self, data: bytes) -> None:
-        if self._misdirected is not None:
-            self._refuse(400, self._misdirected)
+        if self._connection.is_misdirected:
+            self._refuse(400, PLAIN_ON_TLS)
             return
         if self._num_refused is not None:
             self._refuse_pipelined(len(data))
@@ -152,21 +139,36 @@ class Http1Exchanges:
             elif type(event) is ProtocolViolation:
                 self._refuse(event.status, event.message)
             elif type(event) is Http2Preface:
-                self._connection.speak_http2(event.data)
+                self._speak_http2(event.data)
         if self._upgrade is not None:
             self._switch()
 
     def _switch(self) -> None:
-        """The request that asked for HTTP/2 is answered there, once it is complete; if its answer has not begun."""
+        """RFC 7540 §3.2: a request that asks for HTTP/2 is answered there, if complete before its answer begins."""
         stream, task, protocol = self._stream, self._task, self._protocol
         if stream is None or task is None or stream.head_sent or not protocol.keep_alive:
             self._upgrade = None
         elif protocol.has_read_request:
             settings, self._upgrade = self._upgrade, None
             assert settings is not None
-            if self._connection.upgrade(settings, stream, task):
-                self._stream = self._task = None
-                self._connection.receive_rest(protocol.leave())
+            try:
+                exchanges = Http2Exchanges(self._connection, self._context, settings)
+            except ProtocolError:  # its settings are not fit: it is answered here
+                return
+            self._out.append(SWITCH_TO_HTTP2)
+            self._connection.go_on_with(exchanges)
+            exchanges.adopt(stream, task)
+            self._stream = self._task = None
+            if rest := protocol.leave():
+                exchanges.receive(rest)
+
+    def _speak_http2(self, data: bytes) -> None:
+        """The peer does; `data` is all that it has said."""
+        exchanges = Http2Exchanges(self._connection, self._context)
+        self._connection.go_on_with(exchanges)
+        exchanges.receive(data)
+        if self._connection.is_draining:
+            exchanges.drain()
 
     def _start_stream(self, request: HttpRequest) -> None:
         if request.stream_id >= self._limits.num_requests:
@@ -174,7 +176,7 @@ class Http1Exchanges:
         self._body_clock = None
         stream = self._stream = HttpStream(request, self, self._received_s)
         self._task = self._connection.serve(stream)
-        may_upgrade = self._takes_upgrade and not self._connection.is_secure and not self.peer.is_proxy
+        may_upgrade = self._context.takes_upgrade and not self._connection.is_secure and not self.peer.is_proxy
         if may_upgrade and request.stream_id == 1:
             self._upgrade = upgrade_settings(request, self._limits.http2.frames.num_settings)
 
@@ -191,7 +193,9 @@ class Http1Exchanges:
             self._connection.abort()
             return
         self._protocol.stop_reading()
-        headers, body = self._refusal(status, message, self._connection.peer, self._waiting_since, self._stream, None)
+        headers, body = self._context.refuse(
+            status, message, self._connection.peer, self._waiting_since, self._stream, None
+        )
         self._append(self._protocol.send_head(ResponseHead(status, headers)))
         self._append(self._protocol.send_data(body))
         self._connection.end_after_output()
@@ -273,9 +277,6 @@ class Http1Exchanges:
         if self._on_written:
             callbacks, self._on_written = self._on_written, []
             tell_written(callbacks, self._clock())
-
-    def break_down(self) -> None:
-        self._connection.break_down()
 
     def flush(self) -> None:
         """Write what has been sent, at once. Then the next request, or the end."""

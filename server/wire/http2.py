@@ -1,30 +1,501 @@
-"""HTTP/2 without I/O: bytes to events, and the connection's own frames. Thread: loop.
+"""HTTP/2 without I/O: bytes to events; heads, bodies and the connection's own frames to bytes. Thread: loop.
 
-Raw frames pass the gate of frame_gate, then h2 understands them; heads are judged by http2_head, responses are
-http2_response's, GOAWAY is written by hand. Of streams that have ended nothing is kept here; h2 keeps how they ended.
+Raw frames pass the gate of frame_gate, then h2 understands them. h2's own checks of header lists are switched off: they
+go through each byte in Python, let pass what HTTP/1.1 here refuses, and end the connection where RFC 9113 §8.1.1 has
+only the stream at fault. Responses are framed by h2_connection, GOAWAY is written by hand, trailers by h2. Of streams
+that have ended nothing is kept here; h2 keeps how they ended.
 """
 
+import base64
+import binascii
+import functools
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from http import HTTPStatus
 
 import h2.events
+from h2.connection import H2Connection
 from h2.errors import ErrorCodes
 from h2.exceptions import ProtocolError
+from h2.stream import H2Stream
 
-from server.wire.connection_limits import Http2Limits
-from server.wire.frame_gate import FRAME_HEADER, GOAWAY, HEADER_BYTES, RST_STREAM, FrameGate
-from server.wire.h2_connection import clamp_encoder, code_of, new_h2_connection
-from server.wire.http1_prefilter import HeadLimits, HeadRefused
-from server.wire.http2_head import Malformed, check_trailers, content_length, read_request
-from server.wire.http2_response import DataOutput, Http2Stream, Responses
+from server.wire.frame_gate import (
+    FRAME_HEADER,
+    GOAWAY,
+    HEADER_BYTES,
+    RST_STREAM,
+    FrameGate,
+)
+from server.wire.h2_connection import (
+    OutgoingBody,
+    Pieces,
+    clamp_encoder,
+    code_of,
+    frame_head,
+    frame_next,
+    h2_is_as_known,
+    last_frame,
+    new_h2_connection,
+)
+from server.wire.limits import HeadLimits, Http2Limits
 from server.wire.messages import (
     BodyChunk,
     BodyEnd,
     Event,
+    Headers,
+    HeadRefused,
     HttpRequest,
     ProtocolViolation,
+    ResponseError,
+    ResponseHead,
     StreamReset,
+    TextFrame,
+    TextWriter,
+    check_fields,
+    is_authority,
 )
+
+_NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9a-z-]+")  # RFC 9113 §8.2: no upper case
+_CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
+_METHOD = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_PATH = re.compile(rb"/[\x21-\x22\x24-\x7e]*")  # no fragment
+_LENGTH = re.compile(rb"[0-9]{1,19}")  # 19 digits: below 2**64
+_PSEUDO = frozenset((b":method", b":scheme", b":authority", b":path"))
+# RFC 9113 §8.2.2: connection-specific fields MUST be treated as malformed
+_OF_CONNECTION = frozenset((b"connection", b"proxy-connection", b"keep-alive", b"transfer-encoding", b"upgrade"))
+# Host is put first. Cookies mean nothing here, and put together (RFC 9113 §8.2.3) they would weigh more than was sent
+_NOT_KEPT = frozenset((b"host", b"cookie"))
+_OF_UPGRADE = (b"connection", b"upgrade", b"http2-settings")
+_OF_PROXIES = frozenset((b"forwarded", b"via", b"x-forwarded-for"))
+_SETTING_BYTES = 6
+_NUM_PATHS_KEPT = 32
+_FIELD_OVERHEAD_BYTES = 32  # RFC 9113 §6.5.2, SETTINGS_MAX_HEADER_LIST_SIZE
+
+
+class Malformed(Exception):
+    """RFC 9113 §8.1.1: a stream error of type PROTOCOL_ERROR."""
+
+
+def read_request(
+    stream_id: int, fields: Iterable[tuple[bytes, bytes]], has_body: bool, limits: HeadLimits
+) -> HttpRequest:
+    """The request that a header list says.
+
+    Raises:
+        Malformed: it is not a request.
+        HeadRefused: it is one, and is answered with an error.
+    """
+    fields = list(fields)
+    pseudo, headers = _split(fields)
+    _check_fields(headers)
+    _check_size(fields, limits)
+    method, path = _target(pseudo)
+    length = content_length(headers)
+    if length and not has_body:
+        raise Malformed  # RFC 9113 §8.1.1: the DATA frames must add up to it
+    rest = (field for field in headers if field[0] not in _NOT_KEPT)
+    headers = ((b"host", _authority(pseudo.get(b":authority"), headers)), *rest)
+    route, query = _route_and_query(path)
+    return HttpRequest(
+        stream_id=stream_id,
+        method=method.decode("ascii"),
+        path=route,
+        query=query,
+        headers=headers,
+        has_body=has_body,
+        expects_continue=has_body
+        and any(key == b"expect" and value.lower() == b"100-continue" for key, value in headers),
+    )
+
+
+@functools.lru_cache(_NUM_PATHS_KEPT)
+def _route_and_query(path: bytes) -> tuple[str, str]:
+    """The same strings, where an index of one byte says the path on each of many streams.
+
+    Not sys.intern, which in Python 3.12.0 to 3.12.5 keeps them for ever (CPython issue 113993).
+    """
+    route, _, query = path.decode("ascii").partition("?")
+    return route, query
+
+
+def _target(pseudo: dict[bytes, bytes]) -> tuple[bytes, bytes]:
+    """Method and path (RFC 9113 §8.3.1)."""
+    method, path = pseudo.get(b":method"), pseudo.get(b":path")
+    if method is None or _METHOD.fullmatch(method) is None:
+        raise Malformed
+    if method == b"CONNECT":
+        if pseudo.keys() != {b":method", b":authority"}:
+            raise Malformed  # RFC 9113 §8.5
+        raise HeadRefused(501, "CONNECT is for proxies, and this is none.")
+    if path is None or not pseudo.get(b":scheme"):
+        raise Malformed
+    if _PATH.fullmatch(path) is None and not (path == b"*" and method == b"OPTIONS"):
+        raise Malformed
+    return method, path
+
+
+def upgrade_settings(request: HttpRequest, max_settings: int) -> bytes | None:
+    """The HTTP2-Settings of an HTTP/1.1 request that may be answered in HTTP/2, padded; None: it may not be.
+
+    RFC 7540 §3.2, which RFC 9113 drops and stock Java clients send: `Upgrade: h2c`, and exactly one HTTP2-Settings.
+    Not what shows that it has come through a proxy: one that hands the upgrade on (haproxy 2.6) would no longer see
+    what its client asks for, and its rules would not hold. A proxy need not show itself: see --h2c-upgrade.
+    """
+    if any(name in _OF_PROXIES for name, _ in request.headers):
+        return None
+    fields = {name: [value for key, value in request.headers if key == name] for name in _OF_UPGRADE}
+    tokens = {part.strip(b" \t") for value in fields[b"connection"] for part in value.lower().split(b",")}
+    settings = fields[b"http2-settings"]
+    if fields[b"upgrade"] != [b"h2c"] or len(settings) != 1 or not tokens >= {b"upgrade", b"http2-settings"}:
+        return None
+    padded = settings[0] + b"=" * (-len(settings[0]) % 4)
+    try:
+        payload = base64.b64decode(padded, altchars=b"-_", validate=True)
+    except binascii.Error:
+        return None
+    return padded if len(payload) % _SETTING_BYTES == 0 and len(payload) <= max_settings * _SETTING_BYTES else None
+
+
+def check_trailers(fields: Iterable[tuple[bytes, bytes]]) -> None:
+    """
+    Raises:
+        Malformed: pseudo-fields, or what is no field, stand among them.
+    """
+    pseudo, headers = _split(fields)
+    if pseudo:
+        raise Malformed  # RFC 9113 §8.1
+    _check_fields(headers)
+
+
+def _split(fields: Iterable[tuple[bytes, bytes]]) -> tuple[dict[bytes, bytes], Headers]:
+    """The pseudo-fields, each once and all before the others (RFC 9113 §8.3), and the others."""
+    pseudo: dict[bytes, bytes] = {}
+    headers: list[tuple[bytes, bytes]] = []
+    for name, value in fields:
+        if name not in _PSEUDO:
+            headers.append((name, value))
+        elif headers or name in pseudo:
+            raise Malformed
+        else:
+            pseudo[name] = value
+    return pseudo, tuple(headers)
+
+
+def _check_fields(headers: Headers) -> None:
+    """RFC 9113 §8.2.1, and as strictly as on HTTP/1.1: no control characters in values."""
+    for name, value in headers:
+        if _NAME.fullmatch(name) is None or name in _OF_CONNECTION:
+            raise Malformed
+        if value and (_CONTROL.search(value) or value[0] in b" \t" or value[-1] in b" \t"):
+            raise Malformed
+        if name == b"te" and value.lower() != b"trailers":  # RFC 9113 §8.2.2
+            raise Malformed
+
+
+def _check_size(fields: list[tuple[bytes, bytes]], limits: HeadLimits) -> None:
+    size = sum(len(name) + len(value) + _FIELD_OVERHEAD_BYTES for name, value in fields)
+    if size > limits.head_bytes:
+        raise HeadRefused(431, f"The header fields are larger than {limits.head_bytes} bytes.")
+    if len(fields) > limits.num_fields:
+        raise HeadRefused(431, f"There are more than {limits.num_fields} header fields.")
+
+
+def content_length(headers: Headers) -> int | None:
+    """How long the body is said to be.
+
+    Raises:
+        Malformed: that is no number, or more than one.
+    """
+    lengths = [value for name, value in headers if name == b"content-length"]
+    if not lengths:
+        return None
+    if len(lengths) > 1 or _LENGTH.fullmatch(lengths[0]) is None:
+        raise Malformed
+    return int(lengths[0])
+
+
+def _authority(authority: bytes | None, headers: Headers) -> bytes:
+    """RFC 9113 §8.3.1: what :authority and Host say must be the same, and one of them must say it."""
+    hosts = [value for name, value in headers if name == b"host"]
+    if len(hosts) > 1 or (authority is not None and hosts and hosts[0] != authority):
+        raise Malformed
+    value = authority if authority is not None else hosts[0] if hosts else b""
+    if not value or not is_authority(value):
+        raise Malformed
+    return value
+
+
+PIECES_BYTES = 64 * 1024  # of all streams, in one take_data
+_STATUS = {status.value: (b":status", b"%d" % status.value) for status in HTTPStatus}
+
+
+class Http2Stream(OutgoingBody):
+    """One stream: its response, and what is still to come of its request.
+
+    Attributes:
+        awaited: bytes of the request's body that were declared, and have not come.
+        head_bytes: that the request's head weighs.
+        has_read_request: nothing of it is still to come.
+        remaining: of a counted body, not yet given to send_data.
+    """
+
+    __slots__ = (
+        "awaited",
+        "has_read_request",
+        "head_bytes",
+        "is_head_request",
+        "is_head_sent",
+        "remaining",
+        "sends_body",
+        "trailers",
+    )
+
+    def __init__(self, stream: H2Stream, is_head_request: bool, has_read_request: bool) -> None:
+        super().__init__(stream)
+        self.awaited: int | None = None
+        self.head_bytes = 0
+        self.is_head_request = is_head_request
+        self.has_read_request = has_read_request
+        self.is_head_sent = False
+        self.sends_body = True
+        self.trailers: Headers = ()
+        self.remaining: int | None = None
+
+
+@dataclass(slots=True)
+class DataOutput:
+    """What take_data gives.
+
+    Args:
+        sent: ids of the streams whose frames these are, but for pieces; an id may be there twice.
+        held: ids of those that have bytes, but no window.
+        num_bytes: of the frames.
+        has_more: the limit has cut it short.
+    """
+
+    frames: list[bytes]
+    sent: list[int]
+    held: list[int]
+    num_bytes: int
+    has_more: bool
+
+
+class Responses:
+    """The open streams of one connection, and what is to be sent on them.
+
+    Attributes:
+        streams: whose responses have not been sent to their end, by id; http2 opens and forgets them.
+        awaits_flush: take_data is going to be called. Its caller sets and clears it.
+        early: streams that take_data has ended before their requests; to be taken by its caller.
+    """
+
+    def __init__(self, connection: H2Connection, write: Callable[[bytes], None], date: Callable[[], bytes]) -> None:
+        """
+        Args:
+            write: takes what goes out ahead of any DATA.
+        """
+        self.streams: dict[int, Http2Stream] = {}
+        self._h2 = connection
+        self._write = write
+        self._date = date
+        self._by_hand = h2_is_as_known()
+        self.awaits_flush = False
+        self.early: list[int] = []
+        self._ready: dict[int, Http2Stream] = {}  # may have something to send, in their turn
+        self._has_left = False  # take_data has, some of these: their turn is before any piece's
+        self._pieces = Pieces(connection, PIECES_BYTES)
+
+    @property
+    def has_some(self) -> bool:
+        """take_data may have something."""
+        return bool(self._ready or self._pieces.frames)
+
+    def num_unsent(self, stream_id: int) -> int:
+        """Bytes of the stream's body that take_data has not given; 0 when it is gone."""
+        stream = self.streams.get(stream_id)
+        return 0 if stream is None else stream.num_unsent
+
+    def is_written(self, stream_id: int) -> bool:
+        """All that was sent so far has been taken, with the end of a response that has ended."""
+        stream = self.streams.get(stream_id)
+        return stream is None or not (stream.num_unsent or stream.is_ending)
+
+    def num_partly_sent(self, stream_id: int) -> int:
+        """Bytes of the stream's body that went while more was there: how far a peer is that never takes all."""
+        stream = self.streams.get(stream_id)
+        return 0 if stream is None else stream.num_partly_sent
+
+    def num_unsent_ending(self) -> int:
+        """Bytes unsent of all bodies to which nothing will be added."""
+        return sum(stream.num_unsent for stream in self.streams.values() if stream.is_ending)
+
+    def wake(self, stream_id: int) -> None:
+        """Its window may have opened."""
+        stream = self.streams.get(stream_id)
+        if stream is not None and (stream.num_unsent or stream.is_ending):
+            self._ready[stream_id] = stream
+
+    def wake_all(self) -> None:
+        """Any window may have opened."""
+        for stream_id in self.streams:
+            self.wake(stream_id)
+
+    def forget(self, stream_id: int) -> bool:
+        """Send nothing more of it. Returns whether there was something to be sent."""
+        self._ready.pop(stream_id, None)
+        stream = self.streams.pop(stream_id, None)
+        if stream is not None:
+            stream.takes_pieces = False
+            self._pieces.forget(stream)
+        return stream is not None
+
+    def clear(self) -> None:
+        """Forget them all."""
+        for stream_id in tuple(self.streams):
+            self.forget(stream_id)
+
+    def send_head(self, stream_id: int, head: ResponseHead) -> None:
+        """Send the head. A status below 200 is informational, and the head is still to come.
+
+        Raises:
+            ResponseError: fields that are not the application's to send, or a head already sent.
+        """
+        stream = self.streams[stream_id]
+        if stream.is_head_sent or head.status == 101 or head.status < 100:
+            raise ResponseError(f"A head with status {head.status} cannot be sent here and now.")
+        length = check_fields(head)
+        is_final = head.status >= 200
+        stream.is_head_sent = is_final
+        stream.sends_body = not (is_final and (stream.is_head_request or head.status in (204, 304)))
+        stream.remaining = length if stream.sends_body else None
+        stream.takes_pieces = is_final and stream.sends_body and length is None
+        fields = [_STATUS.get(head.status) or (b":status", b"%d" % head.status)]
+        if is_final:
+            fields.append((b"date", self._date()))
+        # RFC 9113 §8.2.2: no connection-specific fields
+        fields += [field for field in head.headers if field[0] != b"connection"]
+        if self._by_hand:
+            self._write(frame_head(self._h2, stream.h2, fields, is_final))
+        else:
+            self._h2.send_headers(stream_id, fields)
+            self._write(self._h2.data_to_send())
+
+    def send_data(self, stream_id: int, data: bytes) -> int:
+        """The body's next bytes; they wait for take_data, and for the peer's windows. Returns num_unsent.
+
+        Raises:
+            ResponseError: before the head, after the end, or beyond the content-length.
+        """
+        stream = self.streams[stream_id]
+        if not stream.is_head_sent or stream.is_ending:
+            raise ResponseError("A body is sent after its head and before its end.")
+        if data and stream.sends_body:
+            if stream.remaining is not None:
+                stream.remaining -= len(data)
+                if stream.remaining < 0:
+                    raise ResponseError("The body is longer than its content-length.")
+            if stream.num_unsent:
+                stream.append(data)
+            else:  # mostly: without a call for each token
+                stream.data = data
+                stream.num_unsent = len(data)
+            self._ready[stream_id] = stream
+        return stream.num_unsent
+
+    def text_writer(
+        self, stream_id: int, frame: TextFrame, send: Callable[[bytes], None], call_flush: Callable[[], bool]
+    ) -> TextWriter:
+        """send_data of one stream for texts, which are small pieces, one call each; its head has been sent.
+
+        Args:
+            send: takes what is no such piece, and data beyond the body's end.
+            call_flush: makes that take_data is called. False: not soon.
+        """
+        if not self._by_hand:
+            return lambda text: send(frame.around(text))
+
+        def begin() -> bool:
+            return call_flush() and not self._has_left
+
+        return self._pieces.writer(self.streams[stream_id], frame, send, begin)
+
+    def send_end(self, stream_id: int, trailers: Headers = ()) -> None:
+        """Nothing follows in this body but the trailers.
+
+        Raises:
+            ResponseError: before the head, twice, or short of the content-length; trailers that cannot be sent.
+        """
+        stream = self.streams[stream_id]
+        if not stream.is_head_sent or stream.is_ending:
+            raise ResponseError("A response ends once, after its head.")
+        if stream.remaining:
+            raise ResponseError(f"The body is {stream.remaining} bytes shorter than its content-length.")
+        if check_fields(ResponseHead(200, trailers)) is not None:
+            raise ResponseError("A content-length comes too late in the trailers.")
+        stream.trailers = trailers if stream.sends_body else ()
+        stream.is_ending = True
+        stream.takes_pieces = False
+        self._ready[stream_id] = stream
+
+    def take_data(self, limit_bytes: int) -> DataOutput:
+        """DATA frames of all streams that have some and whose windows let them, one frame each in turn.
+
+        Args:
+            limit_bytes: no further frame begins past it.
+        """
+        output = DataOutput([], [], [], 0, False)
+        frames, sent, connection, by_hand = output.frames, output.sent, self._h2, self._by_hand
+        shut_out: dict[int, Http2Stream] = {}  # by the connection's window: their turn is kept
+        num_bytes = self._pieces.take(frames)
+        while self._ready and num_bytes < limit_bytes:
+            turn = iter(self._ready.items())
+            self._ready = {}
+            for stream_id, stream in turn:
+                if stream.is_ending:
+                    size = self._frame_ending(stream_id, stream, frames)
+                else:
+                    size = frame_next(connection, stream, frames, by_hand)
+                    if size and stream.num_unsent:
+                        self._ready[stream_id] = stream
+                if size:
+                    sent.append(stream_id)
+                    num_bytes += size
+                    if num_bytes >= limit_bytes:
+                        self._ready = dict(turn) | self._ready
+                        break
+                elif stream.num_unsent:
+                    output.held.append(stream_id)
+                    if stream.h2.outbound_flow_control_window > 0:
+                        shut_out[stream_id] = stream
+        output.num_bytes = num_bytes
+        output.has_more = bool(self._ready)
+        self._ready.update(shut_out)
+        self._has_left = bool(self._ready)
+        return output
+
+    def _frame_ending(self, stream_id: int, stream: Http2Stream, frames: list[bytes]) -> int:
+        """Of a body to which nothing will be added: the last frame, or, where that has to wait, one more before it."""
+        if not stream.trailers:
+            last = last_frame(self._h2, stream, self._by_hand)
+        else:
+            last = b"" if stream.num_unsent else self._trailers(stream_id, stream)
+        if last:
+            del self.streams[stream_id]
+            if not stream.has_read_request:
+                self.early.append(stream_id)
+            frames.append(last)
+            return len(last)
+        size = frame_next(self._h2, stream, frames, self._by_hand)
+        if size:
+            self._ready[stream_id] = stream
+        return size
+
+    def _trailers(self, stream_id: int, stream: Http2Stream) -> bytes:
+        self._h2.send_headers(stream_id, stream.trailers, end_stream=True)
+        return self._h2.data_to_send()
+
 
 MAX_STREAM_ID = 2**31 - 1
 DRAIN_PING = b"steploop"

@@ -3,7 +3,9 @@
 Decisions a reader may look for:
 - A stream is blocked while more of it is unsent than its share (the peer's windows are shut), or while the transport
   takes nothing; the other streams go on. One that gets rid of too little in stall_s is reset.
-- What a handler does not read shuts the peer's windows, and so does what is too much at once (http2_uploads).
+- What a handler does not read is not acknowledged: the peer's windows shut, and nothing but them holds it back. Of what
+  is read, too much at once shuts the streams' windows, all but the oldest's (BodyRoom); the connection's stays open for
+  that one, unless those that the server lets go on are on other connections.
 - A request that is answered before its end may go on coming for linger_s, and is thrown away: clients that send read
   the answer when they are done.
 - The client's GOAWAY says only that it takes no pushed streams; its requests go on. With an error, it has left.
@@ -11,18 +13,17 @@ Decisions a reader may look for:
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from h2.errors import ErrorCodes
 
-from server.wire.body_room import BodyRoom
-from server.wire.exchanges import SERVER_FAULT, ConnectionContext, slow_head
+from core.errors import ErrorKind, ServiceError
+from server.wire.connection import SERVER_FAULT, SLOW_BODY, Connection, ConnectionContext, Exchanges, slow_head
+from server.wire.h2_connection import PIECE_BYTES
 from server.wire.http2 import Http2Protocol
-from server.wire.http2_data import PIECE_BYTES
-from server.wire.http2_progress import Http2Progress
-from server.wire.http2_uploads import Http2Uploads, Upload
+from server.wire.limits import ConnectionLimits
 from server.wire.messages import (
     BodyChunk,
     BodyEnd,
@@ -30,17 +31,203 @@ from server.wire.messages import (
     Headers,
     HttpRequest,
     ProtocolViolation,
+    ResponseError,
     ResponseHead,
     StreamReset,
     TextFrame,
     TextWriter,
 )
-from server.wire.peer import Peer
-from server.wire.response_fields import ResponseError
-from server.wire.stream import HttpStream, WrittenCallback, tell_written
+from server.wire.stream import BodyClock, BodyRoom, HeldBody, HttpStream, WrittenCallback, tell_written
 
-if TYPE_CHECKING:
-    from server.wire.connection import Connection
+
+class Http2Progress:
+    """The streams that the peer's windows, or other streams, held back.
+
+    Args:
+        stall_s: how long a stream may take to get rid of enough_bytes.
+        num_unsent, num_partly_sent: bytes of a stream.
+
+    Attributes:
+        since: streams -> since when they have to get rid of what is enough, oldest first, and num_partly_sent then.
+    """
+
+    def __init__(
+        self,
+        stall_s: float,
+        enough_bytes: float,
+        num_unsent: Callable[[int], int],
+        num_partly_sent: Callable[[int], int],
+    ) -> None:
+        self._stall_s = stall_s
+        self._enough_bytes = enough_bytes
+        self._num_unsent = num_unsent
+        self._num_partly_sent = num_partly_sent
+        self.since: OrderedDict[int, tuple[float, int]] = OrderedDict()
+
+    @property
+    def first_due(self) -> tuple[float, int]:
+        """When a stream has stalled, and which. There is one."""
+        stream_id, (since, _) = next(iter(self.since.items()))
+        return since + self._stall_s, stream_id
+
+    def watch(self, sent: Sequence[int], held: Sequence[int], now: float) -> None:
+        """Some streams have sent what they could, and others nothing."""
+        for stream_id in sent:
+            if not self._num_unsent(stream_id):
+                self.since.pop(stream_id, None)
+                continue
+            num_sent = self._num_partly_sent(stream_id)
+            _, num_before = self.since.setdefault(stream_id, (now, num_sent))
+            if num_sent - num_before >= self._enough_bytes:
+                self.since[stream_id] = (now, num_sent)
+                self.since.move_to_end(stream_id)
+        for stream_id in held:
+            self.since.setdefault(stream_id, (now, self._num_partly_sent(stream_id)))
+
+    def forget(self, stream_id: int) -> None:
+        self.since.pop(stream_id, None)
+
+    def let_stand(self, pause_s: float) -> None:
+        """The transport took nothing for so long: that is on no stream's account."""
+        self.since = OrderedDict((key, (since + pause_s, num)) for key, (since, num) in self.since.items())
+
+
+class Upload:
+    """The body of one stream's request.
+
+    Attributes:
+        held: while the handler waits for it.
+        num_unread: bytes not acknowledged; num_shut: acknowledged for the connection alone.
+    """
+
+    __slots__ = ("held", "is_complete", "num_shut", "num_unread", "stream")
+
+    def __init__(self, stream: HttpStream) -> None:
+        self.stream = stream
+        self.held: HeldBody | None = None
+        self.num_unread = 0
+        self.num_shut = 0
+        self.is_complete = not stream.request.has_body
+
+    @property
+    def stream_id(self) -> int:
+        return self.stream.request.stream_id
+
+
+class Http2Uploads:
+    """Those of one connection.
+
+    Args:
+        room: of this connection.
+        clock: monotonic seconds.
+        changed: called when windows were opened, or clocks set, without the peer's doing.
+        break_down: called in the handling of what is a fault of ours here, but not of whoever called.
+
+    Attributes:
+        awaited: those whose handlers wait for them.
+    """
+
+    def __init__(
+        self,
+        protocol: Http2Protocol,
+        limits: ConnectionLimits,
+        room: BodyRoom,
+        clock: Callable[[], float],
+        changed: Callable[[], None],
+        break_down: Callable[[], None],
+    ) -> None:
+        self._protocol = protocol
+        self._limits = limits
+        self._room = room
+        self._clock = clock
+        self._changed = changed
+        self._break_down = break_down
+        self.awaited: dict[Upload, BodyClock] = {}
+
+    def await_body(self, upload: Upload) -> None:
+        """Its handler begins to read it; it is not complete."""
+        self.awaited[upload] = BodyClock(self._limits, self._clock())
+        held = upload.held = HeldBody(upload.stream.body_client, self._let_on, self._break_down)
+        self._room.open(held)
+        if upload.num_unread:
+            self._room.add(held, upload.num_unread)
+            self._acknowledge(upload, held)
+
+    def receive(self, upload: Upload, data: bytes) -> None:
+        upload.stream.receive_body(data)
+        if upload.held is not None:
+            self.awaited[upload].receive(len(data), self._clock())
+        upload.num_unread += len(data)
+        if upload.stream.is_reading_body and upload.held is not None:
+            self._room.add(upload.held, len(data))
+            self._acknowledge(upload, upload.held)
+
+    def complete(self, upload: Upload) -> None:
+        upload.is_complete = True
+        if upload.held is not None:
+            self._end(upload, upload.held)
+        upload.stream.complete_body()
+
+    def forget(self, upload: Upload) -> None:
+        """Its stream is not ours any more: the peer may send what it likes on it."""
+        if upload.held is not None:
+            self._end(upload, upload.held)
+        if upload.num_shut:
+            self._protocol.reopen(upload.stream_id, upload.num_shut)
+        if upload.num_unread:
+            self._protocol.acknowledge(upload.stream_id, upload.num_unread)
+
+    @property
+    def first_due(self) -> tuple[float, Upload] | None:
+        """Until when one has to go on, and which; those that wait for us have time."""
+        is_shut = bool(self.awaited) and self._room.is_shut
+        first = None
+        for upload, clock in self.awaited.items():
+            if (upload.num_shut or is_shut) and not self._protocol.may_send(upload.stream_id):
+                continue
+            if first is None or clock.due < first[0]:
+                first = clock.due, upload
+        return first
+
+    def fail(self, upload: Upload) -> None:
+        """It was too slow."""
+        if upload.held is not None:
+            self._end(upload, upload.held)
+        upload.stream.fail_body(ServiceError(ErrorKind.REQUEST_TIMEOUT, SLOW_BODY, "request_timeout"))
+
+    def _acknowledge(self, upload: Upload, held: HeldBody) -> None:
+        """Let the peer send as much again as it has sent, as far as there is room for it."""
+        if self._room.may_grow(held):
+            if upload.num_shut:
+                self._protocol.reopen(upload.stream_id, upload.num_shut)
+                upload.num_shut = 0
+            if upload.num_unread:
+                self._protocol.acknowledge(upload.stream_id, upload.num_unread)
+                upload.num_unread = 0
+        elif upload.num_unread and not self._room.is_shut:
+            self._protocol.acknowledge_aside(upload.num_unread)
+            upload.num_shut += upload.num_unread
+            upload.num_unread = 0
+
+    def _let_on(self) -> None:
+        """There may be room: for those that had to wait for it, the clock begins again."""
+        for upload in self.awaited:
+            if not self._protocol.may_send(upload.stream_id):
+                self.awaited[upload] = BodyClock(self._limits, self._clock())
+        for upload in self.awaited:
+            if upload.held is not None and upload.stream.is_reading_body:
+                self._acknowledge(upload, upload.held)
+        self._changed()
+
+    def _end(self, upload: Upload, held: HeldBody) -> None:
+        """It is complete, or nobody waits for it any more."""
+        upload.held = None
+        del self.awaited[upload]
+        if upload.num_unread:
+            self._protocol.acknowledge(upload.stream_id, upload.num_unread)
+            upload.num_unread = 0
+        self._room.close(held)
+
 
 logger = logging.getLogger(__name__)
 
@@ -62,16 +249,12 @@ class _Exchange:
         self.task: asyncio.Task[None] | None = None
 
 
-class Http2Exchanges:
-    """The exchanges of one connection (Exchanges), and the carrier of their streams (StreamCarrier)."""
+class Http2Exchanges(Exchanges):
+    """The exchanges of one connection that speaks HTTP/2."""
 
-    def __init__(self, connection: "Connection", context: ConnectionContext, upgrade: bytes | None = None) -> None:
+    def __init__(self, connection: Connection, context: ConnectionContext, upgrade: bytes | None = None) -> None:
         """Raises what Http2Protocol does."""
-        self._connection = connection
-        self._refuse = context.refuse
-        self._limits = context.limits
-        self._loop = context.loop
-        self._batch = context.batch
+        super().__init__(connection, context)
         limits = context.limits
         self._protocol = Http2Protocol(limits.head, limits.http2, context.date, upgrade, limits.pieces_per_turn)
         self._responses = self._protocol.responses
@@ -89,17 +272,11 @@ class Http2Exchanges:
         self._turns: list[asyncio.Future[None]] = []  # handlers that have not begun
         self._pending_head: int | None = 0
         self._head_since = self._idle_since = context.loop.time()
-        self._clock = context.clock
-        self._received_s = 0.0  # the first byte of the head that is read
         self._has_peer = True
         self._on_written: list[tuple[int, WrittenCallback]] = []  # once nothing of the stream is unsent
         self._drain_due: float | None = None  # when the second GOAWAY goes, heard or not
         self._is_draining = False
         self._closes_after_answer = False
-
-    @property
-    def peer(self) -> Peer:
-        return self._connection.peer
 
     @property
     def has_streams(self) -> bool:
@@ -260,7 +437,7 @@ class Http2Exchanges:
 
     def _answer_error(self, stream_id: int, status: int, message: str, stream: HttpStream | None) -> None:
         since = self._head_since if stream_id == self._pending_head else self._loop.time()
-        headers, body = self._refuse(status, message, self._connection.peer, since, stream, None)
+        headers, body = self._context.refuse(status, message, self._connection.peer, since, stream, None)
         self._responses.send_head(stream_id, ResponseHead(status, headers))
         self._responses.send_data(stream_id, body)
         self._responses.send_end(stream_id)
@@ -271,7 +448,7 @@ class Http2Exchanges:
         status = 400
         if code in (ErrorCodes.REFUSED_STREAM, ErrorCodes.ENHANCE_YOUR_CALM):
             status = 503 if self._is_draining else 429
-        self._refuse(status, code.name, self._connection.peer, self._clock(), stream, code)
+        self._context.refuse(status, code.name, self._connection.peer, self._clock(), stream, code)
 
     def fail(self, stream: HttpStream) -> None:
         stream_id = stream.request.stream_id
@@ -362,9 +539,6 @@ class Http2Exchanges:
             self._responses.awaits_flush = True
             self._batch.add(self)
         return not self._connection.is_writing_paused
-
-    def break_down(self) -> None:
-        self._connection.break_down()
 
     def flush(self) -> None:
         """Write what has been sent and what the windows let through, at once."""
@@ -470,7 +644,7 @@ class Http2Exchanges:
     def _end_slow_head(self) -> None:
         if self._pending_head:  # a request's, which is accounted for; a GOAWAY is all that can be said of it
             peer, calm = self._connection.peer, ErrorCodes.ENHANCE_YOUR_CALM
-            self._refuse(408, slow_head(self._limits.head_s), peer, self._head_since, None, calm)
+            self._context.refuse(408, slow_head(self._limits.head_s), peer, self._head_since, None, calm)
         self._protocol.fail(ErrorCodes.ENHANCE_YOUR_CALM)
         self._end()
 

@@ -1,10 +1,14 @@
-"""One vocabulary for HTTP/1.1 and HTTP/2: what a protocol tells the connection, and is told to send. Thread: loop.
+"""What the wire's parts say to each other: requests, responses, peers; the same for HTTP/1.1 and HTTP/2. Thread: loop.
 
 `stream_id` is 1, 2, 3... on HTTP/1.1 (the n-th request of the connection), the stream's own on HTTP/2.
 """
 
+import re
+import socket
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
+from typing import Any, NamedTuple
 
 import msgspec
 from h2.errors import ErrorCodes
@@ -92,3 +96,108 @@ class ResponseHead(msgspec.Struct, frozen=True):
 
     status: int
     headers: Headers
+
+
+_NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9a-z-]+")
+_HOST = re.compile(rb"(?:\[[0-9A-Za-z:.%_~-]+\]|[0-9A-Za-z._~%!$&'()*+,;=-]*)(?::[0-9]*)?")
+_VALUE = re.compile(rb"[\t\x20-\x7e\x80-\xff]*")
+
+
+class HeadRefused(Exception):
+    """The peer's bytes are not a request that is taken here; the connection answers `status` and closes."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+
+
+class ResponseError(Exception):
+    """The answer given to the protocol is not one it can send: our own bug, never the peer's."""
+
+
+def check_fields(head: ResponseHead) -> int | None:
+    """Refuse what would break the framing or split the response; return the content-length.
+
+    Raises:
+        ResponseError: framing fields or bytes that are not the application's to send.
+    """
+    length: int | None = None
+    for name, value in head.headers:
+        if _NAME.fullmatch(name) is None or _VALUE.fullmatch(value) is None:
+            raise ResponseError(f"The header {name!r} cannot be sent: its name or its value has bytes it must not.")
+        if name == b"transfer-encoding":
+            raise ResponseError("How a body is framed is the protocol's to choose.")
+        if name == b"content-length":
+            # RFC 9110 §8.6: none in 1xx and 204
+            if length is not None or not value.isdigit() or head.status < 200 or head.status == 204:
+                raise ResponseError("This content-length cannot be sent.")
+            length = int(value)
+    return length
+
+
+IpAddress = IPv4Address | IPv6Address
+
+IPV6_SITE_BITS = 64  # that an address is of is a site's own choice: RFC 4291 §2.5.4
+UNIX_CLIENT = "unix"  # as logs show who came over a Unix socket
+
+
+@dataclass(frozen=True, slots=True)
+class ClientCertificate:
+    """What a client's certificate says, once a CA of ours has vouched for it.
+
+    Args:
+        subject: as RFC 4514 writes it: "CN=router,O=Example".
+        names: subjectAltName, kind and value: ("DNS", "router.example"), ("URI", "spiffe://example/router").
+    """
+
+    subject: str
+    names: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """
+    Args:
+        address: None: it came over a Unix socket, and has none.
+        port: 0 where it is not known.
+        is_proxy: a trusted one: each request may name the client that it is from.
+        certificate: None: it showed none.
+    """
+
+    address: IpAddress | None = None
+    port: int = 0
+    is_proxy: bool = False
+    certificate: ClientCertificate | None = None
+
+    @property
+    def network(self) -> str | None:
+        """Its address; of IPv6 its /64, of which one client may have any; None: a Unix socket's."""
+        if self.address is None or self.address.version == 4:
+            return None if self.address is None else str(self.address)
+        return str(IPv6Network((int(self.address) >> IPV6_SITE_BITS << IPV6_SITE_BITS, 128 - IPV6_SITE_BITS)))
+
+    def __str__(self) -> str:
+        """`192.0.2.1:5000` or `[::1]:5000`; without the port where it is not known."""
+        if self.address is None:
+            return UNIX_CLIENT
+        if not self.port:
+            return str(self.address)
+        return f"[{self.address}]:{self.port}" if self.address.version == 6 else f"{self.address}:{self.port}"
+
+
+def socket_peer(family: int, address: Any) -> Peer:
+    """The peer as accept(2) names it."""
+    if family == socket.AF_UNIX:
+        return Peer()
+    return Peer(plain_address(ip_address(address[0].partition("%")[0])), address[1])
+
+
+def plain_address(address: IpAddress) -> IpAddress:
+    """IPv4 as IPv4, also where a dual-stack socket has it as an IPv6 address (RFC 4291 §2.5.5.2)."""
+    return (address.ipv4_mapped or address) if isinstance(address, IPv6Address) else address
+
+
+def is_authority(value: bytes) -> bool:
+    """Whether this is a host with an optional port, and no user before it (RFC 9110 §7.2, §4.2.4)."""
+    return _HOST.fullmatch(value) is not None

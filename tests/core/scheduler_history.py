@@ -10,9 +10,9 @@ from operator import attrgetter
 import numpy as np
 from hypothesis.stateful import RuleBasedStateMachine, invariant
 
-from core.blocks import Domain
+from core.kv_cache import Domain
 from core.plan import RunnerLimits, SequenceStart, StepPlan
-from core.preemption import RunningBounds, outranked
+from core.queue import RunningBounds, outranked
 from core.scheduler import Scheduler
 from core.sequence import Sequence, SequenceState
 from core.simulation import CostModel, SimulatedClock, continuation, logprobs_after
@@ -90,12 +90,12 @@ class SchedulerHistory(RuleBasedStateMachine):
         assert free == {block for block, num_holders in enumerate(held) if not num_holders}
 
     def slots_are_conserved(self) -> None:
-        states = self.scheduler._states
+        states = self.scheduler.states
         occupied = [sequence.slot for sequence in self.present if sequence.slot >= 0]
         assert sorted(occupied + states.free_slots) == list(range(len(states.occupants)))
 
     def everyone_is_in_one_place(self) -> None:
-        states = self.scheduler._states
+        states = self.scheduler.states
         assert states.running.keys() == {s for s in self.present if s.state is SequenceState.RUNNING}
         unforked = {s for group in states.groups.values() for s in group.unforked.values()}
         waiting = {s for s in self.present if s.state is SequenceState.WAITING and not s.is_paused} - unforked
@@ -109,7 +109,7 @@ class SchedulerHistory(RuleBasedStateMachine):
             assert queue._due._firsts == sorted((line[0] for line in due.values() if line), key=_DUE_ORDER)
 
     def accounts_add_up(self) -> None:
-        states = self.scheduler._states
+        states = self.scheduler.states
         alive = [group.tenant for group in states.groups.values()]
         running = [sequence.tenant for sequence in states.running]
         for tenant in self.scheduler.shares.tenants():
@@ -120,7 +120,7 @@ class SchedulerHistory(RuleBasedStateMachine):
             assert tenant.credit_s >= 0
 
     def bounds_hold_for_all_that_run(self) -> None:
-        states = self.scheduler._states
+        states = self.scheduler.states
         bounds, exact = states.charges.bounds, RunningBounds()
         exact.fit(states.running)
         assert bounds.most_s >= exact.most_s - 1e-9
@@ -137,7 +137,7 @@ class SchedulerHistory(RuleBasedStateMachine):
                 assert sequence.state is SequenceState.RUNNING or sequence.is_in_flight
 
     def everyone_knows_what_is_in_flight(self) -> None:
-        flights = list(self.scheduler._in_flight)
+        flights = list(self.scheduler.in_flight)
         assert [flight.plan for flight in flights] == [sent.plan for sent in self.in_flight]
         samples = dict[Sequence, list[int]]()  # of each of its rows
         for flight in flights:
@@ -156,18 +156,18 @@ class SchedulerHistory(RuleBasedStateMachine):
                 assert len(sequence.token_ids) + sequence.num_pending <= most
 
     def no_parent_is_evicted_before_its_children(self) -> None:
-        cache = self.scheduler.cache
+        cache = self.scheduler.pool
         assert all(cache._keys[block] == key for key, block in cache._blocks.items())
-        assert len(cache) == sum(key is not None for key in cache._keys)
+        assert cache.num_published == sum(key is not None for key in cache._keys)
         earlier = set[int]()  # serials
-        for block in cache.pool._kept:
+        for block in cache._kept:
             key = cache._keys[block]
             assert key is not None
             assert key[0] not in earlier
             earlier.add(cache._serials[block])
 
     def no_two_domains_share_a_block(self) -> None:
-        serials = self.scheduler.cache._serials
+        serials = self.scheduler.pool._serials
         for sequence in self.present:
             table = sequence.table
             for block in table.blocks[: table.num_published]:

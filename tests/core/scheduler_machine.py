@@ -15,7 +15,7 @@ from core.sequence import Sequence, SequenceState
 from core.types import FinishReason, TokenLogprobs
 from tests.core.drawn_rules import drawn_rule, drawn_start
 from tests.core.scheduler_history import SchedulerHistory, Sent
-from tests.fakes import charge, make_request, small_limits
+from tests.fakes import charge, make_request, sequences_of, small_limits
 
 VOCAB_SIZE = 30
 MOST_PRESENT = 20  # sequences: of three classes and three tenants each, and a longer queue makes no other history
@@ -93,7 +93,7 @@ class SchedulerMachine(SchedulerHistory):
         )
         self.requests[request.request_id] = request
         self.scheduler.submit(request)
-        group = self.scheduler._states.groups.get(request.request_id)
+        group = self.scheduler.states.groups.get(request.request_id)
         self.sequences[request.request_id] = [] if group is None else list(group.sequences)
         self.present += self.sequences[request.request_id]
         for sequence in self.sequences[request.request_id]:
@@ -131,7 +131,7 @@ class SchedulerMachine(SchedulerHistory):
                 self.log(delivery)
             return
         assert made.num_tokens <= self.limits.max_batch_tokens
-        sequences = self.scheduler._in_flight.find(made).sequences
+        sequences = sequences_of(self.scheduler, made)
         assert not any(s.is_paused or s.is_lost or s.state is SequenceState.FINISHED for s in sequences)
         self.in_flight.append(Sent(made, raises is not None))
         if raises != "":
@@ -196,7 +196,7 @@ class SchedulerMachine(SchedulerHistory):
 
     @drawn_rule()
     def clear_cache(self) -> None:
-        self.scheduler.cache.clear()
+        self.scheduler.pool.clear()
 
     @drawn_rule(is_vital=True)
     def step(self) -> None:
@@ -263,7 +263,7 @@ class SchedulerMachine(SchedulerHistory):
 
     def unread_rows(self, made: StepPlan) -> set[int]:
         """Those of sequences that take nothing from it any more."""
-        sequences = self.scheduler._in_flight.find(made).sequences
+        sequences = sequences_of(self.scheduler, made)
         return {row for row, s in enumerate(sequences) if s.is_lost or s.state is SequenceState.FINISHED}
 
     def remember(self, sequence: Sequence) -> None:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from core.burst import LONGEST_S, WINDOW_S
 from core.plan import RunnerLimits
+from core.queue import LONGEST_S, WINDOW_S
 from core.simulation import CostModel
 from core.types import Pause, Resume, Submit
 from tests.fakes import EngineUnderTest, make_request

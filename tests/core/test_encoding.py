@@ -9,7 +9,8 @@ import pytest
 
 from core.config import EngineConfig
 from core.encoding import decode, encode
-from core.plan import BlockCopies, BlockLabel, PromptTargets, SequenceStart, StepPlan
+from core.kv_cache import BlockCopies, BlockLabel
+from core.plan import PromptTargets, SequenceStart, StepPlan
 from core.types import SamplingParams
 
 

@@ -1,6 +1,8 @@
 import pytest
 
-from core.fairness import OVER_SHARE_S, SharedRoom, TenantShares
+from core.queue import TenantShares
+from core.sequence import OVER_SHARE_S
+from server.gate.admission import SharedRoom
 
 
 def test_new_and_idle_tenants_are_lifted_to_the_least_of_those_that_were_active() -> None:

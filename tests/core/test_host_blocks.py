@@ -6,12 +6,11 @@ from dataclasses import replace
 import pytest
 
 from core.engine import Engine
-from core.host_blocks import HostBlocks
-from core.plan import BlockCopies, BlockLabel, StepPlan
+from core.kv_cache import BlockCopies, BlockLabel, HostBlocks
+from core.plan import StepPlan
 from core.scheduler import Scheduler
 from core.simulation import SimulatedRunner
-from core.snapshot import StoreState
-from core.types import ClearCache, Message, Submit, Usage
+from core.types import ClearCache, Message, StoreState, Submit, Usage
 from tests.core.kv_oracle import ChainCheckingRunner
 from tests.core.test_offload_machine import assert_slots_are_conserved
 from tests.fakes import EngineUnderTest, FakeClock, FaultyRunner, make_request, small_limits

@@ -32,7 +32,7 @@ def busy() -> EngineUnderTest:
 
 def test_snapshot_shows_queues_by_class_and_tenant_with_the_age_of_the_first() -> None:
     under_test = busy()
-    shown = snapshot_of(under_test.scheduler.view(), 1, under_test.clock())
+    shown = snapshot_of(under_test.scheduler, 1, under_test.clock())
     lines = [(line.priority, line.tenant, line.num_sequences, line.num_tokens) for line in shown.queues]
     assert lines == [(0, "x", 1, 6), (0, "z", 1, 8)]
     assert shown.queues[0].oldest_s == pytest.approx(shown.queues[1].oldest_s + 1.0)
@@ -40,7 +40,7 @@ def test_snapshot_shows_queues_by_class_and_tenant_with_the_age_of_the_first() -
 
 def test_snapshot_shows_what_runs_and_what_it_holds(steps_in_flight: int) -> None:
     under_test = busy()
-    shown = snapshot_of(under_test.scheduler.view(), 1, under_test.clock())
+    shown = snapshot_of(under_test.scheduler, 1, under_test.clock())
     assert sorted((one.request_id, one.index) for one in shown.running) == [("a", 0), ("a", 1), ("b", 0), ("c", 0)]
     assert all(one.num_tokens == one.num_computed_tokens + 2 - steps_in_flight for one in shown.running)
     blocks = shown.blocks
@@ -52,14 +52,14 @@ def test_snapshot_shows_what_runs_and_what_it_holds(steps_in_flight: int) -> Non
 
 def test_snapshot_shows_the_last_step_and_what_it_was_predicted_to_take() -> None:
     under_test = busy()
-    early = snapshot_of(under_test.scheduler.view(), 1, under_test.clock())
+    early = snapshot_of(under_test.scheduler, 1, under_test.clock())
     assert early.last_step.predicted_s is None
     assert (early.last_step.num_decoded_tokens, early.last_step.num_prompt_tokens) == (4, 0)
     under_test.run()
     for number in range(12):  # enough steps with prompts
         under_test.send(Submit(make_request(f"p{number}", 40, 1)))
         under_test.run()
-    late = snapshot_of(under_test.scheduler.view(), 2, under_test.clock())
+    late = snapshot_of(under_test.scheduler, 2, under_test.clock())
     assert late.step_cost.is_ready
     assert late.last_step.predicted_s == pytest.approx(late.last_step.measured_s, rel=0.05)
     assert late.step_cost.fixed_s == pytest.approx(under_test.cost.fixed_s, rel=0.05)
@@ -70,19 +70,19 @@ def leak_a_block(scheduler: Scheduler) -> None:
 
 
 def lose_a_slot(scheduler: Scheduler) -> None:
-    scheduler._states.free_slots.append(2)
+    scheduler.states.free_slots.append(2)
 
 
 def lose_who_waits(scheduler: Scheduler) -> None:
-    scheduler._states.waiting.remove(scheduler._states.groups["d"].sequences[0])
+    scheduler.states.waiting.remove(scheduler.states.groups["d"].sequences[0])
 
 
 def lose_who_runs(scheduler: Scheduler) -> None:
-    del scheduler._states.running[scheduler._states.groups["b"].sequences[0]]
+    del scheduler.states.running[scheduler.states.groups["b"].sequences[0]]
 
 
 def pause_twice(scheduler: Scheduler) -> None:
-    scheduler._states.num_paused += 1
+    scheduler.states.num_paused += 1
 
 
 def let_a_tenant_leave(scheduler: Scheduler) -> None:
@@ -90,7 +90,7 @@ def let_a_tenant_leave(scheduler: Scheduler) -> None:
 
 
 def lose_a_publication(scheduler: Scheduler) -> None:
-    scheduler.cache._blocks.popitem()
+    scheduler.pool._blocks.popitem()
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def lose_a_publication(scheduler: Scheduler) -> None:
 )
 def test_books_that_do_not_balance_are_told(spoil: Callable[[Scheduler], None], claim: str) -> None:
     scheduler = busy().scheduler
-    check_conservation(scheduler.view())
+    check_conservation(scheduler)
     spoil(scheduler)
     with pytest.raises(BooksDoNotBalance, match=claim):
-        check_conservation(scheduler.view())
+        check_conservation(scheduler)

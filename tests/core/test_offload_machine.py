@@ -3,7 +3,7 @@
 from hypothesis import settings
 from hypothesis.stateful import invariant
 
-from core.host_blocks import HostBlocks
+from core.kv_cache import HostBlocks
 from tests.core.scheduler_machine import SHORT_HISTORIES, OverlapMachine, SchedulerMachine
 
 
@@ -25,7 +25,7 @@ class OffloadMachine(SchedulerMachine):
 
     def a_serial_names_one_content(self) -> None:
         """On the device and on the host: a hit on either goes on with the same blocks."""
-        cache, host = self.scheduler.cache, self.scheduler.host
+        cache, host = self.scheduler.pool, self.scheduler.host
         for key, slot in host._slots.items():
             block = cache._blocks.get(key)
             assert block is None or cache._serials[block] == host._serials[slot]

@@ -62,7 +62,7 @@ def test_nothing_comes_from_the_cache_and_all_is_left_there(engine_type: type[En
         under_test.send(Submit(request(name, prompt_ids=PROMPT)))  # type: ignore[operator]
         under_test.run()
         if name == "before":
-            under_test.scheduler.cache.clear()
+            under_test.scheduler.pool.clear()
             under_test.send(Submit(make_request("half", prompt_ids=PROMPT[:14])))
             under_test.run()
     assert under_test.log.prompt_logprobs("a") == wanted()

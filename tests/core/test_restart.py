@@ -5,10 +5,9 @@ import pytest
 
 from core.plan import StepPlan
 from core.scheduler import Scheduler
-from core.sequence import Sequence
 from core.simulation import CostModel, SimulatedClock
 from tests.core.kv_oracle import ChainCheckingRunner
-from tests.fakes import make_request, small_limits
+from tests.fakes import make_request, sequences_of, small_limits
 
 
 def make_pair(num_blocks: int) -> tuple[Scheduler, ChainCheckingRunner]:
@@ -24,10 +23,6 @@ def compute(scheduler: Scheduler, runner: ChainCheckingRunner) -> StepPlan:
     return made
 
 
-def sequences_of(scheduler: Scheduler, made: StepPlan) -> list[Sequence]:
-    return scheduler._in_flight.find(made).sequences
-
-
 @pytest.mark.parametrize("num_blocks", [12, 5])  # room for all, and so few that rows are added in turn
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_no_sibling_reads_what_another_wrote_in_a_step_that_raised(num_blocks: int, failing: int) -> None:
@@ -36,7 +31,7 @@ def test_no_sibling_reads_what_another_wrote_in_a_step_that_raised(num_blocks: i
     first = compute(scheduler, runner)
     scheduler.apply(first, runner.collect(first), 0.0)
     if num_blocks == 5:
-        assert scheduler.pool.num_free < len(scheduler._states.running)
+        assert scheduler.pool.num_free < len(scheduler.states.running)
     made = compute(scheduler, runner)
     assert made.num_rows == 3
     assert len(set(made.copy_sources.tolist())) == 1  # they fork in the middle of a block

@@ -329,7 +329,7 @@ def test_out_of_blocks_the_latest_arrival_of_the_lowest_priority_gives_way() -> 
     scheduler.submit(make_request("new", 7, arrival_s=1.0, max_tokens=50))
     while scheduler.stats().num_preemptions == 0:
         step(scheduler)
-    assert {sequence.request_id for sequence in scheduler._states.running} == {"old", "urgent"}
+    assert {sequence.request_id for sequence in scheduler.states.running} == {"old", "urgent"}
 
 
 def test_lone_sequence_ends_with_the_pool_instead_of_starving() -> None:
@@ -344,9 +344,9 @@ def test_finish_is_idempotent() -> None:
     scheduler = make_scheduler()
     scheduler.submit(make_request())
     step(scheduler)
-    (sequence,) = scheduler._states.running
-    scheduler._states.finish(sequence, FinishReason.CANCELLED)
-    scheduler._states.finish(sequence, FinishReason.ERROR)
+    (sequence,) = scheduler.states.running
+    scheduler.states.finish(sequence, FinishReason.CANCELLED)
+    scheduler.states.finish(sequence, FinishReason.ERROR)
     delivery = scheduler.flush()
     assert delivery is not None
     assert [chunk.finish_reason for chunk in delivery.chunks] == [FinishReason.CANCELLED]

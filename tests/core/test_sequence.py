@@ -2,8 +2,7 @@ import math
 
 import pytest
 
-from core.fairness import Tenant
-from core.sequence import Sequence, SequenceGroup, sequence_seed
+from core.sequence import Sequence, SequenceGroup, Tenant, sequence_seed
 from core.types import FinishReason
 from tests.fakes import make_request
 

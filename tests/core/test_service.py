@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 
 import core.step_cost
-from core.burst import WINDOW_S
 from core.config import BLOCK_SIZE
 from core.plan import RunnerLimits, StepPlan, TimedRow
+from core.queue import WINDOW_S, bound_s
 from core.scheduler import Scheduler
 from core.simulation import CostModel, Simulation
 from core.step_cost import LEAST_STEPS
-from core.types import FinishReason, Pause, Request, Resume, Submit, Usage
-from core.waiting import TOP_CLASS, bound_s
+from core.types import TOP_CLASS, FinishReason, Pause, Request, Resume, Submit, Usage
 from tests.fakes import EngineUnderTest, charge, make_request, small_limits
 
 pytestmark = pytest.mark.usefixtures("steps_in_flight")
@@ -50,7 +49,7 @@ def test_service_gap_of_backlogged_tenants_stays_under_the_papers_bound_at_every
     gaps = []
 
     def measure(scheduler: Scheduler) -> None:
-        served = [t.served_s for t in scheduler.shares.tenants() if scheduler.is_waiting(t.name)]
+        served = [t.served_s for t in scheduler.shares.tenants() if scheduler.states.waiting.is_waiting(t.name)]
         if len(served) == 3:  # until then all three were backlogged, without a break
             gaps.append(max(served) - min(served))
 
@@ -67,7 +66,7 @@ def test_equal_tenants_get_equal_service_whatever_they_ask() -> None:
     served: list[tuple[float, ...]] = []
 
     def measure(scheduler: Scheduler) -> None:
-        if all(scheduler.is_waiting(name) for name in "ab"):
+        if all(scheduler.states.waiting.is_waiting(name) for name in "ab"):
             served.append(tuple(tenant.served_s for tenant in scheduler.shares.tenants()))
 
     Simulation(limits, CostModel(0.0, TOKEN_S), requests, on_step=measure).run()
@@ -87,7 +86,7 @@ def test_a_tenant_with_a_larger_share_gets_so_many_times_as_much(share: int) -> 
     served: list[tuple[float, ...]] = []
 
     def measure(scheduler: Scheduler) -> None:
-        if all(scheduler._states.waiting.is_waiting(name) for name in "ab"):
+        if all(scheduler.states.waiting.is_waiting(name) for name in "ab"):
             by_name = {tenant.name: tenant.served_s for tenant in scheduler.shares.tenants()}
             served.append((by_name["a"], by_name["b"]))
 
@@ -170,7 +169,7 @@ def test_out_of_blocks_the_paused_go_first_then_the_lower_class_then_those_over_
     gone: list[str] = []
     while len(gone) < 3:
         under_test.step()
-        held = {sequence.request_id for sequence in under_test.scheduler._states.running}
+        held = {sequence.request_id for sequence in under_test.scheduler.states.running}
         gone += [r.request_id for r in requests if r.request_id not in held and r.request_id not in gone]
     assert gone == ["paused", "low", "over"]
 
@@ -288,7 +287,7 @@ def test_as_much_as_a_machine_in_unrest_may_take_is_left_of_the_target(monkeypat
 def rush(inter_token_target: float | None) -> tuple[list[float], list[int]]:
     """Ten long prompts come to an engine that has measured nothing: seconds and prompt tokens of each step.
 
-    They have come one after the other: no stream gives way to the others (core/burst.py).
+    They have come one after the other: no stream gives way to the others (core/queue.py).
     """
     under_test = EngineUnderTest(MIXED, inter_token_target=inter_token_target, has_prefix_cache=False)
     requests = [make_request(f"r{i}", 1500, 400, arrival_s=2 * i * WINDOW_S) for i in range(10)]

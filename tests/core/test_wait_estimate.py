@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.types import EngineStats
-from core.wait_estimate import (
+from server.gate.admission import (
     LEAST_MARGIN,
     MOST_MARGIN,
     Backlog,

@@ -2,9 +2,9 @@ import math
 
 import pytest
 
-from core.fairness import OVER_SHARE_S, Tenant
-from core.sequence import Sequence, SequenceGroup
-from core.waiting import AGEING_S, TOP_CLASS, WaitingQueue, aged_class, bound_s
+from core.queue import AGEING_S, WaitingQueue, aged_class, bound_s
+from core.sequence import OVER_SHARE_S, Sequence, SequenceGroup, Tenant
+from core.types import TOP_CLASS
 from tests.fakes import make_request
 
 LOCAL = Tenant("local")

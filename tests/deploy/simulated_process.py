@@ -13,8 +13,8 @@ from typing import BinaryIO
 from core.plan import StepOutput, StepPlan
 from core.simulation import SimulatedRunner
 from core.types import StepDelivery
-from server import __main__ as wiring
-from server import cli, engine_watch
+from server import cli, engine_loader, engine_watch
+from server.__main__ import end_process
 from server.engine_thread import Inbox
 from server.loaded_engine import LoadedEngine
 from tests.server.running_server import load_with
@@ -54,9 +54,9 @@ def main(gates: Path, flags: list[str]) -> int:
     if gates.name in ("hasty", "fatal"):
         engine_watch.MIN_SILENCE_S = engine_watch.FIRST_STEP_S = 0.1
         engine_watch.NUM_SILENCES_TO_DEATH = 3 if gates.name == "fatal" else 10**6
-    wiring.engine_loader = lambda config: load
+    engine_loader.engine_loader = lambda config: load
     return cli.main(["serve", *flags])
 
 
 if __name__ == "__main__":
-    wiring.end_process(main(Path(sys.argv[1]), sys.argv[2:]))
+    end_process(main(Path(sys.argv[1]), sys.argv[2:]))

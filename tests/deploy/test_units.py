@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from server.commands.command_line import build_parsers, flags_given
 from server.config_sources import load_config
+from tests.server.given_settings import typed
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 SERVICE = DEPLOY / "steploop.service"
@@ -75,9 +75,8 @@ def test_user_of_the_service_is_the_one_that_sysusers_makes(tmp_path: Path) -> N
 def test_command_line_and_configuration_are_taken() -> None:
     program, *words = shlex.split(setting("ExecStart"))
     assert program.endswith("/steploop")
-    parser, _ = build_parsers()
     installed = [word.replace("/etc/steploop", str(DEPLOY)) for word in words]
-    assert load_config(flags_given(parser.parse_args(installed)), {}).log_format == "json"
+    assert load_config(typed(*installed), {}).log_format == "json"
 
 
 def test_settings_that_are_commented_out_are_known(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 
 from hpack import Decoder, Encoder, NeverIndexedHeaderTuple
 
-from server.ledger.records import State
+from server.ledger.store import State
 from server.wire.frame_gate import DATA, GOAWAY, HEADER_BYTES, HEADERS, PREFACE, RST_STREAM, SETTINGS
 from tests.e2e.raw_http import RawAnswer, connected, post_bytes, request_bytes
 from tests.e2e.server_process import ServerProcess, ready_server

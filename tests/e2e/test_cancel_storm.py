@@ -17,8 +17,8 @@ import pytest
 import uvloop
 
 from core.types import Cancel, FinishReason, Message
-from server.__main__ import engine_loader
 from server.config import ServerConfig
+from server.engine_loader import engine_loader
 from server.engine_thread import EngineThread
 from server.process import Server
 from server.wire.frame_gate import DATA, GOAWAY, HEADERS, PREFACE, RST_STREAM, SETTINGS
@@ -142,10 +142,10 @@ def num_descriptors() -> int:
 
 async def wait_quiet(server: Server) -> None:
     """The listener knows of nobody, and the engine has told the end of everybody."""
-    lifecycle, client = server._app.state.lifecycle, server._client
-    assert lifecycle is not None
+    generations, client = server._app.state.generations, server._client
+    assert generations is not None
     assert client is not None
-    while server.listener.num_open or server.listener.num_handlers or lifecycle.active or client._handles:
+    while server.listener.num_open or server.listener.num_handlers or generations.active or client._handles:
         await asyncio.sleep(0)
 
 

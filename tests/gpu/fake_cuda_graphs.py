@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from gpu.graphs import CaptureError, CudaRecorder, Graph, GraphRecorder, NoRoomForGraph
+from gpu.step_graphs import CaptureError, CudaRecorder, Graph, GraphRecorder, NoRoomForGraph
 
 # The host reads a result by these: on a CPU some of them call no operator.
 _READS = {"item", "tolist", "numpy", "data_ptr", "cpu", "cuda", "__array__", "__bool__", "__int__", "__float__"}

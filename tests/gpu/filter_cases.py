@@ -7,7 +7,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gpu.filters import Filters, least_of, slope_of
+from gpu.sampling_rules import Filters, least_of, slope_of
 
 MASS_ERROR = 1e-6  # a weight is off by 2e-7 of it and by 2 ** -40 of the largest
 

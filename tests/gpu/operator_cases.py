@@ -4,7 +4,7 @@ import torch
 
 from core.config import ModelConfig, RopeConfig
 from gpu.kv_cache import LayerKV
-from gpu.rope import Rope
+from gpu.layers import Rope
 
 EPS = 1e-6
 CONFIG = ModelConfig(

@@ -3,7 +3,7 @@
 import pytest
 
 from core.plan import SequenceStart
-from gpu.block_tables import BlockTables
+from gpu.batch import BlockTables
 from tests.gpu.driver import GREEDY, make_plan
 
 SCRATCH = 99

@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from gpu.device_clock import NEVER_S, graph_seconds, seconds_or_never
+from gpu.streams import NEVER_S, graph_seconds, seconds_or_never
 from tests.gpu.fake_cuda import FakeCuda
 
 CUDA = torch.device("cuda", 0)

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from gpu.drawn_tokens import DrawnTokens
+from gpu.batch import DrawnTokens
 from gpu.sampler import AskedLogprobs, Drawn
 from tests.gpu.late_streams import LateStreams
 

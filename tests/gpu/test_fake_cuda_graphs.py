@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpu.graphs import CaptureError, Graph, NoRoomForGraph, is_of_memory
+from gpu.step_graphs import CaptureError, Graph, NoRoomForGraph, is_of_memory
 from tests.gpu.fake_cuda_graphs import NODE_BYTES, FakeRecorder
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from gpu.filters import SHORTLIST, SORTED_WHOLE, WEIGHT_BITS, Filters, needed_of, slope_of, weigh
+from gpu.sampling_rules import SHORTLIST, SORTED_WHOLE, WEIGHT_BITS, Filters, needed_of, slope_of, weigh
 from tests.gpu.filter_cases import FilterCase, assert_is_what_is_asked, filter_cases
 
 CASES = (

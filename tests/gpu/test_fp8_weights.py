@@ -18,10 +18,9 @@ from gpu import weights as weights_module
 from gpu.checkpoint import open_checkpoint
 from gpu.kept_matrices import kept_scheme
 from gpu.layer_weights import LayerWeights, ModelWeights, matrices
-from gpu.memory_plan import estimate, memory_needed
-from gpu.memory_sizes import weights_size_bytes
+from gpu.memory_plan import estimate, memory_needed, weights_size_bytes
 from gpu.quantize import QuantizedWeight, dequantize
-from gpu.staged_copies import StagedCopies
+from gpu.streams import StagedCopies
 from gpu.targets import Target
 from gpu.weights import MatrixForm, load_weights
 from tests import packed_files

@@ -8,11 +8,20 @@ import pytest
 
 from core.config import EngineConfig
 from core.errors import NotEnoughMemory
-from gpu.graph_memory import CountedGraphs, GraphBytes, evenly, extrapolate, measure_graphs, plan_with
-from gpu.graphs import GRANULE_BYTES, CaptureError, NoRoomForGraph
 from gpu.kv_cache import bytes_per_block
 from gpu.memory_plan import GIB, MIB, OWN_MEMORY_SHARE, MemoryPlan, plan_memory
-from gpu.step_graphs import StepGraphs
+from gpu.step_graphs import (
+    GRANULE_BYTES,
+    CaptureError,
+    CountedGraphs,
+    GraphBytes,
+    NoRoomForGraph,
+    StepGraphs,
+    evenly,
+    extrapolate,
+    measure_graphs,
+    plan_with,
+)
 from gpu.step_shapes import StepShape, StepShapes, chunk_shapes, decode_sizes, step_shapes
 from tests.gpu.test_memory_plan import CUDA, MODEL
 

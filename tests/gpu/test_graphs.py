@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gpu.graphs import CaptureError, CudaRecorder, NoRoomForGraph
+from gpu.step_graphs import CaptureError, CudaRecorder, NoRoomForGraph
 from tests.gpu.fake_cuda import FakeCuda
 
 CUDA = torch.device("cuda", 0)

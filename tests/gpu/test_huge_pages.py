@@ -5,8 +5,8 @@ import mmap
 import numpy as np
 import pytest
 
-from gpu import huge_pages
-from gpu.huge_pages import LEAST_BYTES, MADV_COLLAPSE, PAGE_BYTES, use_huge_pages
+from gpu import device
+from gpu.device import LEAST_BYTES, MADV_COLLAPSE, PAGE_BYTES, use_huge_pages
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
         calls.append((address, size_bytes, advice))
         return 0
 
-    monkeypatch.setattr(huge_pages, "_madvise", lambda: advise)
+    monkeypatch.setattr(device, "_madvise", lambda: advise)
     return calls
 
 
@@ -37,9 +37,9 @@ def test_little_is_left_as_it_lies(asked: list[tuple[int, int, int]]) -> None:
 
 
 def test_a_refusal_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huge_pages, "_madvise", lambda: lambda *_: -1)
+    monkeypatch.setattr(device, "_madvise", lambda: lambda *_: -1)
     assert not use_huge_pages(PAGE_BYTES, PAGE_BYTES)
-    monkeypatch.setattr(huge_pages, "_madvise", lambda: None)
+    monkeypatch.setattr(device, "_madvise", lambda: None)
     assert not use_huge_pages(PAGE_BYTES, PAGE_BYTES)
 
 

@@ -10,12 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from core.plan import BlockLabel
+from core.kv_cache import BlockLabel
 from core.simulation import SimulatedClock
-from core.snapshot import StoreState
-from gpu.kv_directory import KVDirectory
-from gpu.kv_file import LENGTH, MAGIC, SUFFIX
-from gpu.kv_slot_files import RETRY_S
+from core.types import StoreState
+from gpu.kv_store import LENGTH, MAGIC, RETRY_S, SUFFIX, KVDirectory
 
 BLOCK_BYTES = 100
 
@@ -165,7 +163,7 @@ def test_disk_that_fails_is_tried_again_after_a_while(tmp_path: Path, caplog: py
         wait_written(directory)
         return directory.state.num_unwritten
 
-    with caplog.at_level("INFO", "gpu.kv_slot_files"):
+    with caplog.at_level("INFO", "gpu.kv_store"):
         assert put(1) == 0
         with gone(path):
             assert put(2) == 1
@@ -259,7 +257,7 @@ def test_start_says_what_was_read_and_each_reason_once(tmp_path: Path, caplog: p
         file.write_bytes(b"torn")
     *_, flipped = sorted(tmp_path.glob(f"*{SUFFIX}"))
     flipped.write_bytes(flipped.read_bytes()[:-1])
-    with caplog.at_level("INFO", "gpu.kv_directory"):
+    with caplog.at_level("INFO", "gpu.kv_store"):
         assert len(found(tmp_path)) == 3
     torn, digest, summary = [record.getMessage() for record in caplog.records]
     assert torn.endswith(f"{SUFFIX} and 1 more are not used: it is of another format")
@@ -270,7 +268,7 @@ def test_start_says_what_was_read_and_each_reason_once(tmp_path: Path, caplog: p
 def test_files_of_another_model_go_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with opened(tmp_path) as directory:
         directory.put(0, label(1), content(1))
-    with caplog.at_level("WARNING", "gpu.kv_directory"):
+    with caplog.at_level("WARNING", "gpu.kv_store"):
         directory = KVDirectory(tmp_path, None, "another", BLOCK_BYTES)
         assert directory.load(4, lambda slot, raw: None) == []
         directory.save({}, (), lambda slot: b"")

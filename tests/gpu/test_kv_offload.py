@@ -14,14 +14,13 @@ import torch
 from core.config import parse_model_config
 from core.engine import Engine
 from core.errors import ExitCode, StartupError
-from core.plan import BlockCopies
+from core.kv_cache import BlockCopies
 from core.scheduler import Scheduler
 from core.types import ClearCache, Message, Request, SamplingParams, Submit
-from gpu.host_streams import HostStreams
 from gpu.kv_cache import KVCache
-from gpu.kv_file import SUFFIX
-from gpu.kv_offload import HostMemory
+from gpu.kv_store import SUFFIX, HostMemory
 from gpu.runner import ModelRunner
+from gpu.streams import HostStreams
 from tests.fakes import DeliveryLog, FakeClock
 from tests.gpu.conftest import ENGINE, open_runner
 from tests.gpu.late_streams import LateStreams

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from core.config import RopeConfig
+from gpu.layers import Rope, apply_rope, rope_frequencies
 from gpu.operators import Operators
-from gpu.rope import Rope, apply_rope, rope_frequencies
 from gpu.runner import ModelRunner
 from tests.gpu.driver import Driver, make_plan
 from tests.oracle import Oracle

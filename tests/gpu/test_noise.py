@@ -3,7 +3,17 @@
 import numpy as np
 import torch
 
-from gpu.noise import GOLDEN, MIX_1, MIX_2, MOST_NOISE, SLACK, gumbel_argmax, gumbel_noise, near_gumbel_noise, row_keys
+from gpu.sampling_rules import (
+    GOLDEN,
+    MIX_1,
+    MIX_2,
+    MOST_NOISE,
+    SLACK,
+    gumbel_argmax,
+    gumbel_noise,
+    near_gumbel_noise,
+    row_keys,
+)
 
 WORD = (1 << 64) - 1
 EULER = 0.5772156649

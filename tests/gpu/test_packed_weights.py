@@ -15,8 +15,7 @@ from core.errors import BadCheckpoint
 from gpu.checkpoint import open_checkpoint
 from gpu.kept_matrices import kept_scheme
 from gpu.layer_weights import ModelWeights, matrices
-from gpu.memory_plan import estimate
-from gpu.memory_sizes import weights_size_bytes
+from gpu.memory_plan import estimate, weights_size_bytes
 from gpu.quantize import QuantizedWeight, dequantize
 from gpu.weights import MatrixForm, load_weights
 from tests.gpu.conftest import ENGINE, no_progress, open_runner

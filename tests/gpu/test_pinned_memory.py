@@ -5,7 +5,7 @@ import mmap
 import pytest
 import torch
 
-from gpu.pinned_memory import pinned_for_good
+from gpu.streams import pinned_for_good
 
 
 class Cudart:

@@ -8,7 +8,7 @@ from collections import deque
 import pytest
 import torch
 
-import gpu.prompt_logprobs
+import gpu.sampler
 from core.engine import Engine
 from core.plan import PromptTargets
 from core.scheduler import Scheduler
@@ -107,7 +107,7 @@ def test_logits_are_there_a_piece_at_a_time(llama_runner: ModelRunner, monkeypat
         return logits(x)
 
     monkeypatch.setattr(llama_runner._model, "logits", counted)
-    monkeypatch.setattr(gpu.prompt_logprobs, "PIECE_BYTES", 4 * 300 * 9)
+    monkeypatch.setattr(gpu.sampler, "PIECE_BYTES", 4 * 300 * 9)
     assert run(llama_runner, 256, 1) == whole
     assert max(sizes) == 9
     assert sizes.count(9) > 69 // 9

@@ -10,7 +10,7 @@ import torch
 
 from core.config import QUANTIZE_SCHEMES
 from gpu import quantize_cache
-from gpu.measured_file import measured_file, read_kept, write_kept
+from gpu.cache_files import measured_file, read_kept, write_kept
 from gpu.quantize import QuantizedWeight, quantize
 from gpu.quantize_cache import QuantizeCache, cache_directory, quantizing
 from tests.gpu.conftest import ENGINE, open_runner
@@ -138,8 +138,8 @@ def test_who_has_no_home_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not cache_directory().parent.exists()
     cache = QuantizeCache(cache_directory(), LIMIT)
     assert same(cache.quantize(weight_of(0), "int8"), quantize(weight_of(0), "int8"))
-    assert read_kept(measured_file("measured.json"), str) == {}
-    write_kept(measured_file("measured.json"), {})
+    assert read_kept(measured_file(), str) == {}
+    write_kept(measured_file(), {})
 
 
 def test_a_matrix_that_no_group_divides_stays_as_it_is() -> None:

@@ -9,11 +9,11 @@ import torch
 
 from core.config import QUANTIZE_SCHEMES, EngineConfig, parse_model_config
 from gpu.checkpoint import open_checkpoint
-from gpu.kernel_choice import find_operators
 from gpu.layer_weights import ModelWeights
-from gpu.memory_sizes import weights_size_bytes
+from gpu.memory_plan import weights_size_bytes
 from gpu.quantize import QuantizedWeight, can_quantize, dequantize, quantize
 from gpu.runner import ModelRunner
+from gpu.tune import find_operators
 from gpu.weights import MatrixForm, load_weights
 from tests.gpu.conftest import ENGINE, no_progress, open_runner
 from tests.gpu.driver import Driver

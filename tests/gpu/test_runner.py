@@ -143,21 +143,21 @@ def test_idle_work_settles_the_threads_of_the_next_step_and_gives_memory_back(
     load, trims = 9.0, list[str]()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("gpu.device.num_physical_cores", lambda: 2)
-    monkeypatch.setattr("gpu.measured.MIN_PARAMETERS", 0)
-    monkeypatch.setattr("gpu.measured.load_average", lambda: load)
+    monkeypatch.setattr("gpu.tune.MIN_PARAMETERS", 0)
+    monkeypatch.setattr("gpu.tune.load_average", lambda: load)
     monkeypatch.setattr("gpu.runner.trim_heap", lambda: trims.append("trimmed"))
-    monkeypatch.setattr("gpu.threads.fewest", lambda counts, seconds, worth=1.0: 2)
+    monkeypatch.setattr("gpu.tune.fewest", lambda counts, seconds, worth=1.0: 2)
     runner = open_runner(model_directory("llama3"), dataclasses.replace(ENGINE, threads=None))
-    assert runner.measured.unsettled == ("threads",)
+    assert not runner.measured.is_settled
     driver = Driver(runner)
     sequence = driver.add(PROMPT)
     begun, load = runner.idle_work(), 0.0
     next(begun)
     begun.close()
     driver.step(None, sequence)
-    assert (runner.measured.unsettled, trims) == (("threads",), [])
+    assert (runner.measured.is_settled, trims) == (False, [])
     assert sum(1 for _ in runner.idle_work()) > 1
-    assert (runner.measured.unsettled, trims) == ((), ["trimmed"])
+    assert (runner.measured.is_settled, trims) == (True, ["trimmed"])
     driver.step(None, sequence)
     assert torch.get_num_threads() == runner.measured.threads.of(1) == 2
 

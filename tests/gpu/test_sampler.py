@@ -9,8 +9,7 @@ import torch
 
 from core.plan import SequenceStart
 from core.types import SamplingParams
-from gpu.sampler import Drawn, Sampler
-from gpu.sampling_slots import Number
+from gpu.sampler import Drawn, Number, Sampler
 
 VOCAB = 50
 CPU = torch.device("cpu")

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from gpu.spent_memory import _clean_mappings
+from gpu.device import _clean_mappings
 
 MAPPED = """\
 7f0000000000-7f0000002000 r-xp 00001000 fe:00 11  /usr/lib/libfirst.so.3.1
@@ -28,7 +28,7 @@ Anonymous:             0 kB
 
 DROPS = """
 import torch
-from gpu.spent_memory import drop_code_pages
+from gpu.device import drop_code_pages
 first = drop_code_pages()
 assert first > 1 << 20, first
 product = torch.eye(64) @ torch.ones(64, 64)
@@ -38,7 +38,7 @@ assert 0 < drop_code_pages() < first
 
 TRIMS = """
 import ctypes
-from gpu.spent_memory import trim_heap
+from gpu.device import trim_heap
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
 

@@ -1,8 +1,9 @@
-"""Weights through two pinned buffers in turn: the same parameters, few bytes held, and nothing read too soon."""
+"""Copies through two pinned buffers in turn arrive as they were sent, however late a device copies and reads them."""
 
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from core.config import parse_model_config
 from gpu.checkpoint import open_checkpoint
 from gpu.layer_weights import ModelWeights
-from gpu.staged_copies import BUFFER_BYTES, StagedCopies, fill_on, staged_bytes
+from gpu.streams import BUFFER_BYTES, StagedCopies, fill_on, staged_bytes
 from gpu.targets import Target
 from gpu.weights import load_weights
 from tests.gpu.conftest import no_progress
@@ -106,3 +107,51 @@ def test_a_cpu_is_filled_from_the_files_themselves() -> None:
     assert fill_on(CPU) is Target.fill
     assert staged_bytes(CPU) == 0
     assert staged_bytes(torch.device("cuda")) == 2 * BUFFER_BYTES
+
+
+def int32(*values: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
+    return np.array(values, dtype=np.int32)
+
+
+def test_each_step_reads_its_own_however_late_the_device_is() -> None:
+    streams, found = LateStreams(), []
+    copies = StagedCopies(streams, 32)
+
+    def use(parts: list[torch.Tensor]) -> None:
+        found.append([part.tolist() for part in parts])
+
+    for step in range(7):
+        copies.send_integers((np.full((2, 2), step, np.int32), int32(), int32(*range(step % 4))), use)
+    streams.finish()
+    assert found == [[[step] * 4, [], list(range(step % 4))] for step in range(7)]
+
+
+def test_nothing_is_allocated_on_the_way_and_a_step_is_one_copy() -> None:
+    streams = LateStreams()
+    copies = StagedCopies(streams, 32)
+    for _ in range(5):
+        copies.send_integers((int32(1, 2), int32(3)), lambda parts: None)
+    streams.finish()
+    assert (streams.pinned_bytes, streams.device_bytes) == ([32, 32], [32, 32])
+    assert streams.side.num_started == 5
+
+
+def test_the_host_waits_for_no_copy_but_that_of_two_steps_ago() -> None:
+    streams, found = LateStreams(), []
+    copies = StagedCopies(streams, 16)
+    for _ in range(2):
+        copies.send_integers((int32(1),), lambda parts: found.append(parts[0].tolist()))
+    assert found == []
+    assert streams.side.num_late > 0
+
+
+def test_a_step_that_brings_more_is_one_copy_too_and_what_was_enlarged_stays_so() -> None:
+    streams, found = LateStreams(), []
+    copies = StagedCopies(streams, 8)
+    sizes = [1, 9, 2, 3, 16, 8]
+    for size in sizes:
+        copies.send_integers((np.full(size, size, np.int32),), lambda parts: found.append(parts[0].tolist()))
+    streams.finish()
+    assert found == [[size] * size for size in sizes]
+    assert streams.side.num_started == len(sizes)
+    assert streams.pinned_bytes == streams.device_bytes == [8, 8, 64, 64]

@@ -5,8 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from gpu.graphs import CaptureError, NoRoomForGraph
-from gpu.step_graphs import StepGraphs
+from gpu.step_graphs import CaptureError, NoRoomForGraph, StepGraphs
 from gpu.step_shapes import StepShape, StepShapes
 
 CHUNKS = (StepShape(0, 1, 16), StepShape(4, 1, 28))

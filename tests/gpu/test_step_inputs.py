@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from core.plan import PENDING
-from gpu.step_inputs import KnownPlan, inputs_in, num_inputs, step_inputs
+from gpu.device_steps import KnownPlan, inputs_in, num_inputs, step_inputs
 from gpu.step_shapes import StepShape
 from tests.gpu.driver import make_plan
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gpu.linear import can_pack, packed_linear
-from gpu.tied_head import PackedRows, make_tied
+from gpu.linear import PackedRows, can_pack, make_tied, packed_linear
 
 needs_packing = pytest.mark.skipif(
     not can_pack(torch.bfloat16, torch.device("cpu")), reason="needs a torch with oneDNN's packed products"

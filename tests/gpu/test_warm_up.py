@@ -8,7 +8,7 @@ import pytest
 
 from core.plan import StepPlan
 from core.scheduler import Scheduler
-from gpu.device_products import MOST_FEW_ROWS
+from gpu.linear import MOST_FEW_ROWS
 from gpu.loading import TIMED_CHUNKS, time_rows, warm_up
 from gpu.runner import StepTicket
 from tests.gpu.conftest import ENGINE, open_runner

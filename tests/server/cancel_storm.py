@@ -21,9 +21,8 @@ from core.plan import RunnerLimits
 from core.simulation import CostModel, SimulatedRunner
 from core.types import Cancel, FinishReason, Pause
 from server.gate.tenants import LOCAL_NAME
-from server.wire.connection_limits import ConnectionLimits, Http2Limits
 from server.wire.frame_gate import DATA, GOAWAY, HEADER_BYTES, HEADERS, PREFACE, RST_STREAM, SETTINGS
-from server.wire.frame_limits import FrameLimits, Rate
+from server.wire.limits import ConnectionLimits, FrameLimits, Http2Limits, Rate
 from tests.server.raw_http2 import frame
 from tests.server.simulated_server import TOKENIZER, SimulatedServer, completion, request
 
@@ -222,8 +221,8 @@ class CancelStorm:
             return
         peer = self._random.choice(open_peers)
         chance = self._random.random()
-        if chance < 0.2 and self.server.lifecycle.active:
-            self._delete(self._random.choice(list(self.server.lifecycle.active)))
+        if chance < 0.2 and self.server.generations.active:
+            self._delete(self._random.choice(list(self.server.generations.active)))
         elif isinstance(peer, Http2Peer) and chance < 0.9:
             peer.reset_stream(self._random.choice(sorted(peer.streams)))
             self.called_off["RST_STREAM"] += 1
@@ -239,7 +238,7 @@ class CancelStorm:
     def _delete(self, request_id: str) -> None:
         """As the route does, without a connection for it."""
         self.called_off["DELETE"] += 1
-        self.server.lifecycle.cancel(request_id, LOCAL_NAME)
+        self.server.generations.cancel(request_id, LOCAL_NAME)
 
     def _let_stall(self) -> None:
         """Who does not read by now will not: time passes until the server has cut them off."""

@@ -1,7 +1,7 @@
 """An engine client with lists for the engine and the loop, sinks that keep what they are told, and chunks for them."""
 
 import itertools
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable
 
 from core.detokenizer import TokenTable
@@ -19,10 +19,10 @@ from core.types import (
     TokenLogprobs,
     Usage,
 )
-from server.backend import NEVER, ChoiceClock, ShortWay, TextTeller
-from server.engine_client import EngineClient
-from server.observing.exposition import Histogram
-from server.request_handle import RequestHandle
+from server.engine_client import EngineClient, RequestHandle
+from server.gate.allowance import NEVER
+from server.observing.metrics import Histogram
+from server.wire.messages import TextWriter
 
 LETTERS = TokenTable([b"a", b"b", b"c", b"d", b"\xc3", b"\xa9"])
 
@@ -59,31 +59,36 @@ class Sink:
     ) -> None:
         self.deltas: list[Delta] = []  # text that comes alone, too
         self.choices: list[int] = []  # whose they are
-        self.times_s: list[float] = []
         self.engine_marks: list[EngineMark] = []
         self.ends: list[tuple[Usage, str | None]] = []
         self.marked: list[tuple[int, int]] = []  # choices, and how many tokens they had
-        self.clocks: defaultdict[int, ChoiceClock] = defaultdict(ChoiceClock)
+        self.begun: list[int] = []  # choices
+        self.handle: RequestHandle | None = None
+        self.times_s: list[float | None] = []  # when the last text of each delta's sequence came
         self._marks = marks or {}  # at how many to be asked again
         self._connections = connections or Connections()
         self._connection = connection
 
-    def on_text(self, choice: int, text: str, now_s: float) -> None:
+    def on_begin(self, choice: int, now_s: float) -> None:
+        self.begun.append(choice)
+
+    def on_text(self, choice: int, text: str) -> None:
         assert text
-        self.on_delta(choice, Delta(text=text, num_tokens=1), now_s)
+        self._keep(choice, Delta(text=text, num_tokens=1))
 
-    def teller(self, choice: int) -> TextTeller:
-        return lambda text: self.on_text(choice, text, self.clocks[choice].last_s or 0.0)
-
-    def short_way(self, choice: int) -> ShortWay:
-        return ShortWay(self.teller(choice), self.clocks[choice])
+    def text_writer(self, choice: int) -> TextWriter:
+        return lambda text: self.on_text(choice, text)
 
     def on_delta(self, choice: int, delta: Delta, now_s: float) -> None:
+        self._keep(choice, delta)
+
+    def _keep(self, choice: int, delta: Delta) -> None:
         assert not self.ends
         self.deltas.append(delta)
         self.choices.append(choice)
-        self.times_s.append(now_s)
-        self.clocks[choice].last_s = now_s
+        if self.handle is not None:
+            sequences = self.handle.sequences
+            self.times_s.append(sequences[choice - sequences[0].choice].last_s)
         self._connections.journal.append(delta.text)
         self._connections.write(self._connection)
 
@@ -138,7 +143,9 @@ class ClientBench:
             request_id=request_id, prompt_ids=(1, 2, 3), sampling=params, arrival_s=0.0, num_sequences=num_sequences
         )
         self.sinks[request_id] = Sink(self.connections, marks, connection)
-        return self.client.submit(request, self.sinks[request_id], continues_text=True, first_choice=first_choice)
+        sink = self.sinks[request_id]
+        sink.handle = self.client.submit(request, sink, continues_text=True, first_choice=first_choice)
+        return sink.handle
 
     def deliver(self, *rows: tuple[str, int, int], chunks: tuple[TokenChunk, ...] = (), num_steps: int = 1) -> None:
         ids, indexes, token_ids = ([row[i] for row in rows] for i in range(3))

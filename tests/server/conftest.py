@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from server.wire.connection_limits import ConnectionLimits
+from server.wire.limits import ConnectionLimits
 from server.wire.stream import HttpStream
 from tests.server.fakes import MemoryServer
 from tests.server.memory_connection import Serve

@@ -7,15 +7,13 @@ from typing import Any
 
 from h2.errors import ErrorCodes
 
-from server.answer_body import content_headers
-from server.api.envelope import protocol_error_body
-from server.listening.client_gate import ClientRules
+from server.api.replies import protocol_error_body
+from server.listening.clients import ClientRules
 from server.listening.listener import ALL_HELD_BODY_BYTES, Listener, ListenerConfig
-from server.wire.connection_limits import ConnectionLimits
-from server.wire.exchanges import Refuse
-from server.wire.messages import Headers
-from server.wire.peer import Peer
-from server.wire.stream import HttpStream
+from server.wire.connection import Refuse
+from server.wire.limits import ConnectionLimits
+from server.wire.messages import Headers, Peer
+from server.wire.stream import HttpStream, content_headers
 from tests.server.virtual_loop import VirtualTimeLoop
 
 PEER = Peer(IPv4Address("192.0.2.7"), 4242)

@@ -10,7 +10,7 @@ from core.sequence import sequence_seed
 from core.simulation import continuation
 from core.types import Request, Submit, Usage
 from server.gate.quota import DayPool
-from server.ledger.records import LedgerRow, State
+from server.ledger.store import LedgerRow, State
 from tests.server.drawn_calls import CACHED_DISCOUNT, TENANTS
 from tests.server.inline_ledger import rows
 from tests.server.recording_peers import Call

@@ -20,7 +20,7 @@ from core.plan import RunnerLimits
 from core.simulation import CostModel, SimulatedClock, SimulatedRunner
 from core.types import Pause
 from server.config import ServerConfig
-from server.wire.connection_limits import ConnectionLimits
+from server.wire.limits import ConnectionLimits
 from tests.server.drawn_calls import TENANTS, draw_call, draw_tenants
 from tests.server.fakes import MemoryTransport
 from tests.server.fault_checks import LifeChecks, Tally, written
@@ -151,11 +151,11 @@ class _Life:
             caller.leave(self._rng.choice(("eof", "reset")))
 
     def _delete(self) -> None:
-        active = list(self.server.lifecycle.active)
+        active = list(self.server.generations.active)
         if not active:
             return
         request_id = self._rng.choice(active)
-        owner, _ = self.server.lifecycle.active[request_id]
+        owner = self.server.generations.active[request_id].tenant
         key = self._rng.choice((owner, owner, *TENANTS))
         answer = self._operate("DELETE", f"/v1/requests/{request_id}", key)
         answer.may_be = (200, 404)

@@ -15,8 +15,8 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from server.listening.binds import Bind, TcpAddress
 from server.listening.listener import Listener, ListenerConfig
+from server.listening.sockets import Bind, TcpAddress
 from server.wire.messages import ResponseHead
 from server.wire.stream import HttpStream
 from tests.server.fakes import refuse

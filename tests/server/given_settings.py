@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 from core.errors import StartupError
+from server.cli import name_commands
+from server.commands.command_line import add_flags, flags_given
 from server.config_sources import load_config
 
 
@@ -12,6 +14,13 @@ def toml_flag(tmp_path: Path, text: str) -> dict[str, str | list[str]]:
     path = tmp_path / "steploop.toml"
     path.write_text(text)
     return {"config_file": str(path)}
+
+
+def typed(*words: str) -> dict[str, str | list[str]]:
+    """The settings that a command line gives."""
+    parser, by_command = name_commands()
+    add_flags(by_command)
+    return flags_given(parser.parse_args(words))
 
 
 def refusal(flags: dict[str, str | list[str]], environ: dict[str, str]) -> StartupError:
@@ -62,9 +71,7 @@ SAMPLES = {
     "inter-token-target": "2.5",
     "overlap": "on",
     "tensor-parallel": "2",
-    "no-overlap": "true",
     "graphs": "off",
-    "lazy-graphs": "true",
     "handshake-timeout": "1s",
     "max-head": "8KiB",
     "max-heads": "1MiB",

@@ -8,10 +8,8 @@ from h2.connection import H2Connection
 from h2.errors import ErrorCodes
 from h2.settings import SettingCodes
 
-from server.wire.connection_limits import Http2Limits
-from server.wire.frame_limits import FrameLimits, Rate
-from server.wire.http1_prefilter import HeadLimits
 from server.wire.http2 import Http2Protocol
+from server.wire.limits import FrameLimits, HeadLimits, Http2Limits, Rate
 from server.wire.messages import ResponseHead, TextFrame, TextWriter
 from tests.server.http2_client import fields
 

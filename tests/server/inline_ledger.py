@@ -3,10 +3,8 @@
 import asyncio
 from pathlib import Path
 
-from server.ledger.journal import Journal, open_journal
-from server.ledger.records import LedgerRow, Write
-from server.ledger.store import LedgerStore
-from server.ledger.thread import Item, Tell, tell_batch, write_batch
+from server.ledger.journal import Item, Journal, Tell, open_journal, tell_batch, write_batch
+from server.ledger.store import LedgerRow, LedgerStore, Write
 
 NUM_RECORDS = 100
 COMMIT_S = 0.003

@@ -8,9 +8,8 @@ from typing import Any
 
 from core.errors import ServiceError
 from server.config import ServerConfig
-from server.wire.connection_limits import ConnectionLimits, Http2Limits
 from server.wire.frame_gate import GOAWAY
-from server.wire.frame_limits import FrameLimits, Rate
+from server.wire.limits import ConnectionLimits, FrameLimits, Http2Limits, Rate
 from tests.server.fakes import MemoryServer
 from tests.server.http2_client import Http2Client
 from tests.server.http2_client import fields as pseudo_fields
@@ -323,7 +322,7 @@ def body_of(num_bytes: int, over: str) -> str:
     """A good request that is filled up with spaces."""
     body = json.dumps(COMPLETION).encode().ljust(num_bytes)
     server = SimulatedServer()
-    server.lifecycle.max_body_bytes = ServerConfig().max_body_bytes
+    server.generations.max_body_bytes = ServerConfig().max_body_bytes
     if over == "HTTP/2":
         status = _http2_status(server, body)
     else:

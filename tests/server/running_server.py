@@ -10,7 +10,8 @@ import uvloop
 from core.chat_template import ChatTemplate
 from core.engine import Engine
 from core.errors import ExitCode
-from core.plan import BlockLabel, RunnerLimits
+from core.kv_cache import BlockLabel
+from core.plan import RunnerLimits
 from core.scheduler import Scheduler
 from core.simulation import CostModel, SimulatedClock, SimulatedRunner
 from core.types import StepDelivery

@@ -1,4 +1,4 @@
-"""The whole server in virtual time: real connections, app, lifecycle, engine client, engine and scheduler.
+"""The whole server in virtual time: real connections, app, generations, engine client, engine and scheduler.
 
 Only the ends are simulated: the network (in memory), the model (a hash of the tokens it finds in its KV blocks) and
 time. No thread, no socket, no clock: the same script gives the same bytes and the same steps.
@@ -23,7 +23,6 @@ from core.scheduler import Scheduler
 from core.simulation import CostModel, SimulatedClock, SimulatedRunner
 from core.tokenizer import Tokenizer
 from core.types import EngineStats, FinishReason, StepDelivery
-from core.wait_estimate import Backlog, EngineRoom
 from server.api.models import ServedModel
 from server.api.surface import GenerationDefaults
 from server.app import App
@@ -31,19 +30,19 @@ from server.app_state import Readiness
 from server.clock import Clock
 from server.config import ServerConfig
 from server.engine_client import EngineClient
-from server.gate.admission import Admission
+from server.gate.admission import Admission, Backlog, EngineRoom, QueueLimits
 from server.gate.cross_origin import CrossOrigin
 from server.gate.deadlines import Deadlines
 from server.gate.gate import Gate
-from server.gate.queue_limits import QueueLimits
 from server.gate.tenants import Tenant
+from server.generation import Generations
 from server.ledger.idempotency import Idempotency
-from server.ledger.prices import NO_PRICES, Prices
-from server.ledger.setup import OpenLedger, opened
-from server.lifecycle import Lifecycle, PromptReader
-from server.listening.client_gate import ClientRules
+from server.ledger.ledger import OpenLedger, opened
+from server.ledger.usage import NO_PRICES, Prices
+from server.listening.clients import ClientRules
 from server.observing.metrics import Metrics
-from server.wire.connection_limits import ConnectionLimits
+from server.prompts import PromptReader
+from server.wire.limits import ConnectionLimits
 from tests.core.chat_templates import CHATML
 from tests.core.small_tokenizers import SPECIAL, byte_level
 from tests.server.fakes import MemoryServer, MemoryTransport
@@ -223,9 +222,9 @@ class SimulatedServer:
         self.app.state.listener = self.network.listener
         self.client = self._new_client()
         queue_limits = QueueLimits(max_requests=max_requests, max_tokens=max_queue_tokens, max_bytes=max_queue_bytes)
-        self.lifecycle = self._new_lifecycle(clock, queue_limits, deadlines, opening)
+        self.generations = self._new_generations(clock, queue_limits, deadlines, opening)
         if is_ready:
-            self.app.state.lifecycle = self.lifecycle
+            self.app.state.generations = self.generations
 
     def _open_ledger(self, config: ServerConfig, clock: Clock) -> OpenLedger:
         if self.ledger_writer is None:
@@ -244,22 +243,20 @@ class SimulatedServer:
             self.metrics.inter_token,
         )
 
-    def _new_lifecycle(
+    def _new_generations(
         self, clock: Clock, queue_limits: QueueLimits, deadlines: Deadlines, opening: OpenLedger
-    ) -> Lifecycle:
+    ) -> Generations:
         limits = self.limits
         num_kv_tokens = limits.num_blocks * limits.block_size
         room = EngineRoom(limits.max_sequences, limits.max_batch_tokens, num_kv_tokens, INTER_TOKEN_TARGET)
-        return Lifecycle(
+        return Generations(
             reader=_reader(limits, clock),
-            defaults=GenerationDefaults(vocab_size=limits.vocab_size),
-            backend=self.client,
+            engine=self.client,
             clock=clock,
             offload=_inline,
             metrics=self.metrics,
             max_body_bytes=100_000,
             admission=Admission(queue_limits, room, lambda: self.client.stats, self.loop.time),
-            max_sequences=min(limits.max_sequences, limits.max_batch_tokens),
             deadlines=deadlines,
             idempotency=opening.idempotency,
             ledger=opening.ledger,
@@ -358,8 +355,8 @@ class SimulatedServer:
         assert (pool.num_used, pool.num_free) == (0, pool.num_blocks)
         assert (self.stats.num_waiting, self.stats.num_running, self.stats.num_paused) == (0, 0, 0)
         assert not self.client._handles
-        assert not self.lifecycle.active
-        admission = self.lifecycle.admission
+        assert not self.generations.active
+        admission = self.generations.admission
         assert (admission.num_requests, admission.num_bytes, admission.num_decoding) == (0, 0, 0)
         assert not admission._lines
         assert admission._waiting == Backlog()
@@ -380,8 +377,8 @@ class SimulatedServer:
         self.network.listener.abort()
         self.run()
         self.check_idle()
-        if self.lifecycle.ledger is not None:
-            self.lifecycle.ledger.close()
+        if self.generations.ledger is not None:
+            self.generations.ledger.close()
         self.network.close()
 
     def _take(self, delivery: StepDelivery) -> None:
@@ -398,7 +395,15 @@ async def _inline(work: Callable[[], Any]) -> Any:
 
 def _reader(limits: RunnerLimits, clock: Clock) -> PromptReader:
     card = ServedModel(id=MODEL, created_s=int(UNIX_S), max_model_len=limits.max_model_len)
-    return PromptReader((card,), TOKENIZER, _template(limits.max_model_len), limits.max_model_len, clock.unix)
+    return PromptReader(
+        cards=(card,),
+        tokenizer=TOKENIZER,
+        chat_template=_template(limits.max_model_len),
+        max_model_len=limits.max_model_len,
+        max_sequences=min(limits.max_sequences, limits.max_batch_tokens),
+        defaults=GenerationDefaults(vocab_size=limits.vocab_size),
+        unix_clock=clock.unix,
+    )
 
 
 @functools.cache

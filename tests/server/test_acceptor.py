@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import uvloop
 
-from server.listening.acceptor import Acceptor
+from server.listening.listener import Acceptor
 
 REPOSITORY = Path(__file__).parents[2]
 # Fills the table of descriptors, has a client connect, and frees two: counts how often the loop came round meanwhile
 EXHAUST = """
 import asyncio, os, resource, socket, sys
 import uvloop
-from server.listening.acceptor import Acceptor
+from server.listening.listener import Acceptor
 
 async def main():
     loop = asyncio.get_running_loop()

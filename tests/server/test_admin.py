@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from core.plan import BlockCopies, DeviceError, StepOutput, StepPlan
+from core.kv_cache import BlockCopies
+from core.plan import DeviceError, StepOutput, StepPlan
 from core.simulation import SimulatedRunner
-from core.snapshot import StoreState
-from core.types import ClearCache, Inspect
+from core.types import ClearCache, Inspect, StoreState
 from server.engine_client import LOOK_S, MOST_LOOKS
-from server.gate.keys import Scope
+from server.gate.identity import Scope
 from server.gate.tenants import Tenant
 from tests.server.simulated_server import STREAM, SimulatedServer, answers, completion, request
 

@@ -13,15 +13,24 @@ from msgspec import structs
 
 from core.errors import ServiceError
 from core.plan import RunnerLimits
+from core.queue import AGEING_S
 from core.types import EngineStats, Request, SamplingParams, Submit, Usage
-from core.wait_estimate import FIRST_GUESS_TOKENS, MOST_MARGIN, Bookings, EngineRoom
-from core.waiting import AGEING_S
-from server.gate.admission import LEAST_RETRY_S, PATIENCE_S, Admission, Asker, Place
+from server.gate.admission import (
+    FIRST_GUESS_TOKENS,
+    LEAST_RETRY_S,
+    MOST_MARGIN,
+    PATIENCE_S,
+    Admission,
+    Asker,
+    Bookings,
+    EngineRoom,
+    Place,
+    QueueLimits,
+)
 from server.gate.deadlines import DeadlineTable
-from server.gate.queue_limits import QueueLimits
 from server.gate.tenants import Limits, Tenant
-from server.lifecycle import OFFLOAD_BYTES
-from server.listening.client_gate import ClientRules
+from server.generation import OFFLOAD_BYTES
+from server.listening.clients import ClientRules
 from tests.server.fakes import PEER, MemoryTransport
 from tests.server.simulated_server import STREAM, TOKENIZER, Answer, SimulatedServer, answers, completion, request
 
@@ -89,7 +98,7 @@ def test_bodies_that_wait_to_be_tokenized_are_bounded() -> None:
             await gate
             return work()
 
-        server.lifecycle.offload = offload
+        server.generations.offload = offload
         large = {"user": "z" * OFFLOAD_BYTES}
         first = server.send(completion(**large))
         second = server.send(request("POST", "/tokenize", {"prompt": "step", **large}))
@@ -157,7 +166,7 @@ def test_paused_streams_of_one_tenant_leave_room_for_another() -> None:
     with serving(limits=FEW_BLOCKS_EACH, tenants=named("flood", "light"), max_requests=16) as server:
         flood = fill_with_unread(server, "flood", 16)
         light = [server.send(keyed("light", prompt=[i + 1] * 4)) for i in range(2)]
-        assert server.lifecycle.admission.num_requests == 16
+        assert server.generations.admission.num_requests == 16
         server.run_until(lambda: all(one.received and the_answer(one).is_complete for one in light))
         assert [the_answer(one).status for one in light] == [200, 200]
         assert server.stats.num_paused == 14  # those that were paused first had to go, and no more than it took
@@ -268,7 +277,7 @@ def test_deadline_that_cannot_be_met_is_refused_at_once(how: dict[str, Any]) -> 
 def test_idle_server_tries_what_it_has_thought_too_slow() -> None:
     with serving() as server:
         measured(server)
-        server.lifecycle.admission.margin.factor = MOST_MARGIN
+        server.generations.admission.margin.factor = MOST_MARGIN
         assert server.ask(completion(prompt=[5] * 100, deadlines={"ttft_ms": 300})).status == 200
 
 

@@ -10,10 +10,9 @@ import pytest
 
 from core.plan import RunnerLimits
 from core.types import Pause, Request, Resume, SamplingParams, Usage
-from server.backend import NEVER
 from server.config import ServerConfig
-from server.gate.allowance import AHEAD_TOKENS, MAX_WAIT_S, Allowance
-from server.gate.auth import Caller
+from server.gate.allowance import AHEAD_TOKENS, MAX_WAIT_S, NEVER, Allowance
+from server.gate.identity import Caller
 from server.gate.quota import FIRST_TOKENS, S_NS, TOP_UP_TOKENS, DayPool, Moment, Quotas, Ticket
 from server.gate.tenants import Limits, Tenant
 from tests.server.fakes import MemoryTransport

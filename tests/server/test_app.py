@@ -9,7 +9,7 @@ import pytest
 from core.errors import ErrorKind, ServiceError
 from core.plan import RunnerLimits
 from server.gate.tenants import Limits, Tenant
-from server.lifecycle import OFFLOAD_BYTES
+from server.generation import OFFLOAD_BYTES
 from tests.server.simulated_app import ask, refusal_of
 from tests.server.simulated_server import (
     LIMITS,
@@ -245,7 +245,7 @@ def test_tokenizing_a_long_text_is_work_for_elsewhere(size: int) -> None:
         offloaded.append(work)
         return work()
 
-    server.lifecycle.offload = offload
+    server.generations.offload = offload
     assert server.ask(request("POST", "/tokenize", {"prompt": "^" * size})).json["count"] > 0
     num_ids = min(size, LIMITS.max_model_len)
     detokenized = server.ask(request("POST", "/detokenize", {"tokens": [64] * num_ids}))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from core.errors import ErrorKind, ServiceError
-from server.listening.client_gate import ClientRules
+from server.listening.clients import ClientRules
 from server.observing.metrics import MAX_UNKNOWN_FIELDS, OTHER_FIELDS
 from tests.server import raw_http2
 from tests.server.fakes import MemoryTransport
@@ -260,7 +260,7 @@ def test_error_events_are_one_json_line() -> None:
     transport = server.send(chat(**STREAM))
     for _ in range(4):
         server.step()
-    server.lifecycle.fail_all(ServiceError(ErrorKind.UNAVAILABLE, "two\nlines\u2028", "draining"))
+    server.generations.fail_all(ServiceError(ErrorKind.UNAVAILABLE, "two\nlines\u2028", "draining"))
     server.run()
     block = answers(bytes(transport.received))[0].body.decode().split("\n\n")[-2]
     assert json.loads(block.removeprefix("data: "))["error"]["message"] == "two\nlines\u2028"

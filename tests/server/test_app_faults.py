@@ -50,7 +50,7 @@ def test_fail_all_ends_streams_with_an_event_and_others_with_a_status() -> None:
     streamed, whole = server.send(chat(**STREAM)), server.send(chat())
     for _ in range(4):
         server.step()
-    server.lifecycle.fail_all(ServiceError(ErrorKind.UNAVAILABLE, "Going.", "draining", retry_after_s=5))
+    server.generations.fail_all(ServiceError(ErrorKind.UNAVAILABLE, "Going.", "draining", retry_after_s=5))
     server.run()
     assert answers(bytes(streamed.received))[0].events[-1]["error"]["code"] == "draining"
     (answer,) = answers(bytes(whole.received))

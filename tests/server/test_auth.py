@@ -6,11 +6,9 @@ from hashlib import sha256
 import pytest
 
 from core.errors import ErrorKind, ServiceError
-from server.gate.auth import ALL_SCOPES, Authenticator, Caller, make_directory
-from server.gate.keys import KeyRecord, Scope
+from server.gate.identity import ALL_SCOPES, Authenticator, Caller, KeyRecord, Scope, make_directory
 from server.gate.tenants import Tenant
-from server.wire.messages import Headers, HttpRequest
-from server.wire.peer import ClientCertificate
+from server.wire.messages import ClientCertificate, Headers, HttpRequest
 
 NOW = datetime(2030, 1, 1, tzinfo=UTC)
 ACME = Tenant(name="acme", certificates=("DNS:acme.example", "uri:spiffe://example/acme"))

@@ -15,7 +15,7 @@ from h2.errors import ErrorCodes
 
 from core.plan import RunnerLimits
 from core.types import Pause, Resume
-from server.wire.connection_limits import ConnectionLimits
+from server.wire.limits import ConnectionLimits
 from tests.server.fakes import MemoryServer
 from tests.server.http2_client import INITIAL_WINDOW, Http2Client, fields
 from tests.server.simulated_server import STREAM, TOKENIZER, Answer, SimulatedServer, answers, chat

@@ -219,14 +219,14 @@ def test_reader_that_stops_costs_two_steps_and_bounded_memory_and_reads_on_to_th
 
 
 async def stop_reading(server: Server, steps: Steps, connect: Callable[[], Client]) -> None:
-    lifecycle = server._app.state.lifecycle
-    assert lifecycle is not None
+    generations = server._app.state.generations
+    assert generations is not None
     with ExitStack() as stack:
         slow, neighbour, again = [stack.enter_context(closing(await asyncio.to_thread(connect))) for _ in range(3)]
         slow.ask(**LONG, seed=SLOW)
         neighbour.ask(**LONG | {"max_tokens": 2000}, seed=NEIGHBOUR)
         reading = asyncio.create_task(asyncio.to_thread(neighbour.text))
-        while len(lifecycle.active) < 2:
+        while len(generations.active) < 2:
             await asyncio.sleep(0)
         await step_until(server, steps, lambda: steps.num_at_mark is not None)
         mark = steps.num_at_mark

@@ -10,7 +10,7 @@ import pytest
 
 from server.banner import BannerFacts, Place, banner_lines, base_url, configured_url, sample_curl
 from server.config import ServerConfig
-from server.listening.binds import Bind, TcpAddress, UnixAddress
+from server.listening.sockets import Bind, TcpAddress, UnixAddress
 
 FACTS = BannerFacts(
     version="0.1.0",

@@ -2,8 +2,8 @@
 
 import pytest
 
-from server.listening.binds import Bind, PassedAddress, TcpAddress, UnixAddress, bind_value
-from server.listening.binds import unix_mode_value as mode_of
+from server.listening.sockets import Bind, PassedAddress, TcpAddress, UnixAddress, bind_value
+from server.listening.sockets import unix_mode_value as mode_of
 from server.values import BadValueError
 
 

@@ -6,10 +6,9 @@ from functools import partial
 
 import pytest
 
-from server.wire.body_room import BodyRoom, HeldBody
-from server.wire.connection_limits import ConnectionLimits
 from server.wire.frame_gate import WINDOW_UPDATE
-from server.wire.stream import HttpStream
+from server.wire.limits import ConnectionLimits
+from server.wire.stream import BodyRoom, HeldBody, HttpStream
 from tests.server.fakes import MemoryServer
 from tests.server.memory_connection import answer
 from tests.server.raw_http2 import data, post

@@ -8,10 +8,18 @@ from pathlib import Path
 import pytest
 
 from core.errors import ExitCode, StartupError
-from server.commands.chat import SETTINGS, Conversation, ReadLine, harmless, stats_line
-from server.commands.chat_client import ChatStats, HttpChatBackend, serve_and_chat
+from server.commands.chat import (
+    SETTINGS,
+    ChatStats,
+    Conversation,
+    HttpChatBackend,
+    ReadLine,
+    harmless,
+    serve_and_chat,
+    stats_line,
+)
 from server.config import ServerConfig
-from server.gate.auth import WAYS
+from server.gate.identity import WAYS
 from server.gate.tenants import Tenant
 from tests.server.chat_peer import ANSWER, Peer, running_peer
 

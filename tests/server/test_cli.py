@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import signal
 import ssl
 import subprocess
@@ -44,7 +45,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def steploop(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "server.cli", *words],
+        [sys.executable, "-m", "server", *words],
         cwd=ROOT,
         env={**os.environ, **environ},
         capture_output=True,
@@ -109,12 +110,27 @@ def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"steploop {__version__}\n"
 
 
-def test_serve_help_lists_every_option_and_every_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+def help_of(*words: str, capsys: pytest.CaptureFixture[str]) -> tuple[str, set[str]]:
+    """The text, and the flags that it lists."""
     with pytest.raises(SystemExit):
-        main(["serve", "--help"])
+        main([*words])
     text = capsys.readouterr().out
-    assert all(option.flag in text for option in OPTIONS)
+    return text, set(re.findall(r"^  (--[\w-]+)", text, re.MULTILINE))
+
+
+def test_serve_help_lists_what_an_operator_can_be_asked_to_know(capsys: pytest.CaptureFixture[str]) -> None:
+    text, listed = help_of("serve", "--help", capsys=capsys)
+    assert len(listed) <= 60
+    assert listed - {"--estimate", "--debug", "--help-all"} == {one.flag for one in OPTIONS if not one.is_rare}
     assert all(f"{code:>2}  {code.meaning}" in text for code in ExitCode)
+
+
+def test_help_all_lists_every_setting_and_docs_name_no_other(capsys: pytest.CaptureFixture[str]) -> None:
+    _, listed = help_of("serve", "--help-all", capsys=capsys)
+    assert listed - {"--estimate", "--debug", "--help-all"} == {one.flag for one in OPTIONS}
+    texts = [path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))]
+    variables = {name for text in texts for name in re.findall(r"\bSTEPLOOP_[A-Z0-9_]+[A-Z0-9]\b", text)}
+    assert variables <= {one.variable for one in OPTIONS}
 
 
 @pytest.mark.parametrize(
@@ -179,7 +195,7 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)
     with running_peer() as peer:
-        words = [sys.executable, "-m", "server.cli", "chat", "--url", peer.url, "-q", "hi"]
+        words = [sys.executable, "-m", "server", "chat", "--url", peer.url, "-q", "hi"]
         process = subprocess.Popen(words, cwd=ROOT, stdout=write_end, stderr=subprocess.PIPE)
         os.close(write_end)
         _, errors = process.communicate(timeout=60)
@@ -194,7 +210,7 @@ def test_a_reader_that_leaves_is_no_error_of_any_command(words: list[str], tmp_p
         words = [*words, "--keys-file", str(tmp_path / "keys.json")]
         assert main(["keys", "create", *words[2:]]) == ExitCode.OK
     process = subprocess.Popen(
-        [sys.executable, "-m", "server.cli", *words], cwd=ROOT, stdout=write_end, stderr=subprocess.PIPE
+        [sys.executable, "-m", "server", *words], cwd=ROOT, stdout=write_end, stderr=subprocess.PIPE
     )
     os.close(write_end)
     _, errors = process.communicate(timeout=60)
@@ -264,7 +280,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[ServerConfig]:
         configs.append(config)
         return ExitCode.ENGINE
 
-    monkeypatch.setattr("server.__main__.run_server", keep)
+    monkeypatch.setattr("server.cli.run_server", keep)
     monkeypatch.setattr("server.observing.logs.configure_logging", lambda level, log_format: logging.NullHandler())
     monkeypatch.setattr("server.observing.logs.log_everything", lambda: None)
     return configs
@@ -336,7 +352,7 @@ def test_a_model_that_does_not_load_in_process_is_told_as_serve_would(model_path
 
 
 def test_ctrl_c_at_the_prompt_leaves_the_server_in_process_alone(model_path: Path) -> None:
-    words = [sys.executable, "-m", "server.cli", "chat", "--model", str(model_path)]
+    words = [sys.executable, "-m", "server", "chat", "--model", str(model_path)]
     process = subprocess.Popen(
         words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -353,7 +369,7 @@ def test_ctrl_c_at_the_prompt_leaves_the_server_in_process_alone(model_path: Pat
 def test_the_question_can_come_from_stdin() -> None:
     with running_peer() as peer:
         done = subprocess.run(
-            [sys.executable, "-m", "server.cli", "chat", "--url", peer.url, "-q", "-"],
+            [sys.executable, "-m", "server", "chat", "--url", peer.url, "-q", "-"],
             cwd=ROOT,
             input="from a pipe",
             capture_output=True,
@@ -384,7 +400,7 @@ def test_doctor_says_what_would_be_served_and_that_it_would(
 ) -> None:
     assert main(["doctor", "--model", str(model_path), "--device", "cpu", "--port", "0"]) == ExitCode.OK
     text = capsys.readouterr().out
-    assert all(word in text for word in ("h11", "memory bandwidth", "tiny-llama, LlamaForCausalLM", "KV cache"))
+    assert all(word in text for word in ("hpack", "memory bandwidth", "tiny-llama, LlamaForCausalLM", "KV cache"))
     assert text.splitlines()[-1] == "serve would start"
 
 

@@ -12,8 +12,8 @@ from h2.config import H2Configuration
 from h2.connection import H2Connection
 
 from core.errors import StartupError
-from server.listening.refusals import HANDSHAKE
-from server.wire.peer import ClientCertificate
+from server.listening.clients import HANDSHAKE
+from server.wire.messages import ClientCertificate
 from server.wire.stream import HttpStream
 from server.wire.tls import ClientAuth, ServerTls, TlsFiles, client_certificate
 from tests.certificates import make_certificate, make_client_certificate, make_revocations, needs_openssl

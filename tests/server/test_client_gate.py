@@ -4,11 +4,8 @@ from ipaddress import ip_address, ip_network
 
 import pytest
 
-from server.listening.client_gate import ClientGate, ClientRules
-from server.listening.forwarded import FORWARDED
-from server.listening.networks import UNIX
-from server.listening.refusals import DENIED, MAX_PER_ADDRESS
-from server.wire.peer import ClientCertificate, Peer
+from server.listening.clients import DENIED, FORWARDED, MAX_PER_ADDRESS, UNIX, ClientGate, ClientRules
+from server.wire.messages import ClientCertificate, Peer
 
 
 def peer(address: str, port: int = 0) -> Peer:

@@ -6,11 +6,9 @@ from pathlib import Path
 import pytest
 
 from core.errors import ExitCode, StartupError
-from server.commands.command_line import build_parsers, flags_given
-from server.config import OPTIONS, ServerConfig
+from server.config import OPTIONS, Option, ServerConfig
 from server.config_sources import FLAG_AS_KEY, load_config
-from server.settings.option import Option
-from tests.server.given_settings import SAMPLES, refusal, toml_flag
+from tests.server.given_settings import SAMPLES, refusal, toml_flag, typed
 
 
 def test_without_sources_all_values_are_the_defaults() -> None:
@@ -84,9 +82,8 @@ def test_a_switch_in_the_file_is_true_or_false(tmp_path: Path) -> None:
 
 
 def test_a_switch_on_the_command_line_takes_no_value() -> None:
-    parser, _ = build_parsers()
-    assert flags_given(parser.parse_args(["serve", "--no-prefix-cache"])) == {"no_prefix_cache": "true"}
-    assert flags_given(parser.parse_args(["serve"])) == {}
+    assert typed("serve", "--no-prefix-cache") == {"no_prefix_cache": "true"}
+    assert typed("serve") == {}
 
 
 def test_api_keys_come_as_repeated_flags_commas_or_a_list(tmp_path: Path) -> None:
@@ -124,7 +121,7 @@ def test_unknown_toml_key_names_the_nearest(key: str, near: str, tmp_path: Path)
 def test_unknown_toml_key_like_no_other_says_where_all_are_listed(tmp_path: Path) -> None:
     error = refusal(toml_flag(tmp_path, "zzzzqq = 1"), {})
     assert error.cause.endswith("steploop.toml: zzzzqq")
-    assert "`steploop serve --help` lists: max_queue = 8 for --max-queue 8" in error.fix
+    assert "`steploop serve --help-all` lists: max_queue = 8 for --max-queue 8" in error.fix
     assert load_config(toml_flag(tmp_path, FLAG_AS_KEY.partition(" for ")[0]), {}).max_queue == 8
 
 

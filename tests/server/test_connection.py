@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.wire.connection_limits import ConnectionLimits
 from server.wire.frame_gate import PREFACE
+from server.wire.limits import ConnectionLimits
 from server.wire.stream import HttpStream
 from tests.server.fakes import MemoryServer
 from tests.server.memory_connection import (

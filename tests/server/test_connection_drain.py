@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from server.listening.refusals import SHUTDOWN
+from server.listening.clients import SHUTDOWN
 from server.wire.stream import HttpStream
 from tests.server.fakes import PEER, MemoryServer
 from tests.server.memory_connection import (

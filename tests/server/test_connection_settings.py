@@ -8,15 +8,11 @@ from pathlib import Path
 import pytest
 
 from core.errors import StartupError
-from server.config import OPTIONS, ServerConfig
+from server.config import OPTIONS, Option, ServerConfig
 from server.config_sources import load_config
-from server.listening.socket_activation import PassedSocket
+from server.listening.sockets import PassedSocket
 from server.process import listener_config
-from server.settings.limits import LimitSettings
-from server.settings.option import Option, rows_of
-from server.settings.requests import RequestSettings
-from server.settings.wire import WireSettings
-from server.wire.connection_limits import ConnectionLimits
+from server.wire.limits import ConnectionLimits
 from tests.server.fakes import MemoryServer
 from tests.server.given_settings import SAMPLES, refusal
 from tests.server.raw_http2 import ACK, get, priority, settings, wire
@@ -27,7 +23,9 @@ def test_what_a_connection_may_take_is_by_default_what_the_protocols_default_to(
     assert ServerConfig().connection_limits == ConnectionLimits()
 
 
-@pytest.mark.parametrize("option", rows_of(WireSettings), ids=lambda option: option.name)
+@pytest.mark.parametrize(
+    "option", [one for one in OPTIONS if one.section == "limits of a connection"], ids=lambda option: option.name
+)
 def test_each_limit_of_a_connection_changes_something(option: Option) -> None:
     text = SAMPLES.get(option.name, "123")
     assert text is not None
@@ -149,9 +147,8 @@ def test_limits_are_documented_with_their_defaults() -> None:
         for _, flags, defaults, _ in rows[1:]
         for flag, default in zip(flags.split(";"), defaults.split(";"), strict=True)
     }
-    by_flag = {option.flag: option for option in OPTIONS if option.group.startswith("limits")}
-    tables = (WireSettings, RequestSettings, LimitSettings)
-    assert {option.flag for table in tables for option in rows_of(table)} <= documented.keys()
+    by_flag = {option.flag: option for option in OPTIONS if option.section.startswith("limits")}
+    assert by_flag.keys() <= documented.keys()
     for flag, default in documented.items():
         option = by_flag[flag]
         assert option.default is None or option.show(option.default) == default

@@ -9,7 +9,7 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 LIMIT = """
 import resource, sys
-from server.listening.descriptors import allow_connections
+from server.listening.sockets import allow_connections
 soft, hard, number = map(int, sys.argv[1:])
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 allow_connections(number)

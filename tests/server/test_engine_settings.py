@@ -6,10 +6,9 @@ import pytest
 
 from core.config import EngineConfig
 from core.errors import ExitCode, StartupError
-from server.commands.command_line import build_parsers, flags_given
 from server.config_sources import load_config
 from server.values import HubId
-from tests.server.given_settings import refusal, toml_flag
+from tests.server.given_settings import refusal, toml_flag, typed
 
 
 @pytest.mark.parametrize(("value", "factor"), [("2", 2.0), ("1.25", 1.25), ("0", None)])
@@ -113,31 +112,46 @@ def test_what_several_ranks_do_not_have_is_refused(flags: dict[str, str | list[s
 
 
 @pytest.mark.parametrize(
-    ("given", "wanted"),
+    ("given", "wanted", "origins"),
     [
-        ([], ("auto", "auto")),
-        (["--no-overlap"], ("off", "auto")),
-        (["--lazy-graphs"], ("auto", "lazy")),
-        (["--overlap", "on", "--graphs", "lazy"], ("on", "lazy")),
-        (["--graphs", "lazy", "--lazy-graphs", "--overlap", "off", "--no-overlap"], ("off", "lazy")),
+        ([], ("auto", "auto"), []),
+        (["--no-overlap"], ("off", "auto"), ["--no-overlap"]),
+        (["--lazy-graphs"], ("auto", "lazy"), ["--lazy-graphs"]),
+        (["--overlap", "on", "--graphs", "lazy"], ("on", "lazy"), []),
+        (
+            ["--graphs", "auto", "--lazy-graphs", "--overlap", "off", "--no-overlap"],
+            ("off", "lazy"),
+            ["--no-", "--lazy-"],
+        ),
     ],
 )
-def test_switches_stand_for_a_mode(given: list[str], wanted: tuple[str, str]) -> None:
-    parser, _ = build_parsers()
-    engine = load_config(flags_given(parser.parse_args(["serve", *given])), {}).to_engine_config()
+def test_switches_of_the_last_release_stand_for_a_mode_with_a_warning(
+    given: list[str], wanted: tuple[str, str], origins: list[str]
+) -> None:
+    config = load_config(typed("serve", *given), {})
+    engine = config.to_engine_config()
     assert (engine.overlap, engine.graphs) == wanted
+    assert len(config.warnings) == len(origins)
+    assert all(told.startswith(origin) for told, origin in zip(config.warnings, origins, strict=True))
+
+
+def test_a_switch_of_the_last_release_is_taken_from_environment_and_file(tmp_path: Path) -> None:
+    config = load_config(toml_flag(tmp_path, "lazy_graphs = true"), {"STEPLOOP_NO_OVERLAP": "1"})
+    assert (config.overlap, config.graphs) == ("off", "lazy")
+    assert config.warnings[0] == (
+        "STEPLOOP_NO_OVERLAP is an old name, which the next release will not take: use --overlap off"
+    )
 
 
 @pytest.mark.parametrize(
     ("flags", "cause"),
     [
-        ({"overlap": "on", "no_overlap": "true"}, "--overlap on and --no-overlap say two things"),
-        ({"graphs": "off", "lazy_graphs": "true"}, "--graphs off and --lazy-graphs say two things"),
+        ({"overlap": "on", "no_overlap": "true"}, "--overlap on and --no-overlap contradict each other"),
+        ({"graphs": "off", "lazy_graphs": "true"}, "--graphs off and --lazy-graphs contradict each other"),
     ],
 )
 def test_a_switch_against_its_mode_is_refused(flags: dict[str, str | list[str]], cause: str) -> None:
-    with pytest.raises(StartupError, match=cause):
-        load_config(flags, {}).to_engine_config()
+    assert refusal(flags, {}).cause == cause
 
 
 def test_model_is_a_directory_a_gguf_file_or_a_hubs_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

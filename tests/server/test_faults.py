@@ -16,28 +16,24 @@ from core.detokenizer import Detokenizer
 from core.errors import ErrorKind, ExitCode, ServiceError
 from core.plan import StepOutput, StepPlan
 from core.simulation import CostModel, SimulatedRunner
-from server.answer import Answer
-from server.answer_body import StreamedBody, WholeBody
 from server.api.chat import ChatStream, ChatSurface
-from server.gate.auth import Authenticator
-from server.gate.deadline_watch import DeadlineWatch
+from server.engine_client import RequestHandle
+from server.gate.identity import Authenticator
 from server.gate.quota import Quotas, Ticket
 from server.gate.tenants import Limits, Tenant
-from server.held_body import HeldBody as LedgerBody
+from server.generation import Generation
 from server.ledger.ledger import Entry
-from server.ledger.records import State
-from server.ledger.store import LedgerStore
-from server.lifecycle import PromptReader
+from server.ledger.store import LedgerStore, State
 from server.listening.listener import Listener
 from server.observing.accounting import Accounting
-from server.observing.exposition import Histogram
-from server.observing.metrics import Metrics
-from server.request_handle import RequestHandle
+from server.observing.metrics import Histogram, Metrics
+from server.output import StreamedOutput, WholeOutput
+from server.prompts import PromptReader
 from server.supervision import Supervision
-from server.wire.connection_limits import ConnectionLimits
 from server.wire.http1_exchanges import Http1Exchanges
+from server.wire.http2 import Responses as Http2Response
 from server.wire.http2_exchanges import Http2Exchanges
-from server.wire.http2_response import Responses as Http2Response
+from server.wire.limits import ConnectionLimits
 from server.wire.stream import HttpStream
 from tests.server.fakes import MemoryServer
 from tests.server.inline_ledger import rows
@@ -214,31 +210,36 @@ CALLED_OUT: dict[tuple[type, str], tuple[int, ...]] = {
     (HttpStream, "send_head"): (1, 3),
     (HttpStream, "send"): (1, 4),
     (HttpStream, "end"): (1, 3),
-    (Answer, "pause"): (1, 2),
-    (Answer, "resume"): (1,),
-    (Answer, "on_disconnect"): (1,),
-    (Answer, "on_text"): (1, 5),
-    (Answer, "on_delta"): (1, 3),
-    (Answer, "_end_decode"): (1, 4),
-    (Answer, "_finish"): (1, 4),
-    (Answer, "_complete"): (1, 4),
-    (Answer, "on_engine_mark"): (1, 4),
-    (Answer, "on_mark"): (1, 4),
-    (Answer, "short_way"): (1, 3),
-    (Answer, "close"): (1,),
+    (Generation, "pause"): (1, 2),
+    (Generation, "resume"): (1,),
+    (Generation, "on_disconnect"): (1,),
+    (Generation, "on_text"): (1, 5),
+    (Generation, "on_delta"): (1, 3),
+    (Generation, "_end_decode"): (1, 4),
+    (Generation, "_count"): (1, 4),
+    (Generation, "_submit"): (1, 4),
+    (Generation, "_settle"): (1, 4),
+    (Generation, "_write_end"): (1, 4),
+    (Generation, "_close_books"): (1, 4),
+    (Generation, "_cancel"): (1,),
+    (Generation, "_complete"): (1, 4),
+    (Generation, "on_engine_mark"): (1, 4),
+    (Generation, "on_mark"): (1, 4),
+    (Generation, "on_begin"): (1, 5),
+    (Generation, "text_writer"): (1, 3),
     (RequestHandle, "on_token"): (1, 9),
     (RequestHandle, "on_chunk"): (1, 4),
     (RequestHandle, "on_engine_mark"): (1, 4),
     (RequestHandle, "_cut"): (1, 4),
-    (StreamedBody, "start"): (1, 2),
-    (StreamedBody, "text_teller"): (1, 3),
-    (StreamedBody, "complete"): (1, 3),
-    (StreamedBody, "break_off"): (1,),
-    (WholeBody, "complete"): (1,),
-    (LedgerBody, "release"): (1, 3),
-    (DeadlineWatch, "arm"): (1, 5),
-    (DeadlineWatch, "hold"): (1,),
-    (DeadlineWatch, "_on_due"): (1,),
+    (StreamedOutput, "_open"): (1, 2),
+    (StreamedOutput, "text_writer"): (1, 3),
+    (StreamedOutput, "complete"): (1, 3),
+    (StreamedOutput, "break_off"): (1,),
+    (WholeOutput, "complete"): (1,),
+    (Generation, "_release"): (1, 3),
+    (Generation, "_next_due"): (1, 5),
+    (Generation, "_excuse_held"): (1,),
+    (Generation, "_on_due"): (1,),
     (Ticket, "reserve"): (1, 3),
     (Ticket, "settle"): (1, 4),
     (Entry, "reserve"): (1, 3),
@@ -383,12 +384,12 @@ def test_answer_that_cannot_be_broken_off_at_the_end_keeps_no_other_from_its_own
     transports = [server.send(chat(**STREAM)) for _ in range(3)]
     for _ in range(4):
         server.step()
-    fail_at(monkeypatch, Answer, "fail", Once())
-    server.lifecycle.fail_all(ServiceError(ErrorKind.UNAVAILABLE, "Going.", "draining"))
+    fail_at(monkeypatch, Generation, "fail", Once())
+    server.generations.fail_all(ServiceError(ErrorKind.UNAVAILABLE, "Going.", "draining"))
     server.run()
     ends = [answers(bytes(transport.received))[0].events[-1] for transport in transports]
     assert [end == "[DONE]" or end["error"]["code"] for end in ends] == [True, "draining", "draining"]
-    assert "Fault: Answer.fail" in caplog.text
+    assert "Fault: Generation.fail" in caplog.text
     server.close()
 
 

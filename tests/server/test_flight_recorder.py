@@ -1,6 +1,6 @@
 """The flight recorder alone: what it keeps, for how long, how much of it."""
 
-from server.observing.flight_recorder import (
+from server.observing.accounting import (
     HOUR_S,
     MAX_FAILED,
     MAX_RECENT,

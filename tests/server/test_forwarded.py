@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.listening.forwarded import FORWARDED, X_FORWARDED_FOR, hops, node_peer
-from server.wire.peer import Peer
+from server.listening.clients import FORWARDED, X_FORWARDED_FOR, hops, node_peer
+from server.wire.messages import Peer
 
 
 def peer(address: str, port: int = 0) -> Peer:

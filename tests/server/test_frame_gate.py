@@ -20,7 +20,7 @@ from server.wire.frame_gate import (
     FrameGate,
     StreamFault,
 )
-from server.wire.frame_limits import FrameLimits
+from server.wire.limits import FrameLimits
 from tests.server.raw_http2 import frame
 
 START = PREFACE + frame(SETTINGS)

@@ -14,14 +14,15 @@ from msgspec import structs
 from core.errors import StartupError
 from core.types import Submit
 from server.api.models import ServerCard
-from server.banner import Place
+from server.banner import Place, public_addresses
 from server.clock import Clock
 from server.config import ServerConfig
 from server.config_sources import load_config
-from server.gate.gate import Gate, load_directory, warn_of_models
-from server.gate.keys import Scope
+from server.gate.gate import Gate, load_directory
+from server.gate.identity import Scope
 from server.gate.tenants import Tenant
-from server.listening.binds import TcpAddress, UnixAddress
+from server.listening.sockets import TcpAddress, UnixAddress
+from server.process import warn_of_models
 from server.routes import PREFIXES, ROUTES, Route
 from tests.server.simulated_server import MODEL, STREAM, SimulatedServer, answers, chat, completion, request
 
@@ -348,24 +349,21 @@ HERE, EVERYWHERE = Place(TcpAddress("127.0.0.1", 1)), Place(TcpAddress("0.0.0.0"
 
 
 @pytest.mark.parametrize(
-    ("places", "settings", "needs_certificate"),
+    ("places", "settings"),
     [
-        ([HERE, Place(UnixAddress("/run/s.sock"))], {}, False),
-        ([HERE, EVERYWHERE], {"api_keys": ("k",)}, False),
-        ([HERE, EVERYWHERE], {"tenants": (ACME,)}, False),
-        ([HERE, EVERYWHERE], {"insecure": True}, False),
-        ([HERE, EVERYWHERE], {}, True),
+        ([HERE, Place(UnixAddress("/run/s.sock"))], {}),
+        ([HERE, EVERYWHERE], {"api_keys": ("k",)}),
+        ([HERE, EVERYWHERE], {"tenants": (ACME,)}),
+        ([HERE, EVERYWHERE], {"insecure": True}),
     ],
 )
-def test_strangers_are_kept_out_by_the_address_or_by_being_asked(
-    places: list[Place], settings: dict[str, Any], needs_certificate: bool
-) -> None:
-    Gate(ServerConfig(**settings), CLOCK).check_exposure(places, needs_certificate)
+def test_strangers_are_kept_out_by_the_address_or_by_being_asked(places: list[Place], settings: dict[str, Any]) -> None:
+    Gate(ServerConfig(**settings), CLOCK).check_exposure(public_addresses(places))
 
 
 def test_a_server_that_strangers_could_use_does_not_start() -> None:
     with pytest.raises(StartupError, match=r"other machines can reach 0.0.0.0:1, and nobody is asked") as caught:
-        Gate(ServerConfig(), CLOCK).check_exposure([HERE, EVERYWHERE], False)
+        Gate(ServerConfig(), CLOCK).check_exposure(public_addresses([HERE, EVERYWHERE]))
     assert "--insecure" in caught.value.fix
 
 

@@ -5,7 +5,7 @@ from hpack import Decoder, Encoder
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.wire.hpack_encoder import _VARYING, ResponseEncoder
+from server.wire.h2_connection import _VARYING, ResponseEncoder
 
 TABLE_BYTES = 4096  # RFC 9113 §6.5.2
 HEAD = [

@@ -8,18 +8,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from server.wire.connection import HttpDate
 from server.wire.http1 import ChunkHeads, Http1Protocol
-from server.wire.http1_prefilter import HeadLimits
+from server.wire.limits import HeadLimits
 from server.wire.messages import (
     BodyChunk,
     BodyEnd,
     Event,
     HttpRequest,
     ProtocolViolation,
+    ResponseError,
     ResponseHead,
     StreamReset,
 )
-from server.wire.response_fields import HttpDate, ResponseError
 
 HOST = b"Host: a\r\n"
 GET = b"GET /v1/models?limit=2 HTTP/1.1\r\n" + HOST + b"\r\n"

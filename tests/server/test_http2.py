@@ -5,10 +5,8 @@ from h2.connection import H2Connection
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.wire.connection_limits import Http2Limits
-from server.wire.http1_prefilter import HeadLimits
-from server.wire.http2 import Http2Protocol
-from server.wire.http2_head import read_request
+from server.wire.http2 import Http2Protocol, read_request
+from server.wire.limits import HeadLimits, Http2Limits
 from server.wire.messages import HttpRequest
 from tests.server.http2_client import fields
 from tests.server.http2_pair import HEAD

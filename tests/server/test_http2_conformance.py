@@ -16,10 +16,10 @@ import pytest
 import uvloop
 from h2.errors import ErrorCodes
 
-from server.listening.binds import Bind, TcpAddress
 from server.listening.listener import Listener, ListenerConfig
-from server.wire.connection_limits import ConnectionLimits
+from server.listening.sockets import Bind, TcpAddress
 from server.wire.frame_gate import GOAWAY, HEADERS, PING, PREFACE, SETTINGS
+from server.wire.limits import ConnectionLimits
 from server.wire.stream import HttpStream
 from server.wire.tls import ServerTls, server_tls
 from tests.certificates import make_certificate, needs_openssl

@@ -7,7 +7,7 @@ from h2.stream import H2Stream
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.wire.http2_data import OutgoingBody, frame_next, h2_is_as_known, last_frame
+from server.wire.h2_connection import OutgoingBody, frame_next, h2_is_as_known, last_frame
 from server.wire.messages import ResponseHead
 from tests.server.http2_client import fields
 from tests.server.http2_pair import Pair

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.errors import ErrorKind, ServiceError
-from server.wire.connection_limits import ConnectionLimits, Http2Limits
 from server.wire.frame_gate import SETTINGS
-from server.wire.frame_limits import FrameLimits
+from server.wire.limits import ConnectionLimits, FrameLimits, Http2Limits
 from server.wire.stream import HttpStream
 from tests.server.fakes import MemoryServer
 from tests.server.http2_client import INITIAL_WINDOW, POST, Http2Client, fields

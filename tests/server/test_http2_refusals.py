@@ -7,9 +7,8 @@ from collections.abc import Callable
 import pytest
 from h2.errors import ErrorCodes
 
-from server.wire.connection_limits import ConnectionLimits, Http2Limits
 from server.wire.frame_gate import PING, RST_STREAM, SETTINGS
-from server.wire.frame_limits import FrameLimits, Rate
+from server.wire.limits import ConnectionLimits, FrameLimits, Http2Limits, Rate
 from server.wire.stream import HttpStream
 from tests.server.http2_client import POST, Http2Client, fields
 from tests.server.memory_connection import STREAMED, Hold, Serve, answer, echo

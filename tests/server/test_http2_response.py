@@ -9,10 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.wire.frame_gate import FRAME_HEADER, HEADER_BYTES
-from server.wire.http2_data import PIECE_BYTES
-from server.wire.http2_response import PIECES_BYTES
-from server.wire.messages import HttpRequest, ResponseHead
-from server.wire.response_fields import ResponseError
+from server.wire.h2_connection import PIECE_BYTES
+from server.wire.http2 import PIECES_BYTES
+from server.wire.messages import HttpRequest, ResponseError, ResponseHead
 from tests.server.http2_client import fields
 from tests.server.http2_pair import HEAD, PLAIN, Pair, take_step
 

@@ -3,7 +3,7 @@
 import pytest
 from h2.errors import ErrorCodes
 
-from server.wire.http2_settings import InvalidSetting, read_settings
+from server.wire.frame_gate import InvalidSetting, read_settings
 from tests.server.raw_http2 import ENABLE_PUSH, INITIAL_WINDOW, MAX_FRAME, MAX_LIST, MAX_STREAMS, TABLE_SIZE, settings
 
 PROTOCOL = ErrorCodes.PROTOCOL_ERROR

@@ -4,7 +4,7 @@ from ipaddress import ip_network
 
 import pytest
 
-from server.listening.client_gate import ClientRules
+from server.listening.clients import ClientRules
 from server.wire.stream import HttpStream
 from tests.server.fakes import MemoryServer
 from tests.server.http2_client import Http2Client

@@ -13,8 +13,7 @@ import huggingface_hub
 import pytest
 
 from core.errors import ExitCode, StartupError
-from server.commands.hub import fetch
-from server.commands.hub_cache import Hub, NotFetched, cached, cached_models, environment_hub
+from server.commands.hub import Hub, NotFetched, cached, cached_models, environment_hub, fetch
 from server.values import HubId
 from tests.server.hub_stand_in import LISTING, HubStandIn, running
 from tests.server.tiny_model import write_tiny_model
@@ -204,7 +203,7 @@ def test_a_gated_model_shows_its_list_and_refuses_its_files(status: int, hub: Hu
     assert "org/tiny is gated" in error.cause
     assert "no token is given" in error.cause
     assert f"{hub.endpoint}/org/tiny" in error.fix
-    assert "the token given (HF_TOKEN) is not of who did" in refusal(replace(hub, token="hf_other")).cause
+    assert "the token given (HF_TOKEN) has not accepted them" in refusal(replace(hub, token="hf_other")).cause
 
 
 def test_a_token_without_the_right_is_told(hub: Hub, stand_in: HubStandIn) -> None:

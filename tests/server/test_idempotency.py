@@ -91,7 +91,7 @@ def test_stream_that_was_broken_off_is_not_kept() -> None:
     transport = server.send(keyed(chat(**STREAM)))
     while not transport.received:
         server.step()
-    assert server.lifecycle.cancel("r1", "local")
+    assert server.generations.cancel("r1", "local")
     server.run()
     assert "error" in answers(bytes(transport.received))[0].events[-1]
     again = server.ask(keyed(chat(**STREAM)))
@@ -151,7 +151,7 @@ def test_oldest_answers_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_long_answer_is_given_and_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("server.lifecycle.MAX_ANSWER_BYTES", 100)
+    monkeypatch.setattr("server.generation.MAX_ANSWER_BYTES", 100)
     server = SimulatedServer()
     for _ in range(2):
         answer = server.ask(keyed(chat(**STREAM)))

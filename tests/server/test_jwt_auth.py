@@ -20,23 +20,25 @@ from core.errors import ErrorKind, ServiceError, StartupError
 from server.clock import Clock
 from server.config import ServerConfig
 from server.gate.gate import Gate
-from server.gate.jwks import (
+from server.gate.jwt import (
     FETCHING_S,
     MAX_AGE_S,
+    MAX_TOKEN_BYTES,
     REFRESH_S,
     RETRY_S,
+    BadToken,
     JwksUrl,
+    JwtRules,
+    JwtVerifier,
     KeySource,
     KeysUnavailable,
     jwks_source,
     parse_jwks,
 )
-from server.gate.jwt_auth import MAX_TOKEN_BYTES, BadToken, JwtRules, JwtVerifier
 from server.gate.quota import Ticket
 from server.gate.tenants import Limits, Tenant
 from server.values import BadValueError
-from server.wire.messages import HttpRequest
-from server.wire.peer import Peer
+from server.wire.messages import HttpRequest, Peer
 
 NOW_S = 1_900_000_000.0
 RSA = RSAKey.generate_key(2048, {"kid": "rsa"})

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from core.errors import StartupError
-from server.gate.keys import KeyTerms, Scope, create_key, expiry_value, mask_keys, read_keys, revoke_key
+from server.gate.identity import KeyTerms, Scope, create_key, expiry_value, mask_keys, read_keys, revoke_key
 from server.values import BadValueError
 
 NOW = datetime(2030, 1, 1, 12, 30, 15, 999, tzinfo=UTC)

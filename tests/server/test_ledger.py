@@ -13,9 +13,8 @@ from core.types import Cost, FinishReason, Usage
 from server.gate.quota import Moment
 from server.gate.tenants import Limits, Tenant
 from server.ledger.ledger import CHECKPOINT_S, PRUNE_S, End, Ledger, Subject
-from server.ledger.prices import ModelPrice, Prices
-from server.ledger.records import Checkpoint, Prune, State
-from server.ledger.store import PRUNED_ROWS
+from server.ledger.store import PRUNED_ROWS, Checkpoint, Prune, State
+from server.ledger.usage import ModelPrice, Prices
 from tests.server.fakes import MemoryTransport
 from tests.server.inline_ledger import COMMIT_S, InlineWriter, rows
 from tests.server.simulated_server import MODEL, STREAM, UNIX_S, Answer, SimulatedServer, answers, chat, completion
@@ -112,7 +111,7 @@ def test_client_that_left_is_billed_for_what_was_said(path: Path) -> None:
 def test_request_called_off_says_so(path: Path) -> None:
     server = SimulatedServer(ledger=path)
     stream_until_first_byte(server)
-    assert server.lifecycle.cancel("r1", "local")
+    assert server.generations.cancel("r1", "local")
     server.run()
     server.close()
     (row,) = rows(path)
@@ -265,8 +264,8 @@ def test_every_request_is_settled_once_whatever_becomes_of_it(path: Path, seed: 
         server.run_for(rng.random() * 0.05)
         if leavers and rng.random() < 0.5:
             leavers.pop().feed_eof()
-        elif rng.random() < 0.3 and server.lifecycle.active:
-            server.lifecycle.cancel(rng.choice(list(server.lifecycle.active)), "local")
+        elif rng.random() < 0.3 and server.generations.active:
+            server.generations.cancel(rng.choice(list(server.generations.active)), "local")
     server.ledger_writer.is_stuck = False
     server.ledger_writer.commit()
     server.close()

@@ -11,7 +11,7 @@ import pytest
 
 from server.gate.tenants import Limits, Tenant
 from server.ledger.ledger import HEARTBEAT_S, PROBE_S, STUCK_S
-from server.ledger.records import LedgerRow, State
+from server.ledger.store import LedgerRow, State
 from server.observing.metrics import TenantCounts
 from tests.server.inline_ledger import InlineWriter, rows
 from tests.server.simulated_server import MODEL, STREAM, Answer, SimulatedServer, answers, chat, request
@@ -70,7 +70,7 @@ def test_while_nothing_can_be_written_requests_are_refused_before_work(path: Pat
 
 def test_fault_is_known_before_a_request_meets_it(path: Path, lock: sqlite3.Connection) -> None:
     server = SimulatedServer(ledger=path)
-    ledger = server.lifecycle.ledger
+    ledger = server.generations.ledger
     assert ledger is not None
     ledger.start()
     server.run_for(HEARTBEAT_S + 1)
@@ -174,7 +174,7 @@ def test_deadlines_hold_while_the_reservation_hangs(
     server.run_for(0.2)
     late = told(transport.received)
     assert (late.status, late.json["error"]["code"], late.is_complete) == (504, "deadline_exceeded", True)
-    assert not server.lifecycle.active
+    assert not server.generations.active
     go_on(server)
     server.close()
     row = the_row(path)
@@ -212,7 +212,7 @@ def test_deadline_holds_while_the_settlement_hangs_and_its_row_tells_it(
     late = told(transport.received)
     error = late.events[-1]["error"] if fields else late.json["error"]
     assert (late.is_complete, error["code"]) == (True, "deadline_exceeded")
-    assert not server.lifecycle.active
+    assert not server.generations.active
     if is_spilled:
         lock.execute("BEGIN IMMEDIATE")
     go_on(server)
@@ -232,7 +232,7 @@ def test_client_that_goes_while_its_settlement_hangs_is_not_waited_for(path: Pat
     server.run_for(1.0)
     transport.feed_eof()
     server.loop.settle()
-    assert not server.lifecycle.active
+    assert not server.generations.active
     go_on(server)
     server.close()
     row = the_row(path)
@@ -271,6 +271,6 @@ def test_answer_that_is_written_is_not_written_again(path: Path, lock: sqlite3.C
     server, *_ = ended_in_a_fault(path, lock)
     lock.execute("ROLLBACK")
     server.run_for(2 * PROBE_S)
-    assert server.lifecycle.ledger is not None
-    assert not server.lifecycle.ledger._unkept
+    assert server.generations.ledger is not None
+    assert not server.generations.ledger._unkept
     server.close()

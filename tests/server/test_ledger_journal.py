@@ -10,12 +10,15 @@ import msgspec
 import pytest
 
 from core.errors import ExitCode, StartupError
-from server.ledger.journal import Journal, open_journal
-from server.ledger.records import (
+from server.ledger.journal import RECORD_BYTES, Journal, Spill, SpillFull, open_journal
+from server.ledger.store import (
+    CHECKPOINT_WRITES,
+    PRUNED_ROWS,
     Amend,
     Checkpoint,
     Keep,
     LedgerRow,
+    LedgerStore,
     Probe,
     Progress,
     Prune,
@@ -25,8 +28,6 @@ from server.ledger.records import (
     StoredAnswer,
     Write,
 )
-from server.ledger.spill import RECORD_BYTES, Spill, SpillFull
-from server.ledger.store import CHECKPOINT_WRITES, PRUNED_ROWS, LedgerStore
 
 NUM_RECORDS = 8
 

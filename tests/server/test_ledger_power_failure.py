@@ -6,8 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from server.ledger.records import Checkpoint, LedgerRow, Progress, Reserve, Settle, State, Write
-from server.ledger.store import LedgerStore
+from server.ledger.store import Checkpoint, LedgerRow, LedgerStore, Progress, Reserve, Settle, State, Write
 from tests.server.power_failure import Disk
 
 PATH = Path("/ledger.db")

@@ -10,11 +10,9 @@ import pytest
 from server.clock import Clock
 from server.config import ServerConfig
 from server.gate.tenants import Limits, Tenant
-from server.ledger.journal import Journal, Written, open_journal
-from server.ledger.records import Reserve, Settle, State, Write
-from server.ledger.setup import open_ledger
-from server.ledger.store import LedgerStore
-from server.ledger.thread import DURABLE_S, CommitPace, Item, LedgerThread, tell_batch
+from server.ledger.journal import DURABLE_S, CommitPace, Item, Journal, LedgerThread, Written, open_journal, tell_batch
+from server.ledger.ledger import open_ledger
+from server.ledger.store import LedgerStore, Reserve, Settle, State, Write
 from tests.server.test_ledger_journal import row, settled
 
 

@@ -13,7 +13,7 @@ from core.errors import ErrorKind, ServiceError
 from core.plan import RunnerLimits
 from core.types import Cancel, FinishReason, Submit
 from server.gate.tenants import LOCAL_NAME
-from server.lifecycle import OFFLOAD_BYTES
+from server.generation import OFFLOAD_BYTES
 from tests.server.fakes import MemoryTransport
 from tests.server.simulated_engine import at_once, late_by, token_by_token
 from tests.server.simulated_server import (
@@ -113,7 +113,7 @@ def test_client_that_leaves_while_its_prompt_is_tokenized_elsewhere_is_not_submi
             await gate
             return work()
 
-        server.lifecycle.offload = offload
+        server.generations.offload = offload
         transport = server.send(completion(prompt="x", stop="y" * 1024, user="z" * OFFLOAD_BYTES))
         assert not server.posted
         transport.feed_eof()
@@ -248,7 +248,7 @@ def test_request_whose_body_comes_after_the_farewell_is_refused_as_those_before_
     with serving() as server:
         begun, uploading = server.send(data), server.send(data[:-1])
         server.step()
-        server.lifecycle.fail_all(ServiceError(ErrorKind.UNAVAILABLE, "Ending.", "draining", retry_after_s=5))
+        server.generations.fail_all(ServiceError(ErrorKind.UNAVAILABLE, "Ending.", "draining", retry_after_s=5))
         uploading.feed(data[-1:])
         server.run()
         assert len([message for message in server.posted if isinstance(message, Submit)]) == 1
@@ -303,7 +303,7 @@ def play(server: SimulatedServer, number: int, case: Case, transports: dict[int,
         elif fate == "reset":
             transport.reset()
         elif fate == "delete":
-            server.lifecycle.cancel(request_id, LOCAL_NAME)
+            server.generations.cancel(request_id, LOCAL_NAME)
         elif fate == "slow":
             transport.peer_reads = True
             transport.peer_read()

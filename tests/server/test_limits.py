@@ -1,6 +1,6 @@
 """DESIGN's table of limits, row by row: the default, what passes at the limit, what one past it gets.
 
-HTTP/1.1's own limits on lines and heads are in test_http1_prefilter, the rates' refilling in test_frame_gate.
+HTTP/1.1's own limits on lines and heads are in test_http1_head, the rates' refilling in test_frame_gate.
 """
 
 from collections.abc import Callable
@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from h2.errors import ErrorCodes
 
-from server.api import long_json
+from server.api import decoding
 from server.config import ServerConfig
 from server.config_sources import load_config
 from server.wire.frame_gate import PRIORITY, WINDOW_UPDATE
-from server.wire.frame_limits import Rate
+from server.wire.limits import Rate
 from tests.server import limit_probes as probes
 from tests.server.fakes import MemoryServer
 from tests.server.limit_probes import CALM, CONNECTION, FRAMES, HTTP2, PASSES, KiB, MiB
@@ -83,7 +83,7 @@ TABLE = (
     row("body, in chunks", ServerConfig().max_body_bytes, 8 * MiB, partial(probes.body_of, over="chunks"), "413"),
     row("body, over HTTP/2", ServerConfig().max_body_bytes, 8 * MiB, partial(probes.body_of, over="HTTP/2"), "413"),
     Row("chunks of one byte", CONNECTION.head.num_small_chunks, 1000, probes.tiny_chunks, 1002, 1003, "400"),
-    row("JSON depth", long_json.MAX_DEPTH, 64, probes.nested, "400"),
+    row("JSON depth", decoding.MAX_DEPTH, 64, probes.nested, "400"),
     time("head, HTTP/1.1", CONNECTION.head_s, 10, probes.http1_head_of, "408"),
     time("head, HTTP/2", CONNECTION.head_s, 10, probes.http2_head_of, CALM),
     time("body, HTTP/1.1", CONNECTION.body_s, 30, partial(probes.http1_body_of, 0, 0.0), "408"),

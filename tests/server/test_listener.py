@@ -11,11 +11,9 @@ import pytest
 import uvloop
 
 from core.errors import ExitCode, StartupError
-from server.listening.acceptor import ACCEPTS_PER_WAKEUP
-from server.listening.binds import Bind, TcpAddress, UnixAddress
-from server.listening.listener import Listener, ListenerConfig
-from server.listening.refusals import MAX_CONNECTIONS, Refusals
-from server.listening.socket_activation import PassedSocket
+from server.listening.clients import MAX_CONNECTIONS, Refusals
+from server.listening.listener import ACCEPTS_PER_WAKEUP, Listener, ListenerConfig
+from server.listening.sockets import Bind, PassedSocket, TcpAddress, UnixAddress
 from server.wire.messages import ResponseHead
 from server.wire.stream import HttpStream
 from tests.server.fakes import PEER, refuse

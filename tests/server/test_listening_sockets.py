@@ -9,9 +9,15 @@ from pathlib import Path
 import pytest
 
 from core.errors import ExitCode, StartupError
-from server.listening.binds import Bind, TcpAddress, UnixAddress, bind_value
-from server.listening.listening_sockets import ListeningSocket, open_binds
-from server.listening.socket_activation import PassedSocket
+from server.listening.sockets import (
+    Bind,
+    ListeningSocket,
+    PassedSocket,
+    TcpAddress,
+    UnixAddress,
+    bind_value,
+    open_binds,
+)
 
 
 @pytest.fixture

@@ -1,5 +1,4 @@
-from server.observing.exposition import Histogram
-from server.observing.loop_lag import TICK_S, LoopLag
+from server.observing.metrics import TICK_S, Histogram, LoopLag
 from tests.server.virtual_loop import VirtualTimeLoop
 
 

@@ -6,8 +6,7 @@ from collections import Counter, defaultdict
 from prometheus_client.parser import text_string_to_metric_families
 
 from core.types import Admitted, EngineStats, Prefilled, Usage
-from server.observing.exposition import Histogram
-from server.observing.metrics import MAX_TENANTS, MAX_UNKNOWN_FIELDS, OTHER_TENANTS, Finished, Metrics
+from server.observing.metrics import MAX_TENANTS, MAX_UNKNOWN_FIELDS, OTHER_TENANTS, Finished, Histogram, Metrics
 from server.observing.slo import SloRules
 from server.observing.timing import Stage, StageClock
 

@@ -11,8 +11,8 @@ import pytest
 
 from core.errors import ExitCode
 from server.cli import main
-from server.commands.hub_cache import Hub
-from server.commands.model_list import find_models
+from server.commands.hub import Hub
+from server.commands.models import find_models
 from tests.gguf_files import Q, write_gguf
 from tests.server.tiny_model import CONTEXT, write_tiny_model
 
@@ -34,7 +34,7 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (cached.with_name("models--org--half") / "refs").mkdir(parents=True)
     (cached.with_name("models--org--half") / "refs" / "main").write_text("b" * 40)
     write_tiny_model(tmp_path / "embedded")
-    monkeypatch.setattr("server.__main__.DEMO_DIRECTORY", tmp_path / "embedded")
+    monkeypatch.setattr("server.engine_loader.DEMO_DIRECTORY", tmp_path / "embedded")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     return root
 

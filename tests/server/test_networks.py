@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.listening.networks import NetworkSet, network_value, proxy_value
+from server.listening.clients import NetworkSet, network_value, proxy_value
 from server.values import BadValueError
 
 

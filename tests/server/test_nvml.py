@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from server.observing import nvml
-from server.observing.nvml import DeviceMonitor, DeviceState
+from server.observing import metrics
+from server.observing.metrics import DeviceMonitor, DeviceState
 
 SOURCE = """
 #include <stddef.h>
@@ -42,23 +42,23 @@ def compiled(directory: Path, init: int) -> str:
 def test_devices_tell_their_memory_and_where_they_can_their_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nvml, "_LIBRARY", compiled(tmp_path, 0))
+    monkeypatch.setattr(metrics, "_NVML", compiled(tmp_path, 0))
     assert DeviceMonitor().states() == {"0": DeviceState(40, 100, 0.75), "1": DeviceState(40, 100, None)}
 
 
 def test_driver_that_does_not_work_has_no_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvml, "_LIBRARY", compiled(tmp_path, 999))
+    monkeypatch.setattr(metrics, "_NVML", compiled(tmp_path, 999))
     assert DeviceMonitor().states() == {}
 
 
 def test_machine_without_the_library_has_no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvml, "_LIBRARY", "libnvidia-ml-that-is-not-there.so.1")
+    monkeypatch.setattr(metrics, "_NVML", "libnvidia-ml-that-is-not-there.so.1")
     assert DeviceMonitor().states() == {}
 
 
 @pytest.mark.gpu
 def test_the_devices_of_this_machine_are_told() -> None:
-    assert ctypes.CDLL(nvml._LIBRARY)
+    assert ctypes.CDLL(metrics._NVML)
     states = DeviceMonitor().states()
     assert states
     assert all(0 < state.memory_used_bytes <= state.memory_total_bytes for state in states.values())

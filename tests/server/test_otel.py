@@ -14,11 +14,10 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from core.errors import StartupError
-from server.observing.flight_recorder import Flight
+from server.observing.accounting import Flight, TraceContext
 from server.observing.logs import AccessRecord
 from server.observing.otel import MAX_WAITING, TraceExporter
 from server.observing.timing import Stage
-from server.observing.trace_context import TraceContext
 from server.values import BadValueError, otlp_endpoint
 from tests.server.running_server import Running, ask, closing, load_with, run
 from tests.server.simulated_server import MODEL, STREAM, chat

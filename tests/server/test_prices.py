@@ -8,7 +8,7 @@ import pytest
 from core.errors import StartupError
 from core.types import Usage
 from server.config_sources import load_config
-from server.ledger.prices import ModelPrice, Prices, parse_prices
+from server.ledger.usage import ModelPrice, Prices, parse_prices
 
 PATH = Path("steploop.toml")
 

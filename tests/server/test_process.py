@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from core.errors import BadCheckpoint, ExitCode, StartupError
-from core.plan import BlockLabel
+from core.kv_cache import BlockLabel
 from server import __version__
 from server.config import ServerConfig
-from server.ledger.prices import ModelPrice, Prices
+from server.ledger.usage import ModelPrice, Prices
 from server.loaded_engine import LoadedEngine
 from server.process import Server
 from tests.server.running_server import LIMITS, Running, ask, closing, load_with, run

@@ -2,7 +2,7 @@
 
 import io
 
-from server.commands.progress import byte_progress, count_progress
+from server.commands.console import byte_progress, count_progress
 
 MIB = 2**20
 LOADING = "loading weights"

@@ -9,12 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from server.listening.binds import Bind, TcpAddress, UnixAddress
-from server.listening.client_gate import ClientRules
+from server.listening.clients import (
+    DENIED,
+    MAX_CONNECTIONS,
+    MAX_PER_ADDRESS,
+    PROXY_HEADER,
+    UNTRUSTED_PROXY,
+    ClientRules,
+)
+from server.listening.clients import UNIX as UNIX_PROXIES
 from server.listening.listener import HANDSHAKE_S, Listener, ListenerConfig
-from server.listening.networks import UNIX as UNIX_PROXIES
-from server.listening.refusals import DENIED, MAX_CONNECTIONS, MAX_PER_ADDRESS, PROXY_HEADER, UNTRUSTED_PROXY
-from server.wire.exchanges import Handler
+from server.listening.sockets import Bind, TcpAddress, UnixAddress
+from server.wire.connection import Handler
 from server.wire.stream import HttpStream
 from server.wire.tls import ServerTls, TlsFiles
 from tests.certificates import make_certificate, needs_openssl

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.listening.proxy_protocol import MAX_BYTES, ProxyHeader, ProxyHeaderParser, ProxyProtocolError
-from server.wire.peer import Peer
+from server.listening.clients import MAX_BYTES, ProxyHeader, ProxyHeaderParser, ProxyProtocolError
+from server.wire.messages import Peer
 
 SIGNATURE = b"\r\n\r\n\0\r\nQUIT\n"
 TCP4 = IPv4Address("192.0.2.7").packed + IPv4Address("198.51.100.1").packed + struct.pack(">HH", 4242, 443)

@@ -7,8 +7,7 @@ import pytest
 
 from core.plan import RunnerLimits
 from core.types import Cancel
-from server.gate.admission import QueueView
-from server.gate.queue_news import NEWS_EVERY_S, QueueNews
+from server.gate.admission import Place, QueueView
 from tests.server.simulated_server import (
     STREAM,
     TOKENIZER,
@@ -19,7 +18,6 @@ from tests.server.simulated_server import (
     completion,
     request,
 )
-from tests.server.virtual_loop import VirtualTimeLoop
 
 ONE_AT_A_TIME = RunnerLimits(64, 4, 1, 16, 200, TOKENIZER.vocab_size)
 NEWS: dict[str, Any] = {"timings": {"queue": True}, **STREAM}
@@ -100,26 +98,20 @@ def test_events_are_the_same_with_news_and_without(make: Any) -> None:
     assert len(bodies[0].events) == len(bodies[1].events) - len(told(bodies[1], "queue"))
 
 
-def test_what_has_been_told_is_not_told_again() -> None:
-    loop = VirtualTimeLoop()
+def test_what_has_been_told_is_not_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = SimulatedServer(limits=ONE_AT_A_TIME)
     views = iter([QueueView(2, 1.5), QueueView(2, 1.5), QueueView(1, 1.5), QueueView(1, 1.5), QueueView(1, 0.5)])
-    told: list[str] = []
-
-    async def start() -> QueueNews:
-        return QueueNews(lambda: next(views, None), 40, told.append)
-
-    news = loop.run_until_complete(start())
-    loop.advance(5.5 * NEWS_EVERY_S)
-    news.on_prefill(16)
-    loop.advance(3 * NEWS_EVERY_S)
-    news.close()
-    loop.close()
-    assert told == [
-        'queue {"position":2,"expected_ms":1500}',
-        'queue {"position":1,"expected_ms":1500}',
-        'queue {"position":1,"expected_ms":500}',
-        'prefill {"tokens":16,"of":40}',
+    monkeypatch.setattr(Place, "view", lambda place, now_s: next(views, None))
+    server.send(completion(max_tokens=80))
+    server.step()
+    asked = server.send(completion(prompt=[5] * 40, **NEWS))
+    server.run()
+    assert told(answer_of(asked), "queue") == [
+        {"position": 2, "expected_ms": 1500},
+        {"position": 1, "expected_ms": 1500},
+        {"position": 1, "expected_ms": 500},
     ]
+    server.close()
 
 
 def test_who_need_not_wait_and_who_does_not_stream_are_told_nothing() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from core.errors import ErrorKind, ServiceError
 from core.types import Request, SamplingParams, Usage
-from server.gate.auth import Caller, make_directory
+from server.gate.identity import Caller, make_directory
 from server.gate.quota import (
     DAY_S,
     DAYS_KEPT,
@@ -24,8 +24,8 @@ from server.gate.quota import (
     Pool,
     Quotas,
     Ticket,
+    format_reset,
 )
-from server.gate.rate_limit_fields import format_reset
 from server.gate.tenants import Limits, Tenant
 
 START = Moment(0, 100 * DAY_S)

@@ -127,7 +127,7 @@ def test_sink_that_raises_ends_its_request_alone(caplog: pytest.LogCaptureFixtur
     bench.submit("r")
     bench.submit("s")
 
-    def fail(choice: int, text: str, now_s: float) -> None:
+    def fail(choice: int, text: str) -> None:
         raise ZeroDivisionError
 
     bench.sinks["r"].on_text = fail  # type: ignore[method-assign]
@@ -140,7 +140,7 @@ def test_sink_that_raises_ends_its_request_alone(caplog: pytest.LogCaptureFixtur
     assert "ZeroDivisionError" in caplog.text
 
 
-def test_teller_that_raises_ends_its_request_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_writer_that_raises_ends_its_request_alone(caplog: pytest.LogCaptureFixture) -> None:
     bench = ClientBench()
     bench.submit("r")
     bench.submit("s")
@@ -148,35 +148,35 @@ def test_teller_that_raises_ends_its_request_alone(caplog: pytest.LogCaptureFixt
     def fail(text: str) -> None:
         raise ZeroDivisionError
 
-    bench.sinks["r"].teller = lambda choice: fail  # type: ignore[method-assign]
+    bench.sinks["r"].text_writer = lambda choice: fail  # type: ignore[method-assign]
     bench.deliver(("r", 0, 0), ("s", 0, 0), ("r", 0, 1), ("s", 0, 1), ("r", 0, 2))
     assert [sink.text for sink in bench.sinks.values()] == ["a", "ab"]
     assert bench.cancels == [Cancel("r", FinishReason.ERROR, 0, 2)]
     assert "ZeroDivisionError" in caplog.text
 
 
-def test_teller_tells_what_stands_alone_and_the_detokenizer_the_rest() -> None:
+def test_writer_has_what_stands_alone_and_what_the_detokenizer_lets_go() -> None:
     bench = ClientBench()
     handle = bench.submit(stop=("cd",))
     sink, told = bench.sinks["r"], []
 
-    tell_on = sink.teller(0)
+    write_on = sink.text_writer(0)
 
-    def tell(text: str) -> None:
+    def write(text: str) -> None:
         told.append(text)
-        tell_on(text)
+        write_on(text)
 
-    sink.teller = lambda choice: tell  # type: ignore[method-assign]
+    sink.text_writer = lambda choice: write  # type: ignore[method-assign]
     for token_id in (0, 1, 4, 5, 0, 9, 2):  # a, b, half an é, the other half, a, an id that no token has, c
         bench.deliver(("r", 0, token_id))
-    assert (sink.text, told) == ("abéa", ["b", "a"])
-    assert (handle.num_tokens, handle.num_untold(0)) == (7, 2)
+    assert (sink.text, told) == ("abéa", ["b", "é", "a"])
+    assert (handle.num_tokens, handle.sequences[0].num_untold) == (7, 2)
     bench.deliver(("r", 0, 1), ("r", 0, 1), ("r", 0, 2), ("r", 0, 3), ("r", 0, 0))
-    assert (sink.text, told) == ("abéacbb", ["b", "a", "b"])
+    assert (sink.text, told) == ("abéacbb", ["b", "é", "a", "cb", "b"])
     assert bench.cancels == [Cancel("r", FinishReason.STOP, 0, 11)]
 
 
-def test_text_that_leaves_something_held_is_not_followed_by_the_short_way() -> None:
+def test_text_that_leaves_something_held_is_followed_by_the_detokenizers() -> None:
     bench = ClientBench()
     bench.submit(stop=("aab",))
     bench.deliver(*[("r", 0, token_id) for token_id in (1, 0, 0, 0, 1)])
@@ -184,7 +184,7 @@ def test_text_that_leaves_something_held_is_not_followed_by_the_short_way() -> N
     assert bench.cancels == [Cancel("r", FinishReason.STOP, 0, 5)]
 
 
-def test_sink_is_told_at_its_marks_on_the_short_way() -> None:
+def test_sink_is_told_at_its_marks_of_texts_that_stand_alone() -> None:
     bench = ClientBench()
     bench.submit(marks={0: 3, 3: 5})
     bench.deliver(*[("r", 0, 0)] * 9)

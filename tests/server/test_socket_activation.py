@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from server.listening.socket_activation import take_passed_sockets
+from server.listening.sockets import take_passed_sockets
 
 REPOSITORY = Path(__file__).parents[2]
 # Puts the descriptors given behind the names from 3 on, takes them, and tells what it has got
@@ -21,7 +21,7 @@ high = [os.dup2(number, 100 + index) for index, number in enumerate(given)]
 for index, number in enumerate(high):
     os.dup2(number, 3 + index)
 os.environ["LISTEN_PID"] = str(os.getpid())
-from server.listening.socket_activation import take_passed_sockets
+from server.listening.sockets import take_passed_sockets
 try:
     taken = take_passed_sockets(os.environ, os.getpid())
 except StartupError as error:

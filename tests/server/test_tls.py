@@ -11,9 +11,9 @@ import uvloop
 from h2.errors import ErrorCodes
 
 from core.errors import ExitCode, StartupError
-from server.listening.refusals import HANDSHAKE
-from server.wire.connection_limits import ConnectionLimits
+from server.listening.clients import HANDSHAKE
 from server.wire.frame_gate import PING
+from server.wire.limits import ConnectionLimits
 from server.wire.stream import HttpStream
 from server.wire.tls import ServerTls, TlsFiles, server_tls
 from tests.certificates import make_certificate, needs_openssl

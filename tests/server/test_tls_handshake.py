@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from server.listening.refusals import HANDSHAKE, MAX_CONNECTIONS
+from server.listening.clients import HANDSHAKE, MAX_CONNECTIONS
 from server.wire.stream import HttpStream
 from server.wire.tls import REFUSED_ALERT, ServerTls, TlsFiles
 from tests.certificates import make_certificate, needs_openssl

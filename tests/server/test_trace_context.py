@@ -2,7 +2,7 @@
 
 import pytest
 
-from server.observing.trace_context import TraceContext, continue_trace
+from server.observing.accounting import TraceContext, continue_trace
 
 TRACE, PARENT, OURS = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7", "1" * 16
 

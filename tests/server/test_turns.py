@@ -2,7 +2,7 @@
 
 import pytest
 
-from server.wire.connection_limits import ConnectionLimits
+from server.wire.limits import ConnectionLimits
 from server.wire.messages import ResponseHead
 from server.wire.stream import HttpStream
 from tests.server.fakes import MemoryServer

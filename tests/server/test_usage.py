@@ -10,7 +10,7 @@ import pytest
 
 from server.cli import main
 from server.gate.tenants import Tenant
-from server.ledger.prices import ModelPrice, Prices
+from server.ledger.usage import ModelPrice, Prices
 from tests.server.simulated_server import MODEL, SimulatedServer, chat, request
 
 PRICES = Prices(((MODEL, ModelPrice(prompt=1_000_000, cached=0, completion=3_000_000)),))

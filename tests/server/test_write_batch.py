@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from server.wire.write_batch import WriteBatch
+from server.wire.connection import WriteBatch
 from tests.server.virtual_loop import VirtualTimeLoop
 
 

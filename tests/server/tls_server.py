@@ -10,10 +10,10 @@ from h2 import events
 from h2.config import H2Configuration
 from h2.connection import H2Connection
 
-from server.listening.binds import Bind, TcpAddress
 from server.listening.listener import Listener, ListenerConfig
-from server.wire.connection_limits import ConnectionLimits
-from server.wire.exchanges import Handler
+from server.listening.sockets import Bind, TcpAddress
+from server.wire.connection import Handler
+from server.wire.limits import ConnectionLimits
 from server.wire.stream import HttpStream
 from server.wire.tls import ServerTls
 from tests.server.fakes import refuse

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gpu.device import cpu_flags
-from gpu.mlp import GATED
+from gpu.layers import GATED
 from gpu.operators import Operators
 from tests.gpu import operator_cases
 from tests.gpu.operator_cases import CONFIG, EPS, NORMS, kv_of, norms_of, rotation_of

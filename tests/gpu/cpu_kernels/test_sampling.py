@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from core.plan import SequenceStart
 from core.types import SamplingParams
-from gpu.cpu_kernels import sampling, thresholds
+from gpu.cpu_kernels import sampling
 from gpu.cpu_kernels.row_sampler import RowSampler
-from gpu.noise import gumbel_noise
 from gpu.sampler import Sampler, SamplerChoice
+from gpu.sampling_rules import gumbel_noise
 from tests.gpu.filter_cases import FilterCase, filter_cases
 from tests.gpu.test_sampler import assert_distributed_as
 
@@ -130,8 +130,8 @@ def test_the_search_finds_the_largest_number_that_enough_reach(numbers: list[flo
     weights[0] += 1
     needed = data.draw(st.integers(1, int(weights.sum())))
     want = max(value for value in values if weights[values >= value].sum() >= needed)
-    room, bins = np.empty(len(values), np.uint32), np.empty(thresholds.NUM_BINS, np.int64)
-    assert thresholds.largest_reaching(values, weights.copy(), len(values), needed, room, bins) == want
+    room, bins = np.empty(len(values), np.uint32), np.empty(sampling.NUM_BINS, np.int64)
+    assert sampling.largest_reaching(values, weights.copy(), len(values), needed, room, bins) == want
 
 
 @pytest.mark.bits

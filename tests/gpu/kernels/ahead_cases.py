@@ -14,9 +14,9 @@ from gpu.kernels.block_sizes import (
     row_warps,
 )
 from gpu.kernels.device_rows import CLEARED_COLUMNS, TOKENS
-from gpu.kernels.device_sampler import MAX_BIASES, MAX_STOP_IDS, SHAPES, Shape
 from gpu.kernels.operators import ACTIVATIONS
 from gpu.kernels.product import GROUPED, INT4, PLAIN, SCALED, Matrix
+from gpu.kernels.sampler import MAX_BIASES, MAX_STOP_IDS, SHAPES, Shape
 from gpu.scores import PLAIN as PLAIN_SCORES
 from gpu.scores import Scores
 from tests.gpu.kernels.ahead import Case, pointer

@@ -101,5 +101,5 @@ def captured_without_device() -> Iterator[None]:
     from tests.gpu.fake_cuda_graphs import open_recorder
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gpu.kernel_choice.CudaRecorder", open_recorder)
+        patch.setattr("gpu.tune.CudaRecorder", open_recorder)
         yield

@@ -15,13 +15,12 @@ from core.plan import PENDING
 from core.types import Request, SamplingParams
 from gpu import device_steps
 from gpu.device_steps import DeviceSteps
-from gpu.graph_memory import CountedGraphs, count_graphs
-from gpu.graphs import CaptureError, Graph
 from gpu.kernels.device_rows import StepRows
-from gpu.kernels.device_sampler import MAX_BIASES
+from gpu.kernels.sampler import MAX_BIASES
 from gpu.loading import load_runner
 from gpu.memory_plan import MemoryPlan
 from gpu.runner import ModelRunner
+from gpu.step_graphs import CaptureError, CountedGraphs, Graph, count_graphs
 from gpu.step_shapes import StepShape, StepShapes
 from tests.gpu.conftest import ENGINE, no_progress
 from tests.gpu.driver import GREEDY, DrivenSequence, Driver, make_plan
@@ -320,7 +319,7 @@ def test_where_capture_fails_steps_go_on_by_python(
     graphs: str, model_directory: Directory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     directory = model_directory("llama3")
-    monkeypatch.setattr("gpu.kernel_choice.CudaRecorder", lambda device: FailingRecorder(1))
+    monkeypatch.setattr("gpu.tune.CudaRecorder", lambda device: FailingRecorder(1))
     with caplog.at_level(logging.WARNING):
         runner = open_runner(directory, graphs)
         found = tokens_with_joins_and_leaves(runner)
@@ -357,7 +356,7 @@ def test_keys_and_values_are_sized_when_it_is_known_what_graphs_take(
     """And what was captured to know it is let go of again."""
     monkeypatch.setattr("gpu.runner.count_graphs", count_graphs)
     recorder = FakeRecorder()
-    monkeypatch.setattr("gpu.kernel_choice.CudaRecorder", lambda device: recorder)
+    monkeypatch.setattr("gpu.tune.CudaRecorder", lambda device: recorder)
     runner = open_runner(model_directory("llama3"), "lazy")
     assert len(recorder.graphs) == 0
     with torch.inference_mode():
@@ -373,9 +372,9 @@ def test_where_memory_ends_at_capture_steps_go_on_with_fewer_graphs(
 ) -> None:
     directory = model_directory("llama3")
     whole = FakeRecorder()
-    monkeypatch.setattr("gpu.kernel_choice.CudaRecorder", lambda device: whole)
+    monkeypatch.setattr("gpu.tune.CudaRecorder", lambda device: whole)
     room_bytes = open_runner(directory, "on").captured.size_bytes - 1
-    monkeypatch.setattr("gpu.kernel_choice.CudaRecorder", lambda device: FakeRecorder(room_bytes))
+    monkeypatch.setattr("gpu.tune.CudaRecorder", lambda device: FakeRecorder(room_bytes))
     with caplog.at_level(logging.WARNING):
         runner = open_runner(directory, "on")
     assert runner.captured.num_graphs == 6

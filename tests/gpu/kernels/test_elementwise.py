@@ -6,7 +6,7 @@ import torch
 from gpu.kernels.block_sizes import heads_at_once
 from gpu.kernels.operators import ACTIVATIONS, TritonOperators
 from gpu.kv_cache import LayerKV
-from gpu.mlp import GATED
+from gpu.layers import GATED
 from gpu.operators import Operators
 from tests.gpu import operator_cases
 from tests.gpu.operator_cases import CONFIG, EPS, NORMS, kv_of, norms_of, rotation_of

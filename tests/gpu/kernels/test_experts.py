@@ -8,8 +8,8 @@ from gpu.expert_weights import ExpertWeights
 from gpu.kernels.block_sizes import SMALL_ROWS
 from gpu.kernels.experts import GroupedExperts, can_group, most_tiles
 from gpu.kernels.operators import TritonOperators
+from gpu.layers import GATED, Experts
 from gpu.linear import make_linear
-from gpu.mlp import GATED, Experts
 from gpu.operators import Operators
 from gpu.quantize import QuantizedWeight, Weight, dequantize, quantize
 from tests.gpu.kernels.test_product import grouped as in_groups

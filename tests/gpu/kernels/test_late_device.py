@@ -13,9 +13,9 @@ import torch
 
 from core.config import EngineConfig
 from core.plan import StepPlan
-from gpu.graphs import Graph
-from gpu.host_streams import HostStreams
 from gpu.runner import ModelRunner, StepTicket
+from gpu.step_graphs import Graph
+from gpu.streams import HostStreams
 from tests.gpu.conftest import ENGINE
 from tests.gpu.fake_cuda_graphs import FakeRecorder
 from tests.gpu.kernels.test_device_steps import (  # noqa: F401  # fixtures are found by their names
@@ -57,7 +57,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> LateStreams:
     """Of runners that are opened from now on."""
     found = LateStreams(work_s=0.0)
     monkeypatch.setattr("gpu.runner.open_streams", lambda device: found)
-    monkeypatch.setattr("gpu.kernel_choice.CudaRecorder", lambda device: LateRecorder(found))
+    monkeypatch.setattr("gpu.tune.CudaRecorder", lambda device: LateRecorder(found))
     return found
 
 

@@ -11,13 +11,13 @@ import torch
 from core.config import parse_model_config
 from gpu.checkpoint import open_checkpoint
 from gpu.device import DeviceChoice
-from gpu.device_products import DeviceProducts
 from gpu.kept_matrices import kept_scheme
 from gpu.kernels.operators import TritonOperators
 from gpu.memory_plan import plan_memory
 from gpu.operators import Operators
 from gpu.quantize_cache import quantizing
 from gpu.runner import ModelRunner
+from gpu.tune import choose_matmuls
 from gpu.weights import MatrixForm, load_weights
 from tests import fp8_files, packed_files
 from tests.gpu.conftest import ENGINE, no_progress
@@ -62,13 +62,13 @@ def open_runner(
         weights = load_weights(checkpoint, config, torch.float32, device, no_progress, form)
     operators: Operators
     if operators_of is TritonOperators:
-        prices = itertools.cycle([1.0, 2.0])  # the kernel is measured first
-        operators = TritonOperators(config, torch.float32, device, clock=lambda work: next(prices))
+        operators = TritonOperators(config, torch.float32, device)
     else:
         operators = Operators(torch.float32, device, config.rms_norm_eps)
     runner = ModelRunner(config, engine, memory, weights, operators)
-    if isinstance(operators.product_choice, DeviceProducts):
-        served = operators.product_choice.choose()
+    if operators.matmuls is not None:
+        prices = itertools.cycle([1.0, 2.0])  # the kernel is measured first
+        served = choose_matmuls(operators.matmuls, choice, lambda work: next(prices))
         assert served
         assert all(found.few and found.many is not name.startswith("float32") for name, found in served.items())
     return runner

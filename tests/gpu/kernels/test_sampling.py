@@ -8,9 +8,8 @@ import torch
 
 from core.plan import SequenceStart
 from core.types import SamplingParams
-from gpu.kernels.device_sampler import MAX_BIASES, MAX_STOP_IDS, NO_SLOT, SHAPES, DeviceSampler, Shape, shape_of
-from gpu.sampler import Sampler, SamplerChoice
-from gpu.sampling_slots import SamplingSlots
+from gpu.kernels.sampler import MAX_BIASES, MAX_STOP_IDS, NO_SLOT, SHAPES, DeviceSampler, Shape, shape_of
+from gpu.sampler import Sampler, SamplerChoice, SamplingSlots
 
 ASKED: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0, "num_logprobs": 3},

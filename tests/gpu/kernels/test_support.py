@@ -10,20 +10,19 @@ import torch
 
 from core.config import EngineConfig, ModelConfig
 from gpu.device import DeviceChoice
-from gpu.device_attention import DeviceAttention
-from gpu.kernel_choice import (
-    describe_attention,
-    describe_graphs,
-    describe_products,
-    find_operators,
-    find_recorder,
-    why_no_kernels,
-)
 from gpu.kernels import product, support
 from gpu.kernels.operators import TritonOperators
 from gpu.kernels.paged_attention import PagedAttention
 from gpu.operators import Operators
 from gpu.quantize import quantize
+from gpu.tune import (
+    describe_attention,
+    describe_graphs,
+    describe_matmuls,
+    find_operators,
+    find_recorder,
+    why_no_kernels,
+)
 from tests.gpu.kernels.test_elementwise import CONFIG
 
 CUDA = DeviceChoice(torch.device("cuda", 0), "", torch.bfloat16, "", 1, "")
@@ -33,17 +32,15 @@ ROOT = Path(__file__).parents[3]
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H200")
 
 
 def test_a_device_with_triton_is_served_by_its_kernels() -> None:
     assert why_no_kernels(CONFIG, CUDA) is None
     found = find_operators(CONFIG, CUDA)
     assert type(found) is TritonOperators
-    assert isinstance(found.attention, DeviceAttention)
-    assert type(found.attention.kernels) is PagedAttention
-    assert describe_products(CONFIG, CUDA).startswith("Triton")
-    assert describe_attention(CONFIG, CUDA) == "decodes by Triton's kernel, prompts by Triton's kernel"
+    assert type(found.attention) is PagedAttention
+    assert describe_matmuls(CONFIG, CUDA).startswith("Triton")
+    assert describe_attention(CONFIG, CUDA) == "Triton's kernel over block tables"
 
 
 @pytest.mark.parametrize(
@@ -55,7 +52,7 @@ def test_an_old_device_is_left_to_torch(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert why_no_kernels(CONFIG, CUDA) == why
     assert (type(find_operators(CONFIG, CUDA)) is Operators) == (why is not None)
-    assert describe_products(CONFIG, CUDA) == (f"torch's: {why}" if why else "Triton's kernels or cuBLAS, as measured")
+    assert describe_matmuls(CONFIG, CUDA) == (f"torch's: {why}" if why else "Triton's kernels or cuBLAS, as measured")
 
 
 @pytest.mark.parametrize(("capability", "is_known"), [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True)])
@@ -113,7 +110,7 @@ def test_heads_that_attention_does_not_know_are_left_to_torch(
 def test_graphs_are_a_devices_or_asked_for(
     mode: str, on_device: bool, on_cpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gpu.kernel_choice.CudaRecorder", lambda device: device.type)
+    monkeypatch.setattr("gpu.tune.CudaRecorder", lambda device: device.type)
     engine, operators = EngineConfig(graphs=mode), find_operators(CONFIG, CUDA)
     cpu = dataclasses.replace(CUDA, device=torch.device("cpu"))
     found = [find_recorder(engine, choice, operators) for choice in (CUDA, cpu)]
@@ -137,13 +134,13 @@ def test_what_sends_decodes_is_told() -> None:
 def test_a_cpu_has_its_own() -> None:
     cpu = dataclasses.replace(CUDA, device=torch.device("cpu"), dtype=torch.float32)
     assert "they know bfloat16 on a CPU" in (why_no_kernels(CONFIG, cpu) or "")
-    assert describe_products(CONFIG, cpu).startswith("torch's: float32 on cpu")
+    assert describe_matmuls(CONFIG, cpu).startswith("torch's: float32 on cpu")
     assert describe_attention(CONFIG, cpu).startswith("torch's: float32 on cpu")
 
 
 def test_neither_triton_nor_numba_is_imported_in_vain() -> None:
     program = (
-        "import sys, gpu.kernel_choice, gpu.runner; "
+        "import sys, gpu.tune, gpu.runner; "
         "print(sorted({name.split('.')[0] for name in sys.modules} & {'triton', 'numba'}))"
     )
     ran = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)

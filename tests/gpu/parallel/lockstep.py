@@ -12,8 +12,8 @@ from torch import Tensor
 from core.config import EngineConfig, parse_model_config
 from core.plan import StepOutput, StepPlan
 from gpu.loading import load_planned
-from gpu.parallel.loading import find_room, plan_rank
 from gpu.parallel.ranks import Ranks
+from gpu.parallel.runner import find_room, plan_rank
 from gpu.runner import ModelRunner, StepTicket
 from tests.gpu.conftest import ENGINE, no_progress
 from tests.oracle import read_config

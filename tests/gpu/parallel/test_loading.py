@@ -11,7 +11,7 @@ from core.config import EngineConfig, parse_model_config
 from core.errors import DeviceUnavailable
 from gpu.device import DeviceChoice
 from gpu.memory_plan import estimate
-from gpu.parallel.loading import estimate_ranks, least_room, rank_choice, rank_weights_bytes
+from gpu.parallel.runner import estimate_ranks, least_room, rank_choice, rank_weights_bytes
 from tests.gpu.conftest import ENGINE
 from tests.gpu.test_memory_plan import BF16, MODEL
 from tests.oracle import read_config

@@ -16,8 +16,8 @@ from core.plan import PromptTargets
 from gpu.checkpoint import open_checkpoint
 from gpu.layer_weights import ModelWeights
 from gpu.memory_plan import MemoryPlan
-from gpu.parallel.loading import find_room, plan_rank
-from gpu.parallel.shards import Shard, check_shards, part_of
+from gpu.parallel.ranks import Shard, check_shards, part_of
+from gpu.parallel.runner import find_room, plan_rank
 from gpu.quantize import dequantize, quantize
 from gpu.weights import AS_THEY_ARE, MatrixForm, load_weights
 from tests import fp8_files, packed_files

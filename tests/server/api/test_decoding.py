@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.errors import ErrorKind, InvalidRequest
-from server.api.decoding import FieldRules, Refusal, decode, parse_object
-from server.api.long_json import MAX_DEPTH
+from server.api.decoding import MAX_DEPTH, FieldRules, Refusal, decode, parse_object
 
 LONG, CUT = "k" * 40, "k" * 32
 

@@ -5,7 +5,7 @@ import pytest
 
 from core.errors import ContextLengthExceeded, ErrorKind, InvalidRequest, ServiceError
 from core.types import FinishReason
-from server.api.envelope import STATUSES, WIRE_REASONS, cut_short, error_body, error_event, status_of
+from server.api.replies import STATUSES, WIRE_REASONS, cut_short, error_body, error_event, status_of
 from tests.server.api.wire import read_events, sdk_reading
 
 

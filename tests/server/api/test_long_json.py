@@ -8,8 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from core.errors import InvalidRequest
-from server.api.decoding import LONG_BYTES, parse_object
-from server.api.long_json import MAX_DEPTH, MAX_VALUES
+from server.api.decoding import LONG_BYTES, MAX_DEPTH, MAX_VALUES, parse_object
 
 PADDING = b" " * LONG_BYTES
 VALUES = st.recursive(

@@ -1,0 +1,275 @@
+"""What the benches share: a command line with a result, servers as processes of their own, and their CPU and memory.
+
+`run_bench` is every bench's `main`: it reads the flags, measures, shows the tables and writes bench/results/NAME.json;
+with --quick it only sees that all works, and writes nothing unless --json says where.
+"""
+
+import argparse
+import contextlib
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from bench.client import ConnectionPool, Exchange, Recorder, encode_request
+from bench.load import CannotRun, run_on_fast_loop
+from bench.results import RESULTS_DIR, Table, command_line, print_tables, write_result
+from core.errors import StartupError
+
+ROOT = Path(__file__).parent.parent
+DEMO_MODEL = ROOT / "gpu" / "demo" / "model"
+MODEL = "null"  # of the null server and the front ends beside it
+PIECES = tuple(f" word{i:03d}" for i in range(1_000))  # what they say: id -> text
+STOP_TIMEOUT_S = 10.0
+POLL_S = 0.05
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+# Becomes the command that follows, under the same process id, after asking the kernel to end it with its parent:
+# whoever measures may be killed outright, and what it started would live on, and hold a port or a device. Linux alone:
+# prctl(2)'s PR_SET_PDEATHSIG, kept over execve(2); the parent is the thread that started us, which must last, too.
+_BOUND = """
+import ctypes, os, signal, sys
+parent, *command = sys.argv[1:]
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+if os.getppid() != int(parent):  # it had ended before we asked
+    sys.exit(1)
+try:
+    os.execvp(command[0], command)
+except OSError as error:
+    sys.exit(f"{command[0]}: {error.strerror}")
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """An option of one bench.
+
+    Args:
+        default, quick: its value where it is not given, and with --quick; quick None: the same.
+        more: further arguments of argparse's add_argument.
+    """
+
+    name: str
+    default: Any
+    help: str
+    quick: Any = None
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+    def add_to(self, parser: argparse.ArgumentParser) -> None:
+        inferred = {} if self.default is None or isinstance(self.default, tuple) else {"type": type(self.default)}
+        shown = "" if self.default is None else f" (default: {self.default})"
+        parser.add_argument(self.name, help=self.help + shown, **{**inferred, **self.more})
+
+    def value(self, arguments: argparse.Namespace) -> Any:
+        found = getattr(arguments, self.name.removeprefix("--").replace("-", "_"))
+        if found is None:
+            found = self.quick if arguments.quick and self.quick is not None else self.default
+        return found
+
+
+@dataclass(slots=True)
+class Found:
+    """What a bench has measured.
+
+    Args:
+        config, details: see ResultFile.
+        name: of the result file; "": the bench's.
+        code: the exit code.
+    """
+
+    tables: Sequence[Table]
+    config: dict[str, Any] = field(default_factory=dict)
+    details: dict[str, Any] = field(default_factory=dict)
+    name: str = ""
+    code: int = 0
+
+
+def run_bench(
+    name: str,
+    description: str | None,
+    measure: Callable[[argparse.Namespace], Found],
+    flags: Sequence[Flag] = (),
+    argv: Sequence[str] | None = None,
+) -> int:
+    """Parse, measure, show, write. Returns the exit code: 2 where nothing could be measured, with a cause and a fix."""
+    argv = sys.argv[1:] if argv is None else argv
+    program = f"python -m bench.{name}"
+    parser = argparse.ArgumentParser(
+        prog=program, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for flag in flags:
+        flag.add_to(parser)
+    parser.add_argument("--quick", action="store_true", help="see that it works; writes nothing unless --json")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where the result goes (default: bench/results)")
+    arguments = parser.parse_args(argv)
+    for flag in flags:
+        setattr(arguments, flag.name.removeprefix("--").replace("-", "_"), flag.value(arguments))
+    try:
+        found = measure(arguments)
+    except StartupError as error:
+        print(f"bench.{name}: {error.cause}\nFix: {error.fix}", file=sys.stderr)
+        return 2
+    print_tables(found.tables)
+    path = arguments.json or (None if arguments.quick else RESULTS_DIR / f"{found.name or name}.json")
+    if path is not None:
+        write_result(path, name, command_line(program, argv), found.tables, found.config, found.details)
+        print(f"written: {path}")
+    return found.code
+
+
+def bound(command: Sequence[str]) -> list[str]:
+    """The command to start in its place, so that it ends with this process however this one ends."""
+    return [sys.executable, "-I", "-S", "-c", _BOUND, str(os.getpid()), *command]
+
+
+def free_port() -> int:
+    """A loopback port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class DidNotStart(CannotRun):
+    """The server ended, or never answered."""
+
+
+@contextlib.contextmanager
+def running(
+    command: Sequence[str],
+    port: int,
+    ready_path: str = "/v1/models",
+    start_timeout_s: float = 60.0,
+    environment: Mapping[str, str] | None = None,
+    errors: IO[bytes] | int | None = None,
+) -> Iterator[int]:
+    """Start a server, wait until it answers 200 on `ready_path`, give its process id, and end it.
+
+    Args:
+        environment: beside this process's own.
+        errors: where its stderr goes; None: to ours.
+
+    Raises:
+        DidNotStart: it did not come up.
+    """
+    merged = {**os.environ, **(environment or {})}
+    process = subprocess.Popen(
+        bound(command), stdout=subprocess.DEVNULL, stderr=errors, env=merged, start_new_session=True
+    )
+    try:
+        _wait_ready(process, command, port, ready_path, start_timeout_s)
+        yield process.pid
+    finally:
+        process.terminate()
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        with contextlib.suppress(ProcessLookupError):  # workers that it left behind
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def _wait_ready(
+    process: "subprocess.Popen[bytes]", command: Sequence[str], port: int, path: str, timeout_s: float
+) -> None:
+    end_s = time.monotonic() + timeout_s
+    while time.monotonic() < end_s:
+        if process.poll() is not None:
+            raise DidNotStart(f"{command!r} ended with {process.returncode}.", "run it alone and look")
+        if run_on_fast_loop(_answers(port, path)):
+            return
+        time.sleep(POLL_S)
+    raise DidNotStart(f"{command!r} was not ready within {timeout_s:g} s.", "run it alone and look")
+
+
+async def _answers(port: int, path: str) -> bool:
+    pool, exchange = ConnectionPool("127.0.0.1", port, Recorder(), 5.0), Exchange(time.monotonic())
+    try:
+        await pool.perform(encode_request("GET", path, f"127.0.0.1:{port}", {}), exchange)
+    finally:
+        await pool.close()
+    return exchange.failure is None
+
+
+def serve_command(port: int, *more: str) -> list[str]:
+    """`steploop serve` of this checkout."""
+    return [sys.executable, "-m", "server", "serve", "--port", str(port), "--log-level", "warning", *more]
+
+
+def null_server_command(port: int, *more: str) -> list[str]:
+    """The server around a null model; see bench/null_server.py."""
+    return [sys.executable, "-m", "bench.null_server", "--port", str(port), *more]
+
+
+@dataclass(frozen=True, slots=True)
+class CpuTimes:
+    """Seconds of another process since it began, as Linux counts them (proc(5)).
+
+    Args:
+        main_s: of the thread that runs the event loop; other_s: of all others together.
+        user_s, system_s: of all threads, ended ones too, in ticks of 10 ms.
+    """
+
+    main_s: float
+    other_s: float
+    user_s: float
+    system_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.main_s + self.other_s
+
+    def __sub__(self, other: "CpuTimes") -> "CpuTimes":
+        return CpuTimes(
+            self.main_s - other.main_s,
+            self.other_s - other.other_s,
+            self.user_s - other.user_s,
+            self.system_s - other.system_s,
+        )
+
+
+def busiest(pid: int) -> int:
+    """The child that has worked most, of servers that have their loop in a worker; without children, the process."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return max(map(int, children), key=lambda child: cpu_times(child).total_s, default=pid)
+
+
+def cpu_times(pid: int) -> CpuTimes:
+    """
+    Raises:
+        OSError: there is no such process.
+    """
+    user_s, system_s = _user_and_system_s(Path(f"/proc/{pid}/stat"))
+    by_thread: dict[bool, float] = {True: 0.0, False: 0.0}
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # it ended meanwhile
+            by_thread[task.name == str(pid)] += _thread_s(task)
+    return CpuTimes(by_thread[True], by_thread[False], user_s, system_s)
+
+
+def _thread_s(task: Path) -> float:
+    """Nanoseconds where the kernel keeps scheduler statistics, else ticks."""
+    try:
+        on_cpu_ns = int((task / "schedstat").read_text().split()[0])
+    except (FileNotFoundError, IndexError):
+        on_cpu_ns = 0
+    return on_cpu_ns / 1e9 if on_cpu_ns else sum(_user_and_system_s(task / "stat"))
+
+
+def _user_and_system_s(stat: Path) -> tuple[float, float]:
+    fields = stat.read_text().rpartition(")")[2].split()  # the name before it may contain anything
+    return int(fields[11]) / _TICKS_PER_S, int(fields[12]) / _TICKS_PER_S
+
+
+def resident_bytes(pid: int) -> int:
+    """Of another process (proc(5))."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()

@@ -1,0 +1,315 @@
+"""Matmuls with a prepacked bf16 matrix, by avx512_bf16. Kernels: any thread, without the GIL; classes: engine.
+
+The kernel and oneDNN read the same memory: nothing is kept twice. A matrix lies in blocks of 64 outputs, pairs of
+inputs side by side, as oneDNN packs bf16; a pair's 64 outputs are 256 bytes. oneDNN's layout is its own affair: of each
+shape one matrix is compared with what the kernel expects, and where it differs oneDNN serves alone.
+
+A piece of work is some blocks: each is read from memory once, a part of its inputs at a time, and multiplied with all
+rows while that part lies in a core's cache; the next part is fetched meanwhile. Up to six rows' sums lie in registers.
+Sums are float32, a row's 64 side by side, and rounded once.
+"""
+
+import ctypes
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import cfunc, njit, types
+from numba.core import cgutils
+from torch import Tensor
+
+from gpu.cpu_kernels import emit
+from gpu.cpu_kernels.emit import LANES, REGISTER_BYTES
+from gpu.cpu_kernels.team import Kernel
+from gpu.cpu_kernels.vectors import (
+    add,
+    keep,
+    load_floats,
+    load_integer,
+    load_widened,
+    nothing,
+    operation,
+    store_floats,
+    store_rounded,
+    take_next,
+    zeros,
+)
+from gpu.linear import BLOCK_OUTPUTS, Linear, blocks_of, is_whole, packed_linear
+
+BLOCK_REGISTERS = BLOCK_OUTPUTS // LANES
+PAIR_BYTES = BLOCK_REGISTERS * REGISTER_BYTES  # of a pair of inputs, all outputs of a block
+SUM_ROW_BYTES = 4 * BLOCK_OUTPUTS
+MOST_TILE_ROWS = 6  # with 4 registers of sums each, and 4 of weights: of 32 registers
+PART_PAIRS = 512  # of inputs: 128 KiB of weights, an eighth of a second-level cache
+# Of a few tiles of rows: weights stay in half of a first-level cache from tile to tile, so that what is asked for
+# meanwhile has the buffers of that cache's misses for itself.
+NEAR_PAIRS, NEAR_ROWS = 64, 48
+STREAM_AHEAD = 4096  # bytes: how far ahead the one tile of few rows asks for weights
+PAIR_LINES = PAIR_BYTES // REGISTER_BYTES
+SHARED_LINES = 2  # that each pair asks for where several tiles share that: of at least two tiles, enough
+PANEL_ROWS = 256  # at a time
+# Of a panel's x: so much stays in a second-level cache from block to block. Of more, a part does, and is read for all
+# blocks of a piece, of which there are at most so many.
+KEPT_BYTES = 768 * 1024
+MOST_PIECE_BLOCKS = 8
+
+
+def _make_tile(most_lines):
+    """Add the products of up to MOST_TILE_ROWS with a part of a block to their sums.
+
+    Args:
+        most_lines: that are asked for while a pair of inputs is multiplied.
+    """
+
+    @operation(nothing, *[types.int64] * 8)
+    def tile(builder, num_rows, x, x_stride, weights, num_pairs, sums, wanted, num_quarters):
+        """
+        Args:
+            x: address of bf16 [num_rows, 2 * num_pairs], rows x_stride bytes apart.
+            weights: address of bf16 [num_pairs, 64, 2].
+            sums: address of float32 [num_rows, 64].
+            wanted: address of lines that are asked for meanwhile; num_quarters: so many by four pairs.
+        """
+        arguments = (x, x_stride, weights, num_pairs, sums, wanted, num_quarters)
+        emit.emit_by_count(
+            builder, num_rows, MOST_TILE_ROWS, lambda rows: _emit_tile(builder, rows, arguments, most_lines)
+        )
+
+    return tile
+
+
+def _emit_tile(builder, num_rows, arguments, most_lines):
+    x, x_stride, weights, num_pairs, sums, wanted, num_quarters = arguments
+
+    def constant(value):
+        return ir.Constant(ir.IntType(64), value)
+
+    places = [
+        (builder.add(sums, constant(row * SUM_ROW_BYTES + column * REGISTER_BYTES)), row, column)
+        for row in range(num_rows)
+        for column in range(BLOCK_REGISTERS)
+    ]
+    kept = [cgutils.alloca_once(builder, emit.FLOATS) for _ in places]
+    for room, (place, _, _) in zip(kept, places, strict=True):
+        builder.store(emit.load(builder, place, emit.FLOATS), room)
+    rows = [builder.add(x, builder.mul(x_stride, constant(row))) for row in range(num_rows)]
+    with cgutils.for_range(builder, num_pairs) as loop:
+        at = builder.add(weights, builder.mul(loop.index, constant(PAIR_BYTES)))
+        line = builder.lshr(builder.mul(loop.index, num_quarters), constant(2))
+        asked = builder.add(wanted, builder.mul(line, constant(REGISTER_BYTES)))
+        for index in range(most_lines):
+            emit.prefetch(builder, builder.add(asked, constant(index * REGISTER_BYTES)))
+        columns = [
+            emit.load(builder, builder.add(at, constant(column * REGISTER_BYTES)), emit.PAIRS)
+            for column in range(BLOCK_REGISTERS)
+        ]
+        offset = builder.mul(loop.index, constant(4))
+        for row in range(num_rows):
+            pair = emit.spread_pair(builder, builder.add(rows[row], offset))
+            for column in range(BLOCK_REGISTERS):
+                room = kept[row * BLOCK_REGISTERS + column]
+                added = emit.add_products(builder, builder.load(room), columns[column], pair)
+                builder.store(added, room)
+    for room, (place, _, _) in zip(kept, places, strict=True):
+        emit.store(builder, place, builder.load(room))
+
+
+_shared_tile, _lone_tile = _make_tile(SHARED_LINES), _make_tile(PAIR_LINES)
+
+
+@njit(cache=True)
+def _multiply_tile(num_rows, x, x_stride, weights, num_pairs, sums, wanted, num_quarters):
+    _shared_tile(num_rows, x, x_stride, weights, num_pairs, sums, wanted, num_quarters)
+
+
+@njit(cache=True)
+def _stream_tile(num_rows, x, x_stride, weights, num_pairs, sums, wanted):
+    """Asks for as much as it reads."""
+    _lone_tile(num_rows, x, x_stride, weights, num_pairs, sums, wanted, 4 * PAIR_LINES)
+
+
+@njit(cache=True)
+def _stream_part(x, x_stride, weights, num_pairs, num_rows, sums, following):
+    """Few rows: lines are asked for a little ahead of their use, at the end those of what follows."""
+    num_last = min(num_pairs, STREAM_AHEAD // PAIR_BYTES)
+    num_first = num_pairs - num_last
+    _stream_tile(num_rows, x, x_stride, weights, num_first, sums, weights + STREAM_AHEAD)
+    _stream_tile(num_rows, x + 4 * num_first, x_stride, weights + num_first * PAIR_BYTES, num_last, sums, following)
+
+
+@njit(cache=True)
+def multiply_part(x, x_stride, weights, num_pairs, num_rows, sums, following):
+    """All rows with a part of a block: tiles of about equally many rows, each of which asks for a share of the next.
+
+    So memory is read all the while, and not in the first tile's time alone. A row's sums are the same to the last bit
+    however many rows there are, and however long the parts.
+
+    Args:
+        following: address of the part that comes next from memory, supposed to be as long; 0: nothing is asked for.
+    """
+    num_tiles = (num_rows + MOST_TILE_ROWS - 1) // MOST_TILE_ROWS
+    if following and num_tiles == 1:
+        _stream_part(x, x_stride, weights, num_pairs, num_rows, sums, following)
+        return
+    first, num_quarters = 0, 0
+    wanted = following if following else x  # which lies in a cache
+    for tile in range(num_tiles):
+        end = (tile + 1) * num_rows // num_tiles
+        if following:
+            num_quarters = (tile + 1) * 4 * PAIR_LINES // num_tiles - tile * 4 * PAIR_LINES // num_tiles
+        into, of_rows = sums + first * SUM_ROW_BYTES, x + first * x_stride
+        _multiply_tile(end - first, of_rows, x_stride, weights, num_pairs, into, wanted, num_quarters)
+        wanted += num_quarters * num_pairs // 4 * REGISTER_BYTES
+        first = end
+
+
+@njit(cache=True)
+def clear_sums(sums, num_rows):
+    for index in range(0, num_rows * BLOCK_OUTPUTS, LANES):
+        store_floats(sums + 4 * index, zeros())
+
+
+@njit(cache=True)
+def write_block(sums, num_rows, bias, out, out_stride):
+    """Sums plus bias, rounded. bias: of the block's outputs, or 0."""
+    for row in range(num_rows):
+        for index in range(0, BLOCK_OUTPUTS, LANES):
+            value = load_floats(sums + row * SUM_ROW_BYTES + 4 * index)
+            if bias:
+                value = add(value, load_widened(bias + 2 * index))
+            store_rounded(out + row * out_stride + 2 * index, value)
+
+
+class Arguments(ctypes.Structure):
+    """What the kernel is told, in the order in which it reads. Addresses are of first elements."""
+
+    _fields_ = (
+        ("next_piece", ctypes.c_int64),  # 0
+        ("x", ctypes.c_int64),  # bf16 [rows, 2 * num_pairs]
+        ("x_stride", ctypes.c_int64),  # bytes from row to row
+        ("weights", ctypes.c_int64),  # bf16 [blocks, num_pairs, 64, 2]
+        ("bias", ctypes.c_int64),  # bf16 [blocks * 64]; 0: none
+        ("out", ctypes.c_int64),  # bf16 [rows, blocks * 64]
+        ("num_rows", ctypes.c_int64),
+        ("num_pairs", ctypes.c_int64),
+        ("num_blocks", ctypes.c_int64),
+        ("piece_blocks", ctypes.c_int64),  # blocks that are computed together: a part of x is read once for all
+        ("num_threads", ctypes.c_int64),  # that take pieces: they mostly do so in turn
+    )
+
+
+@njit(cache=True)
+def _multiply_blocks(x, x_stride, weights, num_blocks, num_pairs, num_rows, sums, next_piece):
+    """Sums of some blocks.
+
+    Args:
+        sums: float32 [blocks, rows, 64], zeros.
+        next_piece: address of the weights that this thread will probably read next.
+    """
+    most = NEAR_PAIRS if MOST_TILE_ROWS < num_rows <= NEAR_ROWS else PART_PAIRS
+    for first in range(0, num_pairs, most):
+        some = min(most, num_pairs - first)
+        for block in range(num_blocks):
+            at = weights + (block * num_pairs + first) * PAIR_BYTES
+            if block + 1 < num_blocks:
+                following = at + num_pairs * PAIR_BYTES
+            elif first + some < num_pairs:
+                following = weights + (first + some) * PAIR_BYTES
+            else:
+                following = next_piece
+            multiply_part(
+                x + 4 * first, x_stride, at, some, num_rows, sums + block * num_rows * SUM_ROW_BYTES, following
+            )
+
+
+@cfunc(types.void(types.int64), cache=True)
+def multiply_rows(arguments):
+    """Take pieces until none is left: any number of threads at once. arguments: the address of Arguments."""
+    x, x_stride = load_integer(arguments + 8), load_integer(arguments + 16)
+    weights, bias, out = load_integer(arguments + 24), load_integer(arguments + 32), load_integer(arguments + 40)
+    num_rows, num_pairs = load_integer(arguments + 48), load_integer(arguments + 56)
+    num_blocks, piece_blocks = load_integer(arguments + 64), load_integer(arguments + 72)
+    num_threads = load_integer(arguments + 80)
+    of_block = num_rows * SUM_ROW_BYTES
+    memory = np.empty(piece_blocks * of_block + REGISTER_BYTES, dtype=np.uint8)
+    sums = (memory.ctypes.data + REGISTER_BYTES - 1) // REGISTER_BYTES * REGISTER_BYTES
+    first = take_next(arguments) * piece_blocks
+    while first < num_blocks:
+        some = min(piece_blocks, num_blocks - first)
+        clear_sums(sums, some * num_rows)
+        at, block_bytes = weights + first * num_pairs * PAIR_BYTES, num_pairs * PAIR_BYTES
+        next_piece = at + num_threads * piece_blocks * block_bytes
+        _multiply_blocks(x, x_stride, at, some, num_pairs, num_rows, sums, next_piece)
+        for block in range(some):
+            offset = 2 * (first + block) * BLOCK_OUTPUTS
+            into = out + offset
+            write_block(
+                sums + block * of_block, num_rows, bias + offset if bias else 0, into, 2 * num_blocks * BLOCK_OUTPUTS
+            )
+        first = take_next(arguments) * piece_blocks
+    keep(memory)
+
+
+class PackedMatmul:
+    """One matrix's.
+
+    Args:
+        packed, weight: what pack() gave, in the layout that is known, and for what; the latter is not kept.
+        bias: [out], or None.
+    """
+
+    def __init__(self, kernel: Kernel, packed: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        self._kernel = kernel
+        self._kept = (packed, bias)  # own the memory
+        self._num_out, self._num_in = weight.shape
+        self._arguments = Arguments(
+            weights=torch.ops.mkldnn.data_ptr(packed),
+            bias=0 if bias is None else bias.data_ptr(),
+            num_pairs=self._num_in // 2,
+            num_blocks=self._num_out // BLOCK_OUTPUTS,
+        )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [tokens, in]; returns [tokens, out]."""
+        out = x.new_empty((x.shape[0], self._num_out))
+        told, x_stride, out_stride = self._arguments, x.stride(0) * x.element_size(), self._num_out * x.element_size()
+        told.x_stride, num_threads = x_stride, torch.get_num_threads()
+        told.num_threads = num_threads
+        for first in range(0, x.shape[0], PANEL_ROWS):
+            told.next_piece, told.num_rows = 0, min(PANEL_ROWS, x.shape[0] - first)
+            told.piece_blocks = self._piece_blocks(told.num_rows, num_threads)
+            told.x, told.out = x.data_ptr() + first * x_stride, out.data_ptr() + first * out_stride
+            self._kernel(told, num_threads)
+        return out
+
+    def _piece_blocks(self, num_rows: int, num_threads: int) -> int:
+        """As many for each thread."""
+        if 2 * num_rows * self._num_in <= KEPT_BYTES:
+            return 1
+        num_blocks = self._num_out // BLOCK_OUTPUTS
+        rounds = -(-num_blocks // (num_threads * MOST_PIECE_BLOCKS))
+        return -(-num_blocks // (num_threads * rounds))
+
+
+class PackedMatmuls:
+    """Makes the matmuls of a model: see MakeMatmul."""
+
+    def __init__(self) -> None:
+        self._kernel = Kernel(multiply_rows)
+        self._is_known: dict[torch.Size, bool] = {}
+
+    def __call__(self, packed: Tensor, weight: Tensor, bias: Tensor | None) -> Linear:
+        if weight.shape not in self._is_known:
+            self._is_known[weight.shape] = is_layout_known(packed, weight)
+        if self._is_known[weight.shape]:
+            return PackedMatmul(self._kernel, packed, weight, bias)
+        return packed_linear(packed, weight, bias)
+
+
+def is_layout_known(packed: Tensor, weight: Tensor) -> bool:
+    """Whether it is packed in blocks of 64 outputs, pairs of inputs side by side, bit by bit. weight: [out, in]"""
+    if not is_whole(packed, weight.shape):
+        return False
+    blocks = blocks_of(packed, weight.shape).view(torch.int32).squeeze(-1)  # [out / 64, in / 2, 64]
+    pairs = weight.contiguous().view(torch.int32).view(len(blocks), BLOCK_OUTPUTS, -1)
+    return all(torch.equal(block, pair.T) for block, pair in zip(blocks, pairs, strict=True))

@@ -1,0 +1,351 @@
+"""Matmuls with int4 and int8 weights, of any number of rows. Kernels: any thread, without the GIL; classes: engine.
+
+Integers become bf16 in registers, exactly, and are multiplied so; scales and zeros come in once a group of inputs, on
+float32 sums: sum(x * ((v - 8) * scale + zero)) = scale * sum(x * (v - 8)) + zero * sum(x). A piece of work is some
+blocks of 64 outputs, read from memory once: tiles of rows find a block in the second-level cache. Torch's operators
+and slabs (gpu/quant.py) serve where this does not.
+"""
+
+import ctypes
+from functools import cache
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import cfunc, njit, types
+from numba.core import cgutils
+from torch import Tensor
+
+from gpu.cpu_kernels import emit
+from gpu.cpu_kernels.emit import LANES, REGISTER_BYTES
+from gpu.cpu_kernels.matmul import (
+    BLOCK_REGISTERS,
+    MOST_TILE_ROWS,
+    PAIR_BYTES,
+    PART_PAIRS,
+    STREAM_AHEAD,
+    SUM_ROW_BYTES,
+    clear_sums,
+    multiply_part,
+    write_block,
+)
+from gpu.cpu_kernels.team import Kernel
+from gpu.cpu_kernels.vectors import (
+    keep,
+    load_floats,
+    load_integer,
+    load_widened,
+    multiply,
+    nothing,
+    operation,
+    store_floats,
+    take_next,
+)
+from gpu.device import use_huge_pages
+from gpu.linear import BLOCK_OUTPUTS
+from gpu.quantize import FP8, MIDDLE_INT4, QuantizedWeight, unpack_nibbles
+
+GROUP_BYTES = 2 * 2 * BLOCK_OUTPUTS  # of a group's scales and zeros, bf16, of a block
+INT4_PAIR_BYTES, INT8_PAIR_BYTES = REGISTER_BYTES, 2 * REGISTER_BYTES  # of a pair of inputs, a block's outputs
+PANEL_ROWS = 512  # at a time: their sums stay in a second-level cache
+GROUP_STEP = 32  # inputs: groups are whole registers
+# At a block's end the next one is asked for: of short blocks a thread takes several, where there are many.
+SHORT_BLOCK_BYTES, SHORT_BLOCKS, SHORT_PIECES = 64 * 1024, 4, 8
+
+
+class Arguments(ctypes.Structure):
+    """What the kernel is told, in the order in which it reads. Addresses are of first elements."""
+
+    _fields_ = (
+        ("next_piece", ctypes.c_int64),  # 0
+        ("x", ctypes.c_int64),  # bf16 [rows, 2 * num_pairs]
+        ("x_stride", ctypes.c_int64),  # bytes from row to row
+        ("values", ctypes.c_int64),  # [blocks, num_pairs, 64 (int4) or 128 (int8) bytes]
+        ("scales", ctypes.c_int64),  # bf16 [blocks, groups, scale and zero, 64]
+        ("bias", ctypes.c_int64),  # bf16 [blocks * 64]; 0: none
+        ("out", ctypes.c_int64),  # bf16 [rows, blocks * 64]
+        ("num_rows", ctypes.c_int64),
+        ("num_pairs", ctypes.c_int64),
+        ("num_blocks", ctypes.c_int64),
+        ("num_groups", ctypes.c_int64),
+        ("is_int4", ctypes.c_int64),  # or int8
+        ("piece_blocks", ctypes.c_int64),  # that a thread reads one after the other
+    )
+
+
+def _int4_columns(builder, at):
+    """A pair of inputs' 64 outputs: of 32 bytes the low halves are 16 outputs, the high ones the next 16."""
+    halves = ir.VectorType(ir.IntType(16), 2 * LANES)
+    # An index counts modulo 32: with the table twice, what stands above the low half does no harm.
+    table = [int.from_bytes(np.float32(n % 16 - MIDDLE_INT4).tobytes()[2:], "little") for n in range(2 * LANES)]
+    table, four = ir.Constant(halves, table), ir.Constant(halves, [4] * 2 * LANES)
+    columns = []
+    for part in range(2):
+        place = builder.add(at, ir.Constant(at.type, part * REGISTER_BYTES // 2))
+        bytes_ = builder.zext(emit.load(builder, place, ir.VectorType(ir.IntType(8), 2 * LANES)), halves)
+        for index in (bytes_, builder.lshr(bytes_, four)):
+            column = emit.call(builder, "llvm.x86.avx512.permvar.hi.512", halves, table, index)
+            columns.append(builder.bitcast(column, emit.PAIRS))
+    return columns
+
+
+def _int8_columns(builder, at):
+    """A pair of inputs' 64 outputs, in order."""
+    columns = []
+    for part in range(BLOCK_REGISTERS):
+        place = builder.add(at, ir.Constant(at.type, part * REGISTER_BYTES // 2))
+        values = emit.load(builder, place, ir.VectorType(ir.IntType(8), 2 * LANES))
+        numbers = builder.sitofp(values, ir.VectorType(ir.FloatType(), 2 * LANES))
+        columns.append(builder.bitcast(builder.fptrunc(numbers, emit.BFLOATS), emit.PAIRS))
+    return columns
+
+
+def _make_tile(pair_bytes, columns_of):
+    """Add the products of up to MOST_TILE_ROWS with a block to their sums."""
+
+    @operation(nothing, *[types.int64] * 9)
+    def tile(builder, num_rows, x, x_stride, values, scales, group_pairs, num_groups, x_sums, sums):
+        """
+        Args:
+            x: address of bf16 [num_rows, inputs], rows x_stride bytes apart.
+            values, scales: the block's.
+            group_pairs, num_groups: of inputs.
+            x_sums: address of float32 [num_rows, num_groups].
+            sums: address of float32 [num_rows, 64].
+        """
+        arguments = (x, x_stride, values, scales, group_pairs, num_groups, x_sums, sums)
+        emit.emit_by_count(
+            builder, num_rows, MOST_TILE_ROWS, lambda rows: _emit_tile(builder, rows, arguments, pair_bytes, columns_of)
+        )
+
+    return tile
+
+
+def _emit_tile(builder, num_rows, arguments, pair_bytes, columns_of):
+    x, x_stride, values, scales, group_pairs, num_groups, x_sums, sums = arguments
+
+    def constant(value):
+        return ir.Constant(ir.IntType(64), value)
+
+    cells = [(row, column) for row in range(num_rows) for column in range(BLOCK_REGISTERS)]
+    kept = {cell: cgutils.alloca_once(builder, emit.FLOATS) for cell in cells}
+    nothing = ir.Constant(emit.FLOATS, [0.0] * LANES)
+    rows = [builder.add(x, builder.mul(x_stride, constant(row))) for row in range(num_rows)]
+    with cgutils.for_range(builder, num_groups) as groups:
+        first = builder.mul(groups.index, group_pairs)
+        for room in kept.values():
+            builder.store(nothing, room)
+        with cgutils.for_range(builder, group_pairs) as loop:
+            pair = builder.add(first, loop.index)
+            at = builder.add(values, builder.mul(pair, constant(pair_bytes)))
+            for line in range(0, pair_bytes, REGISTER_BYTES):
+                emit.prefetch(builder, builder.add(at, constant(STREAM_AHEAD + line)))
+            columns = columns_of(builder, at)
+            offset = builder.mul(pair, constant(4))
+            for row in range(num_rows):
+                spread = emit.spread_pair(builder, builder.add(rows[row], offset))
+                for column in range(BLOCK_REGISTERS):
+                    room = kept[row, column]
+                    builder.store(emit.add_products(builder, builder.load(room), columns[column], spread), room)
+        at = builder.add(scales, builder.mul(groups.index, constant(GROUP_BYTES)))
+        for column in range(BLOCK_REGISTERS):
+            place = builder.add(at, constant(column * REGISTER_BYTES // 2))
+            scale = emit.load_widened(builder, place)
+            zero = emit.load_widened(builder, builder.add(place, constant(GROUP_BYTES // 2)))
+            for row in range(num_rows):
+                of_row = builder.add(builder.mul(num_groups, constant(row)), groups.index)
+                place = builder.add(x_sums, builder.mul(of_row, constant(4)))
+                x_sum = emit.spread(builder, emit.load(builder, place, ir.FloatType()), emit.FLOATS)
+                place = builder.add(sums, constant(row * SUM_ROW_BYTES + column * REGISTER_BYTES))
+                total = emit.load(builder, place, emit.FLOATS)
+                total = emit.multiply_add(builder, builder.load(kept[row, column]), scale, total)
+                emit.store(builder, place, emit.multiply_add(builder, x_sum, zero, total))
+
+
+_int4_columns_tile, _int8_columns_tile = (
+    _make_tile(INT4_PAIR_BYTES, _int4_columns),
+    _make_tile(INT8_PAIR_BYTES, _int8_columns),
+)
+
+
+@njit(cache=True)
+def _int4_tile(num_rows, x, x_stride, values, scales, group_pairs, num_groups, x_sums, sums):
+    _int4_columns_tile(num_rows, x, x_stride, values, scales, group_pairs, num_groups, x_sums, sums)
+
+
+@njit(cache=True)
+def _int8_tile(num_rows, x, x_stride, values, scales, group_pairs, num_groups, x_sums, sums):
+    _int8_columns_tile(num_rows, x, x_stride, values, scales, group_pairs, num_groups, x_sums, sums)
+
+
+@operation(types.float32, types.int64, types.int64)
+def _sum_of(builder, x, num_numbers):
+    """float32: of bf16 [num_numbers], a multiple of LANES."""
+    kept = cgutils.alloca_once(builder, emit.FLOATS)
+    builder.store(ir.Constant(emit.FLOATS, [0.0] * LANES), kept)
+    steps = builder.udiv(num_numbers, ir.Constant(num_numbers.type, LANES))
+    with cgutils.for_range(builder, steps) as loop:
+        at = builder.add(x, builder.mul(loop.index, ir.Constant(x.type, 2 * LANES)))
+        builder.store(builder.fadd(builder.load(kept), emit.load_widened(builder, at)), kept)
+    return emit.total(builder, builder.load(kept))
+
+
+@njit(cache=True)
+def _sum_groups(x, x_stride, num_rows, num_groups, group_size, x_sums):
+    for row in range(num_rows):
+        for group in range(num_groups):
+            x_sums[row, group] = _sum_of(x + row * x_stride + 2 * group * group_size, group_size)
+
+
+@operation(nothing, types.int64, types.int64)
+def _widen_int8(builder, source, target):
+    """int8 [128] to bf16 [128]."""
+    for part, column in enumerate(_int8_columns(builder, source)):
+        emit.store(builder, builder.add(target, ir.Constant(target.type, part * REGISTER_BYTES)), column)
+
+
+@njit(cache=True)
+def _multiply_widened(x, x_stride, values, scales, num_pairs, num_rows, sums, widened):
+    """A block of int8: a part of it becomes bf16 once, for all rows."""
+    for first in range(0, num_pairs, PART_PAIRS):
+        some = min(PART_PAIRS, num_pairs - first)
+        for pair in range(some):
+            _widen_int8(values + (first + pair) * INT8_PAIR_BYTES, widened + pair * PAIR_BYTES)
+        multiply_part(x + 4 * first, x_stride, widened, some, num_rows, sums, 0)
+    for index in range(0, BLOCK_OUTPUTS, LANES):
+        scale = load_widened(scales + 2 * index)
+        for row in range(num_rows):
+            at = sums + row * SUM_ROW_BYTES + 4 * index
+            store_floats(at, multiply(load_floats(at), scale))
+
+
+@cfunc(types.void(types.int64), cache=True)
+def multiply_quantized(arguments):
+    """Take blocks until none is left: any number of threads at once. arguments: the address of Arguments."""
+    x, x_stride, values = load_integer(arguments + 8), load_integer(arguments + 16), load_integer(arguments + 24)
+    scales, bias, out = load_integer(arguments + 32), load_integer(arguments + 40), load_integer(arguments + 48)
+    num_rows, num_pairs = load_integer(arguments + 56), load_integer(arguments + 64)
+    num_blocks, num_groups = load_integer(arguments + 72), load_integer(arguments + 80)
+    is_int4, piece_blocks = load_integer(arguments + 88), load_integer(arguments + 96)
+    num_tiles = (num_rows + MOST_TILE_ROWS - 1) // MOST_TILE_ROWS
+    group_pairs = num_pairs // num_groups
+    is_widened = not is_int4 and num_tiles > 1  # few rows' sums are the same without
+    widened_bytes = PART_PAIRS * PAIR_BYTES if is_widened else 0
+    memory = np.empty(num_rows * SUM_ROW_BYTES + widened_bytes + REGISTER_BYTES, dtype=np.uint8)
+    widened = (memory.ctypes.data + REGISTER_BYTES - 1) // REGISTER_BYTES * REGISTER_BYTES
+    sums = widened + widened_bytes
+    x_sums = np.zeros((num_rows, num_groups), dtype=np.float32)
+    if is_int4:
+        _sum_groups(x, x_stride, num_rows, num_groups, 2 * group_pairs, x_sums)
+    block_bytes = num_pairs * (INT4_PAIR_BYTES if is_int4 else INT8_PAIR_BYTES)
+    block = take_next(arguments) * piece_blocks
+    while block < num_blocks:
+        clear_sums(sums, num_rows)
+        at, of = values + block * block_bytes, scales + block * num_groups * GROUP_BYTES
+        if is_widened:
+            _multiply_widened(x, x_stride, at, of, num_pairs, num_rows, sums, widened)
+        first = 0
+        for tile in range(0 if is_widened else num_tiles):
+            end = (tile + 1) * num_rows // num_tiles
+            some, tile_x = end - first, x + first * x_stride
+            tile_x_sums, tile_sums = x_sums.ctypes.data + 4 * first * num_groups, sums + first * SUM_ROW_BYTES
+            if is_int4:
+                _int4_tile(some, tile_x, x_stride, at, of, group_pairs, num_groups, tile_x_sums, tile_sums)
+            else:
+                _int8_tile(some, tile_x, x_stride, at, of, group_pairs, num_groups, tile_x_sums, tile_sums)
+            first = end
+        block_bias = bias + 2 * block * BLOCK_OUTPUTS if bias else 0
+        write_block(sums, num_rows, block_bias, out + 2 * block * BLOCK_OUTPUTS, 2 * num_blocks * BLOCK_OUTPUTS)
+        block += 1
+        if block % piece_blocks == 0:
+            block = take_next(arguments) * piece_blocks
+    keep(memory)
+    keep(x_sums)
+
+
+def can_multiply(weight: QuantizedWeight) -> bool:
+    """Whether the kernel knows such a matrix: integers, whole blocks of outputs and registers of inputs."""
+    num_out, num_in = weight.shape
+    return (
+        weight.dtype == torch.bfloat16
+        and weight.values.dtype != FP8
+        and num_out % BLOCK_OUTPUTS == 0
+        and num_in % GROUP_STEP == 0
+        and (weight.zeros is None or weight.group_size % GROUP_STEP == 0)
+    )
+
+
+class QuantizedMatmul:
+    """One matrix's.
+
+    Args:
+        weight: one that it can_multiply; not kept.
+        bias: [out], or None.
+    """
+
+    def __init__(self, kernel: Kernel, weight: QuantizedWeight, bias: Tensor | None) -> None:
+        self._kernel = kernel
+        self._num_out, num_in = weight.shape
+        num_blocks = self._num_out // BLOCK_OUTPUTS
+        values = _int8_blocks(weight.values) if weight.zeros is None else _int4_blocks(weight.values)
+        scales = _scale_blocks(weight)
+        self._kept = (values, scales, bias)  # own the memory
+        use_huge_pages(values.data_ptr(), values.nbytes)
+        self._arguments = Arguments(
+            values=values.data_ptr(),
+            scales=scales.data_ptr(),
+            bias=0 if bias is None else bias.data_ptr(),
+            num_pairs=num_in // 2,
+            num_blocks=num_blocks,
+            num_groups=weight.scales.shape[1],
+            is_int4=weight.zeros is not None,
+        )
+        self._block_bytes = values.nbytes // max(1, num_blocks)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [tokens, in]; returns [tokens, out]."""
+        out = x.new_empty((x.shape[0], self._num_out))
+        told, x_stride, out_stride = self._arguments, x.stride(0) * x.element_size(), self._num_out * x.element_size()
+        told.x_stride, num_threads = x_stride, torch.get_num_threads()
+        told.piece_blocks = self._piece_blocks(num_threads)
+        for first in range(0, x.shape[0], PANEL_ROWS):
+            told.next_piece, told.num_rows = 0, min(PANEL_ROWS, x.shape[0] - first)
+            told.x, told.out = x.data_ptr() + first * x_stride, out.data_ptr() + first * out_stride
+            self._kernel(told, num_threads)
+        return out
+
+    def _piece_blocks(self, num_threads: int) -> int:
+        num_blocks = self._num_out // BLOCK_OUTPUTS
+        has_many = num_blocks >= SHORT_BLOCKS * SHORT_PIECES * num_threads
+        return SHORT_BLOCKS if has_many and self._block_bytes <= SHORT_BLOCK_BYTES else 1
+
+
+@cache
+def _kernel() -> Kernel:
+    return Kernel(multiply_quantized)
+
+
+def make_quantized_matmul(weight: QuantizedWeight, bias: Tensor | None) -> QuantizedMatmul:
+    """With one that it can_multiply."""
+    return QuantizedMatmul(_kernel(), weight, bias)
+
+
+def _int8_blocks(values: Tensor) -> Tensor:
+    """[out, in] to [blocks, pairs of inputs, 64 outputs, 2]."""
+    return values.view(-1, BLOCK_OUTPUTS, values.shape[1] // 2, 2).transpose(1, 2).contiguous()
+
+
+def _int4_blocks(packed: Tensor) -> Tensor:
+    """[out, in / 2] to [blocks, pairs of inputs, two parts, 16 outputs, 2], the next 16 outputs in the high halves."""
+    found = packed.new_empty((packed.shape[0] // BLOCK_OUTPUTS, packed.shape[1], 2, 16, 2))
+    for block, rows in zip(found, packed.view(-1, BLOCK_OUTPUTS, packed.shape[1]), strict=True):
+        numbers = unpack_nibbles(rows).view(2, 2, 16, -1, 2)  # [part, half, outputs, pairs, 2]
+        block.copy_((numbers[:, 0] | (numbers[:, 1] << 4)).permute(2, 0, 1, 3))
+    return found
+
+
+def _scale_blocks(weight: QuantizedWeight) -> Tensor:
+    """[blocks, groups, scale and zero, 64], bf16."""
+    zeros = torch.zeros_like(weight.scales) if weight.zeros is None else weight.zeros
+    both = torch.stack([weight.scales, zeros]).bfloat16()  # [2, out, groups]
+    return both.view(2, -1, BLOCK_OUTPUTS, both.shape[2]).permute(1, 3, 0, 2).contiguous()

@@ -1,0 +1,191 @@
+"""A layer's MLP and its rotary position embedding. Thread: engine.
+
+The MLP is gated: one, or several experts of which each token goes through a few. RoPE: frequencies at start, one
+rotation a step, one multiplication a layer. A pair that turns lies side by side (weights.interleave_halves); dimensions
+that do not turn have the frequency 0, so that a part of a head costs what the whole costs.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from core.config import ExpertsConfig, RopeConfig
+from gpu.expert_weights import ExpertWeights
+from gpu.linear import Linear
+from gpu.quantize import Weight
+
+Gated = Callable[[Tensor], Tensor]
+"""[tokens, 2 * width], all of gate and then all of up, to [tokens, width]; may write into it."""
+Block = Callable[[Tensor], Tensor]
+"""[tokens, hidden], normed, to what a layer adds to them, [tokens, hidden]"""
+MakeLinear = Callable[[Weight, Tensor | None], Linear]
+"""(weight [out, in], bias [out] or None) -> their product"""
+
+# gpt-oss's swiglu_alpha and swiglu_limit
+SWIGLU_SLOPE = 1.702
+SWIGLU_LIMIT = 7.0
+
+
+def silu_gated(gate_up: Tensor) -> Tensor:
+    """SwiGLU (arXiv:2002.05202)."""
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate).mul_(up)
+
+
+def gelu_gated(gate_up: Tensor) -> Tensor:
+    """GEGLU (arXiv:2002.05202), with GELU's tanh approximation."""
+    gate, up = gate_up.chunk(2, -1)
+    return F.gelu(gate, approximate="tanh").mul_(up)
+
+
+def clamped_gated(gate_up: Tensor) -> Tensor:
+    """gpt-oss's: both are bounded, the gate from above only, and up counts from 1."""
+    gate, up = gate_up.chunk(2, -1)
+    gate = gate.clamp(max=SWIGLU_LIMIT)
+    up = up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+    return torch.sigmoid(gate * SWIGLU_SLOPE).mul_(gate).mul_(up.add_(1))
+
+
+GATED: dict[str, Gated] = {
+    "silu": silu_gated,
+    "gelu_pytorch_tanh": gelu_gated,
+    "clamped_swiglu": clamped_gated,
+}
+
+
+class Mlp:
+    """One gated MLP.
+
+    Args:
+        gate_up: hidden -> 2 * intermediate.
+        down: intermediate -> hidden.
+    """
+
+    def __init__(self, gate_up: Linear, down: Linear, gated: Gated) -> None:
+        self.gate_up = gate_up
+        self.down = down
+        self._gated = gated
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [tokens, hidden], normed; also returned so."""
+        return self.down(self._gated(self.gate_up(x)))
+
+
+class Experts:
+    """A router, and experts of which each token goes through num_active, by itself: neighbours change nothing."""
+
+    def __init__(self, config: ExpertsConfig, weights: ExpertWeights, gated: Gated, make: MakeLinear) -> None:
+        self._num_active = config.num_active
+        self._is_normalized = config.is_normalized
+        self._router = make(weights.router, weights.router_bias)
+        self.experts = [
+            Mlp(
+                make(weights.gate_up[index], _row(weights.gate_up_bias, index)),
+                make(weights.down[index], _row(weights.down_bias, index)),
+                gated,
+            )
+            for index in range(config.num_experts)
+        ]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [tokens, hidden], normed; also returned so."""
+        shares, chosen = shares_of(self._router(x), self._num_active, self._is_normalized)
+        pairs = chosen.flatten()  # [tokens * active]: the expert of each (token, choice)
+        order = pairs.argsort(stable=True)  # by expert
+        inputs = x.index_select(0, order // self._num_active)  # [tokens * active, hidden]
+        outputs, first = [], 0
+        for expert, count in zip(self.experts, pairs.bincount(minlength=len(self.experts)).tolist(), strict=True):
+            if count:
+                outputs.append(expert(inputs[first : first + count]))
+                first += count
+        added = torch.empty_like(inputs).index_copy_(0, order, torch.cat(outputs))  # by token again
+        return torch.einsum("tah,ta->th", added.float().view(*chosen.shape, -1), shares).to(x.dtype)
+
+
+def shares_of(scores: Tensor, num_active: int, is_normalized: bool) -> tuple[Tensor, Tensor]:
+    """(shares, float32, and experts) of each token's likeliest, [tokens, active] each. scores: [tokens, experts]"""
+    shares, chosen = scores.float().softmax(-1).topk(num_active)
+    if is_normalized:
+        shares /= shares.sum(-1, keepdim=True)
+    return shares, chosen
+
+
+def _row(rows: Tensor | None, index: int) -> Tensor | None:
+    return None if rows is None else rows[index]
+
+
+class Rope:
+    """One embedding of a model: its angle per position, and its length."""
+
+    def __init__(self, config: RopeConfig, head_dim: int, device: torch.device) -> None:
+        num_turned = config.rotary_dim(head_dim) // 2
+        still = torch.zeros(head_dim // 2 - num_turned)
+        frequencies = torch.cat([rope_frequencies(config, config.rotary_dim(head_dim)), still])
+        lengths = torch.cat([torch.full((num_turned,), config.attention_factor), still + 1])
+        self.inv_freq = frequencies.to(device)  # [head_dim / 2], radians per token
+        self.lengths = lengths.to(device)  # [head_dim / 2]
+
+    def rotation(self, positions: Tensor) -> Tensor:
+        """What to multiply the pairs of each token by: [tokens, 1, head_dim / 2], complex64.
+
+        Args:
+            positions: [tokens], float32, absolute index in the sequence, from 0.
+        """
+        angles = torch.outer(positions, self.inv_freq).unsqueeze(1)  # [tokens, 1, head_dim / 2]
+        return torch.polar(self.lengths, angles)
+
+
+def apply_rope(x: Tensor, rotation: Tensor) -> Tensor:
+    """Rotate each head of x by its token's position, in float32.
+
+    Args:
+        x: [tokens, heads, head_dim].
+        rotation: [tokens, 1, head_dim / 2], complex: what to multiply the pairs by.
+    Source: RoFormer (arXiv:2104.09864), section 3.4.2.
+    """
+    pairs = torch.view_as_complex(x.float().view(*x.shape[:-1], -1, 2))  # [tokens, heads, head_dim / 2]
+    return torch.view_as_real(pairs * rotation).flatten(-2).to(x.dtype)
+
+
+def rope_frequencies(rope: RopeConfig, rotary_dim: int) -> Tensor:
+    """Radians per token, float32: [rotary_dim / 2].
+
+    Source: "llama3" as in Llama 3.1's reference code (apply_scaling): wavelengths beyond original / low_freq_factor
+    are stretched by factor, those below original / high_freq_factor kept, and in between blended.
+    """
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
+    inv_freq = 1.0 / (rope.theta**exponents)
+    if rope.kind == "default":
+        return inv_freq
+    if rope.kind == "linear":
+        return inv_freq / rope.factor
+    if rope.kind == "longrope":
+        return inv_freq / torch.tensor(rope.factors)
+    if rope.kind == "yarn":
+        kept = _yarn_kept(rope, rotary_dim)
+    else:
+        turns = rope.original_max_position * inv_freq / (2 * math.pi)  # within the original context
+        kept = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
+    return (1 - kept) * inv_freq / rope.factor + kept * inv_freq
+
+
+def _yarn_kept(rope: RopeConfig, rotary_dim: int) -> Tensor:
+    """How much of each frequency stays: 1 above beta_fast turns within the original context, 0 below beta_slow.
+
+    Between them it falls linearly with the index of the pair. Source: YaRN (arXiv:2309.00071), section 3.2, and its
+    reference code for the bounds.
+    """
+
+    def index_at(turns: float) -> float:
+        wavelength = rope.original_max_position / (turns * 2 * math.pi)
+        return rotary_dim * math.log(wavelength) / (2 * math.log(rope.theta))
+
+    first, last = index_at(rope.beta_fast), index_at(rope.beta_slow)
+    if rope.is_truncated:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, rotary_dim - 1)
+    width = last - first or 0.001  # as the reference does, against a division by 0
+    return 1 - ((torch.arange(rotary_dim // 2).float() - first) / width).clamp(0, 1)

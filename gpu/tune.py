@@ -1,0 +1,493 @@
+"""What computes what: known for a model and its machine, or measured there; what was measured is kept in one file.
+
+| what                     | chosen by                                                                  |
+|--------------------------|----------------------------------------------------------------------------|
+| operators, attention     | known: the device's kernels where they know it and the model, or torch's   |
+| sampling                 | known: the device's kernel, or torch's operators                           |
+| matmuls, norms on a CPU  | known: numba's kernels with avx512_bf16; by AMX, and elsewhere, oneDNN     |
+| threads of a CPU's steps | measured, by a step's tokens                                               |
+| matmuls on a device      | measured, by a matrix's shape, for few rows and for many                   |
+
+numba's kernels, on a Zen 5 core with the shapes of a 0.5B model, beside torch: sampling 55 to 120 times as fast, norms
+with RoPE and gates 3, matmuls 1.2 up to 32 rows and 1.0 for 512. So they are not measured. Neither numba nor triton is
+imported in vain. Thread: engine; descriptions and what is forgotten: any.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib.metadata import version
+from importlib.util import find_spec
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from core.config import EngineConfig, ModelConfig
+from gpu.cache_files import can_keep_kernels, measured_file, read_kept, write_kept
+from gpu.device import DeviceChoice, cpu_flags, cpu_model
+from gpu.kernels import support as cuda
+from gpu.linear import Linear, MatmulChoices, MatmulShape, Served, keeps_rows
+from gpu.operators import Operators
+from gpu.sampler import SamplerChoice
+from gpu.step_graphs import CudaRecorder, GraphRecorder
+from gpu.step_shapes import step_shapes
+from gpu.streams import NEVER_S, Timer, graph_seconds, seconds_or_never
+
+NEEDED_FLAG = "avx512_bf16"
+HEAD_DIM_STEP = 32  # numbers of bf16 in a register
+# Importing numba takes 0.7 s of a start: a model of this size takes seconds to load, and its steps tens of ms.
+MIN_KERNEL_PARAMETERS = 100_000_000
+MIN_SAMPLING_CAPABILITY = (8, 0)  # what is compiled for in tests is newer, and older devices are not tried
+MAX_DEVICE_VOCABULARY = 1 << 20  # of 8,192 segments' maxima, which one program holds
+
+# A smaller model's matmuls take about as long as waking a thread: several compute in long prefills only.
+MIN_PARAMETERS = 64_000_000
+SMALL_MODEL_TOKENS = 128
+LOOKS = 2  # at start, at what is not settled
+IDLE_LOOKS = 6  # of a process, begun while it idles: counts that are as fast are never settled
+MEASURED_TOKENS = (1, 4, 8, 32)  # of a step
+PREFILL_TOKENS = 128  # bound by arithmetic: all threads from here on, whatever disturbed the measurement
+ROUNDS = 3  # the best counts, and the first warms up
+WORTH_A_THREAD = 1.05  # more threads must be so much faster
+NOISE = 0.03  # of a time, by which two measurements of the same differ: what less decides is within noise
+SLICE_S = 0.02  # of matmuls, after which a measurement may be put down; one matmul is not divided
+MEASURED_FEW = (1, 4, 16)  # rows of a device's matmuls; on the geometric mean
+MEASURED_MANY = (64, 512)
+
+logger = logging.getLogger(__name__)
+
+Found = TypeVar("Found")
+Measurement = Generator[None, None, Found]
+"""Gives what it finds, after any number of slices. Closed between two, it leaves all as it was."""
+
+Probe = tuple[Linear, int]
+"""A matmul, and the width of what goes in."""
+
+
+def find_operators(config: ModelConfig, choice: DeviceChoice) -> Operators:
+    """What the model computes with: its device's kernels, which are compiled or loaded, or torch's operators."""
+    if why_no_kernels(config, choice) is not None:
+        found = Operators(choice.dtype, choice.device, config.rms_norm_eps)
+    elif choice.device.type == "cuda":
+        from gpu.kernels.operators import TritonOperators
+
+        attention = None
+        if cuda.why_no_attention(config, choice.dtype) is None:
+            from gpu.kernels.paged_attention import PagedAttention
+
+            attention = PagedAttention()
+        found = TritonOperators(config, choice.dtype, choice.device, attention)
+    else:
+        from gpu.cpu_kernels.operators import KernelOperators
+
+        found = KernelOperators(config, has_attention=why_no_cpu_attention(config) is None)
+    found.sampler = find_sampler(config, choice)
+    return found
+
+
+def find_sampler(config: ModelConfig, choice: DeviceChoice) -> SamplerChoice | None:
+    """The kernel of the model's device; None: torch samples."""
+    if why_no_sampling_kernel(config, choice) is not None:
+        return None
+    if choice.device.type == "cuda":
+        from gpu.kernels.sampler import DeviceSampler
+
+        return SamplerChoice(DeviceSampler)
+    from gpu.cpu_kernels.row_sampler import RowSampler
+
+    return SamplerChoice(RowSampler)
+
+
+def find_recorder(engine: EngineConfig, choice: DeviceChoice, operators: Operators) -> GraphRecorder | None:
+    """What captures steps; None: they are sent by Python."""
+    if engine.graphs == "off" or (engine.graphs == "auto" and choice.device.type != "cuda"):
+        return None
+    if operators.has_device_rows and operators.ranks is None:
+        return CudaRecorder(choice.device)
+    if engine.graphs != "auto":
+        logger.warning("no CUDA graphs: the model is not computed by kernels that read their rows on the device")
+    return None
+
+
+def why_no_kernels(config: ModelConfig, choice: DeviceChoice) -> str | None:
+    """What speaks against the device's kernels, as a phrase; None: nothing."""
+    if choice.device.type == "cuda":
+        return cuda.why_no_kernels(config, choice)
+    if choice.device.type != "cpu" or choice.dtype != torch.bfloat16:
+        return f"{choice.dtype_name} on {choice.device.type}: they know bfloat16 on a CPU"
+    if NEEDED_FLAG not in cpu_flags():
+        return f"the CPU has no {NEEDED_FLAG}"
+    if config.num_parameters < MIN_KERNEL_PARAMETERS:
+        return "the model is too small to repay loading them"
+    return _why_no_numba()
+
+
+def _why_no_numba() -> str | None:
+    if find_spec("numba") is None:
+        return "numba is not installed"
+    return None if can_keep_kernels() else "there is no directory that numba could keep compiled code in"
+
+
+def why_no_cpu_attention(config: ModelConfig) -> str | None:
+    """What speaks against the CPU's kernel for attention, where the others serve; None: nothing."""
+    if config.head_dim % HEAD_DIM_STEP:
+        return f"heads of {config.head_dim}: it knows multiples of {HEAD_DIM_STEP}"
+    if config.attention_cap is not None or config.has_sinks:
+        return "it knows neither caps nor sinks"
+    return None
+
+
+def why_no_sampling_kernel(config: ModelConfig, choice: DeviceChoice) -> str | None:
+    """What speaks against it, as a phrase; None: nothing. It knows float32 logits, whatever else computes."""
+    if choice.device.type == "cpu":
+        is_small = config.num_parameters < MIN_KERNEL_PARAMETERS
+        return "the model is too small to repay loading it" if is_small else _why_no_numba()
+    if choice.device.type != "cuda" or torch.version.hip is not None:
+        return f"it is not tested on {choice.device.type}"
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    if config.vocab_size > MAX_DEVICE_VOCABULARY:
+        return f"a vocabulary of {config.vocab_size:,}: it knows up to {MAX_DEVICE_VOCABULARY:,}"
+    if torch.cuda.get_device_capability(choice.device) < MIN_SAMPLING_CAPABILITY:
+        return "the device is older than compute capability {}.{}".format(*MIN_SAMPLING_CAPABILITY)
+    return None
+
+
+def why_no_graphs(config: ModelConfig, choice: DeviceChoice) -> str | None:
+    """What speaks against them, as a phrase; None: nothing."""
+    if choice.device.type != "cuda":
+        return f"on {choice.device.type} there is nothing to gain"
+    return why_no_kernels(config, choice) or cuda.why_no_attention(config, choice.dtype)
+
+
+def describe_attention(config: ModelConfig, choice: DeviceChoice) -> str:
+    """What attends, and why it is not the kernel."""
+    is_cuda = choice.device.type == "cuda"
+    why = why_no_kernels(config, choice)
+    why = why or (cuda.why_no_attention(config, choice.dtype) if is_cuda else why_no_cpu_attention(config))
+    return f"torch's: {why}" if why else f"{'Triton' if is_cuda else 'numba'}'s kernel over block tables"
+
+
+def describe_matmuls(config: ModelConfig, choice: DeviceChoice) -> str:
+    """What multiplies with the layers' matrices, and computes all that lies between them."""
+    why = why_no_kernels(config, choice)
+    if why is not None:
+        return f"torch's: {why}"
+    if choice.device.type == "cuda":
+        return "Triton's kernels or cuBLAS, as measured"
+    return "numba's kernel" if keeps_rows() else "oneDNN, by AMX; int8 and int4 by numba's kernel"
+
+
+def describe_graphs(config: ModelConfig, choice: DeviceChoice, engine: EngineConfig) -> str:
+    """What steps are sent by."""
+    why = "asked for" if engine.graphs == "off" else why_no_graphs(config, choice)
+    if why is not None:
+        return f"none: {why}"
+    when = "as they are needed" if engine.graphs == "lazy" else "at start"
+    shapes = step_shapes(config, engine)
+    most = (
+        f", {len(shapes.chunks)} of prompts up to {shapes.chunks[-1].num_prompt_tokens} tokens" if shapes.chunks else ""
+    )
+    return f"{len(shapes.decodes)} sizes of decodes{most}, captured {when}"
+
+
+def measured_here(choice: DeviceChoice, config: ModelConfig | None) -> "Mapping[str, Measured | Served]":
+    """What is known of this machine: by shape of model; of a device, by shape of matrix.
+
+    Args:
+        config: of a model: what is known of its sizes alone, on a CPU; None: of all.
+    """
+    known = read_measured().get(_machine(choice), {})
+    if config is None or choice.device.type == "cuda":
+        return known
+    return {shape: found for shape, found in known.items() if f"{shape},".startswith(f"{_sizes(config, choice)},")}
+
+
+@dataclass(frozen=True, slots=True)
+class StepThreads:
+    """Args: by_tokens: (tokens from which it holds, threads), ascending, the first from 1."""
+
+    by_tokens: tuple[tuple[int, int], ...]
+
+    def of(self, num_tokens: int) -> int:
+        """Threads for a step of so many tokens."""
+        return next((threads for least, threads in reversed(self.by_tokens) if num_tokens >= least), 1)
+
+    def __str__(self) -> str:
+        first, *others = self.by_tokens
+        return "; ".join([str(first[1]), *(f"{threads} from {least} tokens a step" for least, threads in others)])
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Of a model's shape on a CPU. is_settled: it is not measured again."""
+
+    threads: StepThreads
+    is_settled: bool = True
+
+    def __str__(self) -> str:
+        return f"threads {self.threads}{'' if self.is_settled else '; not settled yet'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Look(Generic[Found]):
+    """What was measured once. is_clear: it would be the same with times that differ by NOISE."""
+
+    found: Found
+    is_clear: bool
+
+
+class Tuning:
+    """Sets what is measured: at start, as at an earlier one, or while the server idles.
+
+    Settled is what two looks, one after the other, found alike by more than the noise while no others computed. What is
+    not is served as it was found first, looked at again while the server idles, and at the next start.
+
+    Args:
+        probes: the model's matmuls; None: nothing is measured.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        choice: DeviceChoice,
+        operators: Operators,
+        probes: Sequence[Probe] | None,
+        clock: Timer = graph_seconds,
+    ) -> None:
+        self._choice = choice
+        self._probes = probes or ()
+        self._idle_looks_left = IDLE_LOOKS
+        self._last: Look[StepThreads] | None = None
+        self.measured = Measured(_unmeasured(choice))  # what serves
+        is_measured = probes is not None and config.num_parameters >= MIN_PARAMETERS
+        if operators.matmuls is not None and is_measured:
+            choose_matmuls(operators.matmuls, choice, clock)
+        if choice.device.type != "cpu":
+            self.measured = Measured(StepThreads(((1, choice.threads),)))
+        elif is_measured and not choice.are_threads_asked and choice.threads > 1:
+            self._place = _machine(choice), _shape(config, choice, operators)
+            self._start()
+
+    def _start(self) -> None:
+        machine, shape = self._place
+        known = read_measured().get(machine, {}).get(shape)
+        self.measured = known if isinstance(known, Measured) else Measured(self.measured.threads, is_settled=False)
+        if self.measured.is_settled:
+            return
+        for _ in range(LOOKS):
+            at_once(self._look(is_starting=True))
+        self._keep()
+        if not self.measured.is_settled:
+            logger.info(
+                "what two looks did not settle is measured again, while idle or at the next start: %s", self.measured
+            )
+
+    @torch.inference_mode()
+    def look_again(self) -> Generator[None]:
+        """Measure what is not settled until it is, IDLE_LOOKS have begun, or others compute.
+
+        Closed between two slices, it leaves what serves as it was. What is settled serves at once.
+        """
+        while not self.measured.is_settled and self._idle_looks_left and load_average() <= self._choice.threads:
+            self._idle_looks_left -= 1
+            yield from self._look(is_starting=False)
+            self._keep()
+
+    def _look(self, is_starting: bool) -> Measurement[None]:
+        look = yield from measure_threads(self._probes, self._choice.threads, self._choice.dtype)
+        last, self._last = self._last, look
+        is_settled = last == look and look.is_clear and load_average() <= self._choice.threads
+        if is_settled or (is_starting and last is None):
+            self.measured = Measured(look.found, is_settled)
+
+    def _keep(self) -> None:
+        machine, shape = self._place
+        known = read_measured()
+        known.setdefault(machine, {})[shape] = self.measured
+        _write_measured(known)
+
+
+def forget_measured(choice: DeviceChoice, config: ModelConfig) -> None:
+    """Have a model's next start measure anew, on a CPU. Thread: main."""
+    known = read_measured()
+    for shape in measured_here(choice, config):
+        del known[_machine(choice)][shape]
+    _write_measured(known)
+
+
+def _unmeasured(choice: DeviceChoice) -> StepThreads:
+    if choice.are_threads_asked or choice.threads == 1:
+        return StepThreads(((1, choice.threads),))
+    return StepThreads(((1, 1), (SMALL_MODEL_TOKENS, choice.threads)))
+
+
+def at_once(measurement: Measurement[Found]) -> Found:
+    """All slices of it."""
+    while True:
+        try:
+            next(measurement)
+        except StopIteration as end:
+            found: Found = end.value
+            return found
+
+
+def measure_threads(probes: Sequence[Probe], max_threads: int, dtype: torch.dtype) -> Measurement[Look[StepThreads]]:
+    """The fewest threads that are about as fast as any, for each of MEASURED_TOKENS. Torch's are as before then.
+
+    One row's matmuls are bound by memory, which one core may nearly fill by itself: further threads only take the event
+    loop's core.
+    """
+    before = torch.get_num_threads()
+    counts = sorted({2**power for power in range(max_threads.bit_length())} | {max_threads})
+    by_tokens: list[tuple[int, int]] = []
+    is_clear = True
+    try:
+        for num_tokens in MEASURED_TOKENS:
+            seconds = []
+            for count in counts:
+                seconds.append((yield from seconds_of(probes, num_tokens, count, dtype)))
+            threads = fewest(counts, seconds)
+            others = {fewest(counts, seconds, WORTH_A_THREAD + error) for error in (-NOISE, NOISE)}
+            is_clear &= others == {threads}
+            if not by_tokens or by_tokens[-1][1] != threads:
+                by_tokens.append((num_tokens, threads))
+    finally:
+        torch.set_num_threads(before)
+    if by_tokens[-1][1] != max_threads:
+        by_tokens.append((PREFILL_TOKENS, max_threads))
+    return Look(StepThreads(tuple(by_tokens)), is_clear)
+
+
+def fewest(counts: Sequence[int], seconds: Sequence[float], worth: float = WORTH_A_THREAD) -> int:
+    """The first count whose time is not worth more threads. counts ascend."""
+    limit = min(seconds) * worth
+    return next(count for count, taken in zip(counts, seconds, strict=True) if taken <= limit)
+
+
+def seconds_of(probes: Sequence[Probe], num_tokens: int, threads: int, dtype: torch.dtype) -> Measurement[float]:
+    """The best round of all matmuls. Torch's threads are changed."""
+    torch.set_num_threads(threads)
+    inputs = {width: torch.zeros(num_tokens, width, dtype=dtype) for _, width in probes}
+    best_s, slice_s = float("inf"), 0.0
+    for _ in range(ROUNDS):
+        round_s = 0.0
+        for linear, width in probes:
+            started_s = time.perf_counter()
+            linear(inputs[width])
+            took_s = time.perf_counter() - started_s
+            round_s, slice_s = round_s + took_s, slice_s + took_s
+            if slice_s >= SLICE_S:
+                yield
+                slice_s = 0.0
+        best_s = min(best_s, round_s)
+    yield
+    return best_s
+
+
+def load_average() -> float:
+    """Threads that computed or waited for a core, over the last minute; 0 where the system does not tell."""
+    try:
+        return os.getloadavg()[0]
+    except OSError:
+        return 0.0
+
+
+def choose_matmuls(choices: MatmulChoices, choice: DeviceChoice, clock: Timer) -> dict[str, Served]:
+    """As measured at an earlier start, or now, on the model's own matrices."""
+    known = read_measured()
+    here = known.setdefault(_machine(choice), {})
+    has_new = False
+    for key, shape in choices.shapes.items():
+        found = here.get(key)
+        if not isinstance(found, Served):
+            faster = partial(_is_kernel_faster, key, shape, choice, clock)
+            found = here[key] = Served(faster(MEASURED_FEW), shape.has_many and faster(MEASURED_MANY))
+            has_new = True
+        shape.served.few, shape.served.many = found.few, found.many and shape.has_many
+        del shape.matmuls[:]  # they were kept to be measured
+    if has_new:
+        _write_measured(known)
+    return {key: shape.served for key, shape in choices.shapes.items()}
+
+
+def _is_kernel_faster(key: str, shape: MatmulShape, choice: DeviceChoice, clock: Timer, rows: Sequence[int]) -> bool:
+    """On the geometric mean. One that fails is the slower."""
+
+    def seconds(name: str, matmuls: Sequence[Linear], num_rows: int) -> float:
+        x = torch.zeros(num_rows, shape.num_in, dtype=choice.dtype, device=choice.device)
+        name = f"{name} matmul of {num_rows} rows with {key}"
+        return seconds_or_never(clock, partial(_multiply_all, matmuls, x), name, choice.device)
+
+    ratio = 1.0
+    for num_rows in rows:
+        by_kernel = seconds("Triton's", [each.kernel for each in shape.matmuls], num_rows)
+        if by_kernel == NEVER_S:
+            return False
+        by_torch = seconds("torch's", [each.torchs for each in shape.matmuls], num_rows)
+        if by_torch == NEVER_S:
+            return True
+        ratio *= by_kernel / by_torch
+    return ratio < 1
+
+
+def _multiply_all(matmuls: Sequence[Linear], x: Tensor) -> None:
+    for matmul in matmuls:
+        matmul(x)
+
+
+def read_measured() -> dict[str, dict[str, Measured | Served]]:
+    """Machine -> shape -> what was found; empty where the file is missing or not what we write."""
+    return read_kept(measured_file(), _checked)
+
+
+def _checked(found: Any) -> Measured | Served:
+    """
+    Raises:
+        ValueError, TypeError, KeyError: it is not what was written.
+    """
+    flags = [found["few"], found["many"]] if "few" in found else [found["is_settled"]]
+    if not all(isinstance(flag, bool) for flag in flags):
+        raise ValueError("neither true nor false")
+    if "few" in found:
+        return Served(*flags)
+    by_tokens = tuple((int(least), int(threads)) for least, threads in found["threads"])
+    if not by_tokens or by_tokens[0][0] != 1 or list(by_tokens) != sorted(by_tokens):
+        raise ValueError("not from 1 token on, ascending")
+    if any(threads < 1 for _, threads in by_tokens):
+        raise ValueError("no threads")
+    return Measured(StepThreads(by_tokens), *flags)
+
+
+def _write_measured(known: Mapping[str, Mapping[str, Measured | Served]]) -> None:
+    def content(found: Measured | Served) -> dict[str, Any]:
+        if isinstance(found, Served):
+            return asdict(found)
+        return {"threads": found.threads.by_tokens, "is_settled": found.is_settled}
+
+    write_kept(
+        measured_file(),
+        {machine: {shape: content(found) for shape, found in shapes.items()} for machine, shapes in known.items()},
+    )
+
+
+def _machine(choice: DeviceChoice) -> str:
+    """What a measurement depends on, but for the model."""
+    if choice.device.type == "cuda":
+        triton = f"triton {version('triton')}" if find_spec("triton") is not None else "no triton"
+        return f"{torch.cuda.get_device_name(choice.device)}, torch {torch.__version__}, {triton}"
+    threads = f"{choice.threads} threads asked for" if choice.are_threads_asked else f"{choice.threads} cores"
+    return f"{cpu_model()}, {threads}, torch {torch.__version__}"
+
+
+def _shape(config: ModelConfig, choice: DeviceChoice, operators: Operators) -> str:
+    return f"{_sizes(config, choice)}, {type(operators).__name__}"
+
+
+def _sizes(config: ModelConfig, choice: DeviceChoice) -> str:
+    mlp = f"{config.intermediate_size}" if config.experts is None else f"{config.experts.num_experts} experts"
+    return f"{config.hidden_size} x {mlp}, {config.query_size} + {config.kv_size}, {choice.dtype_name}"

@@ -1,0 +1,128 @@
+"""`steploop keys create|list|revoke`: the keys file from the command line. Thread: main."""
+
+import argparse
+import sys
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+
+from core.errors import ExitCode, StartupError
+from server.config import ServerConfig
+from server.gate.identity import KeyRecord, KeyTerms, Scope, create_key, expiry_value, read_keys, revoke_key
+from server.gate.tenants import LOCAL_NAME
+from server.values import BadValueError, did_you_mean
+
+MAX_LABEL_CHARS = 64
+RELOAD = "A running server takes this on SIGHUP: systemctl reload steploop, or kill -HUP and its process id."
+
+
+def run(arguments: argparse.Namespace, config: ServerConfig) -> ExitCode:
+    {"create": create, "list": print_keys, "revoke": revoke}[arguments.action](arguments, config, datetime.now(UTC))
+    return ExitCode.OK
+
+
+def create(arguments: argparse.Namespace, config: ServerConfig, now: datetime) -> None:
+    """Make a key. Stdout gets the key alone, stderr what there is to say of it.
+
+    Raises:
+        StartupError: an argument is not fit, or the file is not ours.
+    """
+    terms = KeyTerms(
+        tenant=_tenant(arguments.tenant, config),
+        label=_label(arguments.label),
+        scopes=_scopes(arguments.scope or [Scope.INFERENCE, Scope.USAGE]),
+        expires=None if arguments.expires is None else _expiry(arguments.expires, now),
+    )
+    path = _keys_file(config)
+    key, record = create_key(path, terms, now)
+    expiry = "never expires" if record.expires is None else f"expires {_shown(record.expires)}"
+    _say(f"A key of {record.tenant} for {', '.join(record.scopes)}, which {expiry}. Nobody can show it again:")
+    print(key, flush=True)
+    _say(f"Kept in {path} as {record.prefix}. {RELOAD}")
+
+
+def print_keys(arguments: argparse.Namespace, config: ServerConfig, now: datetime) -> None:
+    """List the file's keys, the oldest first."""
+    records = read_keys(_keys_file(config))
+    if arguments.json:
+        listed = [_public(record) | {"state": record.state(now)} for record in records]
+        print(msgspec.json.format(msgspec.json.encode(listed)).decode())
+        return
+    head = ("PREFIX", "TENANT", "STATE", "SCOPES", "CREATED", "EXPIRES", "LABEL")
+    rows = [head, *(_row(record, now) for record in records)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def revoke(arguments: argparse.Namespace, config: ServerConfig, now: datetime) -> None:
+    """
+    Raises:
+        StartupError: there is no such key.
+    """
+    record = revoke_key(_keys_file(config), arguments.prefix, now)
+    _say(f"{record.prefix} of {record.tenant} is revoked. {RELOAD}")
+
+
+def _keys_file(config: ServerConfig) -> Path:
+    if config.keys_file is None:
+        fix = "--keys-file FILE, STEPLOOP_KEYS_FILE=FILE or keys_file in the TOML file that --config names"
+        raise StartupError("no keys file is named", fix, ExitCode.USAGE)
+    return config.keys_file
+
+
+def _tenant(name: str | None, config: ServerConfig) -> str:
+    known = [tenant.name for tenant in config.tenants] or [LOCAL_NAME]
+    if name is None and len(known) > 1:
+        raise StartupError("whose key is it to be?", f"--tenant, one of {', '.join(known)}", ExitCode.USAGE)
+    if name is not None and name not in known:
+        where = f"--tenant, one of {', '.join(known)}" if config.tenants else "--config FILE, the one with [[tenants]]"
+        cause = f"there is no tenant {name!r} in the configuration{did_you_mean(name, known)}"
+        raise StartupError(cause, where, ExitCode.USAGE)
+    return name or known[0]
+
+
+def _label(text: str) -> str:
+    if len(text) > MAX_LABEL_CHARS or not text.isprintable():
+        cause = f"--label has {len(text)} characters, or some that cannot be shown"
+        raise StartupError(cause, f"at most {MAX_LABEL_CHARS} printable ones, in one line", ExitCode.USAGE)
+    return text
+
+
+def _scopes(words: Iterable[str]) -> tuple[Scope, ...]:
+    known = [scope.value for scope in Scope]
+    for word in words:
+        if word not in known:
+            cause = f"there is no right {word!r}{did_you_mean(word, known)}"
+            raise StartupError(cause, f"--scope {', --scope '.join(known)}", ExitCode.USAGE)
+    return tuple(dict.fromkeys(map(Scope, words)))
+
+
+def _expiry(text: str, now: datetime) -> datetime:
+    try:
+        return expiry_value(text, now)
+    except BadValueError as error:
+        raise StartupError(
+            f"--expires is {text!r}: it must be {error.expected}", "--expires 90d", ExitCode.USAGE
+        ) from error
+
+
+def _public(record: KeyRecord) -> dict[str, object]:
+    """All but the digest."""
+    return {name: value for name, value in msgspec.structs.asdict(record).items() if name != "sha256"}
+
+
+def _row(record: KeyRecord, now: datetime) -> tuple[str, ...]:
+    expires = "never" if record.expires is None else _shown(record.expires)
+    scopes = ",".join(record.scopes)
+    return record.prefix, record.tenant, record.state(now), scopes, _shown(record.created), expires, record.label
+
+
+def _shown(when: datetime) -> str:
+    return when.strftime("%Y-%m-%d %H:%MZ")
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,546 @@
+"""Who asks: API keys and their file, and from a request's credentials to its tenant and rights. Thread: loop.
+
+Deny by default: where anything is configured that names callers, a request that shows nothing is refused. Where nothing
+is, everyone is the tenant `local`, and the process listens to this machine alone (server/process.py).
+
+A key is shown once, when it is made. The keys file holds its SHA-256: a key is 190 bits of chance, so nothing slower is
+needed. Several processes may write the file: each change is made under a lock, on what is there then, and replaces it
+whole.
+"""
+
+import fcntl
+import logging
+import os
+import re
+import secrets
+import string
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from enum import StrEnum
+from hashlib import sha256
+from hmac import compare_digest
+from pathlib import Path
+from typing import Annotated
+from urllib.parse import unquote
+
+import msgspec
+
+from core.errors import ErrorKind, ExitCode, ServiceError, StartupError
+from server.gate.jwt import BadToken, JwtVerifier, KeysUnavailable, looks_like_jwt
+from server.gate.tenants import LOCAL, LOCAL_NAME, Tenant, certificate_name
+from server.values import BadValueError, did_you_mean, readable_fix
+from server.wire.messages import ClientCertificate, HttpRequest
+
+KEY_MARK = "sl-"  # ours at first sight, for people and for those who search repositories for secrets
+NUM_ID_CHARS = 8
+NUM_SECRET_CHARS = 32  # of 62 characters: 190 bits
+FILE_MODE = 0o600
+_CHARACTERS = string.ascii_letters + string.digits
+# Those that we make, with the prefix that may be shown; and whatever else begins as they do
+_KEY_LIKE = re.compile(
+    rf"({KEY_MARK}[A-Za-z0-9]{{{NUM_ID_CHARS}}})[A-Za-z0-9]{{{NUM_SECRET_CHARS}}}[\w-]*|\b{KEY_MARK}[\w-]+", re.ASCII
+)
+AGE = re.compile(r"(\d{1,5})\s*(d|h|min)")
+AGE_UNITS = {"d": timedelta(days=1), "h": timedelta(hours=1), "min": timedelta(minutes=1)}
+
+
+class Scope(StrEnum):
+    """What a key may do."""
+
+    INFERENCE = "inference"  # generate, tokenize, list models, cancel its tenant's requests
+    USAGE = "usage"  # read its tenant's usage
+    METRICS = "metrics"  # read what the server counts, of all tenants together and apart
+    ADMIN = "admin"  # see and steer the server, for all tenants; metrics included
+
+
+class KeyRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What is known of a key.
+
+    Args:
+        prefix: the key's beginning: its name.
+        sha256: of the whole key, in hex.
+        revoked: when; None: it holds.
+        expires: None: never.
+    """
+
+    prefix: str
+    sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
+    tenant: str
+    created: datetime
+    label: str = ""
+    scopes: tuple[Scope, ...] = (Scope.INFERENCE, Scope.USAGE)
+    expires: datetime | None = None
+    revoked: datetime | None = None
+
+    def state(self, now: datetime) -> str:
+        """valid, expired or revoked."""
+        if self.revoked is not None:
+            return "revoked"
+        return "expired" if self.expires is not None and self.expires <= now else "valid"
+
+
+class _KeysFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    version: Annotated[int, msgspec.Meta(ge=1, le=1)]
+    keys: tuple[KeyRecord, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KeyTerms:
+    """What a new key is to be."""
+
+    tenant: str
+    label: str = ""
+    scopes: tuple[Scope, ...] = (Scope.INFERENCE, Scope.USAGE)
+    expires: datetime | None = None
+
+
+def mask_keys(text: str) -> str:
+    """With `***` in place of what looks like a key, but for the prefix that `keys list` shows of ours.
+
+    Percent-encoding hides no key: a text that has one in it is taken decoded.
+    """
+    plain = unquote(text)
+    return _KEY_LIKE.sub(lambda found: f"{found[1] or KEY_MARK}***", plain) if _KEY_LIKE.search(plain) else text
+
+
+def expiry_value(text: str, now: datetime) -> datetime:
+    """`90d`, `12h`, `30min` from now, or a date, or a date and time; UTC where no zone is said.
+
+    Raises:
+        BadValueError: it is none, or has passed.
+    """
+    expected = "such as 90d, 12h, 30min, 2030-01-31 or 2030-01-31T12:00:00Z, and in the future"
+    try:
+        if (match := AGE.fullmatch(text.strip())) is not None:
+            when = now + int(match[1]) * AGE_UNITS[match[2]]
+        else:
+            when = datetime.fromisoformat(text.strip())
+            when = when if when.tzinfo else when.replace(tzinfo=UTC)
+    except (ValueError, OverflowError) as error:
+        raise BadValueError(expected) from error
+    if when <= now:
+        raise BadValueError(expected)
+    return when.astimezone(UTC).replace(microsecond=0)
+
+
+def read_keys(path: Path) -> tuple[KeyRecord, ...]:
+    """
+    Raises:
+        StartupError: the file is not there, cannot be read, or is not one of ours.
+    """
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=_KeysFile).keys
+    except FileNotFoundError as error:
+        fix = f"steploop keys create --keys-file {path} --tenant NAME"
+        raise StartupError(f"the keys file {path} does not exist", fix, ExitCode.CONFIGURATION) from error
+    except OSError as error:
+        cause = f"the keys file {path} cannot be read: {error.strerror}"
+        raise StartupError(cause, readable_fix(path), ExitCode.CONFIGURATION) from error
+    except msgspec.DecodeError as error:
+        fix = "take it from a backup, or move it away and create the keys again: steploop keys create"
+        raise StartupError(f"{path} is no keys file: {error}", fix, ExitCode.CONFIGURATION) from error
+
+
+def create_key(path: Path, terms: KeyTerms, now: datetime) -> tuple[str, KeyRecord]:
+    """Make a key and keep its record; a file that is not there is made.
+
+    Returns: the key, which nobody can show again, and its record.
+
+    Raises:
+        StartupError: the file is not ours to read or write.
+    """
+    key = KEY_MARK + "".join(secrets.choice(_CHARACTERS) for _ in range(NUM_ID_CHARS + NUM_SECRET_CHARS))
+    record = KeyRecord(
+        prefix=key[: len(KEY_MARK) + NUM_ID_CHARS],
+        sha256=sha256(key.encode()).hexdigest(),
+        tenant=terms.tenant,
+        created=now.replace(microsecond=0),
+        label=terms.label,
+        scopes=terms.scopes,
+        expires=terms.expires,
+    )
+    with _locked(path):
+        _write(path, (*(read_keys(path) if path.exists() else ()), record))
+    return key, record
+
+
+def revoke_key(path: Path, prefix: str, now: datetime) -> KeyRecord:
+    """Mark the key of that prefix, or of the whole key's; its record stays, for those who read logs.
+
+    Raises:
+        StartupError: there is no such key, or the file is not ours to read or write.
+    """
+    wanted = prefix[: len(KEY_MARK) + NUM_ID_CHARS]
+    with _locked(path):
+        keys = read_keys(path)
+        found = next((record for record in keys if record.prefix == wanted), None)
+        if found is None:
+            cause = f"no key has the prefix {wanted}{did_you_mean(wanted, [record.prefix for record in keys])}"
+            raise StartupError(cause, f"steploop keys list --keys-file {path}", ExitCode.USAGE)
+        revoked = msgspec.structs.replace(found, revoked=found.revoked or now.replace(microsecond=0))
+        _write(path, tuple(revoked if one is found else one for one in keys))
+    return revoked
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """While no other process changes the file. What the system refuses of that is told as StartupError."""
+    try:
+        directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(directory, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(directory)  # and with it the lock
+    except OSError as error:
+        fix = f"choose a file in a directory that you may write in: --keys-file FILE, now {path}"
+        cause = f"the keys file {path} cannot be written: {error.strerror}"
+        raise StartupError(cause, fix, ExitCode.CONFIGURATION) from error
+
+
+def _write(path: Path, keys: tuple[KeyRecord, ...]) -> None:
+    """Replace the file whole: a reader sees the old one or the new one, and a crash leaves one of them."""
+    data = msgspec.json.format(msgspec.json.encode(_KeysFile(1, keys)), indent=1) + b"\n"
+    owner = os.stat(path if path.exists() else path.parent)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            os.fchmod(file.fileno(), FILE_MODE)
+            if os.geteuid() == 0:  # the server that is to read it may run as another user
+                os.fchown(file.fileno(), owner.st_uid, owner.st_gid)
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+logger = logging.getLogger(__name__)
+
+KEY = "key"
+JWT = "jwt"
+CERTIFICATE = "certificate"
+WAYS = (KEY, JWT, CERTIFICATE)
+_WANTED = {
+    KEY: "an API key, as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
+    JWT: "a JWT of the issuer that is trusted here, as 'Authorization: Bearer TOKEN'",
+    CERTIFICATE: "a client certificate that names a tenant",
+}
+NUM_ID_DIGITS = 12  # of its digest, which name a key that is not in the keys file
+_PLAIN_SUBJECT = re.compile(r"[A-Za-z0-9_.@|:+/-]{1,64}")
+ALL_SCOPES = frozenset(Scope)
+_COMMON_SCOPES = frozenset({Scope.INFERENCE, Scope.USAGE})  # of who shows no key that says more
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who sent a request.
+
+    Args:
+        key_id: the prefix of the key it showed, or of the digest of one that is not in the keys file; of a JWT, what
+            stands for its subject. Whoever has one is bounded by key_limits. None: it showed neither.
+        digest: of the key it showed.
+        subject: of the JWT it showed; empty: it has none.
+        network: where nobody need say who he is: the address it came from, of IPv6 the /64.
+    """
+
+    tenant: Tenant
+    scopes: frozenset[Scope] = ALL_SCOPES
+    key_id: str | None = None
+    network: str | None = field(default=None, compare=False)
+    digest: bytes | None = field(default=None, compare=False, repr=False)
+    subject: str | None = None
+
+    @property
+    def sharing_name(self) -> str:
+        """As whom it shares the machine with others."""
+        return self.tenant.name if self.network is None else f"{self.tenant.name} {self.network}"
+
+    def check_scope(self, scope: Scope) -> None:
+        """
+        Raises:
+            ServiceError: permission.
+        """
+        if scope not in self.scopes and not (scope is Scope.METRICS and Scope.ADMIN in self.scopes):
+            has = ", ".join(sorted(self.scopes)) or "none"
+            message = f"This needs the right {scope.value!r}, and yours are: {has}. Ask the operator for a key with it."
+            raise ServiceError(ErrorKind.PERMISSION, message, "permission_denied")
+
+
+LOCAL_CALLER = Caller(LOCAL)
+
+
+@dataclass(frozen=True, slots=True)
+class KnownKey:
+    """
+    Args:
+        expires_s: unix time; None: never.
+    """
+
+    digest: bytes
+    caller: Caller
+    expires_s: float | None = None
+    is_revoked: bool = False
+
+    def is_expired(self, unix_s: float) -> bool:
+        return self.expires_s is not None and self.expires_s <= unix_s
+
+
+@dataclass(frozen=True, slots=True)
+class Directory:
+    """All who may ask, as one value: a reload replaces it whole.
+
+    Args:
+        keys: by SHA-256: a look-up by digest tells nothing of a key by its timing (THREATS.md).
+        certificates: by subjectAltName.
+        is_open: nobody need show anything.
+    """
+
+    tenants: Mapping[str, Tenant] = field(default_factory=dict)
+    keys: Mapping[bytes, KnownKey] = field(default_factory=dict)
+    certificates: Mapping[tuple[str, str], Tenant] = field(default_factory=dict)
+    is_open: bool = True
+
+    def has_revoked(self, caller: Caller) -> bool:
+        """Whether it showed what is good no more; what has expired since was good enough for its request."""
+        if caller.digest is not None:
+            known = self.keys.get(caller.digest)
+            return known is None or known.is_revoked
+        return caller.tenant.name not in self.tenants and caller.tenant != LOCAL
+
+    def without(self, stated: "Stated") -> "Directory":
+        """Less what is no longer stated.
+
+        Returns: itself, if all of it is.
+        """
+        tenants = {name: one for name, one in self.tenants.items() if stated.tenants is None or name in stated.tenants}
+        keys: dict[bytes, KnownKey] = {}
+        for digest, known in self.keys.items():
+            name = known.caller.tenant.name
+            if name in tenants or name not in self.tenants:
+                keys[digest] = replace(known, is_revoked=known.is_revoked or stated.has_revoked(known))
+        certificates = {
+            name: one
+            for name, one in self.certificates.items()
+            if one.name in tenants and (stated.certificates is None or name in stated.certificates)
+        }
+        found = replace(self, tenants=tenants, keys=keys, certificates=certificates)
+        return self if found == self else found
+
+    def num_valid_keys(self, unix_s: float) -> int:
+        """Keys that are taken at that time."""
+        return sum(not (key.is_revoked or key.is_expired(unix_s)) for key in self.keys.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Stated:
+    """Who is named by what can be read of a configuration that is not fit; None: that cannot be told.
+
+    Args:
+        tenants: names of [[tenants]].
+        digests: of the keys that stand in [[tenants]].
+        certificates: names that stand there.
+        records: of the keys file.
+        own_digests: of keys that stood in [[tenants]] until now.
+        kept_digests: of keys that stand in neither, and of which a reload knows nothing.
+    """
+
+    tenants: frozenset[str] | None
+    digests: frozenset[bytes] | None
+    certificates: frozenset[tuple[str, str]] | None
+    records: Sequence[KeyRecord] | None
+    own_digests: frozenset[bytes]
+    kept_digests: frozenset[bytes]
+
+    def has_revoked(self, known: KnownKey) -> bool:
+        """Whether a key that was good is not any more."""
+        if known.digest in self.kept_digests:
+            return False
+        if known.digest in self.own_digests:
+            return self.digests is not None and known.digest not in self.digests
+        if self.records is None:
+            return False
+        return not any(bytes.fromhex(one.sha256) == known.digest and one.revoked is None for one in self.records)
+
+
+def make_directory(
+    tenants: Sequence[Tenant], api_keys: Iterable[str] = (), records: Sequence[KeyRecord] | None = None
+) -> Directory:
+    """
+    Args:
+        api_keys: of the tenant `local`, with all rights.
+        records: of the keys file; None: there is no such file. Keys of tenants that are not there are left out.
+    """
+    by_name = {tenant.name: tenant for tenant in tenants}
+    local = by_name.get(LOCAL_NAME, LOCAL)
+    if not tenants:
+        by_name[LOCAL_NAME] = LOCAL
+    keys: dict[bytes, KnownKey] = {}
+    nameless = [(sha256(key.encode()).digest(), local, ALL_SCOPES) for key in api_keys]
+    nameless += [(bytes.fromhex(one), tenant, _COMMON_SCOPES) for tenant in tenants for one in tenant.key_sha256]
+    for digest, owner, scopes in nameless:
+        keys[digest] = KnownKey(digest, Caller(owner, scopes, digest.hex()[:NUM_ID_DIGITS], digest=digest))
+    for record in records or ():
+        if record.tenant not in by_name:
+            logger.warning("the key %s is of a tenant that is not configured: %s", record.prefix, record.tenant)
+            continue
+        expires_s = None if record.expires is None else record.expires.timestamp()
+        digest = bytes.fromhex(record.sha256)
+        caller = Caller(by_name[record.tenant], frozenset(record.scopes), record.prefix, digest=digest)
+        keys[digest] = KnownKey(digest, caller, expires_s, record.revoked is not None)
+    certificates = {certificate_name(text): tenant for tenant in tenants for text in tenant.certificates}
+    return Directory(by_name, keys, certificates, is_open=not (tenants or keys or records is not None))
+
+
+def way_value(text: str) -> str:
+    """One of WAYS, or several joined by +.
+
+    Raises:
+        BadValueError: it is none.
+    """
+    for way in text.split("+"):
+        if way not in WAYS:
+            raise BadValueError(f"of {', '.join(WAYS)}, or several of them joined by +{did_you_mean(way, WAYS)}")
+    return text
+
+
+class IssuerUnavailable(ServiceError):
+    """Whether a JWT is good cannot be told just now: the issuer's keys are on their way, or cannot be had."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(ErrorKind.UNAVAILABLE, message, "issuer_unavailable", retry_after_s=retry_after_s)
+
+
+def subject_id(subject: str) -> str:
+    """Caller.key_id of a JWT. Names that logs and the ledger could not show as they are have their digest's; callers
+    without a name are one.
+    """
+    if _PLAIN_SUBJECT.fullmatch(subject):
+        return f"sub:{subject}"
+    return f"sub:sha256:{sha256(subject.encode(errors='replace')).hexdigest()[:NUM_ID_DIGITS]}" if subject else "sub:"
+
+
+class Authenticator:
+    """Names the caller of each request.
+
+    Args:
+        ways: of WAYS, in the order in which they are looked at: the first that a request uses decides, for or against
+            it. Several joined by + are needed together, of one tenant.
+        unix_clock: seconds.
+
+    Attributes:
+        directory: replaced by a reload.
+        verifier: of JWTs; None: there are none. Likewise.
+    """
+
+    def __init__(self, directory: Directory, unix_clock: Callable[[], float], ways: Sequence[str] = WAYS) -> None:
+        self.directory = directory
+        self.verifier: JwtVerifier | None = None
+        self._unix_clock = unix_clock
+        self._combinations = [tuple(way.split("+")) for way in ways]
+        self._identify = {KEY: self._by_key, JWT: self._by_jwt, CERTIFICATE: self._by_certificate}
+
+    def identify(
+        self, request: HttpRequest, certificate: ClientCertificate | None, network: str | None = None
+    ) -> Caller:
+        """
+        Args:
+            network: that it came from (Peer.network).
+
+        Raises:
+            ServiceError: authentication: what it shows is missing, unknown or no longer good; or unavailable: that
+                cannot be told just now.
+        """
+        if self.directory.is_open:
+            return replace(LOCAL_CALLER, network=network)
+        for ways in self._combinations:
+            callers = [self._identify[way](request, certificate) for way in ways]
+            present = [caller for caller in callers if caller is not None]
+            if len(present) == len(callers):
+                return _joined(present)
+        raise _refusal(self._what_is_wanted())
+
+    def _what_is_wanted(self) -> str:
+        missing = set() if self.directory.certificates else {CERTIFICATE}
+        missing |= set() if self.verifier is not None else {JWT}
+        possible = [ways for ways in self._combinations if not missing & set(ways)]
+        if possible == [(KEY,)]:
+            return "No API key was sent. Send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
+        wanted = "; or ".join(" together with ".join(_WANTED[way] for way in ways) for ways in possible)
+        return f"Nothing that was sent says who you are. Send {wanted}."
+
+    def _by_key(self, request: HttpRequest, certificate: ClientCertificate | None) -> Caller | None:
+        key = _presented_key(request)
+        if key is None:
+            return None
+        digest = sha256(key).digest()
+        known = self.directory.keys.get(digest)
+        if known is None and self.verifier is not None and looks_like_jwt(key):
+            return None
+        if known is None or not compare_digest(known.digest, digest):
+            raise _refusal("The API key is not known here. Check the key, or ask the operator for one.")
+        if known.is_revoked:
+            raise _refusal("The API key has been revoked. Ask the operator for another.")
+        if known.is_expired(self._unix_clock()):
+            raise _refusal("The API key has expired. Ask the operator for another.")
+        return known.caller
+
+    def _by_jwt(self, request: HttpRequest, certificate: ClientCertificate | None) -> Caller | None:
+        token = _presented_key(request)
+        if token is None or self.verifier is None or not looks_like_jwt(token):
+            return None
+        try:
+            name, subject = self.verifier.names_of(token)
+        except BadToken as error:
+            raise _refusal(f"The JWT is not taken. {error}") from error
+        except KeysUnavailable as error:
+            message = "The issuer's keys cannot be had, so that no JWT can be checked. Try again soon."
+            raise IssuerUnavailable(message, error.retry_after_s) from error
+        tenant = self.directory.tenants.get(name)
+        if tenant is None:
+            raise _refusal("The JWT names a tenant that is not known here. Ask the operator.")
+        return Caller(tenant, _COMMON_SCOPES, subject_id(subject), subject=subject)
+
+    def _by_certificate(self, request: HttpRequest, certificate: ClientCertificate | None) -> Caller | None:
+        """A certificate that names no tenant is none for us: it may be there for the connection's sake alone."""
+        if certificate is None:
+            return None
+        found = (self.directory.certificates.get(name) for name in certificate.names)
+        tenants = {tenant.name: tenant for tenant in found if tenant is not None}
+        if len(tenants) > 1:
+            raise _refusal(f"The client certificate names several tenants: {', '.join(tenants)}. Use one for each.")
+        return next((Caller(tenant, _COMMON_SCOPES) for tenant in tenants.values()), None)
+
+
+def _joined(callers: Sequence[Caller]) -> Caller:
+    """Who shows several things at once may do what all of them allow."""
+    first = callers[0]
+    if any(caller.tenant.name != first.tenant.name for caller in callers):
+        raise _refusal("The API key and the client certificate are of different tenants.")
+    scopes = frozenset.intersection(*(caller.scopes for caller in callers))
+    named = next((caller for caller in callers if caller.key_id is not None), first)
+    return replace(named, scopes=scopes)
+
+
+def _presented_key(request: HttpRequest) -> bytes | None:
+    authorization = _only_field(request, b"authorization")
+    if authorization is not None and authorization[:7].lower() == b"bearer ":
+        return authorization[7:].strip()
+    return _only_field(request, b"x-api-key")
+
+
+def _only_field(request: HttpRequest, name: bytes) -> bytes | None:
+    """Of several that differ, whoever has passed the request on may have judged another."""
+    values = {value for key, value in request.headers if key == name}
+    if len(values) > 1:
+        raise _refusal(f"The request has several fields {name.decode()} that differ. Send one.")
+    return values.pop() if values else None
+
+
+def _refusal(message: str) -> ServiceError:
+    return ServiceError(ErrorKind.AUTHENTICATION, message, "invalid_api_key")

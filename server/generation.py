@@ -1,0 +1,834 @@
+"""One generation, from its head to its last byte: the file to read first. Thread: loop.
+
+    body → call, prompts → requests → engine → texts → bytes → end
+
+`Generation.run` is the request's task. It waits three times: for the body, for long prompts to be tokenized elsewhere,
+and for the end. In between no task runs: the engine client calls the generation with each text, which is written into
+the stream. What a generation does next depends on its state alone, and TABLE says all that it may do.
+
+With a ledger, nothing is written into the stream before the ledger has the reservation, and nothing ends well before it
+has the settlement. Without one, both are at once.
+"""
+
+import asyncio
+import enum
+import logging
+import math
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+
+from core.errors import ErrorKind, ServiceError
+from core.types import TOP_CLASS, Cost, Delta, EngineMark, FinishReason, Prefilling, Request, Usage
+from server.api.replies import WIRE_REASONS, cut_short, status_of
+from server.api.surface import Surface
+from server.clock import Clock
+from server.deadline import RESOLUTION_S, DeadlineTimer
+from server.engine_client import EngineClient, RequestHandle, RequestSequence
+from server.gate.admission import Admission, Asker, Place
+from server.gate.allowance import NEVER, Allowance
+from server.gate.deadlines import Deadlines, OwnDeadlineExceeded
+from server.gate.quota import Ticket
+from server.gate.text_rules import rule_book
+from server.ledger.idempotency import MAX_ANSWER_BYTES, Idempotency, Recording, replay
+from server.ledger.ledger import End, Entry, Ledger, Subject, unavailable
+from server.observing.accounting import CLIENT_GONE, Outcome, client_request_id
+from server.observing.metrics import Metrics
+from server.observing.timing import Stage, StageClock, StageMarks, answer_headers
+from server.output import Output, StreamedOutput, WholeOutput
+from server.prompts import Prepared, PromptReader
+from server.wire.messages import TextWriter
+from server.wire.sse import KEEP_ALIVE, comment
+from server.wire.stream import HttpStream
+
+logger = logging.getLogger(__name__)
+
+OFFLOAD_BYTES = 8 * 1024  # a body from this size on is parsed and tokenized off the loop: 2.5 ms, measured
+KEEP_ALIVE_S = 15.0  # of silence on a stream before a comment goes out (DESIGN, Answers)
+NEWS_EVERY_S = 0.1  # at most, of a place in the queue
+
+
+class State(enum.Enum):
+    """Where a generation is. From RESERVING until SETTLING its answer is open: it can still be broken off."""
+
+    READING = enum.auto()  # its body comes
+    PREPARING = enum.auto()  # its body becomes requests, perhaps on another thread
+    RESERVING = enum.auto()  # the engine has the requests; what it says is withheld until the ledger has them, too
+    QUEUED = enum.auto()  # the stream may be written, and no token has come
+    STREAMING = enum.auto()  # tokens come
+    SETTLING = enum.auto()  # the engine has said its last; what is whole waits until the ledger has it
+    ENDING = enum.auto()  # broken off, or its client has left: the engine has yet to say its last
+    DONE = enum.auto()  # nothing more is written
+
+
+class Event(enum.Enum):
+    """What happens to a generation."""
+
+    BODY_READ = enum.auto()
+    PREPARED = enum.auto()
+    RESERVED = enum.auto()  # durably, if there is a ledger
+    FIRST_TOKEN = enum.auto()
+    ENGINE_DONE = enum.auto()  # each of its requests has had its last news
+    SETTLED = enum.auto()  # likewise
+    BROKEN_OFF = enum.auto()  # by an error: a deadline, a DELETE, an engine's fault, the end of the process
+    CLIENT_GONE = enum.auto()
+    CLOSED = enum.auto()  # its task ends, well or by an exception
+
+
+# State → event → the next state, and what is done there: a method of Generation, or nothing. Any other event is a bug.
+TABLE: dict[State, dict[Event, tuple[State, str | None]]] = {
+    State.READING: {
+        Event.BODY_READ: (State.PREPARING, None),
+        Event.CLOSED: (State.DONE, None),
+    },
+    State.PREPARING: {
+        Event.PREPARED: (State.RESERVING, "_submit"),
+        Event.CLOSED: (State.DONE, None),
+    },
+    State.RESERVING: {
+        Event.RESERVED: (State.QUEUED, "_release"),
+        Event.FIRST_TOKEN: (State.RESERVING, None),
+        Event.ENGINE_DONE: (State.SETTLING, "_settle"),
+        Event.BROKEN_OFF: (State.ENDING, "_break_off"),
+        Event.CLIENT_GONE: (State.ENDING, "_lose_client"),
+        Event.CLOSED: (State.ENDING, "_abandon"),
+    },
+    State.QUEUED: {
+        Event.FIRST_TOKEN: (State.STREAMING, None),
+        Event.ENGINE_DONE: (State.SETTLING, "_settle"),
+        Event.BROKEN_OFF: (State.ENDING, "_break_off"),
+        Event.CLIENT_GONE: (State.ENDING, "_lose_client"),
+        Event.CLOSED: (State.ENDING, "_abandon"),
+    },
+    State.STREAMING: {
+        Event.ENGINE_DONE: (State.SETTLING, "_settle"),
+        Event.BROKEN_OFF: (State.ENDING, "_break_off"),
+        Event.CLIENT_GONE: (State.ENDING, "_lose_client"),
+        Event.CLOSED: (State.ENDING, "_abandon"),
+    },
+    State.SETTLING: {
+        Event.RESERVED: (State.SETTLING, "_release"),
+        Event.SETTLED: (State.DONE, "_complete"),
+        Event.BROKEN_OFF: (State.DONE, "_break_off"),
+        Event.CLIENT_GONE: (State.DONE, "_lose_client"),
+        Event.CLOSED: (State.DONE, "_abandon"),
+    },
+    State.ENDING: {
+        Event.RESERVED: (State.ENDING, None),
+        Event.ENGINE_DONE: (State.DONE, "_finish"),
+        Event.BROKEN_OFF: (State.ENDING, None),
+        Event.CLIENT_GONE: (State.ENDING, None),
+        Event.CLOSED: (State.ENDING, "_abandon"),
+    },
+    State.DONE: {
+        Event.RESERVED: (State.DONE, None),
+        Event.SETTLED: (State.DONE, None),
+        Event.BROKEN_OFF: (State.DONE, None),
+        Event.CLIENT_GONE: (State.DONE, None),
+        Event.CLOSED: (State.DONE, "_close_books"),
+    },
+}
+OPEN = frozenset({State.RESERVING, State.QUEUED, State.STREAMING, State.SETTLING})
+
+T = TypeVar("T")
+
+
+class Offload(Protocol):
+    """Runs long work off the loop; what the work raises, the awaiter gets."""
+
+    def __call__(self, work: Callable[[], T], /) -> Awaitable[T]: ...
+
+
+@dataclass(slots=True)
+class Generations:
+    """What all generations share.
+
+    Args:
+        deadlines: of requests whose tenants have none of their own.
+        active: those whose requests are with the engine or were, by our request id.
+    """
+
+    reader: PromptReader
+    engine: EngineClient
+    clock: Clock
+    offload: Offload
+    metrics: Metrics
+    max_body_bytes: int
+    admission: Admission
+    deadlines: Deadlines
+    idempotency: Idempotency
+    ledger: Ledger | None = None
+    active: dict[str, "Generation"] = field(default_factory=dict)
+    _farewell: ServiceError | None = None  # told to those who come, or whose bodies come, after fail_all
+
+    def __post_init__(self) -> None:
+        self.metrics.num_active = self.active.__len__
+
+    async def generate(
+        self, surface: Surface, stream: HttpStream, request_id: str, timings: StageClock, ticket: Ticket
+    ) -> Outcome:
+        """Answer one generation request.
+
+        Args:
+            ticket: whose request it is, and what may still be asked for; its caller lets it in and out.
+
+        Raises:
+            ServiceError: nothing of the answer has been sent yet.
+        """
+        return await Generation(self, surface, stream, request_id, timings, ticket).run()
+
+    async def read_body(self, stream: HttpStream, sharing_name: str, most_bytes: float = math.inf) -> bytes:
+        """
+        Args:
+            sharing_name: the caller's.
+            most_bytes: that what is asked for can need, where that is less than any body may have.
+
+        Raises:
+            ServiceError: there is no room for it, which is told before it is read where its head says how long it is;
+                or see HttpStream.read_body.
+            ClientDisconnected: the peer left.
+        """
+        declared = stream.request.header(b"content-length")
+        self.admission.check(sharing_name, 0 if declared is None else int(declared))
+        return await stream.read_body(round(min(self.max_body_bytes, most_bytes)), sharing_name)
+
+    async def compute(self, work: Callable[[], T], num_bytes: int) -> T:
+        """Do what takes as long as the body is large: here, or off the loop if that would stall every stream."""
+        if num_bytes < OFFLOAD_BYTES:
+            return work()
+        return await self.offload(work)
+
+    def check_open(self) -> None:
+        """
+        Raises:
+            ServiceError: the process ends, or the ledger takes no writes.
+        """
+        if self._farewell is not None:
+            raise self._farewell
+        if self.ledger is not None:
+            self.ledger.check()
+
+    def fail(self, request_id: str, error: ServiceError) -> None:
+        """Break off a generation, if it is in progress."""
+        if request_id in self.active:
+            self.active[request_id].fail(error)
+
+    def cancel(self, request_id: str, tenant: str | None) -> bool:
+        """End a generation at its owner's wish, or an operator's.
+
+        Args:
+            tenant: None: of any.
+
+        Returns: False: the tenant has none of that id whose answer is still open.
+        """
+        generation = self.active.get(request_id)
+        if generation is None or tenant not in (None, generation.tenant) or generation.state not in OPEN:
+            return False
+        generation.fail(ServiceError(ErrorKind.CANCELLED, "The request was cancelled by DELETE.", "request_cancelled"))
+        return True
+
+    def fail_all(self, error: ServiceError) -> None:
+        """Break off every generation in progress, each with its error event or answer; none begins after it."""
+        self._farewell = error
+        for request_id, generation in list(self.active.items()):
+            try:
+                generation.fail(error)
+            except Exception:  # the others are to be told as well
+                logger.exception("an answer cannot be broken off", extra={"request_id": request_id})
+
+
+class Generation:
+    """One call, over all its prompts and choices. Implements engine_client.DeltaSink, for the request of each prompt.
+
+    Attributes:
+        tenant: whose it is, by name.
+    """
+
+    # Known once it is prepared
+    _output: Output
+    _place: Place
+    _deadlines: Deadlines
+    _prepared: Prepared
+    _requests: list[Request]
+
+    def __init__(
+        self,
+        shared: Generations,
+        surface: Surface,
+        stream: HttpStream,
+        request_id: str,
+        timings: StageClock,
+        ticket: Ticket,
+    ) -> None:
+        self.state = State.READING
+        self.tenant = ticket.caller.tenant.name
+        self._shared = shared
+        self._surface = surface
+        self._stream = stream
+        self._request_id = request_id
+        self._timings = timings
+        self._ticket = ticket
+        self._loop = asyncio.get_running_loop()
+        self._clock = shared.clock.monotonic
+        self._finished: asyncio.Future[None] = self._loop.create_future()
+        self._error: ServiceError | None = None  # that has broken it off
+        # What the engine has and has told
+        self._work_before = (0, 0.0)  # of the loop, for tokens of all requests
+        self._handles: list[RequestHandle] = []
+        self._usages: list[Usage] = []  # of the handles whose last news has come
+        self._reasons: list[FinishReason] = []  # of the choices that have ended
+        self._withheld: list[tuple[int, str | Delta]] = []  # in RESERVING
+        # What is owed to the quota and the ledger
+        self._is_counted = False  # what it has used is taken from the quota
+        self._allowance: Allowance | None = None  # where there is a quota
+        self._entry: Entry | None = None  # where there is a ledger
+        self._is_reserving = False  # the ledger has yet to tell of the reservation
+        self._is_unreserved = False  # it could not be written: what was computed meanwhile is not billed
+        self._is_written = False  # its end has been handed to the ledger
+        self._is_unsettled = False  # and could not be written
+        # What it owes its reader, and when: _dues
+        self._timer = DeadlineTimer(self._loop, self._next_due, self._on_due)
+        self._num_talking = 0  # choices that have begun and not ended
+        self._num_holds = 0  # by a slow reader, by an empty quota
+        self._held_since_s: float | None = None
+        self._excused: dict[int, tuple[float, float]] = {}  # choice → (its last text, what does not count since then)
+        self._untold: dict[int, tuple[float, int]] = {}  # choice → (its last text, untold tokens when it was looked at)
+        self._last_said_s = self._loop.time()  # but for the texts of tokens
+        self._news_due_s = math.inf
+        self._news = ""  # as it was told last
+        self._num_prefilled: int | None = None  # tokens, once the engine computes the first prompt
+
+    # Its task: from READING to RESERVING, and the end.
+
+    async def run(self) -> Outcome:
+        """Answer the request.
+
+        Raises:
+            ServiceError: nothing of the answer has been sent yet.
+        """
+        try:
+            return await self._run()
+        finally:
+            self._on(Event.CLOSED)
+
+    async def _run(self) -> Outcome:
+        shared, stream, tenant = self._shared, self._stream, self._ticket.caller.tenant
+        sharing_name = self._ticket.caller.sharing_name
+        shared.check_open()
+        # As it would be for the most that the body can ask for
+        asker = Asker(tenant.priority_of(TOP_CLASS), sharing_name, tenant.share, is_due=True)
+        shared.admission.check_hope(asker, shared.deadlines.replaced_by(tenant.deadlines).ttft_s)
+        self._timings.enter(Stage.BODY, self._clock())
+        body = await shared.read_body(stream, sharing_name)
+        self._on(Event.BODY_READ)
+        claim = shared.idempotency.claim(tenant.name, stream.request, body)
+        if claim is None:
+            return await self._answer(body)
+        if claim.stored is not None:
+            await self._prepare(body)  # what may be asked is judged as it is now
+            self._timings.enter(Stage.ANSWER, self._clock())
+            replay(stream, claim.stored, answer_headers(self._timings))
+            return Outcome(Usage(0, 0))  # of a replay
+        recording = Recording(stream.carrier, MAX_ANSWER_BYTES)
+        stream.move_to(recording)
+        try:
+            outcome = await self._answer(body)
+            if outcome.error is None:
+                claim.keep(recording, self._request_id)
+            return outcome
+        finally:
+            claim.leave()
+
+    async def _answer(self, body: bytes) -> Outcome:
+        shared, usage = self._shared, None
+        self._place = shared.admission.enter(self._ticket.caller.sharing_name, len(body))  # others came meanwhile
+        try:
+            self._prepared = await self._prepare(body)
+            self._timings.enter(Stage.QUOTA, self._clock())
+            shared.check_open()  # again: the end may have come meanwhile
+            self._make_answer()
+            shared.active[self._request_id] = self
+            try:
+                self._on(Event.PREPARED)
+                await self._finished
+                usage = total_usage(self._usages)
+                return self._outcome(usage)
+            finally:
+                del shared.active[self._request_id]
+        finally:
+            self._place.leave(usage, self._clock())
+
+    async def _prepare(self, body: bytes) -> Prepared:
+        reader, tenant = self._shared.reader, self._ticket.caller.tenant
+        marks = StageMarks(self._clock)
+        self._timings.enter(Stage.OFFLOAD, self._clock())
+        try:
+            work = self._shared.compute(lambda: reader.prepare(self._surface, body, tenant, marks), len(body))
+            return await work
+        finally:
+            self._timings.take_over(marks)
+
+    def _make_answer(self) -> None:
+        call, stream, place = self._prepared.call, self._stream, self._place
+        self._shared.metrics.count_unknown_fields(call.unknown_fields)
+        tenants = self._shared.deadlines.replaced_by(self._ticket.caller.tenant.deadlines)
+        self._deadlines = tenants.narrowed_by(call.deadlines)
+        context = self._shared.reader.reply_context(self._prepared, self._request_id)
+        output_type = StreamedOutput if call.is_stream else WholeOutput
+        self._output = output_type(self._surface, call, context, stream, self._timings)
+        stream.on_disconnect = self.on_disconnect
+        stream.on_blocked, stream.on_unblocked = self.on_blocked, self.on_unblocked
+        place.end = self.fail
+
+    def _outcome(self, usage: Usage) -> Outcome:
+        is_billed = not (self._is_unreserved or self._is_unsettled)
+        if is_billed:
+            self._shared.metrics.finished.update(self._reasons)
+        return Outcome(usage, tuple(dict.fromkeys(self._reasons)), self._error, self._is_unreserved, is_billed)
+
+    # The table, and what it names.
+
+    def _on(self, event: Event, *arguments: Any) -> None:
+        """
+        Raises:
+            LookupError: the event is none of its state: a bug.
+        """
+        if event not in TABLE[self.state]:
+            raise LookupError(f"{event} in {self.state}")
+        self.state, action = TABLE[self.state][event]
+        if action is not None:
+            getattr(self, action)(*arguments)
+
+    def _submit(self) -> None:
+        """Reserve, and hand every prompt's request to the engine; their choices are numbered through.
+
+        Raises:
+            ServiceError: the caller has too little left, or admission, ledger or engine take none now. CLOSED cancels
+                those that the engine has.
+        """
+        shared, ticket, call, timings = self._shared, self._ticket, self._prepared.call, self._timings
+        engine = shared.engine
+        requests = shared.reader.requests_of(self._prepared, self._request_id, timings.arrived_s, ticket.caller)
+        self._place.admit(requests, timings.arrived_s + self._deadlines.ttft_s, self._clock())
+        ticket.reserve(requests)
+        if ticket.is_bounded:
+            self._allowance = Allowance(self, ticket, requests, self._loop)
+        self._work_before = engine.work.num_tokens, engine.work.busy_s
+        timings.enter(Stage.QUEUE, self._clock())
+        if shared.ledger is not None:
+            entry = shared.ledger.open(self._subject(call.model))
+            entry.reserve(ticket.num_reserved, self._progress, self._on_reserved)
+            self._entry, self._is_reserving = entry, True
+        if call.is_stream and call.tells_queue:
+            self._news_due_s = self._loop.time() + NEWS_EVERY_S  # who need not wait is told nothing
+        forbidden = rule_book(ticket.caller.tenant.text_rules).on_answer
+        for i, request in enumerate(requests):
+            first_choice = i * call.num_sequences
+            self._handles.append(engine.submit(request, self, self._prepared.continues_text, first_choice, forbidden))
+        self._timer.arm()
+        if self._entry is None:
+            self._on(Event.RESERVED)
+
+    def _release(self) -> None:
+        """Write what was withheld."""
+        self._last_said_s = self._clock()
+        withheld, self._withheld = self._withheld, []
+        for choice, said in withheld:
+            self._write(choice, said)
+        if self.state is State.QUEUED and self._timings.first_token_s is not None:
+            self._on(Event.FIRST_TOKEN)
+        self._timer.arm()
+
+    def _settle(self) -> None:
+        self._write_end()
+        if self._entry is None:
+            self._on(Event.SETTLED)
+
+    def _complete(self) -> None:
+        """All is said, and settled."""
+        self._timings.enter(Stage.LAST_FLUSH, self._clock())
+        extras = {} if self._allowance is None else self._allowance.extras
+        self._output.complete(total_usage(self._usages), extras)
+        self._stream.call_once_written(self._timings.finish)
+        self._end_task()
+
+    def _break_off(self, error: ServiceError) -> None:
+        """An error event where the head is out, otherwise an error answer at the end."""
+        self._error = error
+        try:
+            self._output.break_off(error)
+        except Exception as fault:  # it cannot even be told: the connection's end tells it
+            self._end_task(fault)
+        is_late = error.kind is ErrorKind.DEADLINE_EXCEEDED
+        self._cancel(FinishReason.DEADLINE if is_late else FinishReason.CANCELLED)
+
+    def _lose_client(self) -> None:
+        self._shared.metrics.num_disconnects += 1
+        self._cancel(FinishReason.CANCELLED)
+
+    def _abandon(self) -> None:
+        """Nobody waits for it."""
+        self._cancel(FinishReason.CANCELLED)
+        if self.state is State.ENDING and self._has_ended:  # or there will be no more news of it
+            self._on(Event.ENGINE_DONE)
+
+    def _cancel(self, reason: FinishReason) -> None:
+        for handle in self._handles:
+            handle.cancel(reason)
+        self._timer.cancel()
+        if self._allowance is not None:
+            self._allowance.close()
+        if self.state is State.DONE:  # it waited for the ledger alone: its row shall tell how it ended instead
+            if self._entry is not None and self._is_written:
+                self._entry.retell(self._end())
+            self._finish()
+
+    def _finish(self) -> None:
+        """It is over, and not by its own end."""
+        try:
+            self._close_books()
+        finally:
+            self._end_task()
+
+    def _close_books(self) -> None:
+        """Whatever became of it, it is counted and written down. Idempotent."""
+        self._count()
+        self._write_end()
+
+    def _end_task(self, fault: Exception | None = None) -> None:
+        """Let run() go on, unless it has been cancelled."""
+        self._timer.cancel()
+        if self._finished.done():
+            return
+        if fault is None:
+            self._finished.set_result(None)
+        else:
+            self._finished.set_exception(fault)
+
+    def _break_down(self, fault: Exception) -> None:
+        """A bug, or whatever a surface, the quota or the ledger can raise: this one ends by it, and no other."""
+        if self._finished.done():
+            logger.error("an answer that nobody waits for has failed", exc_info=fault)
+        self._end_task(fault)
+        self._on(Event.CLOSED)
+
+    # What the engine tells: engine_client.DeltaSink.
+
+    def on_begin(self, choice: int, now_s: float) -> None:
+        if self._timings.first_token_s is None:
+            self._time_first_token(now_s)
+            self._on(Event.FIRST_TOKEN)
+        self._place.on_first_token(choice, now_s)
+        self._num_talking += 1
+        if self._num_talking == 1:  # the next of another is due after the next of those that talk already
+            self._timer.arm()
+
+    def on_text(self, choice: int, text: str) -> None:
+        self._say(choice, text)
+
+    def text_writer(self, choice: int) -> TextWriter | None:
+        return self._output.text_writer(choice) if self.state is State.STREAMING else None
+
+    def on_delta(self, choice: int, delta: Delta, now_s: float) -> None:
+        reason = delta.finish_reason
+        if reason is not None:
+            self._reasons.append(reason)
+            if self._sequence(choice).last_s is not None:
+                self._num_talking -= 1
+                self._place.on_choice_end(choice)
+            if self._allowance is not None:
+                self._allowance.drop(choice)
+        # What ends a choice for no reason that the wire knows is told with the end of the request, as an error
+        if delta.text or delta.logprobs or delta.prompt_logprobs or reason in WIRE_REASONS:
+            self._last_said_s = now_s
+            self._say(choice, delta)
+
+    def on_mark(self, choice: int, num_tokens: int) -> int:
+        return NEVER if self._allowance is None else self._allowance.on_mark(choice, num_tokens)
+
+    def on_engine_mark(self, mark: EngineMark) -> None:
+        if isinstance(mark, Prefilling):
+            self._num_prefilled = mark.num_tokens
+        else:
+            self._timings.on_engine_mark(mark)
+
+    def on_end(self, usage: Usage, error: str | None) -> None:
+        self._usages.append(usage)
+        is_last = self._has_ended
+        try:
+            if is_last:
+                self._end_decode()
+                self._count()
+            if error is not None:
+                self.fail(ServiceError(ErrorKind.ENGINE, error, "engine_error"))
+            if is_last:
+                self._shared.metrics.count_generation(total_usage(self._usages), self._timings)
+                broken = [reason for reason in self._reasons if reason not in WIRE_REASONS]
+                if broken:
+                    self.fail(cut_short(broken[0]))
+                self._on(Event.ENGINE_DONE)
+        except Exception as fault:
+            self._break_down(fault)
+
+    def _say(self, choice: int, said: str | Delta) -> None:
+        if self.state is State.RESERVING:
+            self._withheld.append((choice, said))
+        elif self.state in OPEN:
+            self._write(choice, said)
+
+    def _write(self, choice: int, said: str | Delta) -> None:
+        if isinstance(said, str):
+            self._output.add_text(choice, said)
+        else:
+            self._output.add(choice, said)
+
+    def _time_first_token(self, now_s: float) -> None:
+        timings = self._timings
+        timings.first_token_s = now_s
+        self._shared.metrics.ttft.observe(now_s - timings.accepted_s)
+        is_first_told = self._output.is_streamed and not self._stream.head_sent  # by a keep-alive it may have been
+        timings.enter(Stage.FIRST_FLUSH if is_first_told else Stage.DECODE, now_s)
+
+    def _end_decode(self) -> None:
+        timings, num_tokens = self._timings, sum(usage.num_completion_tokens for usage in self._usages)
+        timings.end_s = self._clock()
+        timings.enter(Stage.SETTLE, timings.end_s)
+        timings.detokenize_s = self._shared.engine.work.cost_s(self._work_before, num_tokens)
+
+    @property
+    def _has_ended(self) -> bool:
+        """The engine has told the end of every request."""
+        return len(self._usages) == len(self._handles)
+
+    def _sequence(self, choice: int) -> RequestSequence:
+        handle, i = divmod(choice, self._prepared.call.num_sequences)
+        return self._handles[handle].sequences[i]
+
+    # Who ends it, or holds it.
+
+    def fail(self, error: ServiceError) -> None:
+        """Break the answer off, if it is open."""
+        self._on(Event.BROKEN_OFF, error)
+
+    def on_disconnect(self) -> None:
+        self._on(Event.CLIENT_GONE)
+
+    def on_blocked(self) -> None:
+        """The reader has stopped."""
+        self._place.pause()
+        self.pause()
+
+    def on_unblocked(self) -> None:
+        self._place.resume()
+        self.resume()
+
+    def pause(self) -> None:
+        """Until as many resume() have come. The time until then is the reader's, or the quota's."""
+        self._num_holds += 1
+        if self._num_holds == 1:
+            self._held_since_s = self._clock()
+            for handle in self._handles:
+                handle.pause()
+
+    def resume(self) -> None:
+        self._num_holds -= 1
+        if self._num_holds == 0:
+            self._excuse_held()
+            for handle in self._handles:
+                handle.resume()
+
+    def end_early(self) -> None:
+        """End all that still goes on, as if at its max_tokens."""
+        now_s = self._clock()
+        for handle in self._handles:
+            handle.finish(FinishReason.LENGTH, now_s)
+
+    # When something is due: deadlines, keep-alives, news of the queue. One timer, and nothing per token.
+
+    def _dues(self) -> Iterator[tuple[float, str]]:
+        """What is due next, by the loop's clock: a field of Deadlines that passes, or what a stream is to be told."""
+        if self.state not in OPEN:
+            return
+        head_s, limits = self._timings.arrived_s, self._deadlines
+        is_silent = self._is_reserving or self._timings.first_token_s is None
+        yield head_s + limits.total_s, "total_s"
+        if is_silent:  # what is withheld is no first token to who waits for it
+            yield head_s + limits.ttft_s, "ttft_s"
+        elif self._held_since_s is None:
+            for sequence, last_s in self._talking():
+                yield last_s + limits.inter_token_s + self._excused_s(sequence, last_s), "inter_token_s"
+        if self._output.is_streamed and not self._is_reserving:
+            yield max([self._last_said_s, *(last_s for _, last_s in self._begun())]) + KEEP_ALIVE_S, "keep_alive"
+            if is_silent:
+                yield self._news_due_s, "news"
+
+    def _next_due(self) -> float | None:
+        due_s = min((due_s for due_s, _ in self._dues()), default=math.inf)
+        return due_s if due_s < math.inf else None
+
+    def _on_due(self) -> None:
+        now_s = self._loop.time()
+        if self._held_since_s is None:
+            self._excuse_untold(now_s)
+        due_s, name = min(self._dues())
+        if due_s > now_s + RESOLUTION_S:
+            return
+        if name == "keep_alive":
+            self._comment(KEEP_ALIVE)
+        elif name == "news":
+            self._tell_news(now_s)
+        else:
+            self._fail_late(name)
+
+    def _fail_late(self, name: str) -> None:
+        limits = self._deadlines
+        what = {
+            "total_s": f"The answer was not complete after {limits.total_s:g} s",
+            "ttft_s": f"No token came within {limits.ttft_s:g} s",
+            "inter_token_s": f"The next token did not come within {limits.inter_token_s:g} s",
+        }[name]
+        message = f"{what}, the request's deadline. Allow more time, ask for less, or try when the server is less busy."
+        # Who reads slowly, or has emptied its quota, is late by itself
+        is_ours = name not in limits.asked and self._held_since_s is None
+        error_type = OwnDeadlineExceeded if is_ours else ServiceError
+        self.fail(error_type(ErrorKind.DEADLINE_EXCEEDED, message, "deadline_exceeded"))
+
+    def _begun(self) -> Iterator[tuple[RequestSequence, float]]:
+        """The choices that have said something, each with when its last text came."""
+        for handle in self._handles:
+            for sequence in handle.sequences:
+                if sequence.last_s is not None:
+                    yield sequence, sequence.last_s
+
+    def _talking(self) -> Iterator[tuple[RequestSequence, float]]:
+        """Of these, those that have not ended."""
+        return ((sequence, last_s) for sequence, last_s in self._begun() if not sequence.is_finished)
+
+    def _excused_s(self, sequence: RequestSequence, last_s: float) -> float:
+        since_s, excused_s = self._excused.get(sequence.choice, (last_s, 0.0))
+        return excused_s if since_s == last_s else 0.0
+
+    def _excuse_held(self) -> None:
+        """What it was held for does not count between tokens."""
+        held_since_s, self._held_since_s = self._held_since_s, None
+        assert held_since_s is not None, "resume() comes after pause()"
+        now_s = self._clock()
+        for sequence, last_s in self._talking():
+            excused_s = self._excused_s(sequence, last_s)
+            self._excused[sequence.choice] = last_s, excused_s + now_s - max(held_since_s, last_s)
+        self._timer.arm()
+
+    def _excuse_untold(self, now_s: float) -> None:
+        """Who would be late now, but has tokens since then that say nothing yet: while they grow, it has its time anew.
+
+        When they came is not known.
+        """
+        for sequence, last_s in self._talking():
+            late_s = last_s + self._deadlines.inter_token_s + self._excused_s(sequence, last_s)
+            seen = last_s, sequence.num_untold
+            if sequence.num_untold and late_s <= now_s + RESOLUTION_S and self._untold.get(sequence.choice) != seen:
+                self._untold[sequence.choice] = seen
+                self._excused[sequence.choice] = last_s, now_s - last_s
+
+    def _comment(self, line: bytes) -> None:
+        self._last_said_s = self._loop.time()
+        self._output.comment(line)
+
+    def _tell_news(self, now_s: float) -> None:
+        """Where it stands in the queue, and how far its prompt is: each when it says something new.
+
+        : queue {"position":3,"expected_ms":1200}
+        : prefill {"tokens":512,"of":2048}
+        """
+        self._news_due_s = now_s + NEWS_EVERY_S
+        view = self._place.view(self._clock())
+        if self._num_prefilled is not None:
+            num_tokens = len(self._prepared.prompts[0])
+            news = f"prefill {_json({'tokens': self._num_prefilled, 'of': num_tokens})}"
+        elif view is not None:
+            expected_ms = None if view.expected_s is None else round(view.expected_s * 1e3)
+            news = f"queue {_json({'position': view.position, 'expected_ms': expected_ms})}"
+        else:
+            return
+        if news != self._news:
+            self._news = news
+            self._comment(comment(news))
+
+    # The quota and the ledger.
+
+    def _subject(self, model: str) -> Subject:
+        request, caller = self._stream.request, self._ticket.caller
+        client_id, key_id = client_request_id(request), caller.key_id
+        return Subject(self._request_id, client_id, self.tenant, key_id, model, request.path, self._ticket.cost)
+
+    def _progress(self) -> Usage:
+        """As far as it has come: a prompt of which something has been said was computed."""
+        num_prompt_tokens = sum(len(one.request.prompt_ids) for one in self._handles if one.num_tokens)
+        return Usage(
+            num_prompt_tokens=num_prompt_tokens,
+            num_completion_tokens=sum(handle.num_tokens for handle in self._handles),
+            num_cached_tokens=min(num_prompt_tokens, self._timings.num_cached_tokens),
+        )
+
+    def _on_reserved(self, is_durable: bool) -> None:
+        self._is_reserving, self._is_unreserved = False, not is_durable
+        try:
+            if self._has_ended:
+                self._count()
+            if is_durable:
+                self._on(Event.RESERVED)
+            else:
+                self.fail(unavailable())
+        except Exception as fault:
+            self._break_down(fault)
+
+    def _on_settled(self, is_durable: bool) -> None:
+        self._is_unsettled = not is_durable
+        try:
+            if is_durable:
+                self._on(Event.SETTLED)
+            else:
+                self.fail(unavailable())
+        except Exception as fault:
+            self._break_down(fault)
+
+    def _count(self) -> None:
+        """Take what it has used from the quota, once the engine and the ledger have told what is to be paid."""
+        if self._allowance is not None:
+            self._allowance.close()
+        if self._has_ended and not self._is_reserving and not self._is_counted:
+            self._ticket.settle(Usage(0, 0) if self._is_unreserved else total_usage(self._usages))
+            self._is_counted = True
+
+    def _write_end(self) -> None:
+        """Tell the ledger how it ended. Idempotent."""
+        if self._entry is not None and not self._is_written:
+            self._entry.settle(self._end(), self._on_settled)
+            self._is_written = True
+
+    def _end(self) -> End:
+        error, reason = self._error, ",".join(dict.fromkeys(self._reasons)) or None
+        cost = Cost(
+            device_s=sum(handle.cost.device_s for handle in self._handles),
+            kv_block_s=sum(handle.cost.kv_block_s for handle in self._handles),
+        )
+        told = 200 if self.state is State.SETTLING else CLIENT_GONE
+        status = told if error is None else status_of(error)
+        if status == CLIENT_GONE:
+            reason = FinishReason.CANCELLED
+        code = None if error is None else error.code
+        return End(total_usage(self._usages), cost, reason, status, code, self._timings.stages_ms())
+
+
+def total_usage(usages: list[Usage]) -> Usage:
+    return Usage(
+        num_prompt_tokens=sum(usage.num_prompt_tokens for usage in usages),
+        num_completion_tokens=sum(usage.num_completion_tokens for usage in usages),
+        num_cached_tokens=sum(usage.num_cached_tokens for usage in usages),
+    )
+
+
+def _json(value: dict[str, int | None]) -> str:
+    return msgspec.json.encode(value).decode()

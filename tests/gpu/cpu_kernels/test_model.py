@@ -1,0 +1,71 @@
+"""A model that numba's kernels compute says what it says by torch."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import MistralConfig, MistralForCausalLM
+
+from core.config import EngineConfig
+from gpu import tune
+from gpu.device import cpu_flags
+from tests.gpu.conftest import open_runner
+from tests.gpu.driver import Driver, make_plan
+
+
+@pytest.fixture(scope="module")
+def windowed_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("windowed")
+    torch.manual_seed(5)
+    config = MistralConfig(
+        vocab_size=300,
+        hidden_size=64,
+        intermediate_size=112,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=32,
+        sliding_window=40,
+        max_position_embeddings=256,
+        initializer_range=0.1,
+    )
+    MistralForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+def logits(directory: Path, dtype: str) -> torch.Tensor:
+    """Of rows of several lengths, decoded together with the same tokens whatever is drawn: [steps, rows, vocab]."""
+    engine = EngineConfig(device="cpu", dtype=dtype, max_sequences=16, kv_memory_bytes=8 * 1024**2, threads=2)
+    runner = open_runner(directory, engine)
+    driver = Driver(runner)
+    sequences = [driver.add([7 * index % 300 for index in range(1, length)]) for length in (4, 20, 39, 90)]
+    driver.step(None, *sequences)
+    found = []
+    for step in range(30):
+        rows, tables = [], []
+        for sequence in sequences:
+            position = len(sequence.token_ids) - 1
+            if position // 16 == len(sequence.blocks):
+                sequence.blocks.append(driver.free_blocks.pop())
+                tables.append((sequence.slot, position // 16, sequence.blocks[-1]))
+            sequence.token_ids[-1] = (11 * step + sequence.slot) % 300
+            rows.append((sequence.slot, position, [sequence.token_ids[-1]], True))
+            sequence.token_ids.append(0)
+        ticket = runner.forward(make_plan(rows, tables=tables))
+        found.append(ticket.logits[torch.as_tensor(ticket.sampled.rows.argsort())])
+    return torch.stack(found)
+
+
+@pytest.mark.skipif("avx512_bf16" not in cpu_flags(), reason="needs a CPU with avx512_bf16")
+def test_the_kernels_logits_are_as_near_to_float32_as_torchs(
+    windowed_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exact, torchs = (logits(windowed_model, dtype) for dtype in ("float32", "bfloat16"))
+    monkeypatch.setattr(tune, "MIN_KERNEL_PARAMETERS", 0)
+    kernels = logits(windowed_model, "bfloat16")
+    assert not torch.equal(kernels, torchs)  # they were used
+    assert (kernels - exact).abs().max() < 1.25 * (torchs - exact).abs().max()
+    top = exact.topk(2).values
+    is_clear = top[..., 0] - top[..., 1] > 0.15  # several times the error of bfloat16
+    assert torch.equal(kernels.argmax(-1)[is_clear], exact.argmax(-1)[is_clear])
+    assert is_clear.sum() > 60

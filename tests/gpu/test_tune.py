@@ -1,0 +1,460 @@
+"""What computes what: known for a machine and a model and told in words, or measured, kept and served."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from core.config import ModelConfig, RopeConfig
+from gpu import linear, tune
+from gpu.cache_files import measured_file
+from gpu.device import DeviceChoice
+from gpu.linear import MOST_FEW_ROWS, Linear, MatmulChoices, Served, make_linear
+from gpu.operators import Operators
+from gpu.tune import (
+    IDLE_LOOKS,
+    LOOKS,
+    MEASURED_FEW,
+    MEASURED_MANY,
+    PREFILL_TOKENS,
+    Look,
+    Measured,
+    Measurement,
+    StepThreads,
+    Tuning,
+    at_once,
+    choose_matmuls,
+    describe_attention,
+    describe_matmuls,
+    fewest,
+    find_operators,
+    find_sampler,
+    forget_measured,
+    measure_threads,
+    measured_here,
+    read_measured,
+    seconds_of,
+    why_no_cpu_attention,
+    why_no_kernels,
+    why_no_sampling_kernel,
+)
+
+TWO_CORES = DeviceChoice(torch.device("cpu"), "", torch.float32, "", 2, "")
+CPU = dataclasses.replace(TWO_CORES, dtype=torch.bfloat16)
+CUDA = dataclasses.replace(CPU, device=torch.device("cuda", 0), threads=3)
+LARGE = ModelConfig(
+    architecture="Qwen2ForCausalLM",
+    vocab_size=32_000,
+    hidden_size=896,
+    intermediate_size=4864,
+    num_layers=24,
+    num_heads=14,
+    num_kv_heads=2,
+    head_dim=64,
+    max_position=32_768,
+    rms_norm_eps=1e-6,
+    rope=RopeConfig(1_000_000.0),
+)
+SMALL = dataclasses.replace(LARGE, num_layers=1, vocab_size=300)
+PROBES = [(make_linear(torch.ones(8, 4), None, None), 4), (make_linear(torch.ones(4, 8), None, None), 8)]
+FEW_THEN_ALL = StepThreads(((1, 1), (8, 2)))
+ONE_THREAD = StepThreads(((1, 1), (PREFILL_TOKENS, 2)))
+
+
+TORCHS = Operators(torch.float32, torch.device("cpu"), 1e-6)
+SIZE = (6, 4)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(tune, "load_average", lambda: 1.5)
+    return measured_file()
+
+
+def tuning(config: ModelConfig = LARGE, choice: DeviceChoice = TWO_CORES) -> Tuning:
+    return Tuning(config, choice, TORCHS, PROBES)
+
+
+def look(found: Any, is_clear: bool = True) -> Measurement[Look[Any]]:
+    """A measurement of one slice."""
+    yield
+    return Look(found, is_clear)
+
+
+def in_a_slice(seconds: float) -> Measurement[float]:
+    yield
+    return seconds
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Every measurement gives FEW_THEN_ALL; the list has an item for each."""
+    calls: list[int] = []
+
+    def measure(probes: object, max_threads: int, dtype: torch.dtype) -> Measurement[Look[StepThreads]]:
+        calls.append(max_threads)
+        return look(FEW_THEN_ALL)
+
+    monkeypatch.setattr(tune, "measure_threads", measure)
+    return calls
+
+
+@pytest.mark.parametrize(("tokens", "count"), [(1, 1), (7, 1), (8, 2), (2048, 2)])
+def test_a_step_has_the_threads_of_the_largest_bound_below_it(tokens: int, count: int) -> None:
+    assert FEW_THEN_ALL.of(tokens) == count
+
+
+@pytest.mark.parametrize(
+    ("seconds", "count"), [([1.0, 0.96, 0.97], 1), ([1.0, 0.6, 0.58], 2), ([3.0, 2.0, 1.0], 4), ([1.0, 2.0, 3.0], 1)]
+)
+def test_threads_that_gain_little_are_left_to_others(seconds: list[float], count: int) -> None:
+    assert fewest([1, 2, 4], seconds) == count
+
+
+def test_measuring_covers_every_step_and_leaves_torchs_threads() -> None:
+    before = torch.get_num_threads()
+    found = at_once(measure_threads(PROBES, 2, torch.float32)).found
+    assert torch.get_num_threads() == before
+    assert all(found.of(tokens) in (1, 2) for tokens in (1, 3, 8))
+    assert found.of(PREFILL_TOKENS) == 2
+
+
+@pytest.mark.usefixtures("measured")
+def test_what_was_asked_for_holds_for_every_step() -> None:
+    asked = dataclasses.replace(TWO_CORES, threads=5, are_threads_asked=True)
+    assert tuning(choice=asked).measured == Measured(StepThreads(((1, 5),)))
+
+
+def test_a_small_model_is_not_measured(measured: list[int], cache: Path) -> None:
+    assert tuning(SMALL).measured == Measured(StepThreads(((1, 1), (tune.SMALL_MODEL_TOKENS, 2))))
+    assert not measured
+    assert not cache.exists()
+
+
+def test_a_large_model_is_measured_once_per_machine_and_shape(measured: list[int], cache: Path) -> None:
+    assert [tuning(LARGE).measured for _ in range(2)] == [Measured(FEW_THEN_ALL)] * 2
+    assert len(measured) == LOOKS
+    tuning(dataclasses.replace(LARGE, intermediate_size=4096))
+    tuning(choice=dataclasses.replace(TWO_CORES, threads=4))
+    assert measured == [2] * 2 * LOOKS + [4] * LOOKS
+    assert len(measured_here(TWO_CORES, None)) == 2
+    assert list(measured_here(TWO_CORES, LARGE).values()) == [Measured(FEW_THEN_ALL)]
+    assert not measured_here(TWO_CORES, dataclasses.replace(LARGE, hidden_size=LARGE.hidden_size * 10))
+    assert [path.name for path in cache.parent.iterdir()] == [cache.name]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff",
+        b"[]",
+        b'{"machine": 3}',
+        b'{"machine": {"shape": [[1, 2]]}}',
+        b'{"machine": {"shape": {"threads": [[1, 2]]}}}',
+        b'{"machine": {"shape": {"threads": [[8, 2]], "is_settled": true}}}',
+        b'{"machine": {"shape": {"threads": [[1, 0]], "is_settled": true}}}',
+        b'{"machine": {"shape": {"threads": [[1, 2], [1]], "is_settled": true}}}',
+        b'{"machine": {"shape": {"threads": [[1, 2]], "is_settled": "yes"}}}',
+        b'{"machine": {"shape": {"few": 1, "many": false}}}',
+        b'{"machine": {"shape": {"few": true}}}',
+    ],
+)
+def test_a_broken_file_is_as_none_and_is_replaced(content: bytes, measured: list[int], cache: Path) -> None:
+    cache.parent.mkdir(parents=True)
+    cache.write_bytes(content)
+    assert read_measured() == {}
+    assert tuning(LARGE).measured == Measured(FEW_THEN_ALL)
+    assert list(measured_here(TWO_CORES, None).values()) == [Measured(FEW_THEN_ALL)]
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(
+    measured: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert tuning(LARGE).measured == Measured(FEW_THEN_ALL)
+    assert measured == [2] * LOOKS
+
+
+def test_what_was_measured_beside_others_is_not_settled(measured: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune, "load_average", lambda: 2.1)
+    unsettled = Measured(FEW_THEN_ALL, is_settled=False)
+    assert [tuning(LARGE).measured for _ in range(2)] == [unsettled] * 2
+    assert len(measured) == 2 * LOOKS
+    assert list(measured_here(TWO_CORES, LARGE).values()) == [unsettled]
+    assert str(unsettled).endswith("; not settled yet")
+
+
+def test_what_two_looks_do_not_agree_on_is_measured_again_at_the_next_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = [FEW_THEN_ALL, ONE_THREAD, ONE_THREAD, ONE_THREAD]
+    monkeypatch.setattr(tune, "measure_threads", lambda *_: look(looks.pop(0)))
+    assert tuning(LARGE).measured == Measured(FEW_THEN_ALL, is_settled=False)
+    for _ in range(2):
+        assert tuning(LARGE).measured == Measured(ONE_THREAD)
+    assert looks == []
+
+
+def test_threads_that_two_looks_agree_on_while_idle_serve_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = [FEW_THEN_ALL, ONE_THREAD, FEW_THEN_ALL, ONE_THREAD, ONE_THREAD]
+    monkeypatch.setattr(tune, "measure_threads", lambda *_: look(looks.pop(0)))
+    measuring_again = tuning()
+    assert len(list(measuring_again.look_again())) == 3
+    assert measuring_again.measured == Measured(ONE_THREAD)
+    assert list(measured_here(TWO_CORES, LARGE).values()) == [Measured(ONE_THREAD)]
+    assert list(measuring_again.look_again()) == []
+
+
+def test_what_stays_within_noise_is_not_measured_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[None] = []
+
+    def measure(*_: object) -> Measurement[Look[StepThreads]]:
+        calls.append(None)
+        return look(FEW_THEN_ALL, is_clear=False)
+
+    monkeypatch.setattr(tune, "measure_threads", measure)
+    measuring_again = tuning()
+    for _ in range(IDLE_LOOKS):
+        interrupted = measuring_again.look_again()
+        next(interrupted)
+        interrupted.close()
+    assert list(measuring_again.look_again()) == []
+    assert len(calls) == LOOKS + IDLE_LOOKS
+    assert measuring_again.measured == Measured(FEW_THEN_ALL, is_settled=False)
+
+
+def test_no_look_is_spent_on_a_machine_where_others_compute(
+    measured: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = 2.1
+    monkeypatch.setattr(tune, "load_average", lambda: load)
+    measuring_again = tuning()
+    for _ in range(IDLE_LOOKS + 1):
+        assert list(measuring_again.look_again()) == []
+    assert len(measured) == LOOKS
+    load = 1.9
+    assert len(list(measuring_again.look_again())) == 1
+    assert measuring_again.measured == Measured(FEW_THEN_ALL)
+
+
+@pytest.mark.parametrize(("two_threads_s", "is_clear"), [(1.0, True), (0.99, True), (0.95, False), (0.9, True)])
+def test_a_thread_that_hardly_repays_itself_is_within_noise(
+    monkeypatch: pytest.MonkeyPatch, two_threads_s: float, is_clear: bool
+) -> None:
+    monkeypatch.setattr(
+        tune, "seconds_of", lambda probes, tokens, count, dtype: in_a_slice(1.0 if count == 1 else two_threads_s)
+    )
+    assert at_once(measure_threads(PROBES, 2, torch.float32)).is_clear is is_clear
+
+
+def test_matmuls_that_take_long_are_timed_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune, "SLICE_S", 0.0)
+    slices = seconds_of(PROBES, 1, torch.get_num_threads(), torch.float32)
+    assert sum(1 for _ in slices) == tune.ROUNDS * len(PROBES) + 1
+
+
+def test_what_is_forgotten_of_a_model_is_measured_anew(measured: list[int]) -> None:
+    other = dataclasses.replace(LARGE, hidden_size=1024, intermediate_size=8192)
+    for config in (LARGE, other):
+        tuning(config)
+    forget_measured(TWO_CORES, LARGE)
+    assert measured_here(TWO_CORES, LARGE) == {}
+    assert len(measured_here(TWO_CORES, other)) == 1
+    tuning(LARGE)
+    assert len(measured) == 3 * LOOKS
+
+
+class Bench:
+    """Matmuls that note who multiplied how many rows, and a clock for which a row costs each of them its price."""
+
+    def __init__(self, kernel_price: Callable[[int], float]) -> None:
+        self.calls: list[tuple[str, int]] = []
+        self.num_measured = 0
+        self._kernel_price = kernel_price
+
+    def matmul(self, name: str) -> Linear:
+        def multiply(x: torch.Tensor) -> torch.Tensor:
+            self.calls.append((name, x.shape[0]))
+            return x.new_zeros(x.shape[0], SIZE[0])
+
+        return multiply
+
+    def clock(self, work: Callable[[], object]) -> float:
+        before = len(self.calls)
+        work()
+        self.num_measured += 1
+        return sum(self._kernel_price(rows) if name.startswith("kernel") else 1.0 for name, rows in self.calls[before:])
+
+    def who(self, matmul: Linear, num_rows: int) -> str:
+        matmul(torch.zeros(num_rows, SIZE[1]))
+        return self.calls[-1][0]
+
+
+def make(bench: Bench, choices: MatmulChoices, name: str, size_bytes: int = 24) -> Linear:
+    return choices.make(name, bench.matmul(f"kernel {name}"), bench.matmul("torch"), SIZE, size_bytes)
+
+
+@pytest.mark.parametrize("few", [True, False])
+@pytest.mark.parametrize("many", [True, False])
+def test_the_faster_serves_its_rows(few: bool, many: bool) -> None:
+    bench = Bench(lambda rows: 0.5 if (few if rows <= MOST_FEW_ROWS else many) else 1.5)
+    choices = MatmulChoices()
+    plain, packed = make(bench, choices, "bfloat16"), make(bench, choices, "int4 by 64")
+    assert choose_matmuls(choices, TWO_CORES, bench.clock) == {
+        "bfloat16 6 x 4": Served(few, False),
+        "int4 by 64 6 x 4": Served(few, many),
+    }
+    names = {True: "kernel int4 by 64", False: "torch"}
+    for num_rows in (1, MOST_FEW_ROWS):
+        assert bench.who(plain, num_rows) == ("kernel bfloat16" if few else "torch")
+        assert bench.who(packed, num_rows) == names[few]
+    assert bench.who(plain, MOST_FEW_ROWS + 1) == "torch"
+    assert bench.who(packed, MOST_FEW_ROWS + 1) == names[many]
+
+
+@pytest.mark.parametrize("failing", ["kernel int8", "torch"])
+def test_one_that_fails_is_struck_and_the_start_goes_on(failing: str, caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench(lambda rows: 1.5 if failing == "torch" else 0.5)
+    choices = MatmulChoices()
+
+    def fail(x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("out of resource: shared memory")
+
+    ways = {name: fail if name == failing else bench.matmul(name) for name in ("kernel int8", "torch")}
+    choices.make("int8", ways["kernel int8"], ways["torch"], SIZE, 24)
+    is_kernel = failing == "torch"
+    assert choose_matmuls(choices, TWO_CORES, bench.clock) == {"int8 6 x 4": Served(is_kernel, is_kernel)}
+    assert [" does not serve here: " in record.getMessage() for record in caplog.records] == [True, True]
+
+
+def test_all_of_a_shapes_rows_decide_together() -> None:
+    """Twice as fast for one row, and a little slower for others: the geometric mean counts."""
+    bench = Bench(lambda rows: 0.5 if rows == 1 else 1.3)
+    choices = MatmulChoices()
+    make(bench, choices, "bfloat16")
+    assert choose_matmuls(choices, TWO_CORES, bench.clock)["bfloat16 6 x 4"].few
+    assert [rows for name, rows in bench.calls] == [rows for rows in MEASURED_FEW for _ in range(2)]
+
+
+def test_before_it_is_measured_torch_serves_what_it_knows() -> None:
+    bench = Bench(lambda rows: 1.0)
+    choices = MatmulChoices()
+    plain, packed = make(bench, choices, "bfloat16"), make(bench, choices, "int8")
+    assert {bench.who(plain, rows) for rows in (1, 100)} == {"torch"}
+    assert {bench.who(packed, rows) for rows in (1, 100)} == {"kernel int8"}
+
+
+def test_matrices_of_a_shape_are_measured_in_turn_up_to_what_a_cache_keeps() -> None:
+    bench = Bench(lambda rows: 0.5)
+    choices = MatmulChoices()
+    for _ in range(5):
+        make(bench, choices, "int8", 100 * 1024**2)
+    choose_matmuls(choices, TWO_CORES, bench.clock)
+    assert bench.calls.count(("kernel int8", MEASURED_MANY[0])) == 3
+
+
+def test_a_shape_is_measured_once_per_device(cache: Path) -> None:
+    first, second = Bench(lambda rows: 0.5), Bench(lambda rows: 2.0)
+    for bench in (first, second):
+        choices = MatmulChoices()
+        matmul = make(bench, choices, "bfloat16")
+        assert choose_matmuls(choices, TWO_CORES, bench.clock) == {"bfloat16 6 x 4": Served(True, False)}
+        assert bench.who(matmul, 1) == "kernel bfloat16"
+    assert first.num_measured == 2 * len(MEASURED_FEW)
+    assert second.num_measured == 0
+    assert measured_here(TWO_CORES, None) == {"bfloat16 6 x 4": Served(True, False)}
+    other = MatmulChoices()
+    make(second, other, "float16")
+    choose_matmuls(other, TWO_CORES, second.clock)
+    assert set(measured_here(TWO_CORES, None)) == {"bfloat16 6 x 4", "float16 6 x 4"}
+
+
+def test_what_was_measured_reads_as_a_phrase() -> None:
+    assert str(Measured(FEW_THEN_ALL)) == "threads 1; 2 from 8 tokens a step"
+    assert str(Served(True, False)) == "kernel up to 16 rows, torch beyond"
+
+
+@pytest.mark.parametrize(("config", "is_measured"), [(LARGE, True), (SMALL, False)], ids=["large", "small"])
+def test_a_large_models_start_chooses(config: ModelConfig, is_measured: bool) -> None:
+    bench, operators = Bench(lambda rows: 0.5), Operators(torch.float32, torch.device("cpu"), 1e-6)
+    operators.matmuls = MatmulChoices()
+    make(bench, operators.matmuls, "bfloat16")
+    Tuning(config, TWO_CORES, operators, PROBES, bench.clock)
+    assert (bench.num_measured > 0) == is_measured
+
+
+@pytest.mark.parametrize(
+    ("config", "device", "why"),
+    [
+        (LARGE, dataclasses.replace(CPU, dtype=torch.float32), "float32 on cpu"),
+        (dataclasses.replace(LARGE, num_layers=1, vocab_size=300), CPU, "too small"),
+    ],
+    ids=["dtype", "size"],
+)
+def test_what_speaks_against_the_kernels_is_told(
+    config: ModelConfig, device: DeviceChoice, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tune, "cpu_flags", lambda: frozenset([tune.NEEDED_FLAG]))
+    assert why in (why_no_kernels(config, device) or "")
+    assert type(find_operators(config, device)) is Operators
+
+
+def test_without_the_instructions_torch_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune, "cpu_flags", lambda: frozenset(["avx2"]))
+    assert why_no_kernels(LARGE, CPU) == "the CPU has no avx512_bf16"
+
+
+def test_what_speaks_against_the_kernel_for_attention_is_told() -> None:
+    assert why_no_cpu_attention(LARGE) is None
+    assert "heads of 80" in (why_no_cpu_attention(dataclasses.replace(LARGE, head_dim=80)) or "")
+    assert "caps" in (why_no_cpu_attention(dataclasses.replace(LARGE, attention_cap=50.0)) or "")
+    assert "sinks" in (why_no_cpu_attention(dataclasses.replace(LARGE, has_sinks=True)) or "")
+
+
+@pytest.mark.parametrize(
+    ("others", "multiplies"),
+    [((), "numba's kernel"), (("amx_bf16",), "oneDNN, by AMX; int8 and int4 by numba's kernel")],
+)
+def test_what_multiplies_and_attends_is_told(
+    others: tuple[str, ...], multiplies: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (tune, linear):
+        monkeypatch.setattr(module, "cpu_flags", lambda: frozenset([tune.NEEDED_FLAG, *others]))
+    assert describe_matmuls(LARGE, CPU) == multiplies
+    assert describe_attention(LARGE, CPU) == "numba's kernel over block tables"
+    assert "too small" in describe_matmuls(SMALL, CPU)
+
+
+def without(missing: str) -> object:
+    return lambda name: None if name == missing else object()
+
+
+def test_a_cpu_needs_numba_and_a_model_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune, "find_spec", without("triton"))
+    assert why_no_sampling_kernel(LARGE, CPU) is None
+    assert why_no_sampling_kernel(SMALL, CPU) == "the model is too small to repay loading it"
+    assert find_sampler(SMALL, CPU) is None
+    monkeypatch.setattr(tune, "find_spec", without("numba"))
+    assert why_no_sampling_kernel(LARGE, CPU) == "numba is not installed"
+
+
+def test_a_cuda_device_needs_triton_and_a_vocabulary_that_one_program_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune, "find_spec", without("triton"))
+    assert why_no_sampling_kernel(LARGE, CUDA) == "triton is not installed"
+    monkeypatch.setattr(tune, "find_spec", without("numba"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert why_no_sampling_kernel(LARGE, CUDA) is None
+    vast = dataclasses.replace(LARGE, vocab_size=2_000_000)
+    assert why_no_sampling_kernel(vast, CUDA) == "a vocabulary of 2,000,000: it knows up to 1,048,576"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert why_no_sampling_kernel(LARGE, CUDA) == "the device is older than compute capability 8.0"
+
+
+def test_the_kernel_of_a_cpu_is_numbas() -> None:
+    choice = find_sampler(LARGE, CPU)
+    assert choice is not None
+    assert choice.make_kernel.__name__ == "RowSampler"  # type: ignore[attr-defined]
